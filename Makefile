@@ -1,0 +1,37 @@
+# One-word commands. Each sets up what it needs in a virtual environment of its own.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench setup clean
+
+help: ## list the commands
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+
+demo: $(READY) ## trace, split, print, draw and run a small model
+	@$(BIN)/python exps/demo.py
+
+test: $(READY) ## run all tests
+	@$(BIN)/python -m pytest
+
+check: $(READY) ## ruff, mypy and the layering test
+	@$(BIN)/ruff check pippy tests exps
+	@$(BIN)/ruff format --check pippy tests exps
+	@$(BIN)/mypy pippy tests
+	@$(BIN)/python -m pytest tests/test_layering.py
+
+bench: $(READY) ## run the benchmarks (minutes)
+	@$(BIN)/python exps/compile_scale.py
+
+setup: $(READY) ## make the virtual environment
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "pippy needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Name another with: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $(READY)
+
+clean: ## remove the virtual environment and what was built
+	rm -rf $(VENV) build dist out *.egg-info

@@ -1,0 +1,1 @@
+"""When and where it is computed: schedules, programs, and what runs them."""

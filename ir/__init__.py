@@ -1,0 +1,1 @@
+"""What is computed: tracing, splitting, shared parameters, loss, backward, the verifier, the reference."""

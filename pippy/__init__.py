@@ -1,0 +1,1 @@
+"""A graph compiler for pipeline parallelism in PyTorch."""
