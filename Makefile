@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/ready
+# ruff does not walk through links by itself
+SOURCES := pippy pippy/ir pippy/drivers tests exps
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check bench setup clean
@@ -17,8 +19,8 @@ test: $(READY) ## run all tests
 	@$(BIN)/python -m pytest
 
 check: $(READY) ## ruff, mypy and the layering test
-	@$(BIN)/ruff check pippy tests exps
-	@$(BIN)/ruff format --check pippy tests exps
+	@$(BIN)/ruff check $(SOURCES)
+	@$(BIN)/ruff format --check $(SOURCES)
 	@$(BIN)/mypy pippy tests
 	@$(BIN)/python -m pytest tests/test_layering.py
 

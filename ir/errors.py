@@ -51,5 +51,13 @@ class StageError(PippyError, RuntimeError):
     """A stage raised while it ran; the message names the stage, its inputs' shapes and the user's source line."""
 
 
+class ModeError(PippyError, RuntimeError):
+    """A Pipe is run in a mode, train or eval, that it was not traced for and that its model treats differently."""
+
+
+class StateDictError(PippyError, RuntimeError):
+    """A state dict does not fit the Pipe: names are missing or unknown, or shapes differ."""
+
+
 class PippyWarning(UserWarning):
     """Something that works, but perhaps not as it was meant."""

@@ -1,0 +1,145 @@
+"""Where a model is cut: `pipe_split()` in its code, or a mark on one of its modules.
+
+A mark on a module is a private attribute of plain strings: it changes no name, type or state-dict key, survives
+deepcopy and pickle, and means nothing to anyone but the tracer.
+"""
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from enum import Enum
+from typing import Any
+
+from torch import nn
+
+from pippy.ir.errors import MarkError
+
+_ATTRIBUTE = "_pippy_split_points"
+_on_split: ContextVar[Callable[[], None] | None] = ContextVar("on_split", default=None)
+
+
+class SplitPoint(Enum):
+    """Which side of a module's call is cut.
+
+    >>> SplitPoint.END.value
+    'end'
+    """
+
+    BEGINNING = "beginning"
+    END = "end"
+
+
+def pipe_split() -> None:
+    """Cut the model here: what runs before this call and what runs after it are different stages.
+
+    Outside of `pipeline()` the call does nothing, so a marked model stays an ordinary model.
+
+    >>> import torch
+    >>> class Net(torch.nn.Module):
+    ...     def forward(self, x):
+    ...         x = torch.relu(x)
+    ...         pipe_split()
+    ...         return x + 1
+    >>> Net()(torch.tensor([-1.0, 1.0]))
+    tensor([1., 2.])
+    """
+    record = _on_split.get()
+    if record is not None:
+        record()
+
+
+@contextmanager
+def recording_splits(record: Callable[[], None]) -> Iterator[None]:
+    """Inside, `pipe_split()` calls ``record``. Other threads do not notice."""
+    token = _on_split.set(record)
+    try:
+        yield
+    finally:
+        _on_split.reset(token)
+
+
+def annotate_split_points(model: nn.Module, spec: Mapping[str, SplitPoint]) -> None:
+    """Cut before (BEGINNING) or after (END) every call of the named modules, without touching the model's code.
+
+    Marks add to those of earlier calls; `clear_split_points` takes them all away. A module that is called several
+    times is cut at each call.
+
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    >>> annotate_split_points(model, {"1": SplitPoint.END})
+    >>> list(model.state_dict())
+    ['0.weight', '0.bias', '2.weight', '2.bias']
+    """
+    if not isinstance(model, nn.Module):
+        raise MarkError(f"annotate_split_points takes an nn.Module; this is a {type(model).__name__}")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name, point in spec.items():
+        _check_annotation(modules, name, point)
+    for name, point in spec.items():
+        _mark(modules[name], point)
+
+
+def _check_annotation(modules: Mapping[str, nn.Module], name: str, point: object) -> None:
+    if not isinstance(point, SplitPoint):
+        raise MarkError(f"the split point of {name!r} is {point!r}; give SplitPoint.BEGINNING or SplitPoint.END")
+    if name == "":
+        raise MarkError(
+            "'' names the whole model, and a cut before or after everything cuts nothing; name a part of it"
+        )
+    if name not in modules:
+        near = difflib.get_close_matches(str(name), [known for known in modules if known], n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see model.named_modules() for its names"
+        raise MarkError(f"the model has no module named {name!r}; {hint}")
+
+
+def _mark(module: nn.Module, point: SplitPoint) -> None:
+    points = set(getattr(module, _ATTRIBUTE, ())) | {point.value}
+    setattr(module, _ATTRIBUTE, tuple(sorted(points)))
+
+
+def clear_split_points(model: nn.Module) -> None:
+    """Take away every mark that `annotate_split_points` and `PipeSplitWrapper` left in ``model``.
+
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    >>> annotate_split_points(model, {"0": SplitPoint.END})
+    >>> clear_split_points(model)
+    >>> list(annotated_modules(model))
+    []
+    """
+    for module in model.modules():
+        module.__dict__.pop(_ATTRIBUTE, None)
+
+
+def split_points(module: nn.Module) -> tuple[SplitPoint, ...]:
+    """The marks on this one module."""
+    return tuple(SplitPoint(value) for value in module.__dict__.get(_ATTRIBUTE, ()))
+
+
+def annotated_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The marked modules of ``model`` and their names."""
+    return ((name, module) for name, module in model.named_modules() if split_points(module))
+
+
+class PipeSplitWrapper:
+    """Mark a module where the model is built: ``self.encoder = PipeSplitWrapper(Encoder(), SplitPoint.END)``.
+
+    The call gives back the very module that it was given. Nothing is wrapped, so no qualified name, type or
+    state-dict key changes.
+
+    >>> from torch import nn
+    >>> layer = nn.Linear(4, 4)
+    >>> PipeSplitWrapper(layer, SplitPoint.END) is layer
+    True
+    """
+
+    SplitPoint = SplitPoint
+
+    def __new__(cls, module: nn.Module, split_point: Any = SplitPoint.BEGINNING) -> nn.Module:  # type: ignore[misc]
+        if not isinstance(module, nn.Module):
+            raise MarkError(f"PipeSplitWrapper takes an nn.Module; this is a {type(module).__name__}")
+        if not isinstance(split_point, SplitPoint):
+            raise MarkError(f"the split point is {split_point!r}; give SplitPoint.BEGINNING or SplitPoint.END")
+        _mark(module, split_point)
+        return module

@@ -1,0 +1,138 @@
+"""Qualified names: from a stage's own to the user's, and back.
+
+A stage keeps the user's names under its own: ``lin.weight`` of the model is ``submod_1.lin.weight`` of the Pipe. The only
+names that change are those whose first part a graph module needs for itself (``graph``, ``code``, …): they get a ``_``.
+"""
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx, nn
+
+from pippy.ir.errors import NameLookupError
+
+LOSS = "_loss"
+_STAGE = re.compile(r"submod_(\d+)")
+_RESERVED = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
+
+
+def stage_name(index: int) -> str:
+    """The name of a stage's module.
+
+    >>> stage_name(3)
+    'submod_3'
+    """
+    return f"submod_{index}"
+
+
+def stage_index(name: str) -> int | None:
+    """The number in a stage's name; None if it is no stage's name.
+
+    >>> stage_index("submod_3"), stage_index("_loss")
+    (3, None)
+    """
+    match = _STAGE.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def local_name(user_name: str) -> str:
+    """What a stage calls the thing that the user calls ``user_name``.
+
+    >>> local_name("encoder.graph"), local_name("graph.weight")
+    ('encoder.graph', 'graph_.weight')
+    """
+    first, dot, rest = user_name.partition(".")
+    if first.rstrip("_") in _RESERVED and user_name != "training":
+        first += "_"
+    return first + dot + rest
+
+
+def user_name(local: str) -> str:
+    """The inverse of `local_name`.
+
+    >>> user_name(local_name("graph_.weight"))
+    'graph_.weight'
+    """
+    first, dot, rest = local.partition(".")
+    if first.endswith("_") and first.rstrip("_") in _RESERVED:
+        first = first[:-1]
+    return first + dot + rest
+
+
+@dataclass
+class Qualnames:
+    """Every parameter and buffer of the user's model, by every name that the user has for it, and where it lives.
+
+    ``canonical`` maps each of the user's names to the first name of the same tensor; ``places`` maps a canonical name
+    to the stage-local names of its copies, the owner first; ``unused`` holds what no stage uses; ``saved`` lists the
+    names that a state dict has, in the model's order; ``read_by_several`` gives for each stage its names of the buffers
+    that other stages hold too.
+    """
+
+    canonical: dict[str, str]
+    saved: tuple[str, ...]
+    places: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    unused: dict[str, torch.Tensor] = field(default_factory=dict)
+    read_by_several: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def remap(self, local: str) -> str:
+        """The user's name of a stage-local name, of a tensor or a module."""
+        head, _, rest = local.partition(".")
+        if head == LOSS:
+            return local
+        if stage_index(head) is None or not rest:
+            raise NameLookupError(f"{local!r} is no name inside a stage; such names look like 'submod_0.layer.weight'")
+        return user_name(rest)
+
+    def locate(self, name: str) -> tuple[str, ...]:
+        """The stage-local names of every copy of the tensor that the user calls ``name``; empty if no stage uses it."""
+        if name.startswith(f"{LOSS}."):
+            return (name,)
+        if name not in self.canonical:
+            raise NameLookupError(unknown_name("parameter or buffer", name, self.canonical))
+        return self.places.get(self.canonical[name], ())
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
+    """The text of an error about a name that does not exist."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+    if near:
+        return f"the model has no {kind} named {name!r}; did you mean {' or '.join(map(repr, near))}?"
+    return f"the model has no {kind} named {name!r}; it has {', '.join(map(repr, known[:8])) or 'none'}"
+
+
+def named_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """All parameters and buffers by every name that they have."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def qualnames_of(model: nn.Module) -> Qualnames:
+    """The names of ``model``, not yet placed."""
+    first: dict[int, str] = {}
+    canonical = {name: first.setdefault(id(tensor), name) for name, tensor in named_state(model)}
+    saved = tuple(name for name in model.state_dict(keep_vars=True) if name in canonical)
+    return Qualnames(canonical, saved)
+
+
+def place(names: Qualnames, model: nn.Module, stages: Mapping[str, nn.Module]) -> None:
+    """Fill in where each tensor of ``model`` lives among ``stages``."""
+    places: dict[str, list[str]] = {}
+    for stage, module in stages.items():
+        seen: set[str] = set()
+        for local, _ in named_state(module):
+            name = names.canonical.get(user_name(local))
+            if name is not None and name not in seen:
+                seen.add(name)
+                places.setdefault(name, []).append(f"{stage}.{local}")
+    names.places = {name: tuple(found) for name, found in places.items()}
+    tensors = {name: tensor for name, tensor in named_state(model) if names.canonical[name] == name}
+    names.unused = {name: tensor for name, tensor in tensors.items() if name not in places}
+    for name, found in places.items():
+        if len(found) > 1 and not isinstance(tensors[name], nn.Parameter):
+            for stage, _, local in (each.partition(".") for each in found):
+                names.read_by_several[stage] = (*names.read_by_several.get(stage, ()), local)

@@ -1,0 +1,195 @@
+"""A Pipe: a model cut into stages, with its loss and its backward pass in one small graph."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from pippy.ir.backward import attach_backward
+from pippy.ir.errors import LossError, ModeError
+from pippy.ir.graph_module import PipeGraphModule
+from pippy.ir.loss import (
+    Loss,
+    LossSpec,
+    attach_loss_function,
+    check_loss_function,
+    default_loss_spec,
+    find_returned_loss,
+)
+from pippy.ir.names import LOSS, named_state, stage_name
+from pippy.ir.params import MultiUseParamSpec
+from pippy.ir.reference import run_reference, sum_gradients
+from pippy.ir.sequential import trace_sequential
+from pippy.ir.signature import bind
+from pippy.ir.split import Split, split
+from pippy.ir.state import load_state, save_state
+from pippy.ir.trace import Traced, TracerLike, trace
+from pippy.ir.verify import verify
+
+
+class Pipe(nn.Module):
+    """A model cut into stages. Make one with `pipeline`, `Pipe.from_tracing` or `Pipe.from_sequential`.
+
+    Called, it runs in this process, backward included: with a loss it returns the loss (or what the model returns
+    beside it) and leaves gradients in its parameters' `.grad`. Print it to see the stages and the graph.
+
+    >>> import torch
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    >>> pipe = Pipe.from_sequential(net, loss_fn=nn.MSELoss())
+    >>> loss = pipe(torch.randn(16, 4), torch.randn(16, 1))
+    >>> net[0].weight.grad.shape
+    torch.Size([8, 4])
+    """
+
+    def __init__(self, traced: Traced, parts: Split) -> None:
+        super().__init__()
+        self.split_gm = parts.split_gm
+        self.qualnames = parts.qualnames
+        self.replicated_params = parts.replicated_params
+        self.wiring = parts.wiring
+        self.concrete_args = traced.concrete_args
+        self.fixed_mode, self.fixed_at = traced.fixed_mode, traced.fixed_at
+        self.training = traced.model.training
+        self.loss: Loss | None = None
+        self.target_name: str | None = None
+
+    @staticmethod
+    def from_tracing(
+        model: nn.Module,
+        multi_use_param_spec: MultiUseParamSpec = None,
+        *,
+        loss_fn: Callable[..., Any] | None = None,
+        output_loss_value_spec: LossSpec = None,
+        tracer: TracerLike | None = None,
+        concrete_args: Mapping[str, Any] | None = None,
+        deep_copy_module: bool = False,
+    ) -> "Pipe":
+        """Trace a model and cut it at its marks. `pippy.pipeline` is this, and says what the arguments mean."""
+        _check_loss(loss_fn, output_loss_value_spec)
+        traced = trace(copy.deepcopy(model) if deep_copy_module else model, tracer, concrete_args)
+        return _compile(traced, multi_use_param_spec, loss_fn, output_loss_value_spec)
+
+    @staticmethod
+    def from_sequential(
+        model: nn.Sequential, loss_fn: Callable[..., Any] | None = None, *, deep_copy_module: bool = False
+    ) -> "Pipe":
+        """Make each child of an `nn.Sequential` a stage. The children are not traced, so they may do anything.
+
+        >>> pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+        >>> pipe.num_stages
+        2
+        """
+        _check_loss(loss_fn, None)
+        traced = trace_sequential(copy.deepcopy(model) if deep_copy_module else model)
+        return _compile(traced, None, loss_fn, None)
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages the Pipe has; `_loss` is not one of them."""
+        return sum(1 for _ in self.stages())
+
+    def stages(self) -> Iterator[tuple[str, PipeGraphModule]]:
+        """Every stage with its name, in order."""
+        for name, module in self.split_gm.named_children():
+            if name != LOSS:
+                yield name, module  # type: ignore[misc]
+
+    def stage(self, name: str | int) -> Any:
+        """A stage by its name or number; `_loss` too, by its name."""
+        return self.split_gm._modules[stage_name(name) if isinstance(name, int) else name]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run in this process: outputs or loss, and gradients if there is a loss and gradients are on."""
+        if self.fixed_mode is not None and self.training != self.fixed_mode:
+            traced, now = ("train", "eval") if self.fixed_mode else ("eval", "train")
+            raise ModeError(
+                f"this Pipe was traced in {traced} mode and the model does something else in {now} mode, from here on:\n"
+                f"{self.fixed_at}\nWhat to do: make a second Pipe from the model in {now} mode, or call pipe.{traced}()"
+            )
+        return run_reference(self, bind(self, args, kwargs))
+
+    def remap_qualname(self, qualname: str) -> str:
+        """The user's name for a name inside a stage: of a parameter, a buffer or a module.
+
+        >>> pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+        >>> pipe.remap_qualname("submod_0.0.weight")
+        '0.weight'
+        """
+        return self.qualnames.remap(qualname)
+
+    def stage_qualnames(self, name: str) -> tuple[str, ...]:
+        """Where the user's parameter or buffer lives: the inverse of `remap_qualname`. One used by no stage: nowhere.
+
+        >>> pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+        >>> pipe.stage_qualnames("0.weight")
+        ('submod_0.0.weight',)
+        """
+        return self.qualnames.locate(name)
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """Every parameter and persistent buffer once, in the user's names and order, as `model.state_dict()` has them.
+
+        Parameters that the loss brings along are there as ``_loss.…``.
+        """
+        return save_state(self, {} if destination is None else destination, prefix, keep_vars)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a state dict in the user's names into every copy; nothing is written unless all of it fits."""
+        return load_state(self, state_dict, strict, assign)
+
+    def get_grad(self, name: str) -> torch.Tensor | None:
+        """The gradient of the parameter that the user calls ``name``."""
+        places = self.stage_qualnames(name)
+        return self.split_gm.get_parameter(places[0]).grad if places else None
+
+    def replicas(self) -> list[list[torch.Tensor]]:
+        """The copies of each replicated parameter, in the order of `replicated_params`."""
+        return [[_tensor(self.stage(stage), name) for stage, name in group.items()] for group in self.replicated_params]
+
+    def sync_replicated_gradients(self) -> None:
+        """Sum the gradients of each replicated parameter over its copies.
+
+        A Pipe with a loss does this itself. It is for a Pipe without one, after the backward of a loss of your own and
+        before the optimizer's step.
+        """
+        for copies in self.replicas():
+            sum_gradients(copies)
+
+    def __str__(self) -> str:
+        return str(self.split_gm)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _tensor(module: nn.Module, name: str) -> torch.Tensor:
+    return dict(named_state(module))[name]
+
+
+def _check_loss(loss_fn: object, output_loss_value_spec: LossSpec) -> None:
+    if loss_fn is None:
+        return
+    check_loss_function(loss_fn)
+    if output_loss_value_spec is not None:
+        raise LossError(
+            f"both loss_fn and output_loss_value_spec={output_loss_value_spec!r} are given; a loss function computes the "
+            "loss from the outputs, and the specification says which output already is the loss: give one of them"
+        )
+
+
+def _compile(traced: Traced, spec: MultiUseParamSpec, loss_fn: Callable[..., Any] | None, loss_spec: LossSpec) -> Pipe:
+    """The passes, in order. Each takes a verified Pipe and leaves one."""
+    pipe = Pipe(traced, split(traced, spec))
+    verify(pipe)
+    if loss_fn is not None:
+        attach_loss_function(pipe, loss_fn)
+    else:
+        output = pipe.split_gm.graph.output_node().args[0]
+        find_returned_loss(pipe, default_loss_spec(traced.model, output) if loss_spec is None else loss_spec)
+    if pipe.loss is not None:
+        verify(pipe, before_backward=True)
+        attach_backward(pipe)
+        verify(pipe)
+    return pipe

@@ -1,0 +1,127 @@
+"""Runs a Pipe in this process, node by node: the oracle that every driver is held to."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from pippy.ir.backward import is_getitem, seeded
+from pippy.ir.shared_buffers import held_constant
+from pippy.ir.stage_backward import add_gradients, gradient_pairs, stage_backward
+from pippy.ir.stage_run import StageRun, as_leaf, run_backward, run_stage
+from pippy.ir.trees import map_tensors
+
+if TYPE_CHECKING:
+    from pippy.ir.pipe import Pipe
+
+
+def run_reference(pipe: "Pipe", inputs: Mapping[str, Any]) -> Any:
+    """The outputs of ``pipe``; its backward has been run too, if it has one and gradients are on."""
+    run = _Reference(pipe, inputs)
+    if pipe.loss is None or not torch.is_grad_enabled():
+        return run.run()
+    with _whole_gradients(pipe):
+        outputs = run.run()
+    return map_tensors(torch.Tensor.detach, outputs)
+
+
+class _Reference:
+    """One run of the top-level graph: the values of its nodes, and each call's leaves for its backward."""
+
+    def __init__(self, pipe: "Pipe", inputs: Mapping[str, Any]) -> None:
+        self.pipe, self.inputs = pipe, inputs
+        self.trains = pipe.loss is not None and torch.is_grad_enabled()
+        self.values: dict[fx.Node, Any] = {}
+        self.runs: dict[fx.Node, StageRun] = {}
+
+    def run(self) -> Any:
+        for node in self.pipe.split_gm.graph.nodes:
+            if node.op == "output":
+                return fx.node.map_arg(node.args[0], self.values.__getitem__)
+            if self.trains or not _is_backward(node):
+                self.values[node] = self._value(node)
+        raise AssertionError("a graph ends in its output")
+
+    def _value(self, node: fx.Node) -> Any:
+        if node.op == "placeholder":
+            return self.inputs[node.name]
+        if node.op == "call_module":
+            return self._run_stage(node)
+        if is_getitem(node):
+            return self.values[node.args[0]][node.args[1]]  # type: ignore[index]
+        if node.target is stage_backward:
+            return self._run_backward(node)
+        return add_gradients(*(self.values[arg] for arg in node.args))  # type: ignore[index]
+
+    def _run_stage(self, node: fx.Node) -> Any:
+        leaves: list[Any] = []
+
+        def take(arg: fx.Node) -> Any:
+            leaves.append(as_leaf(self.values[arg]) if self.trains else self.values[arg])
+            return leaves[-1]
+
+        args = fx.node.map_arg(node.args, take)
+        name, module = str(node.target), self.pipe.stage(str(node.target))
+        with held_constant(name, module, self.pipe.qualnames.read_by_several.get(name, ())):
+            outputs = run_stage(name, module, args)
+        self.runs[node] = StageRun(outputs, tuple(leaves))
+        return outputs
+
+    def _run_backward(self, node: fx.Node) -> Any:
+        call = node.kwargs["stage_output"]
+        assert isinstance(call, fx.Node)
+        given = fx.node.map_arg(seeded(node.kwargs["output_grads"]), self.values.__getitem__)
+        run = self.runs.pop(call)
+        gradients = run_backward(str(call.target), self.pipe.stage(str(call.target)), run, given)
+        for value, gradient in zip(node.kwargs["input_values"], gradients):  # type: ignore[arg-type]
+            if value.op == "placeholder":
+                _give_to_caller(self.inputs[value.name], gradient)
+        return gradients
+
+
+def _is_backward(node: fx.Node) -> bool:
+    if is_getitem(node):
+        return _is_backward(node.args[0])  # type: ignore[arg-type]
+    return node.op == "call_function"
+
+
+def _give_to_caller(value: Any, gradient: Any) -> None:
+    """An input that requires a gradient gets it where plain PyTorch would leave it, and passes it on."""
+    pairs = list(gradient_pairs(value, gradient))
+    if pairs:
+        values, gradients = zip(*pairs)
+        torch.autograd.backward(values, gradients)
+
+
+class _whole_gradients:
+    """Inside, gradients of replicated parameters start from nothing; at the end each copy gets the sum of all copies.
+
+    Gradients from before the run are set aside and added again, so that several runs accumulate.
+    """
+
+    def __init__(self, pipe: "Pipe") -> None:
+        self.groups = pipe.replicas()
+
+    def __enter__(self) -> None:
+        self.before = [[tensor.grad for tensor in group] for group in self.groups]
+        for group in self.groups:
+            for tensor in group:
+                tensor.grad = None
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            for group in self.groups:
+                sum_gradients(group)
+        for group, before in zip(self.groups, self.before):
+            for tensor, old in zip(group, before):
+                tensor.grad = old if kind else add_gradients(old, tensor.grad)
+
+
+def sum_gradients(copies: list[torch.Tensor]) -> None:
+    """Give every copy of a replicated parameter the sum of all copies' gradients, added in the order of the stages."""
+    total = None
+    for tensor in copies:
+        total = add_gradients(total, tensor.grad)
+    for tensor in copies:
+        tensor.grad = None if total is None else total.clone()

@@ -1,0 +1,27 @@
+"""An `nn.Sequential` as a marked graph: each child a stage, called as a whole."""
+
+from torch import fx, nn
+
+from pippy.ir.errors import SplitError, TracingError
+from pippy.ir.marks import pipe_split
+from pippy.ir.trace import Traced
+
+
+def trace_sequential(model: nn.Sequential) -> Traced:
+    """The graph of a Sequential with a mark between every two children."""
+    if not isinstance(model, nn.Sequential):
+        raise TracingError(
+            f"from_sequential takes an nn.Sequential; this is a {type(model).__name__}: call pipeline(model) for any module"
+        )
+    if not len(model):
+        raise SplitError("this nn.Sequential has no children, so there is nothing to put in a stage")
+    graph = fx.Graph()
+    value = graph.placeholder("input")
+    for name in model._modules:
+        if value.op == "call_module":
+            graph.call_function(pipe_split)
+        value = graph.create_node("call_module", name, (value,))
+        value.meta["module_path"] = name
+    graph.output(value)
+    attributes = {name: module for name, module in model._modules.items() if module is not None}
+    return Traced(model, graph, dict(attributes))

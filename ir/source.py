@@ -1,0 +1,100 @@
+"""The user's source lines: which line of the model a node, a frame or an exception comes from."""
+
+import contextlib
+import functools
+import linecache
+import os
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from unittest import mock
+
+import torch
+from torch import fx
+
+from pippy.ir.errors import PippyWarning
+
+_PIPPY = Path(__file__).parent.parent
+_FOLDERS = (Path(torch.__file__).parent, _PIPPY, (_PIPPY / "ir").resolve(), (_PIPPY / "drivers").resolve())
+_STANDARD = (contextlib.__file__, functools.__file__, mock.__file__)
+_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in _FOLDERS)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A line of the user's code.
+
+    >>> str(Source("net.py", 3, "forward"))
+    'net.py:3, in forward'
+    """
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}, in {self.function}"
+
+    @property
+    def code(self) -> str:
+        """The text of the line; empty where it cannot be read."""
+        return linecache.getline(self.file, self.line).strip()
+
+    def excerpt(self) -> str:
+        """Two lines for an error message: the place and the code."""
+        return f"  {self}" + (f"\n    {self.code}" if self.code else "")
+
+
+@functools.cache
+def is_users(file: str) -> bool:
+    """Whether a file is the user's: neither torch's, nor ours, nor generated."""
+    return not file.startswith((*_LIBRARIES, *_STANDARD, "<eval_with_key>", "<frozen", "<string>"))
+
+
+def of_frame(frame: FrameType | None) -> Source | None:
+    """The innermost line of the user's below the frame that traces."""
+    while frame is not None:
+        code = frame.f_code
+        if is_users(code.co_filename):
+            return Source(code.co_filename, frame.f_lineno, code.co_name)
+        if code is fx.Tracer.trace.__code__:
+            return None
+        frame = frame.f_back
+    return None
+
+
+def of_traceback(traceback: TracebackType | None, below: str) -> Source | None:
+    """The innermost line of the user's in a traceback, among the frames that the function named ``below`` called."""
+    found, entered = None, False
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        entered = entered or (code.co_name == below and not is_users(code.co_filename))
+        if entered and is_users(code.co_filename):
+            found = Source(code.co_filename, traceback.tb_lineno, code.co_name)
+        traceback = traceback.tb_next
+    return found
+
+
+def of_node(node: fx.Node) -> Source | None:
+    """The line that made a node, where tracing saw one."""
+    return node.meta.get("source")
+
+
+def warn(message: str) -> None:
+    """Warn the user, at the user's line."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, PippyWarning, stacklevel=level + 1)
+
+
+def excerpt_of(node: fx.Node) -> str:
+    """A node's line for an error message, or what is known in place of it."""
+    source = of_node(node)
+    if source is not None:
+        return source.excerpt()
+    module = node.meta.get("module_path")
+    where = f" in module {module!r}" if module else ""
+    return f"  {node.format_node()}{where}"

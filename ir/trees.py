@@ -1,0 +1,107 @@
+"""Values with tensors inside: tuples, lists, dicts, named tuples, dataclasses, and what torch's pytree registry knows.
+
+A value that is none of these, and no tensor, is a constant to the pipeline. The gradient of a container is the tuple of
+its children's gradients, whatever the container; the gradient of a constant is None.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+
+def children(value: Any) -> Sequence[Any] | None:
+    """What a container holds, in a fixed order; None if ``value`` is no container.
+
+    >>> children({"a": 1, "b": (2, 3)})
+    [1, (2, 3)]
+    """
+    if isinstance(value, (torch.Tensor, torch.Size)) or value is None:
+        return None
+    if isinstance(value, (tuple, list)):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if type(value) in _pytree.SUPPORTED_NODES:
+        return _pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0]
+    return None
+
+
+def with_children(value: Any, items: Sequence[Any]) -> Any:
+    """A container of the same type and shape that holds ``items``."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*items)
+    if isinstance(value, (tuple, list)):
+        return type(value)(items)
+    if dataclasses.is_dataclass(value):
+        changed = copy.copy(value)
+        for field, item in zip(dataclasses.fields(value), items):
+            object.__setattr__(changed, field.name, item)
+            if isinstance(changed, dict) and field.name in changed:  # such a dataclass keeps its fields twice
+                dict.__setitem__(changed, field.name, item)
+        return changed
+    if isinstance(value, Mapping):
+        return _mapping_like(value, dict(zip(value, items)))
+    node = _pytree.SUPPORTED_NODES[type(value)]
+    return node.unflatten_fn(list(items), node.flatten_fn(value)[1])
+
+
+def _mapping_like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if type(value) is dict:
+        return items
+    changed = copy.copy(value)
+    changed.update(items)  # type: ignore[attr-defined]
+    return changed
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """``value`` with every leaf replaced by ``function(leaf)``."""
+    held = children(value)
+    if held is None:
+        return function(value)
+    return with_children(value, [map_leaves(function, item) for item in held])
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """``value`` with every tensor replaced by ``function(tensor)``.
+
+    >>> map_tensors(torch.neg, [torch.tensor(1), "a"])
+    [tensor(-1), 'a']
+    """
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """All leaves, in a fixed order."""
+    held = children(value)
+    if held is None:
+        yield value
+    else:
+        for item in held:
+            yield from leaves(item)
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors, in a fixed order."""
+    return (leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def describe(value: Any) -> str:
+    """A value in a few characters, for error messages and tables.
+
+    >>> describe((torch.zeros(2, 3), None, 7))
+    '(float32[2, 3], None, 7)'
+    """
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    held = children(value)
+    if held is not None:
+        inside = ", ".join(map(describe, held))
+        return f"({inside})" if isinstance(value, tuple) else f"{type(value).__name__}({inside})"
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,0 +1,83 @@
+"""The front door: from a model to a Pipe."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from pippy.ir.loss import LossSpec
+from pippy.ir.params import MultiUseParamSpec
+from pippy.ir.pipe import Pipe
+from pippy.ir.trace import TracerLike
+
+
+def pipeline(
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None = None,
+    *,
+    multi_use_param_spec: MultiUseParamSpec = None,
+    output_loss_value_spec: LossSpec = None,
+    tracer: TracerLike | None = None,
+    concrete_args: Mapping[str, Any] | None = None,
+    deep_copy_module: bool = False,
+) -> Pipe:
+    """Trace ``model``, cut it at its marks into stages, and write its backward pass into the same graph.
+
+    Args:
+        model: any module that torch.fx can trace, marked with `pipe_split()` or `annotate_split_points`.
+        loss_fn: a module or function of (output, target). The Pipe takes ``target`` as a further argument, returns the
+            loss and computes gradients. Without it the Pipe computes what the model returns.
+        multi_use_param_spec: what to do with parameters that several stages use: `MultiUseParameterConfig.TRANSMIT`
+            (the default: it lives in the first, and travels) or `REPLICATE` (a copy each, gradients summed), or a dict
+            from parameter names to one of them.
+        output_loss_value_spec: for a model that returns its loss, which of its outputs that is: True, an index, a key,
+            or True and False in the shape of the output, as in ``{"loss": True, "logits": False}``. A dict with "loss" is
+            understood by itself; False says that there is no loss.
+        tracer: a `torch.fx.Tracer`, or a class of one, instead of `PipeTracer`: to choose other leaf modules, say.
+        concrete_args: arguments of forward that the graph is specialized to, by name.
+        deep_copy_module: work on a copy. By default the Pipe and the model share their parameters.
+
+    >>> import torch
+    >>> from pippy import pipe_split
+    >>> class Net(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.first, self.second = torch.nn.Linear(4, 8), torch.nn.Linear(8, 1)
+    ...     def forward(self, x):
+    ...         x = torch.relu(self.first(x))
+    ...         pipe_split()
+    ...         return self.second(x)
+    >>> pipe = pipeline(Net(), torch.nn.MSELoss())
+    >>> print(pipe)
+    GraphModule(
+      (submod_0): GraphModule(
+        (first): Linear(in_features=4, out_features=8, bias=True)
+      )
+      (submod_1): GraphModule(
+        (second): Linear(in_features=8, out_features=1, bias=True)
+      )
+      (_loss): MSELoss()
+    )
+    <BLANKLINE>
+    def forward(self, x, target):
+        submod_0 = self.submod_0(x)
+        submod_1 = self.submod_1(submod_0)
+        _loss = self._loss(submod_1, target)
+        stage_backward = stage_backward(stage_output = _loss, output_grads = None, input_values = [submod_1, target]);  target = None
+        getitem = stage_backward[0]
+        getitem_1 = stage_backward[1];  stage_backward = getitem_1 = None
+        stage_backward_1 = stage_backward(stage_output = submod_1, output_grads = getitem, input_values = [submod_0]);  submod_1 = getitem = None
+        getitem_2 = stage_backward_1[0];  stage_backward_1 = None
+        stage_backward_2 = stage_backward(stage_output = submod_0, output_grads = getitem_2, input_values = [x]);  submod_0 = getitem_2 = x = stage_backward_2 = None
+        return _loss
+    <BLANKLINE>
+    """  # noqa: E501
+    return Pipe.from_tracing(
+        model,
+        multi_use_param_spec,
+        loss_fn=loss_fn,
+        output_loss_value_spec=output_loss_value_spec,
+        tracer=tracer,
+        concrete_args=concrete_args,
+        deep_copy_module=deep_copy_module,
+    )
