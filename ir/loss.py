@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
@@ -12,7 +12,6 @@ from torch import fx, nn
 from pippy.ir.errors import LossError
 from pippy.ir.names import LOSS, named_state, stage_index
 from pippy.ir.stage_backward import SEED
-from pippy.ir.wiring import Wiring
 
 if TYPE_CHECKING:
     from pippy.ir.pipe import Pipe
@@ -118,7 +117,7 @@ def attach_loss_function(pipe: "Pipe", loss_fn: Callable[..., Any]) -> None:
     top.add_module(LOSS, _with_own_parameters(pipe, module))
     top.recompile()
     pipe.target_name, pipe.loss = target.name, Loss(loss.name)
-    pipe.wiring = Wiring((*pipe.wiring.inputs, target.name), pipe.wiring.outputs)
+    pipe.wiring = replace(pipe.wiring, inputs=(*pipe.wiring.inputs, target.name))
 
 
 def _first_operation(graph: fx.Graph) -> fx.Node:

@@ -11,6 +11,7 @@ from pippy.ir.shared_buffers import held_constant
 from pippy.ir.stage_backward import add_gradients, gradient_pairs, stage_backward
 from pippy.ir.stage_run import StageRun, as_leaf, run_backward, run_stage
 from pippy.ir.trees import map_tensors
+from pippy.ir.wiring import map_nodes
 
 if TYPE_CHECKING:
     from pippy.ir.pipe import Pipe
@@ -38,7 +39,7 @@ class _Reference:
     def run(self) -> Any:
         for node in self.pipe.split_gm.graph.nodes:
             if node.op == "output":
-                return fx.node.map_arg(node.args[0], self.values.__getitem__)
+                return map_nodes(self.values.__getitem__, node.args[0])
             if self.trains or not _is_backward(node):
                 self.values[node] = self._value(node)
         raise AssertionError("a graph ends in its output")
@@ -61,7 +62,7 @@ class _Reference:
             leaves.append(as_leaf(self.values[arg]) if self.trains else self.values[arg])
             return leaves[-1]
 
-        args = fx.node.map_arg(node.args, take)
+        args = map_nodes(take, node.args)
         name, module = str(node.target), self.pipe.stage(str(node.target))
         with held_constant(name, module, self.pipe.qualnames.read_by_several.get(name, ())):
             outputs = run_stage(name, module, args)
@@ -71,7 +72,7 @@ class _Reference:
     def _run_backward(self, node: fx.Node) -> Any:
         call = node.kwargs["stage_output"]
         assert isinstance(call, fx.Node)
-        given = fx.node.map_arg(seeded(node.kwargs["output_grads"]), self.values.__getitem__)
+        given = map_nodes(self.values.__getitem__, seeded(node.kwargs["output_grads"]))
         run = self.runs.pop(call)
         gradients = run_backward(str(call.target), self.pipe.stage(str(call.target)), run, given)
         for value, gradient in zip(node.kwargs["input_values"], gradients):  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ _KINDS = {
 def signature_of(pipe: "Pipe") -> inspect.Signature:
     """The signature of the model's inputs; the loss's target, if there is one, comes after them."""
     nodes = [node for node in pipe.split_gm.graph.find_nodes(op="placeholder") if node.name != pipe.target_name]
-    parameters = [_parameter(node) for node in nodes]
+    parameters = [_parameter(node, pipe.wiring.defaults) for node in nodes]
     after_default = False
     for index, parameter in enumerate(parameters):  # what follows a default can only be given by name
         keyword_only = after_default and parameter.default is parameter.empty and parameter.kind is _KINDS[""]
@@ -32,10 +32,10 @@ def signature_of(pipe: "Pipe") -> inspect.Signature:
     return inspect.Signature(sorted(parameters, key=lambda parameter: parameter.kind))
 
 
-def _parameter(node: fx.Node) -> inspect.Parameter:
+def _parameter(node: fx.Node, defaults: Mapping[str, Any]) -> inspect.Parameter:
     name = str(node.target)
     stars = name[: len(name) - len(name.lstrip("*"))]
-    default = node.args[0] if node.args else inspect.Parameter.empty
+    default = defaults.get(node.name, inspect.Parameter.empty)
     return inspect.Parameter(name.lstrip("*"), _KINDS[stars], default=default)
 
 

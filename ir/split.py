@@ -43,9 +43,10 @@ def split(traced: Traced, spec: MultiUseParamSpec = None) -> Split:
 
 
 def _wiring(plan: Plan) -> Wiring:
-    inputs = tuple(node.name for node in plan.traced.graph.find_nodes(op="placeholder"))
+    placeholders = plan.traced.graph.find_nodes(op="placeholder")
     outputs = map_nodes(lambda node: ValueName(value_name(plan, plan.first_of(node))), plan.output)
-    return Wiring(inputs, outputs)
+    defaults = {node.name: node.args[0] for node in placeholders if node.args}
+    return Wiring(tuple(node.name for node in placeholders), outputs, defaults)
 
 
 def _stage_module(
@@ -183,8 +184,7 @@ def _kept_meta(node: fx.Node) -> dict[str, Any]:
 def _top_level(plan: Plan, stages: Mapping[str, PipeGraphModule]) -> PipeGraphModule:
     graph, values = fx.Graph(), {}
     for node in plan.traced.graph.find_nodes(op="placeholder"):
-        values[node] = graph.node_copy(node)
-        values[node].meta = {}
+        values[node] = graph.create_node("placeholder", node.target, name=node.name)
     for stage in plan.stages:
         call = graph.call_module(stage.name, tuple(values[value] for value in stage.inputs))
         call.name = stage.name

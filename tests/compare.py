@@ -1,0 +1,75 @@
+"""Comparing a Pipe with the plain model."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from pippy import Pipe
+from pippy.ir.trees import leaves, map_tensors
+
+
+def fresh_inputs(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same inputs as leaves of their own."""
+    return map_tensors(lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), inputs)
+
+
+def find_loss(output: Any, spec: Any) -> torch.Tensor:
+    """The loss in what a model returns beside it."""
+    if isinstance(spec, tuple):
+        return output[spec.index(True)]
+    if isinstance(output, dict):
+        return output["loss"]
+    return output[spec] if isinstance(spec, int) else getattr(output, spec)
+
+
+def run_plain(model: nn.Module, loss_fn: Any, spec: Any, inputs: tuple[Any, ...], target: Any, seed: int = 1) -> Any:
+    """One training step without a pipeline: what the Pipe should return."""
+    torch.manual_seed(seed)
+    output = model(*inputs)
+    loss = loss_fn(output, target) if loss_fn is not None else find_loss(output, spec)
+    loss.backward()
+    return map_tensors(torch.Tensor.detach, loss if loss_fn is not None else output)
+
+
+def assert_same(actual: Any, expected: Any, what: str) -> None:
+    actual_leaves, expected_leaves = list(leaves(actual)), list(leaves(expected))
+    assert len(actual_leaves) == len(expected_leaves), what
+    for mine, theirs in zip(actual_leaves, expected_leaves):
+        if isinstance(theirs, torch.Tensor):
+            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12, msg=lambda text: f"{what}: {text}")
+        else:
+            assert mine == theirs, what
+
+
+def assert_same_gradients(pipe: Pipe, plain: nn.Module) -> None:
+    """Every copy of every parameter has the plain model's gradient, or none where that has none."""
+    for name, parameter in plain.named_parameters(remove_duplicate=False):
+        places = pipe.stage_qualnames(name)
+        for place in places:
+            assert_same_gradient(
+                pipe.split_gm.get_parameter(place).grad, parameter.grad, f"gradient of {name} at {place}"
+            )
+        assert places or parameter.grad is None, f"{name} is used, but is in no stage"
+
+
+def assert_same_gradient(mine: torch.Tensor | None, theirs: torch.Tensor | None, what: str) -> None:
+    assert (mine is None) == (theirs is None), f"{what}: {mine} instead of {theirs}"
+    if mine is not None:
+        assert_same(mine, theirs, what)
+
+
+def assert_same_state(pipe: Pipe, plain: nn.Module) -> None:
+    """The state dicts agree in names, order and values; buffers that are not saved agree too."""
+    mine, theirs = pipe.state_dict(), plain.state_dict()
+    assert list(mine) == list(theirs)
+    assert_same(mine, theirs, "state")
+    for name, buffer in plain.named_buffers():
+        for place in pipe.stage_qualnames(name):
+            assert_same(pipe.split_gm.get_buffer(place), buffer, f"buffer {name} at {place}")
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """A copy to run without a pipeline."""
+    return copy.deepcopy(model)
