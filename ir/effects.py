@@ -9,6 +9,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,85 +18,22 @@ from torch import fx, nn
 
 from pippy.ir.trees import map_tensors
 
-# Methods and functions whose result may share memory with their first argument.
+# Methods and functions whose result may share memory with their first tensor argument.
 _VIEWS = frozenset(
-    [
-        "T",
-        "mT",
-        "H",
-        "mH",
-        "data",
-        "real",
-        "imag",
-        "__getitem__",
-        "getitem",
-        "getattr",
-        "alias",
-        "as_strided",
-        "chunk",
-        "contiguous",
-        "detach",
-        "diagonal",
-        "expand",
-        "expand_as",
-        "flatten",
-        "movedim",
-        "moveaxis",
-        "narrow",
-        "permute",
-        "ravel",
-        "reshape",
-        "select",
-        "split",
-        "squeeze",
-        "swapaxes",
-        "swapdims",
-        "t",
-        "to",
-        "float",
-        "double",
-        "half",
-        "bfloat16",
-        "type",
-        "type_as",
-        "cpu",
-        "cuda",
-        "tensor_split",
-        "transpose",
-        "unbind",
-        "unflatten",
-        "unfold",
-        "unsqueeze",
-        "view",
-        "view_as",
-        "view_as_complex",
-        "view_as_real",
-        "values",
-        "indices",
-    ]
+    """T mT H mH data real imag __getitem__ getitem getattr adjoint alias as_strided atleast_1d atleast_2d atleast_3d
+    bfloat16 bool broadcast_tensors broadcast_to char chunk conj contiguous cpu cuda detach detach_ diagonal double dsplit
+    einsum expand expand_as flatten float half hsplit indices int long meshgrid moveaxis movedim mT narrow permute ravel
+    requires_grad_ reshape select short split squeeze swapaxes swapdims t tensor_split to transpose type type_as unbind
+    unflatten unfold unsqueeze values view view_as view_as_complex view_as_real vsplit
+    alpha_dropout dropout dropout1d dropout2d dropout3d feature_alpha_dropout""".split()
 )
-_VIEW_MODULES = (nn.Identity, nn.Flatten, nn.Unflatten)
+_VIEW_MODULES = (nn.Identity, nn.Flatten, nn.Unflatten, nn.modules.dropout._DropoutNd)
 _SHAPE_ATTRIBUTES = frozenset(
-    ["shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "itemsize", "nbytes"]
+    ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "itemsize", "nbytes")
 )
-_NOT_IN_PLACE = frozenset(("requires_grad_", "retain_grad_"))
+_NOT_IN_PLACE = frozenset(("requires_grad_", "retain_grad_", "detach_"))
 _OPERATORS = frozenset(
-    f"i{name}"
-    for name in [
-        "add",
-        "and",
-        "floordiv",
-        "lshift",
-        "matmul",
-        "mod",
-        "mul",
-        "or",
-        "pow",
-        "rshift",
-        "sub",
-        "truediv",
-        "xor",
-    ]
+    f"i{name}" for name in "add and floordiv lshift matmul mod mul or pow rshift sub truediv xor".split()
 )
 
 
@@ -124,7 +62,7 @@ def _mutated(node: fx.Node, attributes: Mapping[str, Any]) -> Iterator[fx.Node]:
     candidates: list[Any] = [node.kwargs.get("out")]
     if node.op == "call_method" and _is_in_place_name(str(node.target)):
         candidates.append(node.args[0])
-    elif node.op == "call_module" and getattr(attributes[str(node.target)], "inplace", False) is True:
+    elif node.op == "call_module" and _begins_in_place(attributes[str(node.target)]):
         candidates.append(node.args[0] if node.args else next(iter(node.kwargs.values()), None))
     elif node.op == "call_function" and callable(node.target):
         candidates += _mutated_arguments(node.target, node.args, node.kwargs)
@@ -134,6 +72,13 @@ def _mutated(node: fx.Node, attributes: Mapping[str, Any]) -> Iterator[fx.Node]:
             for item in (candidate if isinstance(candidate, (tuple, list)) else (candidate,))
             if isinstance(item, fx.Node)
         )
+
+
+def _begins_in_place(module: nn.Module) -> bool:
+    """Whether a module changes its input: one with ``inplace=True``, or a Sequential that begins with such a one."""
+    if type(module) is nn.Sequential and len(module):
+        return _begins_in_place(module[0])
+    return getattr(module, "inplace", False) is True
 
 
 def _is_in_place_name(name: str) -> bool:
@@ -175,6 +120,14 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
+def changes_in_place(node: fx.Node, attribute: str) -> bool:
+    """Whether ``node`` is an in-place operator on the attribute of the model with that name."""
+    if node.op != "call_function" or getattr(node.target, "__name__", "") not in _OPERATORS:
+        return False
+    changed = node.args[0]
+    return isinstance(changed, fx.Node) and changed.op == "get_attr" and changed.target == attribute
+
+
 def _viewed(node: fx.Node, attributes: Mapping[str, Any]) -> Iterator[fx.Node]:
     if node.op == "call_module" and not isinstance(attributes[str(node.target)], _VIEW_MODULES):
         return
@@ -183,8 +136,9 @@ def _viewed(node: fx.Node, attributes: Mapping[str, Any]) -> Iterator[fx.Node]:
         return
     if name == "getattr" and node.args[1] in _SHAPE_ATTRIBUTES:
         return
-    if node.op.startswith("call_") and node.args and isinstance(node.args[0], fx.Node):
-        yield node.args[0]
+    if node.op.startswith("call_"):
+        flat = chain.from_iterable(arg if isinstance(arg, (tuple, list)) else (arg,) for arg in node.args)
+        yield from [arg for arg in flat if isinstance(arg, fx.Node)][:1]
 
 
 def own_copy(value: Any) -> Any:

@@ -133,6 +133,8 @@ def install(module: nn.Module, name: str, value: Any, original: nn.Module, persi
 
 
 def _assign(holder: nn.Module, name: str, value: Any, persistent: bool) -> None:
+    if getattr(holder, name, None) is value:
+        return
     if isinstance(value, nn.Module):
         holder.add_module(name, value)
     elif isinstance(value, nn.Parameter):

@@ -109,7 +109,7 @@ def attach_loss_function(pipe: "Pipe", loss_fn: Callable[..., Any]) -> None:
     output = graph.output_node()
     if not output.all_input_nodes:
         raise LossError("the model returns nothing that is computed, so there is nothing to compute a loss of")
-    with graph.inserting_before(_first_operation(graph)):
+    with graph.inserting_before(_after_inputs(graph)):
         target = graph.placeholder(TARGET)
     with graph.inserting_before(output):
         loss = graph.create_node("call_module", LOSS, (output.args[0], target), name=LOSS)
@@ -117,11 +117,12 @@ def attach_loss_function(pipe: "Pipe", loss_fn: Callable[..., Any]) -> None:
     top.add_module(LOSS, _with_own_parameters(pipe, module))
     top.recompile()
     pipe.target_name, pipe.loss = target.name, Loss(loss.name)
-    pipe.wiring = replace(pipe.wiring, inputs=(*pipe.wiring.inputs, target.name))
+    pipe.wiring = replace(pipe.wiring, inputs=tuple(node.name for node in graph.find_nodes(op="placeholder")))
 
 
-def _first_operation(graph: fx.Graph) -> fx.Node:
-    return next(node for node in graph.nodes if node.op != "placeholder")
+def _after_inputs(graph: fx.Graph) -> fx.Node:
+    """Where a further input goes: after all others, but for ``**kwargs``."""
+    return next(node for node in graph.nodes if node.op != "placeholder" or str(node.target).startswith("**"))
 
 
 def _with_own_parameters(pipe: "Pipe", module: nn.Module) -> nn.Module:
@@ -150,12 +151,15 @@ def _with_own_parameters(pipe: "Pipe", module: nn.Module) -> nn.Module:
 LossSpec = bool | str | int | Sequence[Any] | Mapping[str, Any] | None
 
 
-def default_loss_spec(model: nn.Module, output: Any) -> LossSpec:
+def default_loss_spec(pipe: "Pipe", model: nn.Module) -> LossSpec:
     """Which output is the loss where the user did not say: all of a LossWrapper's, or a dict's "loss"."""
+    output = pipe.split_gm.graph.output_node().args[0]
     declared = getattr(model, "loss_spec", None) if isinstance(model, LossWrapper) else None
     if declared is not None:
         return declared
     if isinstance(output, Mapping) and "loss" in output:
+        return "loss"
+    if isinstance(output, fx.Node) and "loss" in _fields_inside(pipe, output, Mapping):
         return "loss"
     if isinstance(model, LossWrapper):
         if isinstance(output, fx.Node):
@@ -211,24 +215,35 @@ def _is_sequence(value: Any) -> bool:
 def _as_structure(output: Any, key: str | int, whole: Any) -> Any:
     if isinstance(output, Mapping) and key in output:
         return {name: name == key for name in output}
+    if isinstance(key, str) and key in getattr(output, "_fields", ()):
+        return [name == key for name in output._fields]
     if _is_sequence(output) and isinstance(key, int) and -len(output) <= key < len(output):
         return [index == key % len(output) for index in range(len(output))]
     raise LossError(f"output_loss_value_spec {whole!r} names nothing in what the model returns, {_shape(output)}")
 
 
 def _inner_seed(pipe: "Pipe", value: fx.Node, spec: Any, whole: Any) -> list[Any]:
-    """The seed for a loss inside a dataclass that the last stage makes."""
-    made = _maker(pipe, value)
-    if made is None or not dataclasses.is_dataclass(made.target):
+    """The seed for a loss inside a dataclass or mapping that the last stage makes."""
+    names = _fields_inside(pipe, value, object)
+    if not names:
         raise LossError(
             f"output_loss_value_spec {whole!r} looks inside {value.name!r}, but tracing does not know what that is made of; "
             "return the loss as an output of its own"
         )
-    names = [field.name for field in dataclasses.fields(made.target)]
     marked = spec if isinstance(spec, Mapping) else {spec: True}
     if set(marked) - set(names) or sum(flag is True for flag in marked.values()) != 1:
         raise LossError(f"output_loss_value_spec {whole!r} does not mark one of the fields {names}")
     return [SEED if marked.get(name) is True else None for name in names]
+
+
+def _fields_inside(pipe: "Pipe", value: fx.Node, kind: type) -> list[str]:
+    """The names of what a value of class ``kind`` holds, where a stage makes it by calling its class."""
+    made = _maker(pipe, value)
+    if made is None or not isinstance(made.target, type) or not issubclass(made.target, kind):
+        return []
+    if dataclasses.is_dataclass(made.target):
+        return [field.name for field in dataclasses.fields(made.target)]
+    return list(made.args[0]) if made.args and isinstance(made.args[0], Mapping) else []
 
 
 def _maker(pipe: "Pipe", value: fx.Node) -> fx.Node | None:

@@ -73,6 +73,8 @@ def annotate_split_points(model: nn.Module, spec: Mapping[str, SplitPoint]) -> N
     """
     if not isinstance(model, nn.Module):
         raise MarkError(f"annotate_split_points takes an nn.Module; this is a {type(model).__name__}")
+    if not isinstance(spec, Mapping):
+        raise MarkError(f"the split points are {spec!r}; give a dict: {{'layer.3': SplitPoint.END}}")
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, point in spec.items():
         _check_annotation(modules, name, point)

@@ -5,8 +5,9 @@ with the flag turned over: where the two graphs differ only in constants, each s
 the graph runs; where they differ in structure, the Pipe remembers the mode that it was traced in.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx, nn
@@ -48,60 +49,103 @@ def by_mode(training: bool, in_training: Any, in_eval: Any) -> Any:
     return in_training if training else in_eval
 
 
-def first_difference(graph: fx.Graph, other: fx.Graph) -> fx.Node | None:
-    """The first node where two graphs differ in more than constants; None where they do not."""
-    nodes, others = list(graph.nodes), list(other.nodes)
-    for node, twin in zip(nodes, others):
-        if _shape_of(node) != _shape_of(twin):
+@dataclass
+class Modes:
+    """How a model and its graph depend on train and eval.
+
+    ``fixed`` holds the flags that the graph's structure is bound to, by module, and ``fixed_at`` the line where the modes
+    part. ``after`` holds the flags that differ from the mode after `model.train(mode)`, where a module has a `train` of
+    its own.
+    """
+
+    fixed: dict[str, bool] = field(default_factory=dict)
+    fixed_at: str = ""
+    after: dict[bool, dict[str, bool]] = field(default_factory=dict)
+
+    def flag(self, path: str, mode: bool) -> bool:
+        """The training flag of a module after `train(mode)`."""
+        return self.after.get(mode, {}).get(path, mode)
+
+    def allows(self, mode: bool) -> bool:
+        """Whether the graph is right in ``mode``."""
+        return all(self.flag(path, mode) == traced for path, traced in self.fixed.items())
+
+
+def flags_after_train(model: nn.Module) -> dict[bool, dict[str, bool]]:
+    """What `model.train(mode)` makes of the flags, where it does not just set them all. They are left as they were."""
+    modules = dict(model.named_modules())
+    if all(type(module).train is nn.Module.train for module in modules.values()):
+        return {}
+    before, after = {path: module.training for path, module in modules.items()}, {}
+    for mode in (True, False):
+        model.train(mode)
+        after[mode] = {path: module.training for path, module in modules.items() if module.training != mode}
+    for path, module in modules.items():
+        module.training = before[path]
+    return after
+
+
+def first_difference(graph: fx.Graph, other: fx.Graph, absent: frozenset[str] = frozenset()) -> fx.Node | None:
+    """The first node where two graphs differ in more than constants; None where they do not.
+
+    Inputs named in ``absent`` count as the constant None.
+    """
+    mine, theirs = _Numbered(graph, absent), _Numbered(other, absent)
+    for node, twin in zip(mine.nodes, theirs.nodes):
+        if mine.shape(node) != theirs.shape(twin):
             return node
-    if len(nodes) != len(others):
-        return (nodes if len(nodes) > len(others) else others)[min(len(nodes), len(others))]
-    return None
+    longer = max(mine.nodes, theirs.nodes, key=len)
+    return longer[min(len(mine.nodes), len(theirs.nodes))] if len(mine.nodes) != len(theirs.nodes) else None
 
 
-def _shape_of(node: fx.Node) -> tuple[Any, ...]:
-    inputs = [arg.name for arg in node.all_input_nodes]
-    return node.op, node.target, node.name, inputs, node.meta.get("no_grad"), _skeleton((node.args, node.kwargs))
+class _Numbered:
+    """A graph whose nodes are told apart by position."""
+
+    def __init__(self, graph: fx.Graph, absent: frozenset[str]) -> None:
+        self.nodes = [node for node in graph.nodes if not (node.op == "placeholder" and node.target in absent)]
+        self.number = {node: index for index, node in enumerate(self.nodes)}
+
+    def shape(self, node: fx.Node) -> tuple[Any, ...]:
+        return node.op, node.target, node.meta.get("no_grad"), self._skeleton((node.args, node.kwargs))
+
+    def _skeleton(self, argument: Any) -> Any:
+        """An argument with its constants left out."""
+        if isinstance(argument, fx.Node):
+            return self.number.get(argument)
+        if isinstance(argument, (tuple, list)):
+            return [self._skeleton(item) for item in argument]
+        if isinstance(argument, dict):
+            return {key: self._skeleton(item) for key, item in argument.items()}
+        if isinstance(argument, slice):
+            return [self._skeleton(item) for item in (argument.start, argument.stop, argument.step)]
+        return None
 
 
-def _skeleton(argument: Any) -> Any:
-    """An argument with its constants left out."""
-    if isinstance(argument, fx.Node):
-        return argument.name
-    if isinstance(argument, (tuple, list)):
-        return [_skeleton(item) for item in argument]
-    if isinstance(argument, dict):
-        return {key: _skeleton(item) for key, item in argument.items()}
-    if isinstance(argument, slice):
-        return [_skeleton(item) for item in (argument.start, argument.stop, argument.step)]
-    return None
-
-
-def follow_training(graph: fx.Graph, turned: fx.Graph, training: bool, flags: list[str]) -> None:
+def follow_training(graph: fx.Graph, turned: fx.Graph, flags: Mapping[str, bool]) -> None:
     """Make the constants of ``graph`` that differ in ``turned`` depend on the training flag of their module.
 
-    ``flags`` holds the paths of the modules whose flag was read. The graphs must agree in all but constants.
+    ``flags`` holds the flags that were read, by the path of the module, as they were for ``graph``. The graphs must agree
+    in all but constants.
     """
     for node, twin in zip(list(graph.nodes), list(turned.nodes)):
-        choices = _Choices(graph, node, training, _flag_of(node, flags))
+        choices = _Choices(graph, node, flags)
         args, kwargs = choices.merge(node.args, twin.args), choices.merge(node.kwargs, twin.kwargs)
         if choices.made:
             node.args, node.kwargs = args, kwargs
 
 
-def _flag_of(node: fx.Node, flags: list[str]) -> str:
+def _flag_of(node: fx.Node, flags: Mapping[str, bool]) -> str:
     """The innermost module around ``node`` whose flag was read."""
     path = node.meta.get("module_path", "")
     around = [flag for flag in flags if flag == "" or f"{path}.".startswith(f"{flag}.")]
-    return max(around, key=len, default=flags[0])
+    return max(around, key=len, default=next(iter(flags)))
 
 
 class _Choices:
     """Replaces the constants of one node that depend on the mode by nodes that choose."""
 
-    def __init__(self, graph: fx.Graph, node: fx.Node, training: bool, flag: str) -> None:
-        self.graph, self.node, self.training = graph, node, training
-        self.target = f"{flag}.training".lstrip(".")
+    def __init__(self, graph: fx.Graph, node: fx.Node, flags: Mapping[str, bool]) -> None:
+        self.graph, self.node, self.flags = graph, node, flags
         self.made = 0
 
     def merge(self, mine: Any, turned: Any) -> Any:
@@ -119,9 +163,10 @@ class _Choices:
 
     def _choice(self, mine: Any, turned: Any) -> fx.Node:
         self.made += 1
-        in_training, in_eval = (mine, turned) if self.training else (turned, mine)
+        path = _flag_of(self.node, self.flags)
+        in_training, in_eval = (mine, turned) if self.flags[path] else (turned, mine)
         with self.graph.inserting_before(self.node):
-            flag = self.graph.create_node("get_attr", self.target)
+            flag = self.graph.create_node("get_attr", f"{path}.training".lstrip("."))
             choice = self.graph.call_function(by_mode, (flag, in_training, in_eval))
         for made in (flag, choice):
             made.meta.update({key: self.node.meta[key] for key in ("source", "module_path") if key in self.node.meta})

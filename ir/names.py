@@ -68,7 +68,7 @@ class Qualnames:
 
     ``canonical`` maps each of the user's names to the first name of the same tensor; ``places`` maps a canonical name
     to the stage-local names of its copies, the owner first; ``unused`` holds what no stage uses; ``saved`` lists the
-    names that a state dict has, in the model's order; ``read_by_several`` gives for each stage its names of the buffers
+    names that a state dict has, in the model's order; ``read_by_several`` gives for each stage its names of the tensors
     that other stages hold too.
     """
 
@@ -80,7 +80,7 @@ class Qualnames:
 
     def remap(self, local: str) -> str:
         """The user's name of a stage-local name, of a tensor or a module."""
-        head, _, rest = local.partition(".")
+        head, _, rest = local.removeprefix("split_gm.").partition(".")
         if head == LOSS:
             return local
         if stage_index(head) is None or not rest:
@@ -89,7 +89,7 @@ class Qualnames:
 
     def locate(self, name: str) -> tuple[str, ...]:
         """The stage-local names of every copy of the tensor that the user calls ``name``; empty if no stage uses it."""
-        if name.startswith(f"{LOSS}."):
+        if name not in self.canonical and name.startswith(f"{LOSS}."):
             return (name,)
         if name not in self.canonical:
             raise NameLookupError(unknown_name("parameter or buffer", name, self.canonical))
@@ -132,7 +132,7 @@ def place(names: Qualnames, model: nn.Module, stages: Mapping[str, nn.Module]) -
     names.places = {name: tuple(found) for name, found in places.items()}
     tensors = {name: tensor for name, tensor in named_state(model) if names.canonical[name] == name}
     names.unused = {name: tensor for name, tensor in tensors.items() if name not in places}
-    for name, found in places.items():
-        if len(found) > 1 and not isinstance(tensors[name], nn.Parameter):
+    for found in places.values():
+        if len(found) > 1:
             for stage, _, local in (each.partition(".") for each in found):
                 names.read_by_several[stage] = (*names.read_by_several.get(stage, ()), local)

@@ -47,10 +47,6 @@ class SharedTensor:
         return sorted(self.by_name | self.by_leaf)
 
     @property
-    def is_parameter(self) -> bool:
-        return isinstance(self.tensor, nn.Parameter) or self.tensor.requires_grad
-
-    @property
     def can_travel(self) -> bool:
         """Whether the first user can own it and every other user take it as a value."""
         return self.by_leaf <= set(self.stages[:1])
@@ -77,10 +73,16 @@ def decide(
         if shared.name in changed:
             _check_single_writer(shared, changed[shared.name])
             sharing.transmitted[id(shared.tensor)] = shared
-        elif shared.is_parameter:
+        elif isinstance(shared.tensor, nn.Parameter):
             kind = _kind(shared, config.get(id(shared.tensor)), spec)
             table = sharing.transmitted if kind is MultiUseParameterConfig.TRANSMIT else sharing.replicated
             table[id(shared.tensor)] = shared
+        elif shared.tensor.requires_grad:
+            if not shared.can_travel:
+                raise SharedParameterError(
+                    f"{shared.name!r} requires a gradient but is no nn.Parameter, and {_users(shared)} use it; make it one"
+                )
+            sharing.transmitted[id(shared.tensor)] = shared
     return sharing
 
 
@@ -161,15 +163,20 @@ def replicas(sharing: Sharing) -> dict[int, dict[int, torch.Tensor]]:
     copies: dict[int, dict[int, torch.Tensor]] = {}
     for key, shared in sharing.replicated.items():
         for stage in shared.stages[1:]:
-            copies.setdefault(stage, {})[key] = _copy(shared.tensor)
+            copies.setdefault(stage, {})[key] = _copy(shared)
     return copies
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    data = tensor.detach().clone(memory_format=torch.preserve_format)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(data, requires_grad=tensor.requires_grad)
-    return data.requires_grad_(tensor.requires_grad)
+def _copy(shared: SharedTensor) -> torch.Tensor:
+    tensor = shared.tensor
+    if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+        raise SharedParameterError(
+            f"{shared.name!r} has gradient hooks, and {_users(shared)} would each have a copy of it, with a part of the "
+            "gradient: say TRANSMIT for it, or take the hooks off"
+        )
+    replica = nn.Parameter(tensor.detach().clone(), requires_grad=tensor.requires_grad)
+    replica.__dict__.update(tensor.__dict__)
+    return replica
 
 
 def replicated_names(

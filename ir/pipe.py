@@ -10,6 +10,7 @@ from torch import nn
 from pippy.ir.backward import attach_backward
 from pippy.ir.errors import LossError, ModeError
 from pippy.ir.graph_module import PipeGraphModule
+from pippy.ir.held import tensor_of
 from pippy.ir.loss import (
     Loss,
     LossSpec,
@@ -18,13 +19,14 @@ from pippy.ir.loss import (
     default_loss_spec,
     find_returned_loss,
 )
-from pippy.ir.names import LOSS, named_state, stage_name
+from pippy.ir.names import LOSS, stage_name
 from pippy.ir.params import MultiUseParamSpec
-from pippy.ir.reference import run_reference, sum_gradients
+from pippy.ir.reference import run_reference
+from pippy.ir.replicas import follow_owners, sum_gradients
 from pippy.ir.sequential import trace_sequential
 from pippy.ir.signature import bind
 from pippy.ir.split import Split, split
-from pippy.ir.state import load_state, save_state
+from pippy.ir.state import load_state, named_owners, save_state
 from pippy.ir.trace import Traced, TracerLike, trace
 from pippy.ir.verify import verify
 
@@ -49,8 +51,9 @@ class Pipe(nn.Module):
         self.qualnames = parts.qualnames
         self.replicated_params = parts.replicated_params
         self.wiring = parts.wiring
-        self.concrete_args = traced.concrete_args
-        self.fixed_mode, self.fixed_at = traced.fixed_mode, traced.fixed_at
+        self.concrete_args, self.given = traced.concrete_args, traced.given
+        self.modes = traced.modes
+        self.mode: bool | None = None  # what train() or eval() was called for last
         self.training = traced.model.training
         self.loss: Loss | None = None
         self.target_name: str | None = None
@@ -68,8 +71,9 @@ class Pipe(nn.Module):
     ) -> "Pipe":
         """Trace a model and cut it at its marks. `pippy.pipeline` is this, and says what the arguments mean."""
         _check_loss(loss_fn, output_loss_value_spec)
-        traced = trace(copy.deepcopy(model) if deep_copy_module else model, tracer, concrete_args)
-        return _compile(traced, multi_use_param_spec, loss_fn, output_loss_value_spec)
+        with torch.inference_mode(False):
+            traced = trace(copy.deepcopy(model) if deep_copy_module else model, tracer, concrete_args)
+            return _compile(traced, multi_use_param_spec, loss_fn, output_loss_value_spec)
 
     @staticmethod
     def from_sequential(
@@ -102,12 +106,13 @@ class Pipe(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run in this process: outputs or loss, and gradients if there is a loss and gradients are on."""
-        if self.fixed_mode is not None and self.training != self.fixed_mode:
-            traced, now = ("train", "eval") if self.fixed_mode else ("eval", "train")
+        if self.mode is not None and not self.modes.allows(self.mode):
+            now, other = ("train", "eval") if self.mode else ("eval", "train")
             raise ModeError(
-                f"this Pipe was traced in {traced} mode and the model does something else in {now} mode, from here on:\n"
-                f"{self.fixed_at}\nWhat to do: make a second Pipe from the model in {now} mode, or call pipe.{traced}()"
+                f"this Pipe was not traced in {now} mode, in which the model does something else from here on:\n"
+                f"{self.modes.fixed_at}\nWhat to do: make another Pipe from the model in {now} mode, or call pipe.{other}()"
             )
+        follow_owners(self.replicas())
         return run_reference(self, bind(self, args, kwargs))
 
     def remap_qualname(self, qualname: str) -> str:
@@ -144,28 +149,53 @@ class Pipe(nn.Module):
         places = self.stage_qualnames(name)
         return self.split_gm.get_parameter(places[0]).grad if places else None
 
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of the user's model, by its names and in its order, each once; then those of the loss.
+
+        Copies of a replicated parameter are not listed: they follow the first at each run. So an optimizer over
+        `pipe.parameters()`, its state, and gradient clipping are what they are for the model.
+        """
+        for name, tensor in named_owners(self, remove_duplicate):
+            if isinstance(tensor, nn.Parameter):
+                yield f"{prefix}.{name}".lstrip("."), tensor
+
+    def train(self, mode: bool = True) -> "Pipe":
+        """Set every stage to training or evaluation, as `train` of the user's model would."""
+        super().train(mode)
+        self.mode = mode
+        for stage, module in self.stages() if self.modes.after else ():
+            for path, part in module.named_modules():
+                part.training = self.modes.flag(self.remap_qualname(f"{stage}.{path}") if path else "", mode)
+        return self
+
     def replicas(self) -> list[list[torch.Tensor]]:
-        """The copies of each replicated parameter, in the order of `replicated_params`."""
-        return [[_tensor(self.stage(stage), name) for stage, name in group.items()] for group in self.replicated_params]
+        """The copies of each replicated parameter, in the order of `replicated_params`; the first is the model's own."""
+        return [
+            [tensor_of(self.stage(stage), name) for stage, name in group.items()] for group in self.replicated_params
+        ]
 
     def sync_replicated_gradients(self) -> None:
-        """Sum the gradients of each replicated parameter over its copies.
+        """Give each copy of a replicated parameter the sum of all copies' gradients.
 
-        A Pipe with a loss does this itself. It is for a Pipe without one, after the backward of a loss of your own and
-        before the optimizer's step.
+        A Pipe with a loss does this itself. It is for a Pipe without one: call it once, after the last backward of a loss
+        of your own and before the optimizer's step.
         """
         for copies in self.replicas():
             sum_gradients(copies)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Pipe":
+        super()._apply(fn, recurse)
+        for tensor in self.qualnames.unused.values():
+            tensor.data = fn(tensor.data)
+        return self
 
     def __str__(self) -> str:
         return str(self.split_gm)
 
     def __repr__(self) -> str:
         return str(self)
-
-
-def _tensor(module: nn.Module, name: str) -> torch.Tensor:
-    return dict(named_state(module))[name]
 
 
 def _check_loss(loss_fn: object, output_loss_value_spec: LossSpec) -> None:
@@ -186,8 +216,7 @@ def _compile(traced: Traced, spec: MultiUseParamSpec, loss_fn: Callable[..., Any
     if loss_fn is not None:
         attach_loss_function(pipe, loss_fn)
     else:
-        output = pipe.split_gm.graph.output_node().args[0]
-        find_returned_loss(pipe, default_loss_spec(traced.model, output) if loss_spec is None else loss_spec)
+        find_returned_loss(pipe, default_loss_spec(pipe, traced.model) if loss_spec is None else loss_spec)
     if pipe.loss is not None:
         verify(pipe, before_backward=True)
         attach_backward(pipe)

@@ -9,6 +9,7 @@ x ──▶ [ stage 0 ] ── relu ──▶ [ stage 1 ] ── lin ──▶ [
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from pippy.ir import source
@@ -44,6 +45,7 @@ class Plan:
     sharing: Sharing
     same: dict[fx.Node, fx.Node]
     mutations: list[Mutation]
+    used: dict[int, SharedTensor]
 
     @property
     def output(self) -> Any:
@@ -61,8 +63,9 @@ def make_plan(traced: Traced, spec: MultiUseParamSpec) -> Plan:
     """Plan the stages of a marked graph, or say why it cannot be cut there."""
     stages = _assign_nodes(traced)
     mutations, roots = find_mutations(traced.graph, traced.attributes)
-    sharing = decide(traced.model, _used_tensors(traced, stages), mutations, spec)
-    plan = Plan(traced, stages, sharing, _same_attributes(traced), mutations)
+    used = _used_tensors(traced, stages)
+    sharing = decide(traced.model, used.values(), mutations, spec)
+    plan = Plan(traced, stages, sharing, _same_attributes(traced), mutations, used)
     _connect(plan)
     _isolate_mutations(plan, roots)
     return plan
@@ -114,12 +117,14 @@ def stage_of(node: fx.Node) -> int | None:
     return node.meta.get("stage")
 
 
-def _used_tensors(traced: Traced, stages: list[StagePlan]) -> list[SharedTensor]:
+def _used_tensors(traced: Traced, stages: list[StagePlan]) -> dict[int, SharedTensor]:
     used: dict[int, SharedTensor] = {}
     for name, tensor in named_state(traced.model):
         used.setdefault(id(tensor), SharedTensor(name, tensor))
     for node in traced.graph.find_nodes(op="get_attr"):
         tensor = traced.attributes[str(node.target)]
+        if not isinstance(tensor, torch.Tensor):  # a training flag: each stage has its own
+            continue
         shared = used.setdefault(id(tensor), SharedTensor(str(node.target), tensor))
         shared.by_name.update(user.meta["stage"] for user in node.users if is_operation(user))
     calls: dict[str, set[int]] = {}
@@ -133,13 +138,20 @@ def _used_tensors(traced: Traced, stages: list[StagePlan]) -> list[SharedTensor]
             check_leaf(target, module, sorted(callers))
         for _, tensor in named_state(module):
             used.setdefault(id(tensor), SharedTensor(target, tensor)).by_leaf.update(callers)
-    return list(used.values())
+    for node in traced.graph.output_node().all_input_nodes:
+        if node.op == "get_attr":  # what the model returns is handed out by its first user, or else by the last stage
+            shared = used[id(traced.attributes[str(node.target)])]
+            shared.by_name.add(min(shared.stages, default=len(stages) - 1))
+    return used
 
 
 def _same_attributes(traced: Traced) -> dict[fx.Node, fx.Node]:
-    first: dict[int, fx.Node] = {}
-    attributes = traced.graph.find_nodes(op="get_attr")
-    return {node: first.setdefault(id(traced.attributes[str(node.target)]), node) for node in attributes}
+    first: dict[int | str, fx.Node] = {}
+    same = {}
+    for node in traced.graph.find_nodes(op="get_attr"):
+        value = traced.attributes[str(node.target)]
+        same[node] = first.setdefault(id(value) if isinstance(value, torch.Tensor) else str(node.target), node)
+    return same
 
 
 def _connect(plan: Plan) -> None:
@@ -153,7 +165,8 @@ def _connect(plan: Plan) -> None:
                     _send(plan, value, stage)
     for value in plan.traced.graph.output_node().all_input_nodes:
         if value.op == "get_attr":
-            plan.stages[_owner(plan, value)].outputs[plan.same[value]] = None
+            owner = plan.used[id(plan.tensor_of(value))].stages[0]
+            plan.stages[owner].outputs[plan.same[value]] = None
         elif value.op != "placeholder":
             plan.stages[value.meta["stage"]].outputs[value] = None
     # Transmitted parameters follow the activations, as arguments and as outputs.
@@ -170,13 +183,6 @@ def _send(plan: Plan, value: fx.Node, consumer: StagePlan) -> None:
     if producer is not None:
         plan.stages[producer].outputs[value] = None
     consumer.inputs[value] = None
-
-
-def _owner(plan: Plan, attribute: fx.Node) -> int:
-    """The stage that hands out an attribute which the model returns: the first that uses it, or else the last of all."""
-    twins = (node for node, first in plan.same.items() if first is plan.same[attribute])
-    users = [user.meta["stage"] for node in twins for user in node.users if is_operation(user)]
-    return min(users, default=len(plan.stages) - 1)
 
 
 def _isolate_mutations(plan: Plan, roots: dict[fx.Node, fx.Node]) -> None:

@@ -1,12 +1,14 @@
-"""What torch.fx would lose while it traces, recorded: new tensors, custom autograd functions, in-place operators,
-source lines, and the regions where gradients are off.
+"""What torch.fx would lose while it traces, recorded: operations without a traced input, custom autograd functions,
+in-place operators, assertions, source lines, and the regions where gradients are off.
 
-Plain symbolic tracing runs `torch.arange(n)` or `torch.rand(3)` once, at trace time, and bakes the result in; it traces
-through an `autograd.Function` and so forgets its backward; and it does not see `torch.no_grad()`. Each of these gives a
-graph that is silently another model.
+Plain symbolic tracing runs `torch.arange(n)`, `torch.rand(3)` or `self.weight.norm()` once, at trace time, and bakes the
+result in; it traces through an `autograd.Function` and so forgets its backward; and it does not see `torch.no_grad()`.
+Each of these gives a graph that is silently another model.
 """
 
+import dis
 import operator
+import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,54 +16,66 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.utils.checkpoint
 from torch import fx
+from torch.overrides import TorchFunctionMode
 
 from pippy.ir import source
 from pippy.ir.errors import TracingError
 
-# Functions that make a tensor from no tensor: nothing else tells the tracer about them.
-_FACTORIES = [
-    "arange",
-    "as_tensor",
-    "empty",
-    "eye",
-    "full",
-    "linspace",
-    "logspace",
-    "normal",
-    "ones",
-    "rand",
-    "randint",
-    "randn",
-    "randperm",
-    "tensor",
-    "zeros",
-    "tril_indices",
-    "triu_indices",
-]
-
-_IN_PLACE = [
-    "iadd",
-    "iand",
-    "ifloordiv",
-    "ilshift",
-    "imatmul",
-    "imod",
-    "imul",
-    "ior",
-    "ipow",
-    "irshift",
-    "isub",
-    "itruediv",
-    "ixor",
-]
+_IN_PLACE = "iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor".split()
+# Questions about a tensor that is there, whose answers a forward may branch on.
+_QUERIES = frozenset(
+    (
+        *("__get__", "size", "dim", "numel", "stride", "storage_offset", "element_size", "nelement", "data_ptr"),
+        *(
+            "is_floating_point",
+            "is_complex",
+            "is_contiguous",
+            "is_signed",
+            "get_device",
+            "__len__",
+            "__repr__",
+            "__format__",
+        ),
+        *("__hash__", "untyped_storage", "is_shared", "is_pinned", "is_inference", "is_conj", "is_neg"),
+    )
+)
+_PROXY_STATE = frozenset(("tracer", "node", "root", "attr", "_node"))
 
 
 class RecordingProxy(fx.Proxy):
-    """A proxy that records `x += y` and `x[i] = y` as the in-place operations that they are."""
+    """A proxy that records `x += y`, `x[i] = y` and `assert x` for what they are, and is a tensor to who asks."""
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
+    def __getattr__(self, name: str) -> "RecordingAttribute":
+        return RecordingAttribute(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _PROXY_STATE:
+            object.__setattr__(self, name, value)
+        elif not _is_in_place_on(value, self, name):  # after `x.T += y` Python assigns the result
+            raise TracingError(
+                f"forward() sets .{name} of a tensor, which cannot be recorded; for .data use .copy_() or another in-place "
+                "method under torch.no_grad(), for .requires_grad use .detach() or .requires_grad_()"
+            )
+
+    def __bool__(self) -> bool:
+        if _is_assertion(sys._getframe(1)):
+            self.tracer.create_proxy("call_function", torch._assert, (self, "an assertion in forward failed"), {})
+            return True
+        return super().__bool__()
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """A tensor, to `isinstance(x, ...)` in the user's code; to C code that would take it for one, what it is."""
+        return torch.Tensor if source.calls(sys._getframe(1), "isinstance") else type(self)
+
+
+class RecordingAttribute(RecordingProxy, fx.proxy.Attribute):
+    """An attribute of a proxy (`x.T`, `x.data`) that records like one. It becomes a node when it is used."""
 
 
 def _in_place_method(name: str) -> Callable[[fx.Proxy, Any], fx.Proxy]:
@@ -73,6 +87,23 @@ def _in_place_method(name: str) -> Callable[[fx.Proxy, Any], fx.Proxy]:
 
 for _name in _IN_PLACE:
     setattr(RecordingProxy, f"__{_name}__", _in_place_method(_name))
+
+
+def _is_in_place_on(value: Any, owner: fx.Proxy, name: str) -> bool:
+    """Whether ``value`` is the result of an in-place operator on the attribute ``name`` of ``owner``."""
+    if type(value) is not RecordingProxy or getattr(value.node.target, "__name__", "") not in _IN_PLACE:
+        return False
+    changed = value.node.args[0]
+    return isinstance(changed, fx.Node) and changed.target is getattr and changed.args == (owner.node, name)
+
+
+def _is_assertion(frame: Any) -> bool:
+    """Whether the frame is at the test of an `assert` statement."""
+    instructions = [each for each in dis.get_instructions(frame.f_code) if each.opname != "CACHE"]
+    at = next((index for index, each in enumerate(instructions) if each.offset == frame.f_lasti), None)
+    if at is None or "IF_TRUE" not in instructions[at].opname:
+        return False
+    return instructions[at + 1].opname == "LOAD_ASSERTION_ERROR"
 
 
 class AutogradFunction:
@@ -107,46 +138,87 @@ def set_grad_mode(enabled: bool) -> bool:
 def recording(tracer: fx.Tracer) -> Iterator[None]:
     """Inside, ``tracer`` records what the head of this file says."""
     with ExitStack() as stack:
-        for name in _FACTORIES:
-            stack.enter_context(patch.object(torch, name, _recorded_factory(tracer, getattr(torch, name))))
+        stack.enter_context(_no_random_numbers())
         stack.enter_context(patch.object(torch.autograd.Function, "apply", _recorded_apply(tracer)))
+        stack.enter_context(patch.object(torch.autocast, "__enter__", _refuse_autocast))
+        stack.enter_context(patch.object(torch, "is_tensor", lambda value: isinstance(value, (torch.Tensor, fx.Proxy))))
         stack.enter_context(_annotated_nodes(tracer))
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(_RecordUntraced(tracer))
         yield
 
 
-def _recorded_factory(tracer: fx.Tracer, factory: Callable[..., Any]) -> Callable[..., Any]:
-    def record(*args: Any, **kwargs: Any) -> Any:
-        return tracer.create_proxy("call_function", factory, args, kwargs)
+class _RecordUntraced(TorchFunctionMode):
+    """Records what is computed from no traced value: new tensors, and operations on the model's own."""
 
-    return record
+    def __init__(self, tracer: fx.Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in _QUERIES or name.startswith("_") or any(issubclass(each, fx.Proxy) for each in types):
+            return function(*args, **(kwargs or {}))
+        if getattr(torch.Tensor, name, None) is function:
+            return self.tracer.create_proxy("call_method", name, args, kwargs or {})
+        return self.tracer.create_proxy("call_function", function, args, kwargs or {})
 
 
 def _recorded_apply(tracer: fx.Tracer) -> Any:
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__.startswith("torch."):  # activation checkpointing and the like: trace what it wraps
+        if (
+            cls is torch.utils.checkpoint.CheckpointFunction
+        ):  # trace what is checkpointed: (function, preserve, *inputs)
+            return args[0](*args[2:])
+        if cls.__module__.startswith("torch."):
             return original.__func__(cls, *args, **kwargs)
         return tracer.create_proxy("call_function", AutogradFunction(cls), args, kwargs)
 
     return classmethod(apply)
 
 
+def _refuse_autocast(_: Any) -> None:
+    raise TracingError(
+        "the model enters torch.autocast in its forward, which a traced graph would lose; cast explicitly (x.to(dtype)), "
+        "or move the region into a module that the tracer treats as a leaf"
+    )
+
+
+@contextmanager
+def _no_random_numbers() -> Iterator[None]:
+    """Whatever was drawn while tracing would be the same for ever after."""
+    python, tensor = random.getstate(), torch.get_rng_state()
+    try:
+        yield
+        drawn = [
+            where
+            for where, same in (("Python's random", random.getstate() == python), ("torch", _same_state(tensor)))
+            if not same
+        ]
+    finally:
+        random.setstate(python)
+        torch.set_rng_state(tensor)
+    if drawn:
+        raise TracingError(
+            f"forward() draws or seeds random numbers ({', '.join(drawn)}) in a way that cannot be recorded, so each run would "
+            "repeat those of tracing; draw them with torch functions (torch.rand(()) < p and torch.where)"
+        )
+
+
+def _same_state(before: torch.Tensor) -> bool:
+    return torch.equal(torch.get_rng_state(), before)
+
+
 @contextmanager
 def _annotated_nodes(tracer: fx.Tracer) -> Iterator[None]:
     """Every node knows its source line, its module, and whether gradients were off."""
     create_node, inference = tracer.create_node, torch.is_inference_mode_enabled()
-    autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
 
     def create(*args: Any, **kwargs: Any) -> fx.Node:
         if inference != torch.is_inference_mode_enabled():
             raise TracingError("the model enters torch.inference_mode() in its forward; use torch.no_grad() there")
-        if autocast != (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")):
-            raise TracingError(
-                "the model enters torch.autocast in its forward, which a traced graph would lose; "
-                "cast explicitly (x.to(dtype)), or move the region into a module that the tracer treats as a leaf"
-            )
         node = create_node(*args, **kwargs)
         node.meta["source"] = source.of_frame(sys._getframe(1))
         node.meta["module_path"] = tracer.scope.module_path

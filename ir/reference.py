@@ -7,7 +7,8 @@ import torch
 from torch import fx
 
 from pippy.ir.backward import is_getitem, seeded
-from pippy.ir.shared_buffers import held_constant
+from pippy.ir.held import held_constant
+from pippy.ir.replicas import whole_gradients
 from pippy.ir.stage_backward import add_gradients, gradient_pairs, stage_backward
 from pippy.ir.stage_run import StageRun, as_leaf, run_backward, run_stage
 from pippy.ir.trees import map_tensors
@@ -22,7 +23,7 @@ def run_reference(pipe: "Pipe", inputs: Mapping[str, Any]) -> Any:
     run = _Reference(pipe, inputs)
     if pipe.loss is None or not torch.is_grad_enabled():
         return run.run()
-    with _whole_gradients(pipe):
+    with whole_gradients(pipe.replicas()):
         outputs = run.run()
     return map_tensors(torch.Tensor.detach, outputs)
 
@@ -34,11 +35,13 @@ class _Reference:
         self.pipe, self.inputs = pipe, inputs
         self.trains = pipe.loss is not None and torch.is_grad_enabled()
         self.values: dict[fx.Node, Any] = {}
+        self.input_gradients: dict[str, Any] = {}
         self.runs: dict[fx.Node, StageRun] = {}
 
     def run(self) -> Any:
         for node in self.pipe.split_gm.graph.nodes:
             if node.op == "output":
+                self._give_to_caller()
                 return map_nodes(self.values.__getitem__, node.args[0])
             if self.trains or not _is_backward(node):
                 self.values[node] = self._value(node)
@@ -77,52 +80,20 @@ class _Reference:
         gradients = run_backward(str(call.target), self.pipe.stage(str(call.target)), run, given)
         for value, gradient in zip(node.kwargs["input_values"], gradients):  # type: ignore[arg-type]
             if value.op == "placeholder":
-                _give_to_caller(self.inputs[value.name], gradient)
+                before = self.input_gradients.get(value.name)
+                self.input_gradients[value.name] = add_gradients(before, gradient)
         return gradients
+
+    def _give_to_caller(self) -> None:
+        """Inputs that require a gradient get it where plain PyTorch would leave it, and pass it on, all at once."""
+        named = self.input_gradients.items()
+        pairs = [pair for name, gradient in named for pair in gradient_pairs(self.inputs[name], gradient)]
+        if pairs:
+            values, gradients = zip(*pairs)
+            torch.autograd.backward(values, gradients)
 
 
 def _is_backward(node: fx.Node) -> bool:
     if is_getitem(node):
         return _is_backward(node.args[0])  # type: ignore[arg-type]
     return node.op == "call_function"
-
-
-def _give_to_caller(value: Any, gradient: Any) -> None:
-    """An input that requires a gradient gets it where plain PyTorch would leave it, and passes it on."""
-    pairs = list(gradient_pairs(value, gradient))
-    if pairs:
-        values, gradients = zip(*pairs)
-        torch.autograd.backward(values, gradients)
-
-
-class _whole_gradients:
-    """Inside, gradients of replicated parameters start from nothing; at the end each copy gets the sum of all copies.
-
-    Gradients from before the run are set aside and added again, so that several runs accumulate.
-    """
-
-    def __init__(self, pipe: "Pipe") -> None:
-        self.groups = pipe.replicas()
-
-    def __enter__(self) -> None:
-        self.before = [[tensor.grad for tensor in group] for group in self.groups]
-        for group in self.groups:
-            for tensor in group:
-                tensor.grad = None
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            for group in self.groups:
-                sum_gradients(group)
-        for group, before in zip(self.groups, self.before):
-            for tensor, old in zip(group, before):
-                tensor.grad = old if kind else add_gradients(old, tensor.grad)
-
-
-def sum_gradients(copies: list[torch.Tensor]) -> None:
-    """Give every copy of a replicated parameter the sum of all copies' gradients, added in the order of the stages."""
-    total = None
-    for tensor in copies:
-        total = add_gradients(total, tensor.grad)
-    for tensor in copies:
-        tensor.grad = None if total is None else total.clone()

@@ -11,7 +11,7 @@
     add               torch.add                   two gradients of one value, the later use first
     output            op                          what the model returns, or the loss
 
-Every check yields faults and never raises, whatever it is given: a broken Pipe breaks many rules at once.
+A broken Pipe breaks many rules at once: every check yields faults, and what cannot even be checked is a fault too.
 """
 
 import operator
@@ -113,18 +113,15 @@ def check_stage(subject: Subject, node: fx.Node) -> Faults:
     if node.kwargs:
         yield Fault(node, f"has keyword arguments {list(node.kwargs)}; a stage takes positional ones only")
     wanted = [each.name for each in module.graph.find_nodes(op="placeholder")]
-    given = [_safe_name(subject, arg) for arg in node.args]
+    given = [_name(subject, arg) for arg in node.args]
     if wanted != given:
         yield Fault(node, f"{node.target} takes ({', '.join(wanted)}) but is given ({', '.join(given)})")
 
 
-def _safe_name(subject: Subject, argument: Any) -> str:
+def _name(subject: Subject, argument: Any) -> str:
     if not isinstance(argument, fx.Node):
         return repr(argument)
-    try:
-        return value_name(subject.pipe, argument) or f"no value: {argument.name}"
-    except (AttributeError, IndexError, KeyError, TypeError):
-        return f"no value: {argument.name}"
+    return value_name(subject.pipe, argument) or f"no value: {argument.name}"
 
 
 def check_loss(subject: Subject, node: fx.Node) -> Faults:
@@ -136,15 +133,8 @@ def check_loss(subject: Subject, node: fx.Node) -> Faults:
     target = node.args[1] if len(node.args) == 2 else None
     if len(node.args) != 2 or node.kwargs or getattr(target, "name", None) != pipe.target_name:
         yield Fault(node, "must be called with what the model returns and the target")
-    elif _safe_names(subject, node.args[0]) != pipe.wiring.outputs:
-        yield Fault(node, f"is given {_safe_names(subject, node.args[0])}; the model returns {pipe.wiring.outputs}")
-
-
-def _safe_names(subject: Subject, argument: Any) -> Any:
-    try:
-        return names_of(subject.pipe, argument)
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
-        return f"nothing that has a name ({error})"
+    elif names_of(subject.pipe, node.args[0]) != pipe.wiring.outputs:
+        yield Fault(node, f"is given {names_of(subject.pipe, node.args[0])}; the model returns {pipe.wiring.outputs}")
 
 
 def check_getitem(subject: Subject, node: fx.Node) -> Faults:
@@ -192,7 +182,7 @@ def _check_output_gradients(subject: Subject, node: fx.Node, call: fx.Node) -> F
     given = node.kwargs["output_grads"]
     made = stage_outputs(subject.pipe, str(call.target)) if str(call.target) in subject.modules else None
     if not isinstance(made, tuple):
-        yield from _check_gradient(subject, node, call, SEED if given is None else given)
+        yield from _check_gradient(subject, node, call, given)
         return
     if not isinstance(given, (tuple, list)) or len(given) != len(made):
         yield Fault(node, f"must have a gradient, or None, for each of the {len(made)} outputs of {call.name}")
@@ -209,8 +199,9 @@ def _check_gradient(subject: Subject, node: fx.Node, value: fx.Node, given: Any)
     """The gradient of a value must be the sum of those of all its uses; that of the loss, its seed."""
     if value is subject.loss_node:
         assert subject.pipe.loss is not None
-        if given != subject.pipe.loss.seed:
-            yield Fault(node, f"must start from the loss's own gradient {subject.pipe.loss.seed}, not {given}")
+        seed = subject.pipe.loss.seed
+        if given != (None if value is node.kwargs["stage_output"] and seed == SEED else seed):
+            yield Fault(node, f"must start from the loss's own gradient, {seed}, not from {given}")
         return
     wanted = subject.contributions.get(value, [])
     found = _summands(given)
@@ -222,7 +213,9 @@ def _check_gradient(subject: Subject, node: fx.Node, value: fx.Node, given: Any)
 def _summands(gradient: Any) -> list[tuple[Any, Any]]:
     """What a gradient is the sum of: the entries of backwards, in the order of addition."""
     found: list[tuple[Any, Any]] = []
-    while isinstance(gradient, fx.Node) and gradient.target is torch.add and len(gradient.args) == 2:
+    seen: set[fx.Node] = set()
+    while isinstance(gradient, fx.Node) and gradient.target is torch.add and gradient not in seen:
+        seen.add(gradient)  # a broken graph may go in circles
         gradient, last = gradient.args
         found.append(_entry(last))
     if gradient is not None:
@@ -248,8 +241,8 @@ def check_output(subject: Subject, node: fx.Node) -> Faults:
     if pipe.loss is not None and pipe.loss.value == LOSS:
         if getattr(node.args[0], "name", None) != LOSS:
             yield Fault(node, f"must return _loss, not {node.args[0]}")
-    elif _safe_names(subject, node.args[0]) != pipe.wiring.outputs:
-        yield Fault(node, f"returns {_safe_names(subject, node.args[0])}; the model returns {pipe.wiring.outputs}")
+    elif names_of(subject.pipe, node.args[0]) != pipe.wiring.outputs:
+        yield Fault(node, f"returns {names_of(subject.pipe, node.args[0])}; the model returns {pipe.wiring.outputs}")
 
 
 class NodeRule(NamedTuple):
@@ -275,6 +268,14 @@ NODE_RULES = (
 )
 
 
+def examined(check: Callable[..., Faults], subject: Subject, *node: fx.Node) -> Faults:
+    """The faults that ``check`` finds; one, if the Pipe is too broken for it to look."""
+    try:
+        yield from check(subject, *node)
+    except Exception as error:  # whatever a malformed graph makes of our assumptions
+        yield Fault(next(iter(node), None), f"cannot be checked: {type(error).__name__}: {error}")
+
+
 def check_nodes(subject: Subject) -> Faults:
     """Every node is of a kind that the table has, and keeps its rule."""
     for node in subject.nodes:
@@ -282,7 +283,7 @@ def check_nodes(subject: Subject) -> Faults:
         if rule is None:
             yield Fault(node, f"{node.op} of {node.target} is no kind of node that a Pipe may contain")
         else:
-            yield from rule.check(subject, node)
+            yield from examined(rule.check, subject, node)
 
 
 def check_order(subject: Subject) -> Faults:

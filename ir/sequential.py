@@ -5,6 +5,7 @@ from torch import fx, nn
 from pippy.ir.errors import SplitError, TracingError
 from pippy.ir.marks import pipe_split
 from pippy.ir.trace import Traced
+from pippy.ir.untraceable import hooks_of
 
 
 def trace_sequential(model: nn.Sequential) -> Traced:
@@ -12,6 +13,11 @@ def trace_sequential(model: nn.Sequential) -> Traced:
     if not isinstance(model, nn.Sequential):
         raise TracingError(
             f"from_sequential takes an nn.Sequential; this is a {type(model).__name__}: call pipeline(model) for any module"
+        )
+    if type(model).forward is not nn.Sequential.forward or hooks_of(model):
+        raise TracingError(
+            f"this {type(model).__name__} does more than to call its children in turn (a forward or hooks of its own), which "
+            "from_sequential would leave out; call pipeline(model)"
         )
     if not len(model):
         raise SplitError("this nn.Sequential has no children, so there is nothing to put in a stage")

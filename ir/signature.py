@@ -64,11 +64,22 @@ def bind(pipe: "Pipe", args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[s
             + (f" before the target {describe(values[pipe.target_name])}" if pipe.target_name else "")
         ) from None
     bound.apply_defaults()
+    _check_given(pipe, bound.arguments)
     nodes = pipe.split_gm.graph.find_nodes(op="placeholder")
     values.update(
         {node.name: bound.arguments[str(node.target).lstrip("*")] for node in nodes if node.name not in values}
     )
     return values
+
+
+def _check_given(pipe: "Pipe", arguments: Mapping[str, Any]) -> None:
+    missing = [name for name in pipe.given if arguments.get(name) is None]
+    if missing:
+        fixed = ", ".join(f"{name!r}: None" for name in missing)
+        raise InputError(
+            f"{', '.join(map(repr, missing))} is None, and forward does something else then; the model was traced as given it. "
+            f"For a Pipe that runs without: pipeline(model, ..., concrete_args={{{fixed}}})"
+        )
 
 
 def _check_concrete(pipe: "Pipe", kwargs: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import linecache
 import os
 import sys
@@ -51,6 +52,18 @@ class Source:
 def is_users(file: str) -> bool:
     """Whether a file is the user's: neither torch's, nor ours, nor generated."""
     return not file.startswith((*_LIBRARIES, *_STANDARD, "<eval_with_key>", "<frozen", "<string>"))
+
+
+def calls(frame: FrameType, function: str) -> bool:
+    """Whether a frame of the user's is just now calling what it names ``function``."""
+    code = frame.f_code
+    if not is_users(code.co_filename):
+        return False
+    line, _, column, _ = next(itertools.islice(code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
+    if line is None or column is None:
+        return False
+    text = linecache.getline(code.co_filename, line).encode()[column:]
+    return text.startswith(f"{function}(".encode())
 
 
 def of_frame(frame: FrameType | None) -> Source | None:

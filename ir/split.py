@@ -12,7 +12,7 @@ from torch import fx, nn
 from pippy.ir.effects import own_copy
 from pippy.ir.errors import SharedParameterError
 from pippy.ir.graph_module import PipeGraphModule, empty_graph_module, install
-from pippy.ir.names import Qualnames, local_name, named_state, place, qualnames_of
+from pippy.ir.names import LOSS, Qualnames, local_name, named_state, place, qualnames_of, stage_index
 from pippy.ir.params import MultiUseParamSpec, replicas, replicated_names
 from pippy.ir.plan import Plan, StagePlan, make_plan
 from pippy.ir.recording import set_grad_mode
@@ -45,8 +45,9 @@ def split(traced: Traced, spec: MultiUseParamSpec = None) -> Split:
 def _wiring(plan: Plan) -> Wiring:
     placeholders = plan.traced.graph.find_nodes(op="placeholder")
     outputs = map_nodes(lambda node: ValueName(value_name(plan, plan.first_of(node))), plan.output)
-    defaults = {node.name: node.args[0] for node in placeholders if node.args}
-    return Wiring(tuple(node.name for node in placeholders), outputs, defaults)
+    names = {node: value_name(plan, node) for node in placeholders}
+    defaults = {names[node]: node.args[0] for node in placeholders if node.args}
+    return Wiring(tuple(names.values()), outputs, defaults)
 
 
 def _stage_module(
@@ -174,6 +175,8 @@ def is_snapshot(plan: Plan, value: fx.Node) -> bool:
 
 def value_name(plan: Plan, value: fx.Node) -> str:
     """The name of a value: of the placeholder that takes it, and of the node in its stage that gives it."""
+    if value.op == "placeholder" and (value.name == LOSS or stage_index(value.name) is not None):
+        return f"{value.name}_input"  # the name as it is belongs to a call
     return f"{value.name}_value" if is_snapshot(plan, value) else value.name
 
 
@@ -184,7 +187,7 @@ def _kept_meta(node: fx.Node) -> dict[str, Any]:
 def _top_level(plan: Plan, stages: Mapping[str, PipeGraphModule]) -> PipeGraphModule:
     graph, values = fx.Graph(), {}
     for node in plan.traced.graph.find_nodes(op="placeholder"):
-        values[node] = graph.create_node("placeholder", node.target, name=node.name)
+        values[node] = graph.create_node("placeholder", node.target, name=value_name(plan, node))
     for stage in plan.stages:
         call = graph.call_module(stage.name, tuple(values[value] for value in stage.inputs))
         call.name = stage.name

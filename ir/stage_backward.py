@@ -35,18 +35,18 @@ def gradient_pairs(output: Any, gradient: Any) -> Iterator[tuple[torch.Tensor, t
     """Each tensor inside ``output`` that has a gradient, and that gradient."""
     if gradient is None:
         return
-    if isinstance(output, torch.Tensor):
-        if isinstance(gradient, float):
-            yield output, _seed(output)
-        elif output.requires_grad:
+    if isinstance(gradient, float):
+        yield output, _seed(output)
+    elif isinstance(output, torch.Tensor):
+        if output.requires_grad:
             yield output, gradient
-        return
-    for item, its_gradient in zip(children(output) or (), gradient, strict=True):
-        yield from gradient_pairs(item, its_gradient)
+    else:
+        for item, its_gradient in zip(children(output) or (), gradient, strict=True):
+            yield from gradient_pairs(item, its_gradient)
 
 
-def _seed(loss: torch.Tensor) -> torch.Tensor:
-    if loss.numel() != 1:
+def _seed(loss: Any) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise StageError(f"the loss is {describe(loss)}; it must be a single number: reduce it, with .mean() or .sum()")
     if not loss.requires_grad:
         raise StageError(

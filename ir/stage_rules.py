@@ -52,8 +52,10 @@ def check_names(subject: Subject) -> Faults:
     names = subject.pipe.qualnames
     actual: dict[str, list[str]] = {}
     for stage, module in subject.pipe.stages():
-        for local, _ in named_state(module):
+        for local, tensor in named_state(module):
             canonical = _canonical(subject, f"{stage}.{local}")
+            if canonical is None and isinstance(tensor, nn.Parameter):
+                yield Fault(None, f"{stage}.{local} is no parameter of the model's")
             if canonical is not None and not any(p.startswith(f"{stage}.") for p in actual.get(canonical, ())):
                 actual.setdefault(canonical, []).append(f"{stage}.{local}")
     for canonical in sorted(set(names.canonical.values())):

@@ -10,9 +10,14 @@ from torch import fx, nn
 
 from pippy.ir import source
 from pippy.ir.errors import StageError
+from pippy.ir.marks import recording_splits
 from pippy.ir.stage_backward import stage_backward
 from pippy.ir.trees import describe, map_leaves
 
+_UNSEEN_MARK = (
+    "{} calls pipe_split() inside a module that tracing did not look into, so nothing was cut there; use a tracer whose "
+    "is_leaf_module says False for that module"
+)
 _CONSTANTS = (str, bytes, bool, int, float, complex, type(None), torch.Size, torch.dtype, torch.device, slice, range)
 
 
@@ -55,7 +60,8 @@ def run_stage(name: str, module: nn.Module, args: Sequence[Any], kwargs: dict[st
     """Call a stage; an exception comes back as a `StageError` that names the stage, its inputs and the user's line."""
     grad_mode = torch.is_grad_enabled()
     try:
-        return nn.Module.__call__(module, *args, **(kwargs or {}))  # a GraphModule's own call drops the traceback
+        with recording_splits(lambda: source.warn(_UNSEEN_MARK.format(name))):
+            return nn.Module.__call__(module, *args, **(kwargs or {}))  # a GraphModule's own call drops the traceback
     except Exception as error:
         raise StageError(_explained("forward", name, module, args, error)) from error
     finally:

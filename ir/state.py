@@ -42,19 +42,25 @@ def load_state(pipe: "Pipe", state: Mapping[str, Any], strict: bool, assign: boo
     return _IncompatibleKeys(missing, unexpected)
 
 
+def named_owners(pipe: "Pipe", remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of the user's model by its names; then the parameters that only the loss has."""
+    names, held = pipe.qualnames, dict(named_state(pipe.split_gm))
+    for name, canonical in names.canonical.items():
+        if name == canonical or not remove_duplicate:
+            places = names.places.get(canonical)
+            yield name, held[places[0]] if places else names.unused[canonical]
+    yield from _of_loss(pipe)
+
+
 def _tensors(pipe: "Pipe") -> dict[str, list[torch.Tensor]]:
     """Every copy of what a state dict holds, by the user's names."""
-    names, held = pipe.qualnames, _held(pipe)
+    names, held = pipe.qualnames, dict(named_state(pipe.split_gm))
     found = {}
     for name in names.saved:
         canonical = names.canonical[name]
         found[name] = [held[place] for place in names.places.get(canonical, ())] or [names.unused[canonical]]
     found.update({name: [tensor] for name, tensor in _of_loss(pipe)})
     return found
-
-
-def _held(pipe: "Pipe") -> dict[str, torch.Tensor]:
-    return dict(named_state(pipe.split_gm))
 
 
 def _of_loss(pipe: "Pipe") -> Iterator[tuple[str, torch.Tensor]]:

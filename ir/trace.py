@@ -1,5 +1,6 @@
 """From any `nn.Module` to a marked graph: one `pipe_split` node for each cut, and everything else as in the model."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -7,13 +8,17 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.immutable_collections import immutable_dict
 
 from pippy.ir import source
+from pippy.ir.arguments import check_concrete_args, drop_concrete_inputs, optional_inputs
 from pippy.ir.errors import MarkError, PippyError, TracingError
 from pippy.ir.marks import SplitPoint, annotated_modules, pipe_split, recording_splits, split_points
-from pippy.ir.modes import first_difference, follow_training, watched_training
+from pippy.ir.modes import Modes, first_difference, flags_after_train, follow_training, watched_training
+from pippy.ir.names import named_state
 from pippy.ir.preserve import unaltered
 from pippy.ir.recording import RecordingProxy, recording
+from pippy.ir.untraceable import check_assigned_buffers, check_backward_hooks, check_model, explained
 
 
 class PipeTracer(fx.Tracer):
@@ -47,6 +52,22 @@ class PipeTracer(fx.Tracer):
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return RecordingProxy(node, self)
 
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, torch.jit.ScriptModule) or super().is_leaf_module(m, module_qualified_name)
+
+    def create_arg(self, a: Any) -> Any:
+        if type(a).__module__ == "numpy" and hasattr(a, "item"):  # a number that generated code cannot write
+            return a.item()
+        if isinstance(a, dict) and type(a) not in (dict, immutable_dict):
+            return self._create_mapping(a)
+        return super().create_arg(a)
+
+    def _create_mapping(self, mapping: dict[str, Any]) -> fx.Node:
+        """A dict of a class of its own, an OrderedDict or a model's output class, stays of that class."""
+        if dataclasses.is_dataclass(mapping):
+            return self.create_node("call_function", type(mapping), (), super().create_arg(dict(mapping)))
+        return self.create_node("call_function", type(mapping), (super().create_arg(dict(mapping)),), {})
+
 
 def _state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters()
@@ -57,16 +78,16 @@ def _state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 class Traced:
     """A marked graph, and what its names mean.
 
-    ``attributes`` resolves every `get_attr` and `call_module` target. ``fixed_mode`` is the mode that the graph is
-    bound to, where the model's structure depends on it, and ``fixed_at`` the line where the modes part.
+    ``attributes`` resolves every `get_attr` and `call_module` target. ``given`` names inputs that may not be None, since
+    forward does something else then.
     """
 
     model: nn.Module
     graph: fx.Graph
     attributes: dict[str, Any] = field(default_factory=dict)
     concrete_args: dict[str, Any] = field(default_factory=dict)
-    fixed_mode: bool | None = None
-    fixed_at: str = ""
+    given: tuple[str, ...] = ()
+    modes: Modes = field(default_factory=Modes)
 
 
 TracerLike = fx.Tracer | Callable[[], fx.Tracer]
@@ -74,71 +95,53 @@ TracerLike = fx.Tracer | Callable[[], fx.Tracer]
 
 def trace(model: nn.Module, tracer: TracerLike | None = None, concrete_args: Mapping[str, Any] | None = None) -> Traced:
     """Trace ``model`` into a marked graph. The model is left as it was."""
-    _check_model(model)
-    concrete = _check_concrete_args(concrete_args)
+    check_model(model)
+    concrete = check_concrete_args(model, concrete_args)
+    state = dict(named_state(model))  # forward may assign buffers while it is traced
     with watched_training() as reads, unaltered(model):
         graph = _record(model, _tracer(tracer), concrete)
-        attributes = _attributes(model, graph)
+        attributes = _attributes(model, graph, state)
     traced = Traced(model, graph, attributes, concrete)
+    traced.given = _inputs_traced_as_given(traced, tracer)
+    traced.modes.after = flags_after_train(model)
     if reads.modules:
         _follow_modes(traced, tracer, {id(module) for module in reads.modules})
-    _drop_concrete_inputs(graph, concrete)
     return traced
 
 
-def _check_model(model: object) -> None:
-    if isinstance(model, type):
-        raise TracingError(f"{model.__name__} is a class; give an instance of it: pipeline({model.__name__}(...))")
-    if not isinstance(model, nn.Module):
-        raise TracingError(
-            f"this is a {type(model).__name__}, not an nn.Module; put the function in a module's forward"
-        )
-    if "forward" in model.__dict__:
-        raise TracingError(
-            f"this {type(model).__name__} has a forward set on the instance, which tracing would pass by; "
-            "define forward in the class"
-        )
-
-
-def _check_concrete_args(concrete_args: Mapping[str, Any] | None) -> dict[str, Any]:
-    concrete = dict(concrete_args or {})
-    for name, value in concrete.items():
-        if not (value is None or isinstance(value, (bool, int, float, str))):
-            raise TracingError(
-                f"concrete_args[{name!r}] is a {type(value).__name__}; a value that the graph is specialized to must be "
-                "None, a bool, an int, a float or a str"
-            )
-    return concrete
-
-
 def _tracer(given: TracerLike | None) -> fx.Tracer:
-    tracer = PipeTracer() if given is None else given if isinstance(given, fx.Tracer) else given()
+    tracer: object = PipeTracer() if given is None else given
+    if not isinstance(tracer, fx.Tracer) and callable(tracer):
+        tracer = tracer()
     if not isinstance(tracer, fx.Tracer):
         raise TracingError(f"tracer gives a {type(tracer).__name__}; it must be a torch.fx.Tracer, or a class of one")
     return tracer
 
 
 def _record(model: nn.Module, tracer: fx.Tracer, concrete_args: dict[str, Any]) -> fx.Graph:
-    versions = {name: buffer._version for name, buffer in model.named_buffers()}
-    marks = _Marks(model, tracer)
+    buffers = dict(model.named_buffers())
+    versions = {name: buffer._version for name, buffer in buffers.items()}
+    calls = _Calls(model, tracer)
     try:
-        with recording(tracer), marks.recording():
+        with recording(tracer), calls.recording():
             graph = tracer.trace(model, dict(concrete_args) or None)
     except PippyError:
         raise
     except Exception as error:
-        raise _explained(error, model) from error
-    marks.check_all_met()
-    changed = [name for name, buffer in model.named_buffers() if buffer._version != versions[name]]
+        raise explained(error, model) from error
+    calls.check_all_met()
+    changed = [name for name, buffer in buffers.items() if buffer._version != versions[name]]
     if changed:
         raise TracingError(
-            f"tracing changed the buffers {changed} themselves; set proxy_buffer_attributes = True on your tracer, so "
-            "that the change is recorded"
+            f"forward changes the buffers {changed} by means that cannot be recorded; use the in-place methods of tensors "
+            "(self.count.add_(1))"
         )
+    check_assigned_buffers(model, buffers)
+    drop_concrete_inputs(model, graph, concrete_args)
     return graph
 
 
-class _Marks:
+class _Calls:
     """Turns `pipe_split()` and annotated modules into nodes while a tracer runs."""
 
     def __init__(self, model: nn.Module, tracer: fx.Tracer) -> None:
@@ -150,6 +153,8 @@ class _Marks:
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             points = split_points(module)
+            if module._backward_hooks or module._backward_pre_hooks:
+                check_backward_hooks(self.tracer, module)
             if points:
                 self.unmet.pop(self.tracer.path_of_module(module), None)
             if SplitPoint.BEGINNING in points:
@@ -178,11 +183,11 @@ class _Marks:
             )
 
 
-def _attributes(model: nn.Module, graph: fx.Graph) -> dict[str, Any]:
+def _attributes(model: nn.Module, graph: fx.Graph, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """What every target of the graph names; resolved now, since tracing's own constants are about to be removed."""
-    targets = {node.target for node in graph.nodes if node.op in ("get_attr", "call_module")}
+    targets = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
     modules = dict(model.named_modules(remove_duplicate=False))
-    return {str(target): _lookup(modules, str(target)) for target in targets}
+    return {target: state[target] if target in state else _lookup(modules, target) for target in targets}
 
 
 def _lookup(modules: dict[str, nn.Module], target: str) -> Any:
@@ -199,63 +204,36 @@ def _walk(value: Any, path: str) -> Any:
     return value
 
 
+def _inputs_traced_as_given(traced: Traced, tracer: TracerLike | None) -> tuple[str, ...]:
+    """Which optional inputs forward treats differently when they are None; their placeholders never were."""
+    optional = optional_inputs(traced.model, traced.graph)
+    if not optional or not _differs_without(traced, tracer, optional):
+        return ()
+    return tuple(name for name in optional if _differs_without(traced, tracer, [name]))
+
+
+def _differs_without(traced: Traced, tracer: TracerLike | None, names: list[str]) -> bool:
+    concrete = {**traced.concrete_args, **dict.fromkeys(names)}
+    try:
+        with unaltered(traced.model, silent=True):
+            without = _record(traced.model, _tracer(tracer), concrete)
+    except PippyError:
+        return True
+    return first_difference(traced.graph, without, frozenset(names)) is not None
+
+
 def _follow_modes(traced: Traced, tracer: TracerLike | None, read: set[int]) -> None:
-    training = traced.model.training
+    modules = dict(traced.model.named_modules())
+    flags = {path: module.training for path, module in modules.items() if id(module) in read}
     try:
         with watched_training(turned_over=True), unaltered(traced.model, silent=True):
             turned = _record(traced.model, _tracer(tracer), traced.concrete_args)
     except PippyError as error:  # the other mode cannot be traced, or not cut as it is marked
-        traced.fixed_mode, traced.fixed_at = training, f"  {error}"
+        traced.modes.fixed, traced.modes.fixed_at = flags, f"  {error}"
         return
     difference = first_difference(traced.graph, turned)
     if difference is not None:
-        traced.fixed_mode, traced.fixed_at = training, source.excerpt_of(difference)
+        traced.modes.fixed, traced.modes.fixed_at = flags, source.excerpt_of(difference)
         return
-    paths = [path for path, module in traced.model.named_modules() if id(module) in read]
-    follow_training(traced.graph, turned, training, paths)
-    modules = dict(traced.model.named_modules())
-    traced.attributes.update({f"{path}.training".lstrip("."): modules[path].training for path in paths})
-
-
-def _drop_concrete_inputs(graph: fx.Graph, concrete_args: dict[str, Any]) -> None:
-    """fx leaves a placeholder and an assertion for every argument that it specialized; calls are checked elsewhere."""
-    for node in graph.find_nodes(op="placeholder"):
-        name, _, number = str(node.target).rpartition("_")
-        if name not in concrete_args or not number.isdigit():
-            continue
-        for checked in [user for first in node.users for user in (*first.users, first)]:
-            graph.erase_node(checked)
-        graph.erase_node(node)
-
-
-_REMEDIES = (
-    (
-        "control flow",
-        "tracing sees no values, so an `if`, `while`, `assert` or `bool()` on a tensor cannot be followed",
-    ),
-    ("cannot be iterated", "tracing sees no values, so a loop over a tensor or an input cannot be followed"),
-    ("'len' is not supported", "tracing sees no values, so len() of one is unknown; use x.size(0)"),
-    ("interpreted as an integer", "tracing sees no values, so range() or an index needs a number known beforehand"),
-    ("__int__ returned non-int", "tracing sees no values, so int() of one is unknown"),
-    ("__index__ returned non-int", "tracing sees no values, so range() or an index needs a number known beforehand"),
-    ("must be real number", "tracing sees no values, so float() of one is unknown"),
-    ("as buffer", "assigning to a buffer cannot be recorded; change it in place: self.buffer.copy_(...), .add_(...)"),
-    ("as parameter", "assigning to a parameter cannot be recorded; change it in place under torch.no_grad()"),
-    ("unexpected keyword argument", "see the message above"),
-)
-
-_ADVICE = (
-    "What to do: pass the value as a constant with concrete_args={{...}} if it is an argument; or move this code into a "
-    "module of its own and keep it whole with a tracer whose is_leaf_module says True for it; or mark the function with "
-    "torch.fx.wrap."
-)
-
-
-def _explained(error: Exception, model: nn.Module) -> TracingError:
-    text = str(error)
-    reasons = [reason for clue, reason in _REMEDIES if clue in text]
-    where = source.of_traceback(error.__traceback__, below="trace")
-    lines = [f"cannot trace {type(model).__name__}: {type(error).__name__}: {text}"]
-    lines += [where.excerpt()] if where else []
-    lines += [f"Why: {reason}." for reason in reasons[:1]]
-    return TracingError("\n".join([*lines, _ADVICE.format()]))
+    follow_training(traced.graph, turned, flags)
+    traced.attributes.update({f"{path}.training".lstrip("."): flag for path, flag in flags.items()})

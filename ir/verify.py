@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from pippy.ir.errors import VerificationError
-from pippy.ir.rules import GRAPH_RULES, Fault, Subject
+from pippy.ir.rules import GRAPH_RULES, Fault, Subject, examined
 from pippy.ir.stage_rules import STAGE_RULES
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def verify(pipe: "Pipe", before_backward: bool = False) -> None:
         ^^^ returns None; the model returns _1
     """
     subject = Subject(pipe, before_backward)
-    faults = [fault for rule in (*GRAPH_RULES, *STAGE_RULES) for fault in rule(subject)]
+    faults = [fault for rule in (*GRAPH_RULES, *STAGE_RULES) for fault in examined(rule, subject)]
     if faults:
         count = "1 rule" if len(faults) == 1 else f"{len(faults)} rules"
         raise VerificationError(
@@ -56,7 +56,7 @@ def _line(node: fx.Node) -> str:
     if node.op == "placeholder":
         return node.name
     if node.op == "output":
-        return f"return {node.args[0]}"
+        return f"return {', '.join(map(str, node.args))}"
     arguments = [str(arg) for arg in node.args] + [f"{name}={value}" for name, value in node.kwargs.items()]
     target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target)
     return f"{node.name} = {target}({', '.join(arguments)})"

@@ -1,0 +1,53 @@
+"""The arguments of a model's forward that a graph is specialized to, and those that it was traced as given."""
+
+import difflib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx, nn
+
+from pippy.ir.errors import TracingError
+
+
+def check_concrete_args(model: nn.Module, concrete_args: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The arguments to specialize to, or why they cannot be."""
+    if concrete_args is not None and not isinstance(concrete_args, Mapping):
+        raise TracingError(
+            f"concrete_args is {concrete_args!r}; give a dict from names of forward's arguments to values"
+        )
+    concrete, names = dict(concrete_args or {}), _named_arguments(model)
+    for name, value in concrete.items():
+        if name not in names:
+            near = difflib.get_close_matches(str(name), names, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(names) or 'none'}"
+            raise TracingError(f"concrete_args[{name!r}]: forward has no argument of that name; {hint}")
+        if not (value is None or isinstance(value, (bool, int, float, str))):
+            raise TracingError(
+                f"concrete_args[{name!r}] is a {type(value).__name__}; a value that the graph is specialized to must be "
+                "None, a bool, an int, a float or a str"
+            )
+    return concrete
+
+
+def _named_arguments(model: nn.Module) -> list[str]:
+    """The names of forward's arguments, in the order in which fx makes placeholders of them."""
+    star = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(model.forward).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind not in star]
+
+
+def drop_concrete_inputs(model: nn.Module, graph: fx.Graph, concrete_args: Mapping[str, Any]) -> None:
+    """fx leaves a placeholder and an assertion for every argument that it specialized; calls are checked elsewhere."""
+    for node, name in zip(graph.find_nodes(op="placeholder"), _named_arguments(model)):
+        if name in concrete_args:
+            for checked in [user for first in node.users for user in (*first.users, first)]:
+                graph.erase_node(checked)
+            graph.erase_node(node)
+
+
+def optional_inputs(model: nn.Module, graph: fx.Graph) -> list[str]:
+    """The inputs that are None where the caller leaves them out: a forward may do something else then."""
+    parameters = inspect.signature(model.forward).parameters
+    placeholders = {str(node.target) for node in graph.find_nodes(op="placeholder")}
+    return [name for name, each in parameters.items() if each.default is None and name in placeholders]
