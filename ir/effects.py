@@ -53,9 +53,15 @@ def find_mutations(graph: fx.Graph, attributes: Mapping[str, Any]) -> tuple[list
     for node in graph.nodes:
         targets = list(_mutated(node, attributes))
         mutations += [Mutation(node, target, roots[target]) for target in targets]
-        shared = targets[:1] or list(_viewed(node, attributes))
+        shared = targets[:1] if _returns_target(node, attributes) else []
+        shared = shared or list(_viewed(node, attributes))
         roots[node] = roots[shared[0]] if shared else node
     return mutations, roots
+
+
+def _returns_target(node: fx.Node, attributes: Mapping[str, Any]) -> bool:
+    """An in-place operation gives back what it changed; a Sequential that only begins with one does not."""
+    return node.op != "call_module" or not isinstance(attributes[str(node.target)], nn.Sequential)
 
 
 def _mutated(node: fx.Node, attributes: Mapping[str, Any]) -> Iterator[fx.Node]:

@@ -111,6 +111,7 @@ def attach_loss_function(pipe: "Pipe", loss_fn: Callable[..., Any]) -> None:
         raise LossError("the model returns nothing that is computed, so there is nothing to compute a loss of")
     with graph.inserting_before(_after_inputs(graph)):
         target = graph.placeholder(TARGET)
+        target.target = target.name  # an input of the model may have the name
     with graph.inserting_before(output):
         loss = graph.create_node("call_module", LOSS, (output.args[0], target), name=LOSS)
     output.args = (loss,)
@@ -223,17 +224,26 @@ def _as_structure(output: Any, key: str | int, whole: Any) -> Any:
 
 
 def _inner_seed(pipe: "Pipe", value: fx.Node, spec: Any, whole: Any) -> list[Any]:
-    """The seed for a loss inside a dataclass or mapping that the last stage makes."""
+    """The seed for a loss inside a dataclass, named tuple or mapping that the last stage makes."""
     names = _fields_inside(pipe, value, object)
     if not names:
         raise LossError(
             f"output_loss_value_spec {whole!r} looks inside {value.name!r}, but tracing does not know what that is made of; "
             "return the loss as an output of its own"
         )
-    marked = spec if isinstance(spec, Mapping) else {spec: True}
-    if set(marked) - set(names) or sum(flag is True for flag in marked.values()) != 1:
+    flags = _field_flags(names, spec)
+    if sum(flag is True for flag in flags) != 1:
         raise LossError(f"output_loss_value_spec {whole!r} does not mark one of the fields {names}")
-    return [SEED if marked.get(name) is True else None for name in names]
+    return [SEED if flag is True else None for flag in flags]
+
+
+def _field_flags(names: list[str], spec: Any) -> list[Any]:
+    """Which of the fields a spec marks; none if it does not fit them."""
+    if isinstance(spec, Mapping):
+        return [spec.get(name) for name in names] if set(spec) <= set(names) else []
+    if _is_sequence(spec):
+        return list(spec) if len(spec) == len(names) else []
+    return [spec in (name, index, index - len(names)) for index, name in enumerate(names)]
 
 
 def _fields_inside(pipe: "Pipe", value: fx.Node, kind: type) -> list[str]:
@@ -243,6 +253,8 @@ def _fields_inside(pipe: "Pipe", value: fx.Node, kind: type) -> list[str]:
         return []
     if dataclasses.is_dataclass(made.target):
         return [field.name for field in dataclasses.fields(made.target)]
+    if hasattr(made.target, "_fields"):
+        return list(made.target._fields)
     return list(made.args[0]) if made.args and isinstance(made.args[0], Mapping) else []
 
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from pippy.ir import source
@@ -16,7 +17,10 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 @contextmanager
 def unaltered(model: nn.Module, silent: bool = False) -> Iterator[None]:
     """Leave every module of ``model`` with the attributes that it had, and say what its forward tried to set."""
-    before = [(path, module, _attributes(module)) for path, module in model.named_modules()]
+    modules = [
+        (path, module) for path, module in model.named_modules() if not isinstance(module, torch.jit.ScriptModule)
+    ]
+    before = [(path, module, _attributes(module)) for path, module in modules]
     try:
         yield
     finally:

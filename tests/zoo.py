@@ -751,6 +751,22 @@ class ReturnsParameter(Exhibit):
         return torch.relu(y), self.scale
 
 
+class AsksForTypes(Exhibit):
+    """A forward that asks what it is given, and asserts."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        if not isinstance(x, torch.Tensor) or isinstance(x, (list, tuple)) or not torch.is_tensor(x):
+            x = x[0] * 100
+        assert x.size(1) == 8, "width"
+        x = self.a(x)
+        pipe_split()
+        return self.b(x)
+
+
 class TupleLoss(Exhibit):
     """A model that returns its loss beside its logits."""
 
