@@ -1,0 +1,130 @@
+"""Random models, cut at random places: a Pipe gives the numbers of the plain model."""
+
+import copy
+import warnings
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from pippy import MultiUseParameterConfig, PippyWarning, pipe_split, pipeline, verify
+from pippy.ir.errors import SharedParameterError, SplitError
+from tests.compare import assert_same, assert_same_gradients, assert_same_state
+
+WIDTH = 4
+
+# A step takes one or two earlier values by number, and perhaps one of the model's layers or tensors.
+UNARY = ("tanh", "lin", "mm", "scale", "view", "dropout", "detach", "frozen", "iadd", "count", "no_grad")
+BINARY = ("add", "mul", "cat", "where", "pair")
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(UNARY + BINARY),
+        st.integers(0, 30),  # the first operand, counted from the latest value
+        st.integers(0, 30),
+        st.integers(0, 2),  # which layer or tensor
+        st.booleans(),  # whether a cut follows
+    ),
+    min_size=3,
+    max_size=14,
+)
+
+
+class Random(nn.Module):
+    """Runs a list of steps; the loss is over some of the values."""
+
+    def __init__(self, program: list[Any], outputs: list[int]) -> None:
+        super().__init__()
+        self.program, self.outputs = program, outputs
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(WIDTH, WIDTH) / 2) for _ in range(3))
+        self.layers[2].weight = self.weights[2]  # tied: by name and inside a leaf
+        self.scales = nn.ParameterList(nn.Parameter(torch.rand(WIDTH), requires_grad=index != 1) for index in range(3))
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.register_buffer("count", torch.zeros(()))
+
+    def step(self, kind: str, x: Any, y: Any, which: int) -> Any:
+        if kind == "lin":
+            return self.layers[which](x)
+        if kind == "mm":
+            return x @ self.weights[which]
+        if kind == "scale":
+            return x * self.scales[which]
+        if kind == "view":
+            return x.view(-1, 2, 2).transpose(1, 2).reshape(x.size(0), WIDTH)
+        if kind == "dropout":
+            return nn.functional.dropout(x, 0.3, self.training)
+        if kind == "detach":
+            return x.detach() + 1
+        if kind == "frozen":
+            return self.frozen(x)
+        if kind == "iadd":
+            x = x * 1
+            x += y
+            return x
+        if kind == "count":
+            self.count.add_(1)
+            return x + self.count * 0.1
+        if kind == "no_grad":
+            with torch.no_grad():
+                return torch.tanh(x @ self.weights[which])
+        if kind == "cat":
+            return torch.cat([x[:, :2], y[:, 2:]], 1)
+        if kind == "where":
+            return torch.where(x > y, x, y * 0.5)
+        if kind == "pair":
+            low, high = torch.stack([x, y]).unbind(0)
+            return low - high
+        return {"tanh": lambda: torch.tanh(x), "add": lambda: x + y, "mul": lambda: x * torch.sigmoid(y)}[kind]()
+
+    def forward(self, x: Any) -> Any:
+        values = [torch.sin(x)]
+        for kind, one, other, which, cut in self.program:
+            operands = values[-1 - one % len(values)], values[-1 - other % len(values)]
+            values.append(self.step(kind, *operands, which))
+            if cut:
+                pipe_split()
+        return tuple(values[-1 - index % len(values)] for index in self.outputs)
+
+
+def loss_of(outputs: Any, target: Any) -> torch.Tensor:
+    """Depends on the first half of the outputs only."""
+    return sum(((output - target) ** 2).mean() for output in outputs[: (len(outputs) + 1) // 2])  # type: ignore[return-value]
+
+
+@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
+@given(steps, st.lists(st.integers(0, 30), min_size=1, max_size=4), st.sampled_from(MultiUseParameterConfig))
+def test_random_models_cut_at_random(program, outputs, config):
+    torch.manual_seed(0)
+    model = Random(program, outputs).double()
+    plain, x = copy.deepcopy(model), torch.randn(3, WIDTH, dtype=torch.float64)
+    expected = expected_step(plain, x)
+    try:
+        pipe = quiet_pipeline(model, config)
+    except (SplitError, SharedParameterError) as refusal:  # a buffer that two stages change cannot be cut
+        assert "in place" in str(refusal)
+        return
+    if expected is None:  # nothing in the loss requires a gradient
+        return
+    torch.manual_seed(1)
+    assert_same(pipe(x, torch.tensor(0.5)), expected, "loss")
+    assert_same_gradients(pipe, plain)
+    assert_same_state(pipe, plain)
+    verify(pipe)
+
+
+def expected_step(plain: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+    torch.manual_seed(1)
+    loss = loss_of(plain(x), torch.tensor(0.5))
+    if not loss.requires_grad:
+        return None
+    loss.backward()
+    return loss.detach()
+
+
+def quiet_pipeline(model, config):
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PippyWarning)  # some programs have no cut, or end in one
+        return pipeline(model, loss_of, multi_use_param_spec=config)
