@@ -1,0 +1,33 @@
+"""Room for values on their way: each gets a lane from the box that makes it to the last that uses it.
+
+    ●       x is made: it takes the first free lane
+    │ ●     y is made beside it
+    ▼ │     a box that uses x, and not y: y passes by
+      ▼
+"""
+
+from collections.abc import Sequence
+
+from pippy.ir.flow import Value
+
+
+def assign_lanes(values: Sequence[Value]) -> dict[Value, int]:
+    """A lane for each value, by number. Two values on one lane never meet, but where one ends the next may begin.
+
+    >>> values = [Value(name, name, "value", *way) for name, way in {"a": (0, (1,)), "b": (0, (2,)), "c": (1, (2,))}.items()]
+    >>> list(assign_lanes(values).values())
+    [0, 1, 0]
+    """
+    until: list[int] = []
+    lanes: dict[Value, int] = {}
+    for value in sorted(values, key=lambda value: value.source):
+        free = (lane for lane, end in enumerate(until) if end <= value.source and end < last_use(value))
+        lane = next(free, len(until))
+        until[lane:] = [last_use(value), *until[lane + 1 :]]
+        lanes[value] = lane
+    return lanes
+
+
+def last_use(value: Value) -> int:
+    """The last box on a value's way; the one that makes it where none uses it."""
+    return max(value.users, default=value.source)
