@@ -1,6 +1,6 @@
 """A Pipe as a diagram for other tools to lay out: Mermaid, for Markdown pages, and DOT, for Graphviz."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from pippy.ir.flow import Box, Value
 from pippy.ir.show import Picture, tag
@@ -9,7 +9,7 @@ from pippy.ir.units import shortened
 _LONGEST = 48
 _MERMAID_SHAPES = {"input": ("([", "])"), "output": ("([", "])"), "stage": ("[", "]"), "loss": ("{{", "}}")}
 _DOT_SHAPES = {"input": "ellipse", "output": "ellipse", "stage": "box", "loss": "hexagon"}
-_ENTITIES = {ord(character): f"#{ord(character)};" for character in "#\"<>&`;\\"}
+_ENTITIES = {ord(character): f"#{ord(character)};" for character in '#"<>&`;\\'}
 
 
 def mermaid(picture: Picture) -> str:
@@ -36,7 +36,12 @@ def _mermaid_text(lines: list[str]) -> str:
 
 def dot(picture: Picture) -> str:
     """A Graphviz digraph. A bold arrow is a parameter that travels, a dashed line joins copies of a parameter."""
-    lines = ["digraph pipe {", "    rankdir=LR;", '    node [fontname="sans-serif"];', '    edge [fontname="sans-serif"];']
+    lines = [
+        "digraph pipe {",
+        "    rankdir=LR;",
+        '    node [fontname="sans-serif"];',
+        '    edge [fontname="sans-serif"];',
+    ]
     for index, box in enumerate(picture.flow.boxes):
         label = _dot_text(_box_lines(picture, box))
         lines.append(f'    n{index} [shape={_DOT_SHAPES[box.kind]}, label="{label}"];')
@@ -54,8 +59,7 @@ def _dot_text(lines: list[str]) -> str:
     >>> print(_dot_text(['a "b"', r"c\d"]))
     a \"b\"\nc\\d
     """
-    escape: Callable[[str], str] = lambda line: line.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ")
-    return "\\n".join(map(escape, lines))
+    return "\\n".join(line.replace("\\", "\\\\").replace('"', '\\"') for line in lines)
 
 
 def _edges(picture: Picture) -> Iterator[tuple[Value, int]]:

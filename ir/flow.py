@@ -84,7 +84,7 @@ def flow_of(pipe: "Pipe") -> Flow:
 def _box(node: fx.Node) -> Box:
     if node.op == "call_module":
         return Box(str(node.target), "loss" if node.target == LOSS else "stage")
-    return Box(str(node.target), "input" if node.op == "placeholder" else "output")
+    return Box(*((node.name, "input") if node.op == "placeholder" else ("output", "output")))
 
 
 def _value(pipe: "Pipe", node: fx.Node, name: str, index: dict[fx.Node, int]) -> Value:

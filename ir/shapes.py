@@ -6,6 +6,7 @@ branch on a tensor) is unknown, and so is what depends on it; everything else is
 """
 
 import copy
+import logging
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -81,7 +82,7 @@ def propagate(pipe: "Pipe", args: Sequence[Any], kwargs: Mapping[str, Any]) -> S
     (Shape(text='float32[3, 5]', nbytes=60), Amount(count=60, complete=True))
     """
     inputs = bind(pipe, args, kwargs)
-    with _untouched_random_state(), torch.inference_mode(False), torch.enable_grad():
+    with _untouched_random_state(), _quiet(), torch.inference_mode(False), torch.enable_grad():
         return _Propagation(pipe, FakeTensorMode(allow_non_fake_inputs=True)).run(inputs)
 
 
@@ -115,14 +116,14 @@ class _Propagation:
             elif node.op == "call_module":
                 self.values[node] = self._call(node)
             elif is_getitem(node) and node.args[0] in self.values:
-                made = self.values[node.args[0]]  # type: ignore[index]
+                made = self.values[node.args[0]]
                 self.values[node] = made if isinstance(made, Unknown) else made[node.args[1]]
             if node in self.values and value_name(self.pipe, node) is not None:
                 self.shapes.values[node.name] = measure(self.values[node])
         return self.shapes
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, FakeTensor):  # of a mode of the user's own
+        if isinstance(tensor, FakeTensor) or tensor.is_inference():  # not ours, or of no use to autograd
             with self.mode:
                 return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         return self.mode.from_tensor(tensor.detach(), static_shapes=True)
@@ -201,6 +202,17 @@ def _reason(error: Exception) -> str:
 def _at(node: fx.Node) -> str:
     where = node.meta.get("source")
     return f", at {where}" if where is not None else ""
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, torch keeps to itself what fake tensors cannot do; the caller gets it as an `Unknown`."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 @contextmanager

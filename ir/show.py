@@ -17,6 +17,8 @@ from pippy.ir.units import bytes_text, count_text
 if TYPE_CHECKING:
     from pippy.ir.pipe import Pipe
 
+_LONGEST_WAY = 6
+
 
 @dataclass(frozen=True)
 class StageRow:
@@ -52,7 +54,7 @@ class Picture:
         shape = self.shape(value)
         if shape is None:
             return ""
-        return shape.text if shape.nbytes is None else f"{shape.text} {bytes_text(shape.nbytes)}"
+        return f"{shape.text} {bytes_text(shape.nbytes)}" if shape.nbytes else shape.text
 
     def figures(self, box: Box) -> list[str]:
         """A few words on a stage; nothing on what is no stage."""
@@ -75,7 +77,9 @@ def picture_of(pipe: "Pipe", args: Sequence[Any] = (), kwargs: Mapping[str, Any]
 def _row(module: nn.Module, index: int, box: Box, flow: Flow, shapes: Shapes | None) -> StageRow:
     parameters, buffers = list(module.parameters()), list(module.buffers())
     own = [name for name, _ in module.named_parameters(recurse=False)]
-    holds = tuple(own + [name for name, _ in module.named_children()]) or (type(module).__name__,) * (box.kind == "loss")
+    holds = tuple(own + [name for name, _ in module.named_children()]) or (type(module).__name__,) * (
+        box.kind == "loss"
+    )
     figures = sum(tensor.numel() for tensor in parameters), _nbytes(parameters), _nbytes(buffers)
     if shapes is None:
         return StageRow(box.name, holds, *figures)
@@ -113,15 +117,22 @@ def tag(value: Value) -> str:
     >>> tag(Value("embed_weight", "getitem", "parameter", 1, (2,), "embed.weight"))
     'parameter embed.weight'
     """
-    return "" if value.kind == "value" or value.name == value.kind else f"{value.kind} {value.origin}".strip()
+    if value.kind == "value" or value.name == value.kind:
+        return ""
+    return value.kind if value.origin in ("", value.name) else f"{value.kind} {value.origin}"
 
 
 def backward_text(flow: Flow) -> str:
     """One line on the backward, which is not drawn."""
     if not flow.backward:
         return "backward: none, as the Pipe has no loss"
-    steps = [box.name for box in reversed(flow.boxes) if box.name in flow.backward and box.kind in ("stage", "loss")]
-    return f"backward: {' → '.join(steps)}; gradients take the same ways back"
+    computing = [box.name for box in reversed(flow.boxes) if box.kind in ("stage", "loss")]
+    steps = [name for name in computing if name in flow.backward]
+    way = " → ".join(steps if len(steps) <= _LONGEST_WAY else [*steps[:2], "…", *steps[-2:]])
+    without = [name for name in reversed(computing) if name not in flow.backward]
+    return f"backward: {way}; gradients take the same ways back" + (
+        f"; none in {', '.join(without)}" if without else ""
+    )
 
 
 def replicas_text(flow: Flow, replicas: Replicas) -> str:
