@@ -78,5 +78,5 @@ def _box_lines(picture: Picture, box: Box) -> list[str]:
 
 
 def _value_lines(picture: Picture, value: Value) -> list[str]:
-    texts = [value.name, tag(value), picture.size_text(value)]
+    texts = [value.name, tag(value), picture.size_text(value, _LONGEST)]
     return [shortened(text, _LONGEST) for text in texts if text]

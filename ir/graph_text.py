@@ -21,7 +21,7 @@ class _TextGraph:
         self.width = 1 + max(self.lanes.values(), default=-1)
         self.names = {value: shortened(value.name, _WIDEST_NAME) for value in self.flow.values}
         self.name_width = max(map(len, self.names.values()), default=0)
-        self.sizes = {value: shortened(picture.size_text(value), _WIDEST_SIZE) for value in self.flow.values}
+        self.sizes = {value: picture.size_text(value, _WIDEST_SIZE) for value in self.flow.values}
         self.size_width = max(map(len, self.sizes.values()), default=0)
         self.made: set[Value] = set()
 

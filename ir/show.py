@@ -3,7 +3,7 @@
 `graph_text`, `stages_table`, `draw` and `svg` only put this into letters and lines.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from pippy.ir.flow import Box, Flow, Replicas, Value, flow_of
+from pippy.ir.names import user_name
 from pippy.ir.shapes import Amount, Shape, Shapes, propagate
-from pippy.ir.units import bytes_text, count_text
+from pippy.ir.units import bytes_text, count_text, shortened
 
 if TYPE_CHECKING:
     from pippy.ir.pipe import Pipe
@@ -49,19 +50,21 @@ class Picture:
         """The shape of a value, where it was asked for."""
         return self.shapes.values[value.node] if self.shapes else None
 
-    def size_text(self, value: Value) -> str:
-        """What a value is and how large, in a line; empty without example arguments."""
+    def size_text(self, value: Value, longest: int = 1000) -> str:
+        """What a value is and how large, in a line; empty without example arguments. What it is gives way to how large."""
         shape = self.shape(value)
         if shape is None:
             return ""
-        return f"{shape.text} {bytes_text(shape.nbytes)}" if shape.nbytes else shape.text
+        size = f" {bytes_text(shape.nbytes)}" if shape.nbytes else ""
+        return shortened(shape.text, longest - len(size)) + size
 
     def figures(self, box: Box) -> list[str]:
         """A few words on a stage; nothing on what is no stage."""
         row = self.rows.get(box.name) if box.kind in ("stage", "loss") else None
         if row is None:
             return []
-        words = [f"{count_text(row.parameters)} parameters"] if row.parameters or box.kind == "stage" else []
+        noun = "parameter" if row.parameters == 1 else "parameters"
+        words = [f"{count_text(row.parameters)} {noun}"] if row.parameters or box.kind == "stage" else []
         return words + ([f"{amount_text(row.flops, count_text)} FLOPs"] if row.flops else [])
 
 
@@ -76,10 +79,7 @@ def picture_of(pipe: "Pipe", args: Sequence[Any] = (), kwargs: Mapping[str, Any]
 
 def _row(module: nn.Module, index: int, box: Box, flow: Flow, shapes: Shapes | None) -> StageRow:
     parameters, buffers = list(module.parameters()), list(module.buffers())
-    own = [name for name, _ in module.named_parameters(recurse=False)]
-    holds = tuple(own + [name for name, _ in module.named_children()]) or (type(module).__name__,) * (
-        box.kind == "loss"
-    )
+    holds = (type(module).__name__,) if box.kind == "loss" else tuple(map(user_name, _held(module)))
     figures = sum(tensor.numel() for tensor in parameters), _nbytes(parameters), _nbytes(buffers)
     if shapes is None:
         return StageRow(box.name, holds, *figures)
@@ -87,6 +87,13 @@ def _row(module: nn.Module, index: int, box: Box, flow: Flow, shapes: Shapes | N
     sent = (value for value in flow.values if value.source == index)
     sends = _sum(shapes.values[value.node] for value in sent for _ in value.users)
     return StageRow(box.name, holds, *figures, receives, sends, shapes.flops[box.name])
+
+
+def _held(module: nn.Module, path: str = "") -> Iterator[str]:
+    """The modules and tensors that the user put together; those that only stand on the way to them are left out."""
+    yield from (path + name for name in (*module._parameters, *module._buffers))
+    for name, child in module.named_children():
+        yield from _held(child, f"{path}{name}.") if type(child) is nn.Module else (path + name,)
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 
 from pippy.ir.show import Picture, notes
 from pippy.ir.svg_column import draw_column
-from pippy.ir.svg_elements import LETTER, LINE, document, words
+from pippy.ir.svg_elements import LETTER, LINE, document, group, words
 from pippy.ir.svg_row import draw_row
 from pippy.ir.units import shortened
 
@@ -19,7 +19,7 @@ def svg(picture: Picture) -> str:
     width, height = (draw_row if beside <= _ROW else draw_column)(content, picture)
     lines = notes(picture)
     for index, text in enumerate(lines):
-        words(content, (16, height + LINE * (index + 1)), shortened(text, _NOTE))
+        words(group(content, text), (16, height + LINE * (index + 1)), shortened(text, _NOTE))
     widest = max(min(len(text), _NOTE) for text in lines) * LETTER + 32
     stages = sum(box.kind == "stage" for box in picture.flow.boxes)
     return document(content, (max(width, widest), height + LINE * (len(lines) + 1)), f"a Pipe of {stages} stages")

@@ -16,7 +16,7 @@ from xml.etree.ElementTree import Element
 from pippy.ir.flow import Box, Replicas, Value
 from pippy.ir.lanes import last_use, stacked
 from pippy.ir.show import Picture, tag
-from pippy.ir.svg_elements import LETTER, Point, arrow, group, line, rectangle, words
+from pippy.ir.svg_elements import LETTER, LINE, Point, arrow, group, line, rectangle, words
 from pippy.ir.units import shortened
 
 _MARGIN, _LANE, _STEM = 16.0, 16.0, 14.0
@@ -44,8 +44,9 @@ class _Column:
     def draw(self) -> Point:
         for value in self.flow.values:
             self._draw_value(value)
-        for lane, copies in enumerate(self.flow.replicas):
-            self._draw_copies(copies, self.right + 14 + _LANE * lane)
+        below = 0.0
+        for lane, copies in enumerate(sorted(self.flow.replicas, key=lambda each: each.boxes)):
+            below = LINE + self._draw_copies(copies, self.right + 14 + _LANE * lane, below)
         for index, box in enumerate(self.flow.boxes):
             self._draw_box(index, box)
         names = max((len(_copies_label(each)) for each in self.flow.replicas), default=0)
@@ -73,7 +74,8 @@ class _Column:
     def _label(self, value: Value) -> str:
         name = "" if self.flow.boxes[value.source].kind == "input" else shortened(value.name, _LABEL // 2)
         special = "" if value.kind == "target" or not tag(value) else f"({tag(value)})"
-        return shortened("  ".join(filter(None, [name, special, self.picture.size_text(value)])), _LABEL)
+        room = _LABEL - len(name) - len(special) - 4
+        return shortened("  ".join(filter(None, [name, special, self.picture.size_text(value, room)])), _LABEL)
 
     def _draw_value(self, value: Value) -> None:
         names = ", ".join(self.flow.boxes[user].name for user in value.users)
@@ -91,14 +93,17 @@ class _Column:
             arrow(inside, points, "parameter" if value.origin else "value")
         words(inside, (stem + 12, y + 4), self._label(value))
 
-    def _draw_copies(self, copies: Replicas, x: float) -> None:
+    def _draw_copies(self, copies: Replicas, x: float, below: float) -> float:
+        """Join copies by a line at ``x``; the label stands at ``below`` or lower. Returns where."""
         inside = group(self.content, "\n".join(copies.names))
         heights = [self.tops[box] + self.heights[box] / 2 for box in copies.boxes]
         for start, end in pairwise(heights):
             edge = self.left + _BOX
             line(inside, [(edge, start), (x, start), (x, end), (edge, end)], "replicas")
         after = self.right + 14 + _LANE * len(self.flow.replicas)
-        words(inside, (after, heights[0] + 4), _copies_label(copies))
+        at = max(heights[0] + 4, below)
+        words(inside, (after, at), _copies_label(copies))
+        return at
 
     def _draw_box(self, index: int, box: Box) -> None:
         figures = self.picture.figures(box)

@@ -30,7 +30,7 @@ def group(parent: ElementTree.Element, title: str) -> ElementTree.Element:
 
 def rectangle(parent: ElementTree.Element, corner: Point, size: Point, kind: str) -> None:
     """A box of the flow; inputs and outputs have round ends."""
-    radius = size[1] / 2 if kind in ("input", "output") else 6
+    radius = min(size[1] / 2, 13) if kind in ("input", "output") else 6
     numbers = {"x": corner[0], "y": corner[1], "width": size[0], "height": size[1], "rx": radius}
     colours = {"fill": _FILLS[kind], "stroke": _RIMS[kind], "stroke-width": "1.5"}
     ElementTree.SubElement(parent, "rect", {key: _number(number) for key, number in numbers.items()} | colours)

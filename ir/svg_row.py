@@ -108,8 +108,7 @@ class _Row:
         """The lines of a label: what the value is called, unless its source says so, and its size."""
         name = "" if self.flow.boxes[value.source].kind == "input" else value.name
         special = "" if value.kind == "target" else tag(value)
-        size = self.picture.size_text(value)
-        return [shortened(f"{name} ({special})" if special else name, _LABEL), shortened(size, _LABEL)]
+        return [shortened(f"{name} ({special})" if special else name, _LABEL), self.picture.size_text(value, _LABEL)]
 
     def _titled(self, value: Value) -> Element:
         users = ", ".join(self.flow.boxes[user].name for user in value.users)
@@ -160,8 +159,13 @@ class _Row:
         return edge + side * step * (1 + sorted(together, key=self.below.__getitem__).index(value))
 
     def _floor(self, box: int) -> float:
-        is_output = self.flow.boxes[box].kind == "output"
-        return self.top + self.height / 2 + _PILL / 2 if is_output else self.top + self.height
+        return self.top + (self.height + self._box_height(box)) / 2
+
+    def _box_height(self, box: int) -> float:
+        """Stages are as high as the row; an output is as high as it must be for what reaches it straight."""
+        if self.flow.boxes[box].kind != "output":
+            return self.height
+        return max(_PILL, _PORT * len(self._leaving(self.at[box] - 1)))
 
     def _draw_copies(self, copies: Replicas) -> None:
         y, inside = self.top - 18 - 30 * self.above[copies], group(self.content, "\n".join(copies.names))
@@ -178,9 +182,8 @@ class _Row:
         figures = self.picture.figures(box)
         row = self.picture.rows.get(box.name)
         inside = group(self.content, "\n".join([box.name, *figures, *(row.holds if row else ())]))
-        is_stage = box.kind in ("stage", "loss")
         middle = self.ports.get(index, self.top + self.height / 2)
-        height = self.height if is_stage else _PILL
+        height = _PILL if box.kind == "input" else self._box_height(index)
         rectangle(inside, (column.left, middle - height / 2), (column.right - column.left, height), box.kind)
         lines = [shortened(text, _NAME) for text in [box.name, *figures]]
         for number, text in enumerate(lines):

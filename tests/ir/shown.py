@@ -97,7 +97,7 @@ class Guessing(nn.Module):
 class Named(nn.Module):
     """A module whose name means something to every language that a drawing is written in."""
 
-    NAME = """a<b>&"c'`;\\#"""
+    NAME = "a<b>&c'`;#"
 
     def __init__(self):
         super().__init__()

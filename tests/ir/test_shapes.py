@@ -3,6 +3,7 @@
 import random
 import threading
 
+import numpy
 import pytest
 import torch
 from torch import fx, nn
@@ -12,7 +13,6 @@ from pippy import Pipe, pipe_split, pipeline
 from pippy.ir.errors import InputError
 from pippy.ir.shapes import Amount, propagate
 from pippy.ir.trees import describe, tensors
-
 from tests.ir.shown import Convolutions, ExampleCode, Guessing, Language, Structured
 
 MODELS = {
@@ -83,7 +83,7 @@ class Restless(nn.Module):
         self.hidden[0].add_(1)
         with torch.no_grad():
             self.weight.add_(1)
-        torch.manual_seed(random.randrange(100))
+        torch.manual_seed(random.randrange(100) + numpy.random.randint(100))
         (self.weight.sum() * 2).backward()
         return torch.dropout(x * self.weight, 0.5, self.training) + torch.rand(4)
 
@@ -97,6 +97,7 @@ def snapshot(module):
         "gradients": [None if tensor.grad is None else tensor.grad.tolist() for tensor in tensors],
         "torch": torch.get_rng_state().tolist(),
         "python": random.getstate(),
+        "numpy": numpy.random.get_state()[1].tolist() + [numpy.random.get_state()[2]],
     }
 
 
@@ -169,7 +170,11 @@ class Locked(nn.Module):
 
 @pytest.mark.parametrize(
     ("module", "reason"),
-    [(Branch(), "depends on the numbers"), (Locked(), "cannot be copied"), (nn.Linear(9, 9), "must have same reduction dim")],
+    [
+        (Branch(), "depends on the numbers"),
+        (Locked(), "cannot be copied"),
+        (nn.Linear(9, 9), "must have same reduction dim"),
+    ],
 )
 def test_a_stage_that_fakes_cannot_run_is_unknown(module, reason, capfd, caplog):
     pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(4, 4), module, nn.ReLU()), nn.MSELoss())
@@ -183,7 +188,9 @@ def test_a_stage_that_fakes_cannot_run_is_unknown(module, reason, capfd, caplog)
 
 
 def test_a_loss_that_needs_numbers_is_unknown():
-    pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), lambda output, target: output.sum() * target.item())
+    pipe = Pipe.from_sequential(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), lambda output, target: output.sum() * target.item()
+    )
     shapes = propagate(pipe, [torch.randn(3, 4), torch.tensor(2.0)], {})
     assert shapes.values["_loss"].nbytes is None
     assert shapes.unknown[0].stage == "_loss"
