@@ -23,7 +23,7 @@ from pippy.ir.backward import is_getitem
 from pippy.ir.graph_module import PipeGraphModule
 from pippy.ir.signature import bind
 from pippy.ir.trees import describe, leaves, map_tensors, tensors
-from pippy.ir.wiring import value_name
+from pippy.ir.wiring import map_nodes, value_name
 
 if TYPE_CHECKING:
     from pippy.ir.pipe import Pipe
@@ -129,7 +129,7 @@ class _Propagation:
         return self.mode.from_tensor(tensor.detach(), static_shapes=True)
 
     def _call(self, node: fx.Node) -> Any:
-        name, args = str(node.target), fx.node.map_arg(node.args, self.values.__getitem__)
+        name, args = str(node.target), map_nodes(self.values.__getitem__, node.args)
         run = _StageOnFakes(name)
         with FlopCounterMode(display=False) as counter:
             outputs = run.run(self.pipe.stage(name), self.mode, args)

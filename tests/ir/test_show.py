@@ -2,6 +2,8 @@
 
 import random
 import re
+import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -209,3 +211,11 @@ def test_looking_does_not_change_a_pipe():
 def test_a_sequential_of_modules_that_nobody_can_trace():
     pipe = Pipe.from_sequential(nn.Sequential(nn.GRU(4, 4), nn.Identity()))
     assert "(float32[2, 3, 4], float32[1, 3, 4]) 144 B" in pipe.graph_text(torch.randn(2, 3, 4))
+
+
+def test_the_page_shows_what_its_code_prints(capsys):
+    page = (Path(__file__).parents[2] / "docs/seeing.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(code, {"__name__": "seeing"})
+    drawing = re.findall(r"(?:^    .*\n)+", page.partition("## The drawing in text")[2], re.MULTILINE)[0]
+    assert capsys.readouterr().out.startswith(textwrap.dedent(drawing))
