@@ -155,7 +155,7 @@ def test_dot_quotes_what_it_must(name):
 def test_the_svg_is_well_formed_and_names_everything(name):
     picture = PICTURES[name]
     root = ElementTree.fromstring(svg(picture))
-    titles = [title.text.splitlines()[0] for title in root.iter(f"{SVG}title")]
+    titles = [(title.text or "").splitlines()[0] for title in root.iter(f"{SVG}title")]
     for named in (*picture.flow.boxes, *picture.flow.values):
         assert named.name in titles
     for replicas in picture.flow.replicas:
@@ -169,6 +169,10 @@ def test_every_use_has_an_arrow(name):
     flow = PICTURES[name].flow
     heads = list(ElementTree.fromstring(svg(PICTURES[name])).iter(f"{SVG}polygon"))
     assert len(heads) == sum(len(value.users) for value in flow.values)
+
+
+def size_of(root):
+    return float(root.get("width")), float(root.get("height"))
 
 
 def text_boxes(root):
@@ -206,7 +210,7 @@ def inside(one, other):
 def test_no_text_is_crossed_or_covered(name):
     root = ElementTree.fromstring(svg(PICTURES[name]))
     texts, boxes = list(text_boxes(root)), list(rectangles(root))
-    page = (0, 0, float(root.get("width")), float(root.get("height")))
+    page = (0, 0, *size_of(root))
     for number, text in enumerate(texts):
         assert inside(text, page)
         assert not any(overlap(text, segment) for segment in segments(root))
@@ -227,7 +231,8 @@ def test_no_box_is_crossed_or_covered(name):
 def test_many_stages_go_from_top_to_bottom():
     def shape(name):
         root = ElementTree.fromstring(svg(PICTURES[name]))
-        return float(root.get("width")) > float(root.get("height"))
+        width, height = size_of(root)
+        return width > height
 
     assert [shape("four"), shape("twelve")] == [True, False]
 

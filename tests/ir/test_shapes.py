@@ -92,12 +92,13 @@ class Restless(nn.Module):
 
     def __init__(self):
         super().__init__()
+        self.steps: torch.Tensor
         self.weight = nn.Parameter(torch.ones(4))
         self.register_buffer("steps", torch.zeros(()))
         self.hidden, self.calls = [torch.zeros(4)], 0
 
     def forward(self, x):
-        self.steps += 1
+        self.steps.add_(1)
         self.calls += 1
         self.hidden[0].add_(1)
         with torch.no_grad():
@@ -116,7 +117,7 @@ def snapshot(module):
         "gradients": [None if tensor.grad is None else tensor.grad.tolist() for tensor in tensors],
         "torch": torch.get_rng_state().tolist(),
         "python": random.getstate(),
-        "numpy": numpy.random.get_state()[1].tolist() + [numpy.random.get_state()[2]],
+        "numpy": [str(part) for part in numpy.random.get_state()],
     }
 
 
