@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from pippy.ir.flow import Box, Flow, Replicas, Value, flow_of
 from pippy.ir.names import user_name
@@ -78,7 +79,7 @@ def picture_of(pipe: "Pipe", args: Sequence[Any] = (), kwargs: Mapping[str, Any]
 
 
 def _row(module: nn.Module, index: int, box: Box, flow: Flow, shapes: Shapes | None) -> StageRow:
-    parameters, buffers = list(module.parameters()), list(module.buffers())
+    parameters, buffers = _sized(module.parameters()), _sized(module.buffers())
     holds = (type(module).__name__,) if box.kind == "loss" else tuple(map(user_name, _held(module)))
     figures = sum(tensor.numel() for tensor in parameters), _nbytes(parameters), _nbytes(buffers)
     if shapes is None:
@@ -94,6 +95,11 @@ def _held(module: nn.Module, path: str = "") -> Iterator[str]:
     yield from (path + name for name in (*module._parameters, *module._buffers))
     for name, child in module.named_children():
         yield from _held(child, f"{path}{name}.") if type(child) is nn.Module else (path + name,)
+
+
+def _sized(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those that have a size: the tensors of a lazy module get theirs in its first forward."""
+    return [tensor for tensor in tensors if not is_lazy(tensor)]
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:

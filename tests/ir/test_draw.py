@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from pippy import MultiUseParameterConfig, pipeline
 from pippy.ir.draw import dot, mermaid
 from pippy.ir.flow import Box, Flow, Replicas, Value, flow_of
 from pippy.ir.notebook import html
@@ -17,6 +18,7 @@ from pippy.ir.show import Picture, StageRow, picture_of
 from pippy.ir.svg import svg
 from pippy.ir.units import shortened
 from tests.ir.shown import Named, drawn, example
+from tests.zoo import exhibits
 
 SVG = "{http://www.w3.org/2000/svg}"
 X = torch.randn(4, 8)
@@ -206,16 +208,33 @@ def inside(one, other):
     return other[0] <= one[0] and other[1] <= one[1] and one[2] <= other[2] and one[3] <= other[3]
 
 
-@every_picture
-def test_no_text_is_crossed_or_covered(name):
-    root = ElementTree.fromstring(svg(PICTURES[name]))
+def check_texts(drawing):
+    root = ElementTree.fromstring(drawing)
     texts, boxes = list(text_boxes(root)), list(rectangles(root))
-    page = (0, 0, *size_of(root))
     for number, text in enumerate(texts):
-        assert inside(text, page)
+        assert inside(text, (0, 0, *size_of(root)))
         assert not any(overlap(text, segment) for segment in segments(root))
         assert all(inside(text, box) for box in boxes if overlap(text, box))
         assert not any(overlap(text, other) for other in texts[number + 1 :])
+
+
+@every_picture
+def test_no_text_is_crossed_or_covered(name):
+    check_texts(svg(PICTURES[name]))
+
+
+@pytest.mark.filterwarnings("ignore:a mark after the model's last operation")
+@pytest.mark.parametrize("sharing", MultiUseParameterConfig)
+@pytest.mark.parametrize("name", exhibits)
+def test_the_zoo_is_drawn(name, sharing):
+    model = exhibits[name]()
+    spec = model.output_loss_value_spec
+    pipe = pipeline(model, type(model).loss_fn, output_loss_value_spec=spec, multi_use_param_spec=sharing)
+    args = (*model.inputs(), *(() if pipe.target_name is None else (model.target(),)))
+    check_texts(pipe.to_svg(*args))
+    ElementTree.fromstring(pipe._repr_html_())
+    lines = pipe.graph_text(*args).splitlines()
+    assert sum("─▶" in line or "unused" in line for line in lines) == len(flow_of(pipe).values)
 
 
 @every_picture

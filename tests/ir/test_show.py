@@ -221,3 +221,10 @@ def test_the_page_shows_what_its_code_prints(capsys):
     exec(code, {"__name__": "seeing"})
     drawing = re.findall(r"(?:^    .*\n)+", page.partition("## The drawing in text")[2], re.MULTILINE)[0]
     assert capsys.readouterr().out.startswith(textwrap.dedent(drawing))
+
+
+def test_a_lazy_module_has_no_size_yet():
+    lazy = nn.LazyLinear(3)
+    pipe = Pipe.from_sequential(nn.Sequential(lazy, nn.Linear(3, 3)))
+    assert [row.parameters for row in picture_of(pipe, [torch.randn(2, 4)]).rows.values()] == [0, 12]
+    assert lazy.has_uninitialized_params()
