@@ -92,7 +92,6 @@ class Restless(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.steps: torch.Tensor
         self.weight = nn.Parameter(torch.ones(4))
         self.register_buffer("steps", torch.zeros(()))
         self.hidden, self.calls = [torch.zeros(4)], 0

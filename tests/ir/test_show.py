@@ -121,7 +121,7 @@ def test_what_is_sent_is_received_or_returned():
     pipe, args = drawn()["four"]
     picture = picture_of(pipe, args)
     values, boxes, output = picture.flow.values, picture.flow.boxes, len(picture.flow.boxes) - 1
-    sizes: dict[Value, Any] = {value: picture.shapes.values[value.node].nbytes for value in values}  # type: ignore[union-attr]
+    sizes: dict[Value, Any] = {value: picture.shapes.values[value.node].nbytes for value in values}
     given = sum([sizes[value] * len(value.users) for value in values if boxes[value.source].kind == "input"])
     returned = sum([sizes[value] for value in values if output in value.users])
     rows: list[Any] = list(picture.rows.values())
@@ -134,7 +134,6 @@ class Odd(nn.Module):
     def __init__(self):
         super().__init__()
         self.lin = nn.Linear(4, 4)
-        self.count: torch.Tensor
         self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x, unused=3):
