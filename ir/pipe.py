@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from pippy.ir.backward import attach_backward
+from pippy.ir.draw import dot, mermaid
 from pippy.ir.errors import LossError, ModeError
 from pippy.ir.graph_module import PipeGraphModule
+from pippy.ir.graph_text import graph_text
 from pippy.ir.held import tensor_of
 from pippy.ir.loss import (
     Loss,
@@ -20,13 +22,17 @@ from pippy.ir.loss import (
     find_returned_loss,
 )
 from pippy.ir.names import LOSS, stage_name
+from pippy.ir.notebook import html
 from pippy.ir.params import MultiUseParamSpec
 from pippy.ir.reference import run_reference
 from pippy.ir.replicas import follow_owners, sum_gradients
 from pippy.ir.sequential import trace_sequential
+from pippy.ir.show import picture_of
 from pippy.ir.signature import bind
 from pippy.ir.split import Split, split
+from pippy.ir.stages_table import stages_table
 from pippy.ir.state import load_state, named_owners, save_state
+from pippy.ir.svg import svg
 from pippy.ir.trace import Traced, TracerLike, trace
 from pippy.ir.verify import verify
 
@@ -184,6 +190,81 @@ class Pipe(nn.Module):
         """
         for copies in self.replicas():
             sum_gradients(copies)
+
+    def graph_text(self, *args: Any, **kwargs: Any) -> str:
+        """Who sends what to whom, as a drawing in text.
+
+        With the arguments of a call (the loss's target included) it says shapes and bytes too. Nothing is computed: they
+        come from fake tensors, and no parameter, buffer, gradient or random state changes. So do the other drawings.
+
+        >>> import torch
+        >>> pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(2, 5), nn.ReLU()))
+        >>> print(pipe.graph_text(torch.zeros(3, 2)))
+        ●   input_1  float32[3, 2] 24 B  ─▶ submod_0
+        ▼ [submod_0]   15 parameters   60 FLOPs
+        ●   _0       float32[3, 5] 60 B  ─▶ submod_1
+        ▼ [submod_1]   0 parameters   0 FLOPs
+        ●   _1       float32[3, 5] 60 B  ─▶ output
+        ▼ [output]
+        backward: none, as the Pipe has no loss
+        """
+        return graph_text(picture_of(self, args, kwargs))
+
+    def stages_table(self, *args: Any, **kwargs: Any) -> str:
+        """The size of every stage; with the arguments of a call, what it receives, sends and computes in one forward.
+
+        >>> pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(2, 5), nn.ReLU()))
+        >>> print(pipe.stages_table())
+        stage      parameters   bytes   buffers   holds
+        ───────────────────────────────────────────────
+        submod_0           15    60 B       0 B   0
+        submod_1            0     0 B       0 B   1
+        ───────────────────────────────────────────────
+        total              15    60 B       0 B
+        backward: none, as the Pipe has no loss
+        """
+        return stages_table(picture_of(self, args, kwargs))
+
+    def to_mermaid(self, *args: Any, **kwargs: Any) -> str:
+        """A Mermaid flowchart, for Markdown pages.
+
+        >>> print(Pipe.from_sequential(nn.Sequential(nn.Linear(2, 5), nn.ReLU())).to_mermaid())
+        flowchart LR
+            n0(["input_1"])
+            n1["submod_0<br/>15 parameters"]
+            n2["submod_1<br/>0 parameters"]
+            n3(["output"])
+            n0 -->|"input_1"| n1
+            n1 -->|"_0"| n2
+            n2 -->|"_1"| n3
+        <BLANKLINE>
+        """
+        return mermaid(picture_of(self, args, kwargs))
+
+    def to_dot(self, *args: Any, **kwargs: Any) -> str:
+        """A Graphviz digraph, in the DOT language.
+
+        >>> dot = Pipe.from_sequential(nn.Sequential(nn.Linear(2, 5), nn.ReLU())).to_dot()
+        >>> print(dot.splitlines()[5])
+            n1 [shape=box, label="submod_0\\n15 parameters"];
+        """
+        return dot(picture_of(self, args, kwargs))
+
+    def to_svg(self, *args: Any, **kwargs: Any) -> str:
+        """A drawing for a browser or a document.
+
+        >>> Pipe.from_sequential(nn.Sequential(nn.Linear(2, 5), nn.ReLU())).to_svg()[:39]
+        '<svg xmlns="http://www.w3.org/2000/svg"'
+        """
+        return svg(picture_of(self, args, kwargs))
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows.
+
+        >>> "submod_1" in Pipe.from_sequential(nn.Sequential(nn.Linear(2, 5), nn.ReLU()))._repr_html_()
+        True
+        """
+        return html(picture_of(self))
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Pipe":
         super()._apply(fn, recurse)

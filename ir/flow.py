@@ -1,0 +1,130 @@
+"""Who sends what to whom: the forward part of a Pipe's graph as boxes and the values between them, to be shown.
+
+x ──▶ [ submod_0 ] ── relu ──▶ [ submod_1 ] ── lin ──▶ output
+(1) boxes: model inputs, stages, the loss, the output       (2) values: one source, any number of users
+The backward is not drawn: every value that needs a gradient gets it along the same way, in the other direction.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import fx, nn
+
+from pippy.ir.backward import is_getitem
+from pippy.ir.effects import own_copy
+from pippy.ir.names import LOSS, stage_index
+from pippy.ir.stage_backward import stage_backward
+from pippy.ir.wiring import stage_outputs, value_name
+
+if TYPE_CHECKING:
+    from pippy.ir.pipe import Pipe
+
+
+@dataclass(frozen=True)
+class Box:
+    """What makes or takes values: an ``input``, a ``stage``, the ``loss`` or the ``output``."""
+
+    name: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value and its way, in numbers of boxes. ``node`` is its name in the graph, ``name`` the one to show.
+
+    ``kind`` is ``value``, ``target``, ``loss``, or ``parameter`` or ``buffer`` for a tensor of the model that travels;
+    such a one is called ``origin`` by the user.
+    """
+
+    name: str
+    node: str
+    kind: str
+    source: int
+    users: tuple[int, ...]
+    origin: str = ""
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Parameters, in the user's names, that the same boxes hold a copy of."""
+
+    names: tuple[str, ...]
+    boxes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Flow:
+    """All that is shown of a Pipe's structure. ``backward`` holds the names of the boxes that have a backward."""
+
+    boxes: tuple[Box, ...]
+    values: tuple[Value, ...]
+    replicas: tuple[Replicas, ...]
+    backward: frozenset[str]
+
+
+def flow_of(pipe: "Pipe") -> Flow:
+    """Read the flow off a Pipe's graph.
+
+    >>> from torch import nn
+    >>> from pippy.ir.pipe import Pipe
+    >>> flow = flow_of(Pipe.from_sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU())))
+    >>> [box.name for box in flow.boxes], [(value.name, value.source, value.users) for value in flow.values]
+    (['input_1', 'submod_0', 'submod_1', 'output'], [('input_1', 0, (1,)), ('_0', 1, (2,)), ('_1', 2, (3,))])
+    """
+    nodes = list(pipe.split_gm.graph.nodes)
+    boxed = [node for node in nodes if node.op in ("placeholder", "call_module", "output")]
+    index = {node: number for number, node in enumerate(boxed)}
+    values = tuple(_value(pipe, node, name, index) for node in nodes if (name := value_name(pipe, node)) is not None)
+    boxes = tuple(_box(node) for node in boxed)
+    calls: list[Any] = [node.kwargs["stage_output"] for node in nodes if node.target is stage_backward]
+    return Flow(boxes, values, tuple(_replicas(pipe, boxes)), frozenset(str(call.target) for call in calls))
+
+
+def _box(node: fx.Node) -> Box:
+    if node.op == "call_module":
+        return Box(str(node.target), "loss" if node.target == LOSS else "stage")
+    return Box(*((node.name, "input") if node.op == "placeholder" else ("output", "output")))
+
+
+def _value(pipe: "Pipe", node: fx.Node, name: str, index: dict[fx.Node, int]) -> Value:
+    source: Any = node.args[0] if is_getitem(node) else node
+    users = tuple(sorted(index[user] for user in node.users if user in index))
+    kind, origin = _kind(pipe, node, source)
+    return Value(name, node.name, kind, index[source], users, origin)
+
+
+def _kind(pipe: "Pipe", node: fx.Node, source: fx.Node) -> tuple[str, str]:
+    if pipe.loss is not None and node.name == pipe.loss.value:
+        return "loss", ""
+    if node.name == pipe.target_name:
+        return "target", ""
+    made = _maker(pipe, node, source)
+    if made is None or made.op != "get_attr":
+        return "value", ""
+    local = f"{source.target}.{made.target}"
+    held = dict(pipe.split_gm.named_parameters(remove_duplicate=False)).get(local)
+    return "parameter" if isinstance(held, nn.Parameter) else "buffer", pipe.remap_qualname(local)
+
+
+def _maker(pipe: "Pipe", node: fx.Node, source: fx.Node) -> fx.Node | None:
+    """The node inside a stage that makes a value; for a copy of a tensor of the model, the tensor."""
+    if stage_index(str(source.target)) is None or source.op != "call_module":
+        return None
+    outputs: Any = stage_outputs(pipe, str(source.target))
+    made = outputs[node.args[1]] if is_getitem(node) else outputs
+    if made.target is own_copy and made.args[0].op == "get_attr":
+        return made.args[0]
+    return made
+
+
+def _replicas(pipe: "Pipe", boxes: tuple[Box, ...]) -> Iterator[Replicas]:
+    """One for each set of boxes, with all that they share."""
+    at = {box.name: number for number, box in enumerate(boxes) if box.kind in ("stage", "loss")}
+    together: dict[tuple[int, ...], list[str]] = {}
+    for group in pipe.replicated_params:
+        stage, name = next(iter(group.items()))
+        holders = tuple(sorted(at[stage] for stage in group))
+        together.setdefault(holders, []).append(pipe.remap_qualname(f"{stage}.{name}"))
+    for holders, names in together.items():
+        yield Replicas(tuple(names), holders)

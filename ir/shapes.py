@@ -1,0 +1,229 @@
+"""Shapes, bytes and FLOPs of a Pipe for given arguments, without computing anything: on fake tensors.
+
+Each stage is copied with fake tensors in place of its own and run node by node, so the model's parameters, buffers,
+gradients and random state stay as they are, whatever a stage does. A node that needs real numbers (`item`, `nonzero`, a
+branch on a tensor) is unknown, and so is what depends on it; everything else is known all the same.
+"""
+
+import copy
+import logging
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from pippy.ir.backward import is_getitem
+from pippy.ir.graph_module import PipeGraphModule
+from pippy.ir.signature import bind
+from pippy.ir.trees import describe, leaves, map_tensors, tensors
+from pippy.ir.wiring import map_nodes, value_name
+
+if TYPE_CHECKING:
+    from pippy.ir.pipe import Pipe
+
+
+class Unknown:
+    """Stands for a value that fake tensors cannot give: where that began, and why."""
+
+    def __init__(self, stage: str, node: str, reason: str) -> None:
+        self.stage, self.node, self.reason = stage, node, reason
+
+    def __repr__(self) -> str:
+        return f"unknown ({self.node} in {self.stage})"
+
+    def explain(self) -> str:
+        """The whole story in one line."""
+        return f"{self.node} in {self.stage}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is known of a value. ``nbytes`` counts all its tensors, and is None where one of them is unknown."""
+
+    text: str
+    nbytes: int | None
+
+
+@dataclass(frozen=True)
+class Amount:
+    """A number of bytes or FLOPs; at least that many, if not ``complete``."""
+
+    count: int
+    complete: bool = True
+
+
+@dataclass
+class Shapes:
+    """The shape of every value by its node in the top-level graph, the FLOPs of every stage, and what stayed unknown.
+
+    FLOPs are those of matrix products, convolutions and attention in one forward.
+    """
+
+    values: dict[str, Shape] = field(default_factory=dict)
+    flops: dict[str, Amount] = field(default_factory=dict)
+    unknown: list[Unknown] = field(default_factory=list)
+
+
+def propagate(pipe: "Pipe", args: Sequence[Any], kwargs: Mapping[str, Any]) -> Shapes:
+    """The shapes that the values of a forward would have. Arguments are those of the Pipe, the loss's target included.
+
+    >>> from torch import nn
+    >>> from pippy.ir.pipe import Pipe
+    >>> pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(2, 5), nn.ReLU()))
+    >>> shapes = propagate(pipe, [torch.zeros(3, 2)], {})
+    >>> shapes.values["submod_0"], shapes.flops["submod_0"]
+    (Shape(text='float32[3, 5]', nbytes=60), Amount(count=60, complete=True))
+    """
+    inputs = bind(pipe, args, kwargs)
+    with _untouched_random_state(), _quiet(), torch.inference_mode(False), torch.enable_grad():
+        return _Propagation(pipe, FakeTensorMode(allow_non_fake_inputs=True)).run(inputs)
+
+
+def measure(value: Any) -> Shape:
+    """The shape of a real or fake value.
+
+    >>> measure({"a": torch.zeros(2, dtype=torch.int64), "b": 3})
+    Shape(text='dict(int64[2], 3)', nbytes=16)
+    """
+    if unknown_in(value) is not None:
+        return Shape(describe(value), None)
+    return Shape(describe(value), sum(tensor.numel() * tensor.element_size() for tensor in tensors(value)))
+
+
+def unknown_in(value: Any) -> Unknown | None:
+    """The first unknown inside a value."""
+    return next((leaf for leaf in leaves(value) if isinstance(leaf, Unknown)), None)
+
+
+class _Propagation:
+    """One walk over the forward part of the top-level graph."""
+
+    def __init__(self, pipe: "Pipe", mode: FakeTensorMode) -> None:
+        self.pipe, self.mode, self.shapes = pipe, mode, Shapes()
+        self.values: dict[fx.Node, Any] = {}
+
+    def run(self, inputs: Mapping[str, Any]) -> Shapes:
+        for node in self.pipe.split_gm.graph.nodes:
+            if node.op == "placeholder":
+                self.values[node] = map_tensors(self._fake, inputs[node.name])
+            elif node.op == "call_module":
+                self.values[node] = self._call(node)
+            elif is_getitem(node) and node.args[0] in self.values:
+                made = self.values[node.args[0]]
+                self.values[node] = made if isinstance(made, Unknown) else made[node.args[1]]
+            if node in self.values and value_name(self.pipe, node) is not None:
+                self.shapes.values[node.name] = measure(self.values[node])
+        return self.shapes
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor) or tensor.is_inference():  # not ours, or of no use to autograd
+            with self.mode:
+                return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        return self.mode.from_tensor(tensor.detach(), static_shapes=True)
+
+    def _call(self, node: fx.Node) -> Any:
+        name, args = str(node.target), map_nodes(self.values.__getitem__, node.args)
+        run = _StageOnFakes(name)
+        with FlopCounterMode(display=False) as counter:
+            outputs = run.run(self.pipe.stage(name), self.mode, args)
+        complete = not run.found and unknown_in(args) is None
+        self.shapes.flops[name] = Amount(counter.get_total_flops(), complete)
+        self.shapes.unknown += run.found
+        return outputs
+
+
+class _StageOnFakes:
+    """Runs one stage; notes in ``found`` what became unknown there."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.found: list[Unknown] = []
+
+    def run(self, module: nn.Module, mode: FakeTensorMode, args: Sequence[Any]) -> Any:
+        try:
+            with FakeCopyMode(mode):
+                module = copy.deepcopy(module)
+        except Exception as error:
+            return self._unknown(type(module).__name__, f"cannot be copied: {_reason(error)}")
+        with mode, torch.enable_grad():
+            return self._run_graph(module, args) if isinstance(module, PipeGraphModule) else self._try(module, args)
+
+    def _run_graph(self, module: PipeGraphModule, args: Sequence[Any]) -> Any:
+        values: dict[fx.Node, Any] = {}
+        given, interpreter = iter(args), fx.Interpreter(module, garbage_collect_values=False)
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(given)
+            elif node.op == "output":
+                return fx.node.map_arg(node.args[0], values.__getitem__)
+            else:
+                values[node] = self._node(interpreter, node, values)
+        raise AssertionError("a graph ends in its output")
+
+    def _node(self, interpreter: fx.Interpreter, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+        before = unknown_in([values[each] for each in node.all_input_nodes])
+        if before is not None:
+            return before
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        try:
+            return getattr(interpreter, node.op)(node.target, args, kwargs)
+        except Exception as error:
+            return self._unknown(node.name, _reason(error) + _at(node))
+
+    def _try(self, module: nn.Module, args: Sequence[Any]) -> Any:
+        before = unknown_in(args)
+        if before is not None:
+            return before
+        try:
+            return module(*args)
+        except Exception as error:
+            return self._unknown(type(module).__name__, _reason(error))
+
+    def _unknown(self, node: str, reason: str) -> Unknown:
+        self.found.append(Unknown(self.name, node, reason))
+        return self.found[-1]
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error; those about missing numbers in words that a user knows."""
+    if "DataDependent" in type(error).__name__ or "DynamicOutputShape" in type(error).__name__:
+        return f"depends on the numbers in a tensor ({str(error).partition(' ')[0].removesuffix('.default')})"
+    first = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first}"
+
+
+def _at(node: fx.Node) -> str:
+    where = node.meta.get("source")
+    return f", at {where}" if where is not None else ""
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, torch keeps to itself what fake tensors cannot do; the caller gets it as an `Unknown`."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+@contextmanager
+def _untouched_random_state() -> Iterator[None]:
+    """Inside, random numbers may be drawn and seeds set; afterwards it is as if that had not been."""
+    numpy = sys.modules.get("numpy")
+    pythons, numpys = random.getstate(), numpy.random.get_state() if numpy else None
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        stack.callback(random.setstate, pythons)
+        if numpy:
+            stack.callback(numpy.random.set_state, numpys)
+        yield

@@ -1,0 +1,60 @@
+"""The stages of a Pipe as a table of their figures: its cells, and the cells as text."""
+
+from collections.abc import Sequence
+
+from pippy.ir.shapes import Amount
+from pippy.ir.show import Picture, StageRow, amount_text, notes
+from pippy.ir.units import bytes_text, count_text, shortened
+
+_ALWAYS = ("stage", "parameters", "bytes", "buffers")
+_WITH_SHAPES = ("receives", "sends", "FLOPs")
+_HOLDS = 48
+
+
+def stages_table(picture: Picture) -> str:
+    """The table as text, with its notes below."""
+    cells = table_cells(picture)
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    lines = [_line(row, widths) for row in cells]
+    rule = "─" * max(map(len, lines))
+    return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], *notes(picture)])
+
+
+def table_cells(picture: Picture) -> list[list[str]]:
+    """A head, a row for each stage, and the totals. The first and the last column are words, the others numbers."""
+    heads = [*_ALWAYS, *(_WITH_SHAPES if picture.shapes else ()), "holds"]
+    rows = list(picture.rows.values())
+    return [heads, *(_cells(row, _held(row)) for row in rows), _cells(_total(rows), "")]
+
+
+def _cells(row: StageRow, holds: str) -> list[str]:
+    cells = [row.name, f"{row.parameters:,}", bytes_text(row.parameter_bytes), bytes_text(row.buffer_bytes)]
+    if row.flops is not None:
+        cells += [amount_text(row.receives, bytes_text), amount_text(row.sends, bytes_text)]
+        cells.append(amount_text(row.flops, count_text))
+    return [*cells, holds]
+
+
+def _held(row: StageRow) -> str:
+    """
+    >>> _held(StageRow("submod_0", ("embed", "norm"), 0, 0, 0))
+    'embed, norm'
+    """
+    return shortened(", ".join(row.holds), _HOLDS)
+
+
+def _total(rows: Sequence[StageRow]) -> StageRow:
+    figures = [sum(getattr(row, name) for row in rows) for name in ("parameters", "parameter_bytes", "buffer_bytes")]
+    if not rows or rows[0].flops is None:
+        return StageRow("total", (), *figures)
+    amounts = [_sum([getattr(row, name) for row in rows]) for name in ("receives", "sends", "flops")]
+    return StageRow("total", (), *figures, *amounts)
+
+
+def _sum(amounts: Sequence[Amount]) -> Amount:
+    return Amount(sum(amount.count for amount in amounts), all(amount.complete for amount in amounts))
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    numbers = [cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1])]
+    return "   ".join([row[0].ljust(widths[0]), *numbers, row[-1]]).rstrip()

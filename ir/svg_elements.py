@@ -1,0 +1,89 @@
+"""The few shapes that our SVGs are made of. All text goes through ElementTree, so it is escaped.
+
+Colours are attributes of the elements and the ground is drawn, so an SVG looks the same in a page of any theme, and
+leaves that page's own styles alone.
+"""
+
+from collections.abc import Sequence
+from xml.etree import ElementTree
+
+Point = tuple[float, float]
+
+LETTER, LINE = 6.7, 14  # the size of a letter of the labels, in pixels
+_RADIUS, _HEAD = 7.0, 7.0
+_INK = "#1f2328"
+_FILLS = {"stage": "#e8f1ff", "loss": "#ffecec", "input": "#f3f4f6", "output": "#f3f4f6"}
+_RIMS = {"stage": "#3b6fb6", "loss": "#b65050", "input": "#6b7280", "output": "#6b7280"}
+_LINES = {
+    "value": {"stroke": "#4b5563", "stroke-width": "1.5"},
+    "parameter": {"stroke": "#b45309", "stroke-width": "3"},
+    "replicas": {"stroke": "#7c3aed", "stroke-width": "1.5", "stroke-dasharray": "5 4"},
+}
+
+
+def group(parent: ElementTree.Element, title: str) -> ElementTree.Element:
+    """A group that says ``title`` when it is pointed at."""
+    made = ElementTree.SubElement(parent, "g")
+    ElementTree.SubElement(made, "title").text = title
+    return made
+
+
+def rectangle(parent: ElementTree.Element, corner: Point, size: Point, kind: str) -> None:
+    """A box of the flow; inputs and outputs have round ends."""
+    radius = min(size[1] / 2, 13) if kind in ("input", "output") else 6
+    numbers = {"x": corner[0], "y": corner[1], "width": size[0], "height": size[1], "rx": radius}
+    colours = {"fill": _FILLS[kind], "stroke": _RIMS[kind], "stroke-width": "1.5"}
+    ElementTree.SubElement(parent, "rect", {key: _number(number) for key, number in numbers.items()} | colours)
+
+
+def words(parent: ElementTree.Element, at: Point, text: str, anchor: str = "start", bold: bool = False) -> None:
+    """A line of text; ``at`` is on its base line."""
+    attributes = {"x": _number(at[0]), "y": _number(at[1]), "text-anchor": anchor}
+    ElementTree.SubElement(parent, "text", attributes | ({"font-weight": "bold"} if bold else {})).text = text
+
+
+def line(parent: ElementTree.Element, points: Sequence[Point], kind: str) -> None:
+    """A line through ``points`` with round corners."""
+    path = [f"M{_pair(points[0])}"]
+    for before, corner, after in zip(points, points[1:], points[2:]):
+        path.append(f"L{_pair(_towards(corner, before))}Q{_pair(corner)} {_pair(_towards(corner, after))}")
+    path.append(f"L{_pair(points[-1])}")
+    ElementTree.SubElement(parent, "path", {"d": "".join(path), "fill": "none"} | _LINES[kind])
+
+
+def arrow(parent: ElementTree.Element, points: Sequence[Point], kind: str) -> None:
+    """A line with a head at its end."""
+    (x, y), before = points[-1], points[-2]
+    along = x - before[0], y - before[1]
+    length = max(abs(along[0]), abs(along[1])) or 1.0
+    dx, dy = along[0] / length * _HEAD, along[1] / length * _HEAD
+    line(parent, [*points[:-1], (x - dx, y - dy)], kind)
+    head = [(x, y), (x - dx - dy / 2, y - dy - dx / 2), (x - dx + dy / 2, y - dy + dx / 2)]
+    ElementTree.SubElement(parent, "polygon", {"points": " ".join(map(_pair, head)), "fill": _LINES[kind]["stroke"]})
+
+
+def document(content: ElementTree.Element, size: Point, label: str) -> str:
+    """The SVG's text: the content on a light ground."""
+    width, height = (_number(length) for length in size)
+    attributes = {"xmlns": "http://www.w3.org/2000/svg", "width": width, "height": height, "role": "img"}
+    root = ElementTree.Element("svg", attributes | {"viewBox": f"0 0 {width} {height}", "aria-label": label})
+    ElementTree.SubElement(root, "rect", {"width": width, "height": height, "rx": "8", "fill": "#ffffff"})
+    content.attrib.update({"fill": _INK, "font-family": "ui-monospace, Menlo, Consolas, monospace", "font-size": "11"})
+    root.append(content)
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _towards(corner: Point, other: Point) -> Point:
+    """The point where a round corner begins."""
+    along = other[0] - corner[0], other[1] - corner[1]
+    length = (along[0] ** 2 + along[1] ** 2) ** 0.5 or 1.0
+    step = min(_RADIUS, length / 2) / length
+    return corner[0] + along[0] * step, corner[1] + along[1] * step
+
+
+def _pair(point: Point) -> str:
+    return f"{_number(point[0])},{_number(point[1])}"
+
+
+def _number(number: float) -> str:
+    return f"{number:.1f}".removesuffix(".0")

@@ -1,0 +1,283 @@
+"""Diagrams: laid out in their languages, well-formed, escaped, and no line through a text."""
+
+import random
+import re
+import shutil
+import subprocess
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from pippy import MultiUseParameterConfig, pipeline
+from pippy.ir.draw import dot, mermaid
+from pippy.ir.flow import Box, Flow, Replicas, Value, flow_of
+from pippy.ir.notebook import html
+from pippy.ir.show import Picture, StageRow, picture_of
+from pippy.ir.svg import svg
+from pippy.ir.units import shortened
+from tests.ir.shown import Named, drawn, example
+from tests.zoo import exhibits
+
+SVG = "{http://www.w3.org/2000/svg}"
+X = torch.randn(4, 8)
+
+MERMAID = """
+flowchart LR
+    n0(["x"])
+    n1(["target"])
+    n2["submod_0<br/>64 parameters<br/>512 FLOPs"]
+    n3["submod_1<br/>72 parameters<br/>1.0 k FLOPs"]
+    n4["submod_2<br/>136 parameters<br/>1.0 k FLOPs"]
+    n5{{"_loss<br/>0 FLOPs"}}
+    n6(["output"])
+    n0 -->|"x<br/>float32[4, 8] 128 B"| n2
+    n1 -->|"target<br/>float32[4, 8] 128 B"| n5
+    n2 ==>|"mm_param<br/>parameter<br/>float32[8, 8] 256 B"| n3
+    n2 -->|"relu<br/>float32[4, 8] 128 B"| n3
+    n2 -->|"mm<br/>float32[4, 8] 128 B"| n4
+    n3 -->|"lin<br/>float32[4, 8] 128 B"| n4
+    n4 -->|"lin_1<br/>float32[4, 8] 128 B"| n5
+    n5 -->|"_loss<br/>loss<br/>float32[] 4 B"| n6
+    n3 -. "lin.weight, lin.bias<br/>replicated" .- n4
+"""
+
+DOT = r"""
+digraph pipe {
+    rankdir=LR;
+    node [fontname="sans-serif"];
+    edge [fontname="sans-serif"];
+    n0 [shape=ellipse, label="x"];
+    n1 [shape=ellipse, label="target"];
+    n2 [shape=box, label="submod_0\n64 parameters"];
+    n3 [shape=box, label="submod_1\n72 parameters"];
+    n4 [shape=box, label="submod_2\n136 parameters"];
+    n5 [shape=hexagon, label="_loss"];
+    n6 [shape=ellipse, label="output"];
+    n0 -> n2 [label="x"];
+    n1 -> n5 [label="target"];
+    n2 -> n3 [label="mm_param\nparameter", style=bold];
+    n2 -> n3 [label="relu"];
+    n2 -> n4 [label="mm"];
+    n3 -> n4 [label="lin"];
+    n4 -> n5 [label="lin_1"];
+    n5 -> n6 [label="_loss\nloss"];
+    n3 -> n4 [label="lin.weight, lin.bias\nreplicated", style=dashed, dir=none, constraint=false];
+}
+"""
+
+NASTY = """a"b<c>&d'e`f;g\\h#i|j"""
+
+
+def nasty():
+    """A picture with names that mean something in every language that we write."""
+    boxes = (Box("x", "input"), Box(NASTY, "stage"), Box("submod_1", "stage"), Box("output", "output"))
+    ways = [(0, (1,)), (1, (2,)), (1, (2, 3)), (2, (3,))]
+    values = tuple(Value(f"{NASTY}{i}", f"v{i}", "parameter", *way, origin=NASTY) for i, way in enumerate(ways))
+    rows = {box.name: StageRow(box.name, (NASTY,), 1, 4, 0) for box in boxes if box.kind == "stage"}
+    return Picture(Flow(boxes, values, (Replicas((NASTY,), (1, 2)),), frozenset()), None, rows)
+
+
+def scattered(seed):
+    """Any flow that a graph may have: inputs first, then stages, values going forward, some of them copied."""
+    choose = random.Random(seed)
+    inputs, stages = choose.randrange(4), choose.randrange(1, 12)
+    kinds = ["input"] * inputs + ["stage"] * stages + ["output"]
+    boxes = tuple(Box(f"{kind}_{index}" * choose.choice([1, 1, 4]), kind) for index, kind in enumerate(kinds))
+    sources = [*range(inputs), *sorted(choose.choices(range(inputs, inputs + stages), k=2 * stages))]
+    values = []
+    for index, source in enumerate(sources):
+        later = range(max(source + 1, inputs), len(boxes))
+        count = choose.choice([0 if source < inputs else 1, 1, 1, 1, 2, 4])  # only an input may be unused
+        users = tuple(sorted(choose.sample(later, min(len(later), count))))
+        origin = choose.choice(["", "layer.weight"]) if source >= inputs else ""
+        name = f"value_{index}" if source >= inputs else boxes[source].name
+        values.append(Value(name, f"v{index}", "parameter" if origin else "value", source, users, origin))
+    groups = [
+        sorted(choose.sample(range(inputs, inputs + stages), 2)) for _ in range(choose.randrange(4)) if stages > 1
+    ]
+    copies = tuple(Replicas((f"layer.{index}",), tuple(group)) for index, group in enumerate(groups))
+    rows = {box.name: StageRow(box.name, (), 1, 4, 0) for box in boxes if box.kind == "stage"}
+    return Picture(Flow(boxes, tuple(values), copies, frozenset()), None, rows)
+
+
+def pictures():
+    found = {name: picture_of(pipe, args) for name, (pipe, args) in drawn().items()}
+    bare = {f"{name} without arguments": picture_of(pipe) for name, (pipe, _) in drawn().items()}
+    return found | bare | {"nasty": nasty()} | {f"scattered {seed}": scattered(seed) for seed in range(30)}
+
+
+PICTURES = pictures()
+every_picture = pytest.mark.parametrize("name", PICTURES)
+
+
+def test_mermaid():
+    assert example().to_mermaid(X, X) == MERMAID.lstrip()
+
+
+def test_dot():
+    assert example().to_dot() == DOT.lstrip()
+
+
+@every_picture
+def test_each_mermaid_line_is_a_box_or_an_arrow_with_clean_text(name):
+    head, *lines = mermaid(PICTURES[name]).splitlines()
+    assert head == "flowchart LR"
+    text = r'"[^"`<>&]*"'
+    box, arrow, link = (
+        rf"n\d+(\(\[|\[|\{{\{{){text}(\]\)|\]|\}}\}})",
+        rf"n\d+ (--|==)>\|{text}\| n\d+",
+        rf"n\d+ -\. {text} \.- n\d+",
+    )
+    for line in lines:
+        assert re.fullmatch(rf" {{4}}({box}|{arrow}|{link})", line.replace("<br/>", "")), line
+
+
+@every_picture
+def test_graphviz_reads_the_dot(name):
+    if shutil.which("dot") is None:
+        pytest.skip("Graphviz is not installed")
+    done = subprocess.run(["dot", "-Tplain"], input=dot(PICTURES[name]), capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    flow = PICTURES[name].flow
+    copies = sum(len(each.boxes) - 1 for each in flow.replicas)
+    assert sum(line.startswith("node") for line in lines) == len(flow.boxes)
+    assert sum(line.startswith("edge") for line in lines) == copies + sum(len(value.users) for value in flow.values)
+    assert done.stderr == ""
+
+
+@every_picture
+def test_dot_quotes_what_it_must(name):
+    for label in re.findall(r'label="(.*?)"[],]', dot(PICTURES[name])):
+        assert re.fullmatch(r'([^"\\]|\\["\\n])*', label)
+
+
+@every_picture
+def test_the_svg_is_well_formed_and_names_everything(name):
+    picture = PICTURES[name]
+    root = ElementTree.fromstring(svg(picture))
+    titles = [(title.text or "").splitlines()[0] for title in root.iter(f"{SVG}title")]
+    for named in (*picture.flow.boxes, *picture.flow.values):
+        assert named.name in titles
+    for replicas in picture.flow.replicas:
+        assert replicas.names[0] in titles
+    shown = [text.text for text in root.iter(f"{SVG}text")]
+    assert all(shortened(box.name, 20) in shown or shortened(box.name, 24) in shown for box in picture.flow.boxes)
+
+
+@every_picture
+def test_every_use_has_an_arrow(name):
+    flow = PICTURES[name].flow
+    heads = list(ElementTree.fromstring(svg(PICTURES[name])).iter(f"{SVG}polygon"))
+    assert len(heads) == sum(len(value.users) for value in flow.values)
+
+
+def size_of(root):
+    return float(root.get("width")), float(root.get("height"))
+
+
+def text_boxes(root):
+    """Where each text is: left, top, right, bottom."""
+    for text in root.iter(f"{SVG}text"):
+        width, x, y = len(text.text or "") * 6.62, float(text.get("x")), float(text.get("y"))
+        left = x - {"start": 0, "middle": width / 2, "end": width}[text.get("text-anchor")]
+        if width:
+            yield left, y - 8, left + width, y + 2
+
+
+def segments(root):
+    """The straight pieces of every line, round corners taken as sharp ones."""
+    for path in root.iter(f"{SVG}path"):
+        points = [tuple(map(float, pair.split(","))) for pair in re.findall(r"[\d.]+,[\d.]+", path.get("d"))]
+        for (x, y), (u, v) in pairwise(points):
+            yield min(x, u), min(y, v), max(x, u), max(y, v)
+
+
+def rectangles(root):
+    for rect in list(root.iter(f"{SVG}rect"))[1:]:
+        x, y, width, height = (float(rect.get(key)) for key in ("x", "y", "width", "height"))
+        yield x, y, x + width, y + height
+
+
+def overlap(one, other):
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+def inside(one, other):
+    return other[0] <= one[0] and other[1] <= one[1] and one[2] <= other[2] and one[3] <= other[3]
+
+
+def check_texts(drawing):
+    root = ElementTree.fromstring(drawing)
+    texts, boxes = list(text_boxes(root)), list(rectangles(root))
+    for number, text in enumerate(texts):
+        assert inside(text, (0, 0, *size_of(root)))
+        assert not any(overlap(text, segment) for segment in segments(root))
+        assert all(inside(text, box) for box in boxes if overlap(text, box))
+        assert not any(overlap(text, other) for other in texts[number + 1 :])
+
+
+@every_picture
+def test_no_text_is_crossed_or_covered(name):
+    check_texts(svg(PICTURES[name]))
+
+
+@pytest.mark.filterwarnings("ignore:a mark after the model's last operation")
+@pytest.mark.parametrize("sharing", MultiUseParameterConfig)
+@pytest.mark.parametrize("name", exhibits)
+def test_the_zoo_is_drawn(name, sharing):
+    model = exhibits[name]()
+    spec = model.output_loss_value_spec
+    pipe = pipeline(model, type(model).loss_fn, output_loss_value_spec=spec, multi_use_param_spec=sharing)
+    args = (*model.inputs(), *(() if pipe.target_name is None else (model.target(),)))
+    check_texts(pipe.to_svg(*args))
+    ElementTree.fromstring(pipe._repr_html_())
+    lines = pipe.graph_text(*args).splitlines()
+    assert sum("─▶" in line or "unused" in line for line in lines) == len(flow_of(pipe).values)
+
+
+@every_picture
+def test_no_box_is_crossed_or_covered(name):
+    root = ElementTree.fromstring(svg(PICTURES[name]))
+    boxes = list(rectangles(root))
+    for number, box in enumerate(boxes):
+        inner = (box[0] + 1, box[1] + 1, box[2] - 1, box[3] - 1)
+        assert not any(overlap(inner, segment) for segment in segments(root))
+        assert not any(overlap(box, other) for other in boxes[number + 1 :])
+
+
+def test_many_stages_go_from_top_to_bottom():
+    def shape(name):
+        root = ElementTree.fromstring(svg(PICTURES[name]))
+        width, height = size_of(root)
+        return width > height
+
+    assert [shape("four"), shape("twelve")] == [True, False]
+
+
+def test_a_parameter_that_travels_and_copies_look_different():
+    root = ElementTree.fromstring(svg(PICTURES["example"]))
+    strokes = [path.get("stroke") for path in root.iter(f"{SVG}path")]
+    dashed = [path.get("stroke") for path in root.iter(f"{SVG}path") if path.get("stroke-dasharray")]
+    assert len(set(strokes)) == 3
+    assert (len(dashed), strokes.count("#b45309")) == (1, 1)
+
+
+@every_picture
+def test_html_is_well_formed_and_takes_the_colours_of_the_page(name):
+    text = html(PICTURES[name])
+    root = ElementTree.fromstring(text)
+    assert len(list(root.iter("tr"))) == len(PICTURES[name].rows) + 2
+    table = text[text.index("<table") :]
+    assert "color:" not in table
+    assert "background" not in table
+    assert "<style" not in text
+    assert "<script" not in text
+
+
+def test_a_notebook_shows_names_as_they_are():
+    pipe, _ = drawn()["named"]
+    root = ElementTree.fromstring(pipe._repr_html_())
+    assert [cell.text for cell in root.iter("td")].count(f"layers.{Named.NAME}") == 2
+    assert flow_of(pipe).replicas[0].names == (f"layers.{Named.NAME}.weight", f"layers.{Named.NAME}.bias")

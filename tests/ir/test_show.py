@@ -1,0 +1,229 @@
+"""The texts that show a Pipe, laid out."""
+
+import random
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pippy import MultiUseParameterConfig, Pipe, pipe_split, pipeline
+from pippy.ir.flow import Value, flow_of
+from pippy.ir.lanes import assign_lanes, last_use, stacked
+from pippy.ir.show import picture_of
+from tests.ir.shown import ExampleCode, Guessing, drawn, example
+
+X = torch.randn(4, 8)
+
+GRAPH = """
+●         x         float32[4, 8] 128 B  ─▶ submod_0
+│ ●       target    float32[4, 8] 128 B  ─▶ _loss
+▼ │     [submod_0]   64 parameters   512 FLOPs
+◆ │       mm_param  float32[8, 8] 256 B  ─▶ submod_1  (parameter)
+│ │ ●     relu      float32[4, 8] 128 B  ─▶ submod_1
+│ │ │ ●   mm        float32[4, 8] 128 B  ─▶ submod_2
+▼ │ ▼ │ [submod_1]   72 parameters   1.0 k FLOPs
+● │   │   lin       float32[4, 8] 128 B  ─▶ submod_2
+▼ │   ▼ [submod_2]   136 parameters   1.0 k FLOPs
+● │       lin_1     float32[4, 8] 128 B  ─▶ _loss
+▼ ▼     [_loss]   0 FLOPs
+●         _loss     float32[] 4 B        ─▶ output  (loss)
+▼       [output]
+replicated: lin.weight, lin.bias in submod_1, submod_2; gradients are summed
+backward: _loss → submod_2 → submod_1 → submod_0; gradients take the same ways back
+"""
+
+TABLE = """
+stage      parameters     bytes   buffers   receives   sends   FLOPs   holds
+─────────────────────────────────────────────────────────────────────────────────────
+submod_0           64     256 B       0 B      128 B   512 B     512   mm_param
+submod_1           72     288 B       0 B      384 B   128 B   1.0 k   lin
+submod_2          136     544 B       0 B      256 B   128 B   1.0 k   mm_param2, lin
+_loss               0       0 B       0 B      256 B     4 B       0   MSELoss
+─────────────────────────────────────────────────────────────────────────────────────
+total             272   1.1 KiB       0 B    1.0 KiB   772 B   2.6 k
+replicated: lin.weight, lin.bias in submod_1, submod_2; gradients are summed
+backward: _loss → submod_2 → submod_1 → submod_0; gradients take the same ways back
+"""
+
+REPLICATED = """
+●     x      ─▶ submod_0
+▼   [submod_0]   64 parameters
+●     relu   ─▶ submod_1
+│ ●   mm     ─▶ submod_2
+▼ │ [submod_1]   136 parameters
+● │   lin    ─▶ submod_2
+▼ ▼ [submod_2]   136 parameters
+●     lin_1  ─▶ output
+▼   [output]
+replicated: mm_param in submod_0, submod_1; gradients are summed
+replicated: lin.weight, lin.bias in submod_1, submod_2; gradients are summed
+backward: none, as the Pipe has no loss
+"""
+
+UNKNOWN = """
+●         x        float32[3, 4] 48 B             ─▶ submod_0
+▼       [submod_0]   20 parameters   ≥ 96 FLOPs
+●         a        float32[3, 4] 48 B             ─▶ submod_1
+│ ●       item     unknown (item in submod_0)     ─▶ submod_2
+▼ │     [submod_1]   20 parameters   ≥ 96 FLOPs
+● │       b        float32[3, 4] 48 B             ─▶ submod_2, output
+│ │ ●     nonzero  unknown (nonzero in submod_1)  ─▶ output
+▼ ▼ │   [submod_2]   0 parameters   unknown FLOPs
+│ ● │     add      unknown (item in submod_0)     ─▶ output
+│ │ │ ●   mul      unknown (item in submod_0)     ─▶ output
+▼ ▼ ▼ ▼ [output]
+backward: none, as the Pipe has no loss
+"""
+
+
+def test_graph_text():
+    assert example().graph_text(X, X) == GRAPH.strip()
+
+
+def test_stages_table():
+    assert example().stages_table(X, X) == TABLE.strip()
+
+
+def test_keyword_arguments_are_those_of_the_call():
+    assert example().graph_text(x=X, target=X) == GRAPH.strip()
+
+
+def test_without_arguments_shapes_are_absent():
+    pipe = pipeline(ExampleCode(), multi_use_param_spec=MultiUseParameterConfig.REPLICATE)
+    assert pipe.graph_text() == REPLICATED.strip()
+    assert "FLOPs" not in pipe.stages_table()
+
+
+def test_the_unknown_is_said():
+    lines = pipeline(Guessing()).graph_text(torch.randn(3, 4)).splitlines()
+    assert lines[:-2] == UNKNOWN.strip().splitlines()
+    assert [line.partition(" (")[0] for line in lines[-2:]] == [
+        "unknown: item in submod_0: depends on the numbers in a tensor",
+        "unknown: nonzero in submod_1: depends on the numbers in a tensor",
+    ]
+
+
+@pytest.mark.parametrize("name", drawn())
+def test_the_figures_are_the_modules(name):
+    pipe, args = drawn()[name]
+    rows = picture_of(pipe, args).rows
+    for stage, module in pipe.stages():
+        assert rows[stage].parameters == sum(p.numel() for p in module.parameters())
+        assert rows[stage].parameter_bytes == sum(p.numel() * p.element_size() for p in module.parameters())
+        assert rows[stage].buffer_bytes == sum(b.numel() * b.element_size() for b in module.buffers())
+
+
+def test_what_is_sent_is_received_or_returned():
+    pipe, args = drawn()["four"]
+    picture = picture_of(pipe, args)
+    values, boxes, output = picture.flow.values, picture.flow.boxes, len(picture.flow.boxes) - 1
+    sizes: dict[Value, Any] = {value: picture.shapes.values[value.node].nbytes for value in values}
+    given = sum([sizes[value] * len(value.users) for value in values if boxes[value.source].kind == "input"])
+    returned = sum([sizes[value] for value in values if output in value.users])
+    rows: list[Any] = list(picture.rows.values())
+    assert sum([row.sends.count for row in rows]) + given == sum([row.receives.count for row in rows]) + returned
+
+
+class Odd(nn.Module):
+    """A value that leaves unused stages out of the backward, an unused input, a buffer that travels."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x, unused=3):
+        self.count.add_(1)
+        x = self.lin(x)
+        pipe_split()
+        side = x.detach().sum()
+        pipe_split()
+        return {"loss": x.sum() * self.count, "side": side}
+
+
+def test_what_is_odd_is_said():
+    text = pipeline(Odd()).graph_text(torch.randn(3, 4))
+    assert re.search(r"unused +3 +unused", text)
+    assert "(buffer count)" in text
+    assert "(loss)" in text
+    assert "backward: submod_2 → submod_0; gradients take the same ways back; none in submod_1" in text
+
+
+def test_a_long_backward_is_cut_short():
+    pipe, _ = drawn()["twelve"]
+    assert "backward: _loss → submod_11 → … → submod_1 → submod_0; gradients" in pipe.graph_text()
+
+
+def test_a_tied_parameter_that_travels_is_an_edge_to_each_user():
+    pipe, _ = drawn()["twelve"]
+    flow = flow_of(pipe)
+    (embed,) = [value for value in flow.values if value.kind == "parameter"]
+    assert (flow.boxes[embed.source].name, [flow.boxes[user].name for user in embed.users]) == (
+        "submod_0",
+        ["submod_11"],
+    )
+
+
+def test_every_edge_of_the_graph_is_there():
+    for pipe, _ in drawn().values():
+        flow = flow_of(pipe)
+        edges = {(value.node, flow.boxes[user].name) for value in flow.values for user in value.users}
+        calls = [node for node in pipe.split_gm.graph.nodes if node.op in ("call_module", "output")]
+        assert edges == {(arg.name, str(call.target)) for call in calls for arg in call.all_input_nodes}
+
+
+def some_values(seed):
+    choose = random.Random(seed)
+    sources = [choose.randrange(9) for _ in range(15)]
+    return [
+        Value(
+            f"v{i}", f"v{i}", "value", source, tuple(sorted(choose.sample(range(source + 1, 11), choose.randrange(3))))
+        )
+        for i, source in enumerate(sources)
+        if source < 8
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_values_on_one_lane_do_not_meet(seed):
+    values = some_values(seed)
+    spans = [(value, value.source, last_use(value)) for value in values]
+    for lanes in (assign_lanes(values), stacked(spans)):
+        assert set(lanes) == set(values)
+        for one in values:
+            for other in values:
+                if one != other and lanes[one] == lanes[other] and one.users and other.users:
+                    assert last_use(one) <= other.source or last_use(other) <= one.source
+
+
+def test_looking_does_not_change_a_pipe():
+    pipe = example()
+    before = str(pipe)
+    for show in (pipe.graph_text, pipe.stages_table, pipe.to_mermaid, pipe.to_dot, pipe.to_svg):
+        assert show(X, X) == show(X, X)
+    assert str(pipe) == before
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
+def test_a_sequential_of_modules_that_nobody_can_trace():
+    pipe = Pipe.from_sequential(nn.Sequential(nn.GRU(4, 4), nn.Identity()))
+    assert "(float32[2, 3, 4], float32[1, 3, 4]) 144 B" in pipe.graph_text(torch.randn(2, 3, 4))
+
+
+def test_the_page_shows_what_its_code_prints(capsys):
+    page = (Path(__file__).parents[2] / "docs/seeing.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(code, {"__name__": "seeing"})
+    drawing = re.findall(r"(?:^    .*\n)+", page.partition("## The drawing in text")[2], re.MULTILINE)[0]
+    assert capsys.readouterr().out.startswith(textwrap.dedent(drawing))
+
+
+def test_a_lazy_module_has_no_size_yet():
+    lazy = nn.LazyLinear(3)
+    pipe = Pipe.from_sequential(nn.Sequential(lazy, nn.Linear(3, 3)))
+    assert [row.parameters for row in picture_of(pipe, [torch.randn(2, 4)]).rows.values()] == [0, 12]
+    assert lazy.has_uninitialized_params()
