@@ -8,10 +8,8 @@ import torch
 from torch import nn
 
 from pippy.ir.backward import attach_backward
-from pippy.ir.draw import dot, mermaid
 from pippy.ir.errors import LossError, ModeError
 from pippy.ir.graph_module import PipeGraphModule
-from pippy.ir.graph_text import graph_text
 from pippy.ir.held import tensor_of
 from pippy.ir.loss import (
     Loss,
@@ -22,17 +20,19 @@ from pippy.ir.loss import (
     find_returned_loss,
 )
 from pippy.ir.names import LOSS, stage_name
-from pippy.ir.notebook import html
 from pippy.ir.params import MultiUseParamSpec
 from pippy.ir.reference import run_reference
 from pippy.ir.replicas import follow_owners, sum_gradients
 from pippy.ir.sequential import trace_sequential
-from pippy.ir.show import picture_of
+from pippy.ir.show.diagrams import dot, mermaid
+from pippy.ir.show.graph_text import graph_text
+from pippy.ir.show.notebook import html
+from pippy.ir.show.picture import picture_of
+from pippy.ir.show.stages_table import stages_table
+from pippy.ir.show.svg import svg
 from pippy.ir.signature import bind
 from pippy.ir.split import Split, split
-from pippy.ir.stages_table import stages_table
 from pippy.ir.state import load_state, named_owners, save_state
-from pippy.ir.svg import svg
 from pippy.ir.trace import Traced, TracerLike, trace
 from pippy.ir.verify import verify
 

@@ -42,6 +42,7 @@ class Random(nn.Module):
         self.layers[2].weight = self.weights[2]  # tied: by name and inside a leaf
         self.scales = nn.ParameterList(nn.Parameter(torch.rand(WIDTH), requires_grad=index != 1) for index in range(3))
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.count: torch.Tensor
         self.register_buffer("count", torch.zeros(()))
 
     def step(self, kind: str, x: Any, y: Any, which: int) -> Any:
@@ -90,7 +91,7 @@ class Random(nn.Module):
 
 def loss_of(outputs: Any, target: Any) -> torch.Tensor:
     """Depends on the first half of the outputs only."""
-    return sum(((output - target) ** 2).mean() for output in outputs[: (len(outputs) + 1) // 2])  # type: ignore[return-value]
+    return sum(((output - target) ** 2).mean() for output in outputs[: (len(outputs) + 1) // 2])
 
 
 @settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from pippy import MultiUseParameterConfig, Pipe, pipe_split, pipeline
-from pippy.ir.flow import Value, flow_of
-from pippy.ir.lanes import assign_lanes, last_use, stacked
-from pippy.ir.show import picture_of
-from tests.ir.shown import ExampleCode, Guessing, drawn, example
+from pippy.ir.show.flow import Value, flow_of
+from pippy.ir.show.lanes import assign_lanes, last_use, stacked
+from pippy.ir.show.picture import picture_of
+from tests.ir.show.shown import ExampleCode, Guessing, drawn, example
 
 X = torch.randn(4, 8)
 
@@ -215,7 +215,7 @@ def test_a_sequential_of_modules_that_nobody_can_trace():
 
 
 def test_the_page_shows_what_its_code_prints(capsys):
-    page = (Path(__file__).parents[2] / "docs/seeing.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/seeing.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     exec(code, {"__name__": "seeing"})
     drawing = re.findall(r"(?:^    .*\n)+", page.partition("## The drawing in text")[2], re.MULTILINE)[0]

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from pippy.ir.shapes import Amount
-from pippy.ir.show import Picture, StageRow, amount_text, notes
-from pippy.ir.units import bytes_text, count_text, shortened
+from pippy.ir.show.picture import Picture, StageRow, amount_text, notes
+from pippy.ir.show.shapes import Amount
+from pippy.ir.show.units import bytes_text, count_text, shortened
 
 _ALWAYS = ("stage", "parameters", "bytes", "buffers")
 _WITH_SHAPES = ("receives", "sends", "FLOPs")

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from pippy.ir.flow import Box, Flow, Replicas, Value, flow_of
 from pippy.ir.names import user_name
-from pippy.ir.shapes import Amount, Shape, Shapes, propagate
-from pippy.ir.units import bytes_text, count_text, shortened
+from pippy.ir.show.flow import Box, Flow, Replicas, Value, flow_of
+from pippy.ir.show.shapes import Amount, Shape, Shapes, propagate
+from pippy.ir.show.units import bytes_text, count_text, shortened
 
 if TYPE_CHECKING:
     from pippy.ir.pipe import Pipe

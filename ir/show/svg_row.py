@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.etree.ElementTree import Element
 
-from pippy.ir.flow import Replicas, Value
-from pippy.ir.lanes import stacked
-from pippy.ir.show import Picture, tag
-from pippy.ir.svg_elements import LETTER, LINE, Point, arrow, group, line, rectangle, words
-from pippy.ir.units import shortened
+from pippy.ir.show.flow import Replicas, Value
+from pippy.ir.show.lanes import stacked
+from pippy.ir.show.picture import Picture, tag
+from pippy.ir.show.svg_elements import LETTER, LINE, Point, arrow, group, line, rectangle, words
+from pippy.ir.show.units import shortened
 
 _BOX, _PILL, _PORT, _STEP = 150.0, 26.0, 38.0, 12.0
 _MARGIN, _PADDING, _NARROWEST = 16.0, 10.0, 40.0

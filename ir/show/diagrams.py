@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from pippy.ir.flow import Box, Value
-from pippy.ir.show import Picture, tag
-from pippy.ir.units import shortened
+from pippy.ir.show.flow import Box, Value
+from pippy.ir.show.picture import Picture, tag
+from pippy.ir.show.units import shortened
 
 _LONGEST = 48
 _MERMAID_SHAPES = {"input": ("([", "])"), "output": ("([", "])"), "stage": ("[", "]"), "loss": ("{{", "}}")}

@@ -6,9 +6,9 @@ The drawing brings its own light ground; the table takes the colours of the page
 from collections.abc import Sequence
 from html import escape
 
-from pippy.ir.show import Picture
-from pippy.ir.stages_table import table_cells
-from pippy.ir.svg import svg
+from pippy.ir.show.picture import Picture
+from pippy.ir.show.stages_table import table_cells
+from pippy.ir.show.svg import svg
 
 _RULE = "1px solid rgba(128, 128, 128, 0.5)"
 

@@ -13,11 +13,11 @@
 from itertools import pairwise
 from xml.etree.ElementTree import Element
 
-from pippy.ir.flow import Box, Replicas, Value
-from pippy.ir.lanes import last_use, stacked
-from pippy.ir.show import Picture, tag
-from pippy.ir.svg_elements import LETTER, LINE, Point, arrow, group, line, rectangle, words
-from pippy.ir.units import shortened
+from pippy.ir.show.flow import Box, Replicas, Value
+from pippy.ir.show.lanes import last_use, stacked
+from pippy.ir.show.picture import Picture, tag
+from pippy.ir.show.svg_elements import LETTER, LINE, Point, arrow, group, line, rectangle, words
+from pippy.ir.show.units import shortened
 
 _MARGIN, _LANE, _STEM = 16.0, 16.0, 14.0
 _BOX, _BOX_HEIGHT, _VALUE_HEIGHT, _PORT = 330.0, 30.0, 22.0, 12.0

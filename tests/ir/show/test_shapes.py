@@ -12,11 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pippy import MultiUseParameterConfig, Pipe, pipe_split, pipeline
 from pippy.ir.errors import InputError
 from pippy.ir.reference import _Reference
-from pippy.ir.shapes import Amount, propagate
+from pippy.ir.show.shapes import Amount, propagate
 from pippy.ir.signature import bind
 from pippy.ir.trees import describe, tensors
 from pippy.ir.wiring import value_name
-from tests.ir.shown import Convolutions, ExampleCode, Guessing, Language, Structured
+from tests.ir.show.shown import Convolutions, ExampleCode, Guessing, Language, Structured
 from tests.zoo import exhibits
 
 MODELS = {

@@ -1,9 +1,9 @@
 """A Pipe as a drawing in text: boxes and values from top to bottom, and beside them the lanes that the values take."""
 
-from pippy.ir.flow import Box, Value
-from pippy.ir.lanes import assign_lanes, last_use
-from pippy.ir.show import Picture, notes, tag
-from pippy.ir.units import shortened
+from pippy.ir.show.flow import Box, Value
+from pippy.ir.show.lanes import assign_lanes, last_use
+from pippy.ir.show.picture import Picture, notes, tag
+from pippy.ir.show.units import shortened
 
 _START = {"parameter": "◆", "buffer": "◆"}
 _WIDEST_NAME, _WIDEST_SIZE = 32, 48

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from pippy import MultiUseParameterConfig, pipeline
-from pippy.ir.draw import dot, mermaid
-from pippy.ir.flow import Box, Flow, Replicas, Value, flow_of
-from pippy.ir.notebook import html
-from pippy.ir.show import Picture, StageRow, picture_of
-from pippy.ir.svg import svg
-from pippy.ir.units import shortened
-from tests.ir.shown import Named, drawn, example
+from pippy.ir.show.diagrams import dot, mermaid
+from pippy.ir.show.flow import Box, Flow, Replicas, Value, flow_of
+from pippy.ir.show.notebook import html
+from pippy.ir.show.picture import Picture, StageRow, picture_of
+from pippy.ir.show.svg import svg
+from pippy.ir.show.units import shortened
+from tests.ir.show.shown import Named, drawn, example
 from tests.zoo import exhibits
 
 SVG = "{http://www.w3.org/2000/svg}"

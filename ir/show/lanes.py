@@ -9,7 +9,7 @@
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from pippy.ir.flow import Value
+from pippy.ir.show.flow import Value
 
 T = TypeVar("T")
 

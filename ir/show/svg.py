@@ -2,11 +2,11 @@
 
 from xml.etree import ElementTree
 
-from pippy.ir.show import Picture, notes
-from pippy.ir.svg_column import draw_column
-from pippy.ir.svg_elements import LETTER, LINE, document, group, words
-from pippy.ir.svg_row import draw_row
-from pippy.ir.units import shortened
+from pippy.ir.show.picture import Picture, notes
+from pippy.ir.show.svg_column import draw_column
+from pippy.ir.show.svg_elements import LETTER, LINE, document, group, words
+from pippy.ir.show.svg_row import draw_row
+from pippy.ir.show.units import shortened
 
 _ROW = 7  # boxes that are still readable side by side
 _NOTE = 120
