@@ -57,17 +57,12 @@ def _stage_module(
     module.training = plan.traced.model.training
     builder = _StageGraph(plan, stage)
     graph = builder.build()
-    attributes = {target: plan.traced.attributes[target] for target in sorted(builder.targets, key=_depth)}
     memo = _copy_memo(plan.traced.model, copies)
-    for target, value in attributes.items():
-        held = _for_stage(target, value, copies, memo)
+    for target in sorted(builder.targets, key=lambda target: target.count(".")):  # a module before what is inside of it
+        held = _for_stage(target, plan.traced.attributes[target], copies, memo)
         install(module, target, held, plan.traced.model, target in names.saved)
     module.graph = graph
     return module
-
-
-def _depth(target: str) -> tuple[int, str]:
-    return target.count("."), target
 
 
 def _copy_memo(model: nn.Module, copies: Mapping[int, torch.Tensor]) -> dict[int, Any]:
@@ -97,7 +92,7 @@ class _StageGraph:
     def __init__(self, plan: Plan, stage: StagePlan) -> None:
         self.plan, self.stage, self.graph = plan, stage, fx.Graph()
         self.values: dict[fx.Node, fx.Node] = {}
-        self.targets: set[str] = set()
+        self.targets: dict[str, None] = {}  # in the order of their first use
         self.grad_mode: fx.Node | None = None  # inside a region without gradients: the node that began it
 
     def build(self) -> fx.Graph:
@@ -128,7 +123,7 @@ class _StageGraph:
         made = self.graph.node_copy(node, self._value)
         made.meta = _kept_meta(node)
         if node.op == "call_module":
-            self.targets.add(str(node.target))
+            self.targets[str(node.target)] = None
             made.target = local_name(str(node.target))
         self.values[node] = made
 
@@ -139,7 +134,7 @@ class _StageGraph:
 
     def _attribute(self, node: fx.Node) -> fx.Node:
         if node not in self.values:
-            self.targets.add(str(node.target))
+            self.targets[str(node.target)] = None
             made = self.graph.create_node("get_attr", local_name(str(node.target)), name=node.name)
             made.meta = _kept_meta(node)
             self.values[node] = made

@@ -1,0 +1,71 @@
+"""What is installed is one ordinary package, though two of its folders are links."""
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
+
+
+def build(kind: str, source: Path, target: Path) -> Path:
+    command = [sys.executable, "-c", BUILD, kind, str(target)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return target / done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Built from the source distribution, as an index would serve it."""
+    folder = tmp_path_factory.mktemp("built")
+    copy = folder / "checkout"
+    copied = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in copied.stdout.splitlines():
+        path = ROOT / name
+        if path.is_symlink() or path.is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            if path.is_symlink():
+                (copy / name).symlink_to(path.readlink())
+            else:
+                (copy / name).write_bytes(path.read_bytes())
+    with tarfile.open(build("build_sdist", copy, folder)) as archive:
+        archive.extractall(folder / "sdist", filter="tar")
+    (unpacked,) = (folder / "sdist").iterdir()
+    return build("build_wheel", unpacked, folder)
+
+
+def test_the_wheel_holds_every_module_once(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    modules = [name for name in names if name.endswith(".py")]
+    expected = {f"pippy/{path.relative_to(ROOT)}" for part in ("ir", "drivers") for path in (ROOT / part).rglob("*.py")}
+    expected |= {f"pippy/{path.name}" for path in (ROOT / "pippy").glob("*.py")}
+    assert sorted(modules) == sorted(expected)
+    assert "pippy/py.typed" in names
+    assert wheel.name.startswith("pippy_compiler-")
+
+
+def test_the_wheel_works_without_the_checkout(wheel, tmp_path):
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    script = (
+        "import torch, pippy; from torch import nn; assert pippy.__file__.startswith(r'%s'), pippy.__file__;"
+        "pipe = pippy.Pipe.from_sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.MSELoss());"
+        "pipe(torch.ones(1, 2), torch.ones(1, 2)); print(pipe.num_stages)"
+    ) % (tmp_path / "site")
+    environment = {"PYTHONPATH": str(tmp_path / "site"), "PATH": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.stdout.strip() == "2", done.stderr
