@@ -94,9 +94,6 @@ class Subject:
                     found.setdefault(value, []).append((self.backwards[call], index))
         return found
 
-    def is_call(self, node: Any) -> bool:
-        return isinstance(node, fx.Node) and node.op == "call_module"
-
 
 def check_placeholder(subject: Subject, node: fx.Node) -> Faults:
     if node.name not in subject.pipe.wiring.inputs:

@@ -32,6 +32,12 @@ class Exhibit(nn.Module):
 
     loss_fn: Any = staticmethod(mean_square)
     output_loss_value_spec: Any = None
+    linears = ""  # names of linear layers that the model begins with
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in self.linears:
+            setattr(self, name, nn.Linear(8, 8))
 
     def __init_subclass__(cls) -> None:
         if cls.__module__ == __name__:  # other tests derive models of their own
@@ -81,9 +87,7 @@ class ExampleCode(Exhibit):
 
 
 class UsedTwice(Exhibit):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+    linears = "abc"
 
     def forward(self, x):
         shared = torch.tanh(self.a(x))
@@ -135,9 +139,7 @@ class UnusedOutputs(Exhibit):
 
     loss_fn = staticmethod(first_only)
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+    linears = "abc"
 
     def forward(self, x):
         y = torch.relu(self.a(x))
@@ -150,9 +152,7 @@ class UnusedOutputs(Exhibit):
 
 
 class NoParameters(Exhibit):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+    linears = "ab"
 
     def forward(self, x):
         x = self.a(x)
@@ -242,9 +242,7 @@ class ListOutput(Exhibit):
 class DictOutput(Exhibit):
     loss_fn = staticmethod(lambda output, target: F.mse_loss(output["y"], target) + output["more"]["z"].sum())
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+    linears = "ab"
 
     def target(self):
         return torch.randn(6, 8)
@@ -265,9 +263,7 @@ class Result:
 class DataclassOutput(Exhibit):
     loss_fn = staticmethod(lambda output, target: F.mse_loss(output.logits, target) + output.hidden.abs().mean())
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+    linears = "ab"
 
     def target(self):
         return torch.randn(6, 8)
@@ -286,9 +282,7 @@ class Pair(NamedTuple):
 class NamedTupleOutput(Exhibit):
     loss_fn = staticmethod(lambda output, target: F.mse_loss(output.left, output.right * target))
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+    linears = "ab"
 
     def forward(self, x):
         left = self.a(x)
@@ -297,9 +291,7 @@ class NamedTupleOutput(Exhibit):
 
 
 class SameOutputTwice(Exhibit):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+    linears = "ab"
 
     def forward(self, x):
         y = self.a(x)
@@ -309,9 +301,7 @@ class SameOutputTwice(Exhibit):
 
 
 class NonTensorInputs(Exhibit):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+    linears = "ab"
 
     def inputs(self):
         return (torch.randn(6, 8), 3, 0.25)
@@ -323,9 +313,7 @@ class NonTensorInputs(Exhibit):
 
 
 class InputsWithGradients(Exhibit):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+    linears = "ab"
 
     def inputs(self):
         return (torch.randn(6, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True))
@@ -367,9 +355,7 @@ class ViewsAcross(Exhibit):
 
 
 class InPlaceInside(Exhibit):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+    linears = "ab"
 
     def forward(self, x):
         y = self.a(x)
@@ -538,9 +524,10 @@ class ConvBatchNorm(Exhibit):
 class CountingBuffer(Exhibit):
     """A buffer that one stage changes and a later one reads."""
 
+    linears = "ab"
+
     def __init__(self):
         super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
         self.count: torch.Tensor
         self.average: torch.Tensor
         self.register_buffer("count", torch.zeros(()))
@@ -650,9 +637,7 @@ class StraightThrough(torch.autograd.Function):
 
 
 class CustomFunction(Exhibit):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+    linears = "ab"
 
     def forward(self, x):
         x = StraightThrough.apply(self.a(x) * 4)
@@ -663,9 +648,7 @@ class CustomFunction(Exhibit):
 class Detached(Exhibit):
     """A later stage uses a value without its gradient; another does not."""
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+    linears = "abc"
 
     def forward(self, x):
         y = self.a(x)
@@ -678,9 +661,7 @@ class Detached(Exhibit):
 class FreshTensors(Exhibit):
     """Tensors made in forward, changed in place: they must be new in every run."""
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+    linears = "ab"
 
     def forward(self, x):
         total = torch.zeros(6, 8)
@@ -714,9 +695,7 @@ class Attention(Exhibit):
 
 
 class KeywordInputs(Exhibit):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+    linears = "ab"
 
     def inputs(self):
         return (torch.randn(6, 8), torch.randn(6, 8))
@@ -755,9 +734,7 @@ class ReturnsParameter(Exhibit):
 class AsksForTypes(Exhibit):
     """A forward that asks what it is given, and asserts."""
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+    linears = "ab"
 
     def forward(self, x):
         if not isinstance(x, torch.Tensor) or isinstance(x, (list, tuple)) or not torch.is_tensor(x):
@@ -774,9 +751,7 @@ class TupleLoss(Exhibit):
     loss_fn = None
     output_loss_value_spec = (True, False)
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+    linears = "ab"
 
     def forward(self, x):
         y = self.a(x)
@@ -788,9 +763,7 @@ class TupleLoss(Exhibit):
 class DictLoss(Exhibit):
     loss_fn = None
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+    linears = "ab"
 
     def forward(self, x):
         y = torch.tanh(self.a(x))
@@ -808,9 +781,7 @@ class DataclassLoss(Exhibit):
     loss_fn = None
     output_loss_value_spec = "loss"
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+    linears = "ab"
 
     def forward(self, x):
         y = torch.tanh(self.a(x))
@@ -825,9 +796,7 @@ class EarlyLoss(Exhibit):
     loss_fn = None
     output_loss_value_spec = 1
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+    linears = "abc"
 
     def forward(self, x):
         y = self.a(x)

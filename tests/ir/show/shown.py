@@ -6,29 +6,7 @@ import torch
 from torch import nn
 
 from pippy import Pipe, pipe_split, pipeline
-
-
-class ExampleCode(nn.Module):
-    """A parameter used in two stages, a layer called in two, and a skip over one."""
-
-    def __init__(self):
-        super().__init__()
-        self.mm_param = nn.Parameter(torch.randn(8, 8))
-        self.mm_param2 = nn.Parameter(torch.randn(8, 8))
-        self.lin = nn.Linear(8, 8)
-
-    def forward(self, x):
-        x = torch.mm(x, self.mm_param)
-        skip = x
-        x = torch.relu(x)
-        pipe_split()
-        x = torch.mm(x, self.mm_param)
-        x = self.lin(x)
-        pipe_split()
-        x = torch.relu(x)
-        x = x + skip
-        x = torch.mm(x, self.mm_param2)
-        return self.lin(x)
+from tests.zoo import ExampleCode
 
 
 class Convolutions(nn.Module):
