@@ -4,7 +4,9 @@ from pippy.drivers.schedules.communicate import add_communication
 from pippy.drivers.schedules.costs import Costs
 from pippy.drivers.schedules.program import Program, load_program, parse_program
 from pippy.drivers.schedules.registry import make_schedule, register
+from pippy.drivers.schedules.render_svg import render_svg
 from pippy.drivers.schedules.render_text import render_text
+from pippy.drivers.schedules.render_trace import render_trace
 from pippy.drivers.schedules.simulate import Simulation, simulate, simulate_with
 from pippy.drivers.schedules.timeline import Span, Timeline
 from pippy.drivers.schedules.validate import validate
@@ -20,7 +22,9 @@ __all__ = [
     "make_schedule",
     "parse_program",
     "register",
+    "render_svg",
     "render_text",
+    "render_trace",
     "simulate",
     "simulate_with",
     "validate",
