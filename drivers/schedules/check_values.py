@@ -109,7 +109,7 @@ def takers(program: Program, edge: Edge) -> list[int]:
 
 def check_reductions(program: Program, worker: int, faults: Faults) -> None:
     """Every worker with a copy hands in its gradient once, after the last backward of its copies."""
-    held = set(program.placement.stages_of(worker))
+    held = set(program.placement.stages_of(worker)).intersection(program.backward)
     last = last_backward(program.orders[worker])
     due = {
         copies.parameter: max(last.get(stage, -1) for stage in held.intersection(copies.stages))
@@ -121,7 +121,7 @@ def check_reductions(program: Program, worker: int, faults: Faults) -> None:
         if not isinstance(instruction, Reduce):
             continue
         if instruction.parameter not in due:
-            faults.at(worker, index, f"no stage on worker {worker} has a copy of {instruction.parameter}")
+            faults.at(worker, index, f"no backward on worker {worker} has to do with {instruction.parameter}")
         elif instruction.parameter not in missing:
             faults.at(worker, index, "is reduced twice")
         elif index < due[instruction.parameter]:

@@ -15,27 +15,20 @@ from dataclasses import replace
 from itertools import accumulate
 
 from pippy.drivers.schedules.check_values import last_backward
-from pippy.drivers.schedules.graph import Edge, Pass, Replicated, produced_by
+from pippy.drivers.schedules.graph import Edge, Pass, produced_by
 from pippy.drivers.schedules.instructions import Compute, Free, Instruction, Receive, Reduce, Send
 from pippy.drivers.schedules.program import Program
 from pippy.drivers.schedules.waits import Location, production
 
 
-def add_communication(
-    program: Program, edges: Iterable[Edge] | None = None, replicated: Iterable[Replicated] | None = None
-) -> Program:
-    """Lower a valid program of computations; ``edges`` and ``replicated`` replace the program's own.
+def add_communication(program: Program) -> Program:
+    """Lower a valid program of computations, for its own edges and replicated parameters.
 
     >>> from pippy.drivers.schedules import make_schedule
     >>> lowered = add_communication(make_schedule("forward_only", workers=2, chunks=1))
     >>> [str(instruction) for instruction in lowered.orders[1]]
     ['receive activation_0.0 from 0', 'F1.0', 'free activation_0.0']
     """
-    program = replace(
-        program,
-        edges=program.edges if edges is None else tuple(edges),
-        replicated=program.replicated if replicated is None else tuple(replicated),
-    )
     added = Additions(program)
     orders = [
         [instruction for index, compute in enumerate(order) for instruction in added.around(worker, index, compute)]

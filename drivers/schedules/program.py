@@ -123,6 +123,30 @@ class Program:
         """The most stage-micro-batches that each worker holds at a time: from forward to the end of the backward."""
         return tuple(peak_live(order, frozenset(self.backward)) for order in self.computations)
 
+    def for_graph(
+        self, edges: Iterable[Edge], backward: Iterable[int] | None = None, replicated: Iterable[Replicated] = ()
+    ) -> "Program":
+        """The same schedule for stages that are no chain: backwards of stages that have none are left out.
+
+        >>> from pippy.drivers.schedules import make_schedule
+        >>> program = make_schedule("1f1b", workers=2, chunks=1).for_graph(edges=[], backward=[1])
+        >>> [[str(compute) for compute in order] for order in program.orders]
+        [['F0.0'], ['F1.0', 'B1.0']]
+        """
+        kept = set(self.backward if backward is None else backward)
+        orders = tuple(
+            tuple(compute for compute in order if compute.op == Op.FORWARD or compute.stage in kept)
+            for order in self.computations
+        )
+        return replace(
+            self,
+            orders=orders,
+            backward=tuple(sorted(kept)),
+            edges=tuple(edges),
+            replicated=tuple(replicated),
+            lowered=False,
+        )
+
     def with_orders(self, orders: Iterable[Iterable[Instruction]]) -> "Program":
         """The same program with other instructions."""
         return replace(self, orders=tuple(map(tuple, orders)))
