@@ -15,7 +15,7 @@ ONE = Fraction(1)
 STAGES = {"interleaved_1f1b": 2, "looped_bfs": 2}
 
 
-@pytest.mark.parametrize("name", REGISTRY)
+@pytest.mark.parametrize("name", [name for name in REGISTRY if name != "list"])
 def test_the_grid_of_4_workers_and_8_micro_batches(name):
     program = make_schedule(name, workers=4, chunks=8, stages_per_worker=STAGES.get(name))
     assert render_text(program) + "\n" == (GRIDS / f"{name}.txt").read_text()
