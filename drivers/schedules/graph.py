@@ -1,5 +1,6 @@
 """What the stages hand to one another: the edges that a schedule has to respect."""
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
@@ -8,6 +9,7 @@ from pippy.drivers.schedules.instructions import Compute, Op
 from pippy.drivers.schedules.scanner import NAME, QUALIFIED_NAME, Scanner
 
 Phase = Literal["F", "B"]
+PHASE = re.compile("[FB]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +85,7 @@ def produced_by(compute: Compute) -> Pass | None:
 
 
 def scan_pass(scanner: Scanner) -> Pass:
-    phase: Phase = "F" if scanner.accept("F") else "B"
-    if phase == "B":
-        scanner.literal("B")
+    phase: Phase = "F" if scanner.take(PHASE, "a pass, F or B and a stage number") == "F" else "B"
     return Pass(phase, scanner.number("a stage number"))
 
 
