@@ -40,7 +40,10 @@ def test_makespans_in_units_of_one_devices_forward(name, stages_per_worker, of_4
     assert simulate(make_schedule(name, workers=8, chunks=16, stages_per_worker=stages_per_worker)).makespan == of_8
 
 
-COSTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (Fraction(1, 3), Fraction(1, 2), Fraction(1, 4))]
+COSTS = [
+    tuple(map(Fraction, costs))
+    for costs in (("1", "1", "1"), ("2", "1", "1"), ("1", "2", "1"), ("2", "2", "1"), ("1/3", "1/2", "1/4"))
+]
 SIZES = [(1, 1), (1, 5), (2, 2), (2, 9), (3, 7), (4, 8), (5, 5), (5, 23), (8, 16)]
 
 
@@ -57,10 +60,12 @@ def test_idle_of_fill_drain_and_1f1b(p, m, costs):
     assert idle("1f1b", p, m, costs) == {(p - 1) * (forward + sum(backward))}
 
 
-@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SIZES if m >= p])
 @pytest.mark.parametrize("v", [1, 2, 3, 4])
-def test_idle_of_interleaved_for_any_number_of_chunks_from_p_on(p, m, v):
-    assert idle("interleaved_1f1b", p, m, (1, 1, 1), v) == {Fraction((p - 1) * 3, v)}
+def test_idle_of_looped_schedules_for_any_number_of_chunks_from_p_on(p, m, v):
+    for costs in COSTS:
+        assert idle("interleaved_1f1b", p, m, costs, v) == {(p - 1) * sum(costs) / v}
+        assert idle("looped_bfs", p, m, costs, v) == {(p - 1) * sum(costs) / v}
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
