@@ -21,9 +21,12 @@ EXCLUDES = {
 }
 
 
+Done = set[tuple[Op, int, int]]
+
+
 def check_computations(program: Program, faults: Faults) -> None:
     """Note every computation that is misplaced, out of order, repeated, missing, or more than the memory allows."""
-    done: set[Compute] = set()
+    done: Done = set()
     for worker, order in enumerate(program.orders):
         for index, compute in enumerate(order):
             if not isinstance(compute, Compute):
@@ -34,7 +37,7 @@ def check_computations(program: Program, faults: Faults) -> None:
             else:
                 for problem in problems(compute, done):
                     faults.at(worker, index, problem)
-                done.add(compute)
+                done.add((compute.op, compute.stage, compute.microbatch))
     check_complete(program, done, faults)
     check_memory(program, faults)
 
@@ -52,33 +55,32 @@ def where_else(program: Program, worker: int, compute: Compute) -> str | None:
     return None
 
 
-def problems(compute: Compute, done: set[Compute]) -> Iterator[str]:
-    if compute in done:
+def problems(compute: Compute, done: Done) -> Iterator[str]:
+    stage, chunk = compute.stage, compute.microbatch
+    if (compute.op, stage, chunk) in done:
         yield "is computed twice"
     for op in BUILDS_ON[compute.op]:
-        before = Compute(op, compute.stage, compute.microbatch)
-        if before not in done:
-            yield f"comes before {before}"
+        if (op, stage, chunk) not in done:
+            yield f"comes before {Compute(op, stage, chunk)}"
     for op in EXCLUDES[compute.op]:
-        other = Compute(op, compute.stage, compute.microbatch)
-        if other in done:
-            yield f"is computed in {other} already"
+        if (op, stage, chunk) in done:
+            yield f"is computed in {Compute(op, stage, chunk)} already"
 
 
-def check_complete(program: Program, done: set[Compute], faults: Faults) -> None:
+def check_complete(program: Program, done: Done, faults: Faults) -> None:
     backward = frozenset(program.backward)
     for stage, worker in enumerate(program.placement.worker_of):
         for chunk in range(program.chunks):
-            for missing in missing_passes(stage, chunk, stage in backward, done):
-                faults.at_end(worker, f"{missing} is missing")
+            for op in missing_passes(stage, chunk, stage in backward, done):
+                faults.at_end(worker, f"{Compute(op, stage, chunk)} is missing")
 
 
-def missing_passes(stage: int, chunk: int, backward: bool, done: set[Compute]) -> Iterator[Compute]:
-    wanted = [Compute(Op.FORWARD, stage, chunk)]
-    if backward and Compute(Op.BACKWARD, stage, chunk) not in done:
-        halves = [Compute(Op.BACKWARD_INPUT, stage, chunk), Compute(Op.BACKWARD_WEIGHT, stage, chunk)]
-        wanted += halves if any(half in done for half in halves) else [Compute(Op.BACKWARD, stage, chunk)]
-    return (compute for compute in wanted if compute not in done)
+def missing_passes(stage: int, chunk: int, backward: bool, done: Done) -> list[Op]:
+    wanted = [Op.FORWARD]
+    if backward and (Op.BACKWARD, stage, chunk) not in done:
+        halves = [Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT]
+        wanted += halves if any((half, stage, chunk) in done for half in halves) else [Op.BACKWARD]
+    return [op for op in wanted if (op, stage, chunk) not in done]
 
 
 def check_memory(program: Program, faults: Faults) -> None:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pippy.drivers.schedules.instructions import Compute, Op
 from pippy.drivers.schedules.scanner import NAME, QUALIFIED_NAME, Scanner
@@ -12,8 +12,7 @@ Phase = Literal["F", "B"]
 PHASE = re.compile("[FB]")
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
+class Pass(NamedTuple):
     """The forward ("F") or backward ("B") pass of a stage, of any micro-batch; a half backward counts as "B".
 
     >>> str(Pass("F", 2))
