@@ -3,7 +3,8 @@
 from pippy.drivers.schedules.communicate import add_communication
 from pippy.drivers.schedules.costs import Costs
 from pippy.drivers.schedules.make import make_schedule
-from pippy.drivers.schedules.program import Program, load_program, parse_program
+from pippy.drivers.schedules.program import Program
+from pippy.drivers.schedules.program_file import load_program, parse_program
 from pippy.drivers.schedules.registry import register
 from pippy.drivers.schedules.render_svg import render_svg
 from pippy.drivers.schedules.render_text import render_text

@@ -43,9 +43,9 @@ def check_computations(program: Program, faults: Faults) -> None:
 
 
 def where_else(program: Program, worker: int, compute: Compute) -> str | None:
-    if compute.stage >= program.stages:
+    if not 0 <= compute.stage < program.stages:
         return f"there is no stage {compute.stage}; the program has {program.stages}"
-    if compute.microbatch >= program.chunks:
+    if not 0 <= compute.microbatch < program.chunks:
         return f"there is no micro-batch {compute.microbatch}; the program has {program.chunks}"
     home = program.placement.worker_of[compute.stage]
     if home != worker:

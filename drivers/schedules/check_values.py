@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Iterable
 
-
 from pippy.drivers.schedules.faults import Faults
 from pippy.drivers.schedules.graph import Edge, Pass, produced_by
 from pippy.drivers.schedules.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
@@ -89,7 +88,7 @@ class WorkerValues:
     def wrong_way(self, held: Held, source: int, to: int) -> list[str]:
         """What is wrong with moving the value between these workers."""
         value, chunk = held
-        if chunk >= self.program.chunks:
+        if not 0 <= chunk < self.program.chunks:
             return [f"there is no micro-batch {chunk}; the program has {self.program.chunks}"]
         if value not in self.ends:
             return [f"no edge of the program is called {value}"]

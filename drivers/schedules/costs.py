@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import isfinite
+from numbers import Real
 
 from pippy.drivers.schedules.errors import ArgumentError
 from pippy.drivers.schedules.instructions import Compute, Op
@@ -107,5 +108,5 @@ def per_edge(name: str, given: PerEdge, program: Program) -> dict[str, Number]:
 
 
 def require_cost(name: str, cost: object) -> None:
-    if isinstance(cost, bool) or not isinstance(cost, int | float | Fraction) or not isfinite(cost) or cost < 0:
+    if isinstance(cost, bool) or not isinstance(cost, Real) or not isfinite(cost) or cost < 0:
         raise ArgumentError(f"{name}={cost!r} must be a number of at least 0")

@@ -1,9 +1,11 @@
 """Makes a validated program from the name of a schedule and sizes."""
 
 from collections.abc import Mapping, Sequence
+from inspect import Parameter, signature
 
-from pippy.drivers.schedules.errors import UnknownScheduleError
+from pippy.drivers.schedules.errors import ArgumentError, UnknownScheduleError
 from pippy.drivers.schedules.placement import Placement, make_placement, require_count
+from pippy.drivers.schedules.plan import Plan
 from pippy.drivers.schedules.program import Program
 from pippy.drivers.schedules.registry import REGISTRY, Entry, register
 from pippy.drivers.schedules.search import list_schedule
@@ -55,7 +57,10 @@ def make_schedule(
         default_stages(entry, placement) if stages_per_worker is None else stages_per_worker,
         entry.placement if placement is None else placement,
     )
+    refuse_unknown_options(name, entry, options)
     plan = entry.schedule(placed, chunks, **options)
+    if not isinstance(plan, Plan):
+        raise ArgumentError(f"schedule {name} returned {plan!r}; it must return a Plan")
     program = Program(
         schedule=name,
         placement=placed,
@@ -71,3 +76,13 @@ def make_schedule(
 def default_stages(entry: Entry, placement: object) -> int:
     """A dict or a Placement says itself how many stages each worker has."""
     return entry.stages_per_worker if placement is None or isinstance(placement, str) else 1
+
+
+def refuse_unknown_options(name: str, entry: Entry, options: Mapping[str, object]) -> None:
+    parameters = list(signature(entry.schedule).parameters.values())[2:]  # after the placement and the chunks
+    if any(parameter.kind == Parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    known = [parameter.name for parameter in parameters]
+    for option in options:
+        if option not in known:
+            raise ArgumentError(f"{option}={options[option]!r}: {name} takes {', '.join(known) or 'no options'}")

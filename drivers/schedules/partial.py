@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from copy import copy
 
 from pippy.drivers.schedules.check_values import takers
 from pippy.drivers.schedules.costs import Costs, Number
@@ -71,8 +72,7 @@ class Partial:
         self.ready_at: dict[tuple[str, int, int], Number] = {}
 
     def copy(self) -> "Partial":
-        twin = object.__new__(Partial)
-        twin.problem, twin.workers, twin.memory = self.problem, self.workers, self.memory
+        twin = copy(self)
         twin.orders = [list(order) for order in self.orders]
         twin.done = dict(self.done)
         twin.free_at = list(self.free_at)

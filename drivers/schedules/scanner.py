@@ -6,6 +6,7 @@ from pippy.drivers.schedules.errors import ParseError
 
 NUMBER = re.compile("0|[1-9][0-9]*")
 NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
+SCHEDULE = re.compile(r"[!-~]+( [!-~]+)*")
 QUALIFIED_NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 
 

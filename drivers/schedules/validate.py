@@ -2,11 +2,11 @@
 
 What is refused (worker 0 on the left, worker 1 on the right; time runs down):
 
-    (1) incomplete   (2) out of order   (3) circular wait                     (4) a jam, if a channel has one slot
-        F0.0  F1.0       B0.0  F1.0         F0.0              receive x.0 ...     F0.0              F1.0 needs y.0
-        F0.1  F1.1       F0.0  B1.0         receive y.0 ...   F1.0                send x.0 to 1     ...
-        B0.0  B1.0                          send x.0 to 1     send y.0 to 0       send x.1 to 1     receive y.0 from 0
-                                                                                  send y.0 to 1     receive x.0 from 0
+    (1) incomplete   (2) out of order   (3) circular wait   (4) a jam, if a channel holds one value
+        F0.0  F1.0       B0.0  F1.0         F0.0  F1.1          send x.0 to 1       send y.0 to 0
+        F0.1  F1.1       F0.0  B1.0         B0.0  F1.0          send x.1 to 1       send y.1 to 0
+        B0.0  B1.0                          F0.1  B1.0          receive y.0 from 1  receive x.0 from 0
+              B1.1                          B0.1  B1.1          receive y.1 from 1  receive x.1 from 0
 
 A program that only orders computations is checked against the edges of its stages. One that sends and receives is checked
 instruction by instruction: every value is made or received before it is used, and freed only after.

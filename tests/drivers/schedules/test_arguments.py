@@ -1,5 +1,7 @@
 """Whatever is wrong with what a user passes: one error that shows the value and says what to do."""
 
+from typing import Any
+
 import pytest
 
 from pippy.drivers.schedules import make_schedule, register, simulate
@@ -32,6 +34,13 @@ def test_an_unknown_schedule():
         UnknownScheduleError, match=r"there is no schedule called 'gpipe'; take one of fill_drain, 1f1b"
     ):
         make_schedule("gpipe", workers=2, chunks=2)
+
+
+def test_an_unknown_option():
+    with pytest.raises(ArgumentError, match=r"memory=3: 1f1b takes no options"):
+        make_schedule("1f1b", workers=2, chunks=2, memory=3)
+    with pytest.raises(ArgumentError, match=r"cost=3: list takes costs, memory, halves, edges"):
+        make_schedule("list", workers=2, chunks=2, cost=3)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +140,10 @@ def alternating(placement: Placement, chunks: int) -> Plan:
     return Plan(orders)
 
 
+def no_plan(placement: Placement, chunks: int) -> Any:
+    return alternating(placement, chunks).orders
+
+
 def test_a_schedule_of_the_users_own(scratch):
     register("alternating", alternating, placement="looped")
     program = make_schedule("alternating", workers=3, chunks=2, stages_per_worker=2)
@@ -145,6 +158,7 @@ def test_a_schedule_that_returns_what_cannot_run(scratch):
         "backwards", lambda placement, chunks: Plan([order[::-1] for order in alternating(placement, chunks).orders])
     )
     register("modest", lambda placement, chunks: Plan(alternating(placement, chunks).orders, memory=[0, 0]))
+    register("none", no_plan)
     register("short", lambda placement, chunks: Plan(alternating(placement, chunks).orders[:1]))
     with pytest.raises(
         ProgramError, match=r"program half cannot run: 4 faults\n- worker 0, at the end: F0\.1 is missing"
@@ -154,6 +168,8 @@ def test_a_schedule_that_returns_what_cannot_run(scratch):
         make_schedule("backwards", workers=2, chunks=2)
     with pytest.raises(ProgramError, match=r"worker 1 holds 1 stage-micro-batches at its peak; the stated limit is 0"):
         make_schedule("modest", workers=2, chunks=2)
+    with pytest.raises(ArgumentError, match=r"schedule none returned \[\[Compute.*; it must return a Plan"):
+        make_schedule("none", workers=2, chunks=2)
     with pytest.raises(ArgumentError, match=r"orders of 1 workers for placement 0 1"):
         make_schedule("short", workers=2, chunks=2)
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from pippy.drivers.schedules import add_communication, load_program, make_schedule, parse_program
 from pippy.drivers.schedules.errors import ArgumentError, ParseError, PlacementError
-from pippy.drivers.schedules.graph import Replicated
+from pippy.drivers.schedules.graph import Edge, Pass, Replicated
 from pippy.drivers.schedules.instructions import Compute, Free, Op, Receive, Reduce, Send, parse_instruction
 from pippy.drivers.schedules.placement import Placement
 from pippy.drivers.schedules.program import Program
@@ -164,7 +164,12 @@ def test_any_change_of_one_character_is_refused_or_read_as_it_is_written(data):
         ({"backward": (0, 4)}, "there is no stage 4; the placement has stages 0 to 1"),
         ({"memory": (1,)}, "memory of 1 workers for placement 0 1"),
         ({"edges": edges("x F0 -> F2")}, "edge x F0 -> F2: there is no stage 2"),
-        ({"edges": edges("x F0 -> F1", "x F1 -> B1")}, "another edge is called x"),
+        ({"edges": edges("x F0 -> F1", "x F1 -> B1")}, "edge x F0 -> F1: x is there twice"),
+        ({"edges": (Edge("a b", Pass("F", 0), (Pass("F", 1),)),)}, "'a b' must be a name of letters"),
+        ({"edges": (Edge("x", Pass("F", 0), ()),)}, "no pass needs it; leave the edge out"),
+        ({"backward": (1, 0)}, "backward=(1, 0) must name each stage once, in order"),
+        ({"memory": (1, -1)}, "memory=(1, -1): -1 must be a whole number of at least 0"),
+        ({"replicated": (Replicated("w", (0,)), Replicated("w", (1,)))}, "w is there twice; give each name one line"),
         ({"backward": (1,), "edges": edges("x B1 -> B0")}, "stage 0 has no backward; leave the edge out"),
         ({"replicated": (Replicated("w", (0, 9)),)}, "replicated w 0 9: there is no stage 9"),
     ],
@@ -178,3 +183,9 @@ def test_a_program_that_contradicts_itself(changes, message):
 def test_orders_for_other_workers_than_the_placement_has():
     with pytest.raises(ArgumentError, match="orders of 1 workers for placement 0 1; give one per worker"):
         build("F0.0", (0, 1))
+
+
+@pytest.mark.parametrize("name", ["", " x", "x\ny", "é"])
+def test_a_schedule_name_that_cannot_be_written(name):
+    with pytest.raises(ArgumentError, match=r"schedule=.* must be one line of ASCII text"):
+        Program(name, Placement((0,)), 1, ((),), (0,))

@@ -5,6 +5,7 @@ import pytest
 from pippy.drivers.schedules import add_communication, make_schedule, validate
 from pippy.drivers.schedules.errors import ArgumentError, ProgramError
 from pippy.drivers.schedules.graph import Replicated
+from pippy.drivers.schedules.instructions import Compute, Op
 from pippy.drivers.schedules.program import Program
 from tests.drivers.schedules.build import build, edges
 
@@ -39,6 +40,15 @@ def faults(program: Program, buffer: int | None = None) -> list[str]:
 )  # fmt: skip
 def test_computations(orders, found):
     assert faults(build(orders, (0, 1))) == found
+
+
+def test_negative_numbers_address_nothing():
+    program = build("F0.0, B0.0", (0,))
+    wrong = program.with_orders([[*program.orders[0], Compute(Op.FORWARD, -1, 0), Compute(Op.FORWARD, 0, -1)]])
+    assert faults(wrong) == [
+        "worker 0, F-1.0: there is no stage -1; the program has 1",
+        "worker 0, F0.-1: there is no micro-batch -1; the program has 1",
+    ]
 
 
 def test_a_stage_without_a_backward_has_none():
