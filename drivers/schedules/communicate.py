@@ -14,12 +14,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from operator import itemgetter
 
 from pippy.drivers.schedules.check_values import last_backward
 from pippy.drivers.schedules.graph import Edge, Pass, produced_by
 from pippy.drivers.schedules.instructions import Compute, Free, Instruction, Receive, Reduce, Send
 from pippy.drivers.schedules.program import Program
-from pippy.drivers.schedules.waits import Location, production
+from pippy.drivers.schedules.waits import production
 
 
 def add_communication(program: Program) -> Program:
@@ -30,73 +31,70 @@ def add_communication(program: Program) -> Program:
     >>> [str(instruction) for instruction in lowered.orders[1]]
     ['receive activation_0.0 from 0', 'F1.0', 'free activation_0.0']
     """
-    added = Additions(program)
-    orders = [
-        [instruction for index, compute in enumerate(order) for instruction in added.around(worker, index, compute)]
-        for worker, order in enumerate(program.computations)
-    ]
-    return replace(program, orders=tuple(map(tuple, orders)), lowered=True)
+    return replace(program, orders=tuple(Additions(program).orders()), lowered=True)
+
+
+# What comes first of what is due at the same computation.
+RECEIVE, COMPUTE, SEND, FREE, REDUCE = range(5)
 
 
 class Additions:
-    """What is added around each computation of each worker."""
+    """The instructions of each worker, in any order: each with the computation that it belongs to, and its place there."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.places = production(program)
-        self.receives: dict[Location, list[Instruction]] = defaultdict(list)
-        self.sends: dict[Location, list[Instruction]] = defaultdict(list)
-        self.frees: dict[Location, list[Instruction]] = defaultdict(list)
-        self.reductions: dict[Location, list[Instruction]] = defaultdict(list)
+        self.targets = {edge.value: targets_by_worker(program, edge) for edge in program.flow}
+        self.due: list[list[tuple[int, int, Instruction]]] = [[] for _ in program.orders]
         edges: dict[Pass, list[Edge]] = defaultdict(list)
         for edge in program.flow:
             edges[edge.source].append(edge)
         for worker, order in enumerate(program.computations):
+            self.due[worker] += [(index, COMPUTE, compute) for index, compute in enumerate(order)]
             self.add_transfers(worker, order, edges)
             self.add_reductions(worker)
 
-    def around(self, worker: int, index: int, compute: Compute) -> Iterator[Instruction]:
-        here = (worker, index)
-        yield from self.receives.get(here, ())
-        yield compute
-        yield from self.sends.get(here, ())
-        yield from self.frees.get(here, ())
-        yield from self.reductions.get(here, ())
+    def orders(self) -> Iterator[tuple[Instruction, ...]]:
+        for due in self.due:
+            due.sort(key=itemgetter(0, 1))
+            yield tuple(instruction for _, _, instruction in due)
 
     def add_transfers(self, worker: int, order: Iterable[Compute], edges: Mapping[Pass, Iterable[Edge]]) -> None:
         """Move and free what this worker makes."""
         channels: dict[int, list[tuple[Receive, int]]] = defaultdict(list)
         for index, compute in enumerate(order):
-            done = produced_by(compute)
+            done, chunk = produced_by(compute), compute.microbatch
             for edge in edges.get(done, ()) if done else ():
-                uses = self.uses(edge, compute.microbatch)
-                last = max([index, *uses.pop(worker, [])])
-                self.frees[worker, last].append(Free(edge.value, compute.microbatch))
-                for to, indices in sorted(uses.items()):
-                    self.sends[worker, index].append(Send(edge.value, compute.microbatch, to))
-                    channels[to].append((Receive(edge.value, compute.microbatch, worker), min(indices)))
-                    self.frees[to, max(indices)].append(Free(edge.value, compute.microbatch))
+                last = index
+                for to, targets in self.targets[edge.value]:
+                    uses = [self.places[target, chunk][1] for target in targets]
+                    if to == worker:
+                        last = max(uses)
+                        continue
+                    self.due[worker].append((index, SEND, Send(edge.value, chunk, to)))
+                    channels[to].append((Receive(edge.value, chunk, worker), min(uses)))
+                    self.due[to].append((max(uses), FREE, Free(edge.value, chunk)))
+                self.due[worker].append((last, FREE, Free(edge.value, chunk)))
         for to, channel in channels.items():
             self.add_receives(to, channel)
-
-    def uses(self, edge: Edge, chunk: int) -> dict[int, list[int]]:
-        """Where the value is needed, by worker."""
-        found: dict[int, list[int]] = defaultdict(list)
-        for target in edge.targets:
-            if (target, chunk) in self.places:
-                worker, index = self.places[target, chunk]
-                found[worker].append(index)
-        return found
 
     def add_receives(self, worker: int, channel: Sequence[tuple[Receive, int]]) -> None:
         """Receive in the order of sending, each value no later than its first use and all that come behind it."""
         latest = accumulate((first_use for _, first_use in reversed(channel)), min)
         for (receive, _), index in zip(channel, reversed(list(latest))):
-            self.receives[worker, index].append(receive)
+            self.due[worker].append((index, RECEIVE, receive))
 
     def add_reductions(self, worker: int) -> None:
         last = last_backward(self.program.computations[worker])
         for copies in self.program.replicated:
             held = [last[stage] for stage in copies.stages if stage in last]
             if held:
-                self.reductions[worker, max(held)].append(Reduce(copies.parameter))
+                self.due[worker].append((max(held), REDUCE, Reduce(copies.parameter)))
+
+
+def targets_by_worker(program: Program, edge: Edge) -> list[tuple[int, list[Pass]]]:
+    """The workers where the value is needed, and what needs it there."""
+    found: dict[int, list[Pass]] = defaultdict(list)
+    for target in edge.targets:
+        found[program.placement.worker_of[target.stage]].append(target)
+    return sorted(found.items())

@@ -99,8 +99,9 @@ class Clock:
         self.waited: list[dict[int, Number]] = [defaultdict(int) for _ in program.orders]
         self.free_at: dict[tuple[int, int], Number] = defaultdict(int)
         self.arrivals: dict[tuple[str, int, int], Number] = {}
-        for worker, index in Run(program, Traffic(program).waits()).order:
-            self.step(worker, program.orders[worker][index])
+        for worker, first, end in Run(program, Traffic(program).waits()).stretches:
+            for instruction in program.orders[worker][first:end]:
+                self.step(worker, instruction)
 
     def step(self, worker: int, instruction: Instruction) -> None:
         if isinstance(instruction, Compute):

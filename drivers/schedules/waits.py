@@ -1,15 +1,14 @@
 """What each instruction has to wait for on other workers, and the order in which a program then runs."""
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
 from itertools import product
 
-from pippy.drivers.schedules.graph import Pass, produced_by
+from pippy.drivers.schedules.graph import Pass
 from pippy.drivers.schedules.instructions import Compute, Receive, Send
 from pippy.drivers.schedules.program import Program
 
 Location = tuple[int, int]  # a worker and an index into its order
-Waits = dict[Location, list[Location]]
+Waits = dict[Location, tuple[Location, ...]]
 Channel = tuple[int, int]  # from a worker to a worker
 Passing = list[tuple[tuple[str, int], int]]  # values with their micro-batches, and where in the worker's order
 
@@ -36,7 +35,7 @@ def implied_waits(program: Program) -> Waits:
             inputs[target].append(edge.source)
     waits: Waits = {}
     for (done, chunk), location in places.items():
-        sources = [places[source, chunk] for source in inputs.get(done, ()) if (source, chunk) in places]
+        sources = tuple(places[source, chunk] for source in inputs.get(done, ()) if (source, chunk) in places)
         if sources:
             waits[location] = sources
     return waits
@@ -65,44 +64,55 @@ class Traffic:
         waits: Waits = {}
         for (source, to), taken in self.taken.items():
             sent = dict(reversed(self.sent.get((source, to), [])))
-            waits.update({(to, index): [(source, sent[key])] for key, index in taken if key in sent})
+            waits.update({(to, index): ((source, sent[key]),) for key, index in taken if key in sent})
         for (source, to), sent_in_order in self.sent.items() if buffer else ():
             taken = self.taken.get((source, to), [])
             for (_, index), (_, freed_by) in zip(sent_in_order[buffer:], taken):
-                waits[source, index] = [(to, freed_by)]
+                waits[source, index] = ((to, freed_by),)
         return waits
 
 
 class Run:
-    """The program, run without a clock: ``order`` is every instruction that gets to run, ``positions`` where workers end up.
+    """The program, run without a clock, each worker as far as it gets before it has to wait.
+
+    ``stretches`` are what workers do in one go, (worker, first, end), in an order that works; ``positions`` is where they end up.
 
     >>> from pippy.drivers.schedules import make_schedule
-    >>> program = make_schedule("forward_only", workers=2, chunks=1)
-    >>> Run(program, implied_waits(program)).order
-    [(0, 0), (1, 0)]
+    >>> program = make_schedule("1f1b", workers=2, chunks=1)
+    >>> Run(program, implied_waits(program)).stretches
+    [(0, 0, 1), (1, 0, 2), (0, 1, 2)]
     """
 
     def __init__(self, program: Program, waits: Waits) -> None:
         self.waits = waits
         self.lengths = [len(order) for order in program.orders]
         self.positions = [0] * program.workers
-        self.order: list[Location] = []
-        self.parked: dict[Location, list[int]] = defaultdict(list)
+        self.stretches: list[tuple[int, int, int]] = []
+        self.stops: list[deque[int]] = [deque() for _ in program.orders]
+        for worker, index in sorted(waits):
+            self.stops[worker].append(index)
+        self.parked: list[list[tuple[int, int]]] = [[] for _ in program.orders]
         ready = deque(range(program.workers))
         while ready:
             ready.extend(self.advance(ready.popleft()))
 
-    def advance(self, worker: int) -> Iterator[int]:
-        """Run a worker until it has to wait; yields the workers that waited for what it does."""
-        for index in range(self.positions[worker], self.lengths[worker]):
-            here = (worker, index)
-            if here in self.waits and (awaited := self.awaited(here)):
-                self.parked[awaited].append(worker)
-                return
-            self.order.append(here)
-            self.positions[worker] = index + 1
-            if here in self.parked:
-                yield from self.parked.pop(here)
+    def advance(self, worker: int) -> list[int]:
+        """Run a worker until it has to wait; returns the workers that waited for what it did."""
+        begin, stops = self.positions[worker], self.stops[worker]
+        while stops:
+            self.positions[worker] = stops[0]
+            if awaited := self.awaited((worker, stops[0])):
+                source, index = awaited
+                self.parked[source].append((index, worker))
+                break
+            stops.popleft()
+        else:
+            self.positions[worker] = self.lengths[worker]
+        if self.positions[worker] > begin:
+            self.stretches.append((worker, begin, self.positions[worker]))
+        parked = self.parked[worker]
+        self.parked[worker] = [entry for entry in parked if entry[0] >= self.positions[worker]]
+        return [waiting for index, waiting in parked if index < self.positions[worker]]
 
     def awaited(self, location: Location) -> Location | None:
         """What has not happened yet of all that this instruction waits for."""
