@@ -1,4 +1,4 @@
-"""Checks that a program computes every pass once, on the right worker, after what it builds on, in the stated memory."""
+"""Checks that a program computes every pass once, on its worker, after what it builds on, in the stated memory."""
 
 from collections.abc import Iterator
 

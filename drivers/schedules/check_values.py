@@ -12,7 +12,7 @@ Held = tuple[str, int]  # a value and its micro-batch
 
 
 def check_values(program: Program, faults: Faults) -> None:
-    """Note every value that is used too early or too late, sent to the wrong worker, or never freed, and every wrong reduction."""
+    """Note every value used too early or too late, sent to a wrong worker or never freed, and every wrong reduction."""
     frees = any(isinstance(instruction, Free) for order in program.orders for instruction in order)
     for worker in range(program.workers):
         WorkerValues(program, worker, faults).check(frees)

@@ -10,7 +10,7 @@ from pippy.drivers.schedules.waits import Channel, Location, Passing, Run, Traff
 
 
 def check_waits(program: Program, buffer: int | None, faults: Faults) -> None:
-    """Note sends and receives without a partner or out of order, and every circle of workers that wait for one another."""
+    """Note sends and receives without a partner or out of order, and every circle of workers that wait."""
     if program.lowered:
         traffic = Traffic(program)
         check_channels(traffic, faults)

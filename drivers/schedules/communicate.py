@@ -1,13 +1,15 @@
 """Says explicitly what a program of computations implies: sends, receives, frees and reductions.
 
-A pass over data: it takes a program of computations and leaves a lowered program of the same computations in the same order.
+A pass over data: it takes a program of computations and leaves a lowered program of the same computations in the same
+order.
 
     worker 0: F0.0  send a.0 to 1  free a.0                     worker 1: receive a.0 from 0  F1.0  free a.0
 
-A value is sent as soon as it is made, to every worker that needs it, once each. It is received right before its first use, or
-before that of a value sent after it, because channels deliver in order. It is freed right after its last use; what a stage
-keeps of its inputs for its backward, or for the weight half of it, is the stage's own affair. A reduction comes right after the
-last backward that touches the worker's copies, so that it runs while the pipeline drains.
+A value is sent as soon as it is made, to every worker that needs it, once each. It is received right before its first
+use, or before that of a value sent after it, because channels deliver in order. It is freed right after its last use;
+what a stage keeps of its inputs for its backward, or for the weight half of it, is the stage's own affair. A
+reduction comes right after the last backward that touches the worker's copies, so that it runs while the pipeline
+drains.
 """
 
 from collections import defaultdict
@@ -39,7 +41,7 @@ RECEIVE, COMPUTE, SEND, FREE, REDUCE = range(5)
 
 
 class Additions:
-    """The instructions of each worker, in any order: each with the computation that it belongs to, and its place there."""
+    """The instructions of each worker, in any order, each with the computation it belongs to and its place there."""
 
     def __init__(self, program: Program) -> None:
         self.program = program

@@ -1,9 +1,9 @@
 """How long computations and transfers take, in any unit of time.
 
-A single number is the cost for one *device*: what a worker spends on one micro-batch, all its stages together, if the model is
-spread evenly. A stage then costs ``number * workers / stages``: with v stages on each worker, 1/v of the number. So schedules
-with different numbers of stages a worker compare fairly: they run the same model. A sequence or a dict gives each *stage's* own
-cost instead.
+A single number is the cost for one *device*: what a worker spends on one micro-batch, all its stages together, if the
+model is spread evenly. A stage then costs ``number * workers / stages``: with v stages on each worker, 1/v of the
+number. So schedules with different numbers of stages a worker compare fairly: they run the same model. A sequence or
+a dict gives each *stage's* own cost instead.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,9 +23,10 @@ PerEdge = Number | Mapping[str, Number]
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of the passes, and of moving a value between workers: ``size / bandwidth`` in its channel, then ``latency``.
+    """The costs of passes, and of moving a value between workers: ``size / bandwidth`` in a channel, then ``latency``.
 
-    A channel moves one value at a time. ``backward`` is the cost of a whole backward; left out, it is that of its two halves.
+    A channel moves one value at a time. ``backward`` is the cost of a whole backward; left out, it is that of its two
+    halves.
 
     >>> from pippy.drivers.schedules import make_schedule
     >>> program = make_schedule("interleaved_1f1b", workers=2, chunks=2, stages_per_worker=2)
@@ -67,7 +68,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class ResolvedCosts:
-    """A number for every pass of every stage and every edge: ``occupied`` is how long a value keeps its channel busy."""
+    """A number for each pass of each stage and each edge: ``occupied`` is how long a value keeps its channel busy."""
 
     stages: dict[Op, list[Number]]
     latency: dict[str, Number]

@@ -1,7 +1,7 @@
-"""DualPipeV: the V-shaped half of DualPipe, where a forward and a backward of different micro-batches always come in pairs.
+"""DualPipeV: the V-shaped half of DualPipe, where a forward and a backward of different micro-batches come in pairs.
 
-A runtime may overlap the communication of one with the computation of the other; the order here names the forward first.
-Halves of backwards appear only where they fill the ends. A worker holds 2p+1 stage-micro-batches at most.
+A runtime may overlap the communication of one with the computation of the other; the order here names the forward
+first. Halves of backwards appear only where they fill the ends. A worker holds 2p+1 stage-micro-batches at most.
 """
 
 from pippy.drivers.schedules.instructions import Compute

@@ -1,7 +1,7 @@
 """Tries every order that could be better than the best one known: for tiny programs only.
 
-Every schedule is written in one way: its passes in the order of their starts, each as early as it can be. A beginning is
-given up as soon as no way to go on can beat the best known makespan.
+Every schedule is written in one way: its passes in the order of their starts, each as early as it can be. A beginning
+is given up as soon as no way to go on can beat the best known makespan.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Fill-drain (GPipe): all forwards, then all backwards.
 
-With one stage on each of p workers a worker idles (p-1)(F+B), however many the chunks, and holds every chunk at its peak.
-On a looped placement this is looped breadth-first: see looped_bfs.py.
+With one stage on each of p workers a worker idles (p-1)(F+B), however many the chunks, and holds every chunk at its
+peak. On a looped placement this is looped breadth-first: see looped_bfs.py.
 """
 
 from pippy.drivers.schedules.instructions import Compute

@@ -10,7 +10,8 @@
 | ``free x.0``             | drop value ``x`` of micro-batch 0                                                      |
 | ``reduce emb.weight``    | hand this worker's gradient of a replicated parameter to its sum over all copies       |
 
-Sends and reductions do not make the worker wait, unless a channel is full. The sum of a reduction is there when the step ends.
+Sends and reductions do not make the worker wait, unless a channel is full. The sum of a reduction is there when the
+step ends.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,10 @@
 """Interleaved 1F1B: several stages on each worker, so that a worker waits for a stage's time instead of a worker's.
 
-With v stages on each of p workers, dealt round and round, a worker idles (p-1)(F+B)/v, for any number of chunks from p on.
-Micro-batches go through in groups: a group passes the worker's first stage, then its second, and so on. A group of p is just
-long enough to come round without a gap, so when p does not divide the chunks, the groups are a little larger, never smaller.
-The price is memory: worker w warms up with (v-1)g + 2(p-1-w) forwards, where g is the size of the first group, and holds one more.
+With v stages on each of p workers, dealt round and round, a worker idles (p-1)(F+B)/v, for any number of chunks from
+p on. Micro-batches go through in groups: a group passes the worker's first stage, then its second, and so on. A group
+of p is just long enough to come round without a gap, so when p does not divide the chunks, the groups are a little
+larger, never smaller. The price is memory: worker w warms up with (v-1)g + 2(p-1-w) forwards, where g is the size of
+the first group, and holds one more.
 """
 
 from itertools import accumulate, chain, pairwise
@@ -44,8 +45,9 @@ def group_sizes(chunks: int, workers: int) -> list[int]:
 def loops_of(placement: Placement) -> list[list[int | None]]:
     """Each worker's stage in every loop through the workers, None where a loop passes the worker by.
 
-    A placement that is not dealt round and round takes more loops, with gaps. The order is made as if there were stages in the
-    gaps; leaving those out again leaves an order that works, because whatever depends through them stays in order.
+    A placement that is not dealt round and round takes more loops, with gaps. The order is made as if there were
+    stages in the gaps; leaving those out again leaves an order that works, because whatever depends through them
+    stays in order.
     """
     loops: list[list[int | None]] = [[] for _ in range(placement.workers)]
     last = placement.workers

@@ -1,7 +1,7 @@
-"""Looped breadth-first: each worker takes every micro-batch through one of its stages before it turns to its next stage.
+"""Looped breadth-first: each worker takes every micro-batch through one of its stages before it turns to its next.
 
-With v stages on each of p workers a worker idles (p-1)(F+B)/v as in interleaved 1F1B, with the peak of fill-drain; what it
-gains is that a stage's weights are needed for one stretch of time only, and its gradients are complete early.
+With v stages on each of p workers a worker idles (p-1)(F+B)/v as in interleaved 1F1B, with the peak of fill-drain;
+what it gains is that a stage's weights are needed for one stretch of time only, and its gradients are complete early.
 """
 
 from pippy.drivers.schedules.fill_drain import fill_drain

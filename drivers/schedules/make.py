@@ -25,9 +25,9 @@ def make_schedule(
 ) -> Program:
     """The program of a named schedule, validated: computations only, with communication implied.
 
-    ``stages_per_worker`` is one number, or one for each worker; left out it is 1, or 2 for the V-shaped schedules. ``placement``
-    is "linear", "looped", "v", or a dict from stage to worker; left out it is what the schedule is made for. Further options are
-    the schedule's own.
+    ``stages_per_worker`` is one number, or one for each worker; left out it is 1, or 2 for the V-shaped schedules.
+    ``placement`` is "linear", "looped", "v", or a dict from stage to worker; left out it is what the schedule is made
+    for. Further options are the schedule's own.
 
     >>> print(make_schedule("1f1b", workers=2, chunks=1))
     pippy program 1

@@ -1,7 +1,8 @@
-"""1F1B: a backward as soon as there is one, so that a stage never holds more micro-batches than lie between it and the end.
+"""1F1B: a backward as soon as there is one, so that no stage holds more micro-batches than lie between it and the end.
 
-Run i of r runs of adjacent stages (i of r stages, with one stage a worker) begins with min(chunks, r - i) forwards and then
-takes a backward and a forward in turn. It idles as much as fill-drain and holds r - i micro-batches instead of all.
+Run i of r runs of adjacent stages (i of r stages, with one stage a worker) begins with min(chunks, r - i) forwards
+and then takes a backward and a forward in turn. It idles as much as fill-drain and holds r - i micro-batches instead
+of all.
 """
 
 from operator import itemgetter

@@ -45,7 +45,8 @@ class Problem:
 class Partial:
     """The beginning of a schedule: the passes in it, and the state of every worker after them.
 
-    Micro-batches are alike, so every pass of a stage takes them in order: any other schedule can be renamed into such a one.
+    Micro-batches are alike, so every pass of a stage takes them in order: any other schedule can be renamed into such
+    a one.
 
     >>> from pippy.drivers.schedules import make_schedule
     >>> partial = Partial(Problem(make_schedule("1f1b", workers=1, chunks=3), Costs(), memory=[2], halves=True))

@@ -24,8 +24,8 @@ class Placement:
     (0, 3)
     >>> Placement((0, 2))
     Traceback (most recent call last):
-    pippy.drivers.schedules.errors.PlacementError: worker 1 holds no stage in placement 0 2; give it one, or number the \
-workers without holes
+    pippy.drivers.schedules.errors.PlacementError: worker 1 holds no stage in placement 0 2; give it one, or \
+number the workers without holes
     """
 
     worker_of: tuple[int, ...]
@@ -40,7 +40,8 @@ workers without holes
         empty = [worker for worker in range(max(held)) if worker not in held]
         if empty:
             raise PlacementError(
-                f"worker {empty[0]} holds no stage in placement {self}; give it one, or number the workers without holes"
+                f"worker {empty[0]} holds no stage in placement {self}; "
+                "give it one, or number the workers without holes"
             )
 
     def __str__(self) -> str:

@@ -10,7 +10,7 @@ F, B, I, W = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT  # n
 
 @dataclass(frozen=True)
 class Plan:
-    """Each worker's order of computations, and the schedule's promise of how many stage-micro-batches each holds at most.
+    """Each worker's order of computations, and the promise of how many stage-micro-batches each holds at most.
 
     >>> Plan([[Compute(F, 0, 0), Compute(B, 0, 0)]], memory=[1]).memory
     [1]
@@ -36,7 +36,7 @@ def passes(op: Op, stages: Sequence[int], microbatch: int) -> list[Compute]:
 def keep(order: Iterable[Compute], chunks: int) -> list[Compute]:
     """Leave out micro-batches from ``chunks`` on.
 
-    What is left of a schedule that works still works: no computation needs one of another micro-batch. So a pattern that is
-    regular only for some numbers of chunks serves all smaller ones.
+    What is left of a schedule that works still works: no computation needs one of another micro-batch. So a pattern
+    that is regular only for some numbers of chunks serves all smaller ones.
     """
     return [compute for compute in order if compute.microbatch < chunks]

@@ -20,10 +20,11 @@ INDENT = "  "
 class Program:
     """What every worker does, in order, and what has to be known to check it.
 
-    ``backward`` are the stages that have a backward pass: none in a program for inference. ``memory`` is the stated limit of
-    live stage-micro-batches per worker, if there is one. ``edges`` is what the stages hand to one another; None means that
-    they form a chain. A ``lowered`` program says what is sent, received, freed and reduced; any other only orders computations,
-    and the edges imply the rest. ``str(program)`` is the text of its file, and ``parse_program`` the way back.
+    ``backward`` are the stages that have a backward pass: none in a program for inference. ``memory`` is the stated
+    limit of live stage-micro-batches per worker, if there is one. ``edges`` is what the stages hand to one another;
+    None means that they form a chain. A ``lowered`` program says what is sent, received, freed and reduced; any other
+    only orders computations, and the edges imply the rest. ``str(program)`` is the text of its file, and
+    ``parse_program`` the way back.
 
     >>> from pippy.drivers.schedules import make_schedule
     >>> program = make_schedule("1f1b", workers=2, chunks=2)
@@ -178,7 +179,7 @@ class Program:
 
 
 def peak_live(order: Iterable[Compute], backward: frozenset[int]) -> int:
-    """The most stage-micro-batches held at a time: a forward begins one, and the (weight half of the) backward ends it."""
+    """The most stage-micro-batches held at a time: a forward begins one, a backward or its weight half ends it."""
     live = peak = 0
     for compute in order:
         if compute.op == Op.FORWARD:

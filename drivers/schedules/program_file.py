@@ -1,4 +1,4 @@
-"""Reads the one file format that holds a program: strictly, naming the line and column of whatever is not as it is written."""
+"""Reads the one file format that holds a program, and names the line and column of whatever is not written that way."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -38,7 +38,7 @@ def parse_program(text: str) -> Program:
 
 
 def require_canonical(text: str, program: Program) -> None:
-    """Refuse what means something but is not written the one way, such as stages out of order or a missing last newline."""
+    """Refuse what is clear but not written the one way, such as stages out of order or a missing last newline."""
     given = text.split("\n")
     canonical = [*program.lines(), ""]
     for number, (line, wanted) in enumerate(zip(given, canonical), start=1):

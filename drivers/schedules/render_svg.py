@@ -39,7 +39,8 @@ stroke="#fff"/><text x="628.00" y="22" text-anchor="middle">0</text></g>
     ]
     height = GAP + len(timeline.spans) * (ROW + GAP)
     names = [f'<text x="4" y="{22 + i * (ROW + GAP)}">worker {i}</text>' for i in range(len(timeline.spans))]
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" font-family="sans-serif" font-size="11">'
+    size = f'width="{WIDTH}" height="{height}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
     return "\n".join([head, *names, *boxes, "</svg>"])
 
 

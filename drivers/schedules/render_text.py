@@ -1,7 +1,7 @@
 """Draws a timeline as a grid of text, one line a worker, as papers draw schedules.
 
-Time runs to the right in steps of one column. A pass begins with its name (``F3`` or, if its worker holds several stages,
-``F5.3``: stage 5, micro-batch 3) and goes on with dashes; dots are idle.
+Time runs to the right in steps of one column. A pass begins with its name (``F3`` or, if its worker holds several
+stages, ``F5.3``: stage 5, micro-batch 3) and goes on with dashes; dots are idle.
 """
 
 from collections.abc import Sequence

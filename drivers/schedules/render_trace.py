@@ -10,8 +10,8 @@ from pippy.drivers.schedules.timeline import Timeline
 def render_trace(drawn: Program | Timeline, unit: float = 1000.0) -> str:
     """The JSON of a timeline, or of a program with a unit cost for each forward and half backward.
 
-    ``unit`` is how many microseconds a unit of the timeline's time lasts: 1000 draws a unit cost as a millisecond; pass 1e6
-    for a recorded run in seconds.
+    ``unit`` is how many microseconds a unit of the timeline's time lasts: 1000 draws a unit cost as a millisecond;
+    pass 1e6 for a recorded run in seconds.
 
     >>> from pippy.drivers.schedules import make_schedule
     >>> trace = json.loads(render_trace(make_schedule("forward_only", workers=1, chunks=1)))

@@ -1,8 +1,9 @@
-"""The list scheduler: for given costs and memory, the best order that named schedules, rules of thumb and search can find.
+"""The list scheduler: for given costs and memory, the best order that schedules, rules of thumb and search can find.
 
-It tries (1) every named schedule that works on the placement and fits the memory, (2) a greedy order by each of a few rules,
-and (3) for tiny programs every order that could be better. So it is never worse than a named schedule, and exact when tiny:
-among orders whose backwards are all whole or all in halves, which are the best unless a whole backward costs less than its halves.
+It tries (1) every named schedule that works on the placement and fits the memory, (2) a greedy order by each of a few
+rules, and (3) for tiny programs every order that could be better. So it is never worse than a named schedule, and
+exact when tiny: among orders whose backwards are all whole or all in halves, which are the best unless a whole
+backward costs less than its halves.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -31,7 +31,7 @@ class Idle:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a simulation finds: the timeline, why each worker idles, and the most stage-micro-batches it holds at a time.
+    """What a simulation finds: the timeline, why each worker idles, and the most stage-micro-batches it holds.
 
     >>> from pippy.drivers.schedules import make_schedule
     >>> result = simulate(make_schedule("fill_drain", workers=2, chunks=3))

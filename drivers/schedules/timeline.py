@@ -45,7 +45,7 @@ class Timeline:
             for span in spans:
                 if span.start < clock or span.end < span.start:
                     raise ArgumentError(
-                        f"worker {worker} runs {span.compute} from {span.start} to {span.end}, after {clock} has passed; "
+                        f"worker {worker} runs {span.compute} from {span.start} to {span.end}, when it is {clock}; "
                         "give each worker's spans in order of time, from 0, without overlap"
                     )
                 clock = span.end

@@ -8,8 +8,8 @@ What is refused (worker 0 on the left, worker 1 on the right; time runs down):
         B0.0  B1.0                          F0.1  B1.0          receive y.0 from 1  receive x.0 from 0
               B1.1                          B0.1  B1.1          receive y.1 from 1  receive x.1 from 0
 
-A program that only orders computations is checked against the edges of its stages. One that sends and receives is checked
-instruction by instruction: every value is made or received before it is used, and freed only after.
+A program that only orders computations is checked against the edges of its stages. One that sends and receives is
+checked instruction by instruction: every value is made or received before it is used, and freed only after.
 """
 
 from pippy.drivers.schedules.check_computations import check_computations
@@ -24,8 +24,8 @@ from pippy.drivers.schedules.program import Program
 def validate(program: Program, buffer: int | None = None) -> None:
     """Raise one ProgramError that lists every fault of the program, or do nothing.
 
-    ``buffer`` is how many sent values a channel from one worker to another can hold before the sender has to wait; None means
-    that senders never wait. Channels deliver in order.
+    ``buffer`` is how many sent values a channel from one worker to another can hold before the sender has to wait;
+    None means that senders never wait. Channels deliver in order.
 
     >>> from pippy.drivers.schedules import make_schedule
     >>> program = make_schedule("fill_drain", workers=1, chunks=1)

@@ -75,7 +75,8 @@ class Traffic:
 class Run:
     """The program, run without a clock, each worker as far as it gets before it has to wait.
 
-    ``stretches`` are what workers do in one go, (worker, first, end), in an order that works; ``positions`` is where they end up.
+    ``stretches`` are what workers do in one go, (worker, first, end), in an order that works; ``positions`` is where
+    they end up.
 
     >>> from pippy.drivers.schedules import make_schedule
     >>> program = make_schedule("1f1b", workers=2, chunks=1)

@@ -1,4 +1,4 @@
-"""ZB-H2: no gap between a worker's first and last pass when F, I and W take equally long, for twice the memory of ZB-H1.
+"""ZB-H2: no gap between a worker's first and last pass if F, I and W take equally long, for twice the memory of ZB-H1.
 
 Worker w warms up with 2(p-w) - 1 forwards and puts its W off by 2w micro-batches, so that every worker holds 2p-1.
 """

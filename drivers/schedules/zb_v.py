@@ -1,7 +1,8 @@
 """ZB-V: halves of backwards on a V-shaped placement; when F, I and W take equally long, no gap but the fill.
 
-Worker w of p holds stage w and, on the way back, stage 2p-1-w. The last worker turns a micro-batch round without waiting, so
-backwards begin early, and every worker holds 2p stage-micro-batches at most: as much as the first worker of 1F1B.
+Worker w of p holds stage w and, on the way back, stage 2p-1-w. The last worker turns a micro-batch round without
+waiting, so backwards begin early, and every worker holds 2p stage-micro-batches at most: as much as the first worker
+of 1F1B.
 """
 
 from pippy.drivers.schedules.instructions import Compute

@@ -1,7 +1,8 @@
 """The order that ZB-H1 and ZB-H2 share: 1F1B with backwards in halves, the weight half put off until it costs nothing.
 
-Only the input half (I) of a backward is waited for by another worker; the weight half (W) can fill gaps. Worker w puts its W
-off by so many micro-batches that it holds as many at a time as every other worker, and spends them while the pipeline drains.
+Only the input half (I) of a backward is waited for by another worker; the weight half (W) can fill gaps. Worker w
+puts its W off by so many micro-batches that it holds as many at a time as every other worker, and spends them while
+the pipeline drains.
 """
 
 from itertools import chain
@@ -23,13 +24,15 @@ def one_run_each(placement: Placement, schedule: str) -> tuple[Run, ...]:
 
 
 def zero_bubble(placement: Placement, chunks: int, depth: int, schedule: str) -> Plan:
-    """Warm up with depth x (runs to the end) micro-batches less depth - 1, and hold no more than the first worker does."""
+    """Warm up with depth x (runs to the end) - (depth - 1) forwards, and hold no more than the first worker does."""
     runs = one_run_each(placement, schedule)
     orders: list[list[Compute]] = [[] for _ in runs]
     memory = [0] * len(runs)
     for index, run in enumerate(runs):
         warm_up = depth * (len(runs) - index) - (depth - 1)
-        orders[run.worker] = run_order(run, chunks, warm_up, put_off=depth * index)
+        # with few chunks there is more time than work, and a W that is put off too far comes too late
+        put_off = index + min((depth - 1) * index, max(0, chunks - len(runs)))
+        orders[run.worker] = run_order(run, chunks, warm_up, put_off)
         memory[run.worker] = len(run.stages) * min(chunks, warm_up + depth * index)
     return Plan(orders, memory)
 

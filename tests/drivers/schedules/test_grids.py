@@ -102,3 +102,10 @@ def test_warm_up_of_1f1b_is_bounded_by_the_stage():
     program = make_schedule("1f1b", workers=4, chunks=3)
     warm_up = [[compute.op for compute in order].index(Op.BACKWARD) for order in program.computations]
     assert warm_up == [3, 3, 2, 1]
+
+
+@pytest.mark.parametrize("p", [2, 3, 5, 8])
+def test_zb_h2_is_never_slower_than_zb_h1(p):
+    for m in range(1, 2 * p + 2):
+        of_h1, of_h2 = (simulate(make_schedule(name, workers=p, chunks=m)).makespan for name in ("zb_h1", "zb_h2"))
+        assert of_h2 <= of_h1
