@@ -26,14 +26,15 @@ from pippy.drivers.schedules.waits import production
 
 
 def add_communication(program: Program) -> Program:
-    """Lower a valid program of computations, for its own edges and replicated parameters.
+    """Lower a valid program, for its own edges and replicated parameters; one that is lowered already is lowered anew.
 
     >>> from pippy.drivers.schedules import make_schedule
     >>> lowered = add_communication(make_schedule("forward_only", workers=2, chunks=1))
     >>> [str(instruction) for instruction in lowered.orders[1]]
     ['receive activation_0.0 from 0', 'F1.0', 'free activation_0.0']
     """
-    return replace(program, orders=tuple(Additions(program).orders()), lowered=True)
+    computations = replace(program, orders=program.computations, lowered=False)
+    return replace(program, orders=tuple(Additions(computations).orders()), lowered=True)
 
 
 # What comes first of what is due at the same computation.

@@ -125,7 +125,7 @@ def outcome(program: Program) -> object:
 
 
 class Outcome:
-    """The machine's counts, with terms written out as nested tuples that share what they share."""
+    """The machine's counts, with each term replaced by a digest of all that it is built from."""
 
     def __init__(self, machine: Machine) -> None:
         self.parts = dict(enumerate(machine.terms))
@@ -136,7 +136,7 @@ class Outcome:
         return frozenset(((*key[:-1], self.digest(key[-1])), count) for key, count in counter.items())
 
     def digest(self, term: int) -> int:
-        """A hash of the whole term; the numbers of terms depend on the order of execution."""
+        """What terms are equal by: their numbers depend on the order of execution."""
         if term not in self.hashes:
             name, *rest = self.parts[term]
             fixed, inner = (rest[:2], rest[2:]) if name in ("F", "B") else ([], rest)

@@ -12,7 +12,7 @@ from pippy.drivers.schedules.placement import Placement
 from pippy.drivers.schedules.program import Program
 from tests.drivers.schedules.build import build, edges
 
-counts = st.integers(0, 10**6)
+counts = st.integers(0, 10**9 - 1)
 names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True)
 instructions = st.one_of(
     st.builds(Compute, st.sampled_from(Op), counts, counts),
@@ -51,6 +51,7 @@ def test_text_that_is_read_is_the_instructions_own(text):
         ("F1.x", 4, "expected a micro-batch number"),
         ("F1.00", 5, "expected the end of the line"),
         ("F1.0 ", 5, "expected the end of the line"),
+        ("F" + "1" * 5000 + ".0", 11, "expected '.'"),
         ("F1.٣", 4, "expected a micro-batch number"),
         ("send", 1, "expected an instruction"),
         ("send 1x.0 to 1", 6, "expected the name of a value"),

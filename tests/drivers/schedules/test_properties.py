@@ -84,6 +84,7 @@ def test_lowered_programs_are_valid_and_run_the_same(program: Program, seed: int
     validate(program)
     lowered = add_communication(program)
     validate(lowered)
+    assert add_communication(lowered) == lowered
     validate(lowered, buffer=program.chunks * program.stages)
     assert lowered.computations == program.computations
     assert simulate_with(lowered, Costs(latency=0.5)) == simulate_with(program, Costs(latency=0.5))
