@@ -167,6 +167,8 @@ def stage_counts(workers: int, stages_per_worker: int | Sequence[int]) -> list[i
 
 
 def from_mapping(placement: Mapping[int, int]) -> Placement:
+    if not isinstance(placement, Mapping):
+        raise PlacementError(f"placement {placement!r} is unknown; take one of {', '.join(SHAPES)}, or a dict")
     for stage in range(len(placement)):
         if stage not in placement:
             raise PlacementError(

@@ -47,6 +47,8 @@ def test_an_unknown_option():
     ("placement", "message"),
     [
         ("spiral", "placement 'spiral' is unknown; take one of linear, looped, v, or a dict"),
+        ([0, 1], "placement [0, 1] is unknown; take one of linear, looped, v, or a dict"),
+        (1, "placement 1 is unknown"),
         ({}, "the placement () holds no stage"),
         ({0: 0, 2: 1}, "stage 1 has no worker in placement {0: 0, 2: 1}; number the stages from 0 without holes"),
         ({1: 0, 2: 1}, "stage 0 has no worker"),
