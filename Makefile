@@ -26,6 +26,7 @@ check: $(READY) ## ruff, mypy and the layering test
 
 bench: $(READY) ## run the benchmarks (minutes)
 	@$(BIN)/python exps/compile_scale.py
+	@$(BIN)/python exps/schedule_scale.py
 
 setup: $(READY) ## make the virtual environment
 

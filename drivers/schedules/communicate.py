@@ -1,0 +1,103 @@
+"""Says explicitly what a program of computations implies: sends, receives, frees and reductions.
+
+A pass over data: it takes a program of computations and leaves a lowered program of the same computations in the same
+order.
+
+    worker 0: F0.0  send a.0 to 1  free a.0                     worker 1: receive a.0 from 0  F1.0  free a.0
+
+A value is sent as soon as it is made, to every worker that needs it, once each. It is received right before its first
+use, or before that of a value sent after it, because channels deliver in order. It is freed right after its last use;
+what a stage keeps of its inputs for its backward, or for the weight half of it, is the stage's own affair. A
+reduction comes right after the last backward that touches the worker's copies, so that it runs while the pipeline
+drains.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from operator import itemgetter
+
+from pippy.drivers.schedules.check_values import last_backward
+from pippy.drivers.schedules.graph import Edge, Pass, produced_by
+from pippy.drivers.schedules.instructions import Compute, Free, Instruction, Receive, Reduce, Send
+from pippy.drivers.schedules.program import Program
+from pippy.drivers.schedules.waits import production
+
+
+def add_communication(program: Program) -> Program:
+    """Lower a valid program, for its own edges and replicated parameters; one that is lowered already is lowered anew.
+
+    >>> from pippy.drivers.schedules import make_schedule
+    >>> lowered = add_communication(make_schedule("forward_only", workers=2, chunks=1))
+    >>> [str(instruction) for instruction in lowered.orders[1]]
+    ['receive activation_0.0 from 0', 'F1.0', 'free activation_0.0']
+    """
+    computations = replace(program, orders=program.computations, lowered=False)
+    return replace(program, orders=tuple(Additions(computations).orders()), lowered=True)
+
+
+# What comes first of what is due at the same computation.
+RECEIVE, COMPUTE, SEND, FREE, REDUCE = range(5)
+
+
+class Additions:
+    """The instructions of each worker, in any order, each with the computation it belongs to and its place there."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.places = production(program)
+        self.targets = {edge.value: targets_by_worker(program, edge) for edge in program.flow}
+        self.due: list[list[tuple[int, int, Instruction]]] = [[] for _ in program.orders]
+        edges: dict[Pass, list[Edge]] = defaultdict(list)
+        for edge in program.flow:
+            edges[edge.source].append(edge)
+        for worker, order in enumerate(program.computations):
+            self.due[worker] += [(index, COMPUTE, compute) for index, compute in enumerate(order)]
+            self.add_transfers(worker, order, edges)
+            self.add_reductions(worker)
+
+    def orders(self) -> Iterator[tuple[Instruction, ...]]:
+        for due in self.due:
+            due.sort(key=itemgetter(0, 1))
+            yield tuple(instruction for _, _, instruction in due)
+
+    def add_transfers(self, worker: int, order: Iterable[Compute], edges: Mapping[Pass, Iterable[Edge]]) -> None:
+        """Move and free what this worker makes."""
+        channels: dict[int, list[tuple[Receive, int]]] = defaultdict(list)
+        for index, compute in enumerate(order):
+            done, chunk = produced_by(compute), compute.microbatch
+            for edge in edges.get(done, ()) if done else ():
+                last = index
+                for to, targets in self.targets[edge.value]:
+                    uses = [self.places[target, chunk][1] for target in targets]
+                    if to == worker:
+                        last = max(uses)
+                        continue
+                    self.due[worker].append((index, SEND, Send(edge.value, chunk, to)))
+                    channels[to].append((Receive(edge.value, chunk, worker), min(uses)))
+                    self.due[to].append((max(uses), FREE, Free(edge.value, chunk)))
+                self.due[worker].append((last, FREE, Free(edge.value, chunk)))
+        for to, channel in channels.items():
+            self.add_receives(to, channel)
+
+    def add_receives(self, worker: int, channel: Sequence[tuple[Receive, int]]) -> None:
+        """Receive in the order of sending, each value no later than its first use and all that come behind it."""
+        latest = accumulate((first_use for _, first_use in reversed(channel)), min)
+        for (receive, _), index in zip(channel, reversed(list(latest))):
+            self.due[worker].append((index, RECEIVE, receive))
+
+    def add_reductions(self, worker: int) -> None:
+        last = last_backward(self.program.computations[worker])
+        for copies in self.program.replicated:
+            held = [last[stage] for stage in copies.stages if stage in last]
+            if held:
+                self.due[worker].append((max(held), REDUCE, Reduce(copies.parameter)))
+
+
+def targets_by_worker(program: Program, edge: Edge) -> list[tuple[int, list[Pass]]]:
+    """The workers where the value is needed, and what needs it there."""
+    found: dict[int, list[Pass]] = defaultdict(list)
+    for target in edge.targets:
+        found[program.placement.worker_of[target.stage]].append(target)
+    return sorted(found.items())

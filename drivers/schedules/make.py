@@ -1,0 +1,88 @@
+"""Makes a validated program from the name of a schedule and sizes."""
+
+from collections.abc import Mapping, Sequence
+from inspect import Parameter, signature
+
+from pippy.drivers.schedules.errors import ArgumentError, UnknownScheduleError
+from pippy.drivers.schedules.placement import Placement, make_placement, require_count
+from pippy.drivers.schedules.plan import Plan
+from pippy.drivers.schedules.program import Program
+from pippy.drivers.schedules.registry import REGISTRY, Entry, register
+from pippy.drivers.schedules.search import list_schedule
+from pippy.drivers.schedules.validate import validate
+
+register("list", list_schedule)  # not in registry.py, because it tries the schedules that are there
+
+
+def make_schedule(
+    name: str,
+    *,
+    workers: int,
+    chunks: int,
+    stages_per_worker: int | Sequence[int] | None = None,
+    placement: str | Mapping[int, int] | Placement | None = None,
+    **options: object,
+) -> Program:
+    """The program of a named schedule, validated: computations only, with communication implied.
+
+    ``stages_per_worker`` is one number, or one for each worker; left out it is 1, or 2 for the V-shaped schedules.
+    ``placement`` is "linear", "looped", "v", or a dict from stage to worker; left out it is what the schedule is made
+    for. Further options are the schedule's own.
+
+    >>> print(make_schedule("1f1b", workers=2, chunks=1))
+    pippy program 1
+    schedule 1f1b
+    workers 2
+    stages 2
+    chunks 1
+    placement 0 1
+    backward all
+    memory 1 1
+    edges chain
+    communication implied
+    worker 0
+      F0.0
+      B0.0
+    worker 1
+      F1.0
+      B1.0
+    <BLANKLINE>
+    """
+    if name not in REGISTRY:
+        raise UnknownScheduleError(f"there is no schedule called {name!r}; take one of {', '.join(REGISTRY)}")
+    entry = REGISTRY[name]
+    require_count("chunks", chunks)
+    placed = make_placement(
+        workers,
+        default_stages(entry, placement) if stages_per_worker is None else stages_per_worker,
+        entry.placement if placement is None else placement,
+    )
+    refuse_unknown_options(name, entry, options)
+    plan = entry.schedule(placed, chunks, **options)
+    if not isinstance(plan, Plan):
+        raise ArgumentError(f"schedule {name} returned {plan!r}; it must return a Plan")
+    program = Program(
+        schedule=name,
+        placement=placed,
+        chunks=chunks,
+        orders=tuple(map(tuple, plan.orders)),
+        backward=tuple(range(placed.stages)) if entry.training else (),
+        memory=None if plan.memory is None else tuple(plan.memory),
+    )
+    validate(program)
+    return program
+
+
+def default_stages(entry: Entry, placement: object) -> int:
+    """A dict or a Placement says itself how many stages each worker has."""
+    return entry.stages_per_worker if placement is None or isinstance(placement, str) else 1
+
+
+def refuse_unknown_options(name: str, entry: Entry, options: Mapping[str, object]) -> None:
+    parameters = list(signature(entry.schedule).parameters.values())[2:]  # after the placement and the chunks
+    if any(parameter.kind == Parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    known = [parameter.name for parameter in parameters]
+    for option in options:
+        if option not in known:
+            raise ArgumentError(f"{option}={options[option]!r}: {name} takes {', '.join(known) or 'no options'}")

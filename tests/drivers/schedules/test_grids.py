@@ -1,0 +1,111 @@
+"""The schedules as the papers draw them, 4 workers and 8 micro-batches, and what the papers promise of them."""
+
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from pippy.drivers.schedules import make_schedule, simulate
+from pippy.drivers.schedules.instructions import Op
+from pippy.drivers.schedules.registry import REGISTRY
+from pippy.drivers.schedules.render_text import render_text
+
+GRIDS = Path(__file__).parent / "grids"
+ONE = Fraction(1)
+STAGES = {"interleaved_1f1b": 2, "looped_bfs": 2}
+
+
+@pytest.mark.parametrize("name", [name for name in REGISTRY if name != "list"])
+def test_the_grid_of_4_workers_and_8_micro_batches(name):
+    program = make_schedule(name, workers=4, chunks=8, stages_per_worker=STAGES.get(name))
+    assert render_text(program) + "\n" == (GRIDS / f"{name}.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "stages_per_worker", "of_4", "of_8"),
+    [
+        ("fill_drain", 1, 33, 69),
+        ("1f1b", 1, 33, 69),
+        ("interleaved_1f1b", 2, 28.5, 58.5),
+        ("interleaved_1f1b", 4, 26.25, 53.25),
+        ("looped_bfs", 2, 28.5, 58.5),
+        ("zb_h1", 1, 27, 55),
+        ("zb_h2", 1, 27, 55),
+        ("zb_v", 2, 25.5, 51.5),
+        ("dualpipe_v", 2, 25.5, 51.5),
+    ],
+)
+def test_makespans_in_units_of_one_devices_forward(name, stages_per_worker, of_4, of_8):
+    assert simulate(make_schedule(name, workers=4, chunks=8, stages_per_worker=stages_per_worker)).makespan == of_4
+    assert simulate(make_schedule(name, workers=8, chunks=16, stages_per_worker=stages_per_worker)).makespan == of_8
+
+
+COSTS = [
+    tuple(map(Fraction, costs))
+    for costs in (("1", "1", "1"), ("2", "1", "1"), ("1", "2", "1"), ("2", "2", "1"), ("1/3", "1/2", "1/4"))
+]
+SIZES = [(1, 1), (1, 5), (2, 2), (2, 9), (3, 7), (4, 8), (5, 5), (5, 23), (8, 16)]
+
+
+def idle(name, workers, chunks, costs, stages_per_worker=None):
+    program = make_schedule(name, workers=workers, chunks=chunks, stages_per_worker=stages_per_worker)
+    return set(simulate(program, *map(Fraction, costs)).idle)
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize("costs", COSTS)
+def test_idle_of_fill_drain_and_1f1b(p, m, costs):
+    forward, *backward = costs
+    assert idle("fill_drain", p, m, costs) == {(p - 1) * (forward + sum(backward))}
+    assert idle("1f1b", p, m, costs) == {(p - 1) * (forward + sum(backward))}
+
+
+@pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SIZES if m >= p])
+@pytest.mark.parametrize("v", [1, 2, 3, 4])
+def test_idle_of_looped_schedules_for_any_number_of_chunks_from_p_on(p, m, v):
+    for costs in COSTS:
+        assert idle("interleaved_1f1b", p, m, costs, v) == {(p - 1) * sum(costs) / v}
+        assert idle("looped_bfs", p, m, costs, v) == {(p - 1) * sum(costs) / v}
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize("costs", COSTS)
+def test_idle_of_zb_h1(p, m, costs):
+    forward, backward_input, backward_weight = costs
+    assert idle("zb_h1", p, m, costs) == {(p - 1) * (forward + backward_input - backward_weight)}
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 4), (3, 7), (4, 8), (5, 23), (8, 16)])
+def test_zb_h2_and_zb_v_idle_in_the_fill_and_drain_only(p, m):
+    for name, distance in (("zb_h2", ONE), ("zb_v", ONE / 2)):
+        result = simulate(make_schedule(name, workers=p, chunks=m), ONE, ONE, ONE)
+        assert [parts.fill for parts in result.idle_parts] == [worker * distance for worker in range(p)]
+        assert [parts.drain for parts in result.idle_parts] == [(p - 1 - worker) * distance for worker in range(p)]
+        assert not any(parts.waiting for parts in result.idle_parts)
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 4), (3, 7), (4, 8), (5, 23), (8, 16)])
+def test_peaks(p, m):
+    def peaks(name):
+        return make_schedule(name, workers=p, chunks=m).peak_live
+
+    assert peaks("fill_drain") == (m,) * p
+    assert peaks("1f1b") == tuple(p - worker for worker in range(p))
+    assert peaks("zb_h1") == (p,) * p
+    assert peaks("zb_h2") == (min(m, 2 * p - 1),) * p
+    assert peaks("zb_v") == (2 * p,) * p  # of stages that are half as large
+    assert peaks("dualpipe_v") == (min(2 * m, 2 * p + 1),) * p
+    assert peaks("forward_only") == (1,) * p
+
+
+def test_warm_up_of_1f1b_is_bounded_by_the_stage():
+    program = make_schedule("1f1b", workers=4, chunks=3)
+    warm_up = [[compute.op for compute in order].index(Op.BACKWARD) for order in program.computations]
+    assert warm_up == [3, 3, 2, 1]
+
+
+@pytest.mark.parametrize("p", [2, 3, 5, 8])
+def test_zb_h2_is_never_slower_than_zb_h1(p):
+    for m in range(1, 2 * p + 2):
+        of_h1, of_h2 = (simulate(make_schedule(name, workers=p, chunks=m)).makespan for name in ("zb_h1", "zb_h2"))
+        assert of_h2 <= of_h1
