@@ -15,6 +15,7 @@ from pippy.drivers.schedules.program import Program
 from pippy.drivers.schedules.validate import validate
 from pippy.ir.names import stage_index
 from pippy.ir.pipe import Pipe
+from pippy.ir.verify import verify
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ def lower(pipe: Pipe, schedule: Program, buffer: int | None = None) -> Lowered:
             f"{schedule.schedule} is for {schedule.stages} stages, and the Pipe has {pipe.num_stages}; make a schedule with "
             f"as many stages (workers times stages_per_worker), or cut the model into {schedule.stages} stages"
         )
+    verify(pipe)
     interpreter = RemoteInterpreter(pipe)
     training = bool(schedule.backward) and pipe.loss is not None
     work = _by_pass(interpreter.run_until(lambda node: node.op == "output"), training)

@@ -39,12 +39,7 @@ from tests.zoo import AsksForTypes
 REPLICATE, TRANSMIT = MultiUseParameterConfig.REPLICATE, MultiUseParameterConfig.TRANSMIT
 
 
-@pytest.fixture(autouse=True)
-def in_float64():
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
 
 def half_square(output, target):

@@ -18,14 +18,10 @@ from tests.compare import (
 )
 from tests.zoo import Exhibit, exhibits
 
-pytestmark = pytest.mark.filterwarnings("ignore:a mark after the model's last operation")
-
-
-@pytest.fixture(autouse=True)
-def in_float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = [
+    pytest.mark.usefixtures("in_float64"),
+    pytest.mark.filterwarnings("ignore:a mark after the model's last operation"),
+]
 
 
 def build(name: str) -> Exhibit:

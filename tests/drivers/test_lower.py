@@ -14,19 +14,16 @@ from pippy.drivers.lower import Lowered, lower
 from pippy.drivers.schedules import make_schedule, parse_program
 from pippy.drivers.schedules.graph import Pass
 from pippy.drivers.schedules.instructions import Compute, Receive, Reduce, Send
+from pippy.ir.errors import VerificationError
 from pippy.ir.signature import bind
 from tests.compare import assert_same, assert_same_gradient, fresh_inputs
 from tests.drivers.local_run import LocalRun
 from tests.zoo import Exhibit, exhibits
 
-pytestmark = pytest.mark.filterwarnings("ignore:a mark after the model's last operation")
-
-
-@pytest.fixture(autouse=True)
-def in_float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = [
+    pytest.mark.usefixtures("in_float64"),
+    pytest.mark.filterwarnings("ignore:a mark after the model's last operation"),
+]
 
 
 def build(name: str, config: MultiUseParameterConfig = MultiUseParameterConfig.TRANSMIT) -> tuple[Exhibit, Pipe]:
@@ -278,6 +275,13 @@ def test_a_program_for_another_pipe_is_refused(schedule, words):
     with pytest.raises(LoweringError) as caught:
         lower(pipe, schedule())
     assert words in str(caught.value)
+
+
+def test_a_broken_pipe_is_not_lowered():
+    _, pipe = build("UsedTwice")
+    pipe.split_gm.graph.output_node().args = (None,)
+    with pytest.raises(VerificationError):
+        lower(pipe, make_schedule("1f1b", workers=3, chunks=2))
 
 
 def test_every_computation_is_lowered_once():
