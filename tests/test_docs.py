@@ -1,0 +1,119 @@
+"""The documentation is true: its blocks run and print what it says, and its links lead somewhere."""
+
+import doctest
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from pippy import errors
+from pippy.drivers.schedules.registry import REGISTRY
+from tests import pages
+from tests.pages import PageError, blocks_of, broken_links, check_page, links, written
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_the_blocks_of_a_page_do_what_it_says(path):
+    with patch.dict(REGISTRY):  # a page may register a schedule of its own
+        check_page(name_of(path), path.read_text())
+
+
+@pytest.mark.parametrize("path", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)
+def test_links_lead_somewhere(path):
+    assert broken_links(path, ROOT) == []
+
+
+def test_every_page_is_in_the_table_of_contents():
+    listed = links((ROOT / "docs/index.md").read_text())
+    assert [path.name for path in PAGES[1:] if path.name not in ("index.md", *listed)] == []
+
+
+def page(*blocks: str) -> str:
+    return "A page.\n\n" + "\n".join(f"```{block}\n```\n" for block in blocks)
+
+
+def test_blocks_share_a_namespace_and_their_output_is_compared():
+    text = page("python\na = 'one '\nprint(a)\nprint(2)", "text\none\n2", "python\nprint(a * 2)", "text\n...one")
+    assert check_page("page.md", text) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (page("python\nprint(1)", "text\n2"), r"page\.md:3 prints\n1\n"),
+        (page("python\nprint(1)\nprint(2)", "text\n1"), "prints"),
+        (page("python\nprint(1)", "text\n1\n..."), "prints"),
+        (page("python\n1 / 0"), r"page\.md:3 raises ZeroDivisionError: division by zero; the page says nothing"),
+        (page("python raises=ValueError\npass"), "raises nothing; the page says ValueError"),
+        (page("python raises=ValueError\n1 / 0"), "raises ZeroDivisionError.*; the page says ValueError"),
+        (page("python raises=KeyError\n{}['a']", "text\nKeyError: 'b'"), "prints\nKeyError: 'a'"),
+        (page("python\nimport pippy, warnings\nwarnings.warn('w', pippy.PippyWarning)"), "warns PippyWarning: w"),
+        (page("python warns=PippyWarning\npass"), "warns nothing; the page says PippyWarning"),
+        (page("python raise=ValueError\n1 / 0"), "a block may say raises, warns, file"),
+        (page("text\nlost"), "compared with nothing"),
+        (page("python\nprint(1)") + "\nA sentence.\n" + page("text\n2"), "compared with nothing"),
+        (page("python\na = 1") + page("python\nb"), "NameError"),
+    ],
+)
+def test_what_is_not_so_is_caught(text, words):
+    with pytest.raises(PageError, match=words):
+        check_page("page.md", text)
+
+
+def test_each_page_has_a_namespace_of_its_own():
+    check_page("page.md", page("python\na = 1"))
+    with pytest.raises(PageError, match="NameError"):
+        check_page("page.md", page("python\na"))
+
+
+def test_an_expected_error_is_compared_with_its_message():
+    check_page("page.md", page("python raises=KeyError\nprint(1)\n{}['a']", "text\n1\nKeyError: 'a'"))
+    check_page(
+        "page.md",
+        page(
+            "python warns=PippyWarning\nimport pippy, warnings\nwarnings.warn('w', pippy.PippyWarning)",
+            "text\nPippyWarning: w",
+        ),
+    )
+
+
+def test_what_blocks_print_can_be_written_into_the_page():
+    text = page("python\nprint(1)", "text\n2", "python\nprint(3)", "text\n3")
+    assert written("page.md", text) == page("python\nprint(1)", "text\n1", "python\nprint(3)", "text\n3")
+
+
+def test_the_examples_of_the_checker():
+    assert doctest.testmod(pages).failed == 0
+
+
+def test_links_that_lead_nowhere_are_found(tmp_path):
+    (tmp_path / "other.md").write_text("# The other page\n\n```text\n# no heading\n```\n")
+    path = tmp_path / "page.md"
+    path.write_text(
+        "[a](other.md) [b](other.md#the-other-page) [c](https://example.org/x) <!-- [d](hidden.md) -->\n"
+        "[e](missing.md) [f](other.md#no-heading) [g](../outside.md) [h](#nowhere)\n"
+    )
+    assert broken_links(path, tmp_path) == ["missing.md", "other.md#no-heading", "../outside.md", "#nowhere"]
+
+
+def test_every_error_has_its_block():
+    text = (ROOT / "docs/errors.md").read_text()
+    shown = {block.options.get("raises") or block.options.get("warns") for block in blocks_of("errors.md", text)}
+    types = {
+        name for name, each in vars(errors).items() if isinstance(each, type) and each.__module__ == errors.__name__
+    }
+    assert types - shown == {"PippyError"}
+
+
+def test_every_file_of_the_compiler_has_a_row():
+    rows = links((ROOT / "docs/changing.md").read_text())
+    files = [*sorted((ROOT / "ir").rglob("*.py")), *sorted((ROOT / "pippy").glob("*.py"))]
+    expected = [f"../{name_of(path)}" for path in files if path.name != "__init__.py"]
+    assert [link for link in expected if link not in rows] == []
