@@ -195,7 +195,8 @@ def _selected(output: Any, spec: Any, whole: Any) -> list[tuple[Any, Any]]:
     if spec is True:
         if isinstance(output, fx.Node):
             return [(output, True)]
-        raise LossError(f"output_loss_value_spec {whole!r} marks {_shape(output)} as the loss; mark one value in it")
+        hint = "mark one value in it" if isinstance(output, (Sequence, Mapping)) else "which is a constant"
+        raise LossError(f"output_loss_value_spec {whole!r} marks {_shape(output)} as the loss; {hint}")
     if isinstance(output, fx.Node):
         return [(output, spec)]
     if isinstance(spec, (str, int)):

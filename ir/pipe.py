@@ -22,7 +22,7 @@ from pippy.ir.loss import (
 from pippy.ir.names import LOSS, stage_name
 from pippy.ir.params import MultiUseParamSpec
 from pippy.ir.reference import run_reference
-from pippy.ir.replicas import follow_owners, sum_gradients
+from pippy.ir.replicas import follow_owners
 from pippy.ir.sequential import trace_sequential
 from pippy.ir.show.diagrams import dot, mermaid
 from pippy.ir.show.graph_text import graph_text
@@ -181,15 +181,6 @@ class Pipe(nn.Module):
         return [
             [tensor_of(self.stage(stage), name) for stage, name in group.items()] for group in self.replicated_params
         ]
-
-    def sync_replicated_gradients(self) -> None:
-        """Give each copy of a replicated parameter the sum of all copies' gradients.
-
-        A Pipe with a loss does this itself. It is for a Pipe without one: call it once, after the last backward of a loss
-        of your own and before the optimizer's step.
-        """
-        for copies in self.replicas():
-            sum_gradients(copies)
 
     def graph_text(self, *args: Any, **kwargs: Any) -> str:
         """Who sends what to whom, as a drawing in text.

@@ -45,6 +45,7 @@ class Plan:
     sharing: Sharing
     same: dict[fx.Node, fx.Node]
     mutations: list[Mutation]
+    roots: dict[fx.Node, fx.Node]
     used: dict[int, SharedTensor]
 
     @property
@@ -65,9 +66,9 @@ def make_plan(traced: Traced, spec: MultiUseParamSpec) -> Plan:
     mutations, roots = find_mutations(traced.graph, traced.attributes)
     used = _used_tensors(traced, stages)
     sharing = decide(traced.model, used.values(), mutations, spec)
-    plan = Plan(traced, stages, sharing, _same_attributes(traced), mutations, used)
+    plan = Plan(traced, stages, sharing, _same_attributes(traced), mutations, roots, used)
     _connect(plan)
-    _isolate_mutations(plan, roots)
+    _isolate_mutations(plan)
     return plan
 
 
@@ -185,10 +186,10 @@ def _send(plan: Plan, value: fx.Node, consumer: StagePlan) -> None:
     consumer.inputs[value] = None
 
 
-def _isolate_mutations(plan: Plan, roots: dict[fx.Node, fx.Node]) -> None:
+def _isolate_mutations(plan: Plan) -> None:
     """Let a stage change a value that it was given only where nobody else relies on seeing, or not seeing, the change."""
     families: dict[fx.Node, list[fx.Node]] = {}
-    for node, root in roots.items():
+    for node, root in plan.roots.items():
         families.setdefault(root, []).append(node)
     for mutation in plan.mutations:
         stage = plan.stages[mutation.node.meta["stage"]]

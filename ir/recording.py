@@ -56,6 +56,11 @@ class RecordingProxy(fx.Proxy):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _PROXY_STATE:
             object.__setattr__(self, name, value)
+        elif name == "_is_param":
+            raise TracingError(
+                "forward() makes an nn.Parameter, which cannot be recorded; change a parameter in place under torch.no_grad(), "
+                "or keep what is computed as a plain value"
+            )
         elif not _is_in_place_on(value, self, name):  # after `x.T += y` Python assigns the result
             raise TracingError(
                 f"forward() sets .{name} of a tensor, which cannot be recorded; for .data use .copy_() or another in-place "

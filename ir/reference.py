@@ -8,7 +8,7 @@ from torch import fx
 
 from pippy.ir.backward import is_getitem, seeded
 from pippy.ir.held import held_constant
-from pippy.ir.replicas import whole_gradients
+from pippy.ir.replicas import owners_in_place_of_copies, whole_gradients
 from pippy.ir.stage_backward import add_gradients, gradient_pairs, stage_backward
 from pippy.ir.stage_run import StageRun, as_leaf, run_backward, run_stage
 from pippy.ir.trees import map_tensors
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 def run_reference(pipe: "Pipe", inputs: Mapping[str, Any]) -> Any:
     """The outputs of ``pipe``; its backward has been run too, if it has one and gradients are on."""
     run = _Reference(pipe, inputs)
-    if pipe.loss is None or not torch.is_grad_enabled():
-        return run.run()
+    if not run.trains:
+        with owners_in_place_of_copies(pipe.replicated_params, pipe.stage):
+            return run.run()
     with whole_gradients(pipe.replicas()):
         outputs = run.run()
     return map_tensors(torch.Tensor.detach, outputs)

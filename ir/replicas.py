@@ -1,10 +1,13 @@
 """The copies of replicated parameters: alike before each run, and each with the whole gradient after it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
+from pippy.ir.held import tensor_of
+from pippy.ir.names import named_state
 from pippy.ir.stage_backward import add_gradients
 
 Copies = Sequence[torch.Tensor]
@@ -18,6 +21,38 @@ def follow_owners(groups: Sequence[Copies]) -> None:
                 copy.requires_grad_(owner.requires_grad)
                 if not torch.equal(copy, owner):
                     copy.copy_(owner)
+
+
+@contextmanager
+def owners_in_place_of_copies(
+    groups: Sequence[Mapping[str, str]], module_of: Callable[[str], nn.Module]
+) -> Iterator[None]:
+    """Inside, the stages compute with the model's own parameters where they hold copies.
+
+    So a backward of the user's own finds the plain model's graph, and leaves gradients where the plain model has them.
+    """
+    swapped = [each for group in groups for each in _swaps(group, module_of)]
+    for holder, name, owner, _ in swapped:
+        setattr(holder, name, owner)
+    try:
+        yield
+    finally:
+        for holder, name, _, copy in swapped:
+            setattr(holder, name, copy)
+
+
+def _swaps(
+    group: Mapping[str, str], module_of: Callable[[str], nn.Module]
+) -> Iterator[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]:
+    """Every place of a copy: the module that holds it, its name there, the owner and the copy."""
+    (first, name), *others = group.items()
+    owner = tensor_of(module_of(first), name)
+    for stage, local in others:
+        copy = tensor_of(module_of(stage), local)
+        for place, tensor in list(named_state(module_of(stage))):
+            if tensor is copy:
+                path, _, leaf = place.rpartition(".")
+                yield module_of(stage).get_submodule(path), leaf, owner, copy
 
 
 @contextmanager

@@ -162,10 +162,9 @@ class _StageGraph:
 
 
 def is_snapshot(plan: Plan, value: fx.Node) -> bool:
-    """Whether a value is a tensor of the model that its stage changes in place."""
-    if value.op != "get_attr":
-        return False
-    return any(plan.same.get(mutation.root) is plan.same[value] for mutation in plan.mutations)
+    """Whether a value shares memory with a tensor of the model that its stage changes in place."""
+    root = plan.roots[value]
+    return root.op == "get_attr" and any(plan.same.get(change.root) is plan.same[root] for change in plan.mutations)
 
 
 def value_name(plan: Plan, value: fx.Node) -> str:

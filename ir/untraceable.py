@@ -19,7 +19,7 @@ _REASONS = (
     ("interpreted as an integer", "tracing sees no values, so range() or an index needs a number known beforehand"),
     ("__int__ returned non-int", "tracing sees no values, so int() of one is unknown"),
     ("__index__ returned non-int", "tracing sees no values, so range() or an index needs a number known beforehand"),
-    ("must be real number", "tracing sees no values, so float() of one is unknown"),
+    ("real number", "tracing sees no values, so float() of one is unknown"),
     ("as parameter", "assigning to a parameter cannot be recorded; change it in place under torch.no_grad()"),
 )
 
@@ -38,7 +38,8 @@ def explained(error: Exception, model: nn.Module) -> TracingError:
     lines = [f"cannot trace {type(model).__name__}: {type(error).__name__}: {text}"]
     lines += [where.excerpt()] if where else []
     lines += [f"Why: {reason}." for reason in reasons[:1]]
-    return TracingError("\n".join([*lines, _ADVICE]))
+    lines += [] if isinstance(error, NotImplementedError) else [_ADVICE]
+    return TracingError("\n".join(lines))
 
 
 def check_model(model: object) -> None:

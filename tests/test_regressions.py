@@ -730,3 +730,61 @@ def test_a_block_that_is_scripted():
     model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)), nn.ReLU())
     annotate_split_points(model, {"0": SplitPoint.END})
     assert_same(pipeline(model)(X), model(X), "outputs")
+
+
+class ReturnsChangedBuffer(Base):
+    def __init__(self):
+        super().__init__()
+        self.count: torch.Tensor
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += 1
+        count = self.count
+        x = self.a(x)
+        pipe_split()
+        return self.b(x) + count
+
+
+def test_the_result_of_an_in_place_change_travels_as_a_copy():
+    """The next micro-batch changed it before a later stage had read it: the buffer itself was sent."""
+    model = ReturnsChangedBuffer()
+    pipe = check(model, X)
+    outputs = [pipe.stage(0)(X), pipe.stage(0)(X)]
+    counts = [float(value) for output in outputs for value in output if value.dim() == 0]
+    assert counts == [3.0, 4.0]
+
+
+class MakesParameter(Base):
+    def forward(self, x):
+        self.a.weight = nn.Parameter(self.a.weight * 2)
+        x = self.a(x)
+        pipe_split()
+        return self.b(x)
+
+
+class NeedsFloat(Base):
+    def forward(self, x):
+        x = self.a(x)
+        pipe_split()
+        return self.b(x) * float(x.sum())
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (MakesParameter, "makes an nn.Parameter"),
+        (NeedsFloat, "float() of one is unknown"),
+    ],
+)
+def test_refusals_that_were_cryptic(model, words):
+    with pytest.raises(TracingError) as caught:
+        pipeline(model())
+    assert words in str(caught.value)
+
+
+def test_a_wrapper_without_a_forward_says_so_and_nothing_else():
+    with pytest.raises(TracingError) as caught:
+        pipeline(LossWrapper(TwoLayers(), nn.MSELoss()))
+    assert "no forward of its own" in str(caught.value)
+    assert "concrete_args" not in str(caught.value)

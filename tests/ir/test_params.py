@@ -1,6 +1,7 @@
 """Tensors that several stages use, their names, and state dicts."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -247,14 +248,33 @@ def test_a_partial_state_dict_can_be_loaded_without_strict():
     assert torch.equal(pipe.state_dict()["mm_param"], torch.ones(8, 8))
 
 
-def test_without_a_loss_replicated_gradients_are_summed_on_request():
+class TiedRecurrent(nn.Module):
+    """A recurrent layer, which keeps its weights in a list beside its attributes, called in two stages."""
+
+    def __init__(self):
+        super().__init__()
+        self.gru = nn.GRU(8, 8)
+
+    def forward(self, x):
+        x = self.gru(x)[0]
+        pipe_split()
+        return self.gru(torch.sin(x))[0]
+
+
+@pytest.mark.parametrize("make", [ExampleCode, TiedInsideAndElsewhere, TiedRecurrent])
+def test_without_a_loss_a_backward_of_ones_own_leaves_gradients_where_the_model_has_them(make):
     torch.manual_seed(0)
-    model = ExampleCode().double()
+    model = make().double()
     plain, x = copy.deepcopy(model), torch.randn(5, 8, dtype=torch.float64)
     pipe = pipeline(model, multi_use_param_spec=REPLICATE)
-    F.mse_loss(pipe(x), x).backward()
-    F.mse_loss(plain(x), x).backward()
-    assert not torch.allclose(pipe.get_grad("lin.weight"), plain.lin.weight.grad)
-    pipe.sync_replicated_gradients()
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(pipe.get_grad(name), parameter.grad)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (pipe, plain)]
+    for _ in range(3):
+        for each, optimizer in zip((pipe, plain), optimizers):
+            optimizer.zero_grad()
+            for _ in range(2):  # the second backward accumulates
+                F.mse_loss(each(x), x).backward()
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(pipe.get_grad(name), parameter.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert all(mine is not theirs for copies in pipe.replicas() for mine, theirs in itertools.pairwise(copies))
