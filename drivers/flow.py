@@ -76,7 +76,7 @@ class RemoteInterpreter:
     def _step(self, node: fx.Node) -> Iterator[Work]:
         if node.op == "call_module":
             takes = tuple(self.names[value] for value in flat_inputs(node))
-            gives = tuple(self.names[output] for output in outputs_of(node))
+            gives = tuple(self.names[output] for output in outputs_of(node) if output in self.names)
             yield Work("F", self.stage_of(node), str(node.target), self.microbatch, takes, gives)
         elif node.target is stage_backward:
             yield self._backward(node)

@@ -24,7 +24,7 @@ class Lowered:
 
     ``work`` says for each pass of a stage what is called, with what, and what comes of it. ``inputs`` names the workers
     that need each input of the model (each is sent once to each of them), ``outputs`` the worker that makes each value
-    that the model returns.
+    that the model returns, and that hands it over when the forward which makes it is done, whatever the program frees.
     """
 
     program: Program
@@ -55,6 +55,11 @@ def lower(pipe: Pipe, schedule: Program, buffer: int | None = None) -> Lowered:
     >>> lowered.inputs
     {'input_1': (0,), 'target': (1,)}
     """
+    if not isinstance(pipe, Pipe) or not isinstance(schedule, Program):
+        raise LoweringError(
+            f"lower takes a Pipe and a program, as make_schedule gives it; these are a {type(pipe).__name__} and a "
+            f"{type(schedule).__name__}"
+        )
     if schedule.stages != pipe.num_stages:
         raise LoweringError(
             f"{schedule.schedule} is for {schedule.stages} stages, and the Pipe has {pipe.num_stages}; make a schedule with "

@@ -41,7 +41,11 @@ _QUERIES = frozenset(
         *("__hash__", "untyped_storage", "is_shared", "is_pinned", "is_inference", "is_conj", "is_neg"),
     )
 )
-_PROXY_STATE = frozenset(("tracer", "node", "root", "attr", "_node"))
+# Tensors of given numbers: constants, as long as nothing traced is in them.
+_CONSTANTS = frozenset((torch.tensor, torch.as_tensor, torch.from_numpy, torch.asarray))
+# Their C parsers take sizes as several numbers, or a dtype, and refuse a proxy among them.
+_TAKING_SIZES = ("empty", "ones", "rand", "randn", "zeros", "finfo", "iinfo")
+_PROXY_STATE = frozenset(("tracer", "node", "root", "attr", "_node", "tensor"))
 
 
 class RecordingProxy(fx.Proxy):
@@ -76,7 +80,38 @@ class RecordingProxy(fx.Proxy):
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         """A tensor, to `isinstance(x, ...)` in the user's code; to C code that would take it for one, what it is."""
-        return torch.Tensor if source.calls(sys._getframe(1), "isinstance") else type(self)
+        if not source.calls(sys._getframe(1), "isinstance"):
+            return type(self)
+        self.tracer.create_proxy("call_function", check_tensor, (self,), {})
+        return torch.Tensor
+
+
+class StateProxy(RecordingProxy):
+    """A parameter or buffer of the model: its shape is known while tracing, so a forward may count and branch on it."""
+
+    def __init__(self, node: fx.Node, tracer: fx.Tracer, tensor: torch.Tensor) -> None:
+        super().__init__(node, tracer)
+        self.tensor = tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.tensor.ndim
+
+    def size(self, *dim: int) -> Any:
+        return self.tensor.size(*dim)
+
+    def dim(self) -> int:
+        return self.tensor.dim()
+
+    def numel(self) -> int:
+        return self.tensor.numel()
+
+    def __len__(self) -> int:
+        return len(self.tensor)
 
 
 class RecordingAttribute(RecordingProxy, fx.proxy.Attribute):
@@ -132,6 +167,15 @@ class AutogradFunction:
         return AutogradFunction, (self.function,)
 
 
+def check_tensor(value: Any) -> None:
+    """What tracing answered to `isinstance(x, ...)` must be so when the graph runs."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"forward asked for the type of a value, and tracing took it for a tensor; it is a {type(value).__name__}. Ask for "
+            "something that is known while tracing, or keep the code whole with a tracer whose is_leaf_module says True"
+        )
+
+
 def set_grad_mode(enabled: bool) -> bool:
     """Turn gradients on or off, as a step of a graph; gives the mode before."""
     before = torch.is_grad_enabled()
@@ -147,10 +191,23 @@ def recording(tracer: fx.Tracer) -> Iterator[None]:
         stack.enter_context(patch.object(torch.autograd.Function, "apply", _recorded_apply(tracer)))
         stack.enter_context(patch.object(torch.autocast, "__enter__", _refuse_autocast))
         stack.enter_context(patch.object(torch, "is_tensor", lambda value: isinstance(value, (torch.Tensor, fx.Proxy))))
+        for name in _TAKING_SIZES:
+            stack.enter_context(patch.object(torch, name, _given_proxies(tracer, getattr(torch, name))))
         stack.enter_context(_annotated_nodes(tracer))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_RecordUntraced(tracer))
         yield
+
+
+def _given_proxies(tracer: fx.Tracer, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose argument parser refuses proxies before anyone can record the call."""
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(arg, fx.Proxy) for arg in (*args, *kwargs.values())):
+            return tracer.create_proxy("call_function", function, args, kwargs)
+        return function(*args, **kwargs)
+
+    return record
 
 
 class _RecordUntraced(TorchFunctionMode):
@@ -162,7 +219,7 @@ class _RecordUntraced(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
-        if name in _QUERIES or name.startswith("_") or any(issubclass(each, fx.Proxy) for each in types):
+        if name in _QUERIES or function in _CONSTANTS or name.startswith("_") or any(issubclass(each, fx.Proxy) for each in types):
             return function(*args, **(kwargs or {}))
         if getattr(torch.Tensor, name, None) is function:
             return self.tracer.create_proxy("call_method", name, args, kwargs or {})

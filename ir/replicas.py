@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from pippy.ir.errors import SharedParameterError
 from pippy.ir.held import tensor_of
 from pippy.ir.names import named_state
 from pippy.ir.stage_backward import add_gradients
@@ -17,9 +18,16 @@ def follow_owners(groups: Sequence[Copies]) -> None:
     """Make every copy equal to the first, which is the model's own: an optimizer or a loaded state may have changed it."""
     with torch.no_grad():
         for owner, *copies in groups:
+            if owner._backward_hooks or getattr(owner, "_post_accumulate_grad_hooks", None):
+                raise SharedParameterError(
+                    f"a replicated parameter of shape {list(owner.shape)} has got gradient hooks, which would see a part of "
+                    "its gradient; take them off, or make the Pipe with TRANSMIT for it"
+                )
             for copy in copies:
                 copy.requires_grad_(owner.requires_grad)
-                if not torch.equal(copy, owner):
+                if (copy.dtype, copy.device) != (owner.dtype, owner.device):
+                    copy.data = owner.data.clone()
+                elif not torch.equal(copy, owner):
                     copy.copy_(owner)
 
 

@@ -1,6 +1,7 @@
 """The user's source lines: which line of the model a node, a frame or an exception comes from."""
 
 import contextlib
+import dis
 import functools
 import itertools
 import linecache
@@ -51,7 +52,7 @@ class Source:
 @functools.cache
 def is_users(file: str) -> bool:
     """Whether a file is the user's: neither torch's, nor ours, nor generated."""
-    return not file.startswith((*_LIBRARIES, *_STANDARD, "<eval_with_key>", "<frozen", "<string>"))
+    return not file.startswith((*_LIBRARIES, *_STANDARD, "<eval_with_key>", "<frozen"))
 
 
 def calls(frame: FrameType, function: str) -> bool:
@@ -59,11 +60,16 @@ def calls(frame: FrameType, function: str) -> bool:
     code = frame.f_code
     if not is_users(code.co_filename):
         return False
-    line, _, column, _ = next(itertools.islice(code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
-    if line is None or column is None:
+    at = next(itertools.islice(code.co_positions(), frame.f_lasti // 2, None), None)
+    if at is None or at[0] is None:
         return False
-    text = linecache.getline(code.co_filename, line).encode()[column:]
-    return text.startswith(f"{function}(".encode())
+    # A call begins where the name of the function stands.
+    loads = (each for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return any(
+        each.argval == function and (each.positions.lineno, each.positions.col_offset) == (at[0], at[2])
+        for each in loads
+        if each.positions is not None
+    )
 
 
 def of_frame(frame: FrameType | None) -> Source | None:

@@ -1,6 +1,7 @@
 """From any `nn.Module` to a marked graph: one `pipe_split` node for each cut, and everything else as in the model."""
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from pippy.ir.marks import SplitPoint, annotated_modules, pipe_split, recording_
 from pippy.ir.modes import Modes, first_difference, flags_after_train, follow_training, watched_training
 from pippy.ir.names import named_state
 from pippy.ir.preserve import unaltered
-from pippy.ir.recording import RecordingProxy, recording
+from pippy.ir.recording import RecordingProxy, StateProxy, recording
 from pippy.ir.untraceable import check_assigned_buffers, check_backward_hooks, check_model, explained
 
 
@@ -46,7 +47,10 @@ class PipeTracer(fx.Tracer):
         if name is None:
             return attr_val
         if name not in parameter_proxy_cache:
-            parameter_proxy_cache[name] = self.create_proxy("get_attr", name, (), {})
+            made = self.create_proxy(
+                "get_attr", name, (), {}, proxy_factory_fn=lambda node: StateProxy(node, self, attr_val)
+            )
+            parameter_proxy_cache[name] = made
         return parameter_proxy_cache[name]
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
@@ -56,8 +60,11 @@ class PipeTracer(fx.Tracer):
         return isinstance(m, torch.jit.ScriptModule) or super().is_leaf_module(m, module_qualified_name)
 
     def create_arg(self, a: Any) -> Any:
-        if type(a).__module__ == "numpy" and hasattr(a, "item"):  # a number that generated code cannot write
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(a, numpy.generic):  # a number that generated code cannot write
             return a.item()
+        if numpy is not None and isinstance(a, numpy.ndarray):
+            return super().create_arg(torch.from_numpy(a.copy()))
         if isinstance(a, dict) and type(a) not in (dict, immutable_dict):
             return self._create_mapping(a)
         return super().create_arg(a)

@@ -30,6 +30,7 @@ class LocalRun:
     def __init__(self, pipe: Pipe, lowered: Lowered, inputs: list[dict[str, Any]]) -> None:
         self.pipe, self.lowered, self.program = pipe, lowered, lowered.program
         self.calls = {str(node.target): node for node in pipe.split_gm.graph.find_nodes(op="call_module")}
+        self.returned: dict[Key, Any] = {}
         self.values: list[dict[Key, Any]] = [{} for _ in self.program.orders]
         self.channels: dict[tuple[int, int], deque[tuple[Key, Any]]] = {}
         self.runs: dict[Key, StageRun] = {}
@@ -103,8 +104,10 @@ class LocalRun:
         outputs = run_stage(work.call, self.pipe.stage(work.call), map_nodes(take, node.args))
         if self.program.backward:
             self.runs[key] = StageRun(outputs, tuple(leaves))
-        for name, value in zip(work.gives, outputs if len(work.gives) > 1 else [outputs], strict=True):
+        for name, value in zip(work.gives, [outputs] if len(work.gives) == 1 else outputs, strict=True):
             held[name, key[1]] = value
+            if name in self.lowered.outputs:
+                self.returned[name, key[1]] = value
 
     def backward(self, worker: int, work: Any, key: Key, op: Op) -> None:
         held, run = self.values[worker], self.runs[key]
@@ -140,14 +143,14 @@ class LocalRun:
         del self.runs[key]
         if pairs and parameters:
             outputs, gradients = zip(*pairs)
-            for parameter, gradient in zip(
-                parameters, torch.autograd.grad(outputs, parameters, gradients, allow_unused=True)
-            ):
-                parameter.grad = add_gradients(parameter.grad, gradient)
+            found = torch.autograd.grad(outputs, parameters, gradients, allow_unused=True)
+            for parameter, gradient in zip(parameters, found):
+                if gradient is not None:  # it may be a view that repeats one number
+                    parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad + gradient
 
     def left(self) -> set[str]:
         """What is still held of what travelled, after the step."""
         return {name for held in self.values for name, _ in held if name in self.moved}
 
     def output(self, name: str, microbatch: int) -> Any:
-        return self.values[self.lowered.outputs[name]][name, microbatch]
+        return self.returned[name, microbatch]
