@@ -219,7 +219,12 @@ class _RecordUntraced(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
-        if name in _QUERIES or function in _CONSTANTS or name.startswith("_") or any(issubclass(each, fx.Proxy) for each in types):
+        if (
+            name in _QUERIES
+            or function in _CONSTANTS
+            or name.startswith("_")
+            or any(issubclass(each, fx.Proxy) for each in types)
+        ):
             return function(*args, **(kwargs or {}))
         if getattr(torch.Tensor, name, None) is function:
             return self.tracer.create_proxy("call_method", name, args, kwargs or {})
@@ -264,8 +269,8 @@ def _no_random_numbers() -> Iterator[None]:
         torch.set_rng_state(tensor)
     if drawn:
         raise TracingError(
-            f"forward() draws or seeds random numbers ({', '.join(drawn)}) in a way that cannot be recorded, so each run would "
-            "repeat those of tracing; draw them with torch functions (torch.rand(()) < p and torch.where)"
+            f"forward() draws or seeds random numbers ({', '.join(drawn)}) in a way that cannot be recorded, so each run "
+            "would repeat those of tracing; draw them with torch functions (torch.rand(()) < p and torch.where)"
         )
 
 

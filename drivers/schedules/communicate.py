@@ -18,7 +18,10 @@ from dataclasses import replace
 from itertools import accumulate
 from operator import itemgetter
 
+from pippy.drivers.schedules.check_computations import check_computations
 from pippy.drivers.schedules.check_values import last_backward
+from pippy.drivers.schedules.errors import require
+from pippy.drivers.schedules.faults import Faults
 from pippy.drivers.schedules.graph import Edge, Pass, produced_by
 from pippy.drivers.schedules.instructions import Compute, Free, Instruction, Receive, Reduce, Send
 from pippy.drivers.schedules.program import Program
@@ -33,7 +36,11 @@ def add_communication(program: Program) -> Program:
     >>> [str(instruction) for instruction in lowered.orders[1]]
     ['receive activation_0.0 from 0', 'F1.0', 'free activation_0.0']
     """
+    require("program", program, Program, "make one with make_schedule, or read its text with parse_program")
     computations = replace(program, orders=program.computations, lowered=False)
+    faults = Faults(computations)
+    check_computations(computations, faults)
+    faults.raise_if_any()
     return replace(program, orders=tuple(Additions(computations).orders()), lowered=True)
 
 

@@ -13,6 +13,19 @@ class ArgumentError(ScheduleError, ValueError):
     """A size, a cost or an option that cannot work."""
 
 
+def require(what: str, value: object, kind: type, hint: str) -> None:
+    """Refuse a value that is not of a kind, before anything inside trips over it.
+
+    >>> require("name", 3, str, "give the name of a schedule")
+    Traceback (most recent call last):
+    pippy.drivers.schedules.errors.ArgumentError: name=3 is a int; give the name of a schedule
+    """
+    if not isinstance(value, kind):
+        shown = repr(value)
+        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+        raise ArgumentError(f"{what}={shown} is a {type(value).__name__}; {hint}")
+
+
 class PlacementError(ArgumentError):
     """A placement that leaves a stage or a worker empty, or that a schedule cannot use."""
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from inspect import Parameter, signature
 
-from pippy.drivers.schedules.errors import ArgumentError, UnknownScheduleError
+from pippy.drivers.schedules.errors import ArgumentError, UnknownScheduleError, require
 from pippy.drivers.schedules.placement import Placement, make_placement, require_count
 from pippy.drivers.schedules.plan import Plan
 from pippy.drivers.schedules.program import Program
@@ -48,6 +48,7 @@ def make_schedule(
       B1.0
     <BLANKLINE>
     """
+    require("name", name, str, f"give one of {', '.join(REGISTRY)}")
     if name not in REGISTRY:
         raise UnknownScheduleError(f"there is no schedule called {name!r}; take one of {', '.join(REGISTRY)}")
     entry = REGISTRY[name]

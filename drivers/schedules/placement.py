@@ -37,11 +37,10 @@ number the workers without holes
             if not is_count(worker, least=0):
                 raise PlacementError(f"{worker!r} is no worker's number in placement {self}; number workers from 0")
         held = set(self.worker_of)
-        empty = [worker for worker in range(max(held)) if worker not in held]
-        if empty:
+        empty = next((worker for worker in range(max(held)) if worker not in held), None)
+        if empty is not None:
             raise PlacementError(
-                f"worker {empty[0]} holds no stage in placement {self}; "
-                "give it one, or number the workers without holes"
+                f"worker {empty} holds no stage in placement {self}; give it one, or number the workers without holes"
             )
 
     def __str__(self) -> str:

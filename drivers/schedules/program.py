@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from pippy.drivers.schedules.errors import ArgumentError
+from pippy.drivers.schedules.errors import ArgumentError, require
 from pippy.drivers.schedules.graph import Edge, Replicated, chain
 from pippy.drivers.schedules.instructions import Compute, Instruction, Op
 from pippy.drivers.schedules.placement import Placement, is_count, require_count
@@ -46,6 +46,8 @@ class Program:
     lowered: bool = False
 
     def __post_init__(self) -> None:
+        require("placement", self.placement, Placement, "give a Placement, as make_placement makes it")
+        require("orders", self.orders, tuple, "give one tuple of instructions for each worker")
         require_count("chunks", self.chunks)
         if not SCHEDULE.fullmatch(self.schedule):
             raise ArgumentError(
@@ -87,6 +89,9 @@ class Program:
                     raise ArgumentError(f"{where}: {name} is there twice; give each name one line")
 
     def _refuse_unclear_edges(self) -> None:
+        for copies in self.replicated:
+            if not copies.stages:
+                raise ArgumentError(f"replicated {copies.parameter}: no stage has a copy; leave the line out")
         for edge in self.edges or ():
             if not edge.targets:
                 raise ArgumentError(f"edge {edge}: no pass needs it; leave the edge out")

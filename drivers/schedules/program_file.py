@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from pippy.drivers.schedules.errors import ParseError
+from pippy.drivers.schedules.errors import ParseError, require
 from pippy.drivers.schedules.graph import Edge, scan_edge, scan_replicated
 from pippy.drivers.schedules.instructions import Instruction, scan_instruction
 from pippy.drivers.schedules.placement import Placement
@@ -32,6 +32,7 @@ def parse_program(text: str) -> Program:
     Traceback (most recent call last):
     pippy.drivers.schedules.errors.ParseError: line 3, column 9: expected how many workers, found 'two'
     """
+    require("text", text, str, "give the text of a program's file")
     program = ProgramParser(text).program()
     require_canonical(text, program)
     return program

@@ -1,9 +1,10 @@
 """The schedules by name."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pippy.drivers.schedules.dualpipe_v import dualpipe_v
-from pippy.drivers.schedules.errors import ArgumentError
+from pippy.drivers.schedules.errors import ArgumentError, require
 from pippy.drivers.schedules.fill_drain import fill_drain
 from pippy.drivers.schedules.forward_only import forward_only
 from pippy.drivers.schedules.interleaved import interleaved_1f1b
@@ -53,6 +54,8 @@ def register(
     ['F0.0', 'B0.0', 'F0.1', 'B0.1']
     >>> del REGISTRY["alone"]
     """
+    require("name", name, str, "give the name that make_schedule is to know")
+    require("schedule", schedule, Callable, "give a function of a placement and a number of chunks")  # type: ignore[arg-type]
     if name in REGISTRY:
         raise ArgumentError(f"there is a schedule called {name!r} already; take another name")
     REGISTRY[name] = Entry(schedule, placement, stages_per_worker, training)

@@ -12,7 +12,7 @@ from itertools import product
 from operator import itemgetter
 
 from pippy.drivers.schedules.costs import Costs, Number
-from pippy.drivers.schedules.errors import ArgumentError, PlacementError
+from pippy.drivers.schedules.errors import ArgumentError, PlacementError, require
 from pippy.drivers.schedules.exact import Orders, best_of_all
 from pippy.drivers.schedules.graph import Edge
 from pippy.drivers.schedules.instructions import Compute, Op
@@ -60,6 +60,7 @@ def list_schedule(
     >>> simulate(program).makespan, program.peak_live
     (27.0, (4, 4, 4, 4))
     """
+    require("costs", Costs() if costs is None else costs, Costs, "give Costs(forward=..., ...)")
     workers = placement.workers
     program = Program(
         schedule="list",

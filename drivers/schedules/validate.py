@@ -15,7 +15,7 @@ checked instruction by instruction: every value is made or received before it is
 from pippy.drivers.schedules.check_computations import check_computations
 from pippy.drivers.schedules.check_values import check_values
 from pippy.drivers.schedules.check_waits import check_waits
-from pippy.drivers.schedules.errors import ArgumentError
+from pippy.drivers.schedules.errors import ArgumentError, require
 from pippy.drivers.schedules.faults import Faults
 from pippy.drivers.schedules.placement import is_count
 from pippy.drivers.schedules.program import Program
@@ -36,6 +36,7 @@ def validate(program: Program, buffer: int | None = None) -> None:
     - worker 0, B0.0: comes before F0.0
     ...
     """
+    require("program", program, Program, "make one with make_schedule, or read its text with parse_program")
     if buffer is not None and not is_count(buffer):
         raise ArgumentError(
             f"buffer={buffer!r} must be a whole number of at least 1, or None for channels without a limit"

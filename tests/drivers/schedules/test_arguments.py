@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pippy.drivers.schedules import make_schedule, register, simulate
+from pippy.drivers.schedules import add_communication, make_schedule, parse_program, register, simulate, validate
 from pippy.drivers.schedules.errors import (
     ArgumentError,
     PlacementError,
@@ -12,6 +12,7 @@ from pippy.drivers.schedules.errors import (
     ScheduleError,
     UnknownScheduleError,
 )
+from pippy.drivers.schedules.graph import Replicated
 from pippy.drivers.schedules.instructions import Compute
 from pippy.drivers.schedules.placement import Placement, make_placement
 from pippy.drivers.schedules.plan import B, F, Plan
@@ -179,3 +180,43 @@ def test_a_schedule_that_returns_what_cannot_run(scratch):
 def test_every_error_of_the_library_has_one_base():
     for error in (ArgumentError, PlacementError, ProgramError, UnknownScheduleError):
         assert issubclass(error, ScheduleError)
+
+
+def wrong(value: Any) -> Any:
+    """A value of a type that the caller should not have passed."""
+    return value
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: make_schedule(wrong(["1f1b"]), workers=2, chunks=2), "name=['1f1b'] is a list"),
+        (lambda: make_schedule("list", workers=2, chunks=2, costs=3), "costs=3 is a int; give Costs("),
+        (lambda: simulate(wrong("text")), "program='text' is a str"),
+        (lambda: validate(wrong(None)), "program=None is a NoneType"),
+        (lambda: add_communication(wrong(7)), "program=7 is a int"),
+        (lambda: parse_program(wrong(b"pippy")), "text=b'pippy' is a bytes"),
+        (lambda: register("mine", wrong(3)), "schedule=3 is a int"),
+        (lambda: register(wrong(3), wrong(print)), "name=3 is a int"),
+    ],
+)
+def test_a_value_of_a_wrong_kind_is_refused_by_its_name(call, words):
+    with pytest.raises(ArgumentError) as caught:
+        call()
+    assert words in str(caught.value)
+
+
+def test_an_incomplete_program_is_refused_before_it_is_lowered():
+    program = make_schedule("1f1b", workers=2, chunks=2)
+    with pytest.raises(ProgramError, match=r"B0\.0"):
+        add_communication(program.with_orders([program.orders[0][:1], program.orders[1]]))
+
+
+def test_a_typing_error_in_a_placement_costs_nothing():
+    with pytest.raises(PlacementError, match="worker 1 holds no stage"):
+        make_schedule("1f1b", workers=2, chunks=2, placement={0: 0, 1: 10**9})
+
+
+def test_a_replicated_parameter_needs_a_stage():
+    with pytest.raises(ArgumentError, match="no stage has a copy"):
+        make_schedule("1f1b", workers=2, chunks=2).for_graph(edges=(), replicated=(Replicated("w", ()),))
