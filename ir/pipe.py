@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pippy.ir.adopt import adopt, adopt_loss, all_tensors, check_still_shared
 from pippy.ir.backward import attach_backward
 from pippy.ir.errors import LossError, ModeError
 from pippy.ir.graph_module import PipeGraphModule
@@ -32,7 +33,7 @@ from pippy.ir.show.stages_table import stages_table
 from pippy.ir.show.svg import svg
 from pippy.ir.signature import bind
 from pippy.ir.split import Split, split
-from pippy.ir.state import load_state, named_owners, save_state
+from pippy.ir.state import load_state
 from pippy.ir.trace import Traced, TracerLike, trace
 from pippy.ir.verify import verify
 
@@ -42,6 +43,9 @@ class Pipe(nn.Module):
 
     Called, it runs in this process, backward included: with a loss it returns the loss (or what the model returns
     beside it) and leaves gradients in its parameters' `.grad`. Print it to see the stages and the graph.
+
+    As a module it is the user's model: the same names, parameters, buffers and state dict, in the same order. Copies of
+    replicated parameters are not listed: they follow the model's own at each run.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
@@ -53,7 +57,9 @@ class Pipe(nn.Module):
 
     def __init__(self, traced: Traced, parts: Split) -> None:
         super().__init__()
-        self.split_gm = parts.split_gm
+        self.split_gm: PipeGraphModule
+        self.__dict__["split_gm"] = parts.split_gm  # no child: what torch sees of a Pipe are the model's own parts
+        adopt(self, traced.model, {id(value) for value in traced.attributes.values()})
         self.qualnames = parts.qualnames
         self.replicated_params = parts.replicated_params
         self.wiring = parts.wiring
@@ -118,6 +124,7 @@ class Pipe(nn.Module):
                 f"this Pipe was not traced in {now} mode, in which the model does something else from here on:\n"
                 f"{self.modes.fixed_at}\nWhat to do: make another Pipe from the model in {now} mode, or call pipe.{other}()"
             )
+        check_still_shared(self)
         follow_owners(self.replicas())
         return run_reference(self, bind(self, args, kwargs))
 
@@ -139,15 +146,8 @@ class Pipe(nn.Module):
         """
         return self.qualnames.locate(name)
 
-    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """Every parameter and persistent buffer once, in the user's names and order, as `model.state_dict()` has them.
-
-        Parameters that the loss brings along are there as ``_loss.…``.
-        """
-        return save_state(self, {} if destination is None else destination, prefix, keep_vars)
-
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state dict in the user's names into every copy; nothing is written unless all of it fits."""
+        """Load a state dict, which has the model's names, into every copy; nothing is written unless all of it fits."""
         return load_state(self, state_dict, strict, assign)
 
     def get_grad(self, name: str) -> torch.Tensor | None:
@@ -155,21 +155,10 @@ class Pipe(nn.Module):
         places = self.stage_qualnames(name)
         return self.split_gm.get_parameter(places[0]).grad if places else None
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of the user's model, by its names and in its order, each once; then those of the loss.
-
-        Copies of a replicated parameter are not listed: they follow the first at each run. So an optimizer over
-        `pipe.parameters()`, its state, and gradient clipping are what they are for the model.
-        """
-        for name, tensor in named_owners(self, remove_duplicate):
-            if isinstance(tensor, nn.Parameter):
-                yield f"{prefix}.{name}".lstrip("."), tensor
-
     def train(self, mode: bool = True) -> "Pipe":
         """Set every stage to training or evaluation, as `train` of the user's model would."""
         super().train(mode)
+        self.split_gm.train(mode)
         self.mode = mode
         for stage, module in self.stages() if self.modes.after else ():
             for path, part in module.named_modules():
@@ -258,9 +247,12 @@ class Pipe(nn.Module):
         return html(picture_of(self))
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Pipe":
-        super()._apply(fn, recurse)
-        for tensor in self.qualnames.unused.values():
+        """Convert or move every tensor where it is, so that stages, model and optimizer go on sharing it."""
+        for tensor in all_tensors(self):
+            gradient = tensor.grad
             tensor.data = fn(tensor.data)
+            if gradient is not None:
+                gradient.data = fn(gradient.data)
         return self
 
     def __str__(self) -> str:
@@ -287,6 +279,7 @@ def _compile(traced: Traced, spec: MultiUseParamSpec, loss_fn: Callable[..., Any
     verify(pipe)
     if loss_fn is not None:
         attach_loss_function(pipe, loss_fn)
+        adopt_loss(pipe)
     else:
         find_returned_loss(pipe, default_loss_spec(pipe, traced.model) if loss_spec is None else loss_spec)
     if pipe.loss is not None:

@@ -1,6 +1,6 @@
-"""State dicts of a Pipe, in the user's names."""
+"""Loading a state dict into a Pipe: all of it or nothing, and into every copy."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,20 +14,14 @@ if TYPE_CHECKING:
     from pippy.ir.pipe import Pipe
 
 
-def save_state(pipe: "Pipe", destination: Any, prefix: str, keep_vars: bool) -> Any:
-    """Write every saved name of the model, once, into ``destination``."""
-    for name, copies in _tensors(pipe).items():
-        destination[prefix + name] = copies[0] if keep_vars else copies[0].detach()
-    return destination
-
-
 def load_state(pipe: "Pipe", state: Mapping[str, Any], strict: bool, assign: bool) -> Any:
     """Copy ``state`` into every copy of each tensor, after checking that all of it fits."""
     if assign:
         raise StateDictError("assign=True would take the tensors of the stages away from the model; load without it")
     tensors = _tensors(pipe)
     missing = [name for name in tensors if name not in state]
-    unexpected = [name for name in state if name not in tensors]
+    extra = {name for name in pipe.state_dict() if name.endswith("_extra_state")}
+    unexpected = [name for name in state if name not in tensors and name not in extra]
     faults = [f"{kind}: {', '.join(names)}" for kind, names in (("missing", missing), ("unknown", unexpected)) if names]
     faults = faults if strict else []
     for name, value in state.items():
@@ -39,17 +33,9 @@ def load_state(pipe: "Pipe", state: Mapping[str, Any], strict: bool, assign: boo
         for name, value in state.items():
             for tensor in tensors.get(name, ()):
                 tensor.copy_(value)
+    for name in extra & state.keys():
+        pipe.get_submodule(name.rpartition(".")[0]).set_extra_state(state[name])
     return _IncompatibleKeys(missing, unexpected)
-
-
-def named_owners(pipe: "Pipe", remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of the user's model by its names; then the parameters that only the loss has."""
-    names, held = pipe.qualnames, dict(named_state(pipe.split_gm))
-    for name, canonical in names.canonical.items():
-        if name == canonical or not remove_duplicate:
-            places = names.places.get(canonical)
-            yield name, held[places[0]] if places else names.unused[canonical]
-    yield from _of_loss(pipe)
 
 
 def _tensors(pipe: "Pipe") -> dict[str, list[torch.Tensor]]:
@@ -59,13 +45,7 @@ def _tensors(pipe: "Pipe") -> dict[str, list[torch.Tensor]]:
     for name in names.saved:
         canonical = names.canonical[name]
         found[name] = [held[place] for place in names.places.get(canonical, ())] or [names.unused[canonical]]
-    found.update({name: [tensor] for name, tensor in _of_loss(pipe)})
+    if LOSS in pipe._modules and LOSS in pipe.split_gm._modules:
+        own = dict(pipe.split_gm.named_parameters())
+        found.update({name: [own[name]] for name, _ in pipe.named_parameters() if name in own})
     return found
-
-
-def _of_loss(pipe: "Pipe") -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters that only the loss has. Its buffers are settings (class weights, say), not the model's state."""
-    loss = pipe.split_gm._modules.get(LOSS)
-    shared = {group.get(LOSS) for group in pipe.replicated_params}
-    if loss is not None:
-        yield from ((f"{LOSS}.{name}", tensor) for name, tensor in loss.named_parameters() if name not in shared)

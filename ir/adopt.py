@@ -1,0 +1,75 @@
+"""What torch sees of a Pipe: the modules, parameters and buffers of the user's model, by its names and in its order.
+
+So `parameters()`, `state_dict()`, `modules()`, `apply()`, clipping, optimizers, averaging and nesting are what they are for
+the model. The stages hold the same tensors; their copies of replicated parameters are nobody's business but the Pipe's.
+"""
+
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from pippy.ir.errors import ModeError
+from pippy.ir.graph_module import install
+from pippy.ir.held import tensor_of
+from pippy.ir.names import LOSS, named_state
+
+if TYPE_CHECKING:
+    from pippy.ir.pipe import Pipe
+
+
+def adopt(pipe: nn.Module, model: nn.Module, whole: Collection[int]) -> None:
+    """Put the parts of ``model`` into ``pipe``.
+
+    Modules whose ids are in ``whole`` are called by stages, and are there themselves. What was taken apart by tracing is
+    a plain container.
+    """
+    _fill(pipe, model, whole, {})
+
+
+def _fill(holder: nn.Module, theirs: nn.Module, whole: Collection[int], made: dict[int, nn.Module]) -> None:
+    # Written past setattr, since a name of the model's may be one of the Pipe's own attributes too.
+    holder._parameters.update(theirs._parameters)
+    holder._buffers.update(theirs._buffers)
+    holder._non_persistent_buffers_set |= theirs._non_persistent_buffers_set
+    for name, child in theirs._modules.items():
+        if child is not None:
+            holder._modules[name] = _part(child, whole, made)
+
+
+def _part(child: nn.Module, whole: Collection[int], made: dict[int, nn.Module]) -> nn.Module:
+    if id(child) in whole or isinstance(child, torch.jit.ScriptModule):
+        return child
+    if id(child) not in made:  # a module with two names is one module here too
+        container = made[id(child)] = nn.Module()
+        container.training = child.training
+        _fill(container, child, whole, made)
+    return made[id(child)]
+
+
+def adopt_loss(pipe: "Pipe") -> None:
+    """The parameters that only the loss has. Its buffers are settings (class weights, say), not the model's state."""
+    shared = {group.get(LOSS) for group in pipe.replicated_params}
+    own = [(name, parameter) for name, parameter in pipe.stage(LOSS).named_parameters() if name not in shared]
+    if own and LOSS not in pipe._modules:
+        pipe._modules[LOSS] = holder = nn.Module()
+        for name, parameter in own:
+            install(holder, name, parameter, holder)
+
+
+def check_still_shared(pipe: "Pipe") -> None:
+    """Raise if a parameter of the Pipe was replaced by another tensor, which its stages do not have."""
+    ours = dict(named_state(pipe))
+    for name, places in pipe.qualnames.places.items():
+        if name in ours and ours[name] is not tensor_of(pipe.split_gm, places[0]):
+            raise ModeError(
+                f"{name!r} of the Pipe was replaced by another tensor, which its stages do not see (functional_call and "
+                "assigning a new Parameter do so); change the tensor in place, or replace it in the model and make a new Pipe"
+            )
+
+
+def all_tensors(pipe: "Pipe") -> Iterator[torch.Tensor]:
+    """Every tensor of the Pipe once: the model's, and those of its stages and loss."""
+    tensors = {id(tensor): tensor for module in (pipe, pipe.split_gm) for _, tensor in named_state(module)}
+    return iter(tensors.values())
