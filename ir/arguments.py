@@ -30,6 +30,12 @@ def check_concrete_args(model: nn.Module, concrete_args: Mapping[str, Any] | Non
     return concrete
 
 
+def signature_of(model: nn.Module) -> inspect.Signature:
+    """The signature of forward; without annotations, which need not pickle."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return inspect.Signature([each.replace(annotation=inspect.Parameter.empty) for each in parameters])
+
+
 def _named_arguments(model: nn.Module) -> list[str]:
     """The names of forward's arguments, in the order in which fx makes placeholders of them."""
     star = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -80,7 +80,7 @@ class Qualnames:
 
     def remap(self, local: str) -> str:
         """The user's name of a stage-local name, of a tensor or a module."""
-        head, _, rest = local.removeprefix("split_gm.").partition(".")
+        head, _, rest = str(local).removeprefix("split_gm.").partition(".")
         if head == LOSS:
             return local
         if stage_index(head) is None or not rest:

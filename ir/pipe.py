@@ -9,7 +9,7 @@ from torch import nn
 
 from pippy.ir.adopt import adopt, adopt_loss, all_tensors, check_still_shared
 from pippy.ir.backward import attach_backward
-from pippy.ir.errors import LossError, ModeError
+from pippy.ir.errors import LossError, ModeError, NameLookupError
 from pippy.ir.graph_module import PipeGraphModule
 from pippy.ir.held import tensor_of
 from pippy.ir.loss import (
@@ -63,7 +63,7 @@ class Pipe(nn.Module):
         self.qualnames = parts.qualnames
         self.replicated_params = parts.replicated_params
         self.wiring = parts.wiring
-        self.concrete_args, self.given = traced.concrete_args, traced.given
+        self.signature, self.concrete_args, self.given = traced.signature, traced.concrete_args, traced.given
         self.modes = traced.modes
         self.mode: bool | None = None  # what train() or eval() was called for last
         self.training = traced.model.training
@@ -114,7 +114,10 @@ class Pipe(nn.Module):
 
     def stage(self, name: str | int) -> Any:
         """A stage by its name or number; `_loss` too, by its name."""
-        return self.split_gm._modules[stage_name(name) if isinstance(name, int) else name]
+        wanted = stage_name(name) if isinstance(name, int) else name
+        if wanted not in self.split_gm._modules:
+            raise NameLookupError(f"the Pipe has no stage {name!r}; it has {', '.join(self.split_gm._modules)}")
+        return self.split_gm._modules[wanted]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run in this process: outputs or loss, and gradients if there is a loss and gradients are on."""
@@ -153,7 +156,7 @@ class Pipe(nn.Module):
     def get_grad(self, name: str) -> torch.Tensor | None:
         """The gradient of the parameter that the user calls ``name``."""
         places = self.stage_qualnames(name)
-        return self.split_gm.get_parameter(places[0]).grad if places else None
+        return tensor_of(self.split_gm, places[0]).grad if places else None
 
     def train(self, mode: bool = True) -> "Pipe":
         """Set every stage to training or evaluation, as `train` of the user's model would."""

@@ -1,5 +1,7 @@
 """An `nn.Sequential` as a marked graph: each child a stage, called as a whole."""
 
+import inspect
+
 from torch import fx, nn
 
 from pippy.ir.errors import SplitError, TracingError
@@ -30,4 +32,5 @@ def trace_sequential(model: nn.Sequential) -> Traced:
         value.meta["module_path"] = name
     graph.output(value)
     attributes = {name: module for name, module in model._modules.items() if module is not None}
-    return Traced(model, graph, dict(attributes))
+    signature = inspect.Signature([inspect.Parameter("input", inspect.Parameter.POSITIONAL_OR_KEYWORD)])
+    return Traced(model, graph, dict(attributes), signature=signature)

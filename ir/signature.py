@@ -4,39 +4,25 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import fx
-
 from pippy.ir.errors import InputError
 from pippy.ir.trees import describe
 
 if TYPE_CHECKING:
     from pippy.ir.pipe import Pipe
 
-_KINDS = {
-    "": inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    "*": inspect.Parameter.VAR_POSITIONAL,
-    "**": inspect.Parameter.VAR_KEYWORD,
-}
-
 
 def signature_of(pipe: "Pipe") -> inspect.Signature:
-    """The signature of the model's inputs; the loss's target, if there is one, comes after them."""
-    nodes = [node for node in pipe.split_gm.graph.find_nodes(op="placeholder") if node.name != pipe.target_name]
-    parameters = [_parameter(node, pipe.wiring.defaults) for node in nodes]
-    after_default = False
-    for index, parameter in enumerate(parameters):  # what follows a default can only be given by name
-        keyword_only = after_default and parameter.default is parameter.empty and parameter.kind is _KINDS[""]
-        if keyword_only:
-            parameters[index] = parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        after_default = after_default or parameter.default is not parameter.empty
-    return inspect.Signature(sorted(parameters, key=lambda parameter: parameter.kind))
+    """The signature of the model's forward. An argument that the graph is specialized to may be left out where it can."""
+    parameters = list(pipe.signature.parameters.values())
+    for index, parameter in enumerate(parameters):
+        last = parameter.kind is parameter.KEYWORD_ONLY or not any(map(_is_required, parameters[index + 1 :]))
+        if parameter.name in pipe.concrete_args and parameter.default is parameter.empty and last:
+            parameters[index] = parameter.replace(default=pipe.concrete_args[parameter.name])
+    return inspect.Signature(parameters)
 
 
-def _parameter(node: fx.Node, defaults: Mapping[str, Any]) -> inspect.Parameter:
-    name = str(node.target)
-    stars = name[: len(name) - len(name.lstrip("*"))]
-    default = defaults.get(node.name, inspect.Parameter.empty)
-    return inspect.Parameter(name.lstrip("*"), _KINDS[stars], default=default)
+def _is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
 
 
 def bind(pipe: "Pipe", args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,7 +31,6 @@ def bind(pipe: "Pipe", args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[s
     The target may be given by name; else it is the last positional argument.
     """
     args, kwargs = list(args), dict(kwargs)
-    _check_concrete(pipe, kwargs)
     values: dict[str, Any] = {}
     signature = signature_of(pipe)
     if pipe.target_name is not None:
@@ -63,6 +48,7 @@ def bind(pipe: "Pipe", args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[s
             f"{error}; the Pipe is called as {_usage(pipe, signature)}, and was given ({', '.join(given)})"
             + (f" before the target {describe(values[pipe.target_name])}" if pipe.target_name else "")
         ) from None
+    _check_concrete(pipe, bound.arguments)
     bound.apply_defaults()
     _check_given(pipe, bound.arguments)
     nodes = pipe.split_gm.graph.find_nodes(op="placeholder")
@@ -82,10 +68,14 @@ def _check_given(pipe: "Pipe", arguments: Mapping[str, Any]) -> None:
         )
 
 
-def _check_concrete(pipe: "Pipe", kwargs: dict[str, Any]) -> None:
+def _check_concrete(pipe: "Pipe", arguments: Mapping[str, Any]) -> None:
     for name, fixed in pipe.concrete_args.items():
-        if name in kwargs and kwargs.pop(name) != fixed:
-            raise InputError(f"the model was traced with {name}={fixed!r}; trace it again to run it with another value")
+        given = arguments.get(name, fixed)
+        if given is not fixed and not (isinstance(given, (bool, int, float, str)) and given == fixed):
+            raise InputError(
+                f"{name!r} is {describe(given)}, but the model was traced with {name}={fixed!r}; trace it again to run it with "
+                "another value"
+            )
 
 
 def _usage(pipe: "Pipe", signature: inspect.Signature) -> str:

@@ -45,9 +45,7 @@ def split(traced: Traced, spec: MultiUseParamSpec = None) -> Split:
 def _wiring(plan: Plan) -> Wiring:
     placeholders = plan.traced.graph.find_nodes(op="placeholder")
     outputs = map_nodes(lambda node: ValueName(value_name(plan, plan.first_of(node))), plan.output)
-    names = {node: value_name(plan, node) for node in placeholders}
-    defaults = {names[node]: node.args[0] for node in placeholders if node.args}
-    return Wiring(tuple(names.values()), outputs, defaults)
+    return Wiring(tuple(value_name(plan, node) for node in placeholders), outputs)
 
 
 def _stage_module(

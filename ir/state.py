@@ -7,7 +7,7 @@ import torch
 from torch.nn.modules.module import _IncompatibleKeys
 
 from pippy.ir.errors import StateDictError
-from pippy.ir.names import LOSS, named_state
+from pippy.ir.held import tensor_of
 from pippy.ir.trees import describe
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ def load_state(pipe: "Pipe", state: Mapping[str, Any], strict: bool, assign: boo
     """Copy ``state`` into every copy of each tensor, after checking that all of it fits."""
     if assign:
         raise StateDictError("assign=True would take the tensors of the stages away from the model; load without it")
+    if not isinstance(state, Mapping):
+        raise StateDictError(f"the state dict is a {type(state).__name__}; give a dict from names to tensors")
     tensors = _tensors(pipe)
     missing = [name for name in tensors if name not in state]
     extra = {name for name in pipe.state_dict() if name.endswith("_extra_state")}
@@ -39,13 +41,10 @@ def load_state(pipe: "Pipe", state: Mapping[str, Any], strict: bool, assign: boo
 
 
 def _tensors(pipe: "Pipe") -> dict[str, list[torch.Tensor]]:
-    """Every copy of what a state dict holds, by the user's names."""
-    names, held = pipe.qualnames, dict(named_state(pipe.split_gm))
-    found = {}
-    for name in names.saved:
-        canonical = names.canonical[name]
-        found[name] = [held[place] for place in names.places.get(canonical, ())] or [names.unused[canonical]]
-    if LOSS in pipe._modules and LOSS in pipe.split_gm._modules:
-        own = dict(pipe.split_gm.named_parameters())
-        found.update({name: [own[name]] for name, _ in pipe.named_parameters() if name in own})
+    """What a state dict holds, by the user's names: the model's own tensor, and the copies of it."""
+    names, found = pipe.qualnames, {}
+    for name, tensor in pipe.state_dict(keep_vars=True).items():
+        if isinstance(tensor, torch.Tensor):
+            places = names.places.get(names.canonical.get(name, ""), ())
+            found[name] = [tensor, *(tensor_of(pipe.split_gm, place) for place in places[1:])]
     return found

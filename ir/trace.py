@@ -1,6 +1,7 @@
 """From any `nn.Module` to a marked graph: one `pipe_split` node for each cut, and everything else as in the model."""
 
 import dataclasses
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from torch import fx, nn
 from torch.fx.immutable_collections import immutable_dict
 
 from pippy.ir import source
-from pippy.ir.arguments import check_concrete_args, drop_concrete_inputs, optional_inputs
+from pippy.ir.arguments import check_concrete_args, drop_concrete_inputs, optional_inputs, signature_of
 from pippy.ir.errors import MarkError, PippyError, TracingError
 from pippy.ir.marks import SplitPoint, annotated_modules, pipe_split, recording_splits, split_points
 from pippy.ir.modes import Modes, first_difference, flags_after_train, follow_training, watched_training
@@ -94,6 +95,7 @@ class Traced:
     attributes: dict[str, Any] = field(default_factory=dict)
     concrete_args: dict[str, Any] = field(default_factory=dict)
     given: tuple[str, ...] = ()
+    signature: inspect.Signature = field(default_factory=inspect.Signature)
     modes: Modes = field(default_factory=Modes)
 
 
@@ -108,7 +110,7 @@ def trace(model: nn.Module, tracer: TracerLike | None = None, concrete_args: Map
     with watched_training() as reads, unaltered(model):
         graph = _record(model, _tracer(tracer), concrete)
         attributes = _attributes(model, graph, state)
-    traced = Traced(model, graph, attributes, concrete)
+    traced = Traced(model, graph, attributes, concrete, signature=signature_of(model))
     traced.given = _inputs_traced_as_given(traced, tracer)
     traced.modes.after = flags_after_train(model)
     if reads.modules:

@@ -8,6 +8,7 @@ from torch import fx, nn
 from pippy.ir import source
 from pippy.ir.effects import changes_in_place
 from pippy.ir.errors import TracingError
+from pippy.ir.graph_module import PipeGraphModule
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -50,6 +51,8 @@ def check_model(model: object) -> None:
         raise TracingError(
             f"this is a {type(model).__name__}, not an nn.Module; put the function in a module's forward"
         )
+    if any(isinstance(node, PipeGraphModule) for node in model.__dict__.values()):
+        raise TracingError("this is a Pipe already; give the model that it was made from")
     if "forward" in model.__dict__:
         raise TracingError(
             f"this {type(model).__name__} has a forward set on the instance, which tracing would pass by; "

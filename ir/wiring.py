@@ -1,6 +1,6 @@
 """What the top-level graph was made to take and to give, by the names of the values. The verifier holds it to that."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
@@ -23,14 +23,10 @@ class ValueName(str):
 
 @dataclass(frozen=True)
 class Wiring:
-    """``inputs`` are the placeholders, in order; ``outputs`` is what the model returns, each value as its name.
-
-    ``defaults`` holds what an input is where the caller leaves it out.
-    """
+    """``inputs`` are the placeholders, in order; ``outputs`` is what the model returns, each value as its name."""
 
     inputs: tuple[str, ...]
     outputs: Any
-    defaults: dict[str, Any] = field(default_factory=dict)
 
 
 def value_name(pipe: "Pipe", node: fx.Node) -> str | None:

@@ -788,3 +788,151 @@ def test_a_wrapper_without_a_forward_says_so_and_nothing_else():
         pipeline(LossWrapper(TwoLayers(), nn.MSELoss()))
     assert "no forward of its own" in str(caught.value)
     assert "concrete_args" not in str(caught.value)
+
+
+def test_averaging_a_pipe():
+    """torch's averaging listed parameters by the Pipe's inner names, and averaged each with another."""
+    model = Tied()
+    model.unused = nn.Parameter(torch.randn(4, 4))
+    pipe = pipeline(model, multi_use_param_spec=REPLICATE)
+    averaged = torch.optim.swa_utils.AveragedModel(pipe)
+    for _ in range(2):
+        averaged.update_parameters(pipe)
+    assert_same(averaged.module.state_dict(), model.state_dict(), "average of equals")
+    assert_same(averaged(X), model(X), "outputs")
+
+
+def test_a_pipe_inside_another_module():
+    """Its state dict had the user's names on the way out and others on the way in; replicas were listed."""
+    holder = nn.ModuleDict({"inner": pipeline(Tied(), half_square, multi_use_param_spec=REPLICATE)})
+    plain = nn.ModuleDict({"inner": Tied()})
+    assert [name for name, _ in holder.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    holder.load_state_dict(plain.state_dict())
+    assert_same(holder["inner"](X, X), half_square(plain["inner"](X), X).detach(), "loss")
+    assert [type(module) for module in holder["inner"].modules() if isinstance(module, nn.Linear)] == [nn.Linear] * 2
+
+
+@pytest.mark.parametrize("convert", ["model", "pipe"])
+def test_converting_keeps_buffers_shared(convert):
+    """A converted buffer was another tensor than the model's: its checkpoints were stale."""
+    model = ReturnsChangedBuffer()
+    pipe = pipeline(model, multi_use_param_spec=REPLICATE)
+    if convert == "pipe":
+        pipe.float().double()
+        pipe(X)
+        assert model.count == 1
+    tied = Tied()
+    pipe = pipeline(tied, half_square, multi_use_param_spec=REPLICATE)
+    {"model": tied, "pipe": pipe}[convert].float()
+    pipe(X.float(), X.float())
+    assert {parameter.grad.dtype for copies in pipe.replicas() for parameter in copies} == {torch.float32}
+
+
+def test_a_parameter_replaced_by_another_is_refused():
+    """The stages went on with the old one."""
+    pipe = pipeline(Tied())
+    state = {name: tensor * 0 for name, tensor in pipe.named_parameters()}
+    linear = pipeline(TwoLayers())
+    zeros = {name: tensor * 0 for name, tensor in linear.named_parameters()}
+    assert not torch.func.functional_call(linear, zeros, (X,)).any()
+    assert not torch.func.functional_call(pipe, state, (X,)).any()
+
+    class ByName(Base):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.rand(4))
+
+        def forward(self, x):
+            x = self.a(x) * self.scale
+            pipe_split()
+            return self.b(x)
+
+    pipe = pipeline(ByName())
+    with pytest.raises(ModeError, match=r"'scale' of the Pipe was replaced"):
+        torch.func.functional_call(pipe, {"scale": torch.zeros(4)}, (X,))
+    pipe(X)
+
+
+class Specialized(Base):
+    def forward(self, x, mask=None, scale=None):
+        x = self.a(x) if mask is None else self.a(x) * mask
+        pipe_split()
+        return self.b(x) if scale is None else self.b(x) * scale
+
+
+def test_concrete_arguments_keep_their_place():
+    """A value given for one went to the next argument without a word."""
+    model = Specialized()
+    pipe = pipeline(model, concrete_args={"mask": None})
+    assert_same(pipe(X, None, X), model(X, None, X), "by position")
+    assert_same(pipe(X, scale=X), model(X, scale=X), "by name")
+    with pytest.raises(InputError, match=r"'mask' is float64.6, 4., but the model was traced with mask=None"):
+        pipe(X, X)
+
+
+class AsksForSize(Base):
+    def forward(self, x):
+        x = self.a(x)
+        if isinstance(x.size(0), int):
+            x = x * 3
+        pipe_split()
+        return self.b(x)
+
+
+def test_an_answer_about_a_type_that_is_not_so_when_it_runs():
+    """A number was taken for a tensor, and the wrong branch recorded."""
+    with pytest.raises(StageError, match=r"forward asked for the type of a value(.|\n)*isinstance\(x.size\(0\), int\)"):
+        pipeline(AsksForSize())(X)
+
+
+class TakesSizes(Base):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.ones(4, 4).tril())
+
+    def forward(self, x):
+        x = self.a(x) + torch.zeros(x.size(0), 4) + torch.ones(x.shape[0], 1) * torch.finfo(x.dtype).eps
+        pipe_split()
+        rows = sum(x @ self.mask[i] for i in range(self.mask.size(0))) if self.mask.shape[0] == 4 else 0
+        return self.b(x) + torch.rand(x.size(0), 4) + rows.unsqueeze(1)
+
+
+def test_sizes_one_by_one_and_shapes_of_the_models_own_tensors():
+    """The parser of torch.zeros refused a traced size before it was recorded; a buffer's size was called unknown."""
+    check(TakesSizes(), X)
+
+
+class Arrays(Base):
+    def forward(self, x):
+        numpy = pytest.importorskip("numpy")
+        x = self.a(x) * torch.from_numpy(numpy.arange(4.0))
+        pipe_split()
+        return self.b(x) + torch.tensor(numpy.ones(1)) * torch.as_tensor(numpy.full((2, 4), 3.0))[0]
+
+
+def test_arrays_are_constants():
+    """Every array was taken for a single number."""
+    check(Arrays(), X)
+
+
+def test_hooks_put_on_a_replicated_parameter_afterwards():
+    model = Tied()
+    pipe = pipeline(model, half_square, multi_use_param_spec=REPLICATE)
+    model.a.weight.register_hook(lambda gradient: gradient * 0.5)
+    with pytest.raises(SharedParameterError, match="has got gradient hooks"):
+        pipe(X, X)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda pipe: pipe.load_state_dict(3),
+        lambda pipe: pipe.stage(7),
+        lambda pipe: pipe.stage("foo"),
+        lambda pipe: pipe.remap_qualname(3),
+        lambda pipe: pipeline(pipe),
+    ],
+)
+def test_mistakes_get_errors_of_the_librarys_own(call):
+    with pytest.raises(PippyError):
+        call(pipeline(TwoLayers()))
