@@ -1,0 +1,54 @@
+"""What the regression tests share: small models, and a check against the plain model."""
+
+import copy
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from pippy import (
+    MultiUseParameterConfig,
+    Pipe,
+    pipe_split,
+    pipeline,
+)
+from tests.compare import assert_same, assert_same_gradients, assert_same_state
+
+REPLICATE, TRANSMIT = MultiUseParameterConfig.REPLICATE, MultiUseParameterConfig.TRANSMIT
+
+
+def half_square(output, target):
+    return ((output - target) ** 2).mean()
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+def check(model: nn.Module, *inputs: Any, steps: int = 2, **options: Any) -> Pipe:
+    """Train a Pipe and the plain model side by side."""
+    plain = copy.deepcopy(model)
+    pipe = pipeline(model, half_square, **options)
+    target = torch.randn(6, 4)
+    for seed in range(steps):
+        torch.manual_seed(seed)
+        expected = half_square(plain(*inputs), target)
+        expected.backward()
+        torch.manual_seed(seed)
+        assert_same(pipe(*inputs, target), expected.detach(), "loss")
+        assert_same_gradients(pipe, plain)
+        assert_same_state(pipe, plain)
+    return pipe
+
+
+X = torch.randn(6, 4, dtype=torch.float64)
+
+
+class TwoLayers(Base):
+    def forward(self, x):
+        x = self.a(x)
+        pipe_split()
+        return self.b(x)
