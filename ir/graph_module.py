@@ -16,6 +16,14 @@ from torch import fx, nn
 from pippy.ir.names import local_name
 
 _STATE = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training")
+# What pippy puts into graphs, by module and name.
+_OURS = (
+    "stage_backward.stage_backward",
+    "recording.set_grad_mode",
+    "proxies.check_tensor",
+    "modes.by_mode",
+    "effects.own_copy",
+)
 _KEPT_META = ("source", "module_path", "no_grad")
 
 
@@ -32,7 +40,7 @@ class PipeGraphModule(fx.GraphModule):
 def readable_code(module: fx.GraphModule) -> str:
     """The generated code, with short names for the functions that pippy itself puts there."""
     code = module.code.strip()
-    for function in ("stage_backward.stage_backward", "recording.set_grad_mode", "modes.by_mode", "effects.own_copy"):
+    for function in _OURS:
         code = code.replace(f"pippy_ir_{function.replace('.', '_')}", function.rpartition(".")[2])
     return code + "\n"
 

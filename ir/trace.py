@@ -19,7 +19,8 @@ from pippy.ir.marks import SplitPoint, annotated_modules, pipe_split, recording_
 from pippy.ir.modes import Modes, first_difference, flags_after_train, follow_training, watched_training
 from pippy.ir.names import named_state
 from pippy.ir.preserve import unaltered
-from pippy.ir.recording import RecordingProxy, StateProxy, recording
+from pippy.ir.proxies import RecordingProxy, StateProxy
+from pippy.ir.recording import recording
 from pippy.ir.untraceable import check_assigned_buffers, check_backward_hooks, check_model, explained
 
 
