@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -282,6 +283,55 @@ def test_a_broken_pipe_is_not_lowered():
     pipe.split_gm.graph.output_node().args = (None,)
     with pytest.raises(VerificationError):
         lower(pipe, make_schedule("1f1b", workers=3, chunks=2))
+
+
+class OddStages(nn.Module):
+    """A stage that gives nothing, and a value that is both used and returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x):
+        first = self.layers[0](x)
+        pipe_split()
+        self.seen.add_(self.layers[1](first).detach().sum(0))
+        pipe_split()
+        y = self.layers[2](first)
+        pipe_split()
+        return self.layers[3](y), first
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_stages_without_outputs_and_values_that_are_returned_on_the_way(trains):
+    torch.manual_seed(0)
+    model = OddStages()
+    pipe = pipeline(
+        model, (lambda output, target: (output[0] * output[1] - target).square().mean()) if trains else None
+    )
+    schedule = make_schedule("1f1b" if trains else "forward_only", workers=4, chunks=2)
+    lowered = lower(pipe, schedule)
+    assert lowered.work[Pass("F", 1)][0].gives == ()
+    microbatches, target = [torch.randn(3, 4) for _ in range(2)], [torch.randn(3, 4)] if trains else []
+    reference = copy.deepcopy(pipe)
+    run = LocalRun(pipe, lowered, [bind(pipe, (each, *target), {}) for each in microbatches])
+    with torch.set_grad_enabled(trains):
+        run.run()
+        expected = [reference(each, *target) for each in microbatches]
+    for microbatch, outputs in enumerate(expected):
+        found = [run.output(name, microbatch) for name in lowered.outputs]
+        wanted = [outputs] if trains else [outputs[1], outputs[0]]
+        assert_same([each.detach() for each in found], [each.detach() for each in wanted], "outputs")
+    for name, _ in reference.named_parameters():
+        assert_same_gradient(pipe.get_grad(name), reference.get_grad(name), name)
+    assert_same(pipe.state_dict()["seen"], reference.state_dict()["seen"], "buffer")
+
+
+def test_what_is_no_pipe_or_program_is_refused():
+    wrong: Any = 3
+    with pytest.raises(LoweringError, match="these are a Pipe and a int"):
+        lower(build("Mlp")[1], wrong)
 
 
 def test_every_computation_is_lowered_once():
