@@ -24,7 +24,7 @@ _OURS = (
     "modes.by_mode",
     "effects.own_copy",
 )
-_KEPT_META = ("source", "module_path", "no_grad")
+KEPT_META = ("source", "module_path")  # what a stage's nodes still know of how they were traced
 
 
 class PipeGraphModule(fx.GraphModule):
@@ -72,7 +72,7 @@ def flat_graph(graph: fx.Graph) -> list[tuple[Any, ...]]:
             _portable(node.target) if node.op == "call_function" else node.target,
             fx.node.map_arg(node.args, lambda arg: _Ref(arg.name)),
             fx.node.map_arg(node.kwargs, lambda arg: _Ref(arg.name)),
-            {key: node.meta[key] for key in _KEPT_META if node.meta.get(key)},
+            {key: node.meta[key] for key in KEPT_META if node.meta.get(key)},
         )
         for node in graph.nodes
     ]

@@ -26,3 +26,8 @@ def tensor_of(module: nn.Module, name: str) -> torch.Tensor:
     """The parameter or buffer of ``module`` with a qualified name."""
     path, _, leaf = name.rpartition(".")
     return getattr(module.get_submodule(path), leaf)
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether something waits for the whole gradient of a tensor, of which each copy would have a part."""
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))

@@ -111,10 +111,18 @@ def named_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
+def first_names(module: nn.Module) -> dict[int, str]:
+    """The first name of each parameter and buffer, by the tensor's id."""
+    names: dict[int, str] = {}
+    for name, tensor in named_state(module):
+        names.setdefault(id(tensor), name)
+    return names
+
+
 def qualnames_of(model: nn.Module) -> Qualnames:
     """The names of ``model``, not yet placed."""
-    first: dict[int, str] = {}
-    canonical = {name: first.setdefault(id(tensor), name) for name, tensor in named_state(model)}
+    first = first_names(model)
+    canonical = {name: first[id(tensor)] for name, tensor in named_state(model)}
     saved = tuple(name for name in model.state_dict(keep_vars=True) if name in canonical)
     return Qualnames(canonical, saved)
 

@@ -15,7 +15,8 @@ from torch import fx, nn
 
 from pippy.ir.effects import Mutation
 from pippy.ir.errors import SharedParameterError
-from pippy.ir.names import named_state, stage_name, unknown_name
+from pippy.ir.held import has_gradient_hooks
+from pippy.ir.names import first_names, stage_name, unknown_name
 from pippy.ir.source import excerpt_of
 
 
@@ -169,7 +170,7 @@ def replicas(sharing: Sharing) -> dict[int, dict[int, torch.Tensor]]:
 
 def _copy(shared: SharedTensor) -> torch.Tensor:
     tensor = shared.tensor
-    if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+    if has_gradient_hooks(tensor):
         raise SharedParameterError(
             f"{shared.name!r} has gradient hooks, and {_users(shared)} would each have a copy of it, with a part of the "
             "gradient: say TRANSMIT for it, or take the hooks off"
@@ -183,16 +184,9 @@ def replicated_names(
     sharing: Sharing, stages: Mapping[int, nn.Module], copies: Mapping[int, Mapping[int, Any]]
 ) -> list[dict[str, str]]:
     """Each replicated parameter as a dict from stage to its name there, in the model's order."""
-    first_names = {stage: _first_names(module) for stage, module in stages.items()}
+    names = {stage: first_names(module) for stage, module in stages.items()}
     groups = []
     for key, shared in sharing.replicated.items():
         held = {stage: copies.get(stage, {}).get(key, shared.tensor) for stage in shared.stages}
-        groups.append({stage_name(stage): first_names[stage][id(tensor)] for stage, tensor in held.items()})
+        groups.append({stage_name(stage): names[stage][id(tensor)] for stage, tensor in held.items()})
     return groups
-
-
-def _first_names(module: nn.Module) -> dict[int, str]:
-    names: dict[int, str] = {}
-    for name, tensor in named_state(module):
-        names.setdefault(id(tensor), name)
-    return names

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pippy.ir.errors import SharedParameterError
-from pippy.ir.held import tensor_of
+from pippy.ir.held import has_gradient_hooks, tensor_of
 from pippy.ir.names import named_state
 from pippy.ir.stage_backward import add_gradients
 
@@ -18,7 +18,7 @@ def follow_owners(groups: Sequence[Copies]) -> None:
     """Make every copy equal to the first, which is the model's own: an optimizer or a loaded state may have changed it."""
     with torch.no_grad():
         for owner, *copies in groups:
-            if owner._backward_hooks or getattr(owner, "_post_accumulate_grad_hooks", None):
+            if has_gradient_hooks(owner):
                 raise SharedParameterError(
                     f"a replicated parameter of shape {list(owner.shape)} has got gradient hooks, which would see a part of "
                     "its gradient; take them off, or make the Pipe with TRANSMIT for it"

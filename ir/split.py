@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from pippy.ir.effects import own_copy
 from pippy.ir.errors import SharedParameterError
-from pippy.ir.graph_module import PipeGraphModule, empty_graph_module, install
+from pippy.ir.graph_module import KEPT_META, PipeGraphModule, empty_graph_module, install
 from pippy.ir.names import LOSS, Qualnames, local_name, named_state, place, qualnames_of, stage_index
 from pippy.ir.params import MultiUseParamSpec, replicas, replicated_names
 from pippy.ir.plan import Plan, StagePlan, make_plan
@@ -173,7 +173,7 @@ def value_name(plan: Plan, value: fx.Node) -> str:
 
 
 def _kept_meta(node: fx.Node) -> dict[str, Any]:
-    return {key: node.meta[key] for key in ("source", "module_path") if node.meta.get(key) is not None}
+    return {key: node.meta[key] for key in KEPT_META if node.meta.get(key) is not None}
 
 
 def _top_level(plan: Plan, stages: Mapping[str, PipeGraphModule]) -> PipeGraphModule:

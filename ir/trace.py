@@ -17,7 +17,7 @@ from pippy.ir.arguments import check_concrete_args, drop_concrete_inputs, option
 from pippy.ir.errors import MarkError, PippyError, TracingError
 from pippy.ir.marks import SplitPoint, annotated_modules, pipe_split, recording_splits, split_points
 from pippy.ir.modes import Modes, first_difference, flags_after_train, follow_training, watched_training
-from pippy.ir.names import named_state
+from pippy.ir.names import first_names, named_state
 from pippy.ir.preserve import unaltered
 from pippy.ir.proxies import RecordingProxy, StateProxy
 from pippy.ir.recording import recording
@@ -38,7 +38,7 @@ class PipeTracer(fx.Tracer):
     proxy_buffer_attributes = True
 
     def trace(self, root: nn.Module, concrete_args: dict[str, Any] | None = None) -> fx.Graph:  # type: ignore[override]
-        self._state_names = {id(tensor): name for name, tensor in _state(root)}
+        self._state_names = first_names(root)
         return super().trace(root, concrete_args)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
@@ -76,11 +76,6 @@ class PipeTracer(fx.Tracer):
         if dataclasses.is_dataclass(mapping):
             return self.create_node("call_function", type(mapping), (), super().create_arg(dict(mapping)))
         return self.create_node("call_function", type(mapping), (super().create_arg(dict(mapping)),), {})
-
-
-def _state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 @dataclass
@@ -219,7 +214,12 @@ def _inputs_traced_as_given(traced: Traced, tracer: TracerLike | None) -> tuple[
     optional = optional_inputs(traced.model, traced.graph)
     if not optional or not _differs_without(traced, tracer, optional):
         return ()
-    return tuple(name for name in optional if _differs_without(traced, tracer, [name]))
+    if len(optional) == 1:
+        return tuple(optional)
+    alone = [name for name in optional if _differs_without(traced, tracer, [name])]
+    others = [name for name in optional if name not in alone]
+    together = others if others and _differs_without(traced, tracer, others) else []
+    return (*alone, *together)
 
 
 def _differs_without(traced: Traced, tracer: TracerLike | None, names: list[str]) -> bool:

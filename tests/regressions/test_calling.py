@@ -48,6 +48,22 @@ def test_an_optional_input_that_forward_asks_about():
     check(OptionalBias(), X, concrete_args={"bias": None})
 
 
+class BothMissing(Base):
+    def forward(self, x, mask=None, scale=None, shift=None):
+        x = self.a(x)
+        pipe_split()
+        if mask is None and scale is None:
+            return self.b(x) * 2
+        return self.b(x) if shift is None else self.b(x) + shift
+
+
+def test_optional_inputs_that_forward_asks_about_together():
+    """None of them alone changed what was traced, so the branch for all of them missing was lost."""
+    with pytest.raises(InputError, match=r"'mask', 'scale', 'shift' is None|'shift', 'mask', 'scale' is None"):
+        pipeline(BothMissing())(X)
+    check(BothMissing(), X, concrete_args={"mask": None, "scale": None, "shift": None})
+
+
 class OptionalMask(Base):
     def forward(self, x, mask=None, scale=None):
         x = self.a(x)
