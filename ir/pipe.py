@@ -121,15 +121,19 @@ class Pipe(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run in this process: outputs or loss, and gradients if there is a loss and gradients are on."""
+        self.check_mode()
+        check_still_shared(self)
+        follow_owners(self.replicas())
+        return run_reference(self, bind(self, args, kwargs))
+
+    def check_mode(self) -> None:
+        """Raise if the graph is not right in the mode that `train()` or `eval()` has set."""
         if self.mode is not None and not self.modes.allows(self.mode):
             now, other = ("train", "eval") if self.mode else ("eval", "train")
             raise ModeError(
                 f"this Pipe was not traced in {now} mode, in which the model does something else from here on:\n"
                 f"{self.modes.fixed_at}\nWhat to do: make another Pipe from the model in {now} mode, or call pipe.{other}()"
             )
-        check_still_shared(self)
-        follow_owners(self.replicas())
-        return run_reference(self, bind(self, args, kwargs))
 
     def remap_qualname(self, qualname: str) -> str:
         """The user's name for a name inside a stage: of a parameter, a buffer or a module.

@@ -1,6 +1,6 @@
 """Runs a Pipe in this process, node by node: the oracle that every driver is held to."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import fx
 from pippy.ir.backward import is_getitem, seeded
 from pippy.ir.held import held_constant
 from pippy.ir.replicas import owners_in_place_of_copies, whole_gradients
-from pippy.ir.stage_backward import add_gradients, gradient_pairs, stage_backward
+from pippy.ir.stage_backward import add_gradients, gradient_pairs, stage_backward, weighted
 from pippy.ir.stage_run import StageRun, as_leaf, run_backward, run_stage
 from pippy.ir.trees import map_tensors
 from pippy.ir.wiring import map_nodes
@@ -20,20 +20,33 @@ if TYPE_CHECKING:
 
 def run_reference(pipe: "Pipe", inputs: Mapping[str, Any]) -> Any:
     """The outputs of ``pipe``; its backward has been run too, if it has one and gradients are on."""
-    run = _Reference(pipe, inputs)
-    if not run.trains:
+    return run_microbatches(pipe, [inputs])[0]
+
+
+def run_microbatches(
+    pipe: "Pipe", microbatches: Sequence[Mapping[str, Any]], weights: Sequence[float] | None = None
+) -> list[Any]:
+    """The outputs for each of several micro-batches, whose gradients add up.
+
+    ``weights`` are what their losses count; 0 means that a loss, which may be no number then, has no gradient.
+    """
+    runs = [
+        _Reference(pipe, inputs, 1.0 if weights is None else weights[index])
+        for index, inputs in enumerate(microbatches)
+    ]
+    if not runs[0].trains:
         with owners_in_place_of_copies(pipe.replicated_params, pipe.stage):
-            return run.run()
+            return [run.run() for run in runs]
     with whole_gradients(pipe.replicas()):
-        outputs = run.run()
+        outputs = [run.run() for run in runs]
     return map_tensors(torch.Tensor.detach, outputs)
 
 
 class _Reference:
     """One run of the top-level graph: the values of its nodes, and each call's leaves for its backward."""
 
-    def __init__(self, pipe: "Pipe", inputs: Mapping[str, Any]) -> None:
-        self.pipe, self.inputs = pipe, inputs
+    def __init__(self, pipe: "Pipe", inputs: Mapping[str, Any], weight: float = 1.0) -> None:
+        self.pipe, self.inputs, self.weight = pipe, inputs, weight
         self.trains = pipe.loss is not None and torch.is_grad_enabled()
         self.values: dict[fx.Node, Any] = {}
         self.input_gradients: dict[str, Any] = {}
@@ -76,7 +89,7 @@ class _Reference:
     def _run_backward(self, node: fx.Node) -> Any:
         call = node.kwargs["stage_output"]
         assert isinstance(call, fx.Node)
-        given = map_nodes(self.values.__getitem__, seeded(node.kwargs["output_grads"]))
+        given = weighted(map_nodes(self.values.__getitem__, seeded(node.kwargs["output_grads"])), self.weight)
         run = self.runs.pop(call)
         gradients = run_backward(str(call.target), self.pipe.stage(str(call.target)), run, given)
         for value, gradient in zip(node.kwargs["input_values"], gradients):  # type: ignore[arg-type]

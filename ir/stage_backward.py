@@ -8,7 +8,8 @@ import torch
 from pippy.ir.errors import StageError
 from pippy.ir.trees import children, describe, tensors
 
-# The gradient of the loss with respect to itself; stands in ``output_grads`` for the value that is the loss.
+# The gradient of the loss with respect to itself; stands in ``output_grads`` for the value that is the loss. Any other
+# number in its place is what the loss counts, where it is one of several.
 SEED = 1.0
 
 
@@ -36,7 +37,7 @@ def gradient_pairs(output: Any, gradient: Any) -> Iterator[tuple[torch.Tensor, t
     if gradient is None:
         return
     if isinstance(gradient, float):
-        yield output, _seed(output)
+        yield output, _seed(output, gradient)
     elif isinstance(output, torch.Tensor):
         if output.requires_grad:
             yield output, gradient
@@ -45,7 +46,20 @@ def gradient_pairs(output: Any, gradient: Any) -> Iterator[tuple[torch.Tensor, t
             yield from gradient_pairs(item, its_gradient)
 
 
-def _seed(loss: Any) -> torch.Tensor:
+def weighted(output_grads: Any, weight: float) -> Any:
+    """``output_grads`` for a loss that counts ``weight``; one that counts 0, and may be no number, has no gradient.
+
+    >>> weighted([SEED, None], 0.25)
+    [0.25, None]
+    """
+    if isinstance(output_grads, float):
+        return output_grads * weight if weight else None
+    if isinstance(output_grads, (list, tuple)):
+        return type(output_grads)([weighted(item, weight) for item in output_grads])
+    return output_grads
+
+
+def _seed(loss: Any, gradient: float) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise StageError(f"the loss is {describe(loss)}; it must be a single number: reduce it, with .mean() or .sum()")
     if not loss.requires_grad:
@@ -53,7 +67,7 @@ def _seed(loss: Any) -> torch.Tensor:
             "the loss does not require a gradient: every parameter that it depends on is frozen, or it was detached. "
             "Run the Pipe under torch.no_grad() to compute it alone"
         )
-    return torch.ones_like(loss)
+    return torch.full_like(loss, gradient)
 
 
 def _check_leaves(values: Sequence[Any]) -> None:

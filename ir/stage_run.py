@@ -36,9 +36,25 @@ def as_leaf(value: Any) -> Any:
 
 def _leaf(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
+        value = value if value.is_contiguous() else _dense(value)
         return value.detach().requires_grad_() if value.requires_grad else value
     if not isinstance(value, _CONSTANTS):
         _check_opaque(value)
+    return value
+
+
+def _dense(value: torch.Tensor) -> torch.Tensor:
+    """A tensor without gaps or repetitions in memory, which is how it would arrive from another process.
+
+    Kernels may round differently for other strides, and a Pipe computes the same wherever its stages are.
+    """
+    if value.layout != torch.strided:
+        return value
+    step = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(value.stride(), value.shape) if size != 1):
+        if stride != step:
+            return value.contiguous()
+        step *= size
     return value
 
 
