@@ -1,6 +1,6 @@
 """Running one stage: its inputs become leaves of its own, and what goes wrong says where."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -13,6 +13,8 @@ from pippy.ir.errors import StageError
 from pippy.ir.marks import recording_splits
 from pippy.ir.stage_backward import stage_backward
 from pippy.ir.trees import describe, map_leaves
+
+Backward = Callable[[Any, Any, Sequence[Any]], tuple[Any, ...]]
 
 _UNSEEN_MARK = (
     "{} calls pipe_split() inside a module that tracing did not look into, so nothing was cut there; use a tracer whose "
@@ -84,10 +86,12 @@ def run_stage(name: str, module: nn.Module, args: Sequence[Any], kwargs: dict[st
         torch.set_grad_enabled(grad_mode)  # a stage that raised inside a torch.no_grad() region
 
 
-def run_backward(name: str, module: nn.Module, run: StageRun, output_grads: Any) -> tuple[Any, ...]:
-    """Call `stage_backward` for an earlier run of a stage, with the same care for errors."""
+def run_backward(
+    name: str, module: nn.Module, run: StageRun, output_grads: Any, backward: Backward = stage_backward
+) -> tuple[Any, ...]:
+    """Call `stage_backward`, or another ``backward``, for an earlier run of a stage, with the same care for errors."""
     try:
-        return stage_backward(run.outputs, output_grads, run.inputs)
+        return backward(run.outputs, output_grads, run.inputs)
     except Exception as error:
         raise StageError(_explained("backward", name, module, run.inputs, error, run.outputs, output_grads)) from error
 
