@@ -1,5 +1,7 @@
 """The errors of everything that runs a Pipe on workers."""
 
+from typing import Any
+
 from pippy.ir.errors import PippyError
 
 
@@ -9,3 +11,86 @@ class LoweringError(PippyError, ValueError):
     >>> issubclass(LoweringError, PippyError)
     True
     """
+
+
+class PackingError(PippyError, TypeError):
+    """Something that cannot travel to a worker.
+
+    >>> issubclass(PackingError, TypeError)
+    True
+    """
+
+
+class DriverError(PippyError, ValueError):
+    """A driver that was asked for what it cannot do.
+
+    >>> issubclass(DriverError, ValueError)
+    True
+    """
+
+
+class StepError(PippyError, RuntimeError):
+    """An instruction that raised on a worker. The step was given up on all workers; they go on with the next.
+
+    Gradients are as before the step. Buffers that the forward changes, such as running means, may have moved on in some
+    stages. ``worker`` is the number of the worker and ``failure`` what it said, where one failed.
+
+    >>> issubclass(StepError, RuntimeError)
+    True
+    """
+
+    worker: int | None = None
+    failure: Any = None
+
+
+class OptimizerError(PippyError, ValueError):
+    """Arguments or a state that an optimizer on the workers cannot use.
+
+    >>> issubclass(OptimizerError, ValueError)
+    True
+    """
+
+
+class MicrobatchError(PippyError, ValueError):
+    """A mini-batch that cannot be cut into micro-batches as it was asked for, or outputs that cannot be put together.
+
+    >>> issubclass(MicrobatchError, PippyError)
+    True
+    """
+
+
+class PeerLost(PippyError, ConnectionError):
+    """A worker that ended before it had sent a value that another waits for. ``peer`` is its number.
+
+    >>> PeerLost(2, "it ended").peer
+    2
+    """
+
+    def __init__(self, peer: int, message: str) -> None:
+        super().__init__(message)
+        self.peer = peer
+
+
+class ClusterError(PippyError, RuntimeError):
+    """A cluster cannot be started, or cannot be used (any more).
+
+    >>> issubclass(ClusterError, RuntimeError)
+    True
+    """
+
+
+class WorkerLostError(ClusterError):
+    """A worker has died, or answers no more. The cluster is of no use after it: close it and open another.
+
+    >>> print(WorkerLostError("stage-host", 1, "localhost", 4711, "killed by SIGKILL"))
+    worker 'stage-host' (number 1, pid 4711 on localhost) is lost: killed by SIGKILL; close this cluster and open another
+    """
+
+    def __init__(self, worker: str, index: int, host: str, pid: int, how: str) -> None:
+        super().__init__(
+            f"worker {worker!r} (number {index}, pid {pid} on {host}) is lost: {how}; close this cluster and open another"
+        )
+        self.worker, self.index, self.host, self.pid, self.how = worker, index, host, pid, how
+
+    def __reduce__(self) -> tuple[type["WorkerLostError"], tuple[str, int, str, int, str]]:
+        return WorkerLostError, (self.worker, self.index, self.host, self.pid, self.how)
