@@ -1,0 +1,117 @@
+"""What has arrived at a worker and was not taken yet, and how the thread that waits for it is woken."""
+
+import os
+from collections import deque
+from contextlib import suppress
+from threading import Lock
+from typing import Any
+
+from pippy.drivers.errors import PeerLost
+from pippy.drivers.workers.transport import Interrupted, Key
+
+
+class Mailbox:
+    """The values that have arrived, by key. ``wake`` is a file descriptor that is readable when another thread has a say.
+
+    >>> mailbox = Mailbox()
+    >>> mailbox.put((3, 0, 0), "value")
+    >>> mailbox.has((3, 0, 0)), mailbox.take((3, 0, 0)), mailbox.has((3, 0, 0))
+    (True, 'value', False)
+    >>> mailbox.close()
+    """
+
+    def __init__(self) -> None:
+        self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.arrived: dict[Key, Any] = {}
+        self.below = 0
+        self.waits: Key | None = None
+        self._interrupted = False
+        self._delivered: deque[tuple[Key, Any]] = deque()
+        self._lost: set[int] = set()
+        self._closing = Lock()
+
+    def put(self, key: Key, value: Any) -> None:
+        """Keep a value, unless its step was given up."""
+        if key[0] >= self.below:
+            self.arrived[key] = value
+
+    def has(self, key: Key) -> bool:
+        """Is the value here?"""
+        while self._delivered:
+            self.put(*self._delivered.popleft())
+        return key in self.arrived
+
+    def take(self, key: Key) -> Any:
+        """The value, which is here no longer."""
+        value = self.arrived.pop(key)
+        if type(value) is Unreadable:
+            raise value.error
+        return value
+
+    def check(self, key: Key) -> None:
+        """Raise if there is no point in waiting for this key."""
+        if self._interrupted or key[0] < self.below:
+            raise Interrupted(f"step {key[0]} was given up while slot {key[1]} of micro-batch {key[2]} was waited for")
+
+    def check_source(self, key: Key, source: int) -> None:
+        """Raise if the worker that should send this value is lost, and it has not come after all."""
+        if source in self._lost and not self.has(key):
+            raise PeerLost(
+                source,
+                f"worker {source} is gone, and had not sent slot {key[1]} of micro-batch {key[2]} of step {key[0]}; "
+                "start a new cluster, its log says why the worker ended",
+            )
+
+    def forget(self, below: int) -> None:
+        """Drop all values of steps before ``below``, now and later."""
+        self.below = max(self.below, below)
+        for key in [key for key in self.arrived if key[0] < self.below]:
+            del self.arrived[key]
+
+    def deliver(self, key: Key, value: Any) -> None:
+        """Like ``put``, from any thread."""
+        self._delivered.append((key, value))
+        self._ring()
+
+    def lose(self, peer: int) -> None:
+        """A peer is lost. From any thread."""
+        self._lost.add(peer)
+        self._ring()
+
+    def lost(self, peer: int) -> bool:
+        """Is the peer lost?"""
+        return peer in self._lost
+
+    def interrupt(self) -> None:
+        """From any thread."""
+        self._interrupted = True
+        self._ring()
+
+    def clear_interrupt(self) -> None:
+        """Waiting has a point again."""
+        self._interrupted = False
+
+    def quiet(self) -> None:
+        """Make ``wake`` unreadable until something new comes."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.wake)
+
+    def close(self) -> None:
+        """Give up the file descriptor; late calls of other threads do nothing then."""
+        with self._closing:
+            wake, self.wake = self.wake, -1
+            if wake >= 0:
+                os.close(wake)
+        self.arrived.clear()
+
+    def _ring(self) -> None:
+        with self._closing:  # or the number may be another file's by now
+            if self.wake >= 0:
+                os.eventfd_write(self.wake, 1)
+
+
+class Unreadable:
+    """Stands for a value that came but could not be read; taking it raises ``error``."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error

@@ -1,0 +1,164 @@
+"""Values between the processes of one host, through memory that both ends see. See channel.py for how."""
+
+import select
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from pippy.drivers.workers.channel import Channel
+from pippy.drivers.workers.mailbox import Mailbox
+from pippy.drivers.workers.rpc_transport import copied
+from pippy.drivers.workers.transport import Key, Sent, Transport
+
+_TURN = 64  # packets that one peer may bring in before the others are looked at
+
+
+class SharedMemoryTransport(Transport):
+    """The transport of one process, ``index``, with a connected socket for each peer.
+
+    The sockets are AF_UNIX and SOCK_SEQPACKET, one pair for each pair of workers, made by their parent. ``limit`` bounds
+    the shared memory of each direction (a single value may be larger); what does not fit waits in the sender's own. While
+    rings grow, old ones that the receiver has not emptied count beside it, so that twice the limit can be in use.
+    Nothing has a name in the file system, so nothing is left behind, however a process ends.
+
+    >>> first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    >>> here, there = SharedMemoryTransport(0, {1: first}), SharedMemoryTransport(1, {0: second})
+    >>> here.send(1, (0, 0, 0), torch.arange(3))
+    >>> there.receive((0, 0, 0), source=0)
+    tensor([0, 1, 2])
+    >>> here.close(), there.close()
+    (None, None)
+    """
+
+    def __init__(
+        self,
+        index: int,
+        peers: Mapping[int, socket.socket],
+        limit: int = 1 << 26,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.index = index
+        self.device = torch.device(device) if device is not None else None
+        self.sent = {peer: Sent() for peer in peers}
+        self.mailbox = Mailbox()
+        self.channels = {peer: Channel(end, self.mailbox, limit, self.device) for peer, end in peers.items()}
+        self._peer_of = {channel.fd: peer for peer, channel in self.channels.items()}
+        self._epoll = select.epoll()
+        self._epoll.register(self.mailbox.wake, select.EPOLLIN)
+        for fd in self._peer_of:
+            self._epoll.register(fd, select.EPOLLIN)
+        self._watched: set[int] = set()  # the sockets whose room to write is waited for
+
+    def send(self, to: int, key: Key, value: Any) -> None:
+        if to == self.index:
+            self.mailbox.put(key, copied(value))
+            return
+        channel, sent = self.channels[to], self.sent[to]
+        payload = channel.send(key, value)
+        sent.values += 1
+        sent.bytes += payload
+
+    def receive(self, key: Key, source: int) -> Any:
+        box, channel = self.mailbox, self.channels.get(source)
+        box.check(key)
+        while not box.has(key):
+            if channel is not None and channel.fd in self._peer_of and self._step(channel):
+                continue
+            box.check_source(key, source)
+            box.waits = key
+            try:
+                box.check(key)
+                self._wait()
+                box.check(key)
+            finally:
+                box.waits = None
+        return box.take(key)
+
+    def ready(self, key: Key) -> bool:
+        while not self.mailbox.has(key) and self._serve(0):
+            pass
+        return self.mailbox.has(key)
+
+    def wait_for(self, fd: int) -> None:
+        self._epoll.register(fd, select.EPOLLIN)
+        try:
+            while not self._wait(fd):
+                pass
+        finally:
+            self._epoll.unregister(fd)
+
+    def interrupt(self) -> None:
+        self.mailbox.interrupt()
+
+    def clear_interrupt(self) -> None:
+        self.mailbox.clear_interrupt()
+
+    def forget(self, below: int) -> None:
+        self.mailbox.forget(below)
+        for channel in self.channels.values():
+            channel.forget(below)
+
+    def waiting_for(self) -> Key | None:
+        return self.mailbox.waits
+
+    def deliver(self, key: Key, value: Any) -> None:
+        self.mailbox.deliver(key, value)
+
+    def lose(self, peer: int) -> None:
+        self.mailbox.lose(peer)
+
+    def close(self) -> None:
+        for channel in self.channels.values():
+            if not channel.ended:
+                channel.flush()
+            channel.close()
+        self._peer_of.clear()
+        self._epoll.close()
+        self.mailbox.close()
+
+    def _wait(self, fd: int = -1) -> bool:
+        """Sleep until something happens, and see to it. True if ``fd`` is readable."""
+        return self._serve(-1, fd) == fd
+
+    def _serve(self, timeout: int, wanted: int = -1) -> int | None:
+        """See to all that is there; ``wanted``, if it is readable, else a number if anything was, else None."""
+        self._watch_full_sockets()
+        found = None
+        for fd, _ in self._epoll.poll(timeout):
+            if fd == wanted:
+                found = fd
+                continue
+            found = found if found == wanted else -2
+            if fd == self.mailbox.wake:
+                self.mailbox.quiet()
+            elif fd in self._peer_of:
+                channel = self.channels[self._peer_of[fd]]
+                if channel.queue or channel.socket_full:
+                    channel.flush()
+                for _ in range(_TURN):
+                    if not self._step(channel):
+                        break
+        return found
+
+    def _step(self, channel: Channel) -> bool:
+        """Take in one packet, if there is one."""
+        try:
+            more = channel.step()
+            if channel.queue and not channel.socket_full:
+                channel.flush()
+            return more
+        except ConnectionError:
+            peer = self._peer_of.pop(channel.fd)
+            self._epoll.unregister(channel.fd)
+            self._watched.discard(channel.fd)
+            channel.close()
+            self.mailbox.lose(peer)
+            return False
+
+    def _watch_full_sockets(self) -> None:
+        full = {fd for fd, peer in self._peer_of.items() if self.channels[peer].socket_full}
+        for fd in full ^ self._watched:
+            self._epoll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if fd in full else 0))
+        self._watched = full
