@@ -1,0 +1,37 @@
+"""What tests of processes share."""
+
+import os
+import select
+import signal
+import time
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def watched(*processes, within=3.0):
+    """Afterwards all of these must have ended in time; those that have not are killed, and the test fails."""
+    with ExitStack() as stack:
+        found = {stack.enter_context(os.fdopen(os.pidfd_open(pid), "rb", 0)): pid for pid in processes}
+        try:
+            yield
+            end = time.monotonic() + within
+            left = dict(found)
+            while left and (done := select.select(list(left), [], [], max(0, end - time.monotonic()))[0]):
+                for fd in done:
+                    del left[fd]
+            assert not left, f"still there after {within:g} s: {sorted(left.values())}"
+        finally:
+            for fd, pid in found.items():
+                if not select.select([fd], [], [], 0)[0]:
+                    os.kill(pid, signal.SIGKILL)
+
+
+def listeners(processes):
+    """The local addresses, in hexadecimal, on which any of these processes listens for TCP."""
+    inodes = set()
+    for pid in processes:
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            inodes.update({os.readlink(fd)} if fd.is_symlink() else ())
+    rows = [row.split() for table in ("tcp", "tcp6") for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}

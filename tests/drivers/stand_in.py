@@ -1,0 +1,95 @@
+"""A worker that does what it is told, for tests of the cluster alone."""
+
+import os
+import threading
+import time
+from typing import Any
+
+from pippy.drivers.messages import Dump
+from pippy.drivers.workers.seat import Seat
+
+
+class Worker:
+    """Takes tuples: the name of a method, and its arguments."""
+
+    def __init__(self, seat: Seat) -> None:
+        self.seat = seat
+        self.log: list[Any] = []
+        self.now = "waits for a message"
+        self.begun, self.released = threading.Event(), threading.Event()
+
+    def run(self) -> None:
+        while True:
+            message, reply = self.seat.inbox.get()
+            self.now = f"does {message}"
+            reply(self.do(*message))
+            self.now = "waits for a message"
+
+    def urgent(self, message: Any) -> Any:
+        return self.now if isinstance(message, Dump) else self.do(*message)
+
+    def do(self, name: str, *arguments: Any) -> Any:
+        return getattr(self, name)(*arguments)
+
+    def echo(self, value: Any) -> Any:
+        return value
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def parent(self) -> int:
+        return os.getppid()
+
+    def note(self, value: Any) -> None:
+        self.log.append(value)
+
+    def noted(self) -> list[Any]:
+        return self.log
+
+    def compute(self, seconds: float) -> float:
+        """Busy in Python, as a stage may be."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            pass
+        return seconds
+
+    def hold(self) -> str:
+        """Busy until it is released."""
+        self.begun.set()
+        assert self.released.wait(30)
+        return "released"
+
+    def await_begun(self) -> bool:
+        return self.begun.wait(30)
+
+    def release(self) -> None:
+        self.released.set()
+
+    def block(self) -> None:
+        """Never answers."""
+        time.sleep(3600)
+
+    def fail(self) -> None:
+        raise ValueError("no")
+
+    def exit(self, status: int) -> None:
+        os._exit(status)
+
+    def about(self) -> dict[str, Any]:
+        import torch
+
+        return {
+            "threads": torch.get_num_threads(),
+            "cores": os.sched_getaffinity(0),
+            "name": self.seat.name,
+            "environment": dict(os.environ),
+        }
+
+
+class Broken(Worker):
+    """Fails to start, on the last seat only."""
+
+    def __init__(self, seat: Seat) -> None:
+        super().__init__(seat)
+        if seat.index == seat.workers - 1:
+            raise ValueError("this worker cannot be made")
