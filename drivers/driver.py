@@ -1,0 +1,79 @@
+"""The drivers, one for each schedule that has a name of its own, and one for all others."""
+
+from typing import Any
+
+from pippy.drivers.cluster import Cluster
+from pippy.drivers.driver_base import PipelineDriverBase
+from pippy.drivers.schedules import Program
+from pippy.ir.pipe import Pipe
+
+
+class PipelineDriver(PipelineDriverBase):
+    """Runs a Pipe by any schedule, by name or as a program.
+
+    All drivers are made and used alike:
+
+    >>> from torch import nn
+    >>> from pippy.drivers.cluster import local_cluster
+    >>> torch.manual_seed(0)
+    <torch._C.Generator object at ...>
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    >>> x, target = torch.randn(6, 4), torch.randn(6, 1)
+    >>> expected = nn.functional.mse_loss(model(x), target)
+    >>> pipe = Pipe.from_sequential(model, nn.MSELoss())
+    >>> with local_cluster(2) as cluster:
+    ...     for kind in (PipelineDriver1F1B, PipelineDriverFillDrain, PipelineDriverInterleaved1F1B):
+    ...         print(kind.schedule, torch.allclose(kind(pipe).run(4, x, target), expected))
+    ...     driver = PipelineDriver(pipe, schedule="zb_h1")
+    ...     optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
+    ...     before = driver.run(4, x, target)
+    ...     optimizer.step()
+    ...     print(cluster, bool(driver.run(4, x, target) < before))
+    1f1b True
+    fill_drain True
+    interleaved_1f1b True
+    <Cluster of 2 workers, open: worker0, worker1> True
+    """
+
+    def __init__(
+        self, pipe: Pipe, cluster: Cluster | None = None, *, schedule: str | Program = "1f1b", **rest: Any
+    ) -> None:
+        self.schedule = schedule
+        super().__init__(pipe, cluster, **rest)
+
+
+class PipelineDriverFillDrain(PipelineDriverBase):
+    """All forwards, then all backwards: GPipe's schedule, and the one that can have a single loss.
+
+    >>> from pippy.drivers.schedules import make_schedule, render_text
+    >>> print(render_text(make_schedule(PipelineDriverFillDrain.schedule, workers=2, chunks=3)))
+    0 | F0 F1 F2 .  .  .  B0 -- B1 -- B2 --
+    1 | .  F0 F1 F2 B0 -- B1 -- B2 -- .  .
+    """
+
+    schedule = "fill_drain"
+
+
+class PipelineDriver1F1B(PipelineDriverBase):
+    """One forward, one backward in turn: as fast as fill-drain, and no more activations than stages ahead.
+
+    >>> from pippy.drivers.schedules import make_schedule, render_text
+    >>> print(render_text(make_schedule(PipelineDriver1F1B.schedule, workers=2, chunks=3)))
+    0 | F0 F1 .  .  B0 -- F2 B1 -- .  B2 --
+    1 | .  F0 B0 -- F1 B1 -- F2 B2 -- .  .
+    """
+
+    schedule = "1f1b"
+
+
+class PipelineDriverInterleaved1F1B(PipelineDriverBase):
+    """1F1B with several stages on each worker: less idle time, for more messages.
+
+    >>> from pippy.drivers.schedules import make_schedule, render_text
+    >>> program = make_schedule(PipelineDriverInterleaved1F1B.schedule, workers=2, chunks=2, stages_per_worker=2)
+    >>> print(render_text(program))
+    0 | F0.0 F0.1 F2.0 F2.1 .    .    B2.0 --   .    B2.1 --   B0.0 --   B0.1 --
+    1 | .    F1.0 F1.1 F3.0 B3.0 --   F3.1 B3.1 --   B1.0 --   B1.1 --   .    .
+    """
+
+    schedule = "interleaved_1f1b"

@@ -1,0 +1,90 @@
+"""What a step gives back: micro-batches' losses weighted and added, outputs put together."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from pippy.drivers.flow import RemoteInterpreter
+from pippy.drivers.loss_weights import loss_weights
+from pippy.drivers.merge import merge_outputs
+from pippy.drivers.microbatch import Division
+from pippy.ir.names import LOSS
+from pippy.ir.trees import children, with_children
+from pippy.ir.wiring import map_nodes
+
+if TYPE_CHECKING:
+    from pippy.drivers.driver import PipelineDriverBase
+
+
+class Results:
+    """How the values that workers return become what the user is given."""
+
+    def __init__(self, driver: "PipelineDriverBase", division: Division) -> None:
+        self.pipe, self.spec, self.single = driver.pipe, driver.output_spec, driver.single_loss
+        self.division = division
+        self.names = RemoteInterpreter(driver.pipe).names
+        self.weights = self._weights(driver, division)
+
+    def _weights(self, driver: "PipelineDriverBase", division: Division) -> tuple[float, ...]:
+        if self.pipe.loss is None or self.single:
+            return (1.0,) * division.chunks
+        loss = driver.pipe.stage(LOSS) if LOSS in driver.pipe.split_gm._modules else None
+        return loss_weights(loss, division, driver.pipe.target_name, driver.loss_reduction)
+
+    def assemble(self, returned: Mapping[str, Any]) -> Any:
+        """The whole mini-batch's result."""
+        output = self.pipe.split_gm.graph.output_node().args[0]
+        chunks = range(self.division.chunks)
+        values = {name: self._listed(name, packed) for name, packed in returned.items()}
+        parts = [map_nodes(partial(self._value, values, each), output) for each in chunks]
+        if self.pipe.loss is None:
+            return merge_outputs(parts, self.division.sizes, self.spec, mask=self.division.mask)
+        losses = list(values[LOSS]) if self.single else [next(self._losses(output, part)) for part in parts]
+        total = sum(loss if weight == 1 else loss * weight for loss, weight in zip(losses, self.weights) if weight)
+        if isinstance(output, fx.Node) and not isinstance(self.pipe.loss.seed, list):
+            return total
+        others = [self._with_loss(output, part, None) for part in parts]
+        merged = merge_outputs(others, self.division.sizes, self.spec, mask=self.division.mask)
+        return self._with_loss(output, merged, total)
+
+    def _listed(self, name: str, packed: Any) -> Sequence[Any]:
+        return list(packed.unbind()) if isinstance(packed, torch.Tensor) else packed
+
+    def _value(self, values: Mapping[str, Sequence[Any]], microbatch: int, node: fx.Node) -> Any:
+        if node.op == "placeholder":
+            return self.division.take(node.name, microbatch)
+        name = self.names[node]
+        return values[name][0 if self.single and name == LOSS else microbatch]
+
+    def _losses(self, output: Any, part: Any) -> Iterator[Any]:
+        """The loss inside of what one micro-batch returns."""
+        found: list[Any] = []
+        self._with_loss(output, part, None, found)
+        return iter(found)
+
+    def _with_loss(self, output: Any, value: Any, loss: Any, found: list[Any] | None = None) -> Any:
+        """``value``, which the graph's ``output`` stands for, with another loss in it."""
+        if isinstance(output, fx.Node):
+            assert self.pipe.loss is not None
+            is_loss = output.name == self.pipe.loss.value
+            return _replaced(self.pipe.loss.seed, value, loss, found) if is_loss else value
+        if isinstance(output, Mapping):
+            return {key: self._with_loss(item, value[key], loss, found) for key, item in output.items()}
+        if isinstance(output, (tuple, list)):
+            return with_children(value, [self._with_loss(item, its, loss, found) for item, its in zip(output, value)])
+        return value
+
+
+def _replaced(seed: Any, value: Any, loss: Any, found: list[Any] | None) -> Any:
+    """A value with the part that a seed marks replaced."""
+    if seed is None:
+        return value
+    if isinstance(seed, list):
+        items = children(value) or ()
+        return with_children(value, [_replaced(inner, item, loss, found) for inner, item in zip(seed, items)])
+    if found is not None:
+        found.append(value)
+    return loss

@@ -1,0 +1,122 @@
+"""What each worker is sent of a Pipe and of a program."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from pippy.drivers.flow import loss_stage
+from pippy.drivers.lower import Lowered
+from pippy.drivers.messages import AddProgram, Call, Copies, Load, Place, Settings, Slot
+from pippy.drivers.packing import pack
+from pippy.drivers.schedules.instructions import Compute
+from pippy.ir.names import stage_index
+from pippy.ir.pipe import Pipe
+from pippy.ir.wiring import map_nodes
+
+
+class Shipment:
+    """A Pipe dealt out to workers: ``ranks`` has the worker of the cluster for every stage."""
+
+    def __init__(self, pipe: Pipe, ranks: Sequence[int]) -> None:
+        self.pipe, self.ranks = pipe, tuple(ranks)
+        self.loss_stage = loss_stage(pipe)
+        self.nodes = {str(node.target): node for node in pipe.split_gm.graph.find_nodes(op="call_module")}
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The workers that hold a stage."""
+        return tuple(dict.fromkeys(self.ranks))
+
+    def worker_of(self, call: str) -> int:
+        """The worker that holds a stage, or the loss."""
+        index = stage_index(call)
+        return self.ranks[self.loss_stage if index is None else index]
+
+    def calls_on(self, worker: int) -> list[str]:
+        """The stages, and the loss, that a worker holds."""
+        return [call for call in self.nodes if self.worker_of(call) == worker]
+
+    def loads(self) -> dict[int, Load]:
+        """The stages of every worker."""
+        seed = torch.initial_seed() % 2**62
+        return {worker: self._load(worker, seed) for worker in self.workers}
+
+    def _load(self, worker: int, seed: int) -> Load:
+        calls = self.calls_on(worker)
+        constant = self.pipe.qualnames.read_by_several
+        return Load(
+            modules=pack({call: self.pipe.stage(call) for call in calls}),
+            constant={call: tuple(constant[call]) for call in calls if call in constant},
+            replicated=self.replicated,
+            seed=seed,
+            settings=Settings.current(),
+        )
+
+    @cached_property
+    def replicated(self) -> tuple[Copies, ...]:
+        """The replicated parameters, and where their copies are."""
+        return tuple(map(self._copies, self.pipe.replicated_params))
+
+    def _copies(self, group: Mapping[str, str]) -> Copies:
+        stage, local = next(iter(group.items()))
+        name = self.pipe.qualnames.canonical[self.pipe.remap_qualname(f"{stage}.{local}")]
+        return Copies(name, tuple((self.worker_of(call), Place(call, name)) for call, name in group.items()))
+
+    def places(self, name: str) -> list[tuple[int, Place]]:
+        """Where a parameter or buffer of the user's lives: nowhere, if no stage uses it."""
+        found = []
+        for place in self.pipe.stage_qualnames(name):
+            call, _, local = place.partition(".")
+            found.append((self.worker_of(call), Place(call, local)))
+        return found
+
+    def programs(self, number: int, lowered: Lowered, single_loss: bool) -> dict[int, AddProgram]:
+        """Every worker's part of a program."""
+        placement = lowered.program.placement
+        ranks = tuple(self.ranks[placement.stages_of(worker)[0]] for worker in range(placement.workers))
+        slots = {edge.value: slot for slot, edge in enumerate(lowered.program.flow)}
+        return {
+            rank: AddProgram(
+                program=number,
+                order=order,
+                work=(work := dict(_own_work(lowered, order))),
+                calls={each.call: self._call(each.call) for calls in work.values() for each in calls},
+                slots=slots,
+                ranks=ranks,
+                returns=tuple(name for name, maker in lowered.outputs.items() if maker == worker),
+                single_loss=single_loss,
+            )
+            for worker, (rank, order) in enumerate(zip(ranks, lowered.program.orders))
+        }
+
+    def _call(self, call: str) -> Call:
+        args = self.nodes[call].args
+        if all(isinstance(arg, fx.Node) for arg in args):
+            return Call(call)
+        numbers = iter(range(len(args) + sum(1 for _ in _nodes(args))))
+        return Call(call, map_nodes(lambda node: Slot(next(numbers)), args))
+
+    def flags(self, worker: int) -> dict[str, tuple[bool, ...]]:
+        """The training flags of all modules that a worker holds."""
+        return {call: tuple([module.training for module in self._modules[call]]) for call in self.calls_on(worker)}
+
+    @cached_property
+    def _modules(self) -> dict[str, list[nn.Module]]:
+        """All modules of every stage; which they are was settled when they were sent."""
+        return {call: list(self.pipe.stage(call).modules()) for call in self.nodes}
+
+
+def _nodes(argument: Any) -> Iterator[fx.Node]:
+    found: list[fx.Node] = []
+    map_nodes(found.append, argument)
+    return iter(found)
+
+
+def _own_work(lowered: Lowered, order: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    stages = {instruction.stage for instruction in order if isinstance(instruction, Compute)}
+    for key, work in lowered.work.items():
+        if key.stage in stages:
+            yield key, work

@@ -1,0 +1,307 @@
+"""Runs a worker's part of a program: a handler for each kind of instruction, and no scheduling.
+
+The instructions are bound to what they work on once, when the program arrives; a step then goes through the list.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from typing import Any
+
+import torch
+from torch import nn
+
+from pippy.drivers.flow import Work
+from pippy.drivers.messages import AddProgram, Slot, StepResult
+from pippy.drivers.schedules.graph import Pass
+from pippy.drivers.schedules.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
+from pippy.drivers.workers.single_loss import SingleLoss
+from pippy.drivers.workers.transport import Interrupted, Transport
+from pippy.ir.errors import StageError
+from pippy.ir.held import held_constant
+from pippy.ir.names import LOSS
+from pippy.ir.split_backward import Deferred, WeightDeferral
+from pippy.ir.stage_backward import add_gradients, stage_backward, weighted
+from pippy.ir.stage_run import StageRun, as_leaf, run_backward, run_stage
+from pippy.ir.trees import describe, map_tensors
+
+OwnRows = Callable[[Any, int], Any]
+Handle = Callable[..., None]
+_PUT_OFF = StageRun((), ())  # the second half of a backward has neither
+Key = tuple[str, int]  # a value, by its name and micro-batch
+
+
+@dataclass(frozen=True)
+class StageCall:
+    """A stage that can be run: its module, how the graph calls it, and what of it must not change."""
+
+    name: str
+    module: nn.Module
+    template: Any
+    constant: Sequence[str]
+
+    @cached_property
+    def deferral(self) -> WeightDeferral:
+        """Puts off the gradients of its weights."""
+        return WeightDeferral(self.module)
+
+    def run(self, inputs: Sequence[Any]) -> Any:
+        args = inputs if self.template is None else filled(self.template, inputs)
+        if not self.constant:
+            return run_stage(self.name, self.module, args)
+        with held_constant(self.name, self.module, self.constant):
+            return run_stage(self.name, self.module, args)
+
+
+def filled(template: Any, inputs: Sequence[Any]) -> Any:
+    """A template with its slots filled.
+
+    >>> filled((Slot(1), [Slot(0), "x"]), inputs=["a", "b"])
+    ('b', ['a', 'x'])
+    """
+    if isinstance(template, Slot):
+        return inputs[template.index]
+    if isinstance(template, tuple) and hasattr(template, "_fields"):
+        return type(template)(*(filled(item, inputs) for item in template))
+    if isinstance(template, (tuple, list)):
+        return type(template)(filled(item, inputs) for item in template)
+    if isinstance(template, dict):
+        return {key: filled(item, inputs) for key, item in template.items()}
+    return template
+
+
+class Executor:
+    """One program on one worker."""
+
+    def __init__(
+        self,
+        program: AddProgram,
+        modules: Mapping[str, nn.Module],
+        constant: Mapping[str, Sequence[str]],
+        transport: Transport,
+        device: torch.device,
+    ) -> None:
+        self.program, self.transport, self.device = program, transport, device
+        self.calls = {
+            name: StageCall(name, modules[name], call.template, constant.get(name, ()))
+            for name, call in program.calls.items()
+        }
+        self.halves = any(
+            isinstance(each, Compute) and each.op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT) for each in program.order
+        )
+        self.single = SingleLoss(self.calls[LOSS]) if program.single_loss and LOSS in self.calls else None
+        self.at = 0
+        self.number = 0
+        self.code = [self._bound(instruction) for instruction in program.order]
+        self._clear()
+
+    def _clear(self) -> None:
+        self.values: dict[Key, Any] = {}
+        self.runs: dict[tuple[str, int], StageRun] = {}
+        self.deferred: dict[tuple[str, int], Deferred] = {}
+        self.returned: dict[str, list[Any]] = {}
+        self.spans: list[tuple[int, float, float]] = []
+        self.live = self.peak_live = 0
+
+    def run(
+        self,
+        number: int,
+        inputs: Mapping[str, Sequence[Any]],
+        weights: Sequence[float],
+        trains: bool,
+        given_up: Callable[[], bool] = lambda: False,
+        own_rows: OwnRows | None = None,
+        record: bool = False,
+    ) -> StepResult:
+        """Go through the instructions once, or until the step is given up.
+
+        ``own_rows`` takes from the inputs of the loss what is a micro-batch's own, where each is the whole mini-batch. With
+        ``record``, the times of all computations are part of the result.
+        """
+        code = self.code if record is False else [self._timed(at, *each) for at, each in enumerate(self.code)]
+        self.spans = []
+        self.own_rows = own_rows
+        self.number, self.weights, self.trains = number, weights, trains
+        chunks = len(weights)
+        self.returned = {name: [None] * chunks for name in self.program.returns}
+        for name, microbatches in inputs.items():
+            for microbatch, value in enumerate(microbatches):
+                self.values[name, microbatch] = self._here(value)
+        try:
+            with torch.set_grad_enabled(trains):
+                for at, (handle, operands) in enumerate(code):
+                    self.at = at
+                    if given_up():
+                        raise Interrupted
+                    handle(*operands)
+            if self.single is not None:
+                self.returned[LOSS] = [self.single.loss()]
+            returned = {name: _packed(values) for name, values in self.returned.items()}
+            return StepResult(returned, self.peak_live, tuple(self.spans))
+        finally:
+            self._clear()
+            if self.single is not None:
+                self.single.clear()
+
+    def _timed(self, at: int, handle: Handle, operands: tuple[Any, ...]) -> tuple[Handle, tuple[Any, ...]]:
+        """A computation that notes when it began and ended; other instructions as they are."""
+        if not isinstance(self.program.order[at], Compute):
+            return handle, operands
+
+        def timed(*operands: Any) -> None:
+            start = time.monotonic()
+            handle(*operands)
+            self.spans.append((at, start, time.monotonic()))
+
+        return timed, operands
+
+    def current(self) -> Instruction:
+        """The instruction that is being carried out."""
+        return self.program.order[self.at]
+
+    def _here(self, value: Any) -> Any:
+        return value if self.device.type == "cpu" else map_tensors(lambda tensor: tensor.to(self.device), value)
+
+    def _bound(self, instruction: Instruction) -> tuple[Handle, tuple[Any, ...]]:
+        match instruction:
+            case Compute(op, stage, microbatch):
+                return self._bound_computation(op, stage, microbatch)
+            case Send(value, microbatch, to):
+                slot, rank = self.program.slots[value], self.program.ranks[to]
+                return self._send, ((value, microbatch), rank, slot, microbatch)
+            case Receive(value, microbatch, source):
+                slot, rank = self.program.slots[value], self.program.ranks[source]
+                return self._receive, ((value, microbatch), rank, slot, microbatch)
+            case Free(value, microbatch):
+                return self._free, ((value, microbatch),)
+            case Reduce():  # the sums are made when the step ends, in the same order on all workers
+                return _nothing, ()
+        raise AssertionError(instruction)
+
+    def _bound_computation(self, op: Op, stage: int, microbatch: int) -> tuple[Handle, tuple[Any, ...]]:
+        forward = op == Op.FORWARD
+        handle = {
+            Op.FORWARD: self._forward,
+            Op.BACKWARD: self._backward,
+            Op.BACKWARD_INPUT: self._backward_input,
+            Op.BACKWARD_WEIGHT: self._backward_weight,
+        }[op]
+        work = self.program.work.get(Pass("F" if forward else "B", stage), ())
+        bound = tuple(self._operands(each, microbatch) for each in work)
+        if forward:
+            return self._computation, (handle, bound, 1 if Pass("B", stage) in self.program.work else 0)
+        return self._computation, (handle, bound, 0 if op == Op.BACKWARD_INPUT else -1)
+
+    def _operands(self, work: Work, microbatch: int) -> tuple[Any, ...]:
+        def keys(taken: Any) -> Any:
+            if isinstance(taken, str):
+                return taken, microbatch
+            return tuple((name, microbatch) for name in taken) if isinstance(taken, tuple) else taken
+
+        gives = tuple(name and (name, microbatch) for name in work.gives)
+        return self.calls[work.call], microbatch, tuple(map(keys, work.takes)), gives
+
+    def _computation(self, handle: Handle, bound: Sequence[tuple[Any, ...]], live: int) -> None:
+        if handle == self._forward:
+            self.peak_live = max(self.peak_live, self.live + 1)
+        for operands in bound:
+            handle(*operands)
+        self.live += live
+
+    def _forward(self, call: StageCall, microbatch: int, takes: Sequence[Key], gives: Sequence[Key]) -> None:
+        values = self.values
+        inputs = tuple(as_leaf(values[key]) for key in takes) if self.trains else tuple(values[key] for key in takes)
+        args = inputs
+        if call.name == LOSS and self.own_rows is not None:
+            args = tuple(self.own_rows(value, microbatch) for value in inputs)
+        if self.single is not None and call.name == LOSS:
+            self.single.gather(microbatch, inputs)
+            return
+        if self.halves and self.trains:
+            with call.deferral.recording(inputs) as self.deferred[call.name, microbatch]:
+                outputs = call.run(args)
+        else:
+            outputs = call.run(args)
+        if self.trains:
+            self.runs[call.name, microbatch] = StageRun(outputs, inputs)
+        for key, value in zip(gives, [outputs] if len(gives) == 1 else outputs, strict=True):
+            values[key] = value
+            if key[0] in self.returned:
+                self.returned[key[0]][microbatch] = map_tensors(_detached, value)
+
+    def _given(self, takes: Sequence[Any], microbatch: int) -> Any:
+        """The gradients of the outputs of a call: sums of what came back from their uses, or the loss's own."""
+        totals = [
+            reduce(add_gradients, [self.values[key] for key in each], None)
+            if isinstance(each, tuple)
+            else weighted(each, self.weights[microbatch])
+            for each in takes
+        ]
+        return totals if len(totals) > 1 else totals[0]
+
+    def _backward(self, call: StageCall, microbatch: int, takes: Sequence[Any], gives: Sequence[Key | None]) -> None:
+        if self.single is not None and call.name == LOSS:
+            gradients: Sequence[Any] = self.single.backward(microbatch)
+        else:
+            run, deferred = self.runs.pop((call.name, microbatch)), self.deferred.pop((call.name, microbatch), None)
+            backward = stage_backward if deferred is None else deferred.backward_input
+            gradients = run_backward(call.name, call.module, run, self._given(takes, microbatch), backward)
+            if deferred is not None:
+                deferred.run()
+        self._give(gives, gradients)
+
+    def _give(self, gives: Sequence[Key | None], gradients: Sequence[Any]) -> None:
+        for key, gradient in zip(gives, gradients, strict=True):
+            if key is not None:
+                self.values[key] = gradient
+
+    def _backward_input(
+        self, call: StageCall, microbatch: int, takes: Sequence[Any], gives: Sequence[Key | None]
+    ) -> None:
+        if self.single is not None and call.name == LOSS:
+            self._backward(call, microbatch, takes, gives)
+            return
+        run, deferred = self.runs.pop((call.name, microbatch)), self.deferred[call.name, microbatch]
+        given = self._given(takes, microbatch)
+        self._give(gives, run_backward(call.name, call.module, run, given, deferred.backward_input))
+
+    def _backward_weight(
+        self, call: StageCall, microbatch: int, takes: Sequence[Any], gives: Sequence[Key | None]
+    ) -> None:
+        if self.single is None or call.name != LOSS:
+            deferred = self.deferred.pop((call.name, microbatch))
+            run_backward(call.name, call.module, _PUT_OFF, None, lambda *_: _weights(deferred))
+
+    def _send(self, key: Key, to: int, slot: int, microbatch: int) -> None:
+        try:
+            self.transport.send(to, (self.number, slot, microbatch), self.values[key])
+        except Exception as error:
+            what = f"{key[0]} of micro-batch {microbatch}, {describe(self.values[key])}"
+            raise StageError(f"{what}, could not be sent to worker {to}: {type(error).__name__}: {error}") from error
+
+    def _receive(self, key: Key, source: int, slot: int, microbatch: int) -> None:
+        self.values[key] = self.transport.receive((self.number, slot, microbatch), source)
+
+    def _free(self, key: Key) -> None:
+        del self.values[key]
+
+
+def _weights(deferred: Deferred) -> tuple[Any, ...]:
+    deferred.run()
+    return ()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach()
+
+
+def _packed(values: list[Any]) -> Any:
+    """Numbers as one tensor: a message with a tensor for each of many micro-batches is slow."""
+    if all(isinstance(value, torch.Tensor) and value.dim() == 0 for value in values):
+        return torch.stack(values).cpu()
+    return [map_tensors(torch.Tensor.cpu, value) for value in values]

@@ -1,0 +1,165 @@
+"""What a worker holds for one driver: stages, programs, gradients, optimizers; and what it does when told."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from pippy.drivers.messages import (
+    AddProgram,
+    Command,
+    Fetch,
+    Load,
+    LoadOptimizerState,
+    MakeOptimizer,
+    Norms,
+    OptimizerState,
+    OptimizerStep,
+    Place,
+    ReduceGradients,
+    Scale,
+    Settings,
+    Step,
+    StepResult,
+    Store,
+)
+from pippy.drivers.packing import unpack
+from pippy.drivers.workers.executor import Executor
+from pippy.drivers.workers.gradients import Gradients
+from pippy.drivers.workers.transport import Transport
+from pippy.ir.held import tensor_of
+from pippy.ir.trees import map_tensors
+
+
+class Hosted:
+    """One driver's share of a worker."""
+
+    def __init__(
+        self,
+        load: Load,
+        index: int,
+        transport: Transport,
+        device: torch.device,
+        given_up: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.given_up, self.settings = given_up, load.settings
+        self.transport, self.device, self.constant = transport, device, load.constant
+        self.modules: dict[str, nn.Module] = unpack(load.modules)
+        for module in self.modules.values():
+            module.to(device)
+        unique = {id(p): p for module in self.modules.values() for p in module.parameters()}
+        groups = [
+            (group, {n: self.tensor(place) for n, (worker, place) in enumerate(group.copies) if worker == index})
+            for group in load.replicated
+        ]
+        self.gradients = Gradients(list(unique.values()), groups, index, transport)
+        self.programs: dict[int, Executor] = {}
+        self.optimizers: dict[int, torch.optim.Optimizer] = {}
+        self.running: Executor | None = None
+        self.handlers: Mapping[type, Callable[[Any, int], Any]] = {
+            type(None): lambda body, number: None,  # the command was to drop the gradients
+            AddProgram: self._add_program,
+            Step: self._step,
+            Fetch: self._fetch,
+            Store: self._store,
+            ReduceGradients: self._reduce,
+            Norms: self._norms,
+            Scale: self._scale,
+            MakeOptimizer: self._make_optimizer,
+            OptimizerStep: self._optimizer_step,
+            OptimizerState: self._optimizer_state,
+            LoadOptimizerState: self._load_optimizer_state,
+        }
+
+    def obey(self, command: Command) -> Any:
+        """Carry out a command, and give its result."""
+        if self.settings != Settings.current():  # another driver's
+            self.settings.apply()
+        self.gradients.settle(command.settled)
+        if command.zero_grad:
+            self.gradients.zero()
+        return self.handlers[type(command.body)](command.body, command.number)
+
+    def tensor(self, place: Place) -> torch.Tensor:
+        """The parameter or buffer at a place."""
+        return tensor_of(self.modules[place.call], place.name)
+
+    def _add_program(self, program: AddProgram, number: int) -> None:
+        self.programs[program.program] = Executor(program, self.modules, self.constant, self.transport, self.device)
+
+    def _step(self, step: Step, number: int) -> StepResult:
+        for call, flags in (step.flags or {}).items():
+            for module, flag in zip(self.modules[call].modules(), flags, strict=True):
+                module.training = flag
+        self.running = executor = self.programs[step.program]
+        inputs = {name: step.inputs.microbatches(name) for name in step.inputs.arguments}
+        own_rows = step.inputs.own_rows if step.inputs.mask else None
+        self.gradients.hide()
+        result = executor.run(number, inputs, step.weights, step.trains, self.given_up, own_rows, step.record)
+        self.running = None
+        if step.trains:
+            self.gradients.end_step(number, step.reduce)
+        return result
+
+    def _fetch(self, fetch: Fetch, number: int) -> list[torch.Tensor | None]:
+        tensors = map(self.tensor, fetch.places)
+        found = [self.gradients.of(id(each)) for each in tensors] if fetch.gradients else list(tensors)
+        return [None if tensor is None else tensor.detach().cpu() for tensor in found]
+
+    def _store(self, store: Store, number: int) -> None:
+        with torch.no_grad():
+            for place, tensor in store.tensors.items():
+                self.tensor(place).copy_(tensor)
+
+    def _reduce(self, body: ReduceGradients, number: int) -> None:
+        self.gradients.reduce(number)
+
+    def _norms(self, norms: Norms, number: int) -> list[torch.Tensor | None]:
+        if norms.reduce:
+            self.gradients.reduce(number)
+        found = [self.gradients.of(id(self.tensor(place))) for place in norms.places]
+        return [None if grad is None else torch.linalg.vector_norm(grad, norms.norm_type).cpu() for grad in found]
+
+    def _scale(self, scale: Scale, number: int) -> None:
+        self.gradients.scale(number, scale.factor)
+
+    def _make_optimizer(self, make: MakeOptimizer, number: int) -> None:
+        groups = [{"params": [self.tensor(place) for place in places], **options} for places, options in make.groups]
+        if any(group["params"] for group in groups):
+            self.optimizers[make.optimizer] = unpack(make.factory)(groups)
+
+    def _optimizer_step(self, step: OptimizerStep, number: int) -> None:
+        if step.reduce:
+            self.gradients.reduce(number)
+        optimizer = self.optimizers.get(step.optimizer)
+        if optimizer is None:  # no stage here has parameters
+            return
+        for group, options in zip(optimizer.param_groups, step.groups or ()):
+            group.update(options)
+        self.gradients.expose()
+        try:
+            optimizer.step()
+        finally:
+            self.gradients.hide()
+
+    def _optimizer_state(self, body: OptimizerState, number: int) -> list[dict[str, Any] | None]:
+        optimizer = self.optimizers.get(body.optimizer)
+        states = [optimizer.state.get(self.tensor(place)) if optimizer else None for place in body.places]
+        return [None if state is None else map_tensors(torch.Tensor.cpu, dict(state)) for state in states]
+
+    def _load_optimizer_state(self, body: LoadOptimizerState, number: int) -> None:
+        optimizer = self.optimizers.get(body.optimizer)
+        if optimizer is None:
+            return
+        numbered = optimizer.state_dict()
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        numbers = {id(parameter): index for index, parameter in enumerate(parameters)}
+        # Two copies of a parameter must not share what was one tensor in the message.
+        own = {place: map_tensors(torch.clone, dict(state)) for place, state in body.state.items()}
+        numbered["state"] = {numbers[id(self.tensor(place))]: state for place, state in own.items()}
+        optimizer.load_state_dict(numbered)
+
+    def places(self) -> Sequence[str]:
+        """The calls that this worker can make."""
+        return list(self.modules)

@@ -1,0 +1,103 @@
+"""One loss over the whole mini-batch: micro-batches meet in it, and part again on the way back."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from pippy.drivers.errors import DriverError
+from pippy.ir.stage_backward import stage_backward
+from pippy.ir.trees import children, describe, leaves, map_leaves
+
+
+class Runnable(Protocol):
+    """What computes the loss."""
+
+    def run(self, inputs: Sequence[Any]) -> Any: ...
+
+
+class SingleLoss:
+    """Gathers the inputs of the loss from all micro-batches, and computes it once.
+
+    Tensors are concatenated along their first dimension, where their rows are; what is no batch must be the same in all.
+
+    >>> class Mean:
+    ...     def run(self, inputs):
+    ...         return inputs[0].mean()
+    >>> single = SingleLoss(Mean())
+    >>> single.gather(0, (torch.tensor([1.0, 2.0], requires_grad=True),))
+    >>> single.gather(1, (torch.tensor([6.0], requires_grad=True),))
+    >>> single.loss()
+    tensor(3.)
+    >>> single.backward(1)
+    (tensor([0.3333]),)
+    """
+
+    def __init__(self, call: Runnable) -> None:
+        self.call = call
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the micro-batches of a step."""
+        self.gathered: dict[int, tuple[Any, ...]] = {}
+        self.merged: tuple[Any, ...] = ()
+        self.output: Any = None
+        self.gradients: list[list[Any]] | None = None  # by micro-batch, then leaf
+
+    def gather(self, microbatch: int, inputs: tuple[Any, ...]) -> None:
+        """Note the inputs of one micro-batch."""
+        self.gathered[microbatch] = inputs
+
+    def loss(self) -> torch.Tensor:
+        """The loss over all micro-batches."""
+        if self.output is None:
+            parts = [self.gathered[microbatch] for microbatch in sorted(self.gathered)]
+            merged = iter([_merged(same) for same in zip(*(list(leaves(part)) for part in parts), strict=True)])
+            self.merged = tuple(map_leaves(lambda _: next(merged), value) for value in parts[0])
+            self.output = self.call.run(self.merged)
+        return self.output.detach() if isinstance(self.output, torch.Tensor) else self.output
+
+    def backward(self, microbatch: int) -> tuple[Any, ...]:
+        """The gradients of one micro-batch's inputs."""
+        self.loss()
+        if self.gradients is None:
+            stage_backward(self.output, 1.0, self.merged)
+            self.gradients = list(self._divided())
+        own = iter(self.gradients[microbatch])
+        return tuple(_arranged(value, own) for value in self.gathered[microbatch])
+
+    def _divided(self) -> Iterator[list[Any]]:
+        merged = list(leaves(self.merged))
+        start = [0] * len(merged)
+        for microbatch in sorted(self.gathered):
+            found = []
+            for index, leaf in enumerate(leaves(self.gathered[microbatch])):
+                whole = merged[index]
+                rows = leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.dim() else 0
+                graded = isinstance(whole, torch.Tensor) and whole.requires_grad and whole.grad is not None
+                found.append(whole.grad[start[index] : start[index] + rows] if graded else None)
+                start[index] += rows
+            yield found
+
+
+def _merged(parts: Sequence[Any]) -> Any:
+    first = parts[0]
+    if isinstance(first, torch.Tensor) and first.dim():
+        merged = torch.cat([part.detach() for part in parts])
+        return merged.requires_grad_(any(part.requires_grad for part in parts))
+    same = all(torch.equal(first, part) if isinstance(first, torch.Tensor) else first == part for part in parts)
+    if same:
+        return first.detach() if isinstance(first, torch.Tensor) else first
+    raise DriverError(
+        f"single_loss=True: an input of the loss is {describe(first)} in one micro-batch and {describe(parts[-1])} in "
+        "another, and has no rows to put together; leave single_loss out, so that each micro-batch has a loss of its own"
+    )
+
+
+def _arranged(value: Any, gradients: Iterator[Any]) -> Any:
+    """The gradients of the leaves of a value in the value's shape, as `stage_backward` gives them."""
+    held = children(value)
+    if held is None:
+        return next(gradients)
+    found = tuple(_arranged(item, gradients) for item in held)
+    return found if any(gradient is not None for gradient in found) else None

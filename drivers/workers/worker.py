@@ -1,0 +1,157 @@
+"""A worker: obeys the controller's commands in order, on one thread, and answers each of them."""
+
+import gc
+import os
+import traceback
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pippy.drivers.errors import PeerLost
+from pippy.drivers.messages import Abandon, Answer, Command, Dump, Failure, Load, Unload
+from pippy.drivers.schedules.instructions import Compute, Free, Receive, Send
+from pippy.drivers.workers.executor import Executor
+from pippy.drivers.workers.hosted import Hosted
+from pippy.drivers.workers.transport import Interrupted
+
+if TYPE_CHECKING:
+    from pippy.drivers.workers.seat import Seat
+
+
+class Worker:
+    """Takes commands from its seat's inbox until there are no more."""
+
+    def __init__(self, seat: "Seat") -> None:
+        self.seat = seat
+        self.device = torch.device(seat.device or "cpu")
+        self.hosted: dict[int, Hosted] = {}
+        self.abandoned: deque[Abandon] = deque()  # what is yet to be cleaned up after; urgent messages add to it
+        self.given_up_through = -1
+        self.command: Command | None = None
+
+    def run(self) -> None:
+        """Obey until the inbox is closed."""
+        inbox, transport = self.seat.inbox, self.seat.transport
+        while True:
+            transport.wait_for(inbox.fileno())
+            command, reply = inbox.get()
+            answer = self.answer(command)
+            try:
+                reply(answer)
+            except Exception as error:  # it cannot be pickled
+                self._forget(command)
+                reply(Answer(failure=self._failure(command, error)))
+
+    def answer(self, command: Command) -> Answer:
+        """Obey one command. What goes wrong is part of the answer."""
+        self._clean_up(command.number)
+        if command.number <= self.given_up_through:
+            return Answer(failure=Failure("given up", "", abandoned=True))
+        self.command = command
+        try:
+            return Answer(self._obey(command))
+        except Interrupted:
+            failure = Failure("given up", "", abandoned=True)
+        except PeerLost as error:
+            failure = self._failure(command, error, peer=error.peer)
+        except BaseException as error:  # whatever a user's model or optimizer raises, sys.exit() too
+            failure = self._failure(command, error)
+        finally:
+            self.command = None
+        self._forget(command)
+        return Answer(failure=failure)
+
+    def given_up(self) -> bool:
+        """Whether the command that is being carried out was abandoned meanwhile."""
+        return self.command is not None and self.command.number <= self.given_up_through
+
+    def urgent(self, message: Any) -> Any:
+        """Answer at once, on a thread that is not the worker's own."""
+        if isinstance(message, Abandon):
+            self.abandoned.append(message)
+            self.given_up_through = message.last
+            self.seat.transport.interrupt()
+        elif isinstance(message, Dump):
+            return self.dump()
+        return None
+
+    def dump(self) -> str:
+        """What the worker does now."""
+        command = self.command
+        if command is None:
+            return f"worker {self.seat.index} (pid {os.getpid()}) waits for a command"
+        doing = f"command {command.number}, {type(command.body).__name__}"
+        hosted = self.hosted.get(command.driver)
+        executor = hosted.running if hosted else None
+        if executor is not None:
+            doing += f", instruction {executor.at + 1} of {len(executor.code)}: {executor.current()}"
+        waiting = self.seat.transport.waiting_for()
+        waits = f"; waits for {self._named(hosted, executor, waiting)}" if hosted and waiting else ""
+        return f"worker {self.seat.index} (pid {os.getpid()}): {doing}{waits}"
+
+    def _named(self, hosted: Hosted, executor: Executor | None, key: tuple[int, int, int]) -> str:
+        number, slot, microbatch = key
+        if executor is None:
+            return hosted.gradients.named(slot, microbatch)
+        instruction = executor.current()
+        source = executor.program.ranks[instruction.source] if isinstance(instruction, Receive) else "?"
+        names = {slot: name for name, slot in executor.program.slots.items()}
+        return f"{names.get(slot)} of micro-batch {microbatch} of step {number}, from worker {source}"
+
+    def _obey(self, command: Command) -> Any:
+        body = command.body
+        self._drop(command.dropped)
+        if isinstance(body, Load):
+            torch.manual_seed(body.seed + self.seat.index)
+            self.hosted[command.driver] = Hosted(body, self.seat.index, self.seat.transport, self.device, self.given_up)
+            return None
+        if isinstance(body, Unload):
+            self._drop((command.driver,))
+            return None
+        return self.hosted[command.driver].obey(command)
+
+    def _drop(self, drivers: Sequence[int]) -> None:
+        """Free what drivers have held, at once: a stage and its programs refer to one another, and may be large."""
+        gone = [driver for driver in drivers if self.hosted.pop(driver, None)]
+        if gone:
+            gc.collect()
+
+    def _clean_up(self, number: int) -> None:
+        """After an abandonment: nothing of it is to be seen by a command that comes later."""
+        while self.abandoned and self.abandoned[0].last < number:
+            abandoned = self.abandoned.popleft()
+            for hosted in self.hosted.values():
+                hosted.gradients.drop(abandoned.first, abandoned.last)
+            self.seat.transport.forget(abandoned.last + 1)
+            self.seat.transport.clear_interrupt()
+
+    def _forget(self, command: Command) -> None:
+        hosted = self.hosted.get(command.driver)
+        if hosted is not None:
+            hosted.running = None
+            hosted.gradients.drop(command.number, command.number)
+
+    def _failure(self, command: Command, error: BaseException, peer: int | None = None) -> Failure:
+        hosted = self.hosted.get(command.driver)
+        executor = hosted.running if hosted else None
+        text = "".join(traceback.format_exception(error))
+        message = f"{type(error).__name__}: {_said(error)}"
+        if executor is None:
+            what = type(command.body).__name__
+            if hosted and hosted.gradients.adding:
+                what += ", adding up the gradients of replicated parameters"
+            return Failure(message, text, where=what, peer=peer)
+        instruction = executor.current()
+        stage = instruction.stage if isinstance(instruction, Compute) else None
+        microbatch = instruction.microbatch if isinstance(instruction, (Compute, Send, Receive, Free)) else None
+        where = f"instruction {executor.at + 1} of {len(executor.code)}"
+        return Failure(message, text, where, str(instruction), stage, microbatch, peer)
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as second:
+        return f"(its text could not be made: {type(second).__name__})"

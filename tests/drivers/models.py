@@ -1,0 +1,43 @@
+"""Models for the tests of drivers."""
+
+import torch
+from torch import nn
+
+from pippy import pipe_split
+
+
+class TiedLanguage(nn.Module):
+    """An embedding that is the output layer too, a skip over the middle stage, and a layer without parameters."""
+
+    def __init__(self, tokens=13, width=8):
+        super().__init__()
+        self.embedding = nn.Embedding(tokens, width)
+        self.first = nn.Linear(width, width)
+        self.middle = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+        self.last = nn.Linear(width, width)
+
+    def forward(self, x):
+        skip = self.embedding(x)
+        y = torch.relu(self.first(skip))
+        pipe_split()
+        y = torch.tanh(self.middle(y))
+        pipe_split()
+        y = self.norm(self.last(y) + skip)
+        pipe_split()
+        return y @ self.embedding.weight.t()
+
+
+class Chain(nn.Module):
+    """Linear layers in stages."""
+
+    def __init__(self, stages=3, width=8):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(stages))
+
+    def forward(self, x):
+        for index, layer in enumerate(self.layers):
+            if index:
+                pipe_split()
+            x = torch.tanh(layer(x))
+        return x

@@ -1,0 +1,159 @@
+"""Fast is counted before it is timed: messages, values and bytes in a step; and what must not grow."""
+
+import copy
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pippy import MultiUseParameterConfig, PipelineDriver1F1B, PipelineDriverFillDrain, pipe_split, pipeline
+from pippy.drivers.schedules.instructions import Send
+from tests.drivers.models import Chain, TiedLanguage
+
+pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
+
+
+@pytest.mark.parametrize("chunks", [4, 400])
+def test_a_step_is_one_message_to_every_worker(cluster, chunks):
+    driver = PipelineDriver1F1B(pipeline(Chain(3), nn.MSELoss()), cluster)
+    x, target = torch.randn(400, 8), torch.randn(400, 8)
+    driver.run(chunks, x, target)
+    before = list(cluster.control.counts)
+    for _ in range(3):
+        driver.run(chunks, x, target)
+    assert [after - was for after, was in zip(cluster.control.counts, before)] == [3, 3, 3, 0]
+    driver.close()
+
+
+@pytest.mark.parametrize("kind", [PipelineDriver1F1B, PipelineDriverFillDrain])
+def test_workers_hold_as_many_activations_as_the_program_says(cluster, kind):
+    driver = kind(pipeline(Chain(4), nn.MSELoss()), cluster)
+    step = driver.run_async(8, torch.randn(8, 8), torch.randn(8, 8))
+    step.result()
+    assert [step.peak_live[rank] for rank in driver.ranks] == list(driver.program(8).peak_live)
+    driver.close()
+
+
+def test_every_value_crosses_once_to_every_worker_that_needs_it(threads):
+    """The skip of the model is used by the third stage, not by the second: two values of one size leave the first."""
+    pipe = pipeline(TiedLanguage(), cross_entropy, multi_use_param_spec=MultiUseParameterConfig.TRANSMIT)
+    driver = PipelineDriver1F1B(pipe, threads)
+    x, target = torch.randint(13, (6, 5)), torch.randint(13, (6, 5))
+    driver.run(3, x, target)
+    transports = [worker.seat.transport for worker in threads.control.threads]
+    before = [{to: (sent.values, sent.bytes) for to, sent in each.sent.items()} for each in transports]
+    driver.run(3, x, target)
+    program = driver.program(3)
+    sizes = {"weight": 13 * 8 * 8, "hidden": 2 * 5 * 8 * 8}  # of the tied weight; of two rows of anything else
+    for worker, order in enumerate(program.orders):
+        sends = [each for each in order if isinstance(each, Send)]
+        assert len({(each.value, each.microbatch, each.to) for each in sends}) == len(sends)
+        for to in {each.to for each in sends}:
+            values, moved = transports[worker].sent[to].values, transports[worker].sent[to].bytes
+            was_values, was_bytes = before[worker].get(to, (0, 0))
+            mine = [each for each in sends if each.to == to]
+            assert values - was_values == len(mine)
+            assert moved - was_bytes == sum(sizes["weight" if "weight" in each.value else "hidden"] for each in mine)
+    driver.close()
+
+
+def cross_entropy(output, target):
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def held(pid):
+    """The threads, file descriptors and kilobytes of a process."""
+    process = Path(f"/proc/{pid}")
+    resident = next(line for line in (process / "status").read_text().splitlines() if line.startswith("VmRSS"))
+    return len(list((process / "task").iterdir())), len(list((process / "fd").iterdir())), int(resident.split()[1])
+
+
+def test_nothing_grows_over_three_hundred_steps(cluster):
+    pipe = pipeline(TiedLanguage(), cross_entropy, multi_use_param_spec=MultiUseParameterConfig.REPLICATE)
+    driver = PipelineDriver1F1B(pipe, cluster)
+    optimizer = driver.instantiate_optimizer(torch.optim.Adam, lr=1e-3)
+    pids = [os.getpid(), *(address.pid for address in cluster.control.workers)]
+
+    def steps(count):
+        for _ in range(count):
+            optimizer.zero_grad()
+            driver.run(4, torch.randint(13, (8, 5)), torch.randint(13, (8, 5)))
+            optimizer.step()
+
+    steps(60)
+    before = list(map(held, pids))
+    steps(300)
+    after = list(map(held, pids))
+    for pid, (threads, files, memory), (threads_now, files_now, memory_now) in zip(pids, before, after):
+        assert threads_now <= threads and files_now <= files, pid
+        assert memory_now - memory < 4096, f"process {pid} grew by {memory_now - memory} kB"
+    driver.close()
+
+
+def test_drivers_that_are_gone_leave_nothing_on_the_workers(cluster):
+    pids = [address.pid for address in cluster.control.workers]
+    pipe = pipeline(Chain(4, width=128), nn.MSELoss())
+
+    def drivers(count):
+        for number in range(count):
+            driver = PipelineDriver1F1B(pipe, cluster)
+            driver.run(2, torch.randn(4, 128), torch.randn(4, 128))
+            if number % 2:
+                driver.close()
+            del driver
+
+    drivers(10)
+    before = list(map(held, pids))
+    drivers(30)
+    for (_, files, memory), (_, files_now, memory_now) in zip(before, map(held, pids)):
+        assert files_now <= files
+        assert memory_now - memory < 2048, "a driver holds a stage of 128 kB for each worker"
+
+
+class Example(nn.Module):
+    """What PiPPy is accepted with: four stages, a parameter that two of them share, a skip past one."""
+
+    def __init__(self, width=512):
+        super().__init__()
+        self.shared = nn.Parameter(torch.randn(width, width) / width**0.5)
+        self.other = nn.Parameter(torch.randn(width, width) / width**0.5)
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        x = torch.mm(x, self.shared)
+        skip = x
+        x = torch.relu(x)
+        pipe_split()
+        x = torch.mm(x, self.shared)
+        x = self.linear(x)
+        pipe_split()
+        x = torch.relu(x) + skip
+        x = torch.mm(x, self.other)
+        pipe_split()
+        return torch.relu(self.linear(x))
+
+
+@pytest.mark.parametrize("config", MultiUseParameterConfig)
+@pytest.mark.parametrize("kind", [PipelineDriver1F1B, PipelineDriverFillDrain])
+def test_the_acceptance_case_of_pippy(cluster, config, kind):
+    """Five micro-batches of 503 rows, then one, then a hundred, on one driver; forward alone, and with the backward."""
+    model, x = Example(), torch.randn(503, 512)
+    plain = copy.deepcopy(model)
+    expected = plain(x)
+    forward = kind(pipeline(copy.deepcopy(model), multi_use_param_spec=config), cluster)
+    for chunks in (5, 1, 100):
+        torch.testing.assert_close(forward.run(chunks, x), expected, rtol=1e-10, atol=1e-12)
+    forward.close()
+    target = torch.randn(503, 512)
+    driver = kind(pipeline(model, nn.MSELoss(reduction="sum"), multi_use_param_spec=config), cluster)
+    loss = F.mse_loss(expected, target, reduction="sum")
+    loss.backward()
+    for chunks in (5, 1, 100):
+        driver.zero_grad()
+        torch.testing.assert_close(driver.run(chunks, x, target), loss.detach(), rtol=1e-10, atol=0)
+        for name, gradient in driver.gradients().items():
+            torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-8, atol=1e-8)
+    driver.close()

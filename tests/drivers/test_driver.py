@@ -1,0 +1,71 @@
+"""The headline of the runtime: on workers, every model of the zoo gives the reference's numbers, bit for bit."""
+
+import copy
+
+import pytest
+import torch
+
+from pippy import MultiUseParameterConfig, pipeline
+from pippy.drivers.chunk_specs import MicroBatches
+from pippy.drivers.driver import (
+    PipelineDriver1F1B,
+    PipelineDriverFillDrain,
+    PipelineDriverInterleaved1F1B,
+)
+from pippy.ir.reference import run_microbatches
+from pippy.ir.signature import bind
+from pippy.ir.trees import map_tensors
+from tests.zoo import exhibits
+
+pytestmark = [
+    pytest.mark.usefixtures("in_float64"),
+    pytest.mark.filterwarnings("ignore:a mark after the model's last operation"),
+]
+
+DRIVERS = {
+    "fill_drain": PipelineDriverFillDrain,
+    "1f1b": PipelineDriver1F1B,
+    "interleaved_1f1b": PipelineDriverInterleaved1F1B,
+}
+
+
+def build(name, config):
+    torch.manual_seed(0)
+    model = exhibits[name]()
+    spec = model.output_loss_value_spec
+    return model, pipeline(model, model.loss_fn, multi_use_param_spec=config, output_loss_value_spec=spec)
+
+
+def assert_bits(mine, theirs):
+    """The same names, and under each the same tensor, bit for bit, or none."""
+    assert list(mine) == list(theirs)
+    for name, tensor in mine.items():
+        assert (tensor is None) == (theirs[name] is None), name
+        assert tensor is None or torch.equal(tensor, theirs[name]), (
+            f"{name}: off by {(tensor - theirs[name]).abs().max()}"
+        )
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("config", MultiUseParameterConfig)
+@pytest.mark.parametrize("name", exhibits)
+def test_the_zoo_trains_as_the_reference_does(cluster, name, config, workers):
+    """All drivers, with 1, 3 and 8 micro-batches. Losses are added up, so that micro-batches may have any shapes."""
+    model, pipe = build(name, config)
+    schedules = ["fill_drain", "1f1b", "interleaved_1f1b"]
+    target = [model.target()] if model.loss_fn is not None else []
+    for chunks, schedule in zip((3, 1, 8), schedules[workers - 2 :] + schedules[: workers - 2]):
+        reference = copy.deepcopy(pipe)
+        microbatches = [map_tensors(torch.Tensor.detach, model.inputs()) for _ in range(chunks)]
+        before = torch.get_rng_state()
+        expected = run_microbatches(reference, [bind(reference, (*each, *target), {}) for each in microbatches])
+        if not torch.equal(before, torch.get_rng_state()):
+            return  # it draws random numbers, and every worker draws its own
+        driver = DRIVERS[schedule](pipe, cluster, world_size=min(workers, pipe.num_stages), loss_reduction="sum")
+        given = [MicroBatches(list(same)) for same in zip(*microbatches)]
+        loss = driver.run(chunks, *given, *(MicroBatches([each] * chunks) for each in target))
+        if model.loss_fn is not None:
+            assert torch.equal(loss, sum(expected))
+        assert_bits(driver.gradients(), {name: reference.get_grad(name) for name, _ in pipe.named_parameters()})
+        assert_bits(driver.state_dict(), reference.state_dict())
+        driver.close()

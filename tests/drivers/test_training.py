@@ -1,0 +1,348 @@
+"""Training on workers follows plain PyTorch: optimizers, clipping, schedules of the learning rate, accumulation, states."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pippy import MultiUseParameterConfig, Pipe, pipeline
+from pippy.drivers.driver import PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain
+from pippy.drivers.errors import DriverError, OptimizerError
+from tests.drivers.models import Chain, TiedLanguage
+
+pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
+
+
+def cross_entropy(output, target):
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def tied(config=MultiUseParameterConfig.REPLICATE):
+    """The plain model, and a Pipe of its twin."""
+    model = TiedLanguage()
+    return copy.deepcopy(model), pipeline(model, cross_entropy, multi_use_param_spec=config)
+
+
+def batch(rows=7):
+    return torch.randint(13, (rows, 5)), torch.randint(13, (rows, 5))
+
+
+def plain_step(model, x, target):
+    loss = cross_entropy(model(x), target)
+    loss.backward()
+    return loss.detach()
+
+
+def assert_gradients(driver, model, scale=1.0):
+    for name, gradient in driver.gradients().items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad * scale, rtol=1e-10, atol=1e-13)
+
+
+def assert_state(driver, model):
+    mine, theirs = driver.state_dict(), model.state_dict()
+    assert list(mine) == list(theirs)
+    for name, tensor in mine.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("config", MultiUseParameterConfig)
+@pytest.mark.parametrize("workers", [2, 4])
+def test_twenty_steps_of_adamw_follow_the_plain_loss_curve(cluster, config, workers):
+    plain, pipe = tied(config)
+    driver = PipelineDriver1F1B(pipe, cluster, world_size=workers)
+    groups = [{"params": ["*.bias", "norm.*"], "weight_decay": 0.0}]
+    mine = driver.instantiate_optimizer(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, param_groups=groups)
+    bare = [p for name, p in plain.named_parameters() if name.endswith("bias") or name.startswith("norm.")]
+    rest = [p for p in plain.parameters() if all(p is not other for other in bare)]
+    theirs = torch.optim.AdamW([{"params": rest}, {"params": bare, "weight_decay": 0.0}], lr=1e-2, weight_decay=0.1)
+    schedules = [torch.optim.lr_scheduler.OneCycleLR(each, max_lr=3e-2, total_steps=20) for each in (mine, theirs)]
+    for _ in range(20):
+        x, target = batch()
+        mine.zero_grad()
+        theirs.zero_grad()
+        loss = driver.run(3, x, target)
+        torch.testing.assert_close(loss, plain_step(plain, x, target), rtol=1e-9, atol=0)
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        torch.testing.assert_close(driver.clip_grad_norm_(0.5), norm, rtol=1e-9, atol=0)
+        assert_gradients(driver, plain)
+        for each in (mine, theirs, *schedules):
+            each.step()
+    assert mine.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
+    assert_state(driver, plain)
+    driver.close()
+
+
+def test_copies_of_a_replicated_parameter_stay_alike(cluster):
+    _, pipe = tied()
+    driver = PipelineDriver1F1B(pipe, cluster)
+    optimizer = driver.instantiate_optimizer(torch.optim.Adam, lr=1e-2)
+    for step in range(6):
+        optimizer.zero_grad()
+        for _ in range(1 + step % 3):  # sometimes added up within the step, sometimes after it
+            driver.run(2, *batch())
+        optimizer.step()
+        first, second = copies(driver, "embedding.weight")
+        assert torch.equal(first, second)
+    driver.close()
+
+
+def copies(driver, name):
+    from pippy.drivers.messages import Fetch
+
+    places = driver._shipment.places(name)
+    assert len(places) > 1
+    return [driver._call({worker: Fetch((place,))})[worker][0] for worker, place in places]
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_gradients_accumulate_over_several_runs(cluster, looks):
+    """Looking at gradients in between adds up those of the copies early, which must not count them twice."""
+    plain, pipe = tied()
+    driver = PipelineDriver1F1B(pipe, cluster)
+    for _ in range(2):
+        driver.zero_grad()
+        plain.zero_grad()
+        for _ in range(3):
+            x, target = batch()
+            driver.run(2, x, target)
+            plain_step(plain, x, target)
+            if looks:
+                assert_gradients(driver, plain)
+        assert_gradients(driver, plain)
+    driver.close()
+
+
+def test_copies_are_added_up_once_per_update(threads, monkeypatch):
+    from pippy.drivers.workers.gradients import Gradients
+
+    sums = []
+    inner = Gradients._sums
+    monkeypatch.setattr(Gradients, "_sums", lambda self, *args: sums.append(self.index) or inner(self, *args))
+    _, pipe = tied()
+    driver = PipelineDriver1F1B(pipe, threads, world_size=2)
+    optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
+    for runs in (1, 1, 3, 3, 3):
+        sums.clear()
+        for _ in range(runs):
+            driver.run(2, *batch())
+        driver.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert len(sums) <= 2 * (1 if runs == 1 else 2), "each of two workers, once; once more where the rhythm changed"
+    assert len(sums) == 2
+    driver.close()
+
+
+def test_a_plain_optimizers_state_can_be_loaded_and_given_back(cluster):
+    plain, pipe = tied()
+    theirs = torch.optim.Adam(plain.parameters(), lr=1e-2)
+    x, target = batch()
+    plain_step(plain, x, target)
+    theirs.step()
+    driver = PipelineDriver1F1B(pipe, cluster)
+    mine = driver.instantiate_optimizer(torch.optim.Adam, lr=0.5)
+    driver.load_state_dict(plain.state_dict())
+    mine.load_state_dict(theirs.state_dict())
+    named = mine.state_dict()
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(named["state"][name]["exp_avg"], theirs.state[parameter]["exp_avg"])
+    for each in (mine, theirs):
+        each.zero_grad()
+    driver.run(3, x, target)
+    plain_step(plain, x, target)
+    for each in (mine, theirs):
+        each.step()
+    assert mine.param_groups[0]["lr"] == 1e-2
+    assert_state(driver, plain)
+    mine.load_state_dict(named)
+    with pytest.raises(OptimizerError, match="groups of"):
+        mine.load_state_dict({"state": {}, "param_groups": []})
+    driver.close()
+
+
+def test_a_state_dict_loads_into_the_workers(cluster):
+    plain, pipe = tied()
+    driver = PipelineDriver1F1B(pipe, cluster)
+    other = {name: torch.randn_like(tensor) for name, tensor in plain.state_dict().items()}
+    driver.load_state_dict(other)
+    plain.load_state_dict(other)
+    assert_state(driver, plain)
+    x, target = batch()
+    torch.testing.assert_close(driver.run(2, x, target), plain_step(plain, x, target), rtol=1e-12, atol=0)
+    driver.close()
+
+
+def test_train_and_eval_reach_the_stages(cluster):
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 8))
+    plain = copy.deepcopy(model)
+    driver = PipelineDriverFillDrain(Pipe.from_sequential(model), cluster)
+    x = torch.randn(6, 8)
+    for mode in (False, True, False):
+        plain.train(mode)
+        driver.train(mode)
+        expected, mine = plain(x), driver.run(1, x)
+        assert mode or torch.equal(mine, expected)
+        assert not mode or (mine == 0).any() or not torch.equal(mine, expected)
+        assert_state(driver, plain)
+    driver.close()
+
+
+def test_without_gradients_only_the_loss_is_computed(cluster):
+    plain, pipe = tied()
+    driver = PipelineDriver1F1B(pipe, cluster)
+    x, target = batch()
+    with torch.no_grad():
+        loss = driver.run(3, x, target)
+    torch.testing.assert_close(loss, cross_entropy(plain(x), target), rtol=1e-12, atol=0)
+    assert all(gradient is None for gradient in driver.gradients().values())
+    driver.close()
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_one_loss_over_the_whole_mini_batch(cluster, chunks):
+    """A loss that no weights can put together from parts."""
+
+    def spread(output, target):
+        return (output - target).std() + (output.mean() ** 2)
+
+    model = Chain(3)
+    plain = copy.deepcopy(model)
+    driver = PipelineDriverFillDrain(pipeline(model, spread), cluster, single_loss=True)
+    x, target = torch.randn(8, 8), torch.randn(8, 8)
+    for _ in range(2):
+        loss = spread(plain(x), target)
+        loss.backward()
+        torch.testing.assert_close(driver.run(chunks, x, target), loss.detach(), rtol=1e-12, atol=0)
+        assert_gradients(driver, plain)
+    with torch.no_grad():
+        torch.testing.assert_close(driver.run(chunks, x, target), spread(plain(x), target), rtol=1e-12, atol=0)
+    driver.close()
+
+
+def test_a_single_loss_needs_all_forwards_first(cluster):
+    pipe = pipeline(Chain(3), nn.MSELoss())
+    with pytest.raises(DriverError, match="1f1b begins backwards earlier"):
+        PipelineDriver1F1B(pipe, cluster, single_loss=True)
+    with pytest.raises(DriverError, match="no loss function"):
+        PipelineDriverFillDrain(pipeline(Chain(3)), cluster, single_loss=True)
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "zb_h2", "looped_bfs", "list"])
+def test_any_schedule_by_name(cluster, schedule):
+    plain, pipe = tied()
+    driver = PipelineDriver(pipe, cluster, schedule=schedule, world_size=4)
+    x, target = batch()
+    torch.testing.assert_close(driver.run(4, x, target), plain_step(plain, x, target), rtol=1e-12, atol=0)
+    assert_gradients(driver, plain)
+    driver.close()
+
+
+@pytest.mark.parametrize("schedule", ["zb_v", "dualpipe_v"])
+def test_v_shaped_schedules(cluster, schedule):
+    plain, pipe = tied()
+    driver = PipelineDriver(pipe, cluster, schedule=schedule, world_size=2)
+    x, target = batch()
+    torch.testing.assert_close(driver.run(4, x, target), plain_step(plain, x, target), rtol=1e-12, atol=0)
+    assert_gradients(driver, plain)
+    driver.close()
+
+
+def test_steps_can_be_dispatched_ahead(cluster):
+    plain, pipe = tied()
+    driver = PipelineDriver1F1B(pipe, cluster)
+    batches = [batch() for _ in range(4)]
+    running = [driver.run_async(2, x, target) for x, target in batches]
+    for step, (x, target) in zip(running, batches):
+        torch.testing.assert_close(step.result(), plain_step(plain, x, target), rtol=1e-12, atol=0)
+    assert_gradients(driver, plain)
+    driver.close()
+
+
+def test_several_drivers_and_changing_chunks(cluster):
+    drivers = []
+    for stages in (2, 3, 4):
+        model = Chain(stages)
+        drivers.append((copy.deepcopy(model), PipelineDriver1F1B(pipeline(model, nn.MSELoss()), cluster)))
+    for chunks in (5, 1, 7, 5):
+        for plain, driver in drivers:
+            x, target = torch.randn(7, 8), torch.randn(7, 8)
+            plain.zero_grad()
+            driver.zero_grad()
+            loss = F.mse_loss(plain(x), target)
+            loss.backward()
+            torch.testing.assert_close(driver.run(chunks, x, target), loss.detach(), rtol=1e-12, atol=0)
+            assert_gradients(driver, plain)
+    for _, driver in drivers:
+        driver.close()
+
+
+WRONG = {
+    "chunks": (lambda driver: driver.run(torch.ones(2)), DriverError, "number of micro-batches first"),
+    "gradient": (
+        lambda driver: driver.run(1, torch.ones(2, 8, requires_grad=True), torch.ones(2, 8)),
+        DriverError,
+        "detach",
+    ),
+    "optimizer": (lambda driver: driver.instantiate_optimizer("adam"), OptimizerError, "no optimizer class"),
+    "closure": (
+        lambda driver: driver.instantiate_optimizer(torch.optim.SGD, lr=1.0).step(lambda: None),
+        OptimizerError,
+        "closure",
+    ),
+    "group": (
+        lambda driver: driver.instantiate_optimizer(torch.optim.SGD, lr=1.0, param_groups=[{"params": ["nope"]}]),
+        OptimizerError,
+        "no parameter is called 'nope'",
+    ),
+    "twice": (
+        lambda driver: driver.instantiate_optimizer(
+            torch.optim.SGD, lr=1.0, param_groups=[{"params": "*.bias"}, {"params": "layers.0.*"}]
+        ),
+        OptimizerError,
+        "is in parameter groups 0 and 1",
+    ),
+    "rate": (
+        lambda driver: driver.instantiate_optimizer(torch.optim.SGD, lr=-1.0),
+        ValueError,
+        "Invalid learning rate",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_refused_before_anything_is_sent(cluster, case):
+    call, kind, text = WRONG[case]
+    driver = PipelineDriver1F1B(pipeline(Chain(2), nn.MSELoss()), cluster)
+    before = list(cluster.control.counts)
+    with pytest.raises(kind, match=text):
+        call(driver)
+    if case != "closure":
+        assert cluster.control.counts == before
+    driver.close()
+
+
+PLACES = {
+    "ranks": ({"all_ranks": [0, 9]}, "name workers of the cluster, 0 to 3"),
+    "both": ({"all_ranks": [0, 1], "world_size": 3}, "disagree"),
+    "size": ({"world_size": 9}, "the cluster has 4 workers"),
+    "many": ({"world_size": 4}, "4 workers for 2 stages"),
+}
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_workers_that_are_not_there(cluster, case):
+    options, text = PLACES[case]
+    with pytest.raises(DriverError, match=text):
+        PipelineDriver1F1B(pipeline(Chain(2), nn.MSELoss()), cluster, **options)
+
+
+def test_stages_can_be_put_on_chosen_workers(cluster):
+    plain = Chain(2)
+    driver = PipelineDriver1F1B(pipeline(copy.deepcopy(plain), nn.MSELoss()), cluster, all_ranks=[3, 1])
+    before = list(cluster.control.counts)
+    x, target = torch.randn(4, 8), torch.randn(4, 8)
+    torch.testing.assert_close(driver.run(2, x, target), F.mse_loss(plain(x), target), rtol=1e-12, atol=0)
+    assert [after - was > 0 for after, was in zip(cluster.control.counts, before)] == [False, True, False, True]
+    driver.close()

@@ -1,0 +1,89 @@
+"""A cluster whose workers are threads of this process: for tests that need workers, and no processes."""
+
+import threading
+from contextlib import contextmanager, suppress
+
+import torch
+
+from pippy.drivers import rpc
+from pippy.drivers.cluster import Cluster
+from pippy.drivers.control import Address, Control, Pending
+from pippy.drivers.workers.in_process import in_process
+from pippy.drivers.workers.inbox import Inbox
+from pippy.drivers.workers.seat import Seat
+from pippy.drivers.workers.worker import Worker
+
+
+class Stop(Exception):
+    """Ends a worker's thread."""
+
+
+class ThreadControl(Control):
+    """Control of workers in this process. What it sends is pickled, as it would be on its way to another."""
+
+    def __init__(self, workers, addresses):
+        super().__init__(addresses)
+        self.threads = workers
+
+    def post(self, worker, message):
+        future = torch.futures.Future()
+        self.threads[worker].seat.inbox.put(
+            self.counts[worker], travelled(message), lambda answer: future.set_result(rpc.pack(travelled(answer)))
+        )
+        self.counts[worker] += 1
+        return Pending(worker, type(message).__name__, future)
+
+    def urgent(self, worker, message):
+        future = torch.futures.Future()
+        future.set_result(rpc.pack(self.threads[worker].urgent(message)))
+        return Pending(worker, type(message).__name__, future)
+
+    def ping(self, worker):
+        return self.urgent(worker, None)
+
+
+def travelled(message):
+    """A message as it arrives in another process: nothing of it is shared."""
+    data, tensors = rpc.pack(message)
+    return rpc.unpack((data, [tensor.clone() for tensor in tensors]))
+
+
+class NoProcesses:
+    def close(self):
+        pass
+
+
+@contextmanager
+def thread_cluster(n):
+    names = tuple(f"worker{index}" for index in range(n))
+    transports = in_process(n)
+    workers = [Worker(Seat(index, names, Inbox(), transports[index], "cpu", 1)) for index in range(n)]
+    for worker in workers:
+        inner = worker.answer
+        worker.answer = lambda command, inner=inner: _stop() if command is None else inner(command)
+    threads = [threading.Thread(target=_run, args=(worker,), daemon=True) for worker in workers]
+    for thread in threads:
+        thread.start()
+    control = ThreadControl(workers, [Address(name, name, "here", 0) for name in names])
+    cluster = Cluster(names, control, NoProcesses())
+    try:
+        with cluster:
+            yield cluster
+    finally:
+        for worker, count in zip(workers, control.counts):
+            worker.seat.inbox.put(count, None, lambda _: None)
+        for thread in threads:
+            thread.join(10)
+            assert not thread.is_alive()
+        for worker in workers:
+            worker.seat.transport.close()
+            worker.seat.inbox.close()
+
+
+def _stop():
+    raise Stop
+
+
+def _run(worker):
+    with suppress(Stop):
+        worker.run()
