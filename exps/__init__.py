@@ -1,0 +1,1 @@
+"""Experiments and benchmarks; each says its question, its command and its finding."""

@@ -1,0 +1,108 @@
+"""A model whose stages fail when they are told to, by a part of the input, row by row: so a micro-batch can be chosen."""
+
+import time
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pippy import MultiUseParameterConfig, pipe_split, pipeline
+from pippy.ir.trace import PipeTracer
+
+FORWARD, BACKWARD, EXIT, SLOW, ENDLESS, UNSENDABLE, LOSS = range(1, 8)
+NOWHERE = -1
+
+
+class Raises(torch.autograd.Function):
+    """Raises in its backward where its flag is set."""
+
+    @staticmethod
+    def forward(ctx, x, wrong):
+        ctx.wrong = wrong
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.wrong:
+            raise ArithmeticError("a backward that fails")
+        return gradient, None
+
+
+class Opaque:
+    """A value that cannot be pickled, and so cannot be sent."""
+
+    def __reduce__(self):
+        raise ValueError("an opaque value stays where it is")
+
+
+class Trap(nn.Module):
+    """Lets its input through, unless the orders, rows of (trap, how), have one for this trap."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    def forward(self, x, orders, note):
+        mine = orders[orders[:, 0] == self.number]
+        how = int(mine[0, 1]) if len(mine) else 0
+        if how == FORWARD:
+            raise ArithmeticError("a forward that fails")
+        if how == EXIT:
+            raise SystemExit("a forward that leaves")
+        if how == SLOW:
+            time.sleep(1.5)
+        while how == ENDLESS:
+            time.sleep(0.05)
+        return Raises.apply(x, how == BACKWARD), Opaque() if how == UNSENDABLE else note
+
+
+class TrapLoss(nn.Module):
+    """The mean of squares, which fails where the target is no number."""
+
+    def forward(self, output, target):
+        if bool(torch.isnan(target).any()):
+            raise ArithmeticError("a loss that fails")
+        return F.mse_loss(output, target)
+
+
+class Tracer(PipeTracer):
+    """Does not look into traps."""
+
+    def is_leaf_module(self, m, module_qualified_name):
+        return isinstance(m, Trap) or super().is_leaf_module(m, module_qualified_name)
+
+
+class Trapped(nn.Module):
+    """Linear layers in stages, each behind a trap. The first and the last layer share their weight."""
+
+    def __init__(self, stages=4, width=8):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(stages))
+        self.traps = nn.ModuleList(Trap(stage) for stage in range(stages))
+        self.layers[-1].weight = self.layers[0].weight
+
+    def forward(self, x, orders):
+        note = None
+        for index, (layer, trap) in enumerate(zip(self.layers, self.traps)):
+            if index:
+                pipe_split()
+            x, note = trap(torch.tanh(layer(x)), orders, note)
+        return x
+
+
+def trapped_pipe(model):
+    """A Pipe of a `Trapped`, with a copy of the shared weight in each of its two stages."""
+    spec = MultiUseParameterConfig.REPLICATE
+    return pipeline(model, TrapLoss(), tracer=Tracer, multi_use_param_spec=spec)
+
+
+def no_orders(rows):
+    """Orders that let everything through."""
+    return torch.full((rows, 2), NOWHERE)
+
+
+def orders(rows, trap, how, row):
+    """Orders for one row."""
+    given = no_orders(rows)
+    given[row] = torch.tensor([trap, how])
+    return given

@@ -1,0 +1,454 @@
+"""What fails on a worker is told in one error, soon, and changes nothing: gradients are as before, the next run is right."""
+
+import copy
+import os
+import signal
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from pippy.drivers.cluster import local_cluster
+from pippy.drivers.dispatch import uninterrupted
+from pippy.drivers.driver import PipelineDriver, PipelineDriver1F1B
+from pippy.drivers.errors import ClusterError, DriverError, StepError, WorkerLostError
+from pippy.ir.split_backward import Deferred
+from tests.drivers.faulty import (
+    BACKWARD,
+    ENDLESS,
+    EXIT,
+    FORWARD,
+    LOSS,
+    SLOW,
+    UNSENDABLE,
+    Trapped,
+    no_orders,
+    orders,
+    trapped_pipe,
+)
+
+pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
+ROWS, CHUNKS = 6, 3  # two rows in each micro-batch
+
+
+class Training:
+    """A driver and the plain model beside it."""
+
+    def __init__(self, cluster, schedule="1f1b", **options):
+        self.plain = Trapped()
+        pipe = trapped_pipe(copy.deepcopy(self.plain))
+        self.driver = PipelineDriver(pipe, cluster, schedule=schedule, **options)
+
+    def step(self):
+        """A good step on both sides."""
+        x, target = torch.randn(ROWS, 8), torch.randn(ROWS, 8)
+        loss = F.mse_loss(self.plain(x, no_orders(ROWS)), target)
+        loss.backward()
+        mine = self.driver.run(CHUNKS, x, no_orders(ROWS), target)
+        torch.testing.assert_close(mine, loss.detach(), rtol=1e-10, atol=0)
+
+    def fail(self, how, trap=1, microbatch=1):
+        """A step that fails."""
+        return self.start(how, trap, microbatch).result()
+
+    def start(self, how=0, trap=1, microbatch=1):
+        target = torch.randn(ROWS, 8)
+        if how == LOSS:
+            target[2 * microbatch] = torch.nan
+        given = orders(ROWS, trap, how, 2 * microbatch)
+        return self.driver.run_async(CHUNKS, torch.randn(ROWS, 8), given, target)
+
+    def check(self):
+        """Gradients are those of the good steps, and a further step is right."""
+        self.check_gradients()
+        self.step()
+        self.check_gradients()
+
+    def check_gradients(self):
+        for name, gradient in self.driver.gradients().items():
+            theirs = self.plain.get_parameter(name).grad
+            assert (gradient is None) == (theirs is None)
+            if theirs is not None:
+                torch.testing.assert_close(gradient, theirs, rtol=1e-9, atol=1e-12)
+
+
+@contextmanager
+def within(seconds):
+    """The block must end so soon, or later as the machine has more to do than it can."""
+    start = time.monotonic()
+    yield
+    took, busy = time.monotonic() - start, os.getloadavg()[0] / (os.cpu_count() or 1)
+    assert took < seconds * max(1.0, busy), f"took {took:.2f} s where {busy:.1f} processes wanted each core"
+
+
+STEPS = {
+    "forward": (FORWARD, ["F1.1", "stage 1, micro-batch 1", "a forward that fails", "[2, 8]", "self.traps|trap("]),
+    "exit": (EXIT, ["F1.1", "a forward that leaves"]),
+    "backward": (BACKWARD, ["B1.1", "stage 1, micro-batch 1", "a backward that fails", "[2, 8]", "faulty.py"]),
+    "loss": (LOSS, ["stage 3, micro-batch 1", "a loss that fails", "[2, 8]", "faulty.py"]),
+    "send": (UNSENDABLE, ["an opaque value stays where it is", "could not be sent to worker 2", "Opaque"]),
+}
+
+
+@pytest.mark.parametrize("accumulated", [0, 2])
+@pytest.mark.parametrize("case", STEPS)
+def test_a_step_that_fails_is_told_of_and_forgotten(cluster, case, accumulated):
+    how, texts = STEPS[case]
+    training, other = Training(cluster), Training(cluster, world_size=2)
+    for _ in range(accumulated):
+        training.step()
+    other.step()
+    with within(2.0), pytest.raises(StepError) as caught:
+        training.fail(how)
+    text = str(caught.value)
+    for part in [*texts, "The worker's traceback", "(worker"]:
+        assert any(each in text for each in part.split("|")), (part, text)
+    assert caught.value.worker == (3 if how == LOSS else 1)
+    other.check()
+    training.check()
+    training.driver.close()
+    other.driver.close()
+
+
+@pytest.mark.parametrize(("how", "place"), [(BACKWARD, "I1.1"), (None, "W1.1")])
+def test_the_halves_of_a_backward(threads, monkeypatch, how, place):
+    training = Training(threads, "zb_h1")
+    training.step()
+    if how is None:
+        inner = Deferred.run
+        calls = []
+
+        def fail(self):
+            calls.append(self)
+            if len(calls) == 5:
+                raise ArithmeticError("a backward that fails")
+            inner(self)
+
+        monkeypatch.setattr(Deferred, "run", fail)
+    with within(2.0), pytest.raises(StepError, match="a backward that fails") as caught:
+        training.fail(how or 0)
+    assert (how is None and " at W" in str(caught.value)) or place in str(caught.value)
+    monkeypatch.undo()
+    training.check()
+    training.driver.close()
+
+
+@pytest.mark.parametrize("when", ["in the step", "after it"])
+def test_a_reduction_that_fails_on_one_worker_counts_on_none(threads, monkeypatch, when):
+    from pippy.drivers.workers.gradients import Gradients
+
+    training = Training(threads)
+    training.step()
+    if when == "in the step":
+        training.driver.zero_grad()
+        training.plain.zero_grad()
+    inner = Gradients._receive_sum
+
+    def fail(self, *args):
+        inner(self, *args)
+        raise ArithmeticError("a sum that fails")
+
+    monkeypatch.setattr(Gradients, "_receive_sum", fail)
+    with within(2.0), pytest.raises(StepError, match="adding up the gradients of replicated") as caught:
+        training.start().result() if when == "in the step" else training.driver.grad_norm()
+    assert "a sum that fails" in str(caught.value)
+    monkeypatch.undo()
+    if when == "in the step":
+        assert not any(gradient is not None for gradient in training.driver.gradients().values())
+        training.step()
+    training.check()
+    training.driver.close()
+
+
+class Stubborn(torch.optim.SGD):
+    """Never steps."""
+
+    def step(self, closure=None):
+        raise ArithmeticError("an optimizer that fails")
+
+
+def test_an_optimizer_that_fails(cluster):
+    training = Training(cluster)
+    training.step()
+    stubborn = training.driver.instantiate_optimizer(Stubborn, lr=0.1)
+    good = training.driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
+    with within(2.0), pytest.raises(StepError, match="failed at OptimizerStep") as caught:
+        stubborn.step()
+    assert "an optimizer that fails" in str(caught.value) and "load a state dict" in str(caught.value)
+    training.check()
+    good.step()
+    torch.optim.SGD(training.plain.parameters(), lr=0.1).step()
+    training.check()
+    training.driver.close()
+
+
+class Unloadable(torch.nn.Linear):
+    """Can be pickled, and not be unpickled."""
+
+    def __reduce__(self):
+        return _refuse, ()
+
+
+def _refuse():
+    raise ArithmeticError("a module that cannot be read")
+
+
+def test_a_stage_that_cannot_be_loaded(cluster):
+    from pippy import Pipe
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), Unloadable(8, 8))
+    other = Training(cluster)
+    with within(2.0), pytest.raises(StepError, match="failed at Load") as caught:
+        PipelineDriver1F1B(Pipe.from_sequential(model), cluster)
+    assert "a module that cannot be read" in str(caught.value)
+    other.check()
+    other.driver.close()
+
+
+def test_a_program_that_a_worker_cannot_take(threads, monkeypatch):
+    from pippy.drivers.workers.executor import Executor
+
+    training = Training(threads)
+    inner = Executor.__init__
+
+    def fail(self, program, *rest):
+        if any("F2" in str(each) for each in program.order):
+            raise ArithmeticError("a program that fails")
+        inner(self, program, *rest)
+
+    monkeypatch.setattr(Executor, "__init__", fail)
+    with within(2.0), pytest.raises(StepError, match="failed at AddProgram"):
+        training.step()
+    monkeypatch.undo()
+    training.plain.zero_grad()
+    training.check()
+    training.driver.close()
+
+
+def test_an_input_that_cannot_be_pickled_reaches_nobody(cluster):
+    training = Training(cluster)
+    training.step()
+    with pytest.raises(Exception, match=r"pickle|opaque"):
+        training.driver.run(CHUNKS, torch.randn(ROWS, 8), threading.Lock(), torch.randn(ROWS, 8))
+    training.check()
+    training.driver.close()
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_steps_under_way_are_given_up_with_the_one_that_fails(cluster, which):
+    training = Training(cluster)
+    training.step()
+    plan = [0, 0, 0, 0]
+    plan[which] = FORWARD
+    training.driver.zero_grad()
+    training.plain.zero_grad()
+    running = [training.start(how) for how in plan]
+    for step in running[:which]:
+        step.result()
+    for number, step in enumerate(running[which:]):
+        with within(2.0), pytest.raises(StepError, match="given up because step" if number else "a forward that fails"):
+            step.result()
+    training.driver.zero_grad()
+    training.check()
+    training.driver.close()
+
+
+def test_gradients_are_dropped_once_though_the_step_that_should_was_given_up(cluster):
+    training = Training(cluster)
+    training.step()
+    training.driver.zero_grad()
+    training.plain.zero_grad()
+    with pytest.raises(StepError):
+        training.fail(FORWARD, trap=0, microbatch=0)
+    training.check()
+    training.driver.close()
+
+
+def test_the_mode_that_a_step_given_up_was_to_set(cluster):
+    training = Training(cluster)
+    training.driver.eval()
+    with pytest.raises(StepError):
+        training.fail(FORWARD, trap=0, microbatch=0)
+    assert training.driver._flags
+    training.driver.train()
+    training.check()
+    training.driver.close()
+
+
+def test_two_failures_one_after_the_other_on_different_workers(cluster):
+    """The workers of the second driver hear of the first failure only when they do something again."""
+    training, other = Training(cluster), Training(cluster, all_ranks=[2, 3])
+    training.step()
+    with pytest.raises(StepError):
+        training.fail(BACKWARD, trap=0, microbatch=2)
+    with pytest.raises(StepError):
+        other.fail(FORWARD)
+    training.check()
+    other.check()
+    training.driver.close()
+    other.driver.close()
+
+
+def test_several_workers_fail_in_one_step(cluster):
+    training = Training(cluster)
+    training.step()
+    given = no_orders(ROWS)
+    for row, trap in ((0, 3), (2, 2), (4, 1)):
+        given[row] = torch.tensor([trap, FORWARD])
+    with within(2.0), pytest.raises(StepError, match="a forward that fails"):
+        training.driver.run(CHUNKS, torch.randn(ROWS, 8), given, torch.randn(ROWS, 8))
+    training.check()
+    training.driver.close()
+
+
+@contextmanager
+def interrupted(after, times=1):
+    """Sends this process SIGINT, so many seconds later."""
+    stop = threading.Event()
+
+    def run():
+        for _ in range(times):
+            if stop.wait(after):
+                return
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_ctrl_c_ends_a_step_at_once(cluster):
+    training = Training(cluster)
+    training.step()
+    with within(1.3), interrupted(0.3), pytest.raises(KeyboardInterrupt):
+        training.fail(SLOW)
+    training.check()
+    training.driver.close()
+
+
+def test_a_second_ctrl_c_while_the_next_command_waits(cluster):
+    training = Training(cluster)
+    training.step()
+    with within(1.0), interrupted(0.2, times=2), pytest.raises(KeyboardInterrupt):
+        try:
+            training.fail(SLOW)
+        except KeyboardInterrupt:
+            training.driver.run(1, torch.randn(2, 8), no_orders(2), torch.randn(2, 8))
+    training.check()
+    training.driver.close()
+
+
+def test_ctrl_c_at_any_moment_of_posting(cluster):
+    training = Training(cluster)
+    for delay in (0.001, 0.002, 0.004, 0.008, 0.016, 0.032):
+        training.step()
+        training.driver.zero_grad()
+        training.plain.zero_grad()
+        with interrupted(delay), pytest.raises(KeyboardInterrupt):
+            while True:
+                training.start()
+        training.driver.zero_grad()
+    training.check()
+    training.driver.close()
+
+
+def test_ctrl_c_waits_for_the_end_of_a_block():
+    done = []
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        os.kill(os.getpid(), signal.SIGINT)
+        done.append(1)
+    assert done
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.fixture
+def own(alone):
+    """A cluster that may be broken."""
+    with local_cluster(4, threads=1, timeout=3.0) as cluster:
+        yield cluster
+    for address in cluster.control.workers:
+        assert not os.path.exists(f"/proc/{address.pid}")
+
+
+@contextmanager
+def signalled(cluster, worker, number, after=0.3):
+    timer = threading.Timer(after, os.kill, (cluster.control.workers[worker].pid, number))
+    timer.start()
+    yield
+    timer.join()
+
+
+@pytest.mark.parametrize("victim", [1, 3])
+def test_a_killed_worker_while_it_computes_or_others_wait(own, victim):
+    training = Training(own)
+    running = [training.start(SLOW, trap=1), training.start()]
+    with signalled(own, victim, signal.SIGKILL), within(1.3), pytest.raises(WorkerLostError, match="SIGKILL") as caught:
+        running[0].result()
+    assert caught.value.index == victim
+    with within(0.1), pytest.raises(ClusterError, match="is lost"):
+        running[1].result()
+    with within(0.1), pytest.raises(ClusterError, match="is lost"):
+        training.start()
+
+
+def test_a_worker_killed_while_idle(own):
+    training = Training(own)
+    training.step()
+    os.kill(own.control.workers[2].pid, signal.SIGKILL)
+    with within(1.0), pytest.raises(WorkerLostError, match="SIGKILL") as caught:
+        training.step()
+    assert caught.value.index == 2
+
+
+def test_a_stopped_worker_is_lost_and_one_that_goes_on_in_time_is_not(own):
+    training = Training(own)
+    training.step()
+    pid = own.control.workers[2].pid
+    os.kill(pid, signal.SIGSTOP)
+    with signalled(own, 2, signal.SIGCONT, after=0.8):
+        training.step()
+    training.check()
+    os.kill(pid, signal.SIGSTOP)
+    running = training.start()
+    dump = own.dump(0.5)
+    assert "worker 2: no answer within 0.5 s" in dump
+    assert "worker 3" in dump and "from worker 2" in dump and "of micro-batch 0 of step" in dump, dump
+    with (
+        within(own.control.interval + own.control.timeout + 1.0),
+        pytest.raises(WorkerLostError, match=r"a ping") as caught,
+    ):
+        running.result()
+    assert caught.value.index == 2
+
+
+def test_a_step_that_takes_too_long(own):
+    training = Training(own, step_timeout=0.5)
+    training.step()
+    with within(2.5), pytest.raises(StepError, match="took longer than") as caught:
+        training.fail(SLOW)
+    text = str(caught.value)
+    assert "F1.1" in text and "from worker 1" in text, text
+    training.check()
+
+
+def test_a_stage_that_never_ends(own):
+    training = Training(own, step_timeout=0.5)
+    training.step()
+    with within(6.0), pytest.raises(StepError, match="the processes of this cluster were ended") as caught:
+        training.fail(ENDLESS)
+    assert "'worker1' was still at its instruction" in str(caught.value)
+    with within(0.1), pytest.raises(ClusterError, match="open another"):
+        training.step()
+
+
+@pytest.mark.parametrize("limit", [0, -1, True, "1"])
+def test_a_time_limit_that_is_none(cluster, limit):
+    with pytest.raises(DriverError, match="step_timeout"):
+        Training(cluster, step_timeout=limit)
