@@ -12,7 +12,7 @@ SOURCES := pippy pippy/ir pippy/drivers tests exps
 help: ## list the commands
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
 
-demo: $(READY) ## trace, split, print, draw and run a small model
+demo: $(READY) ## split, draw and train a small transformer on four workers
 	@$(BIN)/python exps/demo.py
 
 test: $(READY) ## run all tests
@@ -27,6 +27,10 @@ check: $(READY) ## ruff, mypy and the layering test
 bench: $(READY) ## run the benchmarks (minutes)
 	@$(BIN)/python exps/compile_scale.py
 	@$(BIN)/python exps/schedule_scale.py
+	@$(BIN)/python -m exps.versus_torch --size tiny --rounds 15
+	@$(BIN)/python -m exps.versus_torch --size small --rounds 10
+	@$(BIN)/python -m exps.versus_torch --size medium --rounds 5 --only bound "torch 1F1B" "torch ZBV" "pippy 1f1b" "pippy zb_h1"
+	@$(BIN)/python -m exps.bubbles
 
 setup: $(READY) ## make the virtual environment
 

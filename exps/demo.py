@@ -1,20 +1,23 @@
-"""A small language model: marked, split, printed, drawn, and trained beside the same model in plain PyTorch.
+"""A small language model: marked, split, drawn, and trained on a cluster of workers beside the same model in plain PyTorch.
 
-Question: does a Pipe compute what the plain model computes?
-Command:  make demo
-Finding:  the losses are equal to the last digit printed; the drawing is in out/demo.svg.
+Question: do four workers, driven by this script, compute what the plain model computes?
+Command:  make demo, or python exps/demo.py --workers 2 --steps 10
+Finding:  losses, norms of gradients and, in the end, all parameters are equal to rounding; the drawings are in out/.
 """
 
+import argparse
 import copy
+import time
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pippy import pipe_split, pipeline
+from pippy import Pipe, PipelineDriver1F1B, local_cluster, pipe_split, pipeline
+from pippy.drivers.schedules import render_svg, render_text, simulate
 
-VOCABULARY, WIDTH, LENGTH, BATCH, STEPS = 32, 32, 16, 16, 60
+VOCABULARY, WIDTH, LENGTH, BATCH, CHUNKS, STAGES = 32, 32, 16, 32, 4, 4
 
 
 class Block(nn.Module):
@@ -40,7 +43,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.position = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(STAGES))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
         nn.init.normal_(self.embed.weight, std=0.1)
@@ -48,11 +51,11 @@ class Model(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         embedded = self.embed(tokens) + self.position(torch.arange(tokens.size(1), device=tokens.device))
-        x = self.blocks[0](embedded)
-        pipe_split()
-        x = self.blocks[1](x)
-        pipe_split()
-        return self.head(self.blocks[2](x) + embedded)
+        x = embedded
+        for block in self.blocks[:-1]:
+            x = block(x)
+            pipe_split()
+        return self.head(self.blocks[-1](x) + embedded)
 
 
 def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -67,41 +70,75 @@ def batch_of_counting() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def main() -> None:
+def show(pipe: Pipe) -> None:
+    """What the compiler made of the model."""
+    tokens, targets = batch_of_counting()
+    graph = "".join(str(pipe).partition("def forward")[1:])
+    print(f"The Pipe, its stages called and its backward written out:\n\n{graph.strip()}\n")
+    print(f"Who sends what to whom:\n\n{pipe.graph_text(tokens, targets)}\n")
+    print(f"Its stages:\n\n{pipe.stages_table(tokens, targets)}\n")
+    _draw("demo.svg", pipe.to_svg(tokens, targets))
+
+
+def show_schedule(driver: PipelineDriver1F1B) -> None:
+    """What the workers are told."""
+    program = driver.program(CHUNKS)
+    result = simulate(program)
+    print(
+        f"\nThe schedule: a line for each worker, F forward and B backward of a micro-batch\n\n{render_text(program)}\n"
+    )
+    _draw("demo_schedule.svg", render_svg(result.timeline))
+    order = " ".join(str(each) for each in program.orders[0][:16])
+    print(f"\nWorker 0 is sent this list once, and in each step the word to run it:\n\n{order} ...\n")
+
+
+def _draw(name: str, svg: str) -> None:
+    path = Path("out") / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(svg)
+    print(f"Drawn in {path}")
+
+
+def train(driver: PipelineDriver1F1B, plain: nn.Module, steps: int) -> None:
+    """Both take the same steps. The table shows both losses; a difference beyond rounding ends the demo with an error."""
+    ours = driver.instantiate_optimizer(torch.optim.AdamW, lr=3e-3)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=3e-3)
+    print("step   workers    plain")
+    for step in range(steps + 1):
+        tokens, targets = batch_of_counting()
+        loss, norm = driver.run(CHUNKS, tokens, targets), driver.clip_grad_norm_(1.0)
+        expected = loss_fn(plain(tokens), targets)
+        expected.backward()
+        expected_norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        torch.testing.assert_close((loss, norm), (expected.detach(), expected_norm), rtol=1e-8, atol=0)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        if step % 10 == 0:
+            print(f"{step:4}   {loss:.6f}   {expected:.6f}   {'█' * round(loss.item() * 12)}")
+    torch.testing.assert_close(driver.state_dict(), plain.state_dict(), rtol=1e-6, atol=1e-8)
+    print("\nThe parameters on the workers are those of the plain model.")
+
+
+def main(workers: int = STAGES, steps: int = 40) -> None:
     """Show everything, and train."""
     torch.manual_seed(0)
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # the workers need the cores
+    torch.set_default_dtype(torch.float64)  # in which a wrong gradient cannot pass for rounding
     model = Model()
     plain = copy.deepcopy(model)
     pipe = pipeline(model, loss_fn)
-    tokens, targets = batch_of_counting()
-    print(f"The Pipe:\n\n{pipe}")
-    print(f"Who sends what to whom:\n\n{pipe.graph_text(tokens, targets)}\n")
-    print(f"Its stages:\n\n{pipe.stages_table(tokens, targets)}\n")
-    path = Path("out") / "demo.svg"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(pipe.to_svg(tokens, targets))
-    print(f"Drawn in {path}\n\nTraining it beside the same model in plain PyTorch:\n")
-    train(pipe, plain)
-
-
-def train(pipe: nn.Module, plain: nn.Module) -> None:
-    """Both take the same steps; the table shows both losses."""
-    ours, theirs = (torch.optim.AdamW(each.parameters(), lr=3e-3) for each in (pipe, plain))
-    print("step   pipe      plain")
-    for step in range(STEPS + 1):
-        tokens, targets = batch_of_counting()
-        ours.zero_grad()
-        theirs.zero_grad()
-        loss = pipe(tokens, targets)
-        expected = loss_fn(plain(tokens), targets)
-        expected.backward()
-        ours.step()
-        theirs.step()
-        torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
-        if step % 10 == 0:
-            print(f"{step:4}   {loss:.5f}   {expected:.5f}   {'█' * round(loss.item() * 12)}")
+    show(pipe)
+    began = time.perf_counter()
+    with local_cluster(workers, threads=1) as cluster:
+        print(f"\n{cluster}, started in {time.perf_counter() - began:.1f} s")
+        driver = PipelineDriver1F1B(pipe, cluster)
+        show_schedule(driver)
+        train(driver, plain, steps)
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=STAGES, choices=range(1, STAGES + 1))
+    parser.add_argument("--steps", type=int, default=40)
+    main(**vars(parser.parse_args()))

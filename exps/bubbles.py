@@ -1,0 +1,117 @@
+"""Do real steps idle as long as the simulation says?
+
+Question: with more stages than cores, how far is a measured step, and each worker's idle time, from `simulate`?
+Command:  python -m exps.bubbles                     (from the root of the repository; --workers, --chunks, --schedules)
+Method:   the stages of this experiment SLEEP: each for a fixed time in its forward, in the half of its backward that
+          computes the gradients of its inputs, and in the half that computes those of its weights. They compute next to
+          nothing, so that sixteen of them do not fight for two cores; what is measured is the runtime, not arithmetic.
+          The first stage's inputs need no gradient, so its backward happens in W alone, and is simulated so. The step
+          is timed by the workers' own records, median of several.
+"""
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from pippy import Pipe, PipelineDriver, local_cluster
+from pippy.drivers.schedules import simulate
+from pippy.drivers.schedules.timeline import Timeline
+
+TIMES = (0.020, 0.022, 0.018)  # of a worker's share of the model: F, I, W
+SCHEDULES = ("fill_drain", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "zb_h2", "zb_v", "dualpipe_v")
+TWO_STAGES = ("interleaved_1f1b", "looped_bfs", "zb_v", "dualpipe_v")
+
+
+class SleepingGradient(torch.autograd.Function):
+    """The identity; its backward sleeps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+class Sleeper(nn.Module):
+    """A stage that sleeps for given times, and has one weight."""
+
+    def __init__(self, forward: float, inputs: float, weights: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+        self.seconds = forward, inputs, weights
+        self.accumulates: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        forward, inputs, weights = self.seconds
+        if self.accumulates is None and torch.is_grad_enabled():
+            # The gradient of the weight arrives in W, and its arrival takes that long.
+            self.accumulates = torch.autograd.graph.get_gradient_edge(self.linear.weight).node
+            self.accumulates.register_prehook(lambda _: time.sleep(weights))
+        time.sleep(forward)
+        return SleepingGradient.apply(self.linear(x), inputs)
+
+
+def idle(timeline: Timeline) -> list[float]:
+    """What each worker does not compute, up to the end of the step."""
+    return [float(timeline.makespan) - sum(float(span.duration) for span in spans) for spans in timeline.spans]
+
+
+def measure(cluster: Any, schedule: str, workers: int, chunks: int, steps: int) -> tuple[float, float, float]:
+    """The measured makespan, the simulated one, and the largest difference of a worker's idle time, in seconds."""
+    share = 2 if schedule in TWO_STAGES else 1
+    forward, inputs, weights = (each / share for each in TIMES)
+    pipe = Pipe.from_sequential(
+        nn.Sequential(*(Sleeper(forward, inputs, weights) for _ in range(workers * share))), nn.MSELoss()
+    )
+    driver = PipelineDriver(pipe, cluster, schedule=schedule, world_size=workers)
+    x, target = torch.zeros(chunks, 1), torch.zeros(chunks, 1)
+    driver.run(chunks, x, target)
+    with driver.record() as recording:
+        for _ in range(steps):
+            driver.run(chunks, x, target)
+    stages = pipe.num_stages
+    expected = simulate(
+        driver.program(chunks),
+        forward=[forward] * stages,
+        backward_input=[0.0] + [inputs] * (stages - 1),
+        backward_weight=[inputs + weights] + [weights] * (stages - 1),
+        backward=[inputs + weights] * stages,
+    )
+    spans = [float(step.timeline.makespan) for step in recording.steps]
+    median = min(recording.steps, key=lambda step: abs(float(step.timeline.makespan) - statistics.median(spans)))
+    apart = max(abs(mine - float(theirs)) for mine, theirs in zip(idle(median.timeline), expected.idle))
+    driver.close()
+    return statistics.median(spans), float(expected.makespan), apart
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8, 16])
+    parser.add_argument("--chunks", type=int, default=0, help="micro-batches; left out, two for each worker")
+    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES))
+    parser.add_argument("--steps", type=int, default=5)
+    options = parser.parse_args()
+    print(f"stages that sleep: F, I, W of a worker's share {', '.join(f'{each * 1e3:g} ms' for each in TIMES)}")
+    print(f"{'schedule':18}{'workers':>8}{'chunks':>8}{'simulated':>12}{'measured':>12}{'off':>8}{'idle off':>10}")
+    for workers in options.workers:
+        with local_cluster(workers, threads=1) as cluster:
+            for schedule in options.schedules:
+                chunks = options.chunks or 2 * workers
+                measured, expected, apart = measure(cluster, schedule, workers, chunks, options.steps)
+                print(
+                    f"{schedule:18}{workers:8}{chunks:8}{expected * 1e3:9.1f} ms{measured * 1e3:9.1f} ms"
+                    f"{measured / expected - 1:8.1%}{apart / expected:10.1%}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""What does it cost to run a schedule when the stages do nothing?
+
+Question: how many microseconds does a step take for each computation of a worker (a forward, or a whole backward, of
+          one stage on one micro-batch; a backward in two halves counts once), when a stage only adds one number?
+Command:  python -m exps.control                  (see --help; from the root of the repository)
+Method:   as in versus_torch: the contestants take turns, pinned, asleep in between. What is counted is all that a
+          worker does for a computation: Python, autograd, sending and receiving one number.
+"""
+
+import argparse
+
+from exps.peers.contestant import Contestant
+from exps.peers.empty import torch_control
+from exps.peers.rounds import quartiles, started, take_turns
+from exps.peers.torch_peer import SCHEDULES
+
+
+def computations(name: str, chunks: int) -> int:
+    """Forwards and backwards of one worker in one step.
+
+    >>> computations("1F1B", 8), computations("DualPipeV", 8)
+    (16, 32)
+    """
+    return 2 * chunks * SCHEDULES[name].stages_per_worker
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chunks", type=int, nargs="+", default=[8, 32, 128])
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--only", nargs="+", choices=list(SCHEDULES), default=list(SCHEDULES), metavar="NAME")
+    options = parser.parse_args(arguments)
+    print(f"{'schedule':28}{'chunks':>7}{'step ms':>10}{'µs per computation':>20}   quartiles")
+    for chunks in options.chunks:
+        peers: dict[str, Contestant] = {name: torch_control(name, chunks) for name in options.only}
+        with started(peers):
+            seconds = take_turns(peers, options.rounds, warm=2, steps=5)
+        for name, times in seconds.items():
+            low, median, high = quartiles(times)
+            each = 1e6 / computations(name, chunks)
+            print(
+                f"{'torch ' + name:28}{chunks:7}{median * 1e3:10.2f}{median * each:20.1f}   "
+                f"{low * each:.1f}–{high * each:.1f}"
+            )
+
+
+if __name__ == "__main__":
+    main()

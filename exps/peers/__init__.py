@@ -1,0 +1,1 @@
+"""The contestants of the benchmarks: the same model, trained for one step, by pippy and by others."""

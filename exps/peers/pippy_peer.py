@@ -1,0 +1,73 @@
+"""pippy's own drivers as contestants. A step is timed from the call of the controller to its return.
+
+A process has one cluster open at a time, so each controller has a process of its own. It is not pinned, and shares the
+cores with its workers, as a user's script does.
+"""
+
+from contextlib import ExitStack, suppress
+
+import torch
+
+from exps.peers import gpt
+from exps.peers.contestant import Rank, Team
+from exps.peers.process import ChildFailed
+from pippy import PipelineDriver, SplitPoint, annotate_split_points, local_cluster, pipeline
+
+WORKERS = 2
+
+# the schedules, and how many stages each worker holds
+SCHEDULES = {
+    "fill_drain": 1,
+    "1f1b": 1,
+    "interleaved_1f1b": 2,
+    "looped_bfs": 2,
+    "zb_h1": 1,
+    "zb_v": 2,
+    "dualpipe_v": 2,
+}
+
+
+class Controller(Rank):
+    """One cluster of two workers, one driver, one schedule."""
+
+    def __init__(self, rank: int, schedule: str, size: gpt.Size) -> None:
+        super().__init__([])
+        self._batch = gpt.batch(size)
+        self._names = [name for name, _ in gpt.model(size).named_parameters()]
+        model = gpt.model(size)
+        cuts = gpt.cuts(size, WORKERS * SCHEDULES[schedule])
+        annotate_split_points(model, dict.fromkeys(cuts, SplitPoint.BEGINNING))
+        with ExitStack() as opened:
+            cluster = opened.enter_context(local_cluster(WORKERS, threads=1, pin=True))
+            self._driver = PipelineDriver(pipeline(model, gpt.loss_fn), cluster, schedule=schedule)
+            self._opened = opened.pop_all()
+
+    def prepare(self) -> None:
+        self._driver.zero_grad()
+
+    def run(self) -> list[torch.Tensor]:
+        return [self._driver.run(gpt.CHUNKS, *self._batch)]
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        found = self._driver.gradients(self._names)
+        return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+    def close(self) -> None:
+        self._opened.close()
+
+
+class PippyTeam(Team):
+    """A controller in a process of its own, on any core; the cluster starts and ends with it."""
+
+    def core_of(self, rank: int) -> int | None:
+        return None
+
+    def close(self) -> None:
+        with suppress(ChildFailed):  # a controller that failed or died has no cluster to close
+            self._all("close")
+        super().close()
+
+
+def pippy_peer(schedule: str, size: gpt.Size) -> PippyTeam:
+    """pippy with the schedule ``schedule`` of `SCHEDULES`."""
+    return PippyTeam(1, Controller, schedule, size)

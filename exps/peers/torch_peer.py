@@ -1,0 +1,109 @@
+"""torch.distributed.pipelining over gloo, one process for each worker."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from exps.peers import gpt
+from exps.peers.contestant import Rank, Team
+
+WORKERS = 2
+
+
+class Peer(NamedTuple):
+    """A schedule of torch, and which stages it wants on each worker."""
+
+    schedule: Any
+    stages_per_worker: int = 1
+    v: bool = False
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages of a worker.
+
+        >>> SCHEDULES["DualPipeV"].stages_of(0), SCHEDULES["LoopedBFS"].stages_of(0)
+        ([0, 3], [0, 2])
+        """
+        if self.v:
+            return [rank, 2 * WORKERS - 1 - rank]
+        return [rank + turn * WORKERS for turn in range(self.stages_per_worker)]
+
+
+SCHEDULES = {
+    "GPipe": Peer(schedules.ScheduleGPipe),
+    "1F1B": Peer(schedules.Schedule1F1B),
+    "Interleaved1F1B": Peer(schedules.ScheduleInterleaved1F1B, 2),
+    "LoopedBFS": Peer(schedules.ScheduleLoopedBFS, 2),
+    "InterleavedZeroBubble": Peer(schedules.ScheduleInterleavedZeroBubble, 2),
+    "ZBVZeroBubble": Peer(schedules.ScheduleZBVZeroBubble, 2, v=True),
+    "DualPipeV": Peer(schedules.ScheduleDualPipeV, 2, v=True),
+}
+
+Parts = Callable[[int, int], nn.Module]
+
+
+class TorchRank(Rank):
+    """The stages of one worker under one schedule; ``part(stage, stages)`` makes a stage."""
+
+    def __init__(
+        self,
+        rank: int,
+        store: str,
+        name: str,
+        chunks: int,
+        part: Parts,
+        batch: tuple[torch.Tensor, torch.Tensor],
+        loss_fn: Callable[..., torch.Tensor],
+    ) -> None:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        limit = timedelta(seconds=60)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORKERS, timeout=limit)
+        peer = SCHEDULES[name]
+        count, mine, device = peer.stages_per_worker * WORKERS, peer.stages_of(rank), torch.device("cpu")
+        stages = [PipelineStage(part(index, count), index, count, device) for index in mine]
+        self.inputs = batch[:1] if 0 in mine else ()
+        self.keywords = {"target": batch[1]} if count - 1 in mine else {}
+        # the loss is a mean, so gradients are divided by the number of micro-batches
+        given = stages if peer.stages_per_worker > 1 else stages[0]
+        self.schedule = peer.schedule(given, n_microbatches=chunks, loss_fn=loss_fn, scale_grads=True)
+        super().__init__([stage.submod for stage in stages])
+
+    def run(self) -> list[torch.Tensor]:
+        losses: list[torch.Tensor] = []
+        self.schedule.step(*self.inputs, **self.keywords, losses=losses, return_outputs=False)
+        return losses
+
+
+class GptParts(NamedTuple):
+    """Makes the stages of a model of this size; unlike a lambda it can be sent to a process."""
+
+    size: gpt.Size
+
+    def __call__(self, stage: int, stages: int) -> nn.Module:
+        return gpt.part(self.size, stage, stages)
+
+
+class TorchTeam(Team):
+    """Two processes that meet in a private file."""
+
+    def __init__(self, name: str, *args: Any, keep_memory: bool = False) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        super().__init__(
+            WORKERS, TorchRank, str(Path(self._folder.name) / "store"), name, *args, keep_memory=keep_memory
+        )
+
+    def close(self) -> None:
+        super().close()
+        self._folder.cleanup()
+
+
+def torch_peer(name: str, size: gpt.Size, keep_memory: bool = False) -> TorchTeam:
+    """torch's pipelining with the schedule ``name`` of `SCHEDULES`."""
+    return TorchTeam(name, gpt.CHUNKS, GptParts(size), gpt.batch(size), gpt.loss_fn, keep_memory=keep_memory)

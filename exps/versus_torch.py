@@ -1,0 +1,159 @@
+"""How fast is a training step beside torch.distributed.pipelining, a single process, and the bound?
+
+Question: with two workers, 8 micro-batches and a GPT-like decoder, how long is a step (forward and backward of all
+          micro-batches, no optimizer) under each schedule of torch and of pippy?
+Command:  python -m exps.versus_torch --size small --rounds 30       (see --help; from the root of the repository)
+Method:   every contestant has processes of its own, pinned one to a core, one intra-op thread each. They take turns in
+          random order, round after round; who has no turn sleeps on a socket. First, the loss and all gradients of each
+          are compared with those of 1b, the single process. A ratio is of medians over rounds, its interval a bootstrap
+          that keeps rounds together. "normal" is step / (1b/2 × 9/8): a perfect fill and drain of 8 micro-batches over
+          two workers, each half as long as 1b. "µs/mb" is what is above that for each micro-batch. torch's steps are
+          timed from the start of its first rank to the end of its last, without a barrier; pippy's from the call of the
+          controller to its return.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from exps.peers import gpt, pippy_peer, single, torch_peer
+from exps.peers.contestant import Contestant
+from exps.peers.rounds import Disagreement, check, quartiles, ratio, started, take_turns
+
+TURNS = {"medium": (0, 1), "small": (1, 3), "tiny": (2, 7)}  # untimed and timed steps of a turn
+RIVAL = "torch 1F1B"
+PERFECT = (gpt.CHUNKS + 1) / gpt.CHUNKS  # with two workers the first micro-batch fills, the last drains
+
+Entries = Mapping[str, Callable[[gpt.Size], Contestant]]
+
+
+def entries(keep_memory: bool) -> Entries:
+    """All contestants by name, pippy's among them."""
+    torches = {
+        f"torch {name}": partial(torch_peer.torch_peer, name, keep_memory=keep_memory) for name in torch_peer.SCHEDULES
+    }
+    pippys = {f"pippy {name}": partial(pippy_peer.pippy_peer, name) for name in pippy_peer.SCHEDULES}
+    return {
+        "1b": partial(single.single, keep_memory=keep_memory),
+        "bound": partial(single.bound, keep_memory=keep_memory),
+        **torches,
+        **pippys,
+    }
+
+
+def chosen(all_entries: Entries, only: list[str]) -> Entries:
+    """1b and the named ones; a word stands for every contestant whose name begins with it.
+
+    >>> list(chosen({"1b": ..., "bound": ..., "torch GPipe": ..., "torch 1F1B": ...}, ["torch"]))
+    ['1b', 'torch GPipe', 'torch 1F1B']
+    """
+    unknown = [word for word in only if not any(name.startswith(word) for name in all_entries)]
+    if unknown:
+        raise SystemExit(f"no contestant's name begins with {unknown}; there are {list(all_entries)}")
+    return {name: make for name, make in all_entries.items() if name == "1b" or name.startswith(tuple(only))}
+
+
+def agreement(contestants: Mapping[str, Contestant]) -> tuple[dict[str, float], dict[str, str]]:
+    """After two steps each, how far every contestant is from 1b, and what is wrong with those that are too far."""
+    agreed, wrong = {}, {}
+    for contestant in contestants.values():
+        contestant.step()
+        contestant.step()  # gradients that were not emptied would be twice too large
+    for name, contestant in contestants.items():
+        if name not in ("1b", "bound"):  # the bound computes on made-up inputs
+            try:
+                agreed[name] = check(name, contestant, contestants["1b"])
+            except Disagreement as disagreement:
+                wrong[name] = str(disagreement)
+    return agreed, wrong
+
+
+def row(name: str, seconds: Mapping[str, list[float]]) -> dict[str, Any]:
+    """What is said of a contestant; times in milliseconds."""
+    low, median, high = quartiles(seconds[name])
+    perfect = quartiles(seconds["1b"])[1] / 2 * PERFECT
+    return {
+        "name": name,
+        "median": median * 1e3,
+        "quartiles": [low * 1e3, high * 1e3],
+        "ratio": ratio(seconds[name], seconds[RIVAL]) if RIVAL in seconds else None,
+        "normal": median / perfect,
+        "overhead": (median - perfect) / gpt.CHUNKS * 1e6,
+    }
+
+
+def text(each: Mapping[str, Any]) -> str:
+    """A row of the table."""
+    spread = "{:.2f}–{:.2f}".format(*each["quartiles"])
+    line = f"{each['name']:28}{each['median']:10.2f}   {spread:20}"
+    beside = "{:.3f} ({:.3f}–{:.3f})".format(*each["ratio"]) if each["ratio"] else "–"
+    return f"{line}{beside:24}{each['normal']:8.3f}{each['overhead']:10.0f}"
+
+
+def print_table(title: str, rows: list[dict[str, Any]]) -> None:
+    print(f"\n{title}")
+    print(f"{'contestant':28}{'step ms':>10}   {'quartiles':20}{'of ' + RIVAL:24}{'normal':>8}{'µs/mb':>10}")
+    for each in sorted(rows, key=lambda each: each["median"]):
+        print(text(each))
+
+
+def measure(name: str, rounds: int, makers: Entries) -> dict[str, Any]:
+    """Check and time the contestants on the model of one size, and print the table."""
+    size = gpt.SIZES[name]
+    contestants = {who: make(size) for who, make in makers.items()}
+    warm, steps = TURNS[name]
+
+    def done(number: int) -> None:
+        if sys.stderr.isatty():
+            print(
+                f"\r{name}: round {number + 1} of {rounds}",
+                end="\n" if number + 1 == rounds else "",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    with started(contestants):
+        agreed, wrong = agreement(contestants)
+        timed = {who: contestant for who, contestant in contestants.items() if who not in wrong}
+        seconds = take_turns(timed, rounds, warm, steps, done=done)
+    rows = [row(who, seconds) for who in timed]
+    print_table(f"{name}: {size}, {rounds} rounds of {steps} step(s)", rows)
+    for fault in wrong.values():
+        print(f"\nNOT TIMED: {fault}")
+    if agreed:
+        print(f"loss and gradients agree with 1b to {max(agreed.values()):.1e} of their size")
+    return {"size": name, "rounds": rounds, "rows": rows, "seconds": seconds, "agreed": agreed, "wrong": wrong}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=[*gpt.SIZES, "all"], default="all")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="beginnings of names; 1b always runs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all times to this file")
+    parser.add_argument(
+        "--keep-memory",
+        action="store_true",
+        help="give the other contestants the allocator settings that pippy gives its workers",
+    )
+    options = parser.parse_args(arguments)
+    makers = chosen(entries(options.keep_memory), options.only)
+    sizes = list(gpt.SIZES) if options.size == "all" else [options.size]
+    print(f"torch {torch.__version__}, {os.cpu_count()} cores, {platform.machine()}; load {os.getloadavg()[0]:.1f}")
+    results = [measure(size, options.rounds, makers) for size in sizes]
+    if options.json:
+        options.json.write_text(json.dumps({"keep_memory": options.keep_memory, "results": results}, indent=1))
+    if any(result["wrong"] for result in results):
+        raise SystemExit("some contestants compute something else than 1b")
+
+
+if __name__ == "__main__":
+    main()
