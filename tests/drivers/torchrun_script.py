@@ -1,0 +1,77 @@
+"""A script for torchrun, or without: trains, and compares with plain training. "cut" as an argument: one more step hangs."""
+
+import copy
+import json
+import os
+import sys
+import time
+
+import torch
+from torch.nn import functional as F
+
+import pippy
+from pippy import PipelineDriver1F1B, PipeTracer, PippyError, pipeline
+from tests.drivers.models import Chain
+
+options = json.loads(os.environ.get("OPTIONS", "{}"))
+driver_options = json.loads(os.environ.get("DRIVER_OPTIONS", "{}"))
+
+
+class Slow(torch.nn.Module):
+    def forward(self, x):
+        print("in the step", flush=True)
+        time.sleep(2.0)
+        return x
+
+
+class Whole(PipeTracer):
+    def is_leaf_module(self, m, module_qualified_name):
+        return isinstance(m, Slow) or super().is_leaf_module(m, module_qualified_name)
+
+
+class Hanging(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.chain, self.slow = Chain(stages=2), Slow()
+
+    def forward(self, x):
+        return self.slow(self.chain(x))
+
+
+def train(cluster):
+    plain = Chain(stages=2)
+    pipe = pipeline(copy.deepcopy(plain), F.mse_loss)
+    driver = PipelineDriver1F1B(pipe, cluster, **driver_options)
+    mine = driver.instantiate_optimizer(torch.optim.AdamW, lr=1e-2)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for _ in range(5):
+        x, target = torch.randn(8, 8), torch.randn(8, 8)
+        mine.zero_grad()
+        theirs.zero_grad()
+        driver.run(4, x, target)
+        F.mse_loss(plain(x), target).backward()
+        mine.step()
+        theirs.step()
+    state = driver.state_dict()
+    assert max(float((state[name] - each).detach().abs().max()) for name, each in plain.state_dict().items()) < 1e-12
+    print("equal to plain training", flush=True)
+
+
+def hang(cluster):
+    driver = PipelineDriver1F1B(pipeline(Hanging(), F.mse_loss, tracer=Whole), cluster)
+    try:
+        driver.run(4, torch.randn(8, 8), torch.randn(8, 8))
+    except PippyError as error:
+        print("the step ended with", type(error).__name__, flush=True)
+        raise
+
+
+torch.manual_seed(1)
+torch.set_default_dtype(torch.float64)
+with pippy.cluster(**options) as cluster:
+    print("ready", *[address.pid for address in cluster.control.workers], flush=True)
+    if sys.argv[1:] == ["cut"]:
+        hang(cluster)
+    else:
+        train(cluster)
+print("rank", os.environ.get("RANK", "none"), "goes on", flush=True)
