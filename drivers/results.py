@@ -37,18 +37,35 @@ class Results:
     def assemble(self, returned: Mapping[str, Any]) -> Any:
         """The whole mini-batch's result."""
         output = self.pipe.split_gm.graph.output_node().args[0]
+        if isinstance(output, fx.Node) and self._is_loss(output) and not isinstance(self.loss_seed, list):
+            return self._total(returned[self.names[output]])
         chunks = range(self.division.chunks)
         values = {name: self._listed(name, packed) for name, packed in returned.items()}
         parts = [map_nodes(partial(self._value, values, each), output) for each in chunks]
         if self.pipe.loss is None:
             return merge_outputs(parts, self.division.sizes, self.spec, mask=self.division.mask)
-        losses = list(values[LOSS]) if self.single else [next(self._losses(output, part)) for part in parts]
-        total = sum(loss if weight == 1 else loss * weight for loss, weight in zip(losses, self.weights) if weight)
-        if isinstance(output, fx.Node) and not isinstance(self.pipe.loss.seed, list):
-            return total
+        losses = values[LOSS] if self.single else [next(self._losses(output, part)) for part in parts]
+        total = self._total(list(losses))
         others = [self._with_loss(output, part, None) for part in parts]
         merged = merge_outputs(others, self.division.sizes, self.spec, mask=self.division.mask)
         return self._with_loss(output, merged, total)
+
+    def _is_loss(self, node: fx.Node) -> bool:
+        return self.pipe.loss is not None and node.name == self.pipe.loss.value
+
+    @property
+    def loss_seed(self) -> Any:
+        """Where in its value the loss is: nested lists, if it is inside of something."""
+        return None if self.pipe.loss is None else self.pipe.loss.seed
+
+    def _total(self, losses: Any) -> torch.Tensor:
+        """The loss of the mini-batch. A micro-batch in which nothing counts has a loss that is no number: left out."""
+        shape = losses[0].shape  # one number, but it may be in brackets
+        losses = torch.stack([loss.reshape(()) for loss in losses]) if isinstance(losses, list) else losses
+        weights = torch.tensor(self.weights[: len(losses)], dtype=losses.dtype)
+        if 0.0 in self.weights:
+            losses, weights = losses[weights != 0], weights[weights != 0]
+        return (losses * weights).cumsum(0)[-1].reshape(shape)  # in order, however many there are
 
     def _listed(self, name: str, packed: Any) -> Sequence[Any]:
         return list(packed.unbind()) if isinstance(packed, torch.Tensor) else packed

@@ -1,0 +1,59 @@
+"""What does the controller do in a step, and does it grow with the number of micro-batches?
+
+Question: how many messages and how much CPU time does a step cost the controller for m = 8 … 512 micro-batches, and what does
+          an instruction cost a worker when the stages are empty?
+Command:  python -m exps.controller                     (from the root of the repository; --chunks, --steps, --schedule)
+Method:   two workers, one core each; a stage adds one number to its input. The controller's CPU time is that of its whole
+          process, RPC's threads included, over many steps. The time per instruction is the step's over the longest list of
+          instructions: computations, sends, receives and frees alike.
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+from torch import nn
+
+from exps.peers.empty import Empty, loss_fn
+from pippy import Pipe, PipelineDriver, local_cluster
+from pippy.drivers.schedules.instructions import Compute
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chunks", type=int, nargs="+", default=[8, 32, 128, 512])
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--schedule", default="1f1b")
+    options = parser.parse_args()
+    print(
+        f"{'chunks':>6}{'messages':>10}{'controller ms':>15}{'step ms':>10}{'µs/instruction':>16}{'µs/computation':>16}"
+    )
+    with local_cluster(2, threads=1, pin=True) as cluster:
+        pipe = Pipe.from_sequential(nn.Sequential(Empty(), Empty()), loss_fn)
+        driver = PipelineDriver(pipe, cluster, schedule=options.schedule)
+        for chunks in options.chunks:
+            x, target = torch.zeros(chunks, 1), torch.ones(chunks, 1)
+            for _ in range(5):
+                driver.run(chunks, x, target)
+            messages, cpu, steps = sum(cluster.control.counts), time.process_time(), []
+            for _ in range(options.steps):
+                begin = time.perf_counter()
+                driver.run(chunks, x, target)
+                steps.append(time.perf_counter() - begin)
+            cpu = (time.process_time() - cpu) / options.steps
+            messages = (sum(cluster.control.counts) - messages) / options.steps
+            orders = driver.program(chunks).orders
+            longest = max(map(len, orders))
+            computes = max(sum(isinstance(each, Compute) for each in order) for order in orders)
+            step = statistics.median(steps)
+            print(
+                f"{chunks:6}{messages:10g}{cpu * 1e3:15.2f}{step * 1e3:10.2f}{step / longest * 1e6:16.1f}"
+                f"{step / computes * 1e6:16.1f}",
+                flush=True,
+            )
+        driver.close()
+
+
+if __name__ == "__main__":
+    main()
