@@ -13,6 +13,7 @@ class PipelineDriver(PipelineDriverBase):
 
     All drivers are made and used alike:
 
+    >>> import torch
     >>> from torch import nn
     >>> from pippy.drivers.cluster import local_cluster
     >>> torch.manual_seed(0)
