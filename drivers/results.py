@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from pippy.drivers.flow import RemoteInterpreter
 from pippy.drivers.loss_weights import loss_weights
 from pippy.drivers.merge import merge_outputs
 from pippy.drivers.microbatch import Division
@@ -25,7 +24,7 @@ class Results:
     def __init__(self, driver: "PipelineDriverBase", division: Division) -> None:
         self.pipe, self.spec, self.single = driver.pipe, driver.output_spec, driver.single_loss
         self.division = division
-        self.names = RemoteInterpreter(driver.pipe).names
+        self.names = driver._shipment.names
         self.weights = self._weights(driver, division)
 
     def _weights(self, driver: "PipelineDriverBase", division: Division) -> tuple[float, ...]:

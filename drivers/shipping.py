@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pippy.drivers.flow import loss_stage
+from pippy.drivers.flow import RemoteInterpreter, loss_stage
 from pippy.drivers.lower import Lowered
 from pippy.drivers.messages import AddProgram, Call, Copies, Load, Place, Settings, Slot
 from pippy.drivers.packing import pack
@@ -54,6 +54,11 @@ class Shipment:
             seed=seed,
             settings=Settings.current(),
         )
+
+    @cached_property
+    def names(self) -> dict[fx.Node, str]:
+        """The name of every value of the top-level graph."""
+        return RemoteInterpreter(self.pipe).names
 
     @cached_property
     def replicated(self) -> tuple[Copies, ...]:
