@@ -7,6 +7,8 @@ Method:   the stages of this experiment SLEEP: each for a fixed time in its forw
           nothing, so that sixteen of them do not fight for two cores; what is measured is the runtime, not arithmetic.
           The first stage's inputs need no gradient, so its backward happens in W alone, and is simulated so. The step
           is timed by the workers' own records, median of several.
+Finding:  two cores, ``--workers 2 4 --steps 3``: each worker's idle time is within 3.0 % of the step as simulated, for all eight
+          schedules; the step is 3.0 to 7.8 % longer, most where stages are short and many. 8 and 16 workers: not measured yet.
 """
 
 import argparse
@@ -21,6 +23,7 @@ from pippy import Pipe, PipelineDriver, local_cluster
 from pippy.drivers.schedules import simulate
 from pippy.drivers.schedules.timeline import Timeline
 
+WIDTH, ROWS = 64, 128
 TIMES = (0.020, 0.022, 0.018)  # of a worker's share of the model: F, I, W
 SCHEDULES = ("fill_drain", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "zb_h2", "zb_v", "dualpipe_v")
 TWO_STAGES = ("interleaved_1f1b", "looped_bfs", "zb_v", "dualpipe_v")
@@ -41,11 +44,11 @@ class SleepingGradient(torch.autograd.Function):
 
 
 class Sleeper(nn.Module):
-    """A stage that sleeps for given times, and has one weight."""
+    """A stage that sleeps for given times, and has one layer, just large enough that its weight's gradient waits for W."""
 
     def __init__(self, forward: float, inputs: float, weights: float) -> None:
         super().__init__()
-        self.linear = nn.Linear(1, 1)
+        self.linear = nn.Linear(WIDTH, WIDTH)
         self.seconds = forward, inputs, weights
         self.accumulates: Any = None
 
@@ -72,7 +75,7 @@ def measure(cluster: Any, schedule: str, workers: int, chunks: int, steps: int) 
         nn.Sequential(*(Sleeper(forward, inputs, weights) for _ in range(workers * share))), nn.MSELoss()
     )
     driver = PipelineDriver(pipe, cluster, schedule=schedule, world_size=workers)
-    x, target = torch.zeros(chunks, 1), torch.zeros(chunks, 1)
+    x = target = torch.zeros(chunks * ROWS, WIDTH)
     driver.run(chunks, x, target)
     with driver.record() as recording:
         for _ in range(steps):
