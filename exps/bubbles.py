@@ -8,7 +8,8 @@ Method:   the stages of this experiment SLEEP: each for a fixed time in its forw
           The first stage's inputs need no gradient, so its backward happens in W alone, and is simulated so. The step
           is timed by the workers' own records, median of several.
 Finding:  two cores, ``--workers 2 4 --steps 3``: each worker's idle time is within 3.0 % of the step as simulated, for all
-          eight schedules; the step is 3.0 to 7.8 % longer, most where stages are short and many. 8 and 16 workers: not measured yet.
+          eight schedules; the step is 3.0 to 7.8 % longer, most where stages are short and many. 8 and 16 workers: not
+          measured yet.
 """
 
 import argparse

@@ -3,8 +3,9 @@
 Command: ``python -m exps.faults --count 200 --seed 1``
 
 Finding: ``--count 208 --seed 5 --deadly 0.1`` on two cores: none hung, none left a process or a file, all were told of
-rightly. The slowest, in seconds: exceptions 0.03, in the optimizer 0.71; Ctrl-C 0.00; a killed worker 0.02, nursery 0.09, controller 0.01
-until all its processes were gone; a stopped worker 4.20. At a load of 13 to 17, 149 faults before: 0.16, 4.66, and 4.20.
+rightly. The slowest, in seconds: exceptions 0.03, in the optimizer 0.71; Ctrl-C 0.00; a killed worker 0.02, nursery 0.09,
+controller 0.01 until all its processes were gone; a stopped worker 4.20. At a load of 13 to 17, 149 faults before: 0.16,
+4.66, and 4.20.
 
 A controller, in a process of its own, trains a model on 2 to 4 workers by a schedule chosen at random. A fault is an
 exception in an instruction, in the optimizer or while stages are loaded; Ctrl-C; SIGKILL or SIGSTOP of a worker or of

@@ -11,10 +11,10 @@ Method:   every contestant has processes of its own, pinned one to a core, one i
           timed from the start of its first rank to the end of its last, without a barrier; pippy's from the call of the
           controller to its return.
 Finding:  two cores, ``--keep-memory``, of torch 1F1B: medium (5 rounds) pippy 1f1b 0.99 (0.88–1.03), zb_h1 0.92 (0.86–0.97);
-          small (12 rounds) 1f1b 1.16 (0.89–1.23), zb_h1 1.29; tiny (20 rounds) 1f1b 0.98 (0.86–1.10), fill_drain 0.92, with 1,265 µs
-          of overhead a micro-batch. The aims were 0.92, 0.8 and 500 µs: missed, but for zb_h1 on medium. A step with empty
-          stages and one micro-batch takes 4 ms (exps/controller.py): 0.75 ms is an RPC call and its answer, 1.6 ms a command
-          to two workers that does nothing, 1.2 ms the controller's own preparation. That is where to begin.
+          small (12 rounds) 1f1b 1.16 (0.89–1.23), zb_h1 1.29; tiny (20 rounds) 1f1b 0.98 (0.86–1.10), fill_drain 0.92, with
+          1,265 µs of overhead a micro-batch. The aims were 0.92, 0.8 and 500 µs: missed, but for zb_h1 on medium. A step
+          with empty stages and one micro-batch takes 4 ms (exps/controller.py): 0.75 ms is an RPC call and its answer, 1.6
+          ms a command to two workers that does nothing, 1.2 ms the controller's own preparation. That is where to begin.
 """
 
 import argparse
