@@ -90,10 +90,8 @@ class PipelineDriverBase:
         self.step_timeout = _seconds(step_timeout)
         self.mask, self.options = _debug_mask_minibatches, options
         chosen = self._chosen_workers(world_size, all_ranks)
-        self._first = self._make(
-            chunks=1 if isinstance(self.schedule, str) else self.schedule.chunks, workers=len(chosen)
-        )
-        self.placement = self._first.placement
+        first = self._make(chunks=1 if isinstance(self.schedule, str) else self.schedule.chunks, workers=len(chosen))
+        self.placement = first.placement
         if self.placement.stages != pipe.num_stages:
             raise DriverError(
                 f"the {'placement' if isinstance(self.schedule, str) else 'program'} is for {self.placement.stages} stages, "

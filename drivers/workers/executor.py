@@ -119,8 +119,7 @@ class Executor:
         ``own_rows`` takes from the inputs of the loss what is a micro-batch's own, where each is the whole mini-batch. With
         ``record``, the times of all computations are part of the result.
         """
-        code = self.code if record is False else [self._timed(at, *each) for at, each in enumerate(self.code)]
-        self.spans = []
+        code = [self._timed(at, *each) for at, each in enumerate(self.code)] if record else self.code
         self.own_rows = own_rows
         self.number, self.weights, self.trains = number, weights, trains
         chunks = len(weights)

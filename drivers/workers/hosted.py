@@ -1,6 +1,6 @@
 """What a worker holds for one driver: stages, programs, gradients, optimizers; and what it does when told."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -159,7 +159,3 @@ class Hosted:
         own = {place: map_tensors(torch.clone, dict(state)) for place, state in body.state.items()}
         numbered["state"] = {numbers[id(self.tensor(place))]: state for place, state in own.items()}
         optimizer.load_state_dict(numbered)
-
-    def places(self) -> Sequence[str]:
-        """The calls that this worker can make."""
-        return list(self.modules)

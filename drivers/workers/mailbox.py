@@ -7,7 +7,7 @@ from threading import Lock
 from typing import Any
 
 from pippy.drivers.errors import PeerLost
-from pippy.drivers.workers.transport import Interrupted, Key
+from pippy.drivers.workers.transport import Interrupted, Key, Transport
 
 
 class Mailbox:
@@ -115,3 +115,24 @@ class Unreadable:
 
     def __init__(self, error: Exception) -> None:
         self.error = error
+
+
+class MailboxTransport(Transport):
+    """What all transports with a mailbox do alike: what other threads have to say goes to it."""
+
+    mailbox: Mailbox
+
+    def interrupt(self) -> None:
+        self.mailbox.interrupt()
+
+    def clear_interrupt(self) -> None:
+        self.mailbox.clear_interrupt()
+
+    def waiting_for(self) -> Key | None:
+        return self.mailbox.waits
+
+    def deliver(self, key: Key, value: Any) -> None:
+        self.mailbox.deliver(key, value)
+
+    def lose(self, peer: int) -> None:
+        self.mailbox.lose(peer)

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from pippy.drivers.workers.layout import TensorPlace, is_plain_tensor, layout_of
-from pippy.drivers.workers.mailbox import Mailbox
-from pippy.drivers.workers.transport import Key, Sent, Transport
+from pippy.drivers.workers.mailbox import Mailbox, MailboxTransport
+from pippy.drivers.workers.transport import Key, Sent
 from pippy.ir.trees import map_leaves, map_tensors, tensors
 
 
-class RpcTransport(Transport):
+class RpcTransport(MailboxTransport):
     """The transport of worker ``index``. ``post(to, key, value)`` carries a value; at its end ``deliver`` is called.
 
     ``post`` must not wait for the receiver. What it gets is a copy on the CPU that nobody changes. Peers that are lost must
@@ -72,23 +72,8 @@ class RpcTransport(Transport):
         finally:
             self._poll.unregister(fd)
 
-    def interrupt(self) -> None:
-        self.mailbox.interrupt()
-
-    def clear_interrupt(self) -> None:
-        self.mailbox.clear_interrupt()
-
     def forget(self, below: int) -> None:
         self.mailbox.forget(below)
-
-    def waiting_for(self) -> Key | None:
-        return self.mailbox.waits
-
-    def deliver(self, key: Key, value: Any) -> None:
-        self.mailbox.deliver(key, value)
-
-    def lose(self, peer: int) -> None:
-        self.mailbox.lose(peer)
 
     def close(self) -> None:
         self.mailbox.close()

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from pippy.drivers.workers.channel import Channel
-from pippy.drivers.workers.mailbox import Mailbox
+from pippy.drivers.workers.mailbox import Mailbox, MailboxTransport
 from pippy.drivers.workers.rpc_transport import copied
-from pippy.drivers.workers.transport import Key, Sent, Transport
+from pippy.drivers.workers.transport import Key, Sent
 
 _TURN = 64  # packets that one peer may bring in before the others are looked at
 
 
-class SharedMemoryTransport(Transport):
+class SharedMemoryTransport(MailboxTransport):
     """The transport of one process, ``index``, with a connected socket for each peer.
 
     The sockets are AF_UNIX and SOCK_SEQPACKET, one pair for each pair of workers, made by their parent. ``limit`` bounds
@@ -89,25 +89,10 @@ class SharedMemoryTransport(Transport):
         finally:
             self._epoll.unregister(fd)
 
-    def interrupt(self) -> None:
-        self.mailbox.interrupt()
-
-    def clear_interrupt(self) -> None:
-        self.mailbox.clear_interrupt()
-
     def forget(self, below: int) -> None:
         self.mailbox.forget(below)
         for channel in self.channels.values():
             channel.forget(below)
-
-    def waiting_for(self) -> Key | None:
-        return self.mailbox.waits
-
-    def deliver(self, key: Key, value: Any) -> None:
-        self.mailbox.deliver(key, value)
-
-    def lose(self, peer: int) -> None:
-        self.mailbox.lose(peer)
 
     def close(self) -> None:
         for channel in self.channels.values():
