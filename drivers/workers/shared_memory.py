@@ -46,7 +46,8 @@ class SharedMemoryTransport(MailboxTransport):
         self.channels = {peer: Channel(end, self.mailbox, limit, self.device) for peer, end in peers.items()}
         self._peer_of = {channel.fd: peer for peer, channel in self.channels.items()}
         self._epoll = select.epoll()
-        self._epoll.register(self.mailbox.wake, select.EPOLLIN)
+        self._bell = self.mailbox.bell.fileno()
+        self._epoll.register(self._bell, select.EPOLLIN)
         for fd in self._peer_of:
             self._epoll.register(fd, select.EPOLLIN)
         self._watched: set[int] = set()  # the sockets whose room to write is waited for
@@ -116,8 +117,8 @@ class SharedMemoryTransport(MailboxTransport):
                 found = fd
                 continue
             found = found if found == wanted else -2
-            if fd == self.mailbox.wake:
-                self.mailbox.quiet()
+            if fd == self._bell:
+                self.mailbox.bell.quiet()
             elif fd in self._peer_of:
                 channel = self.channels[self._peer_of[fd]]
                 if channel.queue or channel.socket_full:
