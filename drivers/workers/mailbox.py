@@ -1,6 +1,7 @@
 """What has arrived at a worker and was not taken yet, and how the thread that waits for it is woken."""
 
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 from pippy.drivers.errors import PeerLost
@@ -99,6 +100,9 @@ class Unreadable:
 
     def __init__(self, error: Exception) -> None:
         self.error = error
+
+    def __iter__(self) -> Iterator[Any]:
+        raise self.error  # to whoever takes it apart
 
 
 class MailboxTransport(Transport):
