@@ -20,6 +20,7 @@ from pippy.drivers.workers.nursery import Plan
 from pippy.ir.errors import PippyWarning
 
 WORKER = "pippy.drivers.workers.worker:Worker"
+PATIENCE = 0.001  # seconds that a worker with a core of its own looks for a value before it sleeps
 TRANSPORTS = ("shared_memory", "rpc", "none")  # none is for workers that pass nothing, as in tests
 _open: "weakref.ref[Cluster] | None" = None
 _in_force: list["Cluster"] = []
@@ -151,6 +152,7 @@ def local_cluster(
         directory=tempfile.mkdtemp(prefix="pippy-"),
         controller=os.getpid(),
         bound=threading.current_thread() is threading.main_thread(),
+        patience=PATIENCE if n * threads <= len(cores) else 0.0,
     )
     return _started(plan, timeout, start_timeout)
 
