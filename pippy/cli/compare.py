@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 SEARCHED = 6000  # computations for which the list scheduler takes seconds; beyond that it is left out
 
 
-@click.command(no_args_is_help=True)
+@click.command(no_args_is_help=True, short_help="Compare all schedules.")
 @with_sizes
 @with_costs
 def compare(workers: int, chunks: int, stages_per_worker: int | None, **costs: Any) -> None:

@@ -10,7 +10,7 @@ from pippy.cli.checks import CHECKS, Finding, checked
 _MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "fails": ("FAILS", "red")}
 
 
-@click.command()
+@click.command(short_help="Check what works on this host.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 @click.option("--quick", is_flag=True, help="Do not start workers.")
 def doctor(as_json: bool, quick: bool) -> None:
@@ -43,9 +43,9 @@ def doctor(as_json: bool, quick: bool) -> None:
 def say(finding: Finding) -> None:
     """A line or more on a check."""
     word, colour = _MARKS[finding.state]
-    click.echo(f"{click.style(word.ljust(8), fg=colour)} {finding.name.ljust(14)} {finding.said}")
+    click.echo(f"{click.style(word.ljust(8), fg=colour)} {finding.name.ljust(16)} {finding.said}")
     if finding.remedy:
-        click.echo(f"{'':24}→ {finding.remedy}")
+        click.echo(f"{'':26}→ {finding.remedy}")
 
 
 def conclusion(findings: list[Finding]) -> str:

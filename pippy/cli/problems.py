@@ -31,6 +31,10 @@ class Commands(click.Group):
             return super().invoke(ctx)
         except (PippyError, ScheduleError) as error:
             raise click.ClickException(str(error)) from error
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise click.ClickException("torch is not installed here; `pippy doctor` says what is needed") from error
         except KeyboardInterrupt:
             click.echo("Interrupted", err=True)
             ctx.exit(INTERRUPTED)

@@ -27,14 +27,17 @@ class RunCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            error.message += f" If it is an option of the script, write it behind --: … -- {error.option_name}"
-            raise
+            raise click.UsageError(
+                f"pippy run has no option {error.option_name!r}; an option of the script goes behind --, as in: "
+                f"pippy run train.py -n 2 -- {error.option_name}",
+                ctx,
+            ) from None
 
 
-@click.command(cls=RunCommand, no_args_is_help=True)
+@click.command(cls=RunCommand, no_args_is_help=True, short_help="Run a script with workers on this host.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-@click.option("-n", "--workers", type=click.IntRange(1), envvar="PIPPY_WORKERS", required=True, help="How many workers.")
+@click.option("-n", "--workers", type=click.IntRange(1), envvar="PIPPY_WORKERS", required=True, show_envvar=True, help="How many workers.")
 @click.option("--threads", type=click.IntRange(1), help="How many threads each computes with.  [the cores, divided]")
 @click.option("--pin", is_flag=True, help="Give each worker one core to itself.")
 @click.option("--device", help="The device of all workers.  [cpu]")
@@ -83,7 +86,7 @@ def _run(script: str, module: bool, workers: int, options: dict[str, Any]) -> in
             if module:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
             else:
-                runpy.run_path(script, run_name="__main__")
+                runpy.run_path(str(Path(script).absolute()), run_name="__main__")
         except SystemExit as end:
             return _status(end.code)
         except BaseException as error:

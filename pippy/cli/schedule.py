@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 WIDEST = 240  # columns, beyond which a grid is drawn with a longer step
 
 
-@click.command(no_args_is_help=True)
+@click.command(no_args_is_help=True, short_help="Draw a schedule, with its figures.")
 @click.argument("name", type=ScheduleName())
 @with_sizes
 @click.option("--placement", type=click.Choice(["linear", "looped", "v"]), help="How stages are dealt to workers.")

@@ -20,7 +20,7 @@ _SUFFIXES = {".svg": "svg", ".dot": "dot", ".gv": "dot", ".mmd": "mermaid"}
 _INPUT = re.compile(r"(?:(?P<name>\w+)=)?(?P<dtype>[a-z]\w*)?\[(?P<sizes>[\d,\s]*)\]")
 
 
-@click.command(no_args_is_help=True)
+@click.command(no_args_is_help=True, short_help="Show how a model is cut into stages.")
 @click.argument("target")
 @click.option("--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="An argument of the class or function.")
 @click.option("--split", multiple=True, metavar="MODULE", help="Begin a stage at this module; or MODULE:end, behind it.")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 SHOWN = 10
 
 
-@click.command(no_args_is_help=True)
+@click.command(no_args_is_help=True, short_help="Prove that programs can run.")
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, allow_dash=True))
 @click.option("--buffer", type=click.IntRange(1), help="Prove it for channels that hold so many values.")
 @click.option("--mark", is_flag=True, help="Print the program, too, with its faults marked.")
