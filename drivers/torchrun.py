@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from fcntl import ioctl
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed import DistStoreError, PrefixStore
@@ -102,7 +102,7 @@ def cluster(
     ...     driver = PipelineDriver1F1B(pipe, workers)
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        options = {"threads": threads, "devices": devices, "device": device, "names": names}
+        options: dict[str, Any] = {"threads": threads, "devices": devices, "device": device, "names": names}
         given = {name: value for name, value in options.items() if value is not None}
         if (standby := standing_by()) is not None:
             return standby.asked(n, given, timeout=timeout, start_timeout=start_timeout)

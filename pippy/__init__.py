@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pippy.api import *
+    from pippy.api import *  # noqa: F403 - it has an __all__
     from pippy.api import __all__ as __all__
 
 

@@ -85,7 +85,9 @@ def blocks_of(page: str, text: str) -> Iterator[Block]:
         count += 1
         options.setdefault("file", f"{Path(page).stem}_{count}.py")
         output = found[index + 1] if index + 1 < len(found) and expects[index + 1] else None
-        yield Block(page, line, language, match["body"], options, output and output["body"], output and output.span("body"))
+        yield Block(
+            page, line, language, match["body"], options, output and output["body"], output and output.span("body")
+        )
 
 
 def _is_output(text: str, before: re.Match[str] | None, match: re.Match[str]) -> bool:

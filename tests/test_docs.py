@@ -58,7 +58,10 @@ def test_blocks_share_a_namespace_and_their_output_is_compared():
         (page("python\nimport pippy, warnings\nwarnings.warn('w', pippy.PippyWarning)"), "warns PippyWarning: w"),
         (page("python warns=PippyWarning\npass"), "warns nothing; the page says PippyWarning"),
         (page("python raise=ValueError\n1 / 0"), "a block may say raises, warns, file, save"),
-        (page("console\n$ pippy schedule 1f1b -p 1 -m 1\nnothing"), r"page\.md:3 prints\n\$ pippy schedule.*1f1b: 1 worker"),
+        (
+            page("console\n$ pippy schedule 1f1b -p 1 -m 1\nnothing"),
+            r"page\.md:3 prints\n\$ pippy schedule.*1f1b: 1 worker",
+        ),
         (page("console\n$ pippy schedule 2f2b -p 1 -m 1\n..."), "ends with 2 at: pippy schedule 2f2b"),
         (page("console exit=1\n$ pippy schedule 1f1b -p 1 -m 1\n..."), "ends with 0 at: pippy schedule 1f1b"),
         (page("text file=a.txt\na"), "a block may say save"),
@@ -108,7 +111,7 @@ def test_commands_share_a_folder_with_the_files_of_their_page():
         "console\n$ pippy schedule 1f1b -p 1 -m 1 --program a.txt\n...\n$ pippy validate a.txt\na.txt: OK: ...",
     )
     assert check_page("page.md", page(*blocks)) == 3
-    with pytest.raises(PageError, match="there is no file 'wide.py'"):
+    with pytest.raises(PageError, match=r"there is no file 'wide\.py'"):
         check_page("page.md", page(blocks[1]))
 
 
@@ -143,7 +146,12 @@ def test_every_error_has_its_block():
 
 def test_every_file_has_a_row():
     rows = links((ROOT / "docs/changing.md").read_text())
-    folders = [ROOT / "drivers", ROOT / "drivers" / "workers", ROOT / "pippy", ROOT / "pippy" / "cli"]  # the schedules have a page of their own
+    folders = [
+        ROOT / "drivers",
+        ROOT / "drivers" / "workers",
+        ROOT / "pippy",
+        ROOT / "pippy" / "cli",
+    ]  # the schedules have a page of their own
     files = [*sorted((ROOT / "ir").rglob("*.py")), *(file for each in folders for file in sorted(each.glob("*.py")))]
     expected = [f"../{name_of(path)}" for path in files if path.name != "__init__.py"]
     assert [link for link in expected if link not in rows] == []

@@ -278,7 +278,9 @@ def host_name() -> Said:
             "on one host nothing needs it; with several, give torchrun addresses: --master-addr 10.0.0.1",
         )
     if all(address.startswith("127.") or address == "::1" for address in addresses):
-        return Said(f"{name} is {', '.join(sorted(addresses))}: with several hosts, give torchrun --master-addr an address")
+        return Said(
+            f"{name} is {', '.join(sorted(addresses))}: with several hosts, give torchrun --master-addr an address"
+        )
     return Said(f"{name} is {', '.join(sorted(addresses))}")
 
 
@@ -288,13 +290,19 @@ def environment() -> Said:
     said = ", ".join(f"{name}={value}" for name, value in here.items()) or "nothing is set that bears on clusters"
     interfaces = [name for _, name in socket.if_nameindex()]
     if "RANK" in here and "WORLD_SIZE" in here:
-        return Said(said, "cluster() takes this for a process of torchrun, and waits for others; else unset RANK and WORLD_SIZE")
+        return Said(
+            said, "cluster() takes this for a process of torchrun, and waits for others; else unset RANK and WORLD_SIZE"
+        )
     for name in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         if name in here and here[name] not in interfaces:
-            return Said(said, f"there is no interface {here[name]!r}, there are {', '.join(interfaces)}; correct {name}")
+            return Said(
+                said, f"there is no interface {here[name]!r}, there are {', '.join(interfaces)}; correct {name}"
+            )
     if not here.get("PIPPY_WORKERS", "1").isdecimal():
         return Said(said, "PIPPY_WORKERS is a number of workers, 1 or more; correct or unset it")
-    proxies = [name for name in ("http_proxy", "https_proxy", "all_proxy") if name in os.environ or name.upper() in os.environ]
+    proxies = [
+        name for name in ("http_proxy", "https_proxy", "all_proxy") if name in os.environ or name.upper() in os.environ
+    ]
     return Said(said + (f"; {', '.join(proxies)} set, which workers do not use" if proxies else ""))
 
 
@@ -326,7 +334,9 @@ def workers() -> Said:
         step = (time.perf_counter() - began) / 10
     said = f"2 workers started in {started:.1f} s; a step of next to nothing takes {1e3 * step:.1f} ms"
     if not torch.allclose(loss, nn.functional.mse_loss(model(x), target), rtol=1e-4):
-        return Said(f"{said}, and its loss is wrong", "please report this, with what `pippy doctor --json` prints", fatal=True)
+        return Said(
+            f"{said}, and its loss is wrong", "please report this, with what `pippy doctor --json` prints", fatal=True
+        )
     return Said(said)
 
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from difflib import get_close_matches
+from math import isfinite, nan
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,7 +24,9 @@ class Cost(click.ParamType):
         try:
             found = [float(each) for each in value.split(",")]
         except ValueError:
-            self.fail(f"{value!r} is no cost; give a number, or one for each stage: 1,2.5,1", param, ctx)
+            found = [nan]
+        if not all(isfinite(each) and each >= 0 for each in found):
+            self.fail(f"{value!r} is no cost; give a number of at least 0, or one for each stage: 1,2.5,1", param, ctx)
         return found if "," in value else found[0]
 
 
@@ -41,8 +44,12 @@ class ScheduleName(click.ParamType):
             return known[plain(value)]
         near = get_close_matches(plain(value), known, n=3, cutoff=0.5)
         near += [name for name in known if plain(value) and plain(value) in name and name not in near]
-        hint = f"Did you mean {' or '.join(known[name] for name in near)}?" if near else f"Take one of {', '.join(REGISTRY)}."
-        self.fail(f"there is no schedule {value!r}. {hint}", param, ctx)
+        hint = (
+            f"Did you mean {' or '.join(known[name] for name in near)}?"
+            if near
+            else f"Take one of {', '.join(REGISTRY)}."
+        )
+        return self.fail(f"there is no schedule {value!r}. {hint}", param, ctx)
 
 
 def plain(name: str) -> str:

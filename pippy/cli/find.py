@@ -29,7 +29,9 @@ def find(target: str) -> Any:
     if not where and (name.endswith(".py") or name.isidentifier()):
         where, name = name, ""
     if not where:
-        raise click.ClickException(f"{target!r} names nothing; say where it is and what it is called, as in model.py:Net")
+        raise click.ClickException(
+            f"{target!r} names nothing; say where it is and what it is called, as in model.py:Net"
+        )
     module = _module_of_file(where) if where.endswith(".py") else _module(where)
     if not name:
         raise click.ClickException(f"{target!r} names a module; say what in it is meant{_choices(where, module)}")

@@ -37,7 +37,15 @@ class RunCommand(click.Command):
 @click.command(cls=RunCommand, no_args_is_help=True, short_help="Run a script with workers on this host.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-@click.option("-n", "--workers", type=click.IntRange(1), envvar="PIPPY_WORKERS", required=True, show_envvar=True, help="How many workers.")
+@click.option(
+    "-n",
+    "--workers",
+    type=click.IntRange(1),
+    envvar="PIPPY_WORKERS",
+    required=True,
+    show_envvar=True,
+    help="How many workers.",
+)
 @click.option("--threads", type=click.IntRange(1), help="How many threads each computes with.  [the cores, divided]")
 @click.option("--pin", is_flag=True, help="Give each worker one core to itself.")
 @click.option("--device", help="The device of all workers.  [cpu]")

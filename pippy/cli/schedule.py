@@ -12,7 +12,7 @@ from pippy.cli.table import table
 if TYPE_CHECKING:
     from pippy.drivers.schedules import Costs, Program, Simulation, Timeline
 
-WIDEST = 240  # columns, beyond which a grid is drawn with a longer step
+WIDEST = 320  # columns; beyond that nobody reads a grid
 
 
 @click.command(no_args_is_help=True, short_help="Draw a schedule, with its figures.")
@@ -89,13 +89,19 @@ def head(program: "Program") -> str:
 
 
 def grid(timeline: "Timeline", step: float | None = None) -> str:
-    """The grid, and what its columns stand for if that is not one unit of time."""
+    """The grid, and what its columns stand for if that is not one unit of time.
+
+    Where costs have no simple common step, half of the shortest computation is one.
+    """
     from pippy.drivers.schedules import render_text
     from pippy.drivers.schedules.render_text import common_step
 
     column = common_step(timeline) if step is None else Fraction(step)
     if step is None and timeline.makespan > WIDEST * column:
-        column = Fraction(timeline.makespan) / WIDEST
+        shortest = min((span.duration for spans in timeline.spans for span in spans if span.duration), default=column)
+        column = max(column, Fraction(shortest) / 2)
+        if timeline.makespan > WIDEST * column:
+            return "The grid is too wide to be read; --svg or --trace draws it, and --step gives it longer columns."
     said = "" if column == 1 else f"\na column is {float(column):.4g}"
     return render_text(timeline, column) + said
 
@@ -103,8 +109,16 @@ def grid(timeline: "Timeline", step: float | None = None) -> str:
 def figures(program: "Program", costs: "Costs", result: "Simulation") -> str:
     """What the simulation finds: for each worker, and for all of them."""
     rows = [
-        [f"worker {worker}", f"{float(result.makespan - idle):g}", f"{float(idle):g}", share(idle, result.makespan), str(peak)]
+        [
+            f"worker {worker}",
+            f"{float(result.makespan - idle):g}",
+            f"{float(idle):g}",
+            share(idle, result.makespan),
+            str(peak),
+        ]
         for worker, (idle, peak) in enumerate(zip(result.idle, result.peak_live))
     ]
     bubble = share(sum(result.idle), result.makespan * program.workers)
-    return f"makespan {float(result.makespan):g}, bubble {bubble}\n\n" + table(["", "busy", "idle", "bubble", "peak"], rows)
+    return f"makespan {float(result.makespan):g}, bubble {bubble}\n\n" + table(
+        ["", "busy", "idle", "bubble", "peak"], rows
+    )

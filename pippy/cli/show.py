@@ -23,11 +23,15 @@ _INPUT = re.compile(r"(?:(?P<name>\w+)=)?(?P<dtype>[a-z]\w*)?\[(?P<sizes>[\d,\s]
 @click.command(no_args_is_help=True, short_help="Show how a model is cut into stages.")
 @click.argument("target")
 @click.option("--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="An argument of the class or function.")
-@click.option("--split", multiple=True, metavar="MODULE", help="Begin a stage at this module; or MODULE:end, behind it.")
+@click.option(
+    "--split", multiple=True, metavar="MODULE", help="Begin a stage at this module; or MODULE:end, behind it."
+)
 @click.option("--sequential", is_flag=True, help="Make each child of an nn.Sequential a stage.")
 @click.option("--loss", metavar="MODULE:NAME", help="The loss: a function or module of (output, target).")
 @click.option("--shared", type=click.Choice(["transmit", "replicate"]), help="Parameters that several stages use.")
-@click.option("--input", "inputs", multiple=True, metavar="[NAME=]DTYPE[SIZES]", help="An input of forward, for shapes.")
+@click.option(
+    "--input", "inputs", multiple=True, metavar="[NAME=]DTYPE[SIZES]", help="An input of forward, for shapes."
+)
 @click.option("--format", "kind", type=click.Choice(FORMATS), help="What to show.  [all, or by the name of the file]")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write it to this file.")
 def show(
@@ -99,7 +103,9 @@ def _pipe(
         if split or shared:
             raise click.UsageError("--sequential makes each child a stage; leave out --split and --shared")
         if not isinstance(model, nn.Sequential):
-            raise click.ClickException(f"{target} is a {type(model).__name__}, no nn.Sequential; leave out --sequential")
+            raise click.ClickException(
+                f"{target} is a {type(model).__name__}, no nn.Sequential; leave out --sequential"
+            )
         return Pipe.from_sequential(model, loss_fn)
     _mark(model, split)
     return pipeline(model, loss_fn, multi_use_param_spec=MultiUseParameterConfig(shared) if shared else None)
