@@ -41,21 +41,34 @@ print(pippy.Pipe.__name__, "torch" in sys.modules)
     assert python(code).splitlines()[-1] == "Pipe True"
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import pippy.pipeline, pippy; pippy.pipeline.__call__; assert not hasattr(pippy.pipeline, '__file__')",
-        "from pippy.pipeline import pipeline; import pippy; assert pippy.pipeline is pipeline",
-        "from pippy import pipeline; assert callable(pipeline)",
-        "import pippy; pippy.Pipe; pippy.ir.pipe.Pipe; pippy.drivers.driver",
-        "from pippy import *; assert Pipe and pipeline and local_cluster and errors.PippyError",
-        "from pippy import drivers, ir, cli",
-        "import pippy; assert {'Pipe', 'pipeline', 'verify'} <= set(dir(pippy))",
-        "import pippy, pickle; assert pickle.loads(pickle.dumps(pippy.Pipe)) is pippy.Pipe",
-    ],
-)
-def test_names_are_found_whatever_is_imported_first(code):
-    python(code)
+FIRST = [
+    "import pippy.pipeline, pippy; assert not hasattr(pippy.pipeline, '__file__'); pippy.pipeline.__call__",
+    "from pippy.pipeline import pipeline; import pippy; assert pippy.pipeline is pipeline",
+    "from pippy import pipeline; assert callable(pipeline)",
+    "import pippy; pippy.Pipe; pippy.ir.pipe.Pipe; pippy.drivers.driver",
+    "from pippy import *; assert Pipe and pipeline and local_cluster and errors.PippyError",
+    "from pippy import drivers, ir, cli; assert drivers.__path__ and ir.__path__ and cli.main",
+    "import pippy; assert {'Pipe', 'pipeline', 'verify'} <= set(dir(pippy))",
+    "import pippy, pickle; assert pickle.loads(pickle.dumps(pippy.Pipe)) is pippy.Pipe",
+]
+
+
+def test_names_are_found_whatever_is_imported_first():
+    """Each is tried in a process that has torch, and nothing of pippy yet."""
+    code = """
+import os, sys, torch
+for code in sys.argv[1:]:
+    pid = os.fork()
+    if not pid:
+        status = 1
+        try:
+            exec(code, {})
+            status = 0
+        finally:
+            os._exit(status)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    assert python(code, *FIRST, "1 / 0").split() == ["0"] * len(FIRST) + ["1"]
 
 
 def test_what_is_not_there_is_an_attribute_error():

@@ -30,6 +30,9 @@ class Cost(click.ParamType):
         return found if "," in value else found[0]
 
 
+OTHER_NAMES = {"gpipe": "fill_drain", "interleaved": "interleaved_1f1b"}  # as papers call them, without punctuation
+
+
 class ScheduleName(click.ParamType):
     """The name of a schedule, in any case and with any punctuation."""
 
@@ -39,10 +42,10 @@ class ScheduleName(click.ParamType):
         """The name as the registry has it."""
         from pippy.drivers.schedules.registry import REGISTRY
 
-        known = {plain(name): name for name in REGISTRY}
+        known = OTHER_NAMES | {plain(name): name for name in REGISTRY}
         if plain(value) in known:
             return known[plain(value)]
-        near = get_close_matches(plain(value), known, n=3, cutoff=0.5)
+        near = get_close_matches(plain(value), known, n=3, cutoff=0.6)
         near += [name for name in known if plain(value) and plain(value) in name and name not in near]
         hint = (
             f"Did you mean {' or '.join(known[name] for name in near)}?"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from pippy.cli.costs import plain
+from pippy.cli.costs import OTHER_NAMES, plain
 from pippy.cli.schedule import grid
 from pippy.drivers.schedules import Costs, load_program, make_schedule, render_text, simulate, simulate_with
 from pippy.drivers.schedules.registry import REGISTRY
@@ -27,29 +27,30 @@ def test_the_grid_is_that_of_the_library(pippy):
 
 
 @pytest.mark.parametrize(
-    ("given", "name"), [("1F1B", "1f1b"), ("zb-h1", "zb_h1"), ("ZB V", "zb_v"), ("Fill-Drain", "fill_drain")]
+    ("given", "name"),
+    [("1F1B", "1f1b"), ("zb-h1", "zb_h1"), ("ZB V", "zb_v"), ("Fill-Drain", "fill_drain"), ("GPipe", "fill_drain")],
 )
 def test_names_in_any_case_and_punctuation(pippy, given, name):
     assert pippy("schedule", given, "-p", "2", "-m", "4").startswith(f"{name}: 2 workers")
 
 
 def test_no_two_schedules_have_the_same_plain_name():
-    assert len({plain(name) for name in REGISTRY}) == len(REGISTRY)
+    assert len({plain(name) for name in REGISTRY} | set(OTHER_NAMES)) == len(REGISTRY) + len(OTHER_NAMES)
 
 
 @pytest.mark.parametrize(
     ("command", "words"),
     [
         ("schedule 1f2b -p 2 -m 2", "Did you mean 1f1b"),
-        ("schedule interleaved -p 2 -m 2", "Did you mean interleaved_1f1b"),
-        ("schedule gpipe -p 2 -m 2", "Take one of fill_drain, 1f1b"),
+        ("schedule looped -p 2 -m 2", "Did you mean looped_bfs"),
+        ("schedule pipedream -p 2 -m 2", "Take one of fill_drain, 1f1b"),
         ("schedule 1f1b -p 2", "Missing option '-m'"),
         ("schedule 1f1b -p 0 -m 2", "'-p'"),
         ("schedule 1f1b -p 2 -m two", "'two' is not a valid integer"),
         ("schedule 1f1b -p 2 -m 2 --forward one", "'one' is no cost; give a number"),
         ("schedule 1f1b -p 2 -m 2 --forward 1,-2", "of at least 0"),
         ("schedule 1f1b -p 2 -m 2 --forward nan", "of at least 0"),
-        ("schedule 1f1b -p 2 -m 2 --froward 1", "Did you mean '--forward'"),
+        ("schedule 1f1b -p 2 -m 2 --froward 1", "'--backward', '--forward'?"),
         ("compare -p 2", "Missing option '-m'"),
         ("validate nothing.txt", "'nothing.txt' does not exist"),
     ],
@@ -71,7 +72,9 @@ def test_what_is_not_understood_is_a_usage_error(pippy, command, words):
     ],
 )
 def test_what_cannot_work_is_an_error(pippy, command, words):
-    assert f"Error: {words}" in pippy(command, status=1) or words in pippy(command, status=1)
+    output = pippy(command, status=1)
+    assert output.splitlines()[-1].startswith("Error: ")
+    assert words in output
 
 
 @settings(max_examples=15)
@@ -109,7 +112,7 @@ def test_costs_of_each_stage(pippy):
 def test_an_awkward_common_step_gives_a_grid_that_can_be_read():
     result = simulate(make_schedule("1f1b", workers=2, chunks=4), 1.37, latency=0.123)
     drawn = grid(result.timeline)
-    assert drawn.endswith("a column is 0.5")
+    assert drawn.endswith("a column is 0.685")
     assert max(map(len, drawn.splitlines())) < 250
     assert all(f"F{chunk}" in row and f"B{chunk}" in row for row in drawn.splitlines()[:2] for chunk in range(4))
 
@@ -189,7 +192,7 @@ def test_a_program_that_cannot_run(pippy, tmp_path):
 
 def test_a_line_that_is_none(pippy, tmp_path):
     (tmp_path / "a.txt").write_text(str(make_schedule("1f1b", workers=1, chunks=1)).replace("F0.0", "G0.0"))
-    assert pippy("validate a.txt", status=1).startswith("a.txt:11:3: ")
+    assert pippy("validate a.txt", status=1).startswith("a.txt:12:3: ")
 
 
 def test_a_file_that_is_no_text(pippy, tmp_path):
