@@ -7,6 +7,7 @@ import inspect
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,8 +26,8 @@ def find(target: str) -> Any:
     Traceback (most recent call last):
     click.exceptions.ClickException: math has no 'pie'; did you mean 'pi'?
     """
-    where, _, name = target.rpartition(":")
-    if not where and (name.endswith(".py") or name.isidentifier()):
+    where, colon, name = target.rpartition(":")
+    if not colon:
         where, name = name, ""
     if not where:
         raise click.ClickException(
@@ -45,14 +46,22 @@ def _inside(where: str, module: ModuleType, name: str) -> Any:
             found = getattr(found, part)
         except AttributeError:
             known = [each for each in vars(found) if not each.startswith("_")] if hasattr(found, "__dict__") else []
-            own = [each for each in known if getattr(vars(found)[each], "__module__", "") == module.__name__]
-            hint = did_you_mean(part, known) if not own else did_you_mean(part, own)
+            hint = (
+                did_you_mean(part, known)
+                if get_close_matches(part, known)
+                else did_you_mean(part, _own(found) or known)
+            )
             raise click.ClickException(f"{where} has no {name!r}; {hint}") from None
     return found
 
 
+def _own(holder: Any) -> list[str]:
+    """What is defined in a module, and not imported there."""
+    return [name for name, each in vars(holder).items() if getattr(each, "__module__", "") == holder.__name__]
+
+
 def _choices(where: str, module: ModuleType) -> str:
-    own = [name for name, each in vars(module).items() if getattr(each, "__module__", "") == module.__name__]
+    own = _own(module)
     return f", as in {where}:{own[0]}; {did_you_mean('', own)}" if own else f", as in {where}:Net"
 
 
@@ -84,6 +93,7 @@ def _module_of_file(path: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
+        del sys.modules[spec.name]
         raise raised(path, error) from error
     return module
 

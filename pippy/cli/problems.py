@@ -54,6 +54,7 @@ def said_warnings() -> Iterator[None]:
             shown(message, category, *where, **more)
 
     with warnings.catch_warnings():
+        warnings.simplefilter("always", PippyWarning)
         warnings.showwarning = say
         yield
 
