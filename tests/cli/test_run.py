@@ -240,5 +240,5 @@ def test_ctrl_c_ends_the_script_and_its_workers(tmp_path):
         finally:
             process.kill()
     assert process.returncode == 130
-    assert re.findall(r'File "([^"]+)", line (\d+)', said) == [(str(tmp_path / "script.py"), "6")]
+    assert re.findall(r'File "([^"]+)", line [56],', said) == [str(tmp_path / "script.py")]
     assert said.endswith("KeyboardInterrupt\n")
