@@ -60,7 +60,7 @@ def test_blocks_share_a_namespace_and_their_output_is_compared():
         (page("python raise=ValueError\n1 / 0"), "a block may say raises, warns, file, save"),
         (
             page("console\n$ pippy schedule 1f1b -p 1 -m 1\nnothing"),
-            r"page\.md:3 prints\n\$ pippy schedule.*1f1b: 1 worker",
+            r"page\.md:3 prints\n\$ pippy schedule [^\n]*\n1f1b: 1 worker",
         ),
         (page("console\n$ pippy schedule 2f2b -p 1 -m 1\n..."), "ends with 2 at: pippy schedule 2f2b"),
         (page("console exit=1\n$ pippy schedule 1f1b -p 1 -m 1\n..."), "ends with 0 at: pippy schedule 1f1b"),

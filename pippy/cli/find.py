@@ -22,9 +22,9 @@ def find(target: str) -> Any:
 
     >>> find("math:pi")
     3.141592653589793
-    >>> find("math:pie")
+    >>> find("math:factorail")
     Traceback (most recent call last):
-    click.exceptions.ClickException: math has no 'pie'; did you mean 'pi'?
+    click.exceptions.ClickException: math has no 'factorail'; did you mean 'factorial'?
     """
     where, colon, name = target.rpartition(":")
     if not colon:
