@@ -4,7 +4,6 @@ import importlib
 import os
 import platform
 import re
-import resource
 import socket
 import sys
 import tempfile
@@ -225,6 +224,8 @@ def loopback() -> Said:
 
 def limits() -> Said:
     """Open files, processes, locked memory."""
+    import resource  # which Windows has not
+
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     processes = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -244,7 +245,7 @@ def bound(value: int, unit: int = 1, word: str = "") -> str:
     >>> bound(-1), bound(65536, 1024, " KiB")
     ('unlimited', '64 KiB')
     """
-    return "unlimited" if value == resource.RLIM_INFINITY else f"{value // unit}{word}"
+    return "unlimited" if value < 0 else f"{value // unit}{word}"
 
 
 def gpus() -> Said:

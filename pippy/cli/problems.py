@@ -76,14 +76,13 @@ def did_you_mean(name: str, known: list[str]) -> str:
 def own_trace(trace: TracebackType | None, *, whole: bool = False) -> TracebackType | None:
     """A traceback without what runs the user's code; unless ``whole``, without the frames of pippy at its end, too.
 
-    What runs it is everything before the first frame that is neither of pippy nor of the import system.
+    What runs it is everything before the first frame that is neither of this folder nor of the import system; if there is no
+    such frame, nothing is left.
     """
     kept = trace
     while kept is not None and _is_ours(kept):
         kept = kept.tb_next
-    if kept is None:
-        return trace
-    return kept if whole else _without_end(kept)
+    return kept if whole or kept is None else _without_end(kept)
 
 
 def _without_end(trace: TracebackType) -> TracebackType:
@@ -113,8 +112,7 @@ def raised(what: str, error: BaseException) -> click.ClickException:
     """
     *place, cause = traceback.format_exception_only(error)  # only a SyntaxError has a place of its own
     trace = own_trace(error.__traceback__)
-    if not place and trace is not error.__traceback__:
-        place = traceback.format_tb(trace)
+    place = place or traceback.format_tb(trace)
     return click.ClickException("\n".join([f"{what} raised {cause.strip()}", *"".join(place).rstrip().splitlines()]))
 
 

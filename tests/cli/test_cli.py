@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import traceback
+from importlib.metadata import version
 
 import click
 import pytest
@@ -60,6 +61,10 @@ def test_every_command_has_examples_and_is_named_by_the_page():
 
 def test_help_without_arguments(pippy):
     assert "Examples:" in pippy("schedule", status=2)
+
+
+def test_the_version(pippy):
+    assert pippy("--version") == f"pippy, version {version('pippy-compiler')}\n"
 
 
 def test_python_dash_m():
