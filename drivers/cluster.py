@@ -16,6 +16,7 @@ from pippy.drivers.control import Control
 from pippy.drivers.dispatch import Dispatch
 from pippy.drivers.errors import ClusterError
 from pippy.drivers.local import Processes
+from pippy.drivers.standby import standing_by
 from pippy.drivers.workers.nursery import Plan
 from pippy.ir.errors import PippyWarning
 
@@ -95,13 +96,15 @@ class Cluster:
 
 
 def current_cluster() -> Cluster:
-    """The cluster in force: that of the innermost ``with``, or the only one that is open.
+    """The cluster in force: that of the innermost ``with``, or the only one that is open, or that of `pippy run`.
 
     >>> current_cluster()
     Traceback (most recent call last):
     pippy.drivers.errors.ClusterError: no cluster is open; open one: with local_cluster(2) as cluster: ...
     """
     found = _in_force[-1] if _in_force else _opened()
+    if found is None and (standby := standing_by()) is not None:
+        found = standby.current()
     if found is None:
         raise ClusterError("no cluster is open; open one: with local_cluster(2) as cluster: ...")
     return found
