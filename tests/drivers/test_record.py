@@ -18,6 +18,7 @@ def test_a_recorded_step_has_all_computations_in_the_order_of_the_program(cluste
             driver.run(4, x, target)
     driver.run(4, x, target)
     assert len(recording.steps) == 2
+    assert recording.dropped == 1
     step = recording.steps[-1]
     assert [[span.compute for span in spans] for spans in step.timeline.spans] == [
         list(computes) for computes in driver.program(4).computations
@@ -35,7 +36,7 @@ def test_the_clocks_of_the_workers_agree(cluster):
     with driver.record() as recording:
         driver.run(4, torch.randn(8, 8), torch.randn(8, 8))
     times = {str(span.compute): span for spans in recording.steps[0].timeline.spans for span in spans}
-    assert min(span.start for span in times.values()) == 0
+    assert 0 < min(span.start for span in times.values()) < recording.steps[0].makespan
     for microbatch in range(4):
         for stage in range(2):
             assert times[f"F{stage}.{microbatch}"].end <= times[f"F{stage + 1}.{microbatch}"].start
