@@ -8,13 +8,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 from pippy.drivers.errors import DriverError
 from pippy.drivers.messages import StepResult, WorkerRecord
 from pippy.drivers.report.activity import Activity, Sending, activities, label, spent
 from pippy.drivers.report.clocks import clock_offsets
+from pippy.drivers.report.drawing import svg
+from pippy.drivers.report.findings import findings
+from pippy.drivers.report.page import page
+from pippy.drivers.report.prediction import Means, mean_seconds, predicted
+from pippy.drivers.report.trace import trace
 from pippy.drivers.schedules.instructions import Compute, Receive, Send
 from pippy.drivers.schedules.program import Program
+from pippy.drivers.schedules.simulate import Simulation
 from pippy.drivers.schedules.timeline import Span, Timeline
 from pippy.drivers.workers.recorder import clock
 
@@ -47,9 +54,12 @@ class RecordedStep:
     @cached_property
     def records(self) -> tuple[WorkerRecord, ...]:
         """What each worker noted, in seconds from when the first began."""
-        offsets = self._clocks[0]
-        begin = min(each.began - offset for each, offset in zip(self.noted, offsets))
-        return tuple(each.shifted(-offset - begin) for each, offset in zip(self.noted, offsets))
+        return tuple(each.shifted(-offset - self.begin) for each, offset in zip(self.noted, self._clocks[0]))
+
+    @cached_property
+    def begin(self) -> float:
+        """When the first worker began, by the clock of worker 0."""
+        return min(each.began - offset for each, offset in zip(self.noted, self._clocks[0]))
 
     @property
     def clock_errors(self) -> tuple[float, ...]:
@@ -100,6 +110,16 @@ class RecordedStep:
             for worker, (order, record) in enumerate(zip(self.program.orders, self.records))
         )
 
+    @cached_property
+    def means(self) -> Means:
+        """How long each kind of pass of each stage took on average."""
+        return mean_seconds(self.program, self.durations())
+
+    @cached_property
+    def predicted(self) -> Simulation:
+        """The same program simulated, with the measured means as costs, and nothing else that takes time."""
+        return predicted(self.program, self.means)
+
     def durations(self) -> dict[str, list[float]]:
         """How long each pass of each stage took, over the micro-batches, by its name: "F0", "B3"."""
         found: dict[str, list[float]] = {}
@@ -125,6 +145,37 @@ class RecordedStep:
         moved = [Traffic(*edge, len(sizes), sum(sizes)) for edge, sizes in found.items()]
         return sorted(moved, key=lambda each: -each.bytes)
 
+    def stages_of(self, worker: int) -> list[int]:
+        """The stages that a worker holds."""
+        return [stage for stage, its in enumerate(self.program.placement.worker_of) if its == worker]
+
+    def named(self, worker: int, longest: int = 80) -> str:
+        """A worker, as people read it: by its number, or by the name that the user gave it."""
+        name = self.workers[worker]
+        if name == f"worker{worker}":
+            return f"worker {worker}"
+        return name if len(name) <= longest else f"{name[: longest - 1]}…"
+
+    def findings(self) -> list[str]:
+        """What the step says, in sentences: the slowest stage, where the time went, and what helps."""
+        return findings(self)
+
+    def trace(self) -> str:
+        """Trace events, as JSON: https://ui.perfetto.dev and chrome://tracing open them."""
+        return trace([self])
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write the trace events to a file."""
+        Path(path).write_text(self.trace(), encoding="utf-8")
+
+    def svg(self) -> str:
+        """The timeline as a picture, the predicted one below the measured one."""
+        return svg(self)
+
+    def save_svg(self, path: str | Path) -> None:
+        """Write the picture to a file."""
+        Path(path).write_text(self.svg(), encoding="utf-8")
+
 
 @dataclass
 class Recording:
@@ -142,6 +193,30 @@ class Recording:
     def __post_init__(self) -> None:
         if not isinstance(self.limit, int) or isinstance(self.limit, bool) or self.limit < 1:
             raise DriverError(f"limit={self.limit!r}: give how many of the latest steps are to be kept, 1 or more")
+
+    def report(self, path: str | Path, *, title: str = "A recorded step", step: int | None = None) -> None:
+        """Write a page that opens from disk, with no network: the timeline of a step, and all that is known of it.
+
+        ``step`` says which of the kept steps; left out, the one of middle length among those of the last one's program.
+        """
+        if not self.steps:
+            raise DriverError(
+                "nothing was recorded; run steps inside `with driver.record() as recording:`, then report"
+            )
+        if step is not None and not -len(self.steps) <= step < len(self.steps):
+            raise DriverError(
+                f"step={step}: {len(self.steps)} steps were kept; give 0 to {len(self.steps) - 1}, or none"
+            )
+        alike = [each for each in self.steps if each.program == self.steps[-1].program]
+        middle = sorted(alike, key=lambda each: each.makespan)[(len(alike) - 1) // 2]
+        chosen = middle if step is None else self.steps[step]
+        Path(path).write_text(page(self, chosen, title), encoding="utf-8")
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write the trace events of all kept steps to one file."""
+        if not self.steps:
+            raise DriverError("nothing was recorded; run steps inside `with driver.record() as recording:`, then save")
+        Path(path).write_text(trace(self.steps), encoding="utf-8")
 
     def begin(
         self, program: Program, ranks: Sequence[int], names: Sequence[str]
