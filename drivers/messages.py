@@ -139,7 +139,7 @@ class WorkerRecord:
     The step was there at ``began`` and done at ``ended``. The first instruction began at ``started``, every other when the
     one before it ended; ``ends`` go by the number of the instruction. ``sizes`` are the bytes that each send handed over.
     Adding up the gradients of replicated parameters began at ``adding``. ``memory`` is what was used at most, in bytes,
-    and ``memory_of`` says of what.
+    and ``memory_of`` says of what. ``cpu`` is how long the worker's thread had a core; None where it waits for a device.
     """
 
     clock: str
@@ -151,6 +151,7 @@ class WorkerRecord:
     sizes: Mapping[int, int]
     memory: int
     memory_of: str
+    cpu: float | None = None
 
     def spans(self) -> list[tuple[float, float]]:
         """When each instruction began and ended, by its number."""

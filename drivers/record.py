@@ -17,7 +17,7 @@ from pippy.drivers.report.clocks import clock_offsets
 from pippy.drivers.report.drawing import svg
 from pippy.drivers.report.findings import findings
 from pippy.drivers.report.page import page
-from pippy.drivers.report.prediction import Means, mean_seconds, predicted
+from pippy.drivers.report.prediction import Medians, median_seconds, predicted
 from pippy.drivers.report.trace import trace
 from pippy.drivers.schedules.instructions import Compute, Receive, Send
 from pippy.drivers.schedules.program import Program
@@ -111,14 +111,14 @@ class RecordedStep:
         )
 
     @cached_property
-    def means(self) -> Means:
-        """How long each kind of pass of each stage took on average."""
-        return mean_seconds(self.program, self.durations())
+    def medians(self) -> Medians:
+        """How long each kind of pass of each stage took: the median."""
+        return median_seconds(self.program, self.durations())
 
     @cached_property
     def predicted(self) -> Simulation:
-        """The same program simulated, with the measured means as costs, and nothing else that takes time."""
-        return predicted(self.program, self.means)
+        """The same program simulated, with the measured medians as costs, and nothing else that takes time."""
+        return predicted(self.program, self.medians)
 
     def durations(self) -> dict[str, list[float]]:
         """How long each pass of each stage took, over the micro-batches, by its name: "F0", "B3"."""
@@ -149,12 +149,10 @@ class RecordedStep:
         """The stages that a worker holds."""
         return [stage for stage, its in enumerate(self.program.placement.worker_of) if its == worker]
 
-    def named(self, worker: int, longest: int = 80) -> str:
-        """A worker, as people read it: by its number, or by the name that the user gave it."""
+    def named(self, worker: int) -> str:
+        """A worker, as people read it: its number, and the name that the user gave it."""
         name = self.workers[worker]
-        if name == f"worker{worker}":
-            return f"worker {worker}"
-        return name if len(name) <= longest else f"{name[: longest - 1]}…"
+        return f"worker {worker}" if name == f"worker{worker}" else f"{name} (worker {worker})"
 
     def findings(self) -> list[str]:
         """What the step says, in sentences: the slowest stage, where the time went, and what helps."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 WIDTH, LEFT, RIGHT, TOP = 1200, 110, 16, 26
 ROW, GAP = 26, 5
+LONGEST = 15  # letters of a worker's name
 NARROWEST_NAMED = 20  # pixels; a box that is narrower has its name in its tooltip only
 THINNEST = 0.05  # pixels; of what is thinner and no computation, nothing would be seen
 TICKS = 10
@@ -64,7 +65,7 @@ def draw(step: "RecordedStep", page: bool = False) -> Element:
     second = TOP + rows * (ROW + GAP) + TOP
     bottom = second + rows * (ROW + GAP)
     legend = used(step)
-    height = bottom + (8 if page else 12 + 18 * (1 + (len(legend) - 1) // 7))
+    height = bottom + (8 if page else 12 + 18 * (1 + (len(legend) - 1) // 8))
     root = Element(
         "svg",
         {
@@ -87,8 +88,8 @@ def draw(step: "RecordedStep", page: bool = False) -> Element:
         heading = SubElement(root, "text", {"x": "4", "y": str(top - 8), "font-weight": "bold"})
         heading.text = title
         for worker in range(rows):
-            SubElement(root, "text", {"x": "4", "y": str(top + worker * (ROW + GAP) + 17)}).text = step.named(
-                worker, 16
+            SubElement(root, "text", {"x": "4", "y": str(top + worker * (ROW + GAP) + 17)}).text = _short(
+                step.workers[worker], worker
             )
     boxes = SubElement(root, "g", {"clip-path": "url(#plot)", "class": "boxes"})
     scale = plot / span
@@ -108,7 +109,7 @@ def draw(step: "RecordedStep", page: bool = False) -> Element:
             _box(boxes, second + worker * (ROW + GAP), (start, end), scale, what, page)
     if not page:
         for index, (kind, words) in enumerate(legend.items()):
-            x, y = LEFT + 155 * (index % 7), bottom + 8 + 18 * (index // 7)
+            x, y = LEFT + 134 * (index % 8), bottom + 8 + 18 * (index // 8)
             SubElement(root, "rect", {"x": str(x), "y": str(y), "width": "12", "height": "12", "fill": FILLS[kind]})
             SubElement(root, "text", {"x": str(x + 17), "y": str(y + 10)}).text = words
     return root
@@ -140,6 +141,13 @@ def _box(
         if width < NARROWEST_NAMED:
             place["visibility"] = "hidden"
         SubElement(group, "text", place).text = name
+
+
+def _short(name: str, worker: int) -> str:
+    """The name of a row, short enough to stand before it."""
+    if name == f"worker{worker}":
+        return f"worker {worker}"
+    return name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
 
 
 def _name(compute: Compute, several: bool) -> str:

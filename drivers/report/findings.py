@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from pippy.drivers.record import RecordedStep
 
 WORTH_IT = 0.03  # of the step; what even stages would gain less is not worth moving layers
+CROWDED = 0.1  # of the time in which there is work; what was off the cores for less is usual
 ADVICE = {
     Cause.FILL: "a pipeline fills once a step: more micro-batches, or several stages on each worker (an interleaved "
     "schedule), make that a smaller share",
@@ -28,22 +29,30 @@ ADVICE = {
 
 def findings(step: "RecordedStep") -> list[str]:
     """Sentences about a step, the slowest stage first."""
-    return [slowest(step), where_time_went(step), beside_prediction(step)]
+    crowded = off_cores(step)
+    found = [slowest(step), where_time_went(step), beside_prediction(step)]
+    if crowded > CROWDED:
+        found.append(
+            f"For {percent(crowded)} or more of the time in which workers had work, they had no core to do it on, or slept: "
+            "other workers or processes take the cores, and all times are longer for it. Start as many workers as there are "
+            "cores for, with threads= and pin= so that they do not share any."
+        )
+    return found
 
 
 def slowest(step: "RecordedStep") -> str:
     """Names the slowest stage, and what even stages would gain."""
-    means, stages = step.means, step.program.stages
-    totals = [sum(seconds[stage] for seconds in means.values()) for stage in range(stages)]
+    medians, stages = step.medians, step.program.stages
+    totals = [sum(seconds[stage] for seconds in medians.values()) for stage in range(stages)]
     slow = max(range(stages), key=totals.__getitem__)
     worker = step.program.placement.worker_of[slow]
-    passes = " + ".join(f"{op} {duration(seconds[slow])}" for op, seconds in means.items() if seconds[slow])
+    passes = " + ".join(f"{op} {duration(seconds[slow])}" for op, seconds in medians.items() if seconds[slow])
     named = (
         f"Stage {slow} on {step.named(worker)} is the slowest: {duration(totals[slow])} for a micro-batch ({passes})"
     )
     if stages == 1:
         return f"There is one stage, on {step.named(worker)}: {duration(totals[0])} for a micro-batch ({passes})."
-    now, even = float(step.predicted.makespan), float(predicted(step.program, evened(means)).makespan)
+    now, even = float(step.predicted.makespan), float(predicted(step.program, evened(medians)).makespan)
     quick = min(range(stages), key=totals.__getitem__)
     named += f"; the stages take {duration(fmean(totals))} on average."
     if now - even < WORTH_IT * now:
@@ -70,9 +79,20 @@ def beside_prediction(step: "RecordedStep") -> str:
     if not least:
         return f"The step took {duration(now)}."
     return (
-        f"The step took {duration(now)}. By the schedule, with computations as long as measured on average and nothing else "
-        f"that takes time, it would have taken {duration(least)}."
+        f"The step took {duration(now)}. By the schedule, with computations as long as they were in the median, and nothing "
+        f"else that takes time, it would have taken {duration(least)}."
     )
+
+
+def off_cores(step: "RecordedStep") -> float:
+    """The least share of the time in which workers had something to do, and no core to do it on; 0 with accelerators."""
+    busy = cpu = 0.0
+    for activities, noted in zip(step.activities, step.noted):
+        if noted.cpu is not None:
+            work = (Cause.COMPUTING, Cause.SENDING, Cause.PYTHON)
+            worked = sum(each.duration for each in activities if each.cause in work)
+            busy, cpu = busy + worked, cpu + min(worked, noted.cpu)
+    return 1 - cpu / busy if busy else 0.0
 
 
 def cause_shares(step: "RecordedStep") -> dict[Cause, float]:

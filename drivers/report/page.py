@@ -4,14 +4,14 @@ title, and what ran ─ findings ─ timeline (measured above predicted) ─ whe
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
-from pippy.drivers.report.activity import Activity, Cause, label
+from pippy.drivers.report.activity import Activity, Cause
 from pippy.drivers.report.drawing import FILLS, LEFT, LEGEND, RIGHT, WIDTH, draw, used
 from pippy.drivers.report.words import duration, percent, size
 from pippy.drivers.schedules.instructions import Op
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pippy.drivers.record import RecordedStep, Recording
 
 HERE = Path(__file__).parent
+WORDS = {Cause.WAITING: "for", Cause.TRANSFER: "from", Cause.SENDING: "to"}  # before the number of the other worker
 MEANINGS = {
     Cause.COMPUTING: "a forward, a backward, or half a backward of a stage",
     Cause.STARTING: "the step had yet to reach the worker and to be unpacked",
@@ -115,13 +116,13 @@ def _time(step: "RecordedStep") -> str:
     rows = []
     for worker, activities in enumerate(step.activities):
         cells = [f"{escape(step.named(worker))}{_bar(activities, step.makespan)}"]
-        rows.append(cells + [_spent_cell(step, worker, cause) for cause in causes] + list(_idle(step, worker)))
-    head = ["worker", *(escape(cause) for cause in causes), "idle", "idle, predicted"]
+        rows.append([*cells, _idle(step, worker), *(_spent_cell(step, worker, cause) for cause in causes)])
+    head = ["worker", "idle", *(escape(cause) for cause in causes)]
     meanings = "".join(f"<dt>{escape(cause)}</dt><dd>{escape(MEANINGS[cause])}</dd>" for cause in causes)
     return (
         f"{_table(head, rows)}<details><summary>what these words mean</summary><dl>{meanings}"
         "<dt>idle</dt><dd>all but computing</dd><dt>predicted</dt><dd>by a simulation of the program in which computations "
-        "take their measured means, and nothing else takes time</dd></dl></details>"
+        "take their measured medians, and nothing else takes time</dd></dl></details>"
     )
 
 
@@ -148,9 +149,11 @@ def _spent_cell(step: "RecordedStep", worker: int, cause: Cause) -> str:
     if not by_peer:
         return "–"
     total = sum(by_peer.values())
-    lines = [f"{duration(total)} <b>{percent(total / step.makespan)}</b>"]
+    lines = [duration(total), f"<b>{percent(total / step.makespan)}</b>"]
     if set(by_peer) != {None}:
-        lines += [f"<small>{_peer(cause, peer)} {duration(by_peer[peer])}</small>" for peer in sorted(by_peer, key=str)]
+        lines += [
+            f"<small>{WORDS[cause]} {peer}: {duration(by_peer[peer])}</small>" for peer in sorted(by_peer, key=str)
+        ]
     parts = step.predicted.idle_parts[worker]
     foreseen = {Cause.FILL: parts.fill, Cause.DRAIN: parts.drain, Cause.WAITING: sum(parts.waiting.values())}
     if cause in foreseen:
@@ -158,31 +161,29 @@ def _spent_cell(step: "RecordedStep", worker: int, cause: Cause) -> str:
     return "<br>".join(lines)
 
 
-def _peer(cause: Cause, peer: int | None) -> str:
-    return escape(label(cause, peer).removeprefix(f"{cause} "))
-
-
-def _idle(step: "RecordedStep", worker: int) -> Iterator[str]:
+def _idle(step: "RecordedStep", worker: int) -> str:
     computing = sum(each.duration for each in step.activities[worker] if each.cause == Cause.COMPUTING)
-    predicted, whole = float(step.predicted.idle[worker]), float(step.predicted.makespan) or 1.0
+    foreseen, whole = float(step.predicted.idle[worker]), float(step.predicted.makespan) or 1.0
     idle = step.makespan - computing
-    yield f"{duration(idle)} <b>{percent(idle / step.makespan)}</b>"
-    yield f"{duration(predicted)} <b>{percent(predicted / whole)}</b>"
+    return (
+        f"{duration(idle)}<br><b>{percent(idle / step.makespan)}</b><br>"
+        f"<small>predicted {percent(foreseen / whole)}<br>{duration(foreseen)}</small>"
+    )
 
 
 def _stages(step: "RecordedStep") -> str:
-    kinds = [op for op in Op if any(step.means[op])]
-    totals = [sum(step.means[op][stage] for op in kinds) for stage in range(step.program.stages)]
+    kinds = [op for op in Op if any(step.medians[op])]
+    totals = [sum(step.medians[op][stage] for op in kinds) for stage in range(step.program.stages)]
     rows = []
     for stage, total in enumerate(totals):
         worker = step.program.placement.worker_of[stage]
         share = 100 * total / (max(totals) or 1.0)
         mark = " <b>slowest</b>" if total == max(totals) and len(totals) > 1 else ""
-        passes = [duration(step.means[op][stage]) if step.means[op][stage] else "–" for op in kinds]
+        passes = [duration(step.medians[op][stage]) if step.medians[op][stage] else "–" for op in kinds]
         bar = f'<span class="bar"><i class="k-F" style="width:{share:.2f}%;background:{FILLS["F"]}"></i></span>'
         rows.append([f"stage {stage}{mark}{bar}", escape(step.named(worker)), *passes, duration(total)])
     head = ["stage", "on", *(escape(LEGEND[str(op)]) for op in kinds), "together"]
-    return f"<p>Means over the micro-batches.</p>{_table(head, rows, words=2)}"
+    return f"<p>Medians over the micro-batches.</p>{_table(head, rows, words=2)}"
 
 
 def _traffic(step: "RecordedStep") -> str:

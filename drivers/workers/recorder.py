@@ -45,7 +45,7 @@ class Recorder:
 
     def begin(self) -> None:
         """A step begins now."""
-        self.began = time.monotonic()
+        self.began, self.cpu = time.monotonic(), time.thread_time()
         self.adding: float | None = None
         self.memory.begin()
 
@@ -70,6 +70,7 @@ class Recorder:
             dict(self.sizes),
             self.memory.peak(),
             self.memory.of,
+            time.thread_time() - self.cpu if self.device.type == "cpu" else None,
         )
 
     def _timed(
