@@ -48,6 +48,7 @@ def test_the_wheel_holds_every_module_once(wheel):
     expected |= {f"pippy/{path.name}" for path in (ROOT / "pippy").glob("*.py")}
     assert sorted(modules) == sorted(expected)
     assert "pippy/py.typed" in names
+    assert {"pippy/drivers/report/page.css", "pippy/drivers/report/page.js"} <= set(names)
     assert wheel.name.startswith("pippy_compiler-")
 
 

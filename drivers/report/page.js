@@ -12,7 +12,7 @@
     return { group, words, start: +group.dataset.s, end: +group.dataset.e, rect: group.querySelector("rect"), text: group.querySelector("text") };
   });
   const words = new Map(boxes.map(box => [box.group, box.words]));
-  let from = 0, to = frame.span, asked = false;
+  let from = 0, to = frame.span;
 
   function duration(seconds) {
     const [unit, size] = Math.abs(seconds) >= 1 || !seconds ? ["s", 1] : Math.abs(seconds) >= 9.995e-4 ? ["ms", 1e-3] : ["µs", 1e-6];
@@ -34,7 +34,6 @@
   }
 
   function paint() {
-    asked = false;
     const scale = (frame.right - frame.left) / (to - from);
     for (const { group, rect, text, start, end } of boxes) {
       const shown = end >= from && start <= to;
@@ -57,7 +56,7 @@
     const width = Math.min(Math.max(end - start, frame.span * 1e-5), frame.span);
     from = Math.min(Math.max(start, 0), frame.span - width);
     to = from + width;
-    if (!asked) { asked = true; requestAnimationFrame(paint); }
+    paint();
   }
 
   function zoom(factor, at = (from + to) / 2) { view(at - (at - from) * factor, at + (to - at) * factor); }
@@ -98,6 +97,6 @@
   // report.html#view=0.001,0.002 opens at a time
   const asks = /^#view=([0-9.e+-]+),([0-9.e+-]+)$/.exec(location.hash);
   if (asks && +asks[2] > +asks[1]) view(+asks[1], +asks[2]);
-  paint();
+  else paint();
   root.dataset.ready = String(boxes.length);
 })();

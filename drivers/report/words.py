@@ -16,11 +16,11 @@ def duration(seconds: float) -> str:
 def size(number: float) -> str:
     """A number of bytes.
 
-    >>> size(0), size(1536), size(3 << 20)
-    ('0 B', '1.5 KiB', '3 MiB')
+    >>> size(0), size(1000), size(1536), size(3 << 20)
+    ('0 B', '1000 B', '1.5 KiB', '3 MiB')
     """
     units = ("B", "KiB", "MiB", "GiB", "TiB")
-    power = next((each for each in range(len(units)) if number < 999.5 * 1024**each), len(units) - 1)
+    power = next((each for each in range(len(units)) if number < 1024 ** (each + 1)), len(units) - 1)
     return f"{_three(number / 1024**power)} {units[power]}"
 
 

@@ -28,7 +28,8 @@ def stepped(
     program = program or add_communication(make_schedule("1f1b", workers=3, chunks=4))
     ends = [[0.0] * len(order) for order in program.orders]
     now = [begin + starting] * program.workers
-    position, sent = [0] * program.workers, {}
+    position = [0] * program.workers
+    sent: dict[tuple[str, int, int], float] = {}
     while any(at < len(order) for at, order in zip(position, program.orders)):
         before = list(position)
         for worker, order in enumerate(program.orders):

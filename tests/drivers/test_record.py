@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from pippy.drivers.schedules import add_communication, make_schedule, render_svg
 from pippy.drivers.schedules.instructions import Compute, Receive, Send
 from pippy.drivers.workers.recorder import ProcessMemory
 from tests.drivers.models import Chain, TiedLanguage
-from tests.drivers.recorded import BYTES, stepped
+from tests.drivers.recorded import stepped
 
 
 def cross_entropy(output, target):
@@ -41,7 +42,7 @@ def assert_without_gaps(step):
     for activities in step.activities:
         assert activities[0].start == 0
         assert activities[-1].end == pytest.approx(step.makespan)
-        assert all(one.end == other.start for one, other in zip(activities, activities[1:]))
+        assert all(one.end == other.start for one, other in pairwise(activities))
         assert all(each.duration > 0 for each in activities)
     for spent in step.spent():
         assert sum(spent.values()) == pytest.approx(step.makespan)
@@ -76,7 +77,9 @@ def test_all_time_of_a_real_step_has_its_cause(cluster, schedule):
             computing = [order[each.at] for each in activities if each.cause == Cause.COMPUTING]
             assert computing == list(step.program.computations[worker])
             assert all(
-                isinstance(order[each.at], {Cause.SENDING: Send, Cause.TRANSFER: Receive, Cause.WAITING: Receive}[cause])
+                isinstance(
+                    order[each.at], {Cause.SENDING: Send, Cause.TRANSFER: Receive, Cause.WAITING: Receive}[cause]
+                )
                 for each in activities
                 if (cause := each.cause) in (Cause.SENDING, Cause.TRANSFER, Cause.WAITING)
             )
@@ -223,7 +226,9 @@ def test_with_nothing_but_computations_a_step_idles_as_a_simulation_says(program
         assert spent.get("fill", 0.0) == pytest.approx(float(idle.fill))
         assert spent.get("drain", 0.0) == pytest.approx(float(idle.drain))
         waits = {name: each for name, each in spent.items() if name.startswith("waiting")}
-        waited = {f"waiting for worker {each}": float(seconds) for each, seconds in idle.waiting.items() if seconds > 1e-12}
+        waited = {
+            f"waiting for worker {each}": float(seconds) for each, seconds in idle.waiting.items() if seconds > 1e-12
+        }
         assert {name: each for name, each in waits.items() if each > 1e-12} == pytest.approx(waited)
 
 
