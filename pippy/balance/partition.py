@@ -10,6 +10,7 @@ Of all cuts under the least ceiling, a second pass takes those that cost least, 
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import ceil
 
 Window = tuple[int, int]  # the first and the last start that are allowed for an end
@@ -94,7 +95,7 @@ def runs(cuts: Sequence[int], units: int) -> list[tuple[int, int]]:
     [(0, 2), (2, 3), (3, 5)]
     """
     edges = [0, *cuts, units]
-    return list(zip(edges, edges[1:]))
+    return list(pairwise(edges))
 
 
 def best_cuts(row: Row) -> list[int] | None:
