@@ -54,7 +54,8 @@ def marks(traced: Traced) -> list[fx.Node]:
 
 
 def mark(traced: Traced, before: Iterable[fx.Node]) -> None:
-    """Cut a traced graph before each of these operations."""
+    """Cut a traced graph before each of these operations, of which there may be none."""
+    traced.balanced = True
     for node in before:
         with traced.graph.inserting_before(node):
             traced.graph.call_function(pipe_split)
