@@ -2,10 +2,11 @@
 
 Feasibility under a ceiling is monotone in the ceiling, so the least ceiling is found by bisection over whole numbers:
 
-    ceiling ──▶ for each stage and each end of it, the starts that are allowed: a window that only moves to the right
-            ──▶ which ends can be reached, stage by stage          (stages × units)
+    floor, ceiling ──▶ for each stage and each end of it, the starts that are allowed: a window that only moves to the right
+                   ──▶ which ends can be reached, stage by stage, at which price          (stages × units)
 
-Of all cuts under the least ceiling, a second pass takes those that cost least, then those that lie latest.
+Of all cuts under the least ceiling the cheapest are taken; of those, found by bisection again, the ones whose lightest
+stage is heaviest; and of those the latest.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -57,6 +58,13 @@ class Load:
             found.append(start)
         return found
 
+    def last_starts(self, floor: int) -> list[int]:
+        """For each end, the last start from which the run weighs ``floor`` or more; -1 where there is none."""
+        if floor <= 0:
+            return [end - 1 for end in range(len(self.weights) + 1)]
+        # A run weighs no more than floor - 1 from its first start on, and more from the one before it.
+        return [start - 1 for start in self.starts(floor - 1)]
+
     def _held(self, unit: int) -> Mapping[Hashable, int]:
         return self.held[unit] if self.held else {}
 
@@ -87,6 +95,14 @@ class Row:
         """The cost of the heaviest stage."""
         return max(load.of(*run) for load, run in zip(self.costs, runs(cuts, self.units)))
 
+    def least_cost(self, cuts: Sequence[int]) -> int:
+        """The cost of the lightest stage."""
+        return min(load.of(*run) for load, run in zip(self.costs, runs(cuts, self.units)))
+
+    def price(self, cuts: Sequence[int]) -> int:
+        """What the cuts cost beside."""
+        return sum(self.prices[cut] for cut in cuts)
+
 
 def runs(cuts: Sequence[int], units: int) -> list[tuple[int, int]]:
     """The stages that cuts make, as (first unit, unit after the last).
@@ -99,7 +115,9 @@ def runs(cuts: Sequence[int], units: int) -> list[tuple[int, int]]:
 
 
 def best_cuts(row: Row) -> list[int] | None:
-    """Where to cut: the least greatest cost, then the least price, then the latest cuts. None if no cut is allowed.
+    """Where to cut: the least greatest cost, then the least price, then the greatest least cost, then the latest cuts.
+
+    None if no cut is allowed.
 
     >>> load = Load([3, 1, 1, 1, 2])
     >>> best_cuts(Row(2, [load] * 2, layers=[1] * 5, prices=[0] * 5))
@@ -118,7 +136,23 @@ def best_cuts(row: Row) -> list[int] | None:
             ceiling = middle
         else:
             low = middle
-    return search.cheapest(ceiling)
+    return _evenest(search, ceiling)
+
+
+def _evenest(search: "_Search", ceiling: int) -> list[int]:
+    """Of the cheapest cuts under a ceiling, those whose lightest stage is heaviest."""
+    best = search.cheapest(ceiling)
+    assert best is not None
+    row = search.row
+    price, low, high = row.price(best), row.least_cost(best), ceiling + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        cuts = search.cheapest(ceiling, middle)
+        if cuts is None or row.price(cuts) > price:
+            high = middle
+        else:
+            best, low = cuts, row.least_cost(cuts)
+    return best
 
 
 def least_memory(row: Row) -> int | None:
@@ -159,7 +193,7 @@ class _Search:
         stages = range(row.stages)
         self.fixed = [self._fixed_starts(stage) for stage in stages]
         least = row.least or [1] * row.stages
-        ends = {count: self._last_starts(count) for count in set(least)}
+        ends = {count: Load(row.layers).last_starts(count) for count in set(least)}
         self.last = [ends[least[stage]] for stage in stages]
 
     def _fixed_starts(self, stage: int) -> list[int]:
@@ -171,22 +205,11 @@ class _Search:
             bounds.append(Load(self.row.layers).starts(self.row.most[stage]))
         return [max(each) for each in zip(*bounds)]
 
-    def _last_starts(self, least: int) -> list[int]:
-        """The last start for each end from which the run has ``least`` layers; -1 where there is none."""
-        counts = [0]
-        for count in self.row.layers:
-            counts.append(counts[-1] + count)
-        start, found = -1, []
-        for end in range(len(counts)):
-            while start + 1 < end and counts[end] - counts[start + 1] >= least:
-                start += 1
-            found.append(start)
-        return found
-
-    def _windows(self, ceiling: int) -> list[list[Window]]:
+    def _windows(self, ceiling: int, floor: int = 0) -> list[list[Window]]:
         starts = {load: load.starts(ceiling) for load in _different(self.row.costs)}
+        lasts = {load: load.last_starts(floor) for load in _different(self.row.costs)}
         return [
-            list(zip(map(max, starts[load], fixed), last))
+            list(zip(map(max, starts[load], fixed), map(min, lasts[load], last)))
             for load, fixed, last in zip(self.row.costs, self.fixed, self.last)
         ]
 
@@ -200,18 +223,20 @@ class _Search:
             reached = [first <= last and before[last + 1] > before[first] for first, last in windows]
         return reached[-1]
 
-    def cheapest(self, ceiling: int) -> list[int]:
-        """The cuts under a ceiling that is feasible."""
+    def cheapest(self, ceiling: int, floor: int = 0) -> list[int] | None:
+        """The cheapest cuts whose stages all cost from ``floor`` to ``ceiling``; of several the latest."""
         units, stages = self.row.units, self.row.stages
         scale = units * stages + 1  # so that all cuts together being later never outweighs a price
         prices = [price * scale + units - unit for unit, price in enumerate(self.row.prices)]
         value: list[int | None] = [0, *[None] * units]
         chosen = []
-        for stage, windows in enumerate(self._windows(ceiling)):
+        for stage, windows in enumerate(self._windows(ceiling, floor)):
             if stage:
                 value = [None if cost is None else cost + price for cost, price in zip(value, [*prices, 0])]
             value, starts = _window_minima(value, windows)
             chosen.append(starts)
+        if value[-1] is None:
+            return None
         cuts = [units]
         for starts in reversed(chosen):
             cuts.append(starts[cuts[-1]])

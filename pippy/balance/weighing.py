@@ -94,11 +94,17 @@ class Weighing:
 
     def best_cuts(self, memory_limit: int | None) -> list[int]:
         """The best cuts under the limit; raises and says why where there are none."""
-        row = self._row(memory_limit)
-        found = self._even_cuts(row) or best_cuts(row)
+        found = self._search(memory_limit)
+        if found is None and self.policy.counts and self._search(None) is None:
+            self.edges = list(range(self.count + 1))  # as it was asked; the splitter says why that cannot be, if so
+            found = self._search(memory_limit)
         if found is None:
             raise BalanceError(self._why_not(memory_limit))
         return [self.edges[unit] for unit in found]
+
+    def _search(self, memory_limit: int | None) -> list[int] | None:
+        row = self._row(memory_limit)
+        return self._even_cuts(row) or best_cuts(row)
 
     def _even_cuts(self, row: Row) -> list[int] | None:
         """Where layers are counted, no stage has two more than another, if that can be."""

@@ -48,7 +48,7 @@ def every_cut(row):
 
 
 def rank(row, cuts):
-    return row.greatest(cuts), sum(row.prices[cut] for cut in cuts), -sum(cuts)
+    return row.greatest(cuts), row.price(cuts), -row.least_cost(cuts), -sum(cuts)
 
 
 @settings(max_examples=200)
