@@ -89,12 +89,14 @@ def profile(
 
 
 class _Stopwatch:
-    """Times calls; where parts of the model are on an accelerator, waits for it."""
+    """Times calls, without what timing itself takes; where parts of the model are on an accelerator, waits for it."""
 
     def __init__(self, modules: Sequence[nn.Module], clock: Clock) -> None:
         devices = {tensor.device for module in modules for _, tensor in named_state(module)}
         self.devices = [device for device in devices if device.type not in ("cpu", "meta")]
         self.clock = clock
+        self.own = (0, 0)
+        self.own = self.medians(self._nearly_nothing)
 
     def now(self) -> int:
         for device in self.devices:
@@ -107,8 +109,19 @@ class _Stopwatch:
         begin = self.now()
         while len(found) < _FEWEST_RUNS or (len(found) < _MOST_RUNS and self.now() - begin < _LONG_ENOUGH):
             found.append(once())
-        forward, backward = zip(*found)
-        return round(median(forward)), round(median(backward))
+        forward, backward = (round(median(times)) for times in zip(*found))
+        return max(0, forward - self.own[0]), max(0, backward - self.own[1])
+
+    @torch.enable_grad()
+    def _nearly_nothing(self) -> tuple[int, int]:
+        """What it takes to look at the clock, and to start autograd: for a small operation more than the operation."""
+        begin = self.now()
+        forward = self.now() - begin
+        leaf = torch.zeros(1, device=self.devices[0] if self.devices else None, requires_grad=True)
+        value, gradient = leaf.view(1), torch.ones_like(leaf)
+        begin = self.now()
+        torch.autograd.grad([value], [leaf], [gradient])
+        return forward, self.now() - begin
 
 
 class _Run:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pippy.ir.show.units import bytes_text, count_text, shortened
 
 _LONGEST_NAME = 24
+_HEADS = ["stage", "from", "to", "layers", "share", "parameters", "memory", "sends on"]
+_COST = 4  # the column of the costs, before that of the shares
 
 
 def milliseconds(nanoseconds: int) -> str:
@@ -94,12 +96,16 @@ class Balance:
         )
 
     def __str__(self) -> str:
-        rows = [_HEAD[:4] + [self.measure] + _HEAD[4:], *(self._cells(stage) for stage in self.stages)]
-        if self.measure in _HEAD:  # already a column
-            rows = [row[:4] + row[5:] for row in rows]
+        columns = list(zip(self._heads(), *(self._cells(stage) for stage in self.stages)))
+        # One measure is no column twice, and a column that knows nothing is none.
+        kept = [i for i, column in enumerate(columns) if any(column[1:]) and not (i == _COST and column[0] in _HEADS)]
+        rows = [[columns[i][row] for i in kept] for row in range(len(self.stages) + 1)]
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines = ["   ".join(_aligned(row, widths)).rstrip() for row in rows]
         return "\n".join([lines[0], "─" * max(map(len, lines)), *lines[1:], self.summary(), self.memory_note])
+
+    def _heads(self) -> list[str]:
+        return [*_HEADS[:_COST], self.measure, *_HEADS[_COST:]]
 
     def _cells(self, stage: StageBalance) -> list[str]:
         total = sum(each.cost for each in self.stages)
@@ -114,9 +120,6 @@ class Balance:
             bytes_text(stage.memory),
             "" if stage.sends is None else bytes_text(stage.sends),
         ]
-
-
-_HEAD = ["stage", "from", "to", "layers", "share", "parameters", "memory", "sends on"]
 
 
 def _aligned(row: list[str], widths: list[int]) -> list[str]:
