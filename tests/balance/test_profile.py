@@ -251,6 +251,51 @@ def test_what_needs_no_gradient_has_no_backward():
     assert [(cost.forward, cost.backward) for cost in found.costs] == [(0, 0), (3, 0), (0, 0), (3, 5)]
 
 
+def test_what_looking_at_the_clock_takes_does_not_count():
+    looks = 0
+
+    def clock():
+        nonlocal looks
+        looks += 1
+        return Tick.clock * 100 + looks
+
+    found = profile(trace(Ticking(1, 4)), {"x": torch.randn(3, 2)}, clock=clock)
+    assert [(cost.forward, cost.backward) for cost in found.costs] == [(0, 0), (300, 500), (0, 0), (1200, 2000)]
+
+
+def test_the_loss_counts_where_the_last_stage_does():
+    def loss_fn(output, target):
+        return Tick.apply(output - target, 10).sum()
+
+    x, target = torch.randn(3, 2), torch.zeros(3, 2)
+    balancer = Balancer("time", 2, loss_fn=loss_fn, example_args=(x, target), clock=lambda: Tick.clock)
+    balance = balancer(trace(Ticking(1, 1, 4)))
+    assert [stage.cost for stage in balance.stages] == [8 * 2, 8 * (4 + 10)]
+
+
+class FillsATensor(Ticking):
+    def forward(self, x):
+        filled = torch.zeros(3, 2)
+        filled[:, 0] = self.layers[0](x)[:, 0]
+        return Tick.apply(filled, 1)
+
+
+def test_a_tensor_that_was_written_into_wants_the_gradients_of_what_was_written():
+    found = profile(trace(FillsATensor(1)), {"x": torch.randn(3, 2)}, clock=lambda: Tick.clock)
+    assert (found.costs[-1].forward, found.costs[-1].backward) == (3, 5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_the_work_is_waited_for_and_its_random_state_comes_back():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 4096), nn.Linear(4096, 4096)).cuda()
+    x = torch.randn(4096, 8, device="cuda")
+    before = torch.cuda.get_rng_state()
+    pipe = pipeline(model, split="time", num_stages=2, example_args=(x,))
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    assert [stage.first for stage in pipe.balance.stages] == ["0", "3"]
+    assert pipe.balance.stages[1].cost > pipe.balance.stages[0].cost
+
+
 def sleeps(x, seconds):
     time.sleep(seconds)
     return x
