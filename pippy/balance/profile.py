@@ -185,7 +185,7 @@ class _Run:
                 value, cost = trial.measure()
             self._put(node, value)
             if node in self.targets:
-                self._change(node, call, (node.args, node.kwargs))
+                self._change(node, call, wanted=any(copy.requires_grad for copy in trial.copies))
         self.found.costs.append(cost)
         self.found.sizes[node] = sum(map(nbytes, tensors(self.values[node])))
         try:
@@ -198,14 +198,13 @@ class _Run:
         self.flags[node] = [tensor.requires_grad for tensor in tensors(value)]
         self.values[node] = map_tensors(torch.Tensor.detach, value)
 
-    def _change(self, node: fx.Node, call: Callable[[Any], Any], arguments: Any) -> None:
+    def _change(self, node: fx.Node, call: Callable[[Any], Any], wanted: bool) -> None:
         """What was tried on copies, done to the values themselves, so that who shares their memory sees it."""
         with torch.no_grad():
-            value = call(fx.node.map_arg(arguments, self.values.__getitem__))
-        wants = any(self.flags[node])
+            value = call(fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__))
         self.values[node] = map_tensors(torch.Tensor.detach, value)
         roots = {self.roots[target] for target in self.targets[node]}
-        for other in self.flags if wants else ():
+        for other in self.flags if wanted else ():
             if self.roots[other] in roots:  # to write into part of a value is to make all of it depend on that
                 self.flags[other] = [True] * len(self.flags[other])
 
@@ -229,6 +228,7 @@ class _Trial:
     ) -> None:
         self.run, self.call, self.arguments, self.targets = run, call, arguments, targets
         self.weights = [tensor for tensor in needs if tensor.requires_grad]
+        self.copies: list[torch.Tensor] = []  # of what the call changes in place
 
     def measure(self) -> tuple[Any, Cost]:
         """The value of the operation, and its cost."""
@@ -244,22 +244,27 @@ class _Trial:
     def _prepared(self) -> tuple[Any, list[torch.Tensor]]:
         """The arguments, and those of their tensors that want a gradient. What the call changes in place is a copy."""
         leaves: list[torch.Tensor] = []
+        self.copies = []
 
         def prepared(node: fx.Node) -> Any:
             value, changes = self.run.values[node], node in self.targets
             if node.op == "get_attr":
-                return map_tensors(lambda t: t.detach().clone(), value) if changes else value
+                return map_tensors(lambda t: self._copy(t.detach()), value) if changes else value
             flags = iter(self.run.flags[node])
 
             def leaf(tensor: torch.Tensor) -> torch.Tensor:
                 own = tensor.detach()
                 if next(flags):
                     leaves.append(own.requires_grad_())
-                return own.clone() if changes else own
+                return self._copy(own) if changes else own
 
             return map_tensors(leaf, value)
 
         return fx.node.map_arg(self.arguments, prepared), leaves
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.copies.append(tensor.clone())
+        return self.copies[-1]
 
     def _backward(self, value: Any, leaves: Sequence[torch.Tensor]) -> Callable[[], Any]:
         """The backward of the operation alone, ready to be called."""
