@@ -162,7 +162,9 @@ def _started(plan: Plan, timeout: float, start_timeout: float) -> Cluster:
     except BaseException:
         processes.close()
         raise
-    return opened(Cluster(plan.names, Control(addresses, timeout, deaths=processes.deaths), processes))
+    return opened(
+        Cluster(plan.names, Control(addresses, timeout, deaths=processes.deaths, lines=processes.lines), processes)
+    )
 
 
 def opened(cluster: Cluster) -> Cluster:

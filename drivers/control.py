@@ -1,14 +1,18 @@
 """The controller's side of the calls: post, wait, and notice the workers that are lost."""
 
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
 from pippy.drivers import rpc
 from pippy.drivers.errors import ClusterError, WorkerLostError
+from pippy.drivers.lines import Lines
+from pippy.drivers.wire import Undone, pack, unpack
+from pippy.drivers.workers.bell import Bell
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class Pending:
     >>> pending = Pending(0, "Ping", future)
     >>> pending.done
     False
-    >>> future.set_result(rpc.pack("pong"))
+    >>> future.set_result(pack("pong"))
     >>> pending.done, pending.answer
     (True, 'pong')
     """
@@ -52,8 +56,8 @@ class Pending:
     def answer(self) -> Any:
         """What the worker answered."""
         assert self.done, "only a call that completed() has yielded has an answer"
-        value = rpc.unpack(self.future.value())
-        if isinstance(value, rpc.Undone):
+        value = unpack(self.future.value())
+        if isinstance(value, Undone):
             raise ClusterError(f"worker {self.worker} could not take a message of type {self.what}:\n{value.text}")
         return value
 
@@ -65,7 +69,8 @@ class Control:
     for; a worker that leaves a ping unanswered for ``timeout`` seconds is lost. So a worker that was killed is noticed
     within milliseconds, and one that is stopped, or out of reach, within ``interval + timeout``.
 
-    ``deaths`` tells of the workers that the operating system says have died, and how.
+    ``deaths`` tells of the workers that the operating system says have died, and how. ``lines`` carry what is posted to
+    the workers of this host, unless it is large; all else goes by RPC.
     """
 
     def __init__(
@@ -74,20 +79,26 @@ class Control:
         timeout: float = 5.0,
         interval: float = 1.0,
         deaths: Callable[[float], Mapping[int, str]] = lambda wait: {},
+        lines: Lines | None = None,
     ) -> None:
         self.workers = tuple(workers)
         self.timeout, self.interval = timeout, interval
         self.counts = [0] * len(self.workers)
         self.broken: str | None = None
         self._deaths = deaths
+        self.lines = lines or Lines()
         self._lock = threading.Lock()
 
     def post(self, worker: int, message: Any) -> Pending:
         """Put a message into a worker's inbox. The call is answered when the worker's main thread replies."""
         self.check()
-        rpc_name = self.workers[worker].rpc_name
-        with self._lock:  # the numbers must have no holes: one is used only by a message that could be packed
-            future = self._start(worker, lambda: rpc.post(rpc_name, self.counts[worker], message))
+        packed = pack(message)
+        with self._lock:  # the numbers must have no holes: one is used only by a message that is on its way
+            number = self.counts[worker]
+            if self.lines.carry(packed):
+                future = self._start(worker, lambda: self.lines.post(worker, number, packed))
+            else:
+                future = self._start(worker, lambda: rpc.post(self.workers[worker].rpc_name, number, packed))
             self.counts[worker] += 1
         return Pending(worker, type(message).__name__, future)
 
@@ -104,10 +115,10 @@ class Control:
         iteration just ends that many seconds after it began.
         """
         self.check()
-        wait = _Wait(self, pendings, timeout)
-        while (pending := wait.next()) is not None:
-            self._inspect(pending)
-            yield pending
+        with closing(_Wait(self, pendings, timeout)) as wait:
+            while (pending := wait.next()) is not None:
+                self._inspect(pending)
+                yield pending
 
     def wait(self, pending: Pending) -> Any:
         """The answer of one call, when it comes."""
@@ -149,8 +160,8 @@ class Control:
         broken = f"the connection to it broke: {str(error).strip().splitlines()[-1]}"
         if pending.worker in self._deaths(0):
             raise self.lost(pending.worker, broken) from None
-        wait = _Wait(self, [self.ping(pending.worker)], self.timeout)
-        ping = wait.next()
+        with closing(_Wait(self, [self.ping(pending.worker)], self.timeout)) as wait:
+            ping = wait.next()
         try:
             if ping is not None:
                 ping.future.value()
@@ -168,7 +179,8 @@ class _Wait:
     def __init__(self, control: Control, pendings: Iterable[Pending], timeout: float | None) -> None:
         self.control = control
         self.waiting = set(pendings)
-        self.arrived: queue.SimpleQueue[Pending] = queue.SimpleQueue()
+        self.arrived: deque[Pending] = deque()
+        self.bell, self.thread = Bell(), threading.get_ident()
         self.end = None if timeout is None else time.monotonic() + timeout
         self.pings: dict[int, tuple[Pending, float]] = {}
         for pending in self.waiting:
@@ -176,31 +188,44 @@ class _Wait:
 
     def next(self) -> Pending | None:
         """The next call that is over; None if there is none left, or the time is."""
+        since = time.monotonic()
         while self.waiting:
-            now = time.monotonic()
-            if self.end is not None and now >= self.end and self.arrived.empty():
-                return None
-            try:
-                pending = self.arrived.get(timeout=self._patience(now))
-            except queue.Empty:
-                self._ping(time.monotonic())
+            if self.arrived:
+                pending = self.arrived.popleft()
+                if pending in self.waiting:
+                    self.waiting.remove(pending)
+                    return pending
+                self._pong(pending)
+                since = time.monotonic()
                 continue
-            if pending in self.waiting:
-                self.waiting.remove(pending)
-                return pending
-            self._pong(pending)
+            due = self._due(since)
+            self.control.lines.wait(self.bell, max(0.0, due - time.monotonic()))
+            now = time.monotonic()
+            if self.arrived or now < due:
+                continue
+            if self.end is not None and now >= self.end:
+                return None
+            self._ping(now)
+            since = now
         return None
+
+    def close(self) -> None:
+        """No longer wait."""
+        self.bell.close()
 
     def _watch(self, pending: Pending) -> None:
         # torch would print what a callback raises and go on; this one cannot raise
-        pending.future.add_done_callback(lambda _: self.arrived.put(pending))
+        pending.future.add_done_callback(lambda _: self._came(pending))
 
-    def _patience(self, now: float) -> float:
+    def _came(self, pending: Pending) -> None:
+        self.arrived.append(pending)
+        if threading.get_ident() != self.thread:
+            self.bell.ring()
+
+    def _due(self, since: float) -> float:
         """Until when to wait: the next round of pings, the first deadline of one, or the end."""
-        due = [self.control.interval, *(sent + self.control.timeout - now for _, sent in self.pings.values())]
-        if self.end is not None:
-            due.append(self.end - now)
-        return max(0.0, min(due))
+        due = [since + self.control.interval, *(sent + self.control.timeout for _, sent in self.pings.values())]
+        return min(due if self.end is None else [*due, self.end])
 
     def _ping(self, now: float) -> None:
         for worker in {pending.worker for pending in self.waiting}:

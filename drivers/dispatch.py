@@ -9,16 +9,14 @@ posted after it are given up everywhere. Who waited is told at once; the next co
     given up: an error for whoever asks; what the workers still owe is in ``leaving`` until the next command
 """
 
-import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pippy.drivers.errors import ClusterError, StepError
+from pippy.drivers.interrupts import uninterrupted
 from pippy.drivers.messages import Abandon, Answer, Command, Dump, Failure, OptimizerStep
 
 if TYPE_CHECKING:
@@ -225,24 +223,6 @@ class Dispatch:
         self.leaving.clear()
         self.end()
         return error
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits for the end of the block: half a command would leave workers waiting for ever for the other half."""
-    own = threading.current_thread() is threading.main_thread()
-    before = signal.getsignal(signal.SIGINT) if own else None
-    if not callable(before):
-        yield
-        return
-    came: list[Any] = []
-    signal.signal(signal.SIGINT, lambda *what: came.append(what))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if came:
-            before(*came[0])
 
 
 def _answer(pending: "Pending") -> Answer:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from pippy.drivers.cluster import Cluster, current_cluster
-from pippy.drivers.dispatch import Dispatch, Posted, uninterrupted
+from pippy.drivers.dispatch import Dispatch, Posted
 from pippy.drivers.errors import DriverError
+from pippy.drivers.interrupts import uninterrupted
 from pippy.drivers.lower import Lowered, lower
 from pippy.drivers.messages import Fetch, Norms, Place, ReduceGradients, Scale, Step, StepResult, Store, Unload
 from pippy.drivers.microbatch import divide_call

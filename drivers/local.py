@@ -12,11 +12,14 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 
 from pippy.drivers import rpc
 from pippy.drivers.control import Address
 from pippy.drivers.errors import ClusterError
-from pippy.drivers.workers.nursery import BOOT, Died, Failed, Plan, Ready
+from pippy.drivers.lines import Lines
+from pippy.drivers.workers.nursery import BOOT, CONTROLLER, Died, Failed, Plan, Ready
 
 # glibc keeps what it has: fresh memory costs a page fault for every 4 KB, and a training step frees and takes gigabytes
 MEMORY = {
@@ -31,18 +34,23 @@ class Processes:
     """The nursery and, through it, the workers. ``close()`` ends them all, and may be called twice."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.owner = plan, os.getpid()
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in plan.names if plan.has_lines]
+        self.lines = Lines([ours for ours, _ in pairs])
+        self.plan = plan = replace(plan, lines=tuple(theirs.fileno() for _, theirs in pairs))
+        self.owner = os.getpid()
         self.joined = False
         self.pids: dict[int, int] = {}
         self._died: dict[int, str] = {}
         self._reading = threading.Lock()
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        with ExitStack() as handed_over:
+            for end in (theirs, *(end for _, end in pairs)):
+                handed_over.enter_context(end)
             self.nursery = subprocess.Popen(
                 [sys.executable, "-c", BOOT, str(theirs.fileno()), "pippy-nursery"],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *plan.lines],
                 env=os.environ | MEMORY | {"OMP_NUM_THREADS": str(plan.threads), "TORCH_CPP_LOG_LEVEL": "ERROR"},
             )
         self.socket.send(pickle.dumps(sys.path), socket.MSG_NOSIGNAL)
@@ -84,6 +92,7 @@ class Processes:
                 rpc.leave()
         finally:
             self.socket.close()
+            self.lines.close()
             self._end()
             shutil.rmtree(self.plan.directory, ignore_errors=True)
 
@@ -127,7 +136,8 @@ class Processes:
 
         def join() -> None:
             try:
-                rpc.join("controller", 0, len(self.plan.names) + 1, self.plan.meeting, self.plan.rpc_transport, "lo")
+                rpc.serve_answers(lambda key, packed: self.lines.answered(key[0], key[1], packed))
+                rpc.join(CONTROLLER, 0, len(self.plan.names) + 1, self.plan.meeting, self.plan.rpc_transport, "lo")
                 self.joined = True
             except BaseException as error:
                 errors.append(error)

@@ -1,12 +1,6 @@
-"""The only file that touches torch.distributed.rpc: joining, leaving, and the calls that pippy's processes make.
+"""The only file that touches torch.distributed.rpc: joining, leaving, and the calls that pippy's processes make."""
 
-Messages are pickled here, not by RPC, so that one that cannot be pickled fails where it is sent, and one that cannot be
-unpickled is answered and leaves no hole in the inbox's order.
-"""
-
-import io
 import os
-import pickle
 import threading
 import time
 import traceback
@@ -16,25 +10,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
 import torch
 from torch.distributed import rpc
 
+from pippy.drivers import wire
 from pippy.drivers.hush import Hush
+from pippy.drivers.wire import Packed, Undone, pack, unpack
 from pippy.drivers.workers.inbox import Inbox
-
-Packed = tuple[bytes, list[torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class Undone:
-    """The answer to a call that could not be delivered, or whose handler raised.
-
-    >>> print(Undone("Traceback ...").text)
-    Traceback ...
-    """
-
-    text: str
 
 
 @dataclass(frozen=True)
@@ -63,9 +45,9 @@ def serve(served: Served) -> None:
     _served = served
 
 
-def serve_nothing() -> None:
-    """No worker is here."""
-    serve(Served(Inbox(), urgent=lambda message: None, deliver=lambda key, value: None))
+def serve_answers(deliver: Callable[[Any, Any], None] = lambda key, value: None) -> None:
+    """No worker is here; but workers may have answers to deliver."""
+    serve(Served(Inbox(), urgent=lambda message: None, deliver=deliver))
 
 
 def join(
@@ -124,9 +106,9 @@ def leave() -> None:
         _held.clear()
 
 
-def post(to: str, sequence: int, message: Any) -> "torch.futures.Future[Packed]":
+def post(to: str, sequence: int, packed: Packed) -> "torch.futures.Future[Packed]":
     """Put a message into the inbox of another process; the future has what its main thread answers."""
-    return _call(to, _arrive, sequence, pack(message))
+    return _call(to, _arrive, sequence, packed)
 
 
 def urgent(to: str, message: Any) -> "torch.futures.Future[Packed]":
@@ -163,51 +145,6 @@ def wait_all(futures: Iterable["torch.futures.Future[Any]"], timeout: float) -> 
             return
 
 
-def pack(value: Any) -> Packed:
-    """Pickled, with its tensors beside it; raises if it cannot be.
-
-    >>> data, tensors = pack({"a": torch.ones(1)})
-    >>> unpack((data, tensors))
-    {'a': tensor([1.])}
-    """
-    stream = io.BytesIO()
-    pickler = _Pickler(stream)
-    pickler.dump(value)
-    return stream.getvalue(), pickler.tensors
-
-
-def unpack(packed: Packed) -> Any:
-    """What was packed; raises if it cannot be unpickled here."""
-    data, tensors = packed
-    before, _tables.tensors = getattr(_tables, "tensors", None), tensors
-    try:
-        return pickle.loads(data)
-    finally:
-        _tables.tensors = before
-
-
-class _Pickler(cloudpickle.Pickler):
-    """Sets tensors aside. Classes of a script or notebook, of which an input may be, go by value: workers lack them."""
-
-    def __init__(self, stream: io.BytesIO) -> None:
-        super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
-        self.tensors: list[torch.Tensor] = []
-
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is not torch.Tensor:
-            return super().reducer_override(obj)
-        self.tensors.append(obj)
-        return _tensor, (len(self.tensors) - 1,)
-
-
-_tables = threading.local()
-
-
-def _tensor(number: int) -> torch.Tensor:
-    """The tensor that was set aside, in the message that this thread unpacks."""
-    return _tables.tensors[number]
-
-
 def _call(to: str, function: Callable[..., Any], *arguments: Any) -> "torch.futures.Future[Packed]":
     try:
         return rpc.rpc_async(to, function, args=arguments, timeout=0)
@@ -223,14 +160,7 @@ def _serving() -> Served:
 @rpc.functions.async_execution
 def _arrive(sequence: int, packed: Packed) -> "torch.futures.Future[Packed]":
     answer: torch.futures.Future[Packed] = torch.futures.Future()
-    inbox = _serving().inbox
-    try:
-        message = unpack(packed)
-    except Exception:
-        inbox.skip(sequence)
-        answer.set_result(pack(Undone(traceback.format_exc())))
-    else:
-        inbox.put(sequence, message, lambda value: answer.set_result(pack(value)))
+    wire.put(_serving().inbox, sequence, packed, answer.set_result)
     return answer
 
 

@@ -28,9 +28,9 @@ from pippy.drivers import rpc
 from pippy.drivers.cluster import Cluster, local_cluster
 from pippy.drivers.control import Address, Control
 from pippy.drivers.errors import ClusterError
+from pippy.drivers.workers.nursery import CONTROLLER
 from pippy.drivers.workers.resident import Leave, Resident
 
-CONTROLLER = "controller"
 _was_open = False
 _SIOCGIFADDR = 0x8915
 
@@ -236,7 +236,7 @@ def _control(
     worker: Resident | None, place: Place, addresses: list[Address], timeout: float, start_timeout: float
 ) -> Cluster:
     if worker is None:
-        rpc.serve_nothing()
+        rpc.serve_answers()
     _join(place, start_timeout)
     global _was_open
     _was_open = True

@@ -17,13 +17,13 @@ import socket
 from collections import deque
 from dataclasses import dataclass
 from struct import Struct
-from typing import Any
+from typing import Any, Protocol
 
 import cloudpickle
 import torch
 
 from pippy.drivers.workers.layout import Layout, Parts, aligned, layout_of, pickled, take_apart
-from pippy.drivers.workers.mailbox import Mailbox, Unreadable
+from pippy.drivers.workers.mailbox import Unreadable
 from pippy.drivers.workers.memory import Memory, create_shared, map_shared, private_memory
 from pippy.drivers.workers.ring import Ring, ring_size
 from pippy.drivers.workers.transport import Key
@@ -54,6 +54,15 @@ class _Record:
         return _Record(self.kind, self.number, self.key, self.layout, copies, self.rest)
 
 
+class Box(Protocol):
+    """Where values go that arrive, but for those of steps before ``below``."""
+
+    below: int
+
+    def put(self, key: Key, value: Any) -> None:
+        """Keep a value."""
+
+
 _NO_KEY = (0, 0, 0)
 _NOTHING = Layout(None, (), 0, 0)
 
@@ -61,6 +70,7 @@ _NOTHING = Layout(None, (), 0, 0)
 class Channel:
     """One worker's end of the connection with another.
 
+    >>> from pippy.drivers.workers.mailbox import Mailbox
     >>> ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     >>> boxes = Mailbox(), Mailbox()
     >>> here, there = (Channel(end, box) for end, box in zip(ends, boxes))
@@ -74,7 +84,7 @@ class Channel:
     """
 
     def __init__(
-        self, end: socket.socket, mailbox: Mailbox, limit: int = 1 << 26, device: torch.device | None = None
+        self, end: socket.socket, mailbox: Box, limit: int = 1 << 26, device: torch.device | None = None
     ) -> None:
         end.setblocking(False)
         self.socket, self.mailbox, self.limit, self.device = end, mailbox, limit, device

@@ -1,17 +1,16 @@
 """What has arrived at a worker and was not taken yet, and how the thread that waits for it is woken."""
 
-import os
 from collections import deque
-from contextlib import suppress
-from threading import Lock
+from collections.abc import Iterator
 from typing import Any
 
 from pippy.drivers.errors import PeerLost
+from pippy.drivers.workers.bell import Bell
 from pippy.drivers.workers.transport import Interrupted, Key, Transport
 
 
 class Mailbox:
-    """The values that have arrived, by key. ``wake`` is a file descriptor that is readable when another thread has a say.
+    """The values that have arrived, by key. Its ``bell`` rings when another thread has a say.
 
     >>> mailbox = Mailbox()
     >>> mailbox.put((3, 0, 0), "value")
@@ -21,14 +20,13 @@ class Mailbox:
     """
 
     def __init__(self) -> None:
-        self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.bell = Bell()
         self.arrived: dict[Key, Any] = {}
         self.below = 0
         self.waits: Key | None = None
         self._interrupted = False
         self._delivered: deque[tuple[Key, Any]] = deque()
         self._lost: set[int] = set()
-        self._closing = Lock()
 
     def put(self, key: Key, value: Any) -> None:
         """Keep a value, unless its step was given up."""
@@ -71,12 +69,12 @@ class Mailbox:
     def deliver(self, key: Key, value: Any) -> None:
         """Like ``put``, from any thread."""
         self._delivered.append((key, value))
-        self._ring()
+        self.bell.ring()
 
     def lose(self, peer: int) -> None:
         """A peer is lost. From any thread."""
         self._lost.add(peer)
-        self._ring()
+        self.bell.ring()
 
     def lost(self, peer: int) -> bool:
         """Is the peer lost?"""
@@ -85,29 +83,16 @@ class Mailbox:
     def interrupt(self) -> None:
         """From any thread."""
         self._interrupted = True
-        self._ring()
+        self.bell.ring()
 
     def clear_interrupt(self) -> None:
         """Waiting has a point again."""
         self._interrupted = False
 
-    def quiet(self) -> None:
-        """Make ``wake`` unreadable until something new comes."""
-        with suppress(BlockingIOError):
-            os.eventfd_read(self.wake)
-
     def close(self) -> None:
-        """Give up the file descriptor; late calls of other threads do nothing then."""
-        with self._closing:
-            wake, self.wake = self.wake, -1
-            if wake >= 0:
-                os.close(wake)
+        """Late calls of other threads do nothing then."""
+        self.bell.close()
         self.arrived.clear()
-
-    def _ring(self) -> None:
-        with self._closing:  # or the number may be another file's by now
-            if self.wake >= 0:
-                os.eventfd_write(self.wake, 1)
 
 
 class Unreadable:
@@ -115,6 +100,9 @@ class Unreadable:
 
     def __init__(self, error: Exception) -> None:
         self.error = error
+
+    def __iter__(self) -> Iterator[Any]:
+        raise self.error  # to whoever takes it apart
 
 
 class MailboxTransport(Transport):

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 LONGEST = 1 << 16  # a traceback is cut to this many characters; one packet of the socket holds it
+CONTROLLER = "controller"  # its name for RPC
 _PR_SET_PDEATHSIG = 1
 # Beside torch itself, what the first backward would import, in each worker on its own.
 NEEDED = ("torch", "torch.fx.experimental.symbolic_shapes")
@@ -41,8 +42,9 @@ class Plan:
     """What the controller tells the nursery.
 
     ``worker`` is the dotted name of the class that the workers run, ``transport`` how they pass tensors ("shared_memory",
-    "rpc" or "none"), ``directory`` a private one where all meet, ``cores`` the core of each if they are pinned, and ``bound``
-    whether the nursery may die with the controller's thread, which is the main one.
+    "rpc" or "none"), ``directory`` a private one where all meet, ``cores`` the core of each if they are pinned, ``bound``
+    whether the nursery may die with the controller's thread, which is the main one, and ``lines`` the file descriptor of
+    each worker's line to the controller, if there are any.
 
     >>> Plan("package.module:Class", ("a", "b"), ("cpu", "cpu"), 1, None, "none", "shm", "", 4711, False).rpc_name(0)
     'worker0'
@@ -58,10 +60,16 @@ class Plan:
     directory: str
     controller: int
     bound: bool
+    lines: tuple[int, ...] = ()
 
     def rpc_name(self, index: int) -> str:
         """The name that a worker has for RPC."""
         return f"worker{index}"
+
+    @property
+    def has_lines(self) -> bool:
+        """Whether the controller and each worker have a line to one another."""
+        return self.transport == "shared_memory"
 
     @property
     def meeting(self) -> str:
@@ -151,6 +159,8 @@ class Nursery:
         for pair in pairs.values():
             for end in pair:
                 end.close()
+        for line in self.plan.lines:
+            os.close(line)
 
     def watch(self) -> None:
         """Wait until the controller is gone; reap workers that die before, and tell."""
@@ -198,6 +208,9 @@ def start_worker(index: int, worker: type, plan: Plan, controller: socket.socket
             for end in pair:
                 if end not in peers.values():
                     end.close()
+        for other, line in enumerate(plan.lines):
+            if other != index:
+                os.close(line)
         run_worker(index, worker, plan, controller, peers)
         status = 0
     except BaseException:
@@ -240,8 +253,8 @@ def run_worker(
     torch.set_num_threads(plan.threads)
     device = plan.devices[index]
     torch.empty(0, device=device)  # a device that does not work is told of now
-    transport = make_transport(plan.transport, index, peers, device)
     inbox = Inbox()
+    transport = make_transport(plan, index, peers, inbox)
     running = worker(Seat(index, plan.names, inbox, transport, device, plan.threads))
     rpc.serve(rpc.Served(inbox, running.urgent, getattr(transport, "deliver", ignore)))
     report(controller, Ready(index, os.getpid()))
@@ -249,17 +262,23 @@ def run_worker(
     running.run()
 
 
-def make_transport(kind: str, index: int, peers: dict[int, socket.socket], device: str) -> Any:
-    """How this worker passes tensors to the others; nothing, if it has none to pass."""
-    if kind == "shared_memory":
+def make_transport(plan: Plan, index: int, peers: dict[int, socket.socket], inbox: Any) -> Any:
+    """How this worker passes tensors to the others, and answers to the controller; nothing, if it has none to pass."""
+    from pippy.drivers import rpc
+
+    if plan.transport == "shared_memory":
+        from pippy.drivers.workers.line import Answering
         from pippy.drivers.workers.shared_memory import SharedMemoryTransport
 
-        return SharedMemoryTransport(index, peers, device=device)
-    if kind == "rpc":
-        from pippy.drivers import rpc
+        end = socket.socket(fileno=plan.lines[index])
+        line = Answering(end, inbox, lambda number, packed: rpc.deliver(CONTROLLER, (index, number), packed))
+        return SharedMemoryTransport(index, peers, device=plan.devices[index], line=line.channel)
+    if plan.transport == "rpc":
         from pippy.drivers.workers.rpc_transport import RpcTransport
 
-        return RpcTransport(index, lambda to, key, value: rpc.deliver(f"worker{to}", key, value), device=device)
+        return RpcTransport(
+            index, lambda to, key, value: rpc.deliver(f"worker{to}", key, value), device=plan.devices[index]
+        )
     return None
 
 

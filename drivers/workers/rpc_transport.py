@@ -34,7 +34,8 @@ class RpcTransport(MailboxTransport):
         self.sent: dict[int, Sent] = {}
         self.mailbox = Mailbox()
         self._poll = select.poll()
-        self._poll.register(self.mailbox.wake, select.POLLIN)
+        self._bell = self.mailbox.bell.fileno()
+        self._poll.register(self._bell, select.POLLIN)
 
     def send(self, to: int, key: Key, value: Any) -> None:
         own = copied(value)
@@ -80,8 +81,8 @@ class RpcTransport(MailboxTransport):
 
     def _wait(self) -> set[int]:
         found = {fd for fd, _ in self._poll.poll()}
-        if self.mailbox.wake in found:
-            self.mailbox.quiet()
+        if self._bell in found:
+            self.mailbox.bell.quiet()
         return found
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from pippy.drivers.workers.mailbox import Mailbox, MailboxTransport
 from pippy.drivers.workers.rpc_transport import copied
 from pippy.drivers.workers.transport import Key, Sent
 
+_LINE = -1  # the number of what is no peer
 _TURN = 64  # packets that one peer may bring in before the others are looked at
 
 
@@ -21,7 +22,8 @@ class SharedMemoryTransport(MailboxTransport):
     The sockets are AF_UNIX and SOCK_SEQPACKET, one pair for each pair of workers, made by their parent. ``limit`` bounds
     the shared memory of each direction (a single value may be larger); what does not fit waits in the sender's own. While
     rings grow, old ones that the receiver has not emptied count beside it, so that twice the limit can be in use.
-    Nothing has a name in the file system, so nothing is left behind, however a process ends.
+    Nothing has a name in the file system, so nothing is left behind, however a process ends. The channel of a ``line`` is
+    served along with those of the peers.
 
     >>> first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     >>> here, there = SharedMemoryTransport(0, {1: first}), SharedMemoryTransport(1, {0: second})
@@ -38,15 +40,19 @@ class SharedMemoryTransport(MailboxTransport):
         peers: Mapping[int, socket.socket],
         limit: int = 1 << 26,
         device: torch.device | str | None = None,
+        line: Channel | None = None,
     ) -> None:
         self.index = index
         self.device = torch.device(device) if device is not None else None
         self.sent = {peer: Sent() for peer in peers}
         self.mailbox = Mailbox()
         self.channels = {peer: Channel(end, self.mailbox, limit, self.device) for peer, end in peers.items()}
+        if line is not None:
+            self.channels[_LINE] = line
         self._peer_of = {channel.fd: peer for peer, channel in self.channels.items()}
         self._epoll = select.epoll()
-        self._epoll.register(self.mailbox.wake, select.EPOLLIN)
+        self._bell = self.mailbox.bell.fileno()
+        self._epoll.register(self._bell, select.EPOLLIN)
         for fd in self._peer_of:
             self._epoll.register(fd, select.EPOLLIN)
         self._watched: set[int] = set()  # the sockets whose room to write is waited for
@@ -116,8 +122,8 @@ class SharedMemoryTransport(MailboxTransport):
                 found = fd
                 continue
             found = found if found == wanted else -2
-            if fd == self.mailbox.wake:
-                self.mailbox.quiet()
+            if fd == self._bell:
+                self.mailbox.bell.quiet()
             elif fd in self._peer_of:
                 channel = self.channels[self._peer_of[fd]]
                 if channel.queue or channel.socket_full:

@@ -5,9 +5,9 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from pippy.drivers import rpc
 from pippy.drivers.cluster import Cluster
 from pippy.drivers.control import Address, Control, Pending
+from pippy.drivers.wire import pack, unpack
 from pippy.drivers.workers.in_process import in_process
 from pippy.drivers.workers.inbox import Inbox
 from pippy.drivers.workers.seat import Seat
@@ -28,14 +28,14 @@ class ThreadControl(Control):
     def post(self, worker, message):
         future = torch.futures.Future()
         self.threads[worker].seat.inbox.put(
-            self.counts[worker], travelled(message), lambda answer: future.set_result(rpc.pack(travelled(answer)))
+            self.counts[worker], travelled(message), lambda answer: future.set_result(pack(travelled(answer)))
         )
         self.counts[worker] += 1
         return Pending(worker, type(message).__name__, future)
 
     def urgent(self, worker, message):
         future = torch.futures.Future()
-        future.set_result(rpc.pack(self.threads[worker].urgent(message)))
+        future.set_result(pack(self.threads[worker].urgent(message)))
         return Pending(worker, type(message).__name__, future)
 
     def ping(self, worker):
@@ -44,8 +44,8 @@ class ThreadControl(Control):
 
 def travelled(message):
     """A message as it arrives in another process: nothing of it is shared."""
-    data, tensors = rpc.pack(message)
-    return rpc.unpack((data, [tensor.clone() for tensor in tensors]))
+    data, tensors = pack(message)
+    return unpack((data, [tensor.clone() for tensor in tensors]))
 
 
 class NoProcesses:

@@ -1,0 +1,30 @@
+"""Ctrl-C in the middle of something that must not be left half done."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block: half a command would leave workers waiting for ever for the other half.
+
+    >>> with uninterrupted():
+    ...     print("from here to there")
+    from here to there
+    """
+    own = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGINT) if own else None
+    if not callable(before):
+        yield
+        return
+    came: list[Any] = []
+    signal.signal(signal.SIGINT, lambda *what: came.append(what))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            before(*came[0])
