@@ -174,11 +174,17 @@ def most_stages(layers: Sequence[int]) -> int:
 def lower_bound(row: Row) -> tuple[int, int | None]:
     """What no cut can go below: the mean of the stages, or one unit alone, which is then given too."""
     loads, units = _different(row.costs), range(row.units)
-    lightest = [min(load.of(unit, unit + 1) for load in loads) for unit in units]
     weights = sum(min(load.weights[unit] for load in loads) for unit in units)
     mean = ceil((weights + min(load.total() - sum(load.weights) for load in loads)) / row.stages)
-    heaviest = max(range(row.units), key=lightest.__getitem__)
-    return (lightest[heaviest], heaviest) if lightest[heaviest] > mean else (mean, None)
+    alone = [min(row.costs[stage].of(unit, unit + 1) for stage in _possible_stages(row, unit)) for unit in units]
+    heaviest = max(units, key=alone.__getitem__)
+    return (alone[heaviest], heaviest) if alone[heaviest] > mean else (mean, None)
+
+
+def _possible_stages(row: Row, unit: int) -> range:
+    """The stages that a unit can be in, if each has a layer."""
+    before, after = sum(row.layers[:unit]), sum(row.layers[unit + 1 :])
+    return range(max(0, row.stages - 1 - after), min(row.stages - 1, before) + 1) or range(row.stages)
 
 
 def _different(loads: Sequence[Load]) -> list[Load]:

@@ -20,6 +20,7 @@ from pippy.ir.pipe import Pipe
 from pippy.ir.trace import trace
 from pippy.ir.trees import tensors
 from tests.balance.test_cuts import trace_silently, unmarked
+from tests.compare import assert_same, fresh_inputs
 from tests.zoo import exhibits
 
 
@@ -169,8 +170,10 @@ def test_a_profile_computes_what_the_model_computes(name):
     torch.manual_seed(0)
     model = exhibits[name]()
     plain, args = copy.deepcopy(model), model.inputs()
+    given = fresh_inputs(args)
     traced = unmarked(model)
     found = profile(traced, inputs_of(traced, *args), timed=False)
+    assert_same(args, given, "inputs")
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
     seen = Recorder(traced, *args).seen
     assert [found.sizes[node] for node in operations(traced)] == seen
