@@ -315,14 +315,10 @@ class _Saved:
 
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:
         memory = _memory(tensor)
-        if memory._cdata not in self.own and not self._is_seen(memory):
-            self.seen[memory._cdata] = StorageWeakRef(memory)  # while it lives, no other memory has the key
+        if memory._cdata not in self.own and memory._cdata not in self.seen:
+            self.seen[memory._cdata] = StorageWeakRef(memory)  # while this lives, no other memory has the key
             self.bytes += memory.nbytes()
         return tensor
-
-    def _is_seen(self, memory: torch.UntypedStorage) -> bool:
-        reference = self.seen.get(memory._cdata)
-        return reference is not None and not reference.expired()
 
 
 def _memory(tensor: torch.Tensor) -> torch.UntypedStorage:

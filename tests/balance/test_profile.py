@@ -299,6 +299,70 @@ def test_on_a_gpu_the_work_is_waited_for_and_its_random_state_comes_back():
     assert pipe.balance.stages[1].cost > pipe.balance.stages[0].cost
 
 
+def test_a_region_without_gradients_has_no_backward():
+    class Frozen(Ticking):
+        def forward(self, x):
+            with torch.no_grad():
+                x = Tick.apply(self.layers[0](x), 1)
+            return Tick.apply(self.layers[1](x), 1)
+
+    found = profile(trace(Frozen(1, 1)), {"x": torch.randn(3, 2)}, clock=lambda: Tick.clock)
+    assert [(cost.forward, cost.backward) for cost in found.costs] == [(0, 0), (3, 0), (0, 0), (3, 5)]
+    assert [cost.activations > 0 for cost in found.costs] == [False, False, True, False]
+
+
+def test_arguments_that_the_model_changes_in_place_stay_as_they_were():
+    class Clamps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.b(self.a(x.clamp_(min=0)))
+
+    x = torch.randn(3, 4)
+    given = x.clone()
+    pipeline(Clamps(), split="time", num_stages=2, example_args=(x,))
+    assert torch.equal(x, given)
+
+
+class Box:
+    """Hides a tensor where no pipeline sees it."""
+
+    def __init__(self, inside):
+        self.inside = inside
+
+
+def boxed(x):
+    return Box(x)
+
+
+def unboxed(box):
+    return box.inside
+
+
+torch.fx.wrap("boxed")
+torch.fx.wrap("unboxed")
+
+
+def test_what_cannot_travel_stays_with_its_users():
+    class Boxing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c, self.d = (nn.Linear(4, 4) for _ in range(4))
+
+        def forward(self, x):
+            x = self.a(x)
+            box = boxed(x)
+            y = self.c(self.b(x))
+            return self.d(y + unboxed(box))
+
+    model, x = Boxing(), torch.randn(3, 4)
+    pipe = pipeline(model, nn.MSELoss(), split="uniform", num_stages=2, example_args=(x, x))
+    assert sorted(stage.layers for stage in pipe.balance.stages) == [1, 3]
+    torch.testing.assert_close(pipe(x, x), nn.functional.mse_loss(model(x), x).detach())
+
+
 def sleeps(x, seconds):
     time.sleep(seconds)
     return x
