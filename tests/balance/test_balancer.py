@@ -146,6 +146,12 @@ def test_uniform(stages, expected):
         assert int(children[0]) % 2 == 0, "an activation goes with the layer before it"
 
 
+def test_uniform_is_even_before_it_is_cheap():
+    narrow_after_3_and_6 = net(9, 9, 9, 1, 9, 9, 1, 9)
+    pipe = pipeline(narrow_after_3_and_6, split="uniform", num_stages=3, example_args=(torch.randn(2, 9),))
+    assert sorted(layers_of(pipe)) == [2, 2, 3]
+
+
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
@@ -178,6 +184,23 @@ def test_type_counts_modules_by_their_class_and_leaves_them_whole():
     for _, stage in pipe.stages():
         names = [str(node.target) for node in stage.graph.nodes if node.op == "call_module" and "block" in node.target]
         assert [name.rpartition(".")[2] for name in names] == ["norm", "up", "down"] * 2
+
+
+def test_of_modules_inside_each_other_the_outermost_is_a_layer():
+    class BlockPair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = Block(4), Block(4)
+
+        def forward(self, x):
+            return self.other(self.one(x))
+
+    pipe = pipeline(nn.Sequential(BlockPair(), Block(4), BlockPair()), split="type:block", num_stages=3)
+    assert [(stage.first, stage.last) for stage in pipe.balance.stages] == [
+        ("0.one.norm", "0.other.down"),
+        ("1.norm", "1.down"),
+        ("2.one.norm", "2.other.down"),
+    ]
 
 
 def test_type_matches_leaves_too():
@@ -228,6 +251,8 @@ def test_names_are_where_stages_begin():
     assert pipe.num_stages == 3
     assert pipe.balance.stages[1].first == "blocks.1.norm"
     assert pipe.balance.stages[2].first == "blocks.3.up"
+    twice = pipeline(Transformer(), split=["blocks.3"]).balance
+    assert [stage.layers for stage in twice.stages] == [1 + 3 * 3, 2 * 3 + 1]  # cut before its first call
     annotated = Transformer()
     annotate_split_points(annotated, {"blocks.1": SplitPoint.BEGINNING})
     assert str(pipeline(annotated)) == str(pipeline(Transformer(), split=["blocks.1"]))
@@ -285,9 +310,23 @@ def test_memory_counts_parameters_gradients_optimizer_and_activations_in_flight(
 
 
 def test_a_replicated_parameter_is_in_the_memory_of_each_stage_that_has_it():
-    stages = pipeline(Transformer(), split="uniform", num_stages=2, param_scale=1).balance.stages
-    total = sum(p.numel() * 4 for p in Transformer().parameters())
-    assert sum(stage.memory for stage in stages) >= total + 80 * 4
+    model = net(4, 4, 4, 4)
+    model[4].weight = model[0].weight
+    stages = pipeline(model, split=[1, 2], param_scale=1).balance.stages
+    assert [stage.memory for stage in stages] == [80, 160]
+    stages = pipeline(model, split=[3], param_scale=1).balance.stages
+    assert [stage.memory for stage in stages] == [176]
+
+
+def test_what_the_loss_saves_is_in_the_memory_of_the_last_stage():
+    x, target = torch.randn(16, 4), torch.randn(16, 2)
+    model = net(4, 8, 2)
+    without, with_loss = (
+        pipeline(model, loss_fn, split=[1, 1], example_args=args).balance.stages
+        for loss_fn, args in ((None, (x,)), (nn.MSELoss(), (x, target)))
+    )
+    assert with_loss[1].memory == without[1].memory + 2 * (16 * 2 * 4)  # what the last layer gives, and the target
+    assert with_loss[0] == without[0]
 
 
 def test_a_memory_limit_moves_the_cuts():

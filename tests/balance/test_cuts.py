@@ -110,6 +110,29 @@ class ChangesAView(Whole):
         return y
 
 
+class ChangesItsInput(Whole):
+    def forward(self, x):
+        y = self.first(x)
+        x.clamp_(min=0)
+        return self.last(torch.relu(y) + x)
+
+
+class ChangesWhatALeafReads(Whole):
+    def middle(self, x):
+        self.norm.running_mean.add_(1)
+        return self.norm(torch.relu(x))
+
+
+def test_what_is_changed_stays_with_those_who_would_not_see_it():
+    together = [(each.first, each.last) for each in kept_together(trace_silently(ChangesItsInput()))]
+    assert together == [(0, 3)]  # first, clamp_, relu, add
+    model = ChangesWhatALeafReads().eval()
+    traced = trace_silently(model)
+    names = [node.name for node in operations(traced)]
+    assert names == ["first", "add_", "relu", "norm", "last"]
+    assert [(each.first, each.last) for each in kept_together(traced)] == [(1, 3)]
+
+
 @pytest.mark.parametrize(
     ("model", "why"),
     [
@@ -155,6 +178,29 @@ def test_a_copy_of_a_parameter_with_a_hook_is_not_made():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU())
     model[2].weight = model[0].weight
     model[0].weight.register_hook(lambda gradient: gradient)
+    assert allowed(trace(model)) == [3]
+
+
+def test_a_parameter_with_a_hook_travels_but_is_not_copied():
+    class ByName(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 4))
+            self.weight.register_hook(lambda gradient: gradient)
+
+        def forward(self, x):
+            return torch.relu(x @ self.weight) @ self.weight
+
+    traced = trace(ByName())
+    assert allowed(traced) == [1, 2]
+    assert allowed(traced, MultiUseParameterConfig.REPLICATE) == []
+
+
+def test_a_tensor_that_wants_a_gradient_and_is_no_parameter_stays_with_its_leaf():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU())
+    shared = torch.ones(4, requires_grad=True)
+    for layer in (model[0], model[2]):
+        layer.register_buffer("shared", shared)
     assert allowed(trace(model)) == [3]
 
 

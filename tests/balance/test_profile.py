@@ -276,6 +276,16 @@ def test_the_loss_counts_where_the_last_stage_does():
     assert [stage.cost for stage in balance.stages] == [8 * 2, 8 * (4 + 10)]
 
 
+def test_without_gradients_only_the_forward_counts():
+    x = torch.randn(3, 2)
+    balancer = Balancer("time", 2, example_args=(x,), clock=lambda: Tick.clock)
+    with torch.no_grad():
+        assert [stage.cost for stage in balancer(trace(Ticking(1, 4))).stages] == [3, 12]
+    assert [stage.cost for stage in balancer(trace(Ticking(1, 4))).stages] == [8, 32]
+    balancer = Balancer("time", 2, example_args=(x,), trains=False, clock=lambda: Tick.clock)
+    assert [stage.cost for stage in balancer(trace(Ticking(1, 4))).stages] == [3, 12]
+
+
 class FillsATensor(Ticking):
     def forward(self, x):
         filled = torch.zeros(3, 2)
