@@ -16,10 +16,12 @@ from pippy.drivers.control import Control
 from pippy.drivers.dispatch import Dispatch
 from pippy.drivers.errors import ClusterError
 from pippy.drivers.local import Processes
+from pippy.drivers.standby import standing_by
 from pippy.drivers.workers.nursery import Plan
 from pippy.ir.errors import PippyWarning
 
 WORKER = "pippy.drivers.workers.worker:Worker"
+PATIENCE = 0.001  # seconds that a worker with a core of its own looks for a value before it sleeps
 TRANSPORTS = ("shared_memory", "rpc", "none")  # none is for workers that pass nothing, as in tests
 _open: "weakref.ref[Cluster] | None" = None
 _in_force: list["Cluster"] = []
@@ -94,13 +96,15 @@ class Cluster:
 
 
 def current_cluster() -> Cluster:
-    """The cluster in force: that of the innermost ``with``, or the only one that is open.
+    """The cluster in force: that of the innermost ``with``, or the only one that is open, or that of `pippy run`.
 
     >>> current_cluster()
     Traceback (most recent call last):
     pippy.drivers.errors.ClusterError: no cluster is open; open one: with local_cluster(2) as cluster: ...
     """
     found = _in_force[-1] if _in_force else _opened()
+    if found is None and (standby := standing_by()) is not None:
+        found = standby.current()
     if found is None:
         raise ClusterError("no cluster is open; open one: with local_cluster(2) as cluster: ...")
     return found
@@ -151,6 +155,7 @@ def local_cluster(
         directory=tempfile.mkdtemp(prefix="pippy-"),
         controller=os.getpid(),
         bound=threading.current_thread() is threading.main_thread(),
+        patience=PATIENCE if n * threads <= len(cores) else 0.0,
     )
     return _started(plan, timeout, start_timeout)
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+_inside = False  # such a block, on the main thread: to change a handler takes longer than most of what is in them
+
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
@@ -15,16 +17,19 @@ def uninterrupted() -> Iterator[None]:
     ...     print("from here to there")
     from here to there
     """
-    own = threading.current_thread() is threading.main_thread()
+    global _inside
+    own = threading.current_thread() is threading.main_thread() and not _inside
     before = signal.getsignal(signal.SIGINT) if own else None
     if not callable(before):
         yield
         return
     came: list[Any] = []
     signal.signal(signal.SIGINT, lambda *what: came.append(what))
+    _inside = True
     try:
         yield
     finally:
+        _inside = False
         signal.signal(signal.SIGINT, before)
         if came:
             before(*came[0])

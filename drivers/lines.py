@@ -24,20 +24,18 @@ Future = torch.futures.Future
 class Lines:
     """``ends`` has a socket for each worker, or is empty: then there are no lines.
 
-        >>> from pippy.drivers.interrupts import uninterrupted
-    from pippy.drivers.wire import pack, unpack
-        >>> here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        >>> worker = Line(there, lambda number, packed: worker.send(number, pack(unpack(packed) + " is answered")))
-        >>> lines, bell = Lines([here]), Bell()
-        >>> future = lines.post(0, 3, pack("a message"))
-        >>> worker.channel.step()
-        True
-        >>> while not future.done():
-        ...     lines.wait(bell, 1.0)
-        >>> unpack(future.value())
-        'a message is answered'
-        >>> lines.close(), bell.close(), worker.channel.close()
-        (None, None, None)
+    >>> from pippy.drivers.wire import pack, unpack
+    >>> here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    >>> worker = Line(there, lambda number, packed: worker.send(number, pack(unpack(packed) + " is answered")))
+    >>> lines, bell = Lines([here]), Bell()
+    >>> future = lines.post(0, 3, pack("a message"))
+    >>> while worker.channel.step(): pass
+    >>> while not future.done():
+    ...     lines.wait(bell, 1.0)
+    >>> unpack(future.value())
+    'a message is answered'
+    >>> lines.close(), bell.close(), worker.channel.close()
+    (None, None, None)
     """
 
     def __init__(self, ends: Sequence[socket.socket] = ()) -> None:

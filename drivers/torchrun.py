@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from fcntl import ioctl
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed import DistStoreError, PrefixStore
@@ -28,6 +28,7 @@ from pippy.drivers import rpc
 from pippy.drivers.cluster import Cluster, local_cluster
 from pippy.drivers.control import Address, Control
 from pippy.drivers.errors import ClusterError
+from pippy.drivers.standby import standing_by
 from pippy.drivers.workers.nursery import CONTROLLER
 from pippy.drivers.workers.resident import Leave, Resident
 
@@ -95,20 +96,17 @@ def cluster(
     there are GPUs.
 
     Without torchrun this is `local_cluster`, with as many workers as ``n``, or else the environment's PIPPY_WORKERS, says.
+    In a script that `pippy run` has started it is the cluster that was asked for there.
 
     >>> with cluster() as workers:  # doctest: +SKIP
     ...     driver = PipelineDriver1F1B(pipe, workers)
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        return local_cluster(
-            _number(n),
-            threads=threads,
-            devices=devices,
-            device=device,
-            names=names,
-            timeout=timeout,
-            start_timeout=start_timeout,
-        )
+        options: dict[str, Any] = {"threads": threads, "devices": devices, "device": device, "names": names}
+        given = {name: value for name, value in options.items() if value is not None}
+        if (standby := standing_by()) is not None:
+            return standby.asked(n, given, timeout=timeout, start_timeout=start_timeout)
+        return local_cluster(_number(n), timeout=timeout, start_timeout=start_timeout, **given)
     place = Place.here(controller_hosts)
     names = _checked(place, n, names)
     clusters.check_seconds(timeout=timeout, start_timeout=start_timeout)
@@ -132,7 +130,8 @@ def _number(n: int | None) -> int:
     if not given.isdecimal():
         raise ClusterError(
             f"cluster() does not know how many workers to start{f': PIPPY_WORKERS is {given!r}' if given else ''}; start the "
-            f"script with torchrun --nproc-per-node 2, set PIPPY_WORKERS=2 in the environment, or write cluster(2)"
+            f"script with pippy run -n 2 or torchrun --nproc-per-node 2, set PIPPY_WORKERS=2 in the environment, or write "
+            f"cluster(2)"
         )
     return int(given)
 

@@ -6,7 +6,6 @@ deepcopy and pickle, and means nothing to anyone but the tracer.
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
 from typing import Any
@@ -49,14 +48,19 @@ def pipe_split() -> None:
         record()
 
 
-@contextmanager
-def recording_splits(record: Callable[[], None]) -> Iterator[None]:
+class recording_splits:
     """Inside, `pipe_split()` calls ``record``. Other threads do not notice."""
-    token = _on_split.set(record)
-    try:
-        yield
-    finally:
-        _on_split.reset(token)
+
+    __slots__ = ("_record", "_token")
+
+    def __init__(self, record: Callable[[], None]) -> None:
+        self._record = record
+
+    def __enter__(self) -> None:
+        self._token = _on_split.set(self._record)
+
+    def __exit__(self, *raised: object) -> None:
+        _on_split.reset(self._token)
 
 
 def annotate_split_points(model: nn.Module, spec: Mapping[str, SplitPoint]) -> None:

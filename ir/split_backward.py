@@ -40,9 +40,9 @@ from pippy.ir.errors import StageError
 from pippy.ir.stage_backward import stage_backward
 from pippy.ir.trees import tensors
 
-# Products below which a weight's gradient is computed at once. To put it off takes some 20 microseconds; at an estimated
-# 50 GFLOP/s a core computes this many in that time.
-_WORTH_IT = 1 << 19
+# Products below which a weight's gradient is computed at once. To put it off takes some 20 to 30 microseconds; this many
+# take a core more than 100, so a whole backward in two halves is not much dearer.
+_WORTH_IT = 1 << 21
 _FLUSH_BYTES = 1 << 20  # gradients handed to autograd at once: one by one is slow for small ones, all is memory
 
 

@@ -33,7 +33,7 @@ class StageRun:
 
 def as_leaf(value: Any) -> Any:
     """A value cut off from the graph that made it. Each consumer takes its own, so that none is counted twice."""
-    return map_leaves(_leaf, value)
+    return _leaf(value) if type(value) is torch.Tensor else map_leaves(_leaf, value)
 
 
 def _leaf(value: Any) -> Any:

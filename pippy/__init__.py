@@ -1,57 +1,42 @@
 """A graph compiler for pipeline parallelism in PyTorch.
 
 Mark where a model is cut, call `pipeline(model, loss_fn)`, print the Pipe, run it.
+
+The public names are those of `pippy.api`. They are imported when the first of them is used, because that imports torch:
+the command line answers `--help`, and works with schedules, without it.
 """
 
-from pippy.drivers.chunk_specs import ChunkSpec, Mean, MicroBatches, Replicate, Sum, TensorChunkSpec
-from pippy.drivers.cluster import Cluster, current_cluster, local_cluster
-from pippy.drivers.driver import (
-    PipelineDriver,
-    PipelineDriver1F1B,
-    PipelineDriverFillDrain,
-    PipelineDriverInterleaved1F1B,
-)
-from pippy.drivers.driver_base import PipelineDriverBase
-from pippy.drivers.torchrun import cluster
-from pippy.ir import errors
-from pippy.ir.errors import PippyError, PippyWarning
-from pippy.ir.loss import LossWrapper, TrivialLossWrapper
-from pippy.ir.marks import PipeSplitWrapper, SplitPoint, annotate_split_points, clear_split_points, pipe_split
-from pippy.ir.params import MultiUseParameterConfig
-from pippy.ir.pipe import Pipe
-from pippy.ir.trace import PipeTracer
-from pippy.ir.verify import verify
-from pippy.pipeline import pipeline
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "ChunkSpec",
-    "Cluster",
-    "LossWrapper",
-    "Mean",
-    "MicroBatches",
-    "MultiUseParameterConfig",
-    "Pipe",
-    "PipeSplitWrapper",
-    "PipeTracer",
-    "PipelineDriver",
-    "PipelineDriver1F1B",
-    "PipelineDriverBase",
-    "PipelineDriverFillDrain",
-    "PipelineDriverInterleaved1F1B",
-    "PippyError",
-    "PippyWarning",
-    "Replicate",
-    "SplitPoint",
-    "Sum",
-    "TensorChunkSpec",
-    "TrivialLossWrapper",
-    "annotate_split_points",
-    "clear_split_points",
-    "cluster",
-    "current_cluster",
-    "errors",
-    "local_cluster",
-    "pipe_split",
-    "pipeline",
-    "verify",
-]
+if TYPE_CHECKING:
+    from pippy.api import *  # noqa: F403 - it has an __all__
+    from pippy.api import __all__ as __all__
+
+
+class _Package(ModuleType):
+    """A package whose files do not hide the public names that they are called by, as pippy/pipeline.py does."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """The import system sets every module that it has imported; of these, only folders are kept."""
+        if not isinstance(value, ModuleType) or hasattr(value, "__path__"):
+            super().__setattr__(name, value)
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, or else a file of this folder that was imported."""
+    if name.startswith("_") and name != "__all__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module("pippy.api"), name, None) or sys.modules.get(f"{__name__}.{name}")
+    if found is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__getattr__("__all__")]
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,4 +1,4 @@
-"""Runs the ```python blocks of a Markdown page, as one script, and compares what they print with the page.
+"""Runs the ```python and ```console blocks of a Markdown page, and compares what they print with the page.
 
 The blocks of a page share a namespace. A ```text block directly after a ```python block is what it must print: exactly, but
 for spaces at the ends of lines, and with `...` for any text, as in doctest. A word or two may follow ```python:
@@ -7,6 +7,13 @@ for spaces at the ends of lines, and with `...` for any text, as in doctest. A w
     warns=Name    the block must warn so; ``Name: message`` belongs to what it prints
     file=net.py   how error messages call the block; else they say page_1.py, page_2.py, …
 
+A block with ``save=net.py``, of ```python or ```text, does not run: it is a file for commands.
+
+A ```console block holds commands, `$ pippy …`, and below each what it prints, errors too. They run one after the other in a
+folder that the page has for its files. After ```console may follow
+
+    exit=1        the last command must end with this status; all others must end with 0
+
 `python -m tests.pages README.md docs/*.md` writes what the blocks print into the pages. Read the difference that it makes.
 """
 
@@ -14,17 +21,23 @@ import contextlib
 import io
 import linecache
 import re
+import shlex
 import sys
+import tempfile
 import types
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from click.testing import CliRunner
+
 from pippy import PippyWarning
+from pippy.cli import main as command_line
 
 _BLOCK = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<body>.*?)^```[ ]*$", re.MULTILINE | re.DOTALL)
-_OPTIONS = ("raises", "warns", "file")
+_OPTIONS = {"python": ("raises", "warns", "file", "save"), "text": ("save",), "console": ("exit",)}
+_COMMAND = re.compile(r"^\$ (.*)$", re.MULTILINE)
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -34,10 +47,14 @@ class PageError(AssertionError):
 
 @dataclass(frozen=True)
 class Block:
-    """A ```python block. ``expected`` is the text block after it, which stands at ``span`` in the page."""
+    """A block that runs. ``expected`` is what it must print, which stands at ``span`` in the page.
+
+    For Python that is the text block after it; a console block is what it must print itself, its commands included.
+    """
 
     page: str
     line: int
+    language: str
     code: str
     options: dict[str, str]
     expected: str | None = None
@@ -49,23 +66,28 @@ class Block:
 
 
 def blocks_of(page: str, text: str) -> Iterator[Block]:
-    """The Python blocks of a page, in order."""
+    """The blocks of a page that run, in order."""
     found, count = list(_BLOCK.finditer(text)), 0
     expects = [_is_output(text, one, other) for one, other in zip([None, *found], found)]
     for index, match in enumerate(found):
         language, *words = match["info"].split() or [""]
         line = text.count("\n", 0, match.start()) + 1
-        if language == "text" and not expects[index]:
+        if language == "text" and not expects[index] and not words:
             raise PageError(f"{page}:{line}: a text block directly after no python block is compared with nothing")
-        if language != "python":
+        if language not in _OPTIONS or expects[index]:
             continue
         options = dict(word.partition("=")[::2] for word in words)
-        if not set(options) <= set(_OPTIONS):
-            raise PageError(f"{page}:{line}: {' '.join(words)!r}; a block may say {', '.join(_OPTIONS)}")
+        if not set(options) <= set(_OPTIONS[language]):
+            raise PageError(f"{page}:{line}: {' '.join(words)!r}; a block may say {', '.join(_OPTIONS[language])}")
+        if language == "console":
+            yield Block(page, line, language, match["body"], options, match["body"], match.span("body"))
+            continue
         count += 1
         options.setdefault("file", f"{Path(page).stem}_{count}.py")
         output = found[index + 1] if index + 1 < len(found) and expects[index + 1] else None
-        yield Block(page, line, match["body"], options, output and output["body"], output and output.span("body"))
+        yield Block(
+            page, line, language, match["body"], options, output and output["body"], output and output.span("body")
+        )
 
 
 def _is_output(text: str, before: re.Match[str] | None, match: re.Match[str]) -> bool:
@@ -85,15 +107,55 @@ def check_page(page: str, text: str) -> int:
 
 
 def run(blocks: list[Block]) -> Iterator[str]:
-    """What each block prints. Together they are a script."""
+    """What each block prints. Together the Python blocks are a script, and the commands of the others share a folder."""
     script, main = types.ModuleType("__main__"), sys.modules["__main__"]
-    for block in blocks:
-        sys.modules["__main__"] = script  # where pickle looks for the classes of a block
-        try:
-            output = _run(block, script.__dict__)
-        finally:
-            sys.modules["__main__"] = main
-        yield output
+    with tempfile.TemporaryDirectory() as folder:
+        for block in blocks:
+            if "save" in block.options:
+                (Path(folder) / block.options["save"]).write_text(block.code)
+                yield ""
+                continue
+            if block.language == "console":
+                yield _run_commands(block, folder)
+                continue
+            sys.modules["__main__"] = script  # where pickle looks for the classes of a block
+            try:
+                output = _run(block, script.__dict__)
+            finally:
+                sys.modules["__main__"] = main
+            yield output
+
+
+def _run_commands(block: Block, folder: str) -> str:
+    """The commands of a console block, each with what it prints."""
+    commands = _COMMAND.findall(block.code)
+    if not block.code.startswith("$ ") or not all(command.split()[0] == "pippy" for command in commands):
+        raise PageError(f"{block.where}: a console block holds commands: $ pippy ...")
+    printed = []
+    for number, command in enumerate(commands, start=1):
+        with contextlib.chdir(folder), _path_restored():
+            done = CliRunner().invoke(command_line, shlex.split(command)[1:], prog_name="pippy")
+        if done.exception is not None and not isinstance(done.exception, SystemExit):
+            raise PageError(f"{block.where} raises {done.exception!r} at: {command}") from done.exception
+        wanted = int(block.options.get("exit", 0)) if number == len(commands) else 0
+        if done.exit_code != wanted:
+            raise PageError(f"{block.where} ends with {done.exit_code} at: {command}\n{done.output}")
+        printed.append(f"$ {command}\n{_stripped(done.output)}".rstrip() + "\n")
+    return "".join(printed)
+
+
+@contextlib.contextmanager
+def _path_restored() -> Iterator[None]:
+    """A command imports modules of the page's folder; the next page has others of the same names."""
+    path, modules = list(sys.path), set(sys.modules)
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        here = str(Path.cwd())
+        for name in set(sys.modules) - modules:
+            if str(getattr(sys.modules[name], "__file__", None)).startswith(here):
+                del sys.modules[name]
 
 
 def _run(block: Block, namespace: dict[str, object]) -> str:

@@ -57,7 +57,17 @@ def test_blocks_share_a_namespace_and_their_output_is_compared():
         (page("python raises=KeyError\n{}['a']", "text\nKeyError: 'b'"), "prints\nKeyError: 'a'"),
         (page("python\nimport pippy, warnings\nwarnings.warn('w', pippy.PippyWarning)"), "warns PippyWarning: w"),
         (page("python warns=PippyWarning\npass"), "warns nothing; the page says PippyWarning"),
-        (page("python raise=ValueError\n1 / 0"), "a block may say raises, warns, file"),
+        (page("python raise=ValueError\n1 / 0"), "a block may say raises, warns, file, save"),
+        (
+            page("console\n$ pippy schedule 1f1b -p 1 -m 1\nnothing"),
+            r"page\.md:3 prints\n\$ pippy schedule [^\n]*\n1f1b: 1 worker",
+        ),
+        (page("console\n$ pippy schedule 2f2b -p 1 -m 1\n..."), "ends with 2 at: pippy schedule 2f2b"),
+        (page("console exit=1\n$ pippy schedule 1f1b -p 1 -m 1\n..."), "ends with 0 at: pippy schedule 1f1b"),
+        (page("text file=a.txt\na"), "a block may say save"),
+        (page("console\n$ rm -r /"), r"a console block holds commands: \$ pippy"),
+        (page("console\npippy doctor"), "a console block holds commands"),
+        (page("console file=a.py\n$ pippy doctor"), "a block may say exit"),
         (page("text\nlost"), "compared with nothing"),
         (page("python\nprint(1)") + "\nA sentence.\n" + page("text\n2"), "compared with nothing"),
         (page("python\na = 1") + page("python\nb"), "NameError"),
@@ -94,6 +104,24 @@ def test_the_examples_of_the_checker():
     assert doctest.testmod(pages).failed == 0
 
 
+def test_commands_share_a_folder_with_the_files_of_their_page():
+    blocks = (
+        "python save=wide.py\nfrom torch import nn\n\nmodel = nn.Sequential(nn.Linear(7, 7))",
+        "console\n$ pippy show wide.py:model --sequential --format table\n...56...",
+        "console\n$ pippy schedule 1f1b -p 1 -m 1 --program a.txt\n...\n$ pippy validate a.txt\na.txt: OK: ...",
+    )
+    assert check_page("page.md", page(*blocks)) == 3
+    with pytest.raises(PageError, match=r"there is no file 'wide\.py'"):
+        check_page("page.md", page(blocks[1]))
+
+
+def test_what_commands_print_can_be_written_into_the_page():
+    text = page("console\n$ pippy schedule 1f1b -p 1 -m 1 --program a.txt\n...\n$ pippy validate a.txt\nwrong")
+    ends = written("page.md", text).splitlines()[-2:]
+    assert ends == ["a.txt: OK: 1f1b: 1 worker, 1 stage, 1 micro-batch, 2 instructions, communication implied", "```"]
+    assert check_page("page.md", written("page.md", text)) == 1
+
+
 def test_links_that_lead_nowhere_are_found(tmp_path):
     (tmp_path / "other.md").write_text("# The other page\n\n```text\n# no heading\n```\n")
     path = tmp_path / "page.md"
@@ -119,7 +147,7 @@ def test_every_error_has_its_block():
 def test_every_file_has_a_row():
     rows = links((ROOT / "docs/changing.md").read_text())
     # the schedules have a page of their own
-    folders = [ROOT / "drivers", ROOT / "drivers" / "workers", ROOT / "pippy", ROOT / "pippy" / "balance"]
+    folders = [ROOT / each for each in ("drivers", "drivers/workers", "pippy", "pippy/balance", "pippy/cli")]
     files = [*sorted((ROOT / "ir").rglob("*.py")), *(file for each in folders for file in sorted(each.glob("*.py")))]
     expected = [f"../{name_of(path)}" for path in files if path.name != "__init__.py"]
     assert [link for link in expected if link not in rows] == []

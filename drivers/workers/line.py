@@ -20,9 +20,8 @@ class Line:
     >>> ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     >>> here, there = (Line(end, lambda number, packed: print(number, unpack(packed))) for end in ends)
     >>> here.send(7, pack("a message"))
-    >>> there.channel.step()
+    >>> while there.channel.step(): pass
     7 a message
-    True
     >>> here.channel.close(), there.channel.close()
     (None, None)
     """
@@ -49,13 +48,11 @@ class Answering(Line):
     >>> here, inbox = Line(ends[0], lambda number, packed: print(number, wire.unpack(packed))), Inbox()
     >>> there = Answering(ends[1], inbox, large=print)
     >>> here.send(0, wire.pack("a message"))
-    >>> there.channel.step()
-    True
+    >>> while there.channel.step(): pass
     >>> delivery = inbox.get()
     >>> delivery.reply(f"{delivery.message} is answered")
-    >>> here.channel.step()
+    >>> while here.channel.step(): pass
     0 a message is answered
-    True
     >>> here.channel.close(), there.channel.close(), inbox.close()
     (None, None, None)
     """

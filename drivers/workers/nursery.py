@@ -43,8 +43,8 @@ class Plan:
 
     ``worker`` is the dotted name of the class that the workers run, ``transport`` how they pass tensors ("shared_memory",
     "rpc" or "none"), ``directory`` a private one where all meet, ``cores`` the core of each if they are pinned, ``bound``
-    whether the nursery may die with the controller's thread, which is the main one, and ``lines`` the file descriptor of
-    each worker's line to the controller, if there are any.
+    whether the nursery may die with the controller's thread, which is the main one, ``lines`` the file descriptor of
+    each worker's line to the controller, if there are any, and ``patience`` how long a worker that waits stays awake.
 
     >>> Plan("package.module:Class", ("a", "b"), ("cpu", "cpu"), 1, None, "none", "shm", "", 4711, False).rpc_name(0)
     'worker0'
@@ -61,6 +61,7 @@ class Plan:
     controller: int
     bound: bool
     lines: tuple[int, ...] = ()
+    patience: float = 0.0
 
     def rpc_name(self, index: int) -> str:
         """The name that a worker has for RPC."""
@@ -272,7 +273,9 @@ def make_transport(plan: Plan, index: int, peers: dict[int, socket.socket], inbo
 
         end = socket.socket(fileno=plan.lines[index])
         line = Answering(end, inbox, lambda number, packed: rpc.deliver(CONTROLLER, (index, number), packed))
-        return SharedMemoryTransport(index, peers, device=plan.devices[index], line=line.channel)
+        return SharedMemoryTransport(
+            index, peers, device=plan.devices[index], line=line.channel, patience=plan.patience
+        )
     if plan.transport == "rpc":
         from pippy.drivers.workers.rpc_transport import RpcTransport
 

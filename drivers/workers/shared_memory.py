@@ -1,7 +1,9 @@
 """Values between the processes of one host, through memory that both ends see. See channel.py for how."""
 
+import os
 import select
 import socket
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +25,8 @@ class SharedMemoryTransport(MailboxTransport):
     the shared memory of each direction (a single value may be larger); what does not fit waits in the sender's own. While
     rings grow, old ones that the receiver has not emptied count beside it, so that twice the limit can be in use.
     Nothing has a name in the file system, so nothing is left behind, however a process ends. The channel of a ``line`` is
-    served along with those of the peers.
+    served along with those of the peers. A receive looks for its value for ``patience`` seconds before it sleeps: to wake
+    takes longer than a small value's journey, for the sender too.
 
     >>> first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     >>> here, there = SharedMemoryTransport(0, {1: first}), SharedMemoryTransport(1, {0: second})
@@ -41,8 +44,9 @@ class SharedMemoryTransport(MailboxTransport):
         limit: int = 1 << 26,
         device: torch.device | str | None = None,
         line: Channel | None = None,
+        patience: float = 0.0,
     ) -> None:
-        self.index = index
+        self.index, self.patience = index, patience
         self.device = torch.device(device) if device is not None else None
         self.sent = {peer: Sent() for peer in peers}
         self.mailbox = Mailbox()
@@ -55,7 +59,7 @@ class SharedMemoryTransport(MailboxTransport):
         self._epoll.register(self._bell, select.EPOLLIN)
         for fd in self._peer_of:
             self._epoll.register(fd, select.EPOLLIN)
-        self._watched: set[int] = set()  # the sockets whose room to write is waited for
+        self._waited_for: set[int] = set()  # the sockets whose room to write is waited for
 
     def send(self, to: int, key: Key, value: Any) -> None:
         if to == self.index:
@@ -73,6 +77,8 @@ class SharedMemoryTransport(MailboxTransport):
             if channel is not None and channel.fd in self._peer_of and self._step(channel):
                 continue
             box.check_source(key, source)
+            if self.patience and channel is not None and self._watched(channel):
+                continue
             box.waits = key
             try:
                 box.check(key)
@@ -143,13 +149,22 @@ class SharedMemoryTransport(MailboxTransport):
         except ConnectionError:
             peer = self._peer_of.pop(channel.fd)
             self._epoll.unregister(channel.fd)
-            self._watched.discard(channel.fd)
+            self._waited_for.discard(channel.fd)
             channel.close()
             self.mailbox.lose(peer)
             return False
 
+    def _watched(self, channel: Channel) -> bool:
+        """Whether a packet came from this peer while this thread kept looking."""
+        end = time.monotonic() + self.patience
+        while channel.fd in self._peer_of and time.monotonic() < end:
+            if self._step(channel):
+                return True
+            os.sched_yield()  # to whoever else has work for this core
+        return False
+
     def _watch_full_sockets(self) -> None:
         full = {fd for fd, peer in self._peer_of.items() if self.channels[peer].socket_full}
-        for fd in full ^ self._watched:
+        for fd in full ^ self._waited_for:
             self._epoll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if fd in full else 0))
-        self._watched = full
+        self._waited_for = full

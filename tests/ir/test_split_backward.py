@@ -453,8 +453,8 @@ def test_everything_is_freed_with_a_run_that_is_abandoned() -> None:
 
 
 def test_small_layers_are_not_worth_it() -> None:
-    stage, x = Call(block, a=lin(sizes=(4, 256)), b=lin(sizes=(256, 4))), torch.randn(512, 4, requires_grad=True)
-    for rows, waiting in (511, 0), (512, 2):
+    stage, x = Call(block, a=lin(sizes=(4, 256)), b=lin(sizes=(256, 4))), torch.randn(2048, 4, requires_grad=True)
+    for rows, waiting in (2047, 0), (2048, 2):
         with WeightDeferral(stage).recording([x]) as deferred:
             output = stage(x[:rows].detach().requires_grad_())
         backward_input(output, torch.ones_like(output), [x], deferred)

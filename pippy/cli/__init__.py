@@ -1,0 +1,31 @@
+"""The command line. A file is a command, or what several share; torch is imported by those that need it, when they do."""
+
+import click
+
+from pippy.cli.compare import compare
+from pippy.cli.doctor import doctor
+from pippy.cli.problems import Commands
+from pippy.cli.run import run
+from pippy.cli.schedule import schedule
+from pippy.cli.show import show
+from pippy.cli.validate import validate
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(None, "--version", package_name="pippy-compiler", prog_name="pippy")
+def main() -> None:
+    """Look at pipelines and run them: the parts of a model, the order of the work, scripts on workers.
+
+    \b
+      pippy show model.py:Net             where a model is cut, who sends what to whom
+      pippy schedule 1F1B -p 4 -m 8       when each worker does what
+      pippy run train.py -n 4             a script with four workers on this host
+      pippy doctor                        what works here, and what does not
+
+    The exit status is 0 if all is well, 1 if something is wrong with what was given, and 2 if the command was not
+    understood. `pippy COMMAND --help` has examples of each command.
+    """
+
+
+for _command in (show, schedule, compare, validate, run, doctor):
+    main.add_command(_command)

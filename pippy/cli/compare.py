@@ -1,0 +1,103 @@
+"""`pippy compare`: every schedule for the same workers, micro-batches and costs, the fastest first."""
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pippy.cli.costs import costs_of, share, with_costs, with_sizes
+from pippy.cli.table import table
+
+if TYPE_CHECKING:
+    from pippy.drivers.schedules import Costs, Program
+    from pippy.drivers.schedules.registry import Entry
+
+SEARCHED = 1000  # computations, beyond which the list scheduler takes many seconds
+
+
+@click.command(no_args_is_help=True, short_help="Compare all schedules.")
+@with_sizes
+@with_costs
+def compare(workers: int, chunks: int, stages_per_worker: int | None, **costs: Any) -> None:
+    """Compare all schedules for the same model: how long they take, how much of that is idle, what they hold.
+
+    \b
+    makespan   from the first forward to the end of the last backward
+    bubble     the share of it that workers are idle for
+    peak       the most micro-batches that a worker holds, in units of all of its stages
+    sends      values that pass from worker to worker
+    steps      the most computations of a worker
+
+    A single cost is for all stages of a worker together, so schedules with different numbers of stages run the same
+    model. Without -v, each schedule has the fewest stages with which it is worth anything: two a worker for those that
+    interleave.
+
+    \b
+    Examples:
+      pippy compare -p 4 -m 16
+      pippy compare -p 4 -m 16 --forward 1 --input 1.2 --weight 0.8 --comm 0.1
+      pippy compare -p 2 -m 8 --forward 1,2,2,1
+    """
+    from pippy.drivers.schedules.errors import ScheduleError
+    from pippy.drivers.schedules.registry import REGISTRY
+
+    priced = costs_of(**costs)
+    rows, left_out = [], []
+    for name, entry in REGISTRY.items():
+        try:
+            rows.append(row(made(name, entry, workers, chunks, stages_per_worker, priced), priced))
+        except ScheduleError as error:
+            left_out.append(f"{name}: {error}")
+    if rows:
+        heads = ["schedule", "stages", "makespan", "bubble", "peak", "sends", "steps"]
+        rows.sort(key=lambda each: each[0])
+        click.echo(table(heads, [cells for _, cells in rows]))
+    if left_out:
+        click.echo(("\n" if rows else "") + "\n".join(["left out:", *(f"  {line}" for line in left_out)]))
+    if not rows:
+        raise click.ClickException("no schedule fits; the lines above say why")
+
+
+def made(
+    name: str, entry: "Entry", workers: int, chunks: int, stages_per_worker: int | None, costs: "Costs"
+) -> "Program":
+    """The program of a schedule; an error says why there is none to compare."""
+    from pippy.drivers.schedules import make_schedule
+    from pippy.drivers.schedules.errors import ArgumentError
+
+    if not entry.training:
+        raise ArgumentError("it does not train")
+    each = stages_per_worker or _stages(entry, workers, costs)
+    if name != "list":
+        return make_schedule(name, workers=workers, chunks=chunks, stages_per_worker=each)
+    if 3 * workers * chunks * each > SEARCHED:
+        raise ArgumentError(f"a search over so many computations takes long; ask for it: pippy schedule {name} …")
+    return make_schedule(name, workers=workers, chunks=chunks, stages_per_worker=each, costs=costs)
+
+
+def _stages(entry: "Entry", workers: int, costs: "Costs") -> int:
+    """As many as there are costs for, or else as few as make sense."""
+    for given in (costs.forward, costs.backward_input, costs.backward_weight, costs.backward):
+        if isinstance(given, list):
+            return max(1, len(given) // workers)
+    return 2 if entry.placement == "looped" else entry.stages_per_worker
+
+
+def row(program: "Program", costs: "Costs") -> tuple[tuple[float, float], list[str]]:
+    """What to sort by, and the cells."""
+    from pippy.drivers.schedules import add_communication, simulate_with
+    from pippy.drivers.schedules.instructions import Send
+
+    lowered = add_communication(program)
+    result = simulate_with(lowered, costs)
+    sends = sum(isinstance(each, Send) for order in lowered.orders for each in order)
+    peak = max(live / len(program.placement.stages_of(worker)) for worker, live in enumerate(program.peak_live))
+    makespan = float(result.makespan)
+    return (makespan, peak), [
+        program.schedule,
+        str(program.stages),
+        f"{makespan:g}",
+        share(sum(result.idle), result.makespan * program.workers),
+        f"{peak:g}",
+        str(sends),
+        str(max(map(len, program.computations))),
+    ]

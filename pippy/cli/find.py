@@ -1,0 +1,145 @@
+"""Finds what a user names on the command line: `module:Name` or `path/to/file.py:Name`."""
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import click
+
+from pippy.cli.problems import did_you_mean, put_first, raised
+
+
+def find(target: str) -> Any:
+    """The object that is named; modules are looked for in the folder that the user is in, too.
+
+    >>> find("math:pi")
+    3.141592653589793
+    >>> find("math:factorail")
+    Traceback (most recent call last):
+    click.exceptions.ClickException: math has no 'factorail'; did you mean 'factorial'?
+    """
+    where, colon, name = target.rpartition(":")
+    if not colon:
+        where, name = name, ""
+    if not where:
+        raise click.ClickException(
+            f"{target!r} names nothing; say where it is and what it is called, as in model.py:Net"
+        )
+    module = _module_of_file(where) if where.endswith(".py") else _module(where)
+    if not name:
+        raise click.ClickException(f"{target!r} names a module; say what in it is meant{_choices(where, module)}")
+    return _inside(where, module, name)
+
+
+def _inside(where: str, module: ModuleType, name: str) -> Any:
+    found: Any = module
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            known = [each for each in vars(found) if not each.startswith("_")] if hasattr(found, "__dict__") else []
+            hint = (
+                did_you_mean(part, known)
+                if get_close_matches(part, known)
+                else did_you_mean(part, _own(found) or known)
+            )
+            raise click.ClickException(f"{where} has no {name!r}; {hint}") from None
+    return found
+
+
+def _own(holder: Any) -> list[str]:
+    """What is defined in a module, and not imported there."""
+    return [name for name, each in vars(holder).items() if getattr(each, "__module__", "") == holder.__name__]
+
+
+def _choices(where: str, module: ModuleType) -> str:
+    own = _own(module)
+    return f", as in {where}:{own[0]}; {did_you_mean('', own)}" if own else f", as in {where}:Net"
+
+
+def _module(name: str) -> ModuleType:
+    put_first(str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise raised(name, error) from error
+        known = [each.name for each in pkgutil.iter_modules([str(Path.cwd())])]
+        raise click.ClickException(
+            f"there is no module {error.name!r}, neither in this folder nor where Python looks; {did_you_mean(name, known)}"
+        ) from None
+    except (Exception, SystemExit) as error:
+        raise raised(name, error) from error
+
+
+def _module_of_file(path: str) -> ModuleType:
+    file = Path(path).resolve()
+    if not file.is_file():
+        known = [each.name for each in file.parent.glob("*.py")]
+        raise click.ClickException(f"there is no file {path!r}; {did_you_mean(file.name, known)}")
+    put_first(str(file.parent))
+    taken = file.stem in sys.modules or file.stem in sys.stdlib_module_names
+    spec = importlib.util.spec_from_file_location(f"_file_{file.stem}" if taken else file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[spec.name]
+        raise raised(path, error) from error
+    return module
+
+
+def call(what: str, function: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """What a function or class of the user gives for these arguments.
+
+    >>> call("m.py:double", lambda x: 2 * x, {"x": 4})
+    8
+    >>> call("m.py:double", lambda x: 2 * x, {})
+    Traceback (most recent call last):
+    click.exceptions.ClickException: m.py:double needs x; give --arg x=VALUE
+    """
+    _check_arguments(what, function, given)
+    try:
+        return function(**given)
+    except (Exception, SystemExit) as error:
+        raise raised(f"{what}({', '.join(f'{name}={value!r}' for name, value in given.items())})", error) from error
+
+
+def _check_arguments(what: str, function: Callable[..., Any], given: Iterable[str]) -> None:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (ValueError, TypeError):  # of a C extension
+        return
+    named = {
+        name: each for name, each in parameters.items() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    }
+    if len(named) == len(parameters) or not any(each.kind == each.VAR_KEYWORD for each in parameters.values()):
+        for name in given:
+            if name not in named:
+                takes = did_you_mean(name, list(named)) if named else "it takes no arguments"
+                raise click.ClickException(f"{what} has no argument {name!r}; {takes}")
+    missing = [name for name, each in named.items() if each.default is each.empty and name not in given]
+    if missing:
+        remedy = " ".join(f"--arg {name}=VALUE" for name in missing)
+        raise click.ClickException(f"{what} needs {', '.join(missing)}; give {remedy}")
+
+
+def value_of(text: str) -> Any:
+    """A value as Python writes it; anything else is a string.
+
+    >>> value_of("4"), value_of("[1, 2]"), value_of("relu")
+    (4, [1, 2], 'relu')
+    """
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

@@ -1,0 +1,131 @@
+"""What the command line says when something is wrong: one message for a user's mistake, a traceback of the user's own lines
+where the user's code raised, and all of the traceback for an error in pippy itself.
+"""
+
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import click
+
+LIBRARY = Path(__file__).parents[1]
+_RUNNERS = [("importlib", "__init__.py"), (f"python{sys.version_info.major}.{sys.version_info.minor}", "runpy.py")]
+INTERRUPTED = 130  # what a shell says of a program that Ctrl-C has ended
+
+
+class Commands(click.Group):
+    """A group of commands whose errors are said and not shown as tracebacks, if they are errors of what was given."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        from pippy.drivers.schedules.errors import ScheduleError
+        from pippy.ir.errors import PippyError
+
+        try:
+            return super().invoke(ctx)
+        except (PippyError, ScheduleError) as error:
+            raise click.ClickException(str(error)) from error
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise click.ClickException("torch is not installed here; `pippy doctor` says what is needed") from error
+        except KeyboardInterrupt:
+            click.echo("Interrupted", err=True)
+            ctx.exit(INTERRUPTED)
+
+
+@contextmanager
+def said_warnings() -> Iterator[None]:
+    """Say the warnings of pippy, without the line of pippy's code that they come from."""
+    from pippy.ir.errors import PippyWarning
+
+    shown = warnings.showwarning
+
+    def say(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if issubclass(category, PippyWarning):
+            click.echo(f"Warning: {message}", err=True)
+        else:
+            shown(message, category, *where, **more)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", PippyWarning)
+        warnings.showwarning = say
+        yield
+
+
+def did_you_mean(name: str, known: list[str]) -> str:
+    """A hint at names like this one; or all names, if there are few.
+
+    >>> did_you_mean("Modle", ["Model", "Net"])
+    "did you mean 'Model'?"
+    >>> did_you_mean("xyz", ["Model", "Net"])
+    'there are Model, Net'
+    """
+    near = get_close_matches(name, known, n=3, cutoff=0.5)
+    if near:
+        return f"did you mean {' or '.join(map(repr, near))}?"
+    return f"there are {', '.join(known[:12])}{', …' if len(known) > 12 else ''}" if known else "there is none"
+
+
+def own_trace(trace: TracebackType | None, *, whole: bool = False) -> TracebackType | None:
+    """A traceback without what runs the user's code; unless ``whole``, without the frames of pippy at its end, too.
+
+    What runs it is everything before the first frame that is neither of this folder nor of the import system; if there is no
+    such frame, nothing is left.
+    """
+    kept = trace
+    while kept is not None and _is_ours(kept):
+        kept = kept.tb_next
+    return kept if whole or kept is None else _without_end(kept)
+
+
+def _without_end(trace: TracebackType) -> TracebackType:
+    """The same, up to the last frame that is not of pippy."""
+    links = [trace]
+    while (following := links[-1].tb_next) is not None:
+        links.append(following)
+    while len(links) > 1 and Path(links[-1].tb_frame.f_code.co_filename).is_relative_to(LIBRARY):
+        links.pop()
+    made: TracebackType | None = None
+    for link in reversed(links):
+        made = TracebackType(made, link.tb_frame, link.tb_lasti, link.tb_lineno)
+    assert made is not None
+    return made
+
+
+def _is_ours(trace: TracebackType) -> bool:
+    file = Path(trace.tb_frame.f_code.co_filename)
+    return file.is_relative_to(LIBRARY / "cli") or str(file).startswith("<frozen ") or file.parts[-2:] in _RUNNERS
+
+
+def raised(what: str, error: BaseException) -> click.ClickException:
+    """What to say where the user's code raised: what it was to do, and the user's lines.
+
+    >>> raised("model.py", ValueError("3 layers")).message
+    'model.py raised ValueError: 3 layers'
+    """
+    *place, cause = traceback.format_exception_only(error)  # only a SyntaxError has a place of its own
+    trace = own_trace(error.__traceback__)
+    place = place or traceback.format_tb(trace)
+    return click.ClickException("\n".join([f"{what} raised {cause.strip()}", *"".join(place).rstrip().splitlines()]))
+
+
+def write(path: str, text: str) -> None:
+    """Write a file that the user named."""
+    try:
+        Path(path).write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise click.ClickException(f"{path!r} cannot be written: {error.strerror}") from error
+    click.echo(f"written: {path}", err=True)
+
+
+def put_first(folder: str) -> None:
+    """Let Python look for modules in a folder before all others, as it does in that of a script."""
+    if not sys.flags.safe_path:
+        sys.path.insert(0, folder)

@@ -1,0 +1,142 @@
+"""`pippy run`: a script as Python would run it, with workers that stand by for it."""
+
+import importlib.util
+import os
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pippy.cli.problems import INTERRUPTED, did_you_mean, own_trace, put_first
+
+_UNDER_TORCHRUN = (
+    "this process was started by torchrun (RANK and WORLD_SIZE are set), which starts the workers itself; give torchrun the "
+    "script: torchrun --nproc-per-node 2 {script}. If it was not, unset RANK and WORLD_SIZE"
+)
+
+
+class RunCommand(click.Command):
+    """Says where options of the script belong."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As always."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            raise click.UsageError(
+                f"pippy run has no option {error.option_name!r}; an option of the script goes behind --, as in: "
+                f"pippy run train.py -n 2 -- {error.option_name}",
+                ctx,
+            ) from None
+
+
+@click.command(cls=RunCommand, no_args_is_help=True, short_help="Run a script with workers on this host.")
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.option(
+    "-n",
+    "--workers",
+    type=click.IntRange(1),
+    envvar="PIPPY_WORKERS",
+    required=True,
+    show_envvar=True,
+    help="How many workers.",
+)
+@click.option("--threads", type=click.IntRange(1), help="How many threads each computes with.  [the cores, divided]")
+@click.option("--pin", is_flag=True, help="Give each worker one core to itself.")
+@click.option("--device", help="The device of all workers.  [cpu]")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module, as for python -m.")
+def run(
+    script: str, args: tuple[str, ...], workers: int, threads: int | None, pin: bool, device: str | None, module: bool
+) -> None:
+    """Run SCRIPT with a cluster of workers on this host.
+
+    The cluster is what cluster() gives in the script, and the one that drivers take if they are told of none. It starts
+    when it is first asked for, and it ends with the script. ARGS are the script's; its options are written behind --.
+
+    The exit status is the script's: 1 if it raises, what it gives to sys.exit, 130 if Ctrl-C ends it.
+
+    \b
+    Examples:
+      pippy run train.py -n 4
+      pippy run train.py -n 2 --threads 1 --pin -- --epochs 3 --lr 0.1
+      PIPPY_WORKERS=4 pippy run -m project.train
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        raise click.ClickException(_UNDER_TORCHRUN.format(script=script))
+    with as_python(script, args, module):
+        _check_exists(script, module)
+        status = _run(script, module, workers, {"threads": threads, "pin": pin, "device": device})
+    raise click.exceptions.Exit(status)
+
+
+def _check_exists(script: str, module: bool) -> None:
+    if not module and not Path(script).exists():
+        near = [each.name for each in Path(script).resolve().parent.glob("*.py")]
+        raise click.ClickException(f"there is no script {script!r}; {did_you_mean(Path(script).name, near)}")
+    if module:
+        with suppress(ModuleNotFoundError, ValueError):
+            if importlib.util.find_spec(script) is not None:
+                return
+        raise click.ClickException(f"there is no module {script!r}; -m takes a name as in import: package.module")
+
+
+def _run(script: str, module: bool, workers: int, options: dict[str, Any]) -> int:
+    from pippy.drivers.cluster import local_cluster
+    from pippy.drivers.standby import stand_by
+
+    with stand_by(workers, local_cluster, **options):
+        try:
+            if module:
+                runpy.run_module(script, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(str(Path(script).absolute()), run_name="__main__")
+        except SystemExit as end:
+            return _status(end.code)
+        except BaseException as error:
+            show_raised(error)
+            return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+@contextmanager
+def as_python(script: str, args: Sequence[str], module: bool) -> Iterator[None]:
+    """Inside, ``sys.argv`` and ``sys.path`` are what Python would give to the script."""
+    argv, path = sys.argv, list(sys.path)
+    sys.argv = [script, *args]
+    if not sys.flags.safe_path:
+        sys.path[:1] = []  # the folder of `pippy` itself
+    put_first(str(Path.cwd() if module else Path(script).resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, path
+
+
+def _status(code: Any) -> int:
+    """The exit status that Python would end with."""
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code
+    click.echo(code, err=True)
+    return 1
+
+
+def show_raised(error: BaseException) -> None:
+    """Print a traceback as Python would, from the script's own first frame on.
+
+    An error of pippy says all there is to know, so neither the frames in pippy nor what it was made of are shown.
+    """
+    from pippy.ir.errors import PippyError
+
+    known = isinstance(error, PippyError)
+    if known:
+        error.__cause__, error.__suppress_context__ = None, True
+    trace = own_trace(error.__traceback__, whole=not known)
+    sys.stdout.flush()
+    sys.excepthook(type(error), error.with_traceback(trace), trace)

@@ -1,0 +1,124 @@
+"""`pippy schedule`: one schedule as a grid, with its figures, and as files."""
+
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pippy.cli.costs import ScheduleName, costs_of, share, with_costs, with_sizes
+from pippy.cli.problems import write
+from pippy.cli.table import table
+
+if TYPE_CHECKING:
+    from pippy.drivers.schedules import Costs, Program, Simulation, Timeline
+
+WIDEST = 320  # columns; beyond that nobody reads a grid
+
+
+@click.command(no_args_is_help=True, short_help="Draw a schedule, with its figures.")
+@click.argument("name", type=ScheduleName())
+@with_sizes
+@click.option("--placement", type=click.Choice(["linear", "looped", "v"]), help="How stages are dealt to workers.")
+@click.option("--memory", type=click.IntRange(1), help="Of list: the most micro-batches that a worker may hold.")
+@with_costs
+@click.option("--step", type=click.FloatRange(0, min_open=True), help="The time that a column of the grid stands for.")
+@click.option("--svg", type=click.Path(), help="Write the timeline as a picture to this file.")
+@click.option("--trace", type=click.Path(), help="Write it for ui.perfetto.dev or chrome://tracing.")
+@click.option("--program", type=click.Path(), help="Write the program, which `pippy validate` reads.")
+def schedule(
+    name: str,
+    workers: int,
+    chunks: int,
+    stages_per_worker: int | None,
+    placement: str | None,
+    memory: int | None,
+    step: float | None,
+    svg: str | None,
+    trace: str | None,
+    program: str | None,
+    **costs: Any,
+) -> None:
+    """Draw a schedule, and say how long it takes, how much of that is idle and what it holds.
+
+    NAME is 1f1b, fill_drain, interleaved_1f1b, looped_bfs, zb_h1, zb_h2, zb_v, dualpipe_v, forward_only or list, in any
+    case and with any punctuation.
+
+    \b
+    Examples:
+      pippy schedule 1F1B -p 4 -m 8
+      pippy schedule interleaved-1f1b -p 4 -m 8 -v 2 --comm 0.25
+      pippy schedule 1f1b -p 3 -m 6 --forward 1,3,2 --svg 1f1b.svg
+      pippy schedule list -p 4 -m 8 --memory 3 --program mine.txt
+    """
+    from pippy.drivers.schedules import make_schedule, render_svg, render_trace, simulate_with
+
+    priced = costs_of(**costs)
+    options = {"memory": memory} if memory is not None else {}
+    made = make_schedule(
+        name,
+        workers=workers,
+        chunks=chunks,
+        stages_per_worker=stages_per_worker,
+        placement=placement,
+        **options | ({"costs": priced} if name == "list" else {}),
+    )
+    result = simulate_with(made, priced)
+    click.echo(head(made))
+    click.echo(f"\n{grid(result.timeline, step)}\n")
+    click.echo(figures(made, priced, result))
+    for path, text in (
+        (svg, lambda: render_svg(result.timeline)),
+        (trace, lambda: render_trace(result.timeline)),
+        (program, lambda: str(made)),
+    ):
+        if path is not None:
+            write(path, text())
+
+
+def head(program: "Program") -> str:
+    """What a program is, in a line.
+
+    >>> from pippy.drivers.schedules import make_schedule
+    >>> head(make_schedule("zb_v", workers=2, chunks=4))
+    'zb_v: 2 workers, 4 stages (placement 0 1 1 0), 4 micro-batches'
+    """
+    counts = [(program.workers, "worker"), (program.stages, "stage"), (program.chunks, "micro-batch")]
+    said = [f"{n} {noun}{'' if n == 1 else 'es' if noun.endswith('h') else 's'}" for n, noun in counts]
+    placement = f" (placement {program.placement})" if program.stages != program.workers else ""
+    return f"{program.schedule}: {said[0]}, {said[1]}{placement}, {said[2]}"
+
+
+def grid(timeline: "Timeline", step: float | None = None) -> str:
+    """The grid, and what its columns stand for if that is not one unit of time.
+
+    Where costs have no simple common step, half of the shortest computation is one.
+    """
+    from pippy.drivers.schedules import render_text
+    from pippy.drivers.schedules.render_text import common_step
+
+    column = common_step(timeline) if step is None else Fraction(step)
+    if step is None and timeline.makespan > WIDEST * column:
+        shortest = min((span.duration for spans in timeline.spans for span in spans if span.duration), default=column)
+        column = max(column, Fraction(shortest) / 2)
+        if timeline.makespan > WIDEST * column:
+            return "The grid is too wide to be read; --svg or --trace draws it, and --step gives it longer columns."
+    said = "" if column == 1 else f"\na column is {float(column):.4g}"
+    return render_text(timeline, column) + said
+
+
+def figures(program: "Program", costs: "Costs", result: "Simulation") -> str:
+    """What the simulation finds: for each worker, and for all of them."""
+    rows = [
+        [
+            f"worker {worker}",
+            f"{float(result.makespan - idle):g}",
+            f"{float(idle):g}",
+            share(idle, result.makespan),
+            str(peak),
+        ]
+        for worker, (idle, peak) in enumerate(zip(result.idle, result.peak_live))
+    ]
+    bubble = share(sum(result.idle), result.makespan * program.workers)
+    return f"makespan {float(result.makespan):g}, bubble {bubble}\n\n" + table(
+        ["", "busy", "idle", "bubble", "peak"], rows
+    )

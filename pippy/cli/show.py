@@ -1,0 +1,197 @@
+"""`pippy show`: a model as a Pipe: its graph, its stages, and who sends what to whom."""
+
+import inspect
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pippy.cli.find import call, find, value_of
+from pippy.cli.problems import said_warnings, write
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from pippy.ir.pipe import Pipe
+
+FORMATS = ("all", "graph", "text", "table", "mermaid", "dot", "svg")
+_SUFFIXES = {".svg": "svg", ".dot": "dot", ".gv": "dot", ".mmd": "mermaid"}
+_INPUT = re.compile(r"(?:(?P<name>\w+)=)?(?P<dtype>[a-z]\w*)?\[(?P<sizes>[\d,\s]*)\]")
+
+
+@click.command(no_args_is_help=True, short_help="Show how a model is cut into stages.")
+@click.argument("target")
+@click.option("--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="An argument of the class or function.")
+@click.option(
+    "--split", multiple=True, metavar="MODULE", help="Begin a stage at this module; or MODULE:end, behind it."
+)
+@click.option("--sequential", is_flag=True, help="Make each child of an nn.Sequential a stage.")
+@click.option("--loss", metavar="MODULE:NAME", help="The loss: a function or module of (output, target).")
+@click.option("--shared", type=click.Choice(["transmit", "replicate"]), help="Parameters that several stages use.")
+@click.option(
+    "--input", "inputs", multiple=True, metavar="[NAME=]DTYPE[SIZES]", help="An input of forward, for shapes."
+)
+@click.option("--format", "kind", type=click.Choice(FORMATS), help="What to show.  [all, or by the name of the file]")
+@click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write it to this file.")
+def show(
+    target: str,
+    arguments: tuple[str, ...],
+    split: tuple[str, ...],
+    sequential: bool,
+    loss: str | None,
+    shared: str | None,
+    inputs: tuple[str, ...],
+    kind: str | None,
+    output: str | None,
+) -> None:
+    """Show how a model is cut into stages: the graph, the drawing of what passes, and the table of stages.
+
+    TARGET is module:Name or path/to/file.py:Name, and names a model, a Pipe, or a class or function that makes one.
+    Nothing is computed: with --input, the shapes come from fake tensors.
+
+    \b
+    graph    the code of the Pipe, its backward included
+    text     who sends what to whom
+    table    the stages: parameters, bytes, what they hold
+    mermaid, dot, svg   drawings
+    all      the first three
+
+    \b
+    Examples:
+      pippy show model.py:Net
+      pippy show models.gpt:GPT --arg layers=4 --split blocks.2 --loss torch.nn:MSELoss
+      pippy show model.py:Net --input 'float32[32,16]' --format table
+      pippy show model.py:Net -o net.svg
+    """
+    given = dict(_pair(each) for each in arguments)
+    kind = kind or (_SUFFIXES.get(Path(output).suffix, "all") if output else "all")
+    examples = [_parsed(each) for each in inputs]
+    with said_warnings():
+        pipe = _pipe(target, given, split, sequential, loss, shared)
+        text = _drawn(pipe, kind, *_made(examples))
+    if output:
+        write(output, text)
+    else:
+        click.echo(text)
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    name, sign, value = text.partition("=")
+    if not sign or not name.isidentifier():
+        raise click.BadParameter(f"{text!r} is no NAME=VALUE; write --arg layers=4", param_hint="--arg")
+    return name, value_of(value)
+
+
+def _pipe(
+    target: str, given: dict[str, Any], split: tuple[str, ...], sequential: bool, loss: str | None, shared: str | None
+) -> "Pipe":
+    from torch import nn
+
+    from pippy.ir.params import MultiUseParameterConfig
+    from pippy.ir.pipe import Pipe
+    from pippy.pipeline import pipeline
+
+    model = _model(target, given)
+    if isinstance(model, Pipe):
+        for option, value in (("--split", split), ("--sequential", sequential), ("--loss", loss), ("--shared", shared)):
+            if value:
+                raise click.UsageError(f"{target} is a Pipe already, which {option} cannot change; leave {option} out")
+        return model
+    loss_fn = _loss(loss) if loss else None
+    if sequential:
+        if split or shared:
+            raise click.UsageError("--sequential makes each child a stage; leave out --split and --shared")
+        if not isinstance(model, nn.Sequential):
+            raise click.ClickException(
+                f"{target} is a {type(model).__name__}, no nn.Sequential; leave out --sequential"
+            )
+        return Pipe.from_sequential(model, loss_fn)
+    _mark(model, split)
+    return pipeline(model, loss_fn, multi_use_param_spec=MultiUseParameterConfig(shared) if shared else None)
+
+
+def _model(target: str, given: dict[str, Any]) -> Any:
+    from torch import nn
+
+    found = find(target)
+    what = target
+    if not isinstance(found, nn.Module) and callable(found):
+        found = call(target, found, given)
+        what = f"what {target} gives"
+    elif given:
+        raise click.UsageError(f"{target} is a {type(found).__name__} and takes no --arg")
+    if not isinstance(found, nn.Module):
+        raise click.ClickException(
+            f"{what} is a {type(found).__name__}; name an nn.Module, a Pipe, or a class or function that makes one"
+        )
+    return found
+
+
+def _loss(target: str) -> Any:
+    from torch import nn
+
+    found = find(target)
+    if inspect.isclass(found):
+        found = call(target, found, {})
+    if not isinstance(found, nn.Module) and not callable(found):
+        raise click.ClickException(
+            f"{target} is a {type(found).__name__}; a loss is a function or module of (output, target)"
+        )
+    return found
+
+
+def _mark(model: "nn.Module", split: tuple[str, ...]) -> None:
+    from pippy.ir.marks import SplitPoint, annotate_split_points
+
+    for each in ",".join(split).split(",") if split else ():
+        name, _, side = each.strip().partition(":")
+        if side not in ("", "begin", "beginning", "end"):
+            raise click.BadParameter(f"{each!r}: a module is cut at its beginning or its end", param_hint="--split")
+        annotate_split_points(model, {name: SplitPoint.END if side == "end" else SplitPoint.BEGINNING})
+
+
+def _parsed(text: str) -> tuple[str | None, str, list[int]]:
+    """
+    >>> _parsed("x=float32[4, 8]"), _parsed("[]")
+    (('x', 'float32', [4, 8]), (None, 'float32', []))
+    """
+    match = _INPUT.fullmatch(text.strip())
+    if match is None:
+        raise click.BadParameter(f"{text!r} is no tensor; write 'float32[4,8]' or 'x=int64[4]'", param_hint="--input")
+    return match["name"], match["dtype"] or "float32", [int(size) for size in re.findall(r"\d+", match["sizes"])]
+
+
+def _made(examples: list[tuple[str | None, str, list[int]]]) -> tuple[list[Any], dict[str, Any]]:
+    """Fake tensors: they take no memory."""
+    if not examples:
+        return [], {}
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    made = []
+    with FakeTensorMode():
+        for name, dtype, sizes in examples:
+            kind = getattr(torch, dtype, None)
+            if not isinstance(kind, torch.dtype):
+                raise click.BadParameter(f"torch has no dtype {dtype!r}; write float32, int64, …", param_hint="--input")
+            made.append((name, torch.empty(sizes, dtype=kind)))
+    return [tensor for name, tensor in made if name is None], {name: tensor for name, tensor in made if name}
+
+
+def _drawn(pipe: "Pipe", kind: str, args: list[Any], kwargs: dict[str, Any]) -> str:
+    drawings = {
+        "graph": lambda: _graph(pipe),
+        "text": lambda: pipe.graph_text(*args, **kwargs),
+        "table": lambda: pipe.stages_table(*args, **kwargs),
+        "mermaid": lambda: pipe.to_mermaid(*args, **kwargs).rstrip(),
+        "dot": lambda: pipe.to_dot(*args, **kwargs).rstrip(),
+        "svg": lambda: pipe.to_svg(*args, **kwargs),
+    }
+    kinds = ("graph", "text", "table") if kind == "all" else (kind,)
+    return "\n\n".join(drawings[each]() for each in kinds)
+
+
+def _graph(pipe: "Pipe") -> str:
+    """The code of the top-level graph; the modules are in the table."""
+    return "".join(str(pipe).partition("def forward")[1:]).strip()

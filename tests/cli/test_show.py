@@ -1,0 +1,194 @@
+"""`pippy show`: models are found by name, and shown as the library shows them; mistakes are said."""
+
+import pytest
+import torch
+from torch import nn
+
+from pippy import Pipe, SplitPoint, annotate_split_points, pipe_split, pipeline
+
+MODEL = """
+import torch
+from torch import nn
+from pippy import Pipe, pipe_split
+
+class Net(nn.Module):
+    def __init__(self, layers=1, width=8):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, width), nn.Linear(width, 1)
+        self.blocks = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        pipe_split()
+        return self.last(self.blocks(x) + x)
+
+class Needs(nn.Module):
+    def __init__(self, width, depth):
+        super().__init__()
+
+class Branches(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+class Inside:
+    Net = Net
+
+def made(**options):
+    return Net(**options)
+
+def broken():
+    raise RuntimeError("no weights")
+
+def number():
+    return 3
+
+def distance(output, target):
+    return ((output - target) ** 2).mean()
+
+chain = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 1))
+pipe = Pipe.from_sequential(chain, nn.MSELoss())
+size = 3
+"""
+
+
+class Net(nn.Module):
+    """The same as the Net of the file."""
+
+    def __init__(self, layers=1, width=8):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, width), nn.Linear(width, 1)
+        self.blocks = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        pipe_split()
+        return self.last(self.blocks(x) + x)
+
+
+@pytest.fixture(autouse=True)
+def model(tmp_path):
+    (tmp_path / "nets.py").write_text(MODEL)
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "__init__.py").write_text("")
+    (tmp_path / "pack" / "inner.py").write_text("from nets import Net\n")
+
+
+@pytest.mark.parametrize(
+    "target", ["nets.py:Net", "nets:Net", "./nets.py:made", "nets:Inside.Net", "pack.inner:Net", "pack/inner.py:Net"]
+)
+def test_a_model_is_found_and_shown_as_the_library_does(pippy, tmp_path, monkeypatch, target):
+    monkeypatch.syspath_prepend(tmp_path)  # for what a file imports from beside its folder
+    pipe = pipeline(Net(layers=2), nn.MSELoss())
+    code = "".join(str(pipe).partition("def forward")[1:]).strip()
+    output = pippy("show", target, "--arg", "layers=2", "--loss", "torch.nn:MSELoss")
+    assert output == f"{code}\n\n{pipe.graph_text()}\n\n{pipe.stages_table()}\n"
+
+
+def test_formats_and_shapes(pippy):
+    pipe, x, target = pipeline(Net(width=4), nn.MSELoss()), torch.zeros(3, 8), torch.zeros(3, 1)
+    command = ["nets:Net", "--arg", "width=4", "--loss", "torch.nn:MSELoss", "--input", "float32[3, 8]"]
+    command += ["--input", "target=[3,1]", "--format"]
+    for name, drawn in (
+        ("text", pipe.graph_text),
+        ("table", pipe.stages_table),
+        ("mermaid", pipe.to_mermaid),
+        ("dot", pipe.to_dot),
+        ("svg", pipe.to_svg),
+    ):
+        assert pippy("show", *command, name).rstrip() == drawn(x, target).rstrip(), name
+
+
+def test_splits_and_the_loss_by_name(pippy):
+    model = Net(layers=3)
+    annotate_split_points(model, {"blocks.1": SplitPoint.BEGINNING, "blocks.2": SplitPoint.END})
+    output = pippy("show nets:Net --arg layers=3 --split blocks.1,blocks.2:end --loss nets:distance --format text")
+    assert output.rstrip() == pipeline(model, lambda output, target: (output - target).mean()).graph_text()
+
+
+def test_a_pipe_and_a_sequential(pippy):
+    pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 1)), nn.MSELoss())
+    assert pippy("show nets:pipe --format table").rstrip() == pipe.stages_table()
+    command = "show nets:chain --sequential --loss torch.nn:MSELoss --format table"
+    assert pippy(command).rstrip() == pipe.stages_table()
+
+
+@pytest.mark.parametrize(
+    ("name", "begins"), [("a.svg", "<svg "), ("a.dot", "digraph"), ("a.mmd", "flowchart"), ("a.txt", "def forward")]
+)
+def test_the_name_of_the_file_says_which_drawing(pippy, tmp_path, name, begins):
+    assert pippy("show nets:Net -o", name) == f"written: {name}\n"
+    assert (tmp_path / name).read_text().startswith(begins)
+
+
+def test_a_warning_is_a_line(pippy):
+    assert pippy("show nets:chain --format text").startswith("Warning: Sequential has no mark that cuts it, so ")
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("nets.py:Nt", "nets.py has no 'Nt'; did you mean 'Net'?"),
+        ("net.py:Net", "there is no file 'net.py'; did you mean 'nets.py'?"),
+        ("netz:Net", "there is no module 'netz', neither in this folder nor where Python looks; did you mean 'nets'?"),
+        ("pack.iner:Net", "there is no module 'pack.iner'"),
+        ("nets.py", "'nets.py' names a module; say what in it is meant, as in nets.py:Net"),
+        ("nets", "'nets' names a module; say what in it is meant, as in nets:Net"),
+        (":Net", "':Net' names nothing; say where it is"),
+        ("nets:size", "nets:size is a int; name an nn.Module, a Pipe, or a class or function"),
+        ("nets:number", "what nets:number gives is a int; name an nn.Module"),
+        ("nets:Needs", "nets:Needs needs width, depth; give --arg width=VALUE --arg depth=VALUE"),
+        ("nets:Net --arg layer=3", "nets:Net has no argument 'layer'; did you mean 'layers'?"),
+        ("nets:Branches", "cannot trace Branches"),
+        ("nets:Net --split block", "did you mean 'blocks'"),
+        ("nets:Net --loss nets:size", "nets:size is a int; a loss is a function or module of (output, target)"),
+        ("nets:Net --loss torch.nn:MSELos", "torch.nn has no 'MSELos'; did you mean 'MSELoss'"),
+        ("nets:Net --sequential", "nets:Net is a Net, no nn.Sequential; leave out --sequential"),
+        ("nets:Net --input y=[3,8]", "y"),
+        ("nets:Net -o no/such.svg", "'no/such.svg' cannot be written: No such file"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_message(pippy, command, words):
+    output = pippy(f"show {command}", status=1)
+    assert output.startswith("Error: ")
+    assert words in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("nets:Net --arg layers", "'layers' is no NAME=VALUE; write --arg layers=4"),
+        ("nets:Net --input 3,8", "'3,8' is no tensor; write 'float32[4,8]'"),
+        ("nets:Net --input float31[3,8]", "torch has no dtype 'float31'"),
+        ("nets:Net --split blocks:middle", "a module is cut at its beginning or its end"),
+        ("nets:pipe --split 0", "is a Pipe already, which --split cannot change"),
+        ("nets:chain --arg a=1", "nets:chain is a Sequential and takes no --arg"),
+        ("nets:chain --sequential --split 1", "leave out --split and --shared"),
+    ],
+)
+def test_usage(pippy, command, words):
+    assert words in pippy(f"show {command}", status=2)
+
+
+def test_the_users_own_lines_are_shown_where_the_users_code_raises(pippy, tmp_path):
+    output = pippy("show nets:broken", status=1).splitlines()
+    assert output[0] == "Error: nets:broken() raised RuntimeError: no weights"
+    assert output[1].startswith('  File "') and output[1].endswith('nets.py", line 32, in broken')
+    assert "pippy/cli" not in "".join(output)
+    (tmp_path / "bad.py").write_text("import torch\nimport no_such_thing\n")
+    for target in ("bad.py:Net", "bad:Net"):
+        output = pippy("show", target, status=1).splitlines()
+        assert output[0].endswith(" raised ModuleNotFoundError: No module named 'no_such_thing'")
+        assert output[1].endswith('bad.py", line 2, in <module>')
+    (tmp_path / "worse.py").write_text("class Net(:\n")
+    output = pippy("show worse.py:Net", status=1)
+    assert output.startswith("Error: worse.py raised SyntaxError: invalid syntax\n")
+    assert 'worse.py", line 1' in output
+
+
+def test_a_file_called_like_a_module_of_python_hides_nothing(pippy, tmp_path):
+    (tmp_path / "token.py").write_text("from torch import nn\nmodel = nn.Linear(2, 2)\n")
+    assert "6" in pippy("show token.py:model --format table")
+    import token
+
+    assert token.NAME == 1

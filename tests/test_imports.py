@@ -1,0 +1,86 @@
+"""`import pippy` is quick: torch is imported when it is needed, and all names work as if it had been."""
+
+import subprocess
+import sys
+
+import pytest
+
+import pippy
+
+WITHOUT_TORCH = [
+    ["--help"],
+    ["--version"],
+    *([name, "--help"] for name in ("show", "schedule", "compare", "validate", "run", "doctor")),
+    ["schedule", "1F1B", "-p", "2", "-m", "3"],
+    ["compare", "-p", "2", "-m", "3"],
+    ["validate", "-"],
+    ["run", "no_such_script.py", "-n", "2"],
+    ["shw"],
+]
+
+
+def python(code, *args):
+    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, input="", timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_help_and_schedules_need_no_torch():
+    code = f"""
+import sys
+from pippy.cli import main
+for args in {WITHOUT_TORCH!r}:
+    try:
+        main(args)
+    except SystemExit:
+        pass
+    assert "torch" not in sys.modules, args
+import pippy
+print(pippy.Pipe.__name__, "torch" in sys.modules)
+"""
+    assert python(code).splitlines()[-1] == "Pipe True"
+
+
+FIRST = [
+    "import pippy.pipeline, pippy; assert not hasattr(pippy.pipeline, '__file__'); pippy.pipeline.__call__",
+    "from pippy.pipeline import pipeline; import pippy; assert pippy.pipeline is pipeline",
+    "from pippy import pipeline; assert callable(pipeline)",
+    "import pippy; pippy.Pipe; pippy.ir.pipe.Pipe; pippy.drivers.driver",
+    "from pippy import *; assert Pipe and pipeline and local_cluster and errors.PippyError",
+    "from pippy import drivers, ir, cli; assert drivers.__path__ and ir.__path__ and cli.main",
+    "import pippy; assert {'Pipe', 'pipeline', 'verify'} <= set(dir(pippy))",
+    "import pippy, pickle; assert pickle.loads(pickle.dumps(pippy.Pipe)) is pippy.Pipe",
+]
+
+
+def test_names_are_found_whatever_is_imported_first():
+    """Each is tried in a process that has torch, and nothing of pippy yet."""
+    code = """
+import os, sys, torch
+for code in sys.argv[1:]:
+    pid = os.fork()
+    if not pid:
+        status = 1
+        try:
+            exec(code, {})
+            status = 0
+        finally:
+            os._exit(status)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    assert python(code, *FIRST, "1 / 0").split() == ["0"] * len(FIRST) + ["1"]
+
+
+def test_what_is_not_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'pippy' has no attribute 'pipelin'"):
+        pippy.pipelin  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'Pip'"):
+        from pippy import Pip  # noqa: F401
+    assert not hasattr(pippy, "_secret")
+
+
+def test_every_public_name_is_that_of_the_api():
+    from pippy import api
+
+    assert pippy.__all__ == api.__all__
+    assert all(getattr(pippy, name) is getattr(api, name) for name in api.__all__)
