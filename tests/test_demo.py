@@ -19,6 +19,6 @@ def test_the_demo(tmp_path):
     assert "The parameters on the workers are those of the plain model.\n\nWhere the time went:" in done.stdout
     written = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
     kinds = {"demo.svg", "demo_schedule.svg", "demo_timeline.svg", "demo_trace.json", "demo_report.html"}
-    assert set(written) == kinds and set(re.findall("out/[a-z_.]+", done.stdout)) == {f"out/{kind}" for kind in kinds}
+    assert set(written) == kinds and set(re.findall(r"out/\w+\.\w+", done.stdout)) == {f"out/{kind}" for kind in kinds}
     assert {event["ph"] for event in json.loads(written["demo_trace.json"])["traceEvents"]} >= {"X", "s", "f"}
     assert "The demo's last steps" in html.unescape(written["demo_report.html"])
