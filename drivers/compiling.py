@@ -63,6 +63,6 @@ def compile_modules(modules: Iterable[nn.Module], options: Mapping[str, Any]) ->
     if options.get("backend", "inductor") == "inductor" and "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         from torch._inductor import config  # slow to import
 
-        config.compile_threads = 1  # all workers of a host compile at once; and no process is left if one is killed
+        config.compile_threads = torch.get_num_threads()  # this worker's share of the cores: all compile at once
     for module in modules:
         module.compile(**options)
