@@ -17,6 +17,7 @@ Finding:  two cores, two workers, 100 steps, passes of 0.5 and of 2 ms: worker 0
 import argparse
 import statistics
 import time
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class Sleeper(nn.Module):
 def gaps(steps: list[RecordedStep]) -> list[float]:
     """For each worker, the median of how long it was between the instructions of one step and those of the next."""
     found: list[list[float]] = [[] for _ in steps[0].noted]
-    for one, following in zip(steps, steps[1:]):
+    for one, following in pairwise(steps):
         for worker, (before, after) in enumerate(zip(one.noted, following.noted)):
             found[worker].append(after.started - max(before.ends))
     return [statistics.median(each) for each in found]
