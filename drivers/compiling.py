@@ -26,8 +26,7 @@ def compile_options(given: Any) -> dict[str, Any] | None:
     {'backend': 'eager'}
     >>> compile_options({"fast": True})
     Traceback (most recent call last):
-    pippy.drivers.errors.DriverError: compile={'fast': True}: 'fast' is no option of torch.compile; those are fullgraph, \
-dynamic, backend, mode, options, disable
+    pippy.drivers.errors.DriverError: compile={'fast': True}: 'fast' is no option of torch.compile; those are fullgraph, ...
     """
     if given is None or given is False:
         return None
@@ -38,11 +37,11 @@ dynamic, backend, mode, options, disable
             f"compile={given!r} is a {type(given).__name__}; give True, or a dict of options of torch.compile"
         )
     options = dict(given)
-    known = [name for name in signature(torch.compile).parameters if name not in ("model", "recompile_limit")]
+    known = [name for name in signature(torch.compile).parameters if name != "model"]
     for name in options:
         if name not in known:
             raise DriverError(
-                f"compile={options}: {name!r} is no option of torch.compile; those are {', '.join(known[:6])}"
+                f"compile={options}: {name!r} is no option of torch.compile; those are {', '.join(known)}"
             )
     try:
         torch.compile(nn.Identity(), **options)  # compiles nothing yet

@@ -100,7 +100,7 @@ class Choice:
     >>> slow = Costs(forward=[0.001, 0.003], backward_input=0.001, backward_weight=0.001)
     >>> choice = choose(make_schedule("1f1b", workers=2, chunks=4), slow)
     >>> print(choice.chosen.name, f"{choice.chosen.seconds:.3f}")
-    zb_h1 0.023
+    zb_h1 0.021
     """
 
     chosen: Candidate
