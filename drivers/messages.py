@@ -74,7 +74,8 @@ class Load:
     """The stages that a worker will run.
 
     ``modules`` holds them by the names that the graph calls them by, ``constant`` the names of their tensors that other
-    stages hold too, and ``replicated`` every replicated parameter of the Pipe.
+    stages hold too, and ``replicated`` every replicated parameter of the Pipe. ``compile`` has the options of torch.compile,
+    where the stages are to be compiled.
     """
 
     modules: Packed
@@ -82,6 +83,7 @@ class Load:
     replicated: tuple[Copies, ...]
     seed: int
     settings: Settings
+    compile: Packed | None = None
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class AddProgram:
 class Step:
     """Run a program once. ``weights`` are what the losses of the micro-batches count, ``flags`` the training flags of
     every module where they changed, and ``reduce`` says to add up the gradients of replicated parameters on the way,
-    ``record`` to note the times of all instructions."""
+    ``record`` to note the times of all instructions, ``weigh`` to weigh what each stage keeps for its backward."""
 
     program: int
     trains: bool
@@ -130,6 +132,7 @@ class Step:
     flags: Mapping[str, tuple[bool, ...]] | None = None
     reduce: bool = False
     record: bool = False
+    weigh: bool = False
 
 
 @dataclass(frozen=True)
@@ -176,11 +179,15 @@ class WorkerRecord:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a worker gives back after a step: the returned values by name, and the most stage-micro-batches held."""
+    """What a worker gives back after a step: the returned values by name, and the most stage-micro-batches held.
+
+    ``kept`` has the bytes that a micro-batch of each stage keeps, in a step that was to weigh them.
+    """
 
     values: Mapping[str, Any]
     peak_live: int
     record: WorkerRecord | None = None
+    kept: Mapping[int, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,13 @@ from pippy.ir.wiring import map_nodes
 
 
 class Shipment:
-    """A Pipe dealt out to workers: ``ranks`` has the worker of the cluster for every stage."""
+    """A Pipe dealt out to workers: ``ranks`` has the worker of the cluster for every stage.
 
-    def __init__(self, pipe: Pipe, ranks: Sequence[int]) -> None:
-        self.pipe, self.ranks = pipe, tuple(ranks)
+    ``compile`` has the options of torch.compile, if the stages are to be compiled.
+    """
+
+    def __init__(self, pipe: Pipe, ranks: Sequence[int], compile: Mapping[str, Any] | None = None) -> None:
+        self.pipe, self.ranks, self.compile = pipe, tuple(ranks), compile
         self.loss_stage = loss_stage(pipe)
         self.nodes = {str(node.target): node for node in pipe.split_gm.graph.find_nodes(op="call_module")}
 
@@ -53,6 +56,7 @@ class Shipment:
             replicated=self.replicated,
             seed=seed,
             settings=Settings.current(),
+            compile=None if self.compile is None else pack(self.compile),
         )
 
     @cached_property

@@ -24,7 +24,7 @@ from pippy import Pipe, PipelineDriver, local_cluster
 from pippy.drivers.schedules import simulate
 from pippy.drivers.schedules.timeline import Timeline
 
-WIDTH, ROWS = 64, 128
+WIDTH, ROWS = 64, 512  # products enough that a weight is worth to be put off: see ir/split_backward.py
 TIMES = (0.020, 0.022, 0.018)  # of a worker's share of the model: F, I, W
 SCHEDULES = ("fill_drain", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "zb_h2", "zb_v", "dualpipe_v")
 TWO_STAGES = ("interleaved_1f1b", "looped_bfs", "zb_v", "dualpipe_v")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pippy.drivers.compiling import compile_modules
 from pippy.drivers.messages import (
     AddProgram,
     Command,
@@ -49,6 +50,8 @@ class Hosted:
         self.modules: dict[str, nn.Module] = unpack(load.modules)
         for module in self.modules.values():
             module.to(device)
+        if load.compile is not None:
+            compile_modules(self.modules.values(), unpack(load.compile))
         unique = {id(p): p for module in self.modules.values() for p in module.parameters()}
         groups = [
             (group, {n: self.tensor(place) for n, (worker, place) in enumerate(group.copies) if worker == index})
@@ -99,7 +102,9 @@ class Hosted:
         inputs = {name: step.inputs.microbatches(name) for name in step.inputs.arguments}
         own_rows = step.inputs.own_rows if step.inputs.mask else None
         self.gradients.hide()
-        result = executor.run(number, inputs, step.weights, step.trains, self.given_up, own_rows, step.record)
+        result = executor.run(
+            number, inputs, step.weights, step.trains, self.given_up, own_rows, step.record, step.weigh
+        )
         self.running = None
         if step.record and step.reduce:
             executor.recorder.note_adding()
