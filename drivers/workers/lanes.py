@@ -22,7 +22,6 @@ on is done, and what was to be sent was sent when it was made. So it can be done
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 
-from pippy.drivers.schedules.graph import produced_by
 from pippy.drivers.schedules.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
 from pippy.drivers.schedules.program import peak_live
 
@@ -59,7 +58,9 @@ class Lanes:
         self.peak = peak_live(computations, self.backward)
         self.limit = self.peak if limit is None else max(limit, self.peak)
         self.needs: list[list[int]] = [[] for _ in order]  # what has to be done first
-        self.followers: list[list[int]] = [[] for _ in order]  # what can be done at once when this was the last it needs
+        self.followers: list[list[int]] = [
+            [] for _ in order
+        ]  # what can be done at once when this was the last it needs
         self._lanes = list(self._dealt())
         self._find_needs(takes, gives, gathers)
         self._arrivals = [[need for need in needs if isinstance(order[need], Receive)] for needs in self.needs]
@@ -100,6 +101,10 @@ class Lanes:
             if not self._missing[follower]:
                 ready.append(follower)
         return ready
+
+    def rest(self) -> list[int]:
+        """What is not done although all computations are, in order: what no computation builds on."""
+        return [at for at, done in enumerate(self._done) if not done]
 
     def _change(self, compute: Compute) -> int:
         if compute.op == Op.FORWARD:
