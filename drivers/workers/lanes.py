@@ -5,7 +5,8 @@ The computations of a worker are dealt to lanes, and each lane keeps the program
     lane of the forwards   F0.0  F0.1  F0.2  F0.3      all stages together: random numbers are drawn, and buffers change,
                                                        in the same order
     lane of each stage     I0.0  I0.1  I0.2  I0.3      backwards, whole or the half I: gradients are added in the same order
-    lane of each stage     W0.0  W0.1  W0.2  W0.3      the half W
+    lane of each stage     W0.0  W0.1  W0.2  W0.3      the half W; where a stage has whole backwards too, W and B keep their
+                                                       order, because both add to the same gradients
 
 Only the first computation of each lane that is not done can be next. It must find what it builds on, and a forward room
 below the limit of live stage-micro-batches. The *head* is the first computation of the whole program that is not done; it
@@ -134,10 +135,14 @@ class Lanes:
         makers: dict[tuple[str, int], int] = {}  # of values
         users: dict[tuple[str, int], list[int]] = {}
         passes: dict[tuple[Op, int, int], int] = {}
+        adding: dict[int, int] = {}  # by stage, what added to the gradients of its weights last
         for at, each in enumerate(self.order):
             match each:
                 case Compute(op, stage, microbatch):
                     self._need(at, self._earlier_halves(each, passes))
+                    if op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
+                        self._need(at, [adding[stage]] if stage in adding else [])
+                        adding[stage] = at
                     if op != Op.BACKWARD_WEIGHT:  # which finds all that it works on in what I has kept
                         for key in [(name, microbatch) for name in takes(each)]:
                             users.setdefault(key, []).append(at)

