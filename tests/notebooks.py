@@ -3,7 +3,7 @@
 A cell may have tags:
 
     raises-exception   it must raise; else it must not. The error that it shows is its last line, without the traceback
-    interrupt          Ctrl-C is sent when it has printed as many lines as the notebook has; what comes after them does not count
+    interrupt          Ctrl-C is sent when it has printed as many lines as the notebook has; later ones do not count
 
 `python -m tests.notebooks docs/notebook.ipynb` writes what the cells show into the notebook. Read the difference that it makes.
 """
