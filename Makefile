@@ -12,7 +12,7 @@ SOURCES := pippy pippy/ir pippy/drivers tests exps docs/build.py docs/notebook.i
 help: ## list the commands
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
 
-demo: $(READY) ## split, draw and train a small transformer on four workers
+demo: $(READY) ## split, draw and train a small transformer on four workers, and report where its time goes
 	@$(BIN)/python exps/demo.py
 
 test: $(READY) ## run all tests

@@ -121,6 +121,7 @@ def local_cluster(
     timeout: float = 5.0,
     transport: Literal["shared_memory", "rpc", "none"] | None = None,
     start_timeout: float = 60.0,
+    patience: float | None = None,
     _worker: str = WORKER,
 ) -> Cluster:
     """Start ``n`` workers on this host, in processes of their own.
@@ -129,7 +130,8 @@ def local_cluster(
     cores, divided among them); ``pin`` gives each one core to itself; ``devices`` names one device for each, ``device`` one
     for all. A worker that does not answer for ``timeout`` seconds is lost, as one would be whose stage holds Python's lock
     for so long, which only a C extension does. ``transport`` is how workers pass tensors to one another: through memory
-    that both see, if this host can, or else by RPC.
+    that both see, if this host can, or else by RPC. A worker that waits for a value looks for it for ``patience`` seconds
+    before it sleeps, if every worker has cores of its own: to wake one takes long.
 
     Nothing of it can be reached from another host.
 
@@ -155,7 +157,7 @@ def local_cluster(
         directory=tempfile.mkdtemp(prefix="pippy-"),
         controller=os.getpid(),
         bound=threading.current_thread() is threading.main_thread(),
-        patience=PATIENCE if n * threads <= len(cores) else 0.0,
+        patience=_patience(patience, crowded=n * threads > len(cores)),
     )
     return _started(plan, timeout, start_timeout)
 
@@ -240,6 +242,17 @@ def check_threads(threads: int | None) -> None:
     """Raise unless this is a number of threads, or none is given."""
     if threads is not None and not _whole(threads):
         raise ClusterError(f"threads is how many threads each worker computes with, 1 or more; this is {threads!r}")
+
+
+def _patience(seconds: float | None, crowded: bool) -> float:
+    """A worker that looks for its value on a core that others need takes it from them, perhaps from who makes the value."""
+    if seconds is None:
+        return 0.0 if crowded else PATIENCE
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= 1:
+        raise ClusterError(
+            f"patience is for how many seconds a worker looks for a value before it sleeps, 0 to 1; this is {seconds!r}"
+        )
+    return seconds
 
 
 def _placed(n: int, devices: Sequence[str | torch.device] | None, device: str | torch.device | None) -> tuple[str, ...]:

@@ -34,7 +34,11 @@ class RunningStep:
     """A step that was dispatched with `run_async`."""
 
     def __init__(
-        self, dispatch: Dispatch, posted: Posted, results: Results, note: Callable[[dict[int, StepResult]], None]
+        self,
+        dispatch: Dispatch,
+        posted: Posted,
+        results: Results,
+        note: Callable[[Mapping[int, StepResult]], None] | None,
     ) -> None:
         self._dispatch, self._posted, self._results, self._note = dispatch, posted, results, note
 
@@ -42,7 +46,8 @@ class RunningStep:
         """Wait for the step, and give what `run` would have given."""
         answers = self._dispatch.wait(self._posted)
         self.peak_live = {worker: answer.peak_live for worker, answer in answers.items()}
-        self._note(answers)
+        if self._note is not None:
+            self._note(answers)
         return self._results.assemble({name: v for answer in answers.values() for name, v in answer.values.items()})
 
 
@@ -244,24 +249,27 @@ class PipelineDriverBase:
             for worker, rank in enumerate(self.ranks)
         }
         self.dispatch.let_go(self.step_timeout)
+        note = None
+        if self._recording is not None:
+            names = [self.cluster.workers[rank] for rank in self.ranks]
+            note = self._recording.begin(lowered.program, self.ranks, names)
         with uninterrupted():
             posted = self._post(steps, self.step_timeout)
             self._unreduced = not reduce and (self._unreduced or (trains and bool(self._shipment.replicated)))
             self._runs += 1
-        return RunningStep(self.dispatch, posted, results, partial(self._note, self._recording, lowered.program))
+        return RunningStep(self.dispatch, posted, results, note)
 
     @contextmanager
     def record(self, limit: int = 100) -> Iterator[Recording]:
-        """Note when each worker computes what in the steps that begin inside; the latest ``limit`` are kept."""
+        """Note what each worker does when in the steps that begin inside; the latest ``limit`` are kept.
+
+        docs/recording.md says what a Recording shows.
+        """
         before, self._recording = self._recording, Recording(limit)
         try:
             yield self._recording
         finally:
             self._recording = before
-
-    def _note(self, recording: Recording | None, program: Program, results: Mapping[int, StepResult]) -> None:
-        if recording is not None:
-            recording.add(program, {worker: results[rank] for worker, rank in enumerate(self.ranks)})
 
     def train(self, mode: bool = True) -> "PipelineDriverBase":
         """Put all stages in training mode."""

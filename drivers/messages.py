@@ -5,7 +5,7 @@ travel, and what is to be given up after a failure. A worker obeys its commands 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -121,7 +121,7 @@ class AddProgram:
 class Step:
     """Run a program once. ``weights`` are what the losses of the micro-batches count, ``flags`` the training flags of
     every module where they changed, and ``reduce`` says to add up the gradients of replicated parameters on the way,
-    ``record`` to note the times of all computations."""
+    ``record`` to note the times of all instructions."""
 
     program: int
     trains: bool
@@ -133,15 +133,54 @@ class Step:
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """What a worker gives back after a step: the returned values by name, and the most stage-micro-batches held.
+class WorkerRecord:
+    """What a worker noted of a recorded step, in seconds of its monotonic clock. ``clock`` tells clocks apart: by host.
 
-    ``spans`` are the computations of a recorded step: the number of the instruction, when it began and when it ended.
+    The step was there at ``began`` and done at ``ended``. The first instruction began at ``started``, every other when the
+    one before it ended; ``ends`` go by the number of the instruction. ``sizes`` are the bytes that each send handed over.
+    Adding up the gradients of replicated parameters began at ``adding``. ``memory`` is what was used at most, in bytes,
+    and ``memory_of`` says of what. ``cpu`` is how long the worker's thread had a core; None where it waits for a device.
     """
+
+    clock: str
+    began: float
+    started: float
+    ends: Sequence[float]
+    adding: float | None
+    ended: float
+    sizes: Mapping[int, int]
+    memory: int
+    memory_of: str
+    cpu: float | None = None
+
+    def spans(self) -> list[tuple[float, float]]:
+        """When each instruction began and ended, by its number."""
+        found = [(0.0, 0.0)] * len(self.ends)
+        start = self.started
+        for at in sorted(range(len(self.ends)), key=self.ends.__getitem__):
+            found[at] = start, self.ends[at]
+            start = self.ends[at]
+        return found
+
+    def shifted(self, by: float) -> "WorkerRecord":
+        """The same, by a clock that is so much ahead."""
+        return replace(
+            self,
+            began=self.began + by,
+            started=self.started + by,
+            ends=[end + by for end in self.ends],
+            adding=None if self.adding is None else self.adding + by,
+            ended=self.ended + by,
+        )
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a worker gives back after a step: the returned values by name, and the most stage-micro-batches held."""
 
     values: Mapping[str, Any]
     peak_live: int
-    spans: tuple[tuple[int, float, float], ...] = ()
+    record: WorkerRecord | None = None
 
 
 @dataclass(frozen=True)

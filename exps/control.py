@@ -9,38 +9,49 @@ Method:   as in versus_torch: the contestants take turns, pinned, asleep in betw
 
 import argparse
 
+from exps.peers import pippy_peer, torch_peer
 from exps.peers.contestant import Contestant
-from exps.peers.empty import torch_control
+from exps.peers.empty import pippy_control, torch_control
 from exps.peers.rounds import quartiles, started, take_turns
-from exps.peers.torch_peer import SCHEDULES
+
+STAGES = {
+    **{f"torch {name}": peer.stages_per_worker for name, peer in torch_peer.SCHEDULES.items()},
+    **{f"pippy {name}": stages for name, stages in pippy_peer.SCHEDULES.items()},
+}
 
 
 def computations(name: str, chunks: int) -> int:
     """Forwards and backwards of one worker in one step.
 
-    >>> computations("1F1B", 8), computations("DualPipeV", 8)
+    >>> computations("torch 1F1B", 8), computations("pippy dualpipe_v", 8)
     (16, 32)
     """
-    return 2 * chunks * SCHEDULES[name].stages_per_worker
+    return 2 * chunks * STAGES[name]
+
+
+def contestant(name: str, chunks: int) -> Contestant:
+    """The one of this name."""
+    who, _, schedule = name.partition(" ")
+    return (torch_control if who == "torch" else pippy_control)(schedule, chunks)
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chunks", type=int, nargs="+", default=[8, 32, 128])
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--only", nargs="+", choices=list(SCHEDULES), default=list(SCHEDULES), metavar="NAME")
+    parser.add_argument("--only", nargs="+", choices=list(STAGES), default=list(STAGES), metavar="NAME")
     options = parser.parse_args(arguments)
     print(f"{'schedule':28}{'chunks':>7}{'step ms':>10}{'µs per computation':>20}   quartiles")
     for chunks in options.chunks:
-        peers: dict[str, Contestant] = {name: torch_control(name, chunks) for name in options.only}
+        peers = {name: contestant(name, chunks) for name in options.only}
         with started(peers):
             seconds = take_turns(peers, options.rounds, warm=2, steps=5)
         for name, times in seconds.items():
             low, median, high = quartiles(times)
             each = 1e6 / computations(name, chunks)
             print(
-                f"{'torch ' + name:28}{chunks:7}{median * 1e3:10.2f}{median * each:20.1f}   "
-                f"{low * each:.1f}–{high * each:.1f}"
+                f"{name:28}{chunks:7}{median * 1e3:10.2f}{median * each:20.1f}   {low * each:.1f}–{high * each:.1f}",
+                flush=True,
             )
 
 

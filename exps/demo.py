@@ -2,12 +2,15 @@
 
 Question: do four workers, driven by this script, compute what the plain model computes?
 Command:  make demo, or python exps/demo.py --workers 2 --steps 10
-Finding:  losses, norms of gradients and, in the end, all parameters are equal to rounding; the drawings are in out/.
+Finding:  losses, norms of gradients and, in the end, all parameters are equal to rounding; the drawings, a trace and the
+          report of the last steps are in out/.
 """
 
 import argparse
 import copy
+import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -15,8 +18,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from pippy import Pipe, PipelineDriver1F1B, local_cluster, pipe_split, pipeline
+from pippy.drivers.record import Recording
 from pippy.drivers.schedules import render_svg, render_text, simulate
 
+RECORDED = 10  # of the last steps
+OUT = Path("out")
 VOCABULARY, WIDTH, LENGTH, BATCH, CHUNKS, STAGES = 32, 32, 16, 32, 4, 4
 
 
@@ -93,8 +99,8 @@ def show_schedule(driver: PipelineDriver1F1B) -> None:
 
 
 def _draw(name: str, svg: str) -> None:
-    path = Path("out") / name
-    path.parent.mkdir(exist_ok=True)
+    OUT.mkdir(exist_ok=True)
+    path = OUT / name
     path.write_text(svg)
     print(f"Drawn in {path}")
 
@@ -104,20 +110,48 @@ def train(driver: PipelineDriver1F1B, plain: nn.Module, steps: int) -> None:
     ours = driver.instantiate_optimizer(torch.optim.AdamW, lr=3e-3)
     theirs = torch.optim.AdamW(plain.parameters(), lr=3e-3)
     print("step   workers    plain")
-    for step in range(steps + 1):
-        tokens, targets = batch_of_counting()
-        loss, norm = driver.run(CHUNKS, tokens, targets), driver.clip_grad_norm_(1.0)
-        expected = loss_fn(plain(tokens), targets)
-        expected.backward()
-        expected_norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        torch.testing.assert_close((loss, norm), (expected.detach(), expected_norm), rtol=1e-8, atol=0)
-        for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
-        if step % 10 == 0:
-            print(f"{step:4}   {loss:.6f}   {expected:.6f}   {'█' * round(loss.item() * 12)}")
+    with ExitStack() as stack:
+        for step in range(steps + 1):
+            if step == max(0, steps + 1 - RECORDED):
+                recording = stack.enter_context(driver.record())
+            tokens, targets = batch_of_counting()
+            loss, norm = driver.run(CHUNKS, tokens, targets), driver.clip_grad_norm_(1.0)
+            expected = loss_fn(plain(tokens), targets)
+            expected.backward()
+            expected_norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+            torch.testing.assert_close((loss, norm), (expected.detach(), expected_norm), rtol=1e-8, atol=0)
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+            progress(step, steps, f"{loss:.3f}")
+            if step % 10 == 0:
+                print(f"{step:4}   {loss:.6f}   {expected:.6f}   {'█' * round(loss.item() * 12)}")
     torch.testing.assert_close(driver.state_dict(), plain.state_dict(), rtol=1e-6, atol=1e-8)
     print("\nThe parameters on the workers are those of the plain model.")
+    report(recording)
+
+
+def progress(step: int, steps: int, loss: str) -> None:
+    """A bar, where somebody watches; the next line of the table takes its place."""
+    if sys.stderr.isatty():
+        bar = "━" * (30 * step // max(steps, 1))
+        end = "\r\x1b[K" if step % 10 == 9 or step == steps else ""
+        print(f"\r\x1b[K{bar:╌<30} step {step} of {steps}, loss {loss}", end=end, file=sys.stderr, flush=True)
+
+
+def report(recording: Recording) -> None:
+    """Where the time of the last steps went."""
+    step = recording.steps[-1]
+    step.save_svg(OUT / "demo_timeline.svg")
+    recording.save_trace(OUT / "demo_trace.json")
+    recording.report(OUT / "demo_report.html", title="The demo's last steps")
+    print("\nWhere the time went:\n")
+    for sentence in step.findings():
+        print(f"- {sentence}")
+    print(
+        f"\nThe report, for a browser: {OUT / 'demo_report.html'}. The same as a picture: {OUT / 'demo_timeline.svg'}; "
+        f"for ui.perfetto.dev: {OUT / 'demo_trace.json'}"
+    )
 
 
 def main(workers: int = STAGES, steps: int = 40) -> None:

@@ -21,6 +21,10 @@ class SplitError(PippyError):
     """The model was traced, but cannot be cut where it is marked."""
 
 
+class BalanceError(PippyError, ValueError):
+    """A model cannot be cut into stages as `pipeline(model, split=...)` was asked to."""
+
+
 class SharedParameterError(PippyError, ValueError):
     """A parameter that several stages use was configured in a way that cannot work."""
 

@@ -65,7 +65,7 @@ def decide(
     model: nn.Module, used: Iterable[SharedTensor], mutations: Iterable[Mutation], spec: MultiUseParamSpec
 ) -> Sharing:
     """Say for each tensor that several stages use how they share it."""
-    config = _by_tensor(model, spec)
+    config = config_by_tensor(model, spec)
     changed = {str(mutation.root.target): mutation.node for mutation in mutations if mutation.root.op == "get_attr"}
     sharing = Sharing()
     for shared in used:
@@ -87,7 +87,7 @@ def decide(
     return sharing
 
 
-def _by_tensor(model: nn.Module, spec: MultiUseParamSpec) -> dict[int, tuple[str, MultiUseParameterConfig]]:
+def config_by_tensor(model: nn.Module, spec: MultiUseParamSpec) -> dict[int, tuple[str, MultiUseParameterConfig]]:
     """The user's choices by the identity of the tensor, since a tied parameter has several names."""
     if spec is None or isinstance(spec, MultiUseParameterConfig):
         return {}

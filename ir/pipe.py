@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from pippy.ir.adopt import adopt, adopt_loss, all_tensors, check_still_shared
 from pippy.ir.backward import attach_backward
@@ -36,6 +36,8 @@ from pippy.ir.split import Split, split
 from pippy.ir.state import load_state
 from pippy.ir.trace import Traced, TracerLike, trace
 from pippy.ir.verify import verify
+
+Cut = Callable[[Traced], Any]
 
 
 class Pipe(nn.Module):
@@ -69,6 +71,14 @@ class Pipe(nn.Module):
         self.training = traced.model.training
         self.loss: Loss | None = None
         self.target_name: str | None = None
+        self.balance: Any = None  # what the ``cut`` of `from_tracing` found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # As in adopt: a part of the model may have the name of one of the Pipe's own attributes.
+        if isinstance(value, (nn.Module, torch.Tensor)):
+            super().__setattr__(name, value)
+        else:
+            self.__dict__[name] = value
 
     @staticmethod
     def from_tracing(
@@ -80,26 +90,36 @@ class Pipe(nn.Module):
         tracer: TracerLike | None = None,
         concrete_args: Mapping[str, Any] | None = None,
         deep_copy_module: bool = False,
+        cut: Cut | None = None,
     ) -> "Pipe":
-        """Trace a model and cut it at its marks. `pippy.pipeline` is this, and says what the arguments mean."""
+        """Trace a model and cut it at its marks. `pippy.pipeline` is this, and says what the arguments mean.
+
+        ``cut`` may mark the traced graph itself; what it gives becomes ``balance`` of the Pipe.
+        """
         _check_loss(loss_fn, output_loss_value_spec)
         with torch.inference_mode(False):
             traced = trace(copy.deepcopy(model) if deep_copy_module else model, tracer, concrete_args)
-            return _compile(traced, multi_use_param_spec, loss_fn, output_loss_value_spec)
+            return _cut_and_compile(traced, multi_use_param_spec, loss_fn, output_loss_value_spec, cut)
 
     @staticmethod
     def from_sequential(
-        model: nn.Sequential, loss_fn: Callable[..., Any] | None = None, *, deep_copy_module: bool = False
+        model: nn.Sequential,
+        loss_fn: Callable[..., Any] | None = None,
+        *,
+        deep_copy_module: bool = False,
+        cut: Cut | None = None,
     ) -> "Pipe":
         """Make each child of an `nn.Sequential` a stage. The children are not traced, so they may do anything.
+
+        ``cut`` puts several children into a stage: a `pippy.balance.balancer.Balancer`, whose layers are the children.
 
         >>> pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
         >>> pipe.num_stages
         2
         """
         _check_loss(loss_fn, None)
-        traced = trace_sequential(copy.deepcopy(model) if deep_copy_module else model)
-        return _compile(traced, None, loss_fn, None)
+        traced = trace_sequential(copy.deepcopy(model) if deep_copy_module else model, marked=cut is None)
+        return _cut_and_compile(traced, None, loss_fn, None, cut)
 
     @property
     def num_stages(self) -> int:
@@ -111,6 +131,10 @@ class Pipe(nn.Module):
         for name, module in self.split_gm.named_children():
             if name != LOSS:
                 yield name, module  # type: ignore[misc]
+
+    def placeholders(self) -> list[fx.Node]:
+        """The inputs of the top-level graph, in order."""
+        return list(self.split_gm.graph.find_nodes(op="placeholder"))
 
     def stage(self, name: str | int) -> Any:
         """A stage by its name or number; `_loss` too, by its name."""
@@ -278,6 +302,19 @@ def _check_loss(loss_fn: object, output_loss_value_spec: LossSpec) -> None:
             f"both loss_fn and output_loss_value_spec={output_loss_value_spec!r} are given; a loss function computes the "
             "loss from the outputs, and the specification says which output already is the loss: give one of them"
         )
+
+
+def _cut_and_compile(
+    traced: Traced,
+    spec: MultiUseParamSpec,
+    loss_fn: Callable[..., Any] | None,
+    loss_spec: LossSpec,
+    cut: Cut | None,
+) -> Pipe:
+    found = None if cut is None else cut(traced)
+    pipe = _compile(traced, spec, loss_fn, loss_spec)
+    pipe.balance = found
+    return pipe
 
 
 def _compile(traced: Traced, spec: MultiUseParamSpec, loss_fn: Callable[..., Any] | None, loss_spec: LossSpec) -> Pipe:

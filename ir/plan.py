@@ -102,7 +102,7 @@ def _assign_nodes(traced: Traced) -> list[StagePlan]:
 
 
 def _say_what_was_cut(traced: Traced, stages: list[StagePlan], trailing: fx.Node | None) -> None:
-    if len(stages) == 1:
+    if len(stages) == 1 and not traced.balanced:
         source.warn(
             f"{type(traced.model).__name__} has no mark that cuts it, so the Pipe has one stage; call pipe_split() in its "
             "forward or annotate_split_points(model, {'layer': SplitPoint.END})"

@@ -1,8 +1,10 @@
-"""Tracing runs the user's `forward` with stand-ins for tensors; whatever that leaves on the model is taken back."""
+"""What pippy runs of the user's on its own account leaves no trace: on the model's attributes, on the random state."""
 
 import copy
+import random
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,3 +81,17 @@ def _identities(container: Any) -> Any:
     if isinstance(container, dict):
         return [(key, id(value)) for key, value in container.items()]
     return [id(value) for value in container] if isinstance(container, list) else {id(value) for value in container}
+
+
+@contextmanager
+def untouched_random_state() -> Iterator[None]:
+    """Inside, random numbers may be drawn and seeds set; afterwards it is as if that had not been."""
+    numpy = sys.modules.get("numpy")
+    pythons, numpys = random.getstate(), numpy.random.get_state() if numpy else None
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        stack.callback(random.setstate, pythons)
+        if numpy:
+            stack.callback(numpy.random.set_state, numpys)
+        yield

@@ -1,4 +1,4 @@
-"""An `nn.Sequential` as a marked graph: each child a stage, called as a whole."""
+"""An `nn.Sequential` as a graph that calls each child as a whole, with a mark between every two."""
 
 import inspect
 
@@ -10,8 +10,8 @@ from pippy.ir.trace import Traced
 from pippy.ir.untraceable import hooks_of
 
 
-def trace_sequential(model: nn.Sequential) -> Traced:
-    """The graph of a Sequential with a mark between every two children."""
+def trace_sequential(model: nn.Sequential, marked: bool = True) -> Traced:
+    """The graph of a Sequential. Each child is a layer, whether it has parameters or not."""
     if not isinstance(model, nn.Sequential):
         raise TracingError(
             f"from_sequential takes an nn.Sequential; this is a {type(model).__name__}: call pipeline(model) for any module"
@@ -26,10 +26,10 @@ def trace_sequential(model: nn.Sequential) -> Traced:
     graph = fx.Graph()
     value = graph.placeholder("input")
     for name in model._modules:
-        if value.op == "call_module":
+        if marked and value.op == "call_module":
             graph.call_function(pipe_split)
         value = graph.create_node("call_module", name, (value,))
-        value.meta["module_path"] = name
+        value.meta.update(module_path=name, layer=True)
     graph.output(value)
     attributes = {name: module for name, module in model._modules.items() if module is not None}
     signature = inspect.Signature([inspect.Parameter("input", inspect.Parameter.POSITIONAL_OR_KEYWORD)])

@@ -2,16 +2,29 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
+
+from torch import fx
 
 from pippy.ir.errors import InputError
 from pippy.ir.trees import describe
 
-if TYPE_CHECKING:
-    from pippy.ir.pipe import Pipe
+
+class Callee(Protocol):
+    """What is called: a Pipe, or a traced graph that is to be one.
+
+    ``given`` names inputs that may not be None, ``target_name`` the loss's target, where there is one.
+    """
+
+    signature: inspect.Signature
+    concrete_args: dict[str, Any]
+    given: tuple[str, ...]
+    target_name: str | None
+
+    def placeholders(self) -> Sequence[fx.Node]: ...
 
 
-def signature_of(pipe: "Pipe") -> inspect.Signature:
+def signature_of(pipe: Callee) -> inspect.Signature:
     """The signature of the model's forward. An argument that the graph is specialized to may be left out where it can."""
     parameters = list(pipe.signature.parameters.values())
     for index, parameter in enumerate(parameters):
@@ -25,7 +38,7 @@ def _is_required(parameter: inspect.Parameter) -> bool:
     return parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
 
 
-def bind(pipe: "Pipe", args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bind(pipe: Callee, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The value of each placeholder of the top-level graph, by the placeholder's name.
 
     The target may be given by name; else it is the last positional argument.
@@ -51,14 +64,17 @@ def bind(pipe: "Pipe", args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[s
     _check_concrete(pipe, bound.arguments)
     bound.apply_defaults()
     _check_given(pipe, bound.arguments)
-    nodes = pipe.split_gm.graph.find_nodes(op="placeholder")
     values.update(
-        {node.name: bound.arguments[str(node.target).lstrip("*")] for node in nodes if node.name not in values}
+        {
+            node.name: bound.arguments[str(node.target).lstrip("*")]
+            for node in pipe.placeholders()
+            if node.name not in values
+        }
     )
     return values
 
 
-def _check_given(pipe: "Pipe", arguments: Mapping[str, Any]) -> None:
+def _check_given(pipe: Callee, arguments: Mapping[str, Any]) -> None:
     missing = [name for name in pipe.given if arguments.get(name) is None]
     if missing:
         fixed = ", ".join(f"{name!r}: None" for name in missing)
@@ -68,7 +84,7 @@ def _check_given(pipe: "Pipe", arguments: Mapping[str, Any]) -> None:
         )
 
 
-def _check_concrete(pipe: "Pipe", arguments: Mapping[str, Any]) -> None:
+def _check_concrete(pipe: Callee, arguments: Mapping[str, Any]) -> None:
     for name, fixed in pipe.concrete_args.items():
         given = arguments.get(name, fixed)
         if given is not fixed and not (isinstance(given, (bool, int, float, str)) and given == fixed):
@@ -78,6 +94,6 @@ def _check_concrete(pipe: "Pipe", arguments: Mapping[str, Any]) -> None:
             )
 
 
-def _usage(pipe: "Pipe", signature: inspect.Signature) -> str:
+def _usage(pipe: Callee, signature: inspect.Signature) -> str:
     names = [str(parameter) for parameter in signature.parameters.values()]
     return f"pipe({', '.join([*names, *([pipe.target_name] if pipe.target_name else [])])})"

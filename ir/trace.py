@@ -83,7 +83,7 @@ class Traced:
     """A marked graph, and what its names mean.
 
     ``attributes`` resolves every `get_attr` and `call_module` target. ``given`` names inputs that may not be None, since
-    forward does something else then.
+    forward does something else then. ``balanced`` says that a pass has placed the marks, or left them out on purpose.
     """
 
     model: nn.Module
@@ -93,6 +93,7 @@ class Traced:
     given: tuple[str, ...] = ()
     signature: inspect.Signature = field(default_factory=inspect.Signature)
     modes: Modes = field(default_factory=Modes)
+    balanced: bool = False
 
 
 TracerLike = fx.Tracer | Callable[[], fx.Tracer]

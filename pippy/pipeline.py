@@ -1,10 +1,13 @@
 """The front door: from a model to a Pipe."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
+from pippy.balance.balancer import Balancer
+from pippy.balance.policies import Split
+from pippy.ir.errors import BalanceError
 from pippy.ir.loss import LossSpec
 from pippy.ir.params import MultiUseParamSpec
 from pippy.ir.pipe import Pipe
@@ -20,11 +23,23 @@ def pipeline(
     tracer: TracerLike | None = None,
     concrete_args: Mapping[str, Any] | None = None,
     deep_copy_module: bool = False,
+    split: Split = None,
+    num_stages: int | None = None,
+    example_args: Sequence[Any] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    memory_limit: int | None = None,
+    param_scale: float | None = None,
+    in_flight: int | None = None,
+    progress: bool | None = None,
 ) -> Pipe:
-    """Trace ``model``, cut it at its marks into stages, and write its backward pass into the same graph.
+    """Trace ``model``, cut it into stages, and write its backward pass into the same graph.
+
+    It is cut at its marks; or, with ``split`` or ``num_stages``, where that makes the stages alike. ``pipe.balance`` then
+    says how alike they are.
 
     Args:
-        model: any module that torch.fx can trace, marked with `pipe_split()` or `annotate_split_points`.
+        model: any module that torch.fx can trace, marked with `pipe_split()` or `annotate_split_points`; or without a
+            mark, with ``split`` or ``num_stages``.
         loss_fn: a module or function of (output, target). The Pipe takes ``target`` as a further argument, returns the
             loss and computes gradients. Without it the Pipe computes what the model returns.
         multi_use_param_spec: what to do with parameters that several stages use: `MultiUseParameterConfig.TRANSMIT`
@@ -36,6 +51,20 @@ def pipeline(
         tracer: a `torch.fx.Tracer`, or a class of one, instead of `PipeTracer`: to choose other leaf modules, say.
         concrete_args: arguments of forward that the graph is specialized to, by name.
         deep_copy_module: work on a copy. By default the Pipe and the model share their parameters.
+        split: what the stages are to be alike in: "time" (forward and backward, measured), "size" (bytes of parameters
+            and activations), "parameters", "uniform" (numbers of layers) or "type:regex" (numbers of modules whose class
+            name matches); "auto" is "time" with example arguments and "parameters" without. Or by hand: a list of names
+            of modules before which to cut, or a list with the number of layers of each stage.
+        num_stages: into how many stages to cut; alone it means ``split="auto"``.
+        example_args: the arguments of one call of the Pipe, with the size of one micro-batch, the loss's target last.
+            The model is run on them and left as it was.
+        example_kwargs: those by name.
+        memory_limit: bytes that a stage may hold: its parameters ``param_scale`` times, and the activations of
+            ``in_flight`` micro-batches.
+        param_scale: how often a parameter to be trained counts: 4 by default, which is Adam's (with gradient and state).
+        in_flight: of how many micro-batches a stage holds activations at a time. By default as many as under 1F1B, which
+            is 1 in the last stage and one more in each before it.
+        progress: whether to show on stderr how far the measurement is; by default where that is a terminal.
 
     >>> import torch
     >>> from pippy import pipe_split
@@ -72,6 +101,29 @@ def pipeline(
         return _loss
     <BLANKLINE>
     """  # noqa: E501
+    options: dict[str, Any] = {
+        "example_args": example_args,
+        "example_kwargs": example_kwargs,
+        "memory_limit": memory_limit,
+        "param_scale": param_scale,
+        "in_flight": in_flight,
+    }
+    given = [name for name, value in options.items() if value is not None]
+    balancer = None
+    if split is not None or num_stages is not None:
+        balancer = Balancer(
+            split,
+            num_stages,
+            loss_fn=loss_fn,
+            multi_use_param_spec=multi_use_param_spec,
+            trains=output_loss_value_spec is not False,
+            progress=progress,
+            **options,
+        )
+    elif given:
+        raise BalanceError(
+            f"{', '.join(given)} say how to cut the model evenly, but nothing asks for that; give num_stages too"
+        )
     return Pipe.from_tracing(
         model,
         multi_use_param_spec,
@@ -80,4 +132,5 @@ def pipeline(
         tracer=tracer,
         concrete_args=concrete_args,
         deep_copy_module=deep_copy_module,
+        cut=balancer,
     )

@@ -1,5 +1,8 @@
 """`make demo` runs, and finds what it says it finds."""
 
+import html
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,5 +16,9 @@ def test_the_demo(tmp_path):
     assert done.returncode == 0, done.stderr
     for shown in ("stage_backward_4", "tokens  int64[32, 16]", "1 | .    .    F2.0 F3.0 B3.0", "3.580818   3.580818"):
         assert shown in done.stdout
-    assert done.stdout.endswith("The parameters on the workers are those of the plain model.\n")
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"demo.svg", "demo_schedule.svg"}
+    assert "The parameters on the workers are those of the plain model.\n\nWhere the time went:" in done.stdout
+    written = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
+    kinds = {"demo.svg", "demo_schedule.svg", "demo_timeline.svg", "demo_trace.json", "demo_report.html"}
+    assert set(written) == kinds and set(re.findall(r"out/\w+\.\w+", done.stdout)) == {f"out/{kind}" for kind in kinds}
+    assert {event["ph"] for event in json.loads(written["demo_trace.json"])["traceEvents"]} >= {"X", "s", "f"}
+    assert "The demo's last steps" in html.unescape(written["demo_report.html"])

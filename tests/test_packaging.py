@@ -45,10 +45,11 @@ def test_the_wheel_holds_every_module_once(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     modules = [name for name in names if name.endswith(".py")]
     expected = {f"pippy/{path.relative_to(ROOT)}" for part in ("ir", "drivers") for path in (ROOT / part).rglob("*.py")}
-    own = [*(ROOT / "pippy").glob("*.py"), *(ROOT / "pippy/cli").rglob("*.py")]
+    own = [path for part in ("", "balance", "cli") for path in (ROOT / "pippy" / part).glob("*.py")]
     expected |= {str(path.relative_to(ROOT)) for path in own}
     assert sorted(modules) == sorted(expected)
     assert "pippy/py.typed" in names
+    assert {"pippy/drivers/report/page.css", "pippy/drivers/report/page.js"} <= set(names)
     assert wheel.name.startswith("pippy_compiler-")
 
 

@@ -3,7 +3,6 @@
 The instructions are bound to what they work on once, when the program arrives; a step then goes through the list.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
@@ -16,6 +15,7 @@ from pippy.drivers.flow import Work
 from pippy.drivers.messages import AddProgram, Slot, StepResult
 from pippy.drivers.schedules.graph import Pass
 from pippy.drivers.schedules.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
+from pippy.drivers.workers.recorder import Recorder
 from pippy.drivers.workers.single_loss import SingleLoss
 from pippy.drivers.workers.transport import Interrupted, Transport
 from pippy.ir.errors import StageError
@@ -101,7 +101,6 @@ class Executor:
         self.runs: dict[tuple[str, int], StageRun] = {}
         self.deferred: dict[tuple[str, int], Deferred] = {}
         self.returned: dict[str, list[Any]] = {}
-        self.spans: list[tuple[int, float, float]] = []
         self.live = self.peak_live = 0
 
     def run(
@@ -117,9 +116,8 @@ class Executor:
         """Go through the instructions once, or until the step is given up.
 
         ``own_rows`` takes from the inputs of the loss what is a micro-batch's own, where each is the whole mini-batch. With
-        ``record``, the times of all computations are part of the result.
+        ``record``, the recorder notes the times of the instructions.
         """
-        code = [self._timed(at, *each) for at, each in enumerate(self.code)] if record else self.code
         self.own_rows = own_rows
         self.number, self.weights, self.trains = number, weights, trains
         chunks = len(weights)
@@ -127,6 +125,7 @@ class Executor:
         for name, microbatches in inputs.items():
             for microbatch, value in enumerate(microbatches):
                 self.values[name, microbatch] = self._here(value)
+        code = self.recorder.timed() if record else self.code
         try:
             with torch.set_grad_enabled(trains):
                 for at, (handle, operands) in enumerate(code):
@@ -137,23 +136,16 @@ class Executor:
             if self.single is not None:
                 self.returned[LOSS] = [self.single.loss()]
             returned = {name: _packed(values) for name, values in self.returned.items()}
-            return StepResult(returned, self.peak_live, tuple(self.spans))
+            return StepResult(returned, self.peak_live)
         finally:
             self._clear()
             if self.single is not None:
                 self.single.clear()
 
-    def _timed(self, at: int, handle: Handle, operands: tuple[Any, ...]) -> tuple[Handle, tuple[Any, ...]]:
-        """A computation that notes when it began and ended; other instructions as they are."""
-        if not isinstance(self.program.order[at], Compute):
-            return handle, operands
-
-        def timed(*operands: Any) -> None:
-            start = time.monotonic()
-            handle(*operands)
-            self.spans.append((at, start, time.monotonic()))
-
-        return timed, operands
+    @cached_property
+    def recorder(self) -> Recorder:
+        """Notes what is done when, in the steps that are recorded."""
+        return Recorder(self.program.order, self.code, self.program.ranks, self.transport, self.device)
 
     def current(self) -> Instruction:
         """The instruction that is being carried out."""

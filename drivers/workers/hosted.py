@@ -1,6 +1,7 @@
 """What a worker holds for one driver: stages, programs, gradients, optimizers; and what it does when told."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -89,6 +90,8 @@ class Hosted:
         self.programs[program.program] = Executor(program, self.modules, self.constant, self.transport, self.device)
 
     def _step(self, step: Step, number: int) -> StepResult:
+        if step.record:
+            self.programs[step.program].recorder.begin()
         for call, flags in (step.flags or {}).items():
             for module, flag in zip(self.modules[call].modules(), flags, strict=True):
                 module.training = flag
@@ -98,9 +101,11 @@ class Hosted:
         self.gradients.hide()
         result = executor.run(number, inputs, step.weights, step.trains, self.given_up, own_rows, step.record)
         self.running = None
+        if step.record and step.reduce:
+            executor.recorder.note_adding()
         if step.trains:
             self.gradients.end_step(number, step.reduce)
-        return result
+        return replace(result, record=executor.recorder.record()) if step.record else result
 
     def _fetch(self, fetch: Fetch, number: int) -> list[torch.Tensor | None]:
         tensors = map(self.tensor, fetch.places)

@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from exps.peers.pippy_peer import Controller, PippyTeam
 from exps.peers.torch_peer import TorchTeam
+from pippy import Pipe
 
 
 class Empty(nn.Module):
@@ -34,6 +36,23 @@ def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).sum()
 
 
+class EmptyPipe(NamedTuple):
+    """Makes a Pipe of empty stages."""
+
+    def __call__(self, stages: int) -> Pipe:
+        return Pipe.from_sequential(nn.Sequential(*(Empty() for _ in range(stages))), loss_fn)
+
+
+def batch(chunks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """One number for each micro-batch, and its target."""
+    return torch.zeros(chunks, 1), torch.ones(chunks, 1)
+
+
+def pippy_control(name: str, chunks: int) -> PippyTeam:
+    """pippy's schedule ``name`` with empty stages."""
+    return PippyTeam(1, Controller, name, chunks, EmptyPipe(), batch(chunks))
+
+
 def torch_control(name: str, chunks: int) -> TorchTeam:
     """torch's schedule ``name`` with empty stages; each micro-batch is one number."""
-    return TorchTeam(name, chunks, EmptyParts(), (torch.zeros(chunks, 1), torch.ones(chunks, 1)), loss_fn)
+    return TorchTeam(name, chunks, EmptyParts(), batch(chunks), loss_fn)

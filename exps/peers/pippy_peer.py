@@ -4,14 +4,16 @@ A process has one cluster open at a time, so each controller has a process of it
 cores with its workers, as a user's script does.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from typing import NamedTuple
 
 import torch
 
 from exps.peers import gpt
 from exps.peers.contestant import Rank, Team
 from exps.peers.process import ChildFailed
-from pippy import PipelineDriver, SplitPoint, annotate_split_points, local_cluster, pipeline
+from pippy import Pipe, PipelineDriver, SplitPoint, annotate_split_points, local_cluster, pipeline
 
 WORKERS = 2
 
@@ -27,26 +29,42 @@ SCHEDULES = {
 }
 
 
+class GptPipe(NamedTuple):
+    """Makes the Pipe of a model of this size in so many stages; unlike a lambda it can be sent to a process."""
+
+    size: gpt.Size
+
+    def __call__(self, stages: int) -> Pipe:
+        model = gpt.model(self.size)
+        annotate_split_points(model, dict.fromkeys(gpt.cuts(self.size, stages), SplitPoint.BEGINNING))
+        return pipeline(model, gpt.loss_fn)
+
+
 class Controller(Rank):
     """One cluster of two workers, one driver, one schedule."""
 
-    def __init__(self, rank: int, schedule: str, size: gpt.Size) -> None:
+    def __init__(
+        self,
+        rank: int,
+        schedule: str,
+        chunks: int,
+        pipe_of: Callable[[int], Pipe],
+        batch: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
         super().__init__([])
-        self._batch = gpt.batch(size)
-        self._names = [name for name, _ in gpt.model(size).named_parameters()]
-        model = gpt.model(size)
-        cuts = gpt.cuts(size, WORKERS * SCHEDULES[schedule])
-        annotate_split_points(model, dict.fromkeys(cuts, SplitPoint.BEGINNING))
+        self._chunks, self._batch = chunks, batch
+        pipe = pipe_of(WORKERS * SCHEDULES[schedule])
+        self._names = [name for name, _ in pipe.named_parameters()]
         with ExitStack() as opened:
             cluster = opened.enter_context(local_cluster(WORKERS, threads=1, pin=True))
-            self._driver = PipelineDriver(pipeline(model, gpt.loss_fn), cluster, schedule=schedule)
+            self._driver = PipelineDriver(pipe, cluster, schedule=schedule)
             self._opened = opened.pop_all()
 
     def prepare(self) -> None:
         self._driver.zero_grad()
 
     def run(self) -> list[torch.Tensor]:
-        return [self._driver.run(gpt.CHUNKS, *self._batch)]
+        return [self._driver.run(self._chunks, *self._batch)]
 
     def gradients(self) -> dict[str, torch.Tensor]:
         found = self._driver.gradients(self._names)
@@ -70,4 +88,4 @@ class PippyTeam(Team):
 
 def pippy_peer(schedule: str, size: gpt.Size) -> PippyTeam:
     """pippy with the schedule ``schedule`` of `SCHEDULES`."""
-    return PippyTeam(1, Controller, schedule, size)
+    return PippyTeam(1, Controller, schedule, gpt.CHUNKS, GptPipe(size), gpt.batch(size))

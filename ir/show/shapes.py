@@ -7,10 +7,8 @@ branch on a tensor) is unknown, and so is what depends on it; everything else is
 
 import copy
 import logging
-import random
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pippy.ir.backward import is_getitem
 from pippy.ir.graph_module import PipeGraphModule
+from pippy.ir.preserve import untouched_random_state
 from pippy.ir.signature import bind
 from pippy.ir.trees import describe, leaves, map_tensors, tensors
 from pippy.ir.wiring import map_nodes, value_name
@@ -82,7 +81,7 @@ def propagate(pipe: "Pipe", args: Sequence[Any], kwargs: Mapping[str, Any]) -> S
     (Shape(text='float32[3, 5]', nbytes=60), Amount(count=60, complete=True))
     """
     inputs = bind(pipe, args, kwargs)
-    with _untouched_random_state(), _quiet(), torch.inference_mode(False), torch.enable_grad():
+    with untouched_random_state(), _quiet(), torch.inference_mode(False), torch.enable_grad():
         return _Propagation(pipe, FakeTensorMode(allow_non_fake_inputs=True)).run(inputs)
 
 
@@ -213,17 +212,3 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
-
-
-@contextmanager
-def _untouched_random_state() -> Iterator[None]:
-    """Inside, random numbers may be drawn and seeds set; afterwards it is as if that had not been."""
-    numpy = sys.modules.get("numpy")
-    pythons, numpys = random.getstate(), numpy.random.get_state() if numpy else None
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=devices))
-        stack.callback(random.setstate, pythons)
-        if numpy:
-            stack.callback(numpy.random.set_state, numpys)
-        yield

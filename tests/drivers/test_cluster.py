@@ -212,6 +212,8 @@ def test_a_second_cluster_is_refused_and_a_closed_one_useless(cluster):
         ({"n": 2, "devices": ["cpu"] * 2, "device": "cpu"}, "give one of the two"),
         ({"n": 2, "timeout": 0}, "timeout is a number of seconds"),
         ({"n": 2, "transport": "pigeon"}, "transport must be one of"),
+        ({"n": 2, "patience": 2.0}, "0 to 1; this is 2.0"),
+        ({"n": 2, "patience": -1}, "0 to 1; this is -1"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_starts(options, words):

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 
 from pippy import MultiUseParameterConfig, PipelineDriver1F1B, PipelineDriverFillDrain, pipe_split, pipeline
 from pippy.drivers.schedules.instructions import Send
+from pippy.drivers.workers.gradients import FIRST_SLOT
 from tests.drivers.models import Chain, TiedLanguage
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
@@ -156,4 +158,59 @@ def test_the_acceptance_case_of_pippy(cluster, config, kind):
         torch.testing.assert_close(driver.run(chunks, x, target), loss.detach(), rtol=1e-10, atol=0)
         for name, gradient in driver.gradients().items():
             torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-8, atol=1e-8)
+    driver.close()
+
+
+class Watched(torch.autograd.Function):
+    """The identity, whose backward calls what the test wants it to."""
+
+    called = staticmethod(lambda: None)
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Watched.called()
+        return gradient
+
+
+class TiedEnds(nn.Module):
+    """The first and the last stage have the same weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = self.last = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = Watched.apply(self.first(x))
+        pipe_split()
+        return self.last(torch.relu(x))
+
+
+def test_the_sums_of_replicated_gradients_begin_while_others_drain(threads, monkeypatch):
+    """The first worker's last backward does not end before the last worker's part has come."""
+    plain = TiedEnds()
+    pipe = pipeline(copy.deepcopy(plain), nn.MSELoss(), multi_use_param_spec=MultiUseParameterConfig.REPLICATE)
+    driver = PipelineDriver1F1B(pipe, threads)
+    transport, arrived, backwards = threads.control.threads[0].seat.transport, [], []
+
+    def wait_for_the_part():
+        backwards.append(1)
+        if len(backwards) == 6:  # the last micro-batch of the second step
+            deadline = time.monotonic() + 20
+            while not transport.ready((threads.dispatch.number, FIRST_SLOT, 1)):
+                assert time.monotonic() < deadline, "the part is sent after the drain"
+            arrived.append(1)
+
+    x, target = torch.randn(6, 4), torch.randn(6, 4)
+    driver.run(3, x, target)
+    driver.zero_grad()  # now it is known that an update takes one step
+    monkeypatch.setattr(Watched, "called", staticmethod(wait_for_the_part))
+    backwards.extend([1] * 3)
+    driver.run(3, x, target)
+    assert arrived
+    F.mse_loss(plain(x), target).backward()
+    torch.testing.assert_close(driver.get_grad("first.weight"), plain.first.weight.grad)
     driver.close()

@@ -1,5 +1,6 @@
 """Messages over lines: in order, whatever way each takes; large ones, and ends that are gone."""
 
+import select
 import socket
 import threading
 
@@ -45,7 +46,9 @@ def serve(worker, times=1):
             line.channel.step()
         message, reply = inbox.get()
         reply(message)
-    line.channel.flush()
+    while line.channel.queue or line.channel.socket_full:  # as the transport does when the socket has room
+        select.select([], [line.channel.fd], [], 10)
+        line.channel.flush()
 
 
 def answer(lines, bell, future):

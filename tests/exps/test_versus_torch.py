@@ -243,10 +243,12 @@ def test_a_child_that_cannot_make_its_object_says_why():
 
 
 def test_the_command_on_empty_stages_runs():
-    command = [sys.executable, "-m", "exps.control", "--chunks", "4", "--rounds", "1", "--only", "GPipe"]
+    only = ["torch GPipe", "pippy 1f1b"]
+    command = [sys.executable, "-m", "exps.control", "--chunks", "4", "--rounds", "1", "--only", *only]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[1].split()[:3] == ["torch", "GPipe", "4"]
+    rows = [line.split()[:3] for line in done.stdout.splitlines()[1:]]
+    assert rows == [["torch", "GPipe", "4"], ["pippy", "1f1b", "4"]]
 
 
 @pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])

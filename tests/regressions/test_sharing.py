@@ -291,3 +291,26 @@ def test_hooks_put_on_a_replicated_parameter_afterwards():
     model.a.weight.register_hook(lambda gradient: gradient * 0.5)
     with pytest.raises(SharedParameterError, match="has got gradient hooks"):
         pipe(X, X)
+
+
+class NamedLikeFields(Base):
+    def __init__(self):
+        super().__init__()
+        self.loss, self.mode, self.qualnames, self.balance = (nn.Linear(4, 4) for _ in range(4))
+        self.wiring = nn.Parameter(torch.ones(4))
+        self.modes: torch.Tensor
+        self.register_buffer("modes", torch.ones(4))
+
+    def forward(self, x):
+        x = self.mode(self.loss(self.a(x)))
+        pipe_split()
+        return self.b(self.balance(self.qualnames(x)) * self.wiring + self.modes)
+
+
+def test_a_model_whose_parts_have_the_names_of_a_pipes_own_attributes():
+    """A part called `loss` lost its parameters from the state dict, or the loss could not be attached."""
+    model = NamedLikeFields()
+    names = list(model.state_dict())
+    assert list(check(model, X).state_dict()) == names
+    pipe = pipeline(model)
+    assert (list(pipe.state_dict()), pipe.loss, pipe.mode) == (names, None, None)

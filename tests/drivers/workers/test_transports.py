@@ -50,7 +50,12 @@ def by_messages(count, **options):
     return transports
 
 
-KINDS = {"shared_memory": shared_memory, "messages": by_messages, "in_process": in_process}
+def patient(count):
+    """Looks for its values for longer than any of these tests takes."""
+    return shared_memory(count, patience=1.0)
+
+
+KINDS = {"shared_memory": shared_memory, "patient": patient, "messages": by_messages, "in_process": in_process}
 
 
 @pytest.fixture(params=KINDS)

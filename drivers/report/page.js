@@ -1,0 +1,102 @@
+"use strict";
+// Zooms and moves the timeline, and names the box under the pointer. Without it the drawing is whole, only still.
+(function () {
+  const root = document.documentElement;
+  window.addEventListener("error", event => { root.dataset.error = event.message; });
+  const holder = document.getElementById("timeline"), svg = holder.querySelector("svg"), tip = document.getElementById("tip");
+  const frame = JSON.parse(holder.dataset.frame), axis = svg.querySelector(".axis"), space = svg.namespaceURI;
+  const bottom = axis.querySelector("line").getAttribute("y2"), NAMED = 20;
+  const boxes = Array.from(svg.querySelectorAll(".box"), group => {
+    const title = group.querySelector("title"), words = title.textContent;
+    title.remove();  // the tip says it at once
+    return { group, words, start: +group.dataset.s, end: +group.dataset.e, rect: group.querySelector("rect"), text: group.querySelector("text") };
+  });
+  const words = new Map(boxes.map(box => [box.group, box.words]));
+  let from = 0, to = frame.span;
+
+  function duration(seconds) {
+    const [unit, size] = Math.abs(seconds) >= 1 || !seconds ? ["s", 1] : Math.abs(seconds) >= 9.995e-4 ? ["ms", 1e-3] : ["µs", 1e-6];
+    return +(seconds / size).toPrecision(6) + " " + unit;
+  }
+
+  function ticks() {
+    const power = Math.pow(10, Math.floor(Math.log10((to - from) / 10)));
+    const step = [1, 2, 5, 10].map(each => each * power).find(each => (to - from) / each <= 10.01);
+    axis.replaceChildren();
+    for (let count = Math.ceil(from / step - 1e-9); count * step <= to * (1 + 1e-9); count++) {
+      const x = frame.left + (count * step - from) / (to - from) * (frame.right - frame.left);
+      const line = document.createElementNS(space, "line"), text = document.createElementNS(space, "text");
+      for (const [name, value] of [["x1", x], ["x2", x], ["y1", 14], ["y2", bottom], ["stroke", "#d0d7de"]]) line.setAttribute(name, value);
+      for (const [name, value] of [["x", x], ["y", 10], ["text-anchor", "middle"]]) text.setAttribute(name, value);
+      text.textContent = duration(count * step);
+      axis.append(line, text);
+    }
+  }
+
+  function paint() {
+    const scale = (frame.right - frame.left) / (to - from);
+    for (const { group, rect, text, start, end } of boxes) {
+      const shown = end >= from && start <= to;
+      group.style.display = shown ? "" : "none";
+      if (!shown) continue;
+      // a box that is longer than the view is cut, so that its name is seen
+      const left = frame.left + Math.max((start - from) * scale, -9), right = frame.left + Math.min((end - from) * scale, (to - from) * scale + 9);
+      rect.setAttribute("x", left);
+      rect.setAttribute("width", Math.max(right - left, 0));
+      if (text) {
+        text.setAttribute("x", (left + right) / 2);
+        text.setAttribute("visibility", right - left >= NAMED ? "visible" : "hidden");
+      }
+    }
+    ticks();
+    root.dataset.view = from.toExponential(6) + " " + to.toExponential(6);
+  }
+
+  function view(start, end) {
+    const width = Math.min(Math.max(end - start, frame.span * 1e-5), frame.span);
+    from = Math.min(Math.max(start, 0), frame.span - width);
+    to = from + width;
+    paint();
+  }
+
+  function zoom(factor, at = (from + to) / 2) { view(at - (at - from) * factor, at + (to - at) * factor); }
+  function move(share) { view(from + (to - from) * share, to + (to - from) * share); }
+  function pixels() { return svg.getBoundingClientRect().width * (frame.right - frame.left) / svg.viewBox.baseVal.width; }
+  function timeAt(event) {
+    const box = svg.getBoundingClientRect();
+    const x = (event.clientX - box.left) * svg.viewBox.baseVal.width / box.width;
+    return from + (x - frame.left) / (frame.right - frame.left) * (to - from);
+  }
+
+  const doing = { in: () => zoom(0.5), out: () => zoom(2), all: () => view(0, frame.span) };
+  for (const button of document.querySelectorAll("[data-do]")) button.addEventListener("click", doing[button.dataset.do]);
+  holder.addEventListener("wheel", event => {
+    event.preventDefault();
+    if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) move(event.deltaX / pixels());
+    else zoom(Math.exp(event.deltaY * 0.002), timeAt(event));
+  }, { passive: false });
+  holder.addEventListener("keydown", event => {
+    const keys = { "+": doing.in, "=": doing.in, "-": doing.out, "0": doing.all, ArrowLeft: () => move(-0.2), ArrowRight: () => move(0.2) };
+    if (keys[event.key] && !event.ctrlKey && !event.metaKey) { event.preventDefault(); keys[event.key](); }
+  });
+  holder.addEventListener("dblclick", doing.all);
+  let last = null;
+  holder.addEventListener("pointerdown", event => { last = event.clientX; holder.setPointerCapture(event.pointerId); holder.classList.add("drags"); });
+  holder.addEventListener("pointermove", event => {
+    if (last !== null) { move((last - event.clientX) / pixels()); last = event.clientX; }
+    const group = document.elementFromPoint(event.clientX, event.clientY)?.closest(".box");
+    tip.hidden = !group || !holder.contains(group);
+    if (tip.hidden) return;
+    tip.textContent = words.get(group);
+    tip.style.left = Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8) + "px";
+    tip.style.top = Math.min(event.clientY + 16, innerHeight - tip.offsetHeight - 8) + "px";
+  });
+  for (const name of ["pointerup", "pointercancel"]) holder.addEventListener(name, () => { last = null; holder.classList.remove("drags"); });
+  holder.addEventListener("pointerleave", () => { tip.hidden = true; });
+
+  // report.html#view=0.001,0.002 opens at a time
+  const asks = /^#view=([0-9.e+-]+),([0-9.e+-]+)$/.exec(location.hash);
+  if (asks && +asks[2] > +asks[1]) view(+asks[1], +asks[2]);
+  else paint();
+  root.dataset.ready = String(boxes.length);
+})();

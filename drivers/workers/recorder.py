@@ -1,0 +1,160 @@
+"""Notes what a worker does when, in steps that are recorded; in all others it has no part.
+
+An instruction begins when the one before it ends, so one look at the clock does for each. On an accelerator a computation
+is waited for before its end is noted, so that its time is its own, and not that of what waits for it next.
+"""
+
+import os
+import resource
+import socket
+import sys
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pippy.drivers.messages import WorkerRecord
+from pippy.drivers.schedules.instructions import Compute, Instruction, Send
+from pippy.drivers.workers.transport import Sent, Transport
+
+Bound = tuple[Callable[..., None], tuple[Any, ...]]  # an instruction: what carries it out, and with what
+_NOTHING = Sent()
+
+
+class Recorder:
+    """Records steps of one program on one worker, one after another."""
+
+    def __init__(
+        self,
+        order: Sequence[Instruction],
+        code: Sequence[Bound],
+        ranks: Sequence[int],
+        transport: Transport,
+        device: torch.device,
+    ) -> None:
+        self.ranks, self.transport, self.device = ranks, transport, device
+        self.ends = array("d", [0.0]) * len(order)
+        self.sizes: dict[int, int] = {}
+        self.memory = DeviceMemory(device) if device.type == "cuda" else ProcessMemory()
+        self.code = [self._timed(at, each, *bound) for at, (each, bound) in enumerate(zip(order, code))]
+
+    def begin(self) -> None:
+        """A step begins now."""
+        self.began, self.cpu = time.monotonic(), time.thread_time()
+        self.adding: float | None = None
+        self.memory.begin()
+
+    def timed(self) -> Sequence[Bound]:
+        """Instructions that do as the program's own, and note when they ended. The first begins now."""
+        self.started = time.monotonic()
+        return self.code
+
+    def note_adding(self) -> None:
+        """Now the gradients of replicated parameters begin to be added up."""
+        self.adding = time.monotonic()
+
+    def record(self) -> WorkerRecord:
+        """What was noted of the step, which ends now."""
+        return WorkerRecord(
+            clock(),
+            self.began,
+            self.started,
+            self.ends[:],
+            self.adding,
+            time.monotonic(),
+            dict(self.sizes),
+            self.memory.peak(),
+            self.memory.of,
+            time.thread_time() - self.cpu if self.device.type == "cpu" else None,
+        )
+
+    def _timed(
+        self, at: int, instruction: Instruction, handle: Callable[..., None], operands: tuple[Any, ...]
+    ) -> Bound:
+        ends, now = self.ends, time.monotonic
+
+        def timed(*operands: Any) -> None:
+            handle(*operands)
+            ends[at] = now()
+
+        if isinstance(instruction, Send):
+            return self._counted(at, self.ranks[instruction.to], timed), operands
+        if isinstance(instruction, Compute) and self.device.type != "cpu":
+            return self._awaited(at, handle), operands
+        return timed, operands
+
+    def _counted(self, at: int, to: int, send: Callable[..., None]) -> Callable[..., None]:
+        sent, sizes = self.transport.sent, self.sizes
+
+        def counted(*operands: Any) -> None:
+            before = sent.get(to, _NOTHING).bytes
+            send(*operands)
+            sizes[at] = sent[to].bytes - before
+
+        return counted
+
+    def _awaited(self, at: int, compute: Callable[..., None]) -> Callable[..., None]:
+        def awaited(*operands: Any) -> None:
+            compute(*operands)
+            torch.accelerator.synchronize(self.device)
+            self.ends[at] = time.monotonic()
+
+        return awaited
+
+
+@cache
+def clock() -> str:
+    """A name of this process's monotonic clock: processes of one running kernel share it.
+
+    >>> clock() == clock()
+    True
+    """
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
+
+
+class DeviceMemory:
+    """The most memory that torch allocates on a GPU in a step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.of = device, f"allocated on {device}"
+
+    def begin(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device)
+
+
+class ProcessMemory:
+    """The most memory that this process has resident in a step; or since it began, where the system keeps no other peak.
+
+    >>> memory = ProcessMemory()
+    >>> memory.begin()
+    >>> memory.peak() > 1 << 20
+    True
+    """
+
+    of = "resident"
+
+    def begin(self) -> None:
+        try:
+            file = os.open("/proc/self/clear_refs", os.O_WRONLY)
+        except OSError:
+            self.of = "resident since the worker began"
+            return
+        try:
+            os.write(file, b"5")  # the peak begins anew; nothing else is cleared
+        except OSError:
+            self.of = "resident since the worker began"
+        finally:
+            os.close(file)
+
+    def peak(self) -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

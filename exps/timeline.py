@@ -1,0 +1,45 @@
+"""What does a real step look like, beside the simulation of its schedule?
+
+Question: how are the passes of a step spread over the workers, and what lies between them?
+Command:  python -m exps.timeline docs/timeline.svg  (from the root of the repository; --report page.html, --schedule NAME)
+Method:   one step of four stages, recorded and drawn. The stages sleep, as in exps.bubbles, so that four workers need no
+          more than two cores; stage 2 takes half as long again as the others.
+Finding:  the picture in docs/timeline.svg.
+"""
+
+import argparse
+
+import torch
+from torch import nn
+
+from exps.bubbles import ROWS, WIDTH, Sleeper
+from pippy import Pipe, PipelineDriver, local_cluster
+
+SECONDS = (0.010, 0.011, 0.009)  # of a stage's forward, and of the halves of its backward
+SLOW, FACTOR, CHUNKS = 2, 1.5, 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("picture", help="the SVG file to write")
+    parser.add_argument("--report", help="an HTML file to write, too")
+    parser.add_argument("--schedule", default="1f1b")
+    options = parser.parse_args()
+    factors = [FACTOR if stage == SLOW else 1.0 for stage in range(4)]
+    stages = [Sleeper(*(each * factor for each in SECONDS)) for factor in factors]
+    pipe = Pipe.from_sequential(nn.Sequential(*stages), nn.MSELoss())
+    x = torch.zeros(CHUNKS * ROWS, WIDTH)
+    with local_cluster(4, threads=1) as cluster:
+        driver = PipelineDriver(pipe, cluster, schedule=options.schedule)
+        driver.run(CHUNKS, x, x)
+        with driver.record() as recording:
+            for _ in range(5):
+                driver.run(CHUNKS, x, x)
+    recording.steps[-1].save_svg(options.picture)
+    print(*recording.steps[-1].findings(), sep="\n")
+    if options.report:
+        recording.report(options.report, title=f"Sleeping stages, {options.schedule}")
+
+
+if __name__ == "__main__":
+    main()

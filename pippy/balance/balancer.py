@@ -1,0 +1,186 @@
+"""The pass that balances: from a traced graph without marks to one with marks, and a report.
+
+figures  what each operation holds       ─┐
+profile  what each takes, if it is to run ─┼▶ a row of units that cannot be cut ──▶ the best cuts ──▶ marks, report
+policy   what is to be alike             ─┘
+"""
+
+import inspect
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from pippy.balance.figures import Figures, figures_of
+from pippy.balance.partition import runs
+from pippy.balance.policies import Split, named_cuts, read_split
+from pippy.balance.profile import Clock, Profile, profile
+from pippy.balance.report import Balance
+from pippy.balance.weighing import Weighing
+from pippy.ir import source
+from pippy.ir.cuts import Together, crossing, kept_together, mark, marks
+from pippy.ir.errors import BalanceError, InputError
+from pippy.ir.loss import TARGET, check_loss_function
+from pippy.ir.params import MultiUseParamSpec
+from pippy.ir.signature import bind
+from pippy.ir.trace import Traced
+
+PARAM_SCALE = 4.0  # a parameter, its gradient, and the two moments of Adam
+
+
+@dataclass
+class _Call:
+    """A traced graph as what it will be: a Pipe that is called."""
+
+    signature: inspect.Signature
+    concrete_args: dict[str, Any]
+    given: tuple[str, ...]
+    target_name: str | None
+    graph: fx.Graph
+
+    def placeholders(self) -> list[fx.Node]:
+        return list(self.graph.find_nodes(op="placeholder"))
+
+
+class Balancer:
+    """Cuts a traced graph as `pipeline` was asked to; `pippy.pipeline` says what the arguments mean.
+
+    `pipeline` makes one by itself. With `Pipe.from_sequential` it is given as ``cut``:
+
+    >>> from torch import nn
+    >>> from pippy import Pipe
+    >>> net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    >>> [len(list(stage.children())) for _, stage in Pipe.from_sequential(net, cut=Balancer([3, 2])).stages()]
+    [3, 2]
+    """
+
+    def __init__(
+        self,
+        split: Split = "auto",
+        num_stages: int | None = None,
+        *,
+        loss_fn: Callable[..., Any] | None = None,
+        multi_use_param_spec: MultiUseParamSpec = None,
+        example_args: Sequence[Any] | None = None,
+        example_kwargs: Mapping[str, Any] | None = None,
+        memory_limit: int | None = None,
+        param_scale: float | None = None,
+        in_flight: int | None = None,
+        trains: bool = True,
+        progress: bool | None = None,
+        clock: Clock = time.perf_counter_ns,
+    ) -> None:
+        _check_examples(example_args, example_kwargs)
+        _check_memory(memory_limit, param_scale, in_flight)
+        if loss_fn is not None:
+            check_loss_function(loss_fn)
+        self.with_examples = example_args is not None or bool(example_kwargs)
+        self.policy = read_split(split, num_stages, self.with_examples)
+        self.loss_fn, self.spec = loss_fn, multi_use_param_spec
+        self.args, self.kwargs = tuple(example_args or ()), dict(example_kwargs or {})
+        self.memory_limit, self.in_flight = memory_limit, in_flight
+        self.param_scale = PARAM_SCALE if param_scale is None else param_scale
+        self.trains, self.progress, self.clock = trains, progress, clock
+
+    def __call__(self, traced: Traced) -> Balance:
+        """Mark ``traced``, and say what the stages are like."""
+        _check_unmarked(traced)
+        figures = figures_of(traced, self.spec, self.param_scale)
+        found = self._profile(traced) if self.with_examples else None
+        if found is not None:
+            figures.crossing = crossing(traced, found.sizes, self.spec)
+            figures.together = [*kept_together(traced, self.spec, found.changed), *_untravelling(figures, found)]
+        weighing = Weighing(traced, figures, found, self.policy, self.in_flight)
+        if self.policy.names:
+            cuts = named_cuts(traced, self.policy.names)
+            weighing.check_limit(cuts, self.memory_limit)
+        else:
+            cuts = weighing.best_cuts(self.memory_limit)
+        mark(traced, [figures.nodes[cut] for cut in cuts])
+        return self._report(weighing, cuts)
+
+    def _report(self, weighing: Weighing, cuts: Sequence[int]) -> Balance:
+        bound, alone = weighing.bound(cuts)
+        stages = tuple(weighing.stage(number, run) for number, run in enumerate(runs(cuts, weighing.count)))
+        optimal = self.policy.kind not in ("names", "counts")
+        return Balance(
+            self.policy.text, self.policy.measure, stages, bound, alone, optimal, self._memory_note(weighing.found)
+        )
+
+    def _profile(self, traced: Traced) -> Profile:
+        inputs = traced.graph.find_nodes(op="placeholder")
+        target = f"{TARGET}_1" if any(node.name == TARGET for node in inputs) else TARGET
+        name = None if self.loss_fn is None else target
+        call = _Call(traced.signature, traced.concrete_args, traced.given, name, traced.graph)
+        try:
+            values = bind(call, self.args, self.kwargs)
+        except InputError as error:
+            raise InputError(f"example_args are not arguments of this Pipe: {error}") from None
+        return profile(
+            traced,
+            values,
+            self.loss_fn,
+            values.get(target) if name else None,
+            timed=self.policy.kind == "time",
+            trains=self.trains and torch.is_grad_enabled(),
+            progress=self.progress,
+            clock=self.clock,
+        )
+
+    def _memory_note(self, found: Profile | None) -> str:
+        parameters = f"memory: {self.param_scale:g} × the bytes of parameters that are trained"
+        if found is None:
+            return f"{parameters}; activations are not known without example_args"
+        flight = (
+            "as many micro-batches as 1F1B keeps in flight" if self.in_flight is None else f"{self.in_flight} at a time"
+        )
+        return f"{parameters}, and activations, {flight}"
+
+
+def _check_examples(args: object, kwargs: object) -> None:
+    if args is not None and not isinstance(args, (tuple, list)):
+        raise BalanceError(
+            f"example_args is a {type(args).__name__}; give a tuple of arguments, as in example_args=(x, target) or (x,)"
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise BalanceError(
+            f"example_kwargs is a {type(kwargs).__name__}; give a dict from names of arguments to values"
+        )
+
+
+def _check_memory(limit: object, scale: object, in_flight: object) -> None:
+    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
+        raise BalanceError(f"memory_limit is {limit!r}; give a number of bytes for each stage, as in 8 * 2**30")
+    if scale is not None and (not isinstance(scale, (int, float)) or isinstance(scale, bool) or not 1 <= scale < 1e6):
+        raise BalanceError(
+            f"param_scale is {scale!r}; give how often the bytes of a parameter count: 2 for a parameter and its gradient, 4 "
+            "with the two moments of Adam"
+        )
+    if in_flight is not None and (not isinstance(in_flight, int) or isinstance(in_flight, bool) or in_flight < 1):
+        raise BalanceError(
+            f"in_flight is {in_flight!r}; give the number of micro-batches whose activations a stage holds at a time, 1 or more"
+        )
+
+
+def _check_unmarked(traced: Traced) -> None:
+    found = marks(traced)
+    if found:
+        shown = "\n".join(source.excerpt_of(node) for node in found[:5])
+        raise BalanceError(
+            f"the model is to be balanced, but has {len(found)} mark{'s' * (len(found) > 1)} that cut it already:\n{shown}\n"
+            "What to do: leave out split and num_stages to cut at the marks; or take the marks away (pipe_split() out of the "
+            "code, annotations with clear_split_points(model))"
+        )
+
+
+def _untravelling(figures: Figures, found: Profile) -> list[Together]:
+    """What no other stage can be given stays with all its users."""
+    number = {node: index for index, node in enumerate(figures.nodes)}
+    together = []
+    for node in found.untravelling:
+        last = max((number[user] for user in node.users if user in number), default=number[node])
+        together.append(Together(number[node], last, f"{node.name} cannot travel to another stage"))
+    return [each for each in together if each.first < each.last]

@@ -1,0 +1,77 @@
+"""What each operation of a traced graph holds: layers, parameters, bytes. Nothing is run for it."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.nn.parameter import is_lazy
+
+from pippy.ir.cuts import Together, crossing, kept_together, nbytes, operations, uses_of_tensors
+from pippy.ir.errors import BalanceError
+from pippy.ir.params import MultiUseParamSpec
+from pippy.ir.trace import Traced
+
+
+@dataclass
+class Figures:
+    """The operations in order, and for each what it holds.
+
+    ``layers`` is 1 for an operation that uses parameters, or for each if none does. ``parameters`` counts each parameter
+    where it is first used. ``held`` has the bytes of tensors that are in every stage that uses them, ``bytes`` of those
+    that are in the first only; a parameter to be trained counts ``param_scale`` times. ``crossing`` is what crosses a cut
+    before the operation.
+    """
+
+    nodes: list[fx.Node]
+    layers: list[int]
+    parameters: list[int]
+    bytes: list[int]
+    held: list[dict[Hashable, int]]
+    crossing: list[int]
+    together: list[Together]
+
+
+def figures_of(traced: Traced, spec: MultiUseParamSpec = None, param_scale: float = 1.0) -> Figures:
+    """The figures of a traced graph.
+
+    >>> from torch import nn
+    >>> from pippy.ir.trace import trace
+    >>> figures = figures_of(trace(nn.Sequential(nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 2))))
+    >>> figures.layers, figures.parameters, figures.bytes
+    ([1, 0, 1], [10, 0, 6], [40, 0, 24])
+    """
+    nodes = operations(traced)
+    count = len(nodes)
+    if not count:
+        raise BalanceError(f"{type(traced.model).__name__} computes nothing: its forward has no operation to balance")
+    figures = Figures(
+        nodes,
+        [1 if node.meta.get("layer") else 0 for node in nodes],
+        [0] * count,
+        [0] * count,
+        [{} for _ in nodes],
+        crossing(traced, spec=spec),
+        kept_together(traced, spec),
+    )
+    for key, uses in uses_of_tensors(traced).items():
+        if is_lazy(uses.tensor):
+            raise BalanceError(
+                f"{uses.name!r} has no size yet: a lazy module gets its parameters in its first forward. Call the model once, "
+                "then balance it"
+            )
+        trains = isinstance(uses.tensor, torch.nn.Parameter) and uses.tensor.requires_grad
+        size = round(nbytes(uses.tensor) * (param_scale if trains else 1))
+        copied = bool(uses.by_leaf) and len(uses.all) > 1
+        for index in uses.all if copied else ():
+            figures.held[index][key] = size
+        if isinstance(uses.tensor, torch.nn.Parameter):
+            for index in uses.all:
+                figures.layers[index] = 1
+        if uses.all:
+            first = uses.all[0]
+            figures.parameters[first] += uses.tensor.numel() if isinstance(uses.tensor, torch.nn.Parameter) else 0
+            figures.bytes[first] += 0 if copied else size
+    if not any(figures.layers):
+        figures.layers = [1] * count
+    return figures

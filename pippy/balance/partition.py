@@ -1,0 +1,270 @@
+"""Cutting a row of units into stages so that the heaviest stage is as light as possible. Plain numbers; exact.
+
+Feasibility under a ceiling is monotone in the ceiling, so the least ceiling is found by bisection over whole numbers:
+
+    floor, ceiling ──▶ for each stage and each end of it, the starts that are allowed: a window that only moves to the right
+                   ──▶ which ends can be reached, stage by stage, at which price          (stages × units)
+
+Of all cuts under the least ceiling the cheapest are taken; of those, found by bisection again, the ones whose lightest
+stage is heaviest; and of those the latest.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import ceil
+
+Window = tuple[int, int]  # the first and the last start that are allowed for an end
+
+
+@dataclass(frozen=True, eq=False)
+class Load:
+    """What a run of units weighs: the sum of their weights, and once each what several of them hold.
+
+    >>> load = Load([1, 2, 3], [{"embedding": 10}, {}, {"embedding": 10}])
+    >>> load.of(0, 1), load.of(0, 3), load.of(1, 3)
+    (11, 16, 15)
+    """
+
+    weights: Sequence[int]
+    held: Sequence[Mapping[Hashable, int]] = ()
+
+    def of(self, start: int, end: int) -> int:
+        """The weight of the units from ``start`` to before ``end``."""
+        held: dict[Hashable, int] = {}
+        for things in self.held[start:end]:
+            held.update(things)
+        return sum(self.weights[start:end]) + sum(held.values())
+
+    def total(self) -> int:
+        """The weight of all units in one stage."""
+        return self.of(0, len(self.weights))
+
+    def starts(self, ceiling: int) -> list[int]:
+        """For each end, the first start from which the run weighs no more than ``ceiling``; the end itself if none."""
+        weight, start, counts = 0, 0, dict[Hashable, int]()
+        found = [0]
+        for unit, own in enumerate(self.weights):
+            weight += own
+            for thing, amount in self._held(unit).items():
+                counts[thing] = counts.get(thing, 0) + 1
+                weight += amount if counts[thing] == 1 else 0
+            while weight > ceiling and start <= unit:
+                weight -= self.weights[start]
+                for thing, amount in self._held(start).items():
+                    counts[thing] -= 1
+                    weight -= 0 if counts[thing] else amount
+                start += 1
+            found.append(start)
+        return found
+
+    def last_starts(self, floor: int) -> list[int]:
+        """For each end, the last start from which the run weighs ``floor`` or more; -1 where there is none."""
+        if floor <= 0:
+            return [end - 1 for end in range(len(self.weights) + 1)]
+        # A run weighs no more than floor - 1 from its first start on, and more from the one before it.
+        return [start - 1 for start in self.starts(floor - 1)]
+
+    def _held(self, unit: int) -> Mapping[Hashable, int]:
+        return self.held[unit] if self.held else {}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Units in a row, to be cut into ``stages`` runs.
+
+    ``costs`` and ``memory`` hold a Load for each stage (they may differ), ``limits`` what each stage's memory may be.
+    ``prices[i]`` is what a cut before unit i costs beside. Each stage has at least ``least`` and at most ``most`` of the
+    ``layers`` that the units count.
+    """
+
+    stages: int
+    costs: Sequence[Load]
+    layers: Sequence[int]
+    prices: Sequence[int]
+    memory: Sequence[Load] = ()
+    limits: Sequence[int] = ()
+    least: Sequence[int] = ()
+    most: Sequence[int] = ()
+
+    @property
+    def units(self) -> int:
+        return len(self.layers)
+
+    def greatest(self, cuts: Sequence[int]) -> int:
+        """The cost of the heaviest stage."""
+        return max(load.of(*run) for load, run in zip(self.costs, runs(cuts, self.units)))
+
+    def least_cost(self, cuts: Sequence[int]) -> int:
+        """The cost of the lightest stage."""
+        return min(load.of(*run) for load, run in zip(self.costs, runs(cuts, self.units)))
+
+    def price(self, cuts: Sequence[int]) -> int:
+        """What the cuts cost beside."""
+        return sum(self.prices[cut] for cut in cuts)
+
+
+def runs(cuts: Sequence[int], units: int) -> list[tuple[int, int]]:
+    """The stages that cuts make, as (first unit, unit after the last).
+
+    >>> runs([2, 3], 5)
+    [(0, 2), (2, 3), (3, 5)]
+    """
+    edges = [0, *cuts, units]
+    return list(pairwise(edges))
+
+
+def best_cuts(row: Row) -> list[int] | None:
+    """Where to cut: the least greatest cost, then the least price, then the greatest least cost, then the latest cuts.
+
+    None if no cut is allowed.
+
+    >>> load = Load([3, 1, 1, 1, 2])
+    >>> best_cuts(Row(2, [load] * 2, layers=[1] * 5, prices=[0] * 5))
+    [2]
+    >>> best_cuts(Row(2, [load] * 2, layers=[1, 0, 0, 0, 0], prices=[0] * 5)) is None
+    True
+    """
+    search = _Search(row)
+    ceiling = max(load.total() for load in row.costs)
+    if not search.feasible(ceiling):
+        return None
+    low = -1
+    while ceiling - low > 1:
+        middle = (low + ceiling) // 2
+        if search.feasible(middle):
+            ceiling = middle
+        else:
+            low = middle
+    return _evenest(search, ceiling)
+
+
+def _evenest(search: "_Search", ceiling: int) -> list[int]:
+    """Of the cheapest cuts under a ceiling, those whose lightest stage is heaviest."""
+    best = search.cheapest(ceiling)
+    assert best is not None
+    row = search.row
+    price, low, high = row.price(best), row.least_cost(best), ceiling + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        cuts = search.cheapest(ceiling, middle)
+        if cuts is None or row.price(cuts) > price:
+            high = middle
+        else:
+            best, low = cuts, row.least_cost(cuts)
+    return best
+
+
+def least_memory(row: Row) -> int | None:
+    """The least limit under which there is a cut; None if there is none whatever the limit."""
+    free = replace(row, costs=row.memory, limits=[load.total() for load in row.memory])
+    cuts = best_cuts(free)
+    return None if cuts is None else free.greatest(cuts)
+
+
+def most_stages(layers: Sequence[int]) -> int:
+    """Into how many stages units can be cut so that each has a layer.
+
+    >>> most_stages([0, 2, 0, 1])
+    2
+    """
+    return sum(1 for count in layers if count)
+
+
+def lower_bound(row: Row) -> tuple[int, int | None]:
+    """What no cut can go below: the mean of the stages, or one unit alone, which is then given too."""
+    loads, units = _different(row.costs), range(row.units)
+    weights = sum(min(load.weights[unit] for load in loads) for unit in units)
+    mean = ceil((weights + min(load.total() - sum(load.weights) for load in loads)) / row.stages)
+    alone = [min(row.costs[stage].of(unit, unit + 1) for stage in _possible_stages(row, unit)) for unit in units]
+    heaviest = max(units, key=alone.__getitem__)
+    return (alone[heaviest], heaviest) if alone[heaviest] > mean else (mean, None)
+
+
+def _possible_stages(row: Row, unit: int) -> range:
+    """The stages that a unit can be in, if each has a layer."""
+    before, after = sum(row.layers[:unit]), sum(row.layers[unit + 1 :])
+    return range(max(0, row.stages - 1 - after), min(row.stages - 1, before) + 1) or range(row.stages)
+
+
+def _different(loads: Sequence[Load]) -> list[Load]:
+    return list(dict.fromkeys(loads))
+
+
+class _Search:
+    """The two passes over one row."""
+
+    def __init__(self, row: Row) -> None:
+        self.row = row
+        stages = range(row.stages)
+        self.fixed = [self._fixed_starts(stage) for stage in stages]
+        least = row.least or [1] * row.stages
+        ends = {count: Load(row.layers).last_starts(count) for count in set(least)}
+        self.last = [ends[least[stage]] for stage in stages]
+
+    def _fixed_starts(self, stage: int) -> list[int]:
+        """The first start for each end, as far as the ceiling does not matter."""
+        bounds = [[0] * (self.row.units + 1)]
+        if self.row.limits:
+            bounds.append(self.row.memory[stage].starts(self.row.limits[stage]))
+        if self.row.most:
+            bounds.append(Load(self.row.layers).starts(self.row.most[stage]))
+        return [max(each) for each in zip(*bounds)]
+
+    def _windows(self, ceiling: int, floor: int = 0) -> list[list[Window]]:
+        starts = {load: load.starts(ceiling) for load in _different(self.row.costs)}
+        lasts = {load: load.last_starts(floor) for load in _different(self.row.costs)}
+        return [
+            list(zip(map(max, starts[load], fixed), map(min, lasts[load], last)))
+            for load, fixed, last in zip(self.row.costs, self.fixed, self.last)
+        ]
+
+    def feasible(self, ceiling: int) -> bool:
+        """Whether there is a cut whose stages all cost at most ``ceiling``."""
+        reached = [True, *[False] * self.row.units]
+        for windows in self._windows(ceiling):
+            before = [0]
+            for each in reached:
+                before.append(before[-1] + each)
+            reached = [first <= last and before[last + 1] > before[first] for first, last in windows]
+        return reached[-1]
+
+    def cheapest(self, ceiling: int, floor: int = 0) -> list[int] | None:
+        """The cheapest cuts whose stages all cost from ``floor`` to ``ceiling``; of several the latest."""
+        units, stages = self.row.units, self.row.stages
+        scale = units * stages + 1  # so that all cuts together being later never outweighs a price
+        prices = [price * scale + units - unit for unit, price in enumerate(self.row.prices)]
+        value: list[int | None] = [0, *[None] * units]
+        chosen = []
+        for stage, windows in enumerate(self._windows(ceiling, floor)):
+            if stage:
+                value = [None if cost is None else cost + price for cost, price in zip(value, [*prices, 0])]
+            value, starts = _window_minima(value, windows)
+            chosen.append(starts)
+        if value[-1] is None:
+            return None
+        cuts = [units]
+        for starts in reversed(chosen):
+            cuts.append(starts[cuts[-1]])
+        return cuts[-2:0:-1]
+
+
+def _window_minima(value: Sequence[int | None], windows: Sequence[Window]) -> tuple[list[int | None], list[int]]:
+    """The least value in each window and where it is. Windows move to the right only."""
+    queue: list[int] = []  # starts with rising values; those before ``head`` have left the window
+    head, entered = 0, -1
+    minima: list[int | None] = []
+    places = []
+    for first, last in windows:
+        while entered < last:
+            entered += 1
+            new = value[entered]
+            if new is not None:
+                while len(queue) > head and value[queue[-1]] >= new:  # type: ignore[operator]
+                    queue.pop()
+                queue.append(entered)
+        while head < len(queue) and queue[head] < first:
+            head += 1
+        minima.append(value[queue[head]] if head < len(queue) else None)
+        places.append(queue[head] if head < len(queue) else -1)
+    return minima, places

@@ -1,0 +1,348 @@
+"""What each operation of a model takes in time and memory, found by running it alone.
+
+For each operation, in order, on values that no other operation sees:
+
+    1 one run as in training: it gives the values for the operations after it, and shows what autograd saves
+    2 more runs, each followed by a backward of the operation alone, are timed; the median counts
+
+Values are cut off from one another, so no more than one operation's graph is alive at a time.
+"""
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from pippy.balance.progress import Progress
+from pippy.balance.undisturbed import Undisturbed, undisturbed
+from pippy.ir import source
+from pippy.ir.cuts import nbytes, operations
+from pippy.ir.effects import find_mutations
+from pippy.ir.errors import BalanceError, StageError
+from pippy.ir.names import named_state
+from pippy.ir.plan import is_operation
+from pippy.ir.stage_run import as_leaf
+from pippy.ir.trace import Traced
+from pippy.ir.trees import map_tensors, tensors
+
+Clock = Callable[[], int]
+
+_FEWEST_RUNS = 3
+_MOST_RUNS = 25
+_LONG_ENOUGH = 20_000_000  # ns for one operation, after which the fewest runs must do
+
+
+@dataclass
+class Cost:
+    """One operation: nanoseconds forward and backward, and bytes that autograd saves and no earlier one did."""
+
+    forward: int = 0
+    backward: int = 0
+    activations: int = 0
+
+
+@dataclass
+class Profile:
+    """The cost of each operation in order, the bytes of its value, the loss's cost, and what the runs brought to light.
+
+    ``changed`` has the ids of tensors of the model that changed, ``untravelling`` the operations whose values cannot be
+    sent to another stage.
+    """
+
+    costs: list[Cost] = field(default_factory=list)
+    sizes: dict[fx.Node, int] = field(default_factory=dict)
+    loss: Cost = field(default_factory=Cost)
+    changed: set[int] = field(default_factory=set)
+    untravelling: list[fx.Node] = field(default_factory=list)
+
+
+def profile(
+    traced: Traced,
+    inputs: Mapping[str, Any],
+    loss_fn: Callable[..., Any] | None = None,
+    target: Any = None,
+    *,
+    timed: bool = True,
+    trains: bool = True,
+    progress: bool | None = None,
+    clock: Clock = time.perf_counter_ns,
+) -> Profile:
+    """Run the operations of ``traced`` on ``inputs``, the values of its placeholders by name.
+
+    Parameters, buffers, gradients, attributes, training flags, random states and the inputs are left as they were.
+
+    >>> from pippy.ir.trace import trace
+    >>> found = profile(trace(nn.Sequential(nn.Linear(4, 2), nn.Tanh())), {"input_1": torch.ones(8, 4)}, timed=False)
+    >>> [cost.activations for cost in found.costs]  # the input, and the result of tanh
+    [128, 64]
+    """
+    modules = [traced.model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
+    with undisturbed(*modules) as state, torch.inference_mode(False), torch.set_grad_enabled(trains):
+        run = _Run(traced, state, _Stopwatch(modules, clock) if timed else None)
+        return run.run(inputs, loss_fn, target, progress)
+
+
+class _Stopwatch:
+    """Times calls, without what timing itself takes; where parts of the model are on an accelerator, waits for it."""
+
+    def __init__(self, modules: Sequence[nn.Module], clock: Clock) -> None:
+        devices = {tensor.device for module in modules for _, tensor in named_state(module)}
+        self.devices = [device for device in devices if device.type not in ("cpu", "meta")]
+        self.clock = clock
+        self.own = (0, 0)
+        self.own = self.medians(self._nearly_nothing)
+
+    def now(self) -> int:
+        for device in self.devices:
+            torch.accelerator.synchronize(device)
+        return self.clock()
+
+    def medians(self, once: Callable[[], tuple[int, int]]) -> tuple[int, int]:
+        """The medians of what ``once`` says, over a number of calls that depends on how long they take."""
+        found: list[tuple[int, int]] = []
+        begin = self.now()
+        while len(found) < _FEWEST_RUNS or (len(found) < _MOST_RUNS and self.now() - begin < _LONG_ENOUGH):
+            found.append(once())
+        forward, backward = (round(median(times)) for times in zip(*found))
+        return max(0, forward - self.own[0]), max(0, backward - self.own[1])
+
+    @torch.enable_grad()
+    def _nearly_nothing(self) -> tuple[int, int]:
+        """What it takes to look at the clock, and to start autograd: for a small operation more than the operation."""
+        begin = self.now()
+        forward = self.now() - begin
+        leaf = torch.zeros(1, device=self.devices[0] if self.devices else None, requires_grad=True)
+        value, gradient = leaf.view(1), torch.ones_like(leaf)
+        begin = self.now()
+        torch.autograd.grad([value], [leaf], [gradient])
+        return forward, self.now() - begin
+
+
+class _Run:
+    """One walk over the operations. ``values`` are detached; ``flags`` say which of their tensors want a gradient."""
+
+    def __init__(self, traced: Traced, state: Undisturbed, stopwatch: _Stopwatch | None) -> None:
+        self.traced, self.state, self.stopwatch = traced, state, stopwatch
+        self.values: dict[fx.Node, Any] = {}
+        self.flags: dict[fx.Node, list[bool]] = {}
+        self.found = Profile()
+        mutations, self.roots = find_mutations(traced.graph, traced.attributes)
+        self.targets: dict[fx.Node, set[fx.Node]] = {}  # what each operation changes in place
+        for mutation in mutations:
+            self.targets.setdefault(mutation.node, set()).add(mutation.target)
+        self.saved = _Saved(tensor for _, tensor in named_state(traced.model))
+
+    def run(self, inputs: Mapping[str, Any], loss_fn: Any, target: Any, shown: bool | None) -> Profile:
+        """Walk over the graph."""
+        numbered = operations(self.traced)
+        progress = Progress(len(numbered) + (loss_fn is not None), shown)
+        expired = _last_uses(self.traced.graph)
+        try:
+            for node in self.traced.graph.nodes:
+                if node.op == "placeholder":  # an operation may change it in place
+                    self._put(node, map_tensors(_copied, inputs[node.name]))
+                elif node.op == "get_attr":
+                    self.values[node] = self.traced.attributes[str(node.target)]
+                elif node.op == "output" and loss_fn is not None:
+                    progress.step("the loss")
+                    self._loss(loss_fn, node.args[0], target)
+                elif is_operation(node):
+                    progress.step(str(node.target) if node.op == "call_module" else node.name)
+                    self._operation(node)
+                for each in expired.get(node, ()):
+                    self.values.pop(each, None)
+        finally:
+            progress.end()
+        self.found.changed = self.state.changed
+        return self.found
+
+    def _operation(self, node: fx.Node) -> None:
+        module = self.traced.attributes[str(node.target)] if node.op == "call_module" else None
+        given = [self.values[each] for each in node.all_input_nodes if each.op == "get_attr"]
+        needs = [each for each in given if isinstance(each, torch.Tensor)]
+        needs += [tensor for _, tensor in named_state(module)] if module is not None else []
+        roots = (self.roots[target] for target in self.targets.get(node, ()))
+        held = [self.traced.attributes[str(root.target)] for root in roots if root.op == "get_attr"]
+
+        def call(arguments: Any) -> Any:
+            args, kwargs = arguments
+            if module is not None:
+                return module(*args, **kwargs)
+            if isinstance(node.target, str):
+                return getattr(args[0], node.target)(*args[1:], **kwargs)
+            return node.target(*args, **kwargs)
+
+        with self.state.watching([*needs, *held]), explained(node):
+            enabled = torch.is_grad_enabled() and not node.meta.get("no_grad")
+            with torch.set_grad_enabled(enabled):
+                trial = _Trial(self, call, (node.args, node.kwargs), needs, self.targets.get(node, set()))
+                value, cost = trial.measure()
+            self._put(node, value)
+            if node in self.targets:
+                self._change(node, call, wanted=any(copy.requires_grad for copy in trial.copies))
+        self.found.costs.append(cost)
+        self.found.sizes[node] = sum(map(nbytes, tensors(self.values[node])))
+        try:
+            as_leaf(value)
+        except StageError:
+            self.found.untravelling.append(node)
+
+    def _put(self, node: fx.Node, value: Any) -> None:
+        """Keep a value, cut off from what made it."""
+        self.flags[node] = [tensor.requires_grad for tensor in tensors(value)]
+        self.values[node] = map_tensors(torch.Tensor.detach, value)
+
+    def _change(self, node: fx.Node, call: Callable[[Any], Any], wanted: bool) -> None:
+        """What was tried on copies, done to the values themselves, so that who shares their memory sees it."""
+        with torch.no_grad():
+            value = call(fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__))
+        self.values[node] = map_tensors(torch.Tensor.detach, value)
+        roots = {self.roots[target] for target in self.targets[node]}
+        for other in self.flags if wanted else ():
+            if self.roots[other] in roots:  # to write into part of a value is to make all of it depend on that
+                self.flags[other] = [True] * len(self.flags[other])
+
+    def _loss(self, loss_fn: Callable[..., Any], output: Any, target: Any) -> None:
+        needs = [tensor for _, tensor in named_state(loss_fn)] if isinstance(loss_fn, nn.Module) else []
+        with self.state.watching(needs), explained(None):
+            trial = _Trial(self, lambda given: loss_fn(given, target), output, needs, set())
+            self.found.loss = trial.measure()[1]
+
+
+class _Trial:
+    """One operation, run on leaves of its own."""
+
+    def __init__(
+        self,
+        run: _Run,
+        call: Callable[[Any], Any],
+        arguments: Any,
+        needs: Sequence[torch.Tensor],
+        targets: Collection[fx.Node],
+    ) -> None:
+        self.run, self.call, self.arguments, self.targets = run, call, arguments, targets
+        self.weights = [tensor for tensor in needs if tensor.requires_grad]
+        self.copies: list[torch.Tensor] = []  # of what the call changes in place
+
+    def measure(self) -> tuple[Any, Cost]:
+        """The value of the operation, and its cost."""
+        arguments, leaves = self._prepared()
+        with self.run.saved.counting() as counted:
+            value = self.call(arguments)
+        self._backward(value, leaves)()
+        cost = Cost(activations=counted.bytes)
+        if self.run.stopwatch is not None:
+            cost.forward, cost.backward = self.run.stopwatch.medians(self._timed)
+        return value, cost
+
+    def _prepared(self) -> tuple[Any, list[torch.Tensor]]:
+        """The arguments, and those of their tensors that want a gradient. What the call changes in place is a copy."""
+        leaves: list[torch.Tensor] = []
+        self.copies = []
+
+        def prepared(node: fx.Node) -> Any:
+            value, changes = self.run.values[node], node in self.targets
+            if node.op == "get_attr":
+                return map_tensors(lambda t: self._copy(t.detach()), value) if changes else value
+            flags = iter(self.run.flags[node])
+
+            def leaf(tensor: torch.Tensor) -> torch.Tensor:
+                own = tensor.detach()
+                if next(flags):
+                    leaves.append(own.requires_grad_())
+                return self._copy(own) if changes else own
+
+            return map_tensors(leaf, value)
+
+        return fx.node.map_arg(self.arguments, prepared), leaves
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.copies.append(tensor.clone())
+        return self.copies[-1]
+
+    def _backward(self, value: Any, leaves: Sequence[torch.Tensor]) -> Callable[[], Any]:
+        """The backward of the operation alone, ready to be called."""
+        outputs = [tensor for tensor in tensors(value) if tensor.requires_grad]
+        inputs = [*leaves, *self.weights]
+        if not outputs or not inputs or not torch.is_grad_enabled():
+            return _nothing
+        gradients = [torch.ones_like(tensor) for tensor in outputs]
+        return lambda: torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
+
+    def _timed(self) -> tuple[int, int]:
+        assert self.run.stopwatch is not None
+        now = self.run.stopwatch.now
+        arguments, leaves = self._prepared()
+        begin = now()
+        value = self.call(arguments)
+        forward = now() - begin
+        backward = self._backward(value, leaves)
+        if backward is _nothing:
+            return forward, 0
+        begin = now()
+        backward()
+        return forward, now() - begin
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _nothing() -> None:
+    """The backward of what has none."""
+
+
+class _Saved:
+    """Counts what autograd saves: each memory once, and the model's own not at all."""
+
+    def __init__(self, own: Iterable[torch.Tensor]) -> None:
+        self.own = {_memory(tensor)._cdata for tensor in own}
+        self.seen: dict[int, StorageWeakRef] = {}
+        self.bytes = 0
+
+    @contextmanager
+    def counting(self) -> Iterator["_Saved"]:
+        """Inside, ``bytes`` counts from nothing."""
+        self.bytes = 0
+        with torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor):
+            yield self
+
+    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
+        memory = _memory(tensor)
+        if memory._cdata not in self.own and memory._cdata not in self.seen:
+            self.seen[memory._cdata] = StorageWeakRef(memory)  # while this lives, no other memory has the key
+            self.bytes += memory.nbytes()
+        return tensor
+
+
+def _memory(tensor: torch.Tensor) -> torch.UntypedStorage:
+    return (tensor if tensor.layout == torch.strided else tensor._values()).untyped_storage()
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For each node the values that nobody needs after it."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    number = {node: index for index, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        found.setdefault(max([*node.users, node], key=number.__getitem__), []).append(node)
+    return found
+
+
+@contextmanager
+def explained(node: fx.Node | None) -> Iterator[None]:
+    """An exception while an operation is profiled says which, and where it comes from."""
+    try:
+        yield
+    except Exception as error:
+        what = "the loss" if node is None else f"{node.name}\n{source.excerpt_of(node)}"
+        raise BalanceError(
+            f"profiling failed: {type(error).__name__}: {error}\nin {what}\n"
+            "What to do: see that example_args (and example_kwargs) are arguments that the model runs with, one micro-batch "
+            "of them; or use a split that runs nothing, 'parameters' for example"
+        ) from error

@@ -1,0 +1,127 @@
+"""What a balance has come to: a row for each stage, and how far from the best that could be."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pippy.ir.show.units import bytes_text, count_text, shortened
+
+_LONGEST_NAME = 24
+_HEADS = ["stage", "from", "to", "layers", "share", "parameters", "memory", "sends on"]
+_COST = 4  # the column of the costs, before that of the shares
+
+
+def milliseconds(nanoseconds: int) -> str:
+    """A time as people read it.
+
+    >>> milliseconds(1_234_567), milliseconds(45_600)
+    ('1.23 ms', '0.046 ms')
+    """
+    value = nanoseconds / 1e6
+    return f"{value:,.2f} ms" if value >= 1 else f"{value:.3f} ms"
+
+
+COST_TEXT: dict[str, Callable[[int], str]] = {
+    "layers": str,
+    "matches": str,
+    "parameters": count_text,
+    "time": milliseconds,
+    "memory": bytes_text,
+}
+
+
+@dataclass(frozen=True)
+class StageBalance:
+    """One stage: its layers, what it costs in the measure of the balance, and what it holds and sends on, in bytes.
+
+    ``sends`` is what crosses the cut behind it for one micro-batch, skips on their way to later stages included; None for
+    the last stage, and where no example arguments told the sizes.
+    """
+
+    name: str
+    first: str
+    last: str
+    layers: int
+    cost: int
+    parameters: int
+    memory: int
+    sends: int | None
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How a model was cut, and how good that is. Print it.
+
+    ``measure`` says what the costs are: layers, matches, parameters, time (nanoseconds) or memory (bytes). No cut has a
+    greatest stage below ``bound``: that is the mean of the stages, or what ``alone`` names alone. ``optimal`` says that no
+    other cut has a lesser greatest stage, under the limits that were given; cuts by hand are not searched for.
+
+    >>> stages = (StageBalance("submod_0", "a", "b", 2, 30, 30, 120, 64), StageBalance("submod_1", "c", "c", 1, 20, 20, 80, None))
+    >>> balance = Balance("parameters", "parameters", stages, 25, None, True, "parameters once")
+    >>> balance.ratio
+    1.2
+    """  # noqa: E501
+
+    policy: str
+    measure: str
+    stages: tuple[StageBalance, ...]
+    bound: int
+    alone: str | None
+    optimal: bool
+    memory_note: str
+
+    @property
+    def greatest(self) -> StageBalance:
+        """The stage with the greatest cost."""
+        return max(self.stages, key=lambda stage: stage.cost)
+
+    @property
+    def mean(self) -> float:
+        """The mean cost of the stages."""
+        return sum(stage.cost for stage in self.stages) / len(self.stages)
+
+    @property
+    def ratio(self) -> float:
+        """The greatest cost over the mean: 1 is perfect."""
+        return self.greatest.cost / self.mean if self.mean else 1.0
+
+    def summary(self) -> str:
+        """In a sentence: how uneven the stages are, and how even they could be."""
+        if len(self.stages) == 1:
+            return f"by {self.policy}: one stage"
+        bound = self.bound / self.mean if self.mean else 1.0
+        why = f"{self.alone} alone" if self.alone else "the mean"
+        return (
+            f"by {self.policy}: the greatest stage, {self.greatest.name}, is {self.ratio:.2f} times the mean; the bound is "
+            f"{bound:.2f} ({why})" + ("; no other cut does better" if self.optimal else "; cut by hand")
+        )
+
+    def __str__(self) -> str:
+        columns = list(zip(self._heads(), *(self._cells(stage) for stage in self.stages)))
+        # One measure is no column twice, and a column that knows nothing is none.
+        kept = [i for i, column in enumerate(columns) if any(column[1:]) and not (i == _COST and column[0] in _HEADS)]
+        rows = [[columns[i][row] for i in kept] for row in range(len(self.stages) + 1)]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = ["   ".join(_aligned(row, widths)).rstrip() for row in rows]
+        return "\n".join([lines[0], "─" * max(map(len, lines)), *lines[1:], self.summary(), self.memory_note])
+
+    def _heads(self) -> list[str]:
+        return [*_HEADS[:_COST], self.measure, *_HEADS[_COST:]]
+
+    def _cells(self, stage: StageBalance) -> list[str]:
+        total = sum(each.cost for each in self.stages)
+        return [
+            stage.name,
+            shortened(stage.first, _LONGEST_NAME),
+            shortened(stage.last, _LONGEST_NAME),
+            str(stage.layers),
+            COST_TEXT[self.measure](stage.cost),
+            f"{stage.cost / total:.0%}" if total else "",
+            count_text(stage.parameters),
+            bytes_text(stage.memory),
+            "" if stage.sends is None else bytes_text(stage.sends),
+        ]
+
+
+def _aligned(row: list[str], widths: list[int]) -> list[str]:
+    """Names to the left, numbers to the right."""
+    return [cell.ljust(width) if i < 3 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))]

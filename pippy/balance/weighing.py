@@ -1,0 +1,211 @@
+"""A model's operations under one policy: what each costs, which belong together, and where the best cuts are."""
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from pippy.balance.figures import Figures
+from pippy.balance.partition import Load, Row, best_cuts, least_memory, lower_bound, most_stages, runs
+from pippy.balance.policies import Policy, matching_layers
+from pippy.balance.profile import Profile
+from pippy.balance.report import StageBalance
+from pippy.ir.errors import BalanceError
+from pippy.ir.names import stage_name
+from pippy.ir.show.units import bytes_text
+from pippy.ir.trace import Traced
+
+_NAMES_SHOWN = 40
+_REASONS_SHOWN = 6
+
+
+class Weighing:
+    """The operations of ``traced``, weighed. Cuts are numbers of operations before which to cut.
+
+    ``costs`` is what the policy wants alike, ``memory`` what a stage holds in bytes; both are a Load for each stage.
+    """
+
+    def __init__(
+        self, traced: Traced, figures: Figures, found: Profile | None, policy: Policy, in_flight: int | None
+    ) -> None:
+        self.figures, self.found, self.policy = figures, found, policy
+        self.count, self.stages = len(figures.nodes), policy.stages
+        self.layers, self.together = figures.layers, list(figures.together)
+        if policy.pattern is not None:
+            matches = matching_layers(traced, policy.pattern)
+            begins = {match.first for match in matches}
+            self.together += [match for match in matches if match.first < match.last]
+            self.layers = [int(index in begins) for index in range(self.count)]
+        # Under 1F1B the stage before the last holds one micro-batch more than the last, and so on.
+        waiting = [self.stages - stage if in_flight is None else in_flight for stage in range(self.stages)]
+        memory = {each: self._memory_load(each) for each in set(waiting)}
+        self.memory = [memory[each] for each in waiting]
+        self.costs = self._cost_loads()
+        self.edges = self._allowed_edges()
+
+    def _memory_load(self, in_flight: int) -> Load:
+        weights = list(self.figures.bytes)
+        if self.found is not None:
+            for index, cost in enumerate(self.found.costs):
+                weights[index] += cost.activations * in_flight
+            weights[-1] += self.found.loss.activations * in_flight
+        return Load(weights, self.figures.held)
+
+    def _cost_loads(self) -> list[Load]:
+        measure = self.policy.measure
+        if measure == "memory":
+            return self.memory
+        if self.policy.kind == "parameters" and not any(self.figures.parameters):
+            raise BalanceError("the model has no parameters to balance; split='uniform' counts its operations instead")
+        if measure == "parameters":
+            return [Load(self.figures.parameters)] * self.stages
+        return [Load(self._times() if measure == "time" else self.layers)] * self.stages
+
+    def _times(self) -> list[int]:
+        assert self.found is not None
+        times = [cost.forward + cost.backward for cost in self.found.costs]
+        times[-1] += self.found.loss.forward + self.found.loss.backward  # the loss runs beside the last stage
+        return times
+
+    def _allowed_edges(self) -> list[int]:
+        """The operations before which a cut is allowed, with both ends."""
+        steps = [0] * (self.count + 1)
+        for each in self.together:
+            steps[each.first + 1] += 1
+            steps[each.last + 1] -= 1
+        depth, edges = 0, [0]
+        for index in range(1, self.count):
+            depth += steps[index]
+            if not depth:
+                edges.append(index)
+        return [*edges, self.count]
+
+    def _row(self, memory_limit: int | None = None) -> Row:
+        """The units between allowed edges, to be cut as the policy says."""
+        edges, counts = self.edges, self.policy.counts
+        layers, units = _summed(self.layers, edges), self._units(edges)
+        # By counts, what has no parameters stays with the layer before it, however long it takes.
+        costs = [Load(layers)] * self.stages if counts else [units[load] for load in self.costs]
+        prices = [self.figures.crossing[edge] for edge in edges[:-1]]
+        limits = [] if memory_limit is None else [memory_limit] * self.stages
+        return Row(self.stages, costs, layers, prices, [units[load] for load in self.memory], limits, counts, counts)
+
+    def _units(self, edges: Sequence[int]) -> dict[Load, Load]:
+        return {load: _merged(load, edges) for load in dict.fromkeys([*self.costs, *self.memory])}
+
+    def best_cuts(self, memory_limit: int | None) -> list[int]:
+        """The best cuts under the limit; raises and says why where there are none."""
+        found = self._search(memory_limit)
+        if found is None and self.policy.counts and self._search(None) is None:
+            self.edges = list(range(self.count + 1))  # as it was asked; the splitter says why that cannot be, if so
+            found = self._search(memory_limit)
+        if found is None:
+            raise BalanceError(self._why_not(memory_limit))
+        return [self.edges[unit] for unit in found]
+
+    def _search(self, memory_limit: int | None) -> list[int] | None:
+        row = self._row(memory_limit)
+        return self._even_cuts(row) or best_cuts(row)
+
+    def _even_cuts(self, row: Row) -> list[int] | None:
+        """Where layers are counted, no stage has two more than another, if that can be."""
+        if self.policy.measure not in ("layers", "matches"):
+            return None
+        least, rest = divmod(sum(row.layers), self.stages)
+        if least == 0:
+            return None
+        return best_cuts(replace(row, least=[least] * self.stages, most=[least + (rest > 0)] * self.stages))
+
+    def check_limit(self, cuts: Sequence[int], limit: int | None) -> None:
+        """Raise if a stage of cuts that were made by hand needs more memory than it may."""
+        for stage, run in enumerate(runs(cuts, self.count)):
+            needs = self.memory[stage].of(*run)
+            if limit is not None and needs > limit:
+                raise BalanceError(
+                    f"{stage_name(stage)}, cut by hand, needs {_bytes(needs)}, more than memory_limit={_bytes(limit)}; cut "
+                    "elsewhere, or have split='size' look for cuts under the limit"
+                )
+
+    def _why_not(self, memory_limit: int | None) -> str:
+        row, counts = self._row(), list(self.policy.counts)
+        layers, apart = sum(row.layers), most_stages(row.layers)
+        noun = ("matching layer" if self.policy.pattern else "layer") + "s" * (layers != 1)
+        if counts and sum(counts) != layers:
+            return f"split={counts} counts {sum(counts)} layers, but the model has {layers}: {self._layer_names()}"
+        if layers < self.stages:
+            return (
+                f"the model cannot be cut into {self.stages} stages, of which each needs a layer: it has {layers} {noun}: "
+                f"{self._layer_names()}"
+            )
+        if best_cuts(row) is None:
+            what = (
+                f"split={counts} cuts where"
+                if counts
+                else f"of {layers} {noun} no more than {apart} can be cut apart, as"
+            )
+            reasons = dict.fromkeys(each.why for each in self.together)
+            shown = "".join(f"\n  {why}" for why in list(reasons)[:_REASONS_SHOWN])
+            return f"the model cannot be cut into {self.stages} stages: {what} operations must stay together:{shown}"
+        assert memory_limit is not None
+        return (
+            f"memory_limit={_bytes(memory_limit)} is too little: however the model is cut into {self.stages} stages"
+            f"{' of these layers' if counts else ''}, one of them needs {_bytes(least_memory(row) or 0)}. Allow that, or take "
+            "more stages, smaller micro-batches, a smaller in_flight, or an optimizer with less state (param_scale)"
+        )
+
+    def _layer_names(self) -> str:
+        names = [self.name(index) for index in range(self.count) if self.layers[index]]
+        half = _NAMES_SHOWN // 2
+        return ", ".join(names if len(names) <= _NAMES_SHOWN else [*names[:half], "…", *names[-half:]])
+
+    def name(self, index: int) -> str:
+        """What the user calls an operation: the module that it calls, or its name in the graph."""
+        node = self.figures.nodes[index]
+        return str(node.target) if node.op == "call_module" else node.name
+
+    def _ends(self, start: int, end: int) -> tuple[str, str]:
+        """The first and the last layer of a run, or its first and last operation if it has no layer."""
+        inside = range(start, end)
+        named = [index for index in inside if self.figures.layers[index]] or list(inside)
+        return self.name(named[0]), self.name(named[-1])
+
+    def bound(self, cuts: Sequence[int]) -> tuple[int, str | None]:
+        """What the greatest stage cannot be below, and what alone costs that, if the mean does not say it."""
+        edges = sorted({*self.edges, *cuts})
+        units = self._units(edges)
+        row = Row(
+            self.stages, [units[load] for load in self.costs], _summed(self.layers, edges), [0] * (len(edges) - 1)
+        )
+        bound, alone = lower_bound(row)
+        if alone is None:
+            return bound, None
+        first, last = self._ends(edges[alone], edges[alone + 1])
+        return bound, first if first == last else f"{first} to {last}"
+
+    def stage(self, number: int, run: tuple[int, int]) -> StageBalance:
+        """The row of one stage in the report."""
+        start, end = run
+        sends = self.figures.crossing[end] if self.found is not None and end < self.count else None
+        return StageBalance(
+            stage_name(number),
+            *self._ends(start, end),
+            sum(self.layers[start:end]),
+            self.costs[number].of(start, end),
+            sum(self.figures.parameters[start:end]),
+            self.memory[number].of(start, end),
+            sends,
+        )
+
+
+def _summed(values: Sequence[int], edges: Iterable[int]) -> list[int]:
+    return [sum(values[start:end]) for start, end in pairwise(edges)]
+
+
+def _merged(load: Load, edges: Sequence[int]) -> Load:
+    held: list[dict[Hashable, int]] = []
+    for start, end in pairwise(edges) if load.held else ():
+        held.append({thing: amount for each in load.held[start:end] for thing, amount in each.items()})
+    return Load(_summed(load.weights, edges), held)
+
+
+def _bytes(count: int) -> str:
+    return f"{count:,} ({bytes_text(count)})"

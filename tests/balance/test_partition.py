@@ -1,0 +1,105 @@
+"""The cuts are the best there are: every other way to cut is tried too."""
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pippy.balance.partition import Load, Row, best_cuts, least_memory, lower_bound, most_stages, runs
+
+
+def loads(units):
+    held = st.lists(st.dictionaries(st.sampled_from("ab"), st.just(7), max_size=2), min_size=units, max_size=units)
+    return st.builds(Load, st.lists(st.integers(0, 9), min_size=units, max_size=units), st.one_of(st.just(()), held))
+
+
+@st.composite
+def rows(draw):
+    units, stages = draw(st.integers(1, 8)), draw(st.integers(1, 4))
+    numbers = st.lists(st.integers(0, 3), min_size=units, max_size=units)
+    costs = [draw(loads(units))] * stages if draw(st.booleans()) else [draw(loads(units)) for _ in range(stages)]
+    limited, bounded = draw(st.booleans()), draw(st.booleans())
+    return Row(
+        stages,
+        costs,
+        draw(numbers),
+        draw(numbers),
+        [draw(loads(units)) for _ in range(stages)] if limited else (),
+        draw(st.lists(st.integers(0, 40), min_size=stages, max_size=stages)) if limited else (),
+        draw(st.lists(st.integers(0, 2), min_size=stages, max_size=stages)) if bounded else (),
+        draw(st.lists(st.integers(1, 6), min_size=stages, max_size=stages)) if bounded else (),
+    )
+
+
+def allowed(row, cuts):
+    for stage, run in enumerate(runs(cuts, row.units)):
+        layers = sum(row.layers[slice(*run)])
+        if layers < (row.least[stage] if row.least else 1) or (row.most and layers > row.most[stage]):
+            return False
+        if row.limits and row.memory[stage].of(*run) > row.limits[stage]:
+            return False
+    return True
+
+
+def every_cut(row):
+    found = (list(cuts) for cuts in combinations(range(1, row.units), row.stages - 1))
+    return [cuts for cuts in found if allowed(row, cuts)]
+
+
+def rank(row, cuts):
+    return row.greatest(cuts), row.price(cuts), -row.least_cost(cuts), -sum(cuts)
+
+
+@settings(max_examples=200)
+@given(rows())
+def test_no_other_cut_is_better(row):
+    tried, found = every_cut(row), best_cuts(row)
+    assert (found is None) == (not tried)
+    if found is not None:
+        assert allowed(row, found)
+        assert rank(row, found) == min(rank(row, cuts) for cuts in tried)
+        if not row.least or min(row.least):  # else a stage may have no layer, as only these tests ask for
+            assert lower_bound(row)[0] <= row.greatest(found)
+
+
+@settings(max_examples=60)
+@given(rows())
+def test_the_least_memory_is_the_least_that_some_cut_needs(row):
+    if not row.memory:
+        return
+    free = Row(row.stages, row.costs, row.layers, row.prices, row.memory, [10**6] * row.stages, row.least, row.most)
+    needs = [max(load.of(*run) for load, run in zip(row.memory, runs(cuts, row.units))) for cuts in every_cut(free)]
+    assert least_memory(row) == min(needs, default=None)
+
+
+@given(st.lists(st.integers(0, 2), max_size=8))
+def test_as_many_stages_as_have_layers(layers):
+    most, load = most_stages(layers), Load(layers)
+    for stages in range(1, len(layers) + 1):
+        row = Row(stages, [load] * stages, layers, [0] * len(layers))
+        assert (best_cuts(row) is not None) == (stages <= most)
+
+
+@pytest.mark.parametrize(
+    ("weights", "stages", "cuts", "greatest"),
+    [
+        ([1] * 8, 4, [2, 4, 6], 2),
+        ([9, 1, 1, 1, 1, 1], 3, [1, 4], 9),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9], 3, [5, 7], 17),  # the textbook's example
+    ],
+)
+def test_known_answers(weights, stages, cuts, greatest):
+    row = Row(stages, [Load(weights)] * stages, [1] * len(weights), [0] * len(weights))
+    assert row.greatest(best_cuts(row)) == greatest == row.greatest(cuts)
+
+
+def test_the_bound_knows_which_stages_a_unit_can_be_in():
+    row = Row(2, [Load([8, 1]), Load([4, 1])], [1, 1], [0, 0])
+    assert lower_bound(row) == (8, 0) == (row.greatest(best_cuts(row)), 0)
+
+
+def test_a_long_row_is_quick():
+    weights = [(index * 7919) % 1000 for index in range(3000)]
+    row = Row(16, [Load(weights)] * 16, [1] * 3000, [0] * 3000)
+    assert row.greatest(best_cuts(row)) < sum(weights) / 16 + 1000

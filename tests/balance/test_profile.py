@@ -1,0 +1,460 @@
+"""A profile finds what operations take, and leaves everything as it was."""
+
+import copy
+import random
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pippy import pipeline
+from pippy.balance.balancer import Balancer
+from pippy.balance.profile import profile
+from pippy.balance.undisturbed import undisturbed
+from pippy.ir.cuts import marks, operations
+from pippy.ir.errors import BalanceError
+from pippy.ir.names import named_state
+from pippy.ir.pipe import Pipe
+from pippy.ir.trace import trace
+from pippy.ir.trees import tensors
+from tests.balance.test_cuts import trace_silently, unmarked
+from tests.compare import assert_same, fresh_inputs
+from tests.zoo import exhibits
+
+
+def inputs_of(traced, *args):
+    bound = traced.signature.bind(*args)
+    bound.apply_defaults()
+    placeholders = traced.graph.find_nodes(op="placeholder")
+    return {node.name: bound.arguments[str(node.target).lstrip("*")] for node in placeholders}
+
+
+class Everything(nn.Module):
+    """Whatever a run may disturb."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.drop = nn.Conv1d(2, 4, 1), nn.BatchNorm1d(4), nn.Dropout(0.5)
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+        self.frozen = nn.Linear(4, 4).requires_grad_(False).eval()
+        self.count: torch.Tensor
+        self.register_buffer("count", torch.zeros(()))
+        self.decayed = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        x = self.drop(self.norm(self.conv(x))).mean(2)
+        self.count += 1
+        with torch.no_grad():
+            self.decayed.mul_(0.9)
+        return self.frozen(self.spectral(x)) * self.decayed + torch.rand(4) + F.dropout(x, 0.5, self.training)
+
+
+class Seeded(nn.Module):
+    """A loss that draws from each generator and counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, output, target):
+        self.calls += 1
+        random.random()
+        torch.rand(3)
+        return F.mse_loss(self.norm(output), target)
+
+
+def state_of(*modules):
+    tensors = {f"{index}.{name}": tensor for index, each in enumerate(modules) for name, tensor in named_state(each)}
+    return {
+        "numbers": {name: tensor.detach().clone() for name, tensor in tensors.items()},
+        "gradients": {name: None if t.grad is None else t.grad.clone() for name, t in tensors.items()},
+        "gradient tensors": {name: id(tensor.grad) for name, tensor in tensors.items()},
+        "flags": {
+            f"{i}.{name}": part.training for i, each in enumerate(modules) for name, part in each.named_modules()
+        },
+        "attributes": {f"{i}.{n}": sorted(p.__dict__) for i, m in enumerate(modules) for n, p in m.named_modules()},
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+    }
+
+
+def assert_unchanged(before, after):
+    for kind, values in before.items():
+        if kind in ("numbers", "gradients"):
+            assert list(values) == list(after[kind])
+            for name, tensor in values.items():
+                assert (tensor is None) == (after[kind][name] is None)
+                assert tensor is None or torch.equal(tensor, after[kind][name]), (kind, name)
+        elif kind == "torch":
+            assert torch.equal(values, after[kind])
+        else:
+            assert values == after[kind], kind
+
+
+@pytest.fixture
+def trained(seeded):
+    """A model and a loss in the middle of a training, and a batch."""
+    model, loss_fn = Everything(), Seeded()
+    x, target = torch.randn(6, 2, 5), torch.randn(6, 4)
+    for _ in range(2):
+        loss_fn(model(x), target).backward()
+    return model, loss_fn, x, target
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_nothing_is_disturbed(trained, training):
+    model, loss_fn, x, target = trained
+    model.train(training)
+    model.frozen.eval()
+    x.requires_grad_()
+    before, given, calls = state_of(model, loss_fn), x.detach().clone(), loss_fn.calls
+    pipe = pipeline(model, loss_fn, split="time", num_stages=2, example_args=(x, target))
+    assert_unchanged(before, state_of(model, loss_fn))
+    assert (pipe.num_stages, loss_fn.calls, x.grad) == (2, calls, None)
+    assert torch.equal(x, given)
+
+
+class Fails(Seeded):
+    """Raises, after it has changed whatever it can."""
+
+    def __init__(self, in_backward):
+        super().__init__()
+        self.in_backward = in_backward
+
+    def forward(self, output, target):
+        loss = super().forward(output, target)
+        if not self.in_backward:
+            raise RuntimeError("no loss today")
+        loss.register_hook(lambda gradient: 1 / 0)
+        return loss * 1
+
+
+@pytest.mark.parametrize(("in_backward", "words"), [(False, "no loss today"), (True, "division by zero")])
+def test_nothing_is_disturbed_when_an_operation_raises(trained, in_backward, words):
+    model, _, x, target = trained
+    fails = Fails(in_backward)
+    before = state_of(model, fails)
+    with pytest.raises(BalanceError, match=rf"(?s){words}.*in the loss"):
+        pipeline(model, fails, split="time", num_stages=2, example_args=(x, target))
+    assert_unchanged(before, state_of(model, fails))
+    assert fails.calls == 0
+
+
+def test_the_check_of_this_test_sees_a_disturbance(trained):
+    model, loss_fn, x, _ = trained
+    before = state_of(model, loss_fn)
+    model(x)
+    with pytest.raises(AssertionError):
+        assert_unchanged(before, state_of(model, loss_fn))
+
+
+def test_an_error_names_the_line(seeded):
+    class Narrow(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(5, 5)
+
+        def forward(self, x):
+            return self.b(self.a(x))
+
+    with pytest.raises(BalanceError, match=r"(?s)return self\.b\(self\.a\(x\)\).*example_args"):
+        pipeline(Narrow(), split="time", num_stages=2, example_args=(torch.randn(2, 4),))
+
+
+@pytest.mark.parametrize("name", exhibits)
+def test_a_profile_computes_what_the_model_computes(name):
+    """The sizes of all values are those of a plain run, in-place changes and all; the model is as before."""
+    torch.manual_seed(0)
+    model = exhibits[name]()
+    plain, args = copy.deepcopy(model), model.inputs()
+    given = fresh_inputs(args)
+    traced = unmarked(model)
+    found = profile(traced, inputs_of(traced, *args), timed=False)
+    assert_same(args, given, "inputs")
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
+    seen = Recorder(traced, *args).seen
+    assert [found.sizes[node] for node in operations(traced)] == seen
+    assert all(cost.activations >= 0 and cost.forward == cost.backward == 0 for cost in found.costs)
+
+
+class Recorder(torch.fx.Interpreter):
+    """The bytes of each value, as torch's own interpreter finds them."""
+
+    def __init__(self, traced, *args):
+        self.seen = []
+        self.traced = traced
+        root = copy.deepcopy(traced.attributes)
+        super().__init__(torch.fx.GraphModule(nn.Module(), torch.fx.Graph()), graph=traced.graph)
+        self.root = root
+        values = inputs_of(traced, *args)
+        torch.manual_seed(0)
+        self.run(*[values[node.name] for node in traced.graph.find_nodes(op="placeholder")])
+
+    def placeholder(self, target, args, kwargs):
+        return next(self.args_iter)  # torch's takes all that are left for *args
+
+    def fetch_attr(self, target):
+        return self.root[target]
+
+    def call_module(self, target, args, kwargs):
+        return self.root[target](*args, **kwargs)
+
+    def run_node(self, node):
+        value = super().run_node(node)
+        if node in operations(self.traced):
+            self.seen.append(sum(t.numel() * t.element_size() for t in tensors(value)))
+        return value
+
+
+class Tick(torch.autograd.Function):
+    """Takes 3 units of a clock forward and 5 backward, times ``factor``."""
+
+    clock = 0
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        Tick.clock += 3 * factor
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Tick.clock += 5 * ctx.factor
+        return gradient, None
+
+
+class Ticking(nn.Module):
+    def __init__(self, *factors):
+        super().__init__()
+        self.factors = factors
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in factors)
+
+    def forward(self, x):
+        for layer, factor in zip(self.layers, self.factors):
+            x = Tick.apply(layer(x), factor)
+        return x
+
+
+def test_times_are_of_forward_and_backward_of_each_operation():
+    traced = trace(Ticking(1, 4))
+    x = {"x": torch.randn(3, 2)}
+    found = profile(traced, x, clock=lambda: Tick.clock)
+    assert [(cost.forward, cost.backward) for cost in found.costs] == [(0, 0), (3, 5), (0, 0), (12, 20)]
+    found = profile(traced, x, trains=False, clock=lambda: Tick.clock)
+    assert [(cost.forward, cost.backward) for cost in found.costs] == [(0, 0), (3, 0), (0, 0), (12, 0)]
+
+
+def test_what_needs_no_gradient_has_no_backward():
+    model = Ticking(1, 1)
+    model.layers[0].requires_grad_(False)
+    found = profile(trace(model), {"x": torch.randn(3, 2)}, clock=lambda: Tick.clock)
+    assert [(cost.forward, cost.backward) for cost in found.costs] == [(0, 0), (3, 0), (0, 0), (3, 5)]
+
+
+def test_what_looking_at_the_clock_takes_does_not_count():
+    looks = 0
+
+    def clock():
+        nonlocal looks
+        looks += 1
+        return Tick.clock * 100 + looks
+
+    found = profile(trace(Ticking(1, 4)), {"x": torch.randn(3, 2)}, clock=clock)
+    assert [(cost.forward, cost.backward) for cost in found.costs] == [(0, 0), (300, 500), (0, 0), (1200, 2000)]
+
+
+def test_the_loss_counts_where_the_last_stage_does():
+    def loss_fn(output, target):
+        return Tick.apply(output - target, 10).sum()
+
+    x, target = torch.randn(3, 2), torch.zeros(3, 2)
+    balancer = Balancer("time", 2, loss_fn=loss_fn, example_args=(x, target), clock=lambda: Tick.clock)
+    balance = balancer(trace(Ticking(1, 1, 4)))
+    assert [stage.cost for stage in balance.stages] == [8 * 2, 8 * (4 + 10)]
+
+
+def test_without_gradients_only_the_forward_counts():
+    x = torch.randn(3, 2)
+    balancer = Balancer("time", 2, example_args=(x,), clock=lambda: Tick.clock)
+    with torch.no_grad():
+        assert [stage.cost for stage in balancer(trace(Ticking(1, 4))).stages] == [3, 12]
+    assert [stage.cost for stage in balancer(trace(Ticking(1, 4))).stages] == [8, 32]
+    balancer = Balancer("time", 2, example_args=(x,), trains=False, clock=lambda: Tick.clock)
+    assert [stage.cost for stage in balancer(trace(Ticking(1, 4))).stages] == [3, 12]
+
+
+class FillsATensor(Ticking):
+    def forward(self, x):
+        filled = torch.zeros(3, 2)
+        filled[:, 0] = self.layers[0](x)[:, 0]
+        return Tick.apply(filled, 1)
+
+
+def test_a_tensor_that_was_written_into_wants_the_gradients_of_what_was_written():
+    found = profile(trace(FillsATensor(1)), {"x": torch.randn(3, 2)}, clock=lambda: Tick.clock)
+    assert (found.costs[-1].forward, found.costs[-1].backward) == (3, 5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_the_work_is_waited_for_and_its_random_state_comes_back():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 4096), nn.Linear(4096, 4096)).cuda()
+    x = torch.randn(4096, 8, device="cuda")
+    before = torch.cuda.get_rng_state()
+    pipe = pipeline(model, split="time", num_stages=2, example_args=(x,))
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    assert [stage.first for stage in pipe.balance.stages] == ["0", "3"]
+    assert pipe.balance.stages[1].cost > pipe.balance.stages[0].cost
+
+
+def test_a_region_without_gradients_has_no_backward():
+    class Frozen(Ticking):
+        def forward(self, x):
+            with torch.no_grad():
+                x = Tick.apply(self.layers[0](x), 1)
+            return Tick.apply(self.layers[1](x), 1)
+
+    found = profile(trace(Frozen(1, 1)), {"x": torch.randn(3, 2)}, clock=lambda: Tick.clock)
+    assert [(cost.forward, cost.backward) for cost in found.costs] == [(0, 0), (3, 0), (0, 0), (3, 5)]
+    assert [cost.activations > 0 for cost in found.costs] == [False, False, True, False]
+
+
+def test_arguments_that_the_model_changes_in_place_stay_as_they_were():
+    class Clamps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.b(self.a(x.clamp_(min=0)))
+
+    x = torch.randn(3, 4)
+    given = x.clone()
+    pipeline(Clamps(), split="time", num_stages=2, example_args=(x,))
+    assert torch.equal(x, given)
+
+
+class Box:
+    """Hides a tensor where no pipeline sees it."""
+
+    def __init__(self, inside):
+        self.inside = inside
+
+
+def boxed(x):
+    return Box(x)
+
+
+def unboxed(box):
+    return box.inside
+
+
+torch.fx.wrap("boxed")
+torch.fx.wrap("unboxed")
+
+
+def test_what_cannot_travel_stays_with_its_users():
+    class Boxing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c, self.d = (nn.Linear(4, 4) for _ in range(4))
+
+        def forward(self, x):
+            x = self.a(x)
+            box = boxed(x)
+            y = self.c(self.b(x))
+            return self.d(y + unboxed(box))
+
+    model, x = Boxing(), torch.randn(3, 4)
+    pipe = pipeline(model, nn.MSELoss(), split="uniform", num_stages=2, example_args=(x, x))
+    assert sorted(stage.layers for stage in pipe.balance.stages) == [1, 3]
+    torch.testing.assert_close(pipe(x, x), nn.functional.mse_loss(model(x), x).detach())
+
+
+def sleeps(x, seconds):
+    time.sleep(seconds)
+    return x
+
+
+torch.fx.wrap("sleeps")
+
+
+class Sleeping(nn.Module):
+    def __init__(self, *seconds):
+        super().__init__()
+        self.seconds = seconds
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in seconds)
+
+    def forward(self, x):
+        for layer, seconds in zip(self.layers, self.seconds):
+            x = sleeps(layer(x), seconds)
+        return x
+
+
+def test_real_time_finds_the_cuts_that_are_known_to_be_best():
+    """The sums are 16, 16 and 18 ms; the next best cuts have a stage of 20."""
+    model = Sleeping(0.004, 0.004, 0.004, 0.004, 0.008, 0.008, 0.018)
+    x = torch.randn(3, 2)
+    pipe = pipeline(model, num_stages=3, example_args=(x,))
+    assert [len(stage.graph.find_nodes(op="call_function", target=sleeps)) for _, stage in pipe.stages()] == [4, 2, 1]
+    assert pipe.balance.policy == "time (auto)"
+    assert torch.equal(pipe(x), model(x))
+    uniform = pipeline(model, split="uniform", num_stages=3).balance
+    assert sorted(stage.layers for stage in uniform.stages) == [2, 2, 3]
+
+
+def test_activations_are_what_autograd_saves_each_once(seeded):
+    """Compared with what a plain run of the whole model saves."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    x, traced = torch.randn(16, 4), trace(model)
+    found = profile(traced, inputs_of(traced, x), timed=False)
+    memories: dict[int, torch.UntypedStorage] = {}
+
+    def save(tensor):
+        memories[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        output = model(x)
+    expected = sum(memory.nbytes() for key, memory in memories.items() if key not in own)
+    assert sum(cost.activations for cost in found.costs) == expected
+    assert output.requires_grad
+
+
+def test_gradients_that_a_part_makes_by_itself_reach_nobody(seeded):
+    layer = nn.Linear(2, 2)
+    layer(torch.ones(1, 2)).sum().backward()
+    gradient = layer.weight.grad
+    assert gradient is not None
+    before = gradient.clone()
+    with undisturbed(layer):
+        layer(torch.ones(1, 2)).sum().backward()
+    assert layer.weight.grad is gradient
+    assert torch.equal(gradient, before)
+
+
+def test_a_module_that_is_seen_to_change_a_buffer_keeps_its_calls_together():
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls: torch.Tensor
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return x * self.calls
+
+    counter = Counter()
+    net = nn.Sequential(nn.Linear(2, 2), counter, nn.Linear(2, 2), counter, nn.Linear(2, 2))
+    x = torch.ones(3, 2)
+    pipe = Pipe.from_sequential(net, cut=Balancer("uniform", 2, example_args=(x,)))
+    expected = copy.deepcopy(net)(x)
+    assert [stage.layers for stage in pipe.balance.stages] == [4, 1]
+    torch.testing.assert_close(pipe(x), expected)
+
+
+def test_marks_are_not_there_to_be_run():
+    assert marks(trace_silently(Ticking(1, 2))) == []
