@@ -22,6 +22,7 @@ import pdoc.doc
 import pdoc.render
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
+from markupsafe import Markup
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
@@ -169,9 +170,12 @@ def write_reference(folder: Path, modules: Sequence[str]) -> None:
     vars(pippy).update(
         {name: getattr(pippy, name) for name in pippy.__all__}
     )  # pdoc does not see what is imported late
-    pdoc.render.configure(docformat="markdown", include_undocumented=False, footer_text="pippy", search=True)
+    pdoc.render.configure(docformat="markdown", include_undocumented=False, search=True)
     found = {name: pdoc.doc.Module.from_name(name) for name in modules}
+    found["pippy"].__dict__["submodules"] = [module for name, module in found.items() if name != "pippy"]
     for name, module in found.items():
+        back = Markup(f'<a href="{"../" * name.count(".")}../index.html">all pages</a>')
+        pdoc.render.env.globals["footer_text"] = back
         path = folder / f"{name.replace('.', '/')}.html"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(pdoc.render.html_module(module, found))

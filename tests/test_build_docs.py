@@ -1,5 +1,6 @@
 """`make docs` makes HTML of every page and a reference of every public name, with links that lead somewhere."""
 
+import doctest
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import pippy
+from docs import build
 from pippy.drivers import errors as driver_errors
 from pippy.drivers import schedules
 from pippy.ir import errors
@@ -76,3 +78,15 @@ def test_code_tables_and_the_picture_arrive(built):
     assert 'src="inside.svg"' in (built / "inside.html").read_text()
     assert (built / "inside.svg").read_text() == (ROOT / "docs/inside.svg").read_text()
     assert "KeyboardInterrupt" in (built / "notebook.html").read_text()
+
+
+def test_every_module_that_a_page_imports_from_is_in_the_reference(built):
+    texts = [build.markdown_of(page) for page in build.pages()]
+    modules = build.imported_modules(texts)
+    assert "pippy.drivers.schedules.plan" in modules
+    assert [name for name in modules if not (built / f"api/{name.replace('.', '/')}.html").exists()] == []
+    assert "pippy/drivers/schedules.html" in (built / "api/pippy.html").read_text()
+
+
+def test_the_examples_of_the_builder():
+    assert doctest.testmod(build).failed == 0
