@@ -224,7 +224,8 @@ class PipelineDriverBase:
         """A program, lowered, and its number on the workers; it is sent the first time."""
         if key not in self._programs:
             lowered = lower(self.pipe, program)
-            number, overtaking = len(self._programs), trains and self.out_of_order
+            number = len(self._programs)
+            overtaking = False if key[1] is False else self.out_of_order
             _refuse_too_low(overtaking, lowered.program)
             self._call(self._shipment.programs(number, lowered, self.single_loss, overtaking))
             self._programs[key] = number, lowered
