@@ -1,15 +1,22 @@
 """The drivers, one for each schedule that has a name of its own, and one for all others."""
 
+from collections.abc import Sequence
 from typing import Any
 
+from pippy.drivers.auto import Auto
 from pippy.drivers.cluster import Cluster
 from pippy.drivers.driver_base import PipelineDriverBase
+from pippy.drivers.errors import DriverError
 from pippy.drivers.schedules import Program
+from pippy.drivers.schedules.choose import Choice
 from pippy.ir.pipe import Pipe
 
 
 class PipelineDriver(PipelineDriverBase):
-    """Runs a Pipe by any schedule, by name or as a program.
+    """Runs a Pipe by any schedule: by name, as a program, or by the best one for what the first steps took.
+
+    With ``schedule="auto"``, ``memory_limit`` are the bytes that the activations on each worker may take, and ``max_live``
+    is how many stage-micro-batches it may hold; both are one number, or one for each worker. See docs/schedules.md.
 
     All drivers are made and used alike:
 
@@ -37,10 +44,33 @@ class PipelineDriver(PipelineDriverBase):
     """
 
     def __init__(
-        self, pipe: Pipe, cluster: Cluster | None = None, *, schedule: str | Program = "1f1b", **rest: Any
+        self,
+        pipe: Pipe,
+        cluster: Cluster | None = None,
+        *,
+        schedule: str | Program = "1f1b",
+        memory_limit: int | Sequence[int] | None = None,
+        max_live: int | Sequence[int] | None = None,
+        **rest: Any,
     ) -> None:
         self.schedule = schedule
+        if schedule == "auto":
+            self._auto = Auto(memory_limit, max_live)
+        elif memory_limit is not None or max_live is not None:
+            name, limit = ("memory_limit", memory_limit) if max_live is None else ("max_live", max_live)
+            raise DriverError(
+                f"{name}={limit!r} limits what schedule='auto' may choose, and the schedule is given; leave out one of them "
+                "(schedule='list' takes memory=)"
+            )
         super().__init__(pipe, cluster, **rest)
+
+    @property
+    def choice(self) -> Choice | None:
+        """What ``schedule="auto"`` chose for the latest step's number of micro-batches, and why: print it.
+
+        None while the first steps are still measured, and with any other schedule.
+        """
+        return None if self._auto is None else self._auto.choice
 
 
 class PipelineDriverFillDrain(PipelineDriverBase):

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from pippy.drivers.auto import Auto, Part, auto_placement
 from pippy.drivers.cluster import Cluster, current_cluster
+from pippy.drivers.compiling import compile_options
 from pippy.drivers.dispatch import Dispatch, Posted
 from pippy.drivers.errors import DriverError
 from pippy.drivers.interrupts import uninterrupted
@@ -28,6 +30,8 @@ from pippy.drivers.schedules.placement import Placement
 from pippy.drivers.shipping import Shipment
 from pippy.ir.pipe import Pipe
 from pippy.ir.trees import describe, tensors
+
+_PLAIN = Part("")  # a step that nothing is to be learnt from
 
 
 class RunningStep:
@@ -63,6 +67,7 @@ class PipelineDriverBase:
     """
 
     schedule: str | Program
+    _auto: Auto | None = None  # chooses the schedule
 
     def __init__(
         self,
@@ -77,6 +82,8 @@ class PipelineDriverBase:
         loss_reduction: str | Callable[..., Any] | None = None,
         single_loss: bool = False,
         step_timeout: float | None = None,
+        compile: bool | Mapping[str, Any] | None = None,
+        out_of_order: bool | int = False,
         _debug_mask_minibatches: bool = False,
         **options: Any,
     ) -> None:
@@ -93,8 +100,9 @@ class PipelineDriverBase:
         self.cluster = current_cluster() if cluster is None else cluster
         self.chunk_spec, self.batch_dims, self.output_spec = chunk_spec, batch_dims, output_spec
         self.loss_reduction, self.single_loss = loss_reduction, single_loss
-        self.step_timeout = _seconds(step_timeout)
+        self.step_timeout, self.out_of_order = _seconds(step_timeout), _overtaking(out_of_order)
         self.mask, self.options = _debug_mask_minibatches, options
+        self.compile = compile_options(compile)
         chosen = self._chosen_workers(world_size, all_ranks)
         first = self._make(chunks=1 if isinstance(self.schedule, str) else self.schedule.chunks, workers=len(chosen))
         self.placement = first.placement
@@ -104,9 +112,11 @@ class PipelineDriverBase:
                 f"and the Pipe has {pipe.num_stages}; give each of them a worker"
             )
         self.ranks = tuple(chosen[: self.placement.workers])
-        self._shipment = Shipment(pipe, [self.ranks[worker] for worker in self.placement.worker_of])
+        if self._auto is not None:
+            self._auto.check(self.placement)
+        self._shipment = Shipment(pipe, [self.ranks[worker] for worker in self.placement.worker_of], self.compile)
         self._check_single_loss()
-        self._programs: dict[tuple[int, bool], tuple[int, Lowered]] = {}
+        self._programs: dict[tuple[int, bool | str], tuple[int, Lowered]] = {}
         self._optimizers = 0
         self._zero = self._unreduced = False
         self._runs = self._runs_before_update = 0
@@ -160,6 +170,8 @@ class PipelineDriverBase:
                 f"{workers} workers for {stages} stages; name {stages} workers, or cut the model into more stages"
             )
         per_worker = [stages // workers + (worker < stages % workers) for worker in range(workers)]
+        if self._auto is not None:
+            return make_schedule("1f1b", workers=workers, chunks=chunks, **auto_placement(self.options, per_worker))
         dealt = (
             {} if isinstance(self.options.get("placement"), Mapping | Placement) else {"stages_per_worker": per_worker}
         )
@@ -186,23 +198,36 @@ class PipelineDriverBase:
             )
 
     def program(self, chunks: int) -> Program:
-        """The program that the workers run for ``chunks`` micro-batches: print it, draw it, simulate it."""
-        return self._lowered(chunks, self._trains())[1].program
+        """The program that the workers run for ``chunks`` micro-batches: print it, draw it, simulate it.
+
+        With ``schedule="auto"``, the one that the next step runs.
+        """
+        trains = self._trains()
+        if self._auto is None or not trains:
+            return self._lowered(chunks, trains)[1].program
+        part, program = self._auto.peek(chunks, partial(self._make, chunks, len(self.ranks)))
+        return self._sent((chunks, part.name), program)[1].program
 
     def _trains(self) -> bool:
         return self.pipe.loss is not None and torch.is_grad_enabled()
 
     def _lowered(self, chunks: int, trains: bool) -> tuple[int, Lowered]:
         key = chunks, trains
+        if key in self._programs:
+            return self._programs[key]
+        program = self._make(chunks, len(self.ranks))
+        if not trains:
+            program = make_schedule("forward_only", workers=program.workers, chunks=chunks, placement=program.placement)
+        return self._sent(key, program)
+
+    def _sent(self, key: tuple[int, bool | str], program: Program) -> tuple[int, Lowered]:
+        """A program, lowered, and its number on the workers; it is sent the first time."""
         if key not in self._programs:
-            program = self._make(chunks, len(self.ranks))
-            if not trains:
-                program = make_schedule(
-                    "forward_only", workers=program.workers, chunks=chunks, placement=program.placement
-                )
             lowered = lower(self.pipe, program)
             number = len(self._programs)
-            self._call(self._shipment.programs(number, lowered, self.single_loss))
+            overtaking = False if key[1] is False else self.out_of_order
+            _refuse_too_low(overtaking, lowered.program)
+            self._call(self._shipment.programs(number, lowered, self.single_loss, overtaking))
             self._programs[key] = number, lowered
         return self._programs[key]
 
@@ -231,7 +256,12 @@ class PipelineDriverBase:
         if trains:
             _refuse_inputs_with_gradients([*args, *kwargs.values()])
         division = divide_call(self.pipe, chunks, args, kwargs, self.chunk_spec, self.batch_dims, self.mask)
-        number, lowered = self._lowered(chunks, trains)
+        part = _PLAIN
+        if self._auto is None or not trains:
+            number, lowered = self._lowered(chunks, trains)
+        else:
+            part, program = self._auto.next(chunks, partial(self._make, chunks, len(self.ranks)))
+            number, lowered = self._sent((chunks, part.name), program)
         results = Results(self, division)
         if (flags := self._training_flags()) != self._flags_told:  # by the driver, the Pipe or the model
             self._flags, self._flags_told = True, flags
@@ -244,7 +274,8 @@ class PipelineDriverBase:
                 results.weights,
                 flags[rank] if self._flags else None,
                 reduce,
-                self._recording is not None,
+                self._recording is not None or part.record,
+                part.weigh,
             )
             for worker, rank in enumerate(self.ranks)
         }
@@ -253,10 +284,15 @@ class PipelineDriverBase:
         if self._recording is not None:
             names = [self.cluster.workers[rank] for rank in self.ranks]
             note = self._recording.begin(lowered.program, self.ranks, names)
+        measured = None
+        if self._auto is not None and trains:
+            measured = self._auto.begin(chunks, lowered.program, self.ranks)
         with uninterrupted():
             posted = self._post(steps, self.step_timeout)
             self._unreduced = not reduce and (self._unreduced or (trains and bool(self._shipment.replicated)))
             self._runs += 1
+        if measured is not None:
+            measured(partial(self.dispatch.wait, posted))
         return RunningStep(self.dispatch, posted, results, note)
 
     @contextmanager
@@ -442,6 +478,24 @@ def _seconds(limit: Any) -> float | None:
     if limit is None or (isinstance(limit, int | float) and not isinstance(limit, bool) and limit > 0):
         return limit
     raise DriverError(f"step_timeout={limit!r}: give how many seconds a step may take, or None for no limit")
+
+
+def _overtaking(given: Any) -> bool | int:
+    if isinstance(given, bool) or (isinstance(given, int) and given > 0):
+        return given
+    raise DriverError(
+        f"out_of_order={describe(given)}: give True to hold no more micro-batches than the schedule does, or the most that a "
+        "worker may hold"
+    )
+
+
+def _refuse_too_low(out_of_order: bool | int, program: Program) -> None:
+    peak = max(program.peak_live)
+    if not isinstance(out_of_order, bool) and out_of_order < peak:
+        raise DriverError(
+            f"out_of_order={out_of_order}: worker {program.peak_live.index(peak)} holds up to {peak} micro-batches of a stage "
+            f"in {program.schedule} with {program.chunks} micro-batches, in order; give at least {peak}, or True"
+        )
 
 
 def _refuse_inputs_with_gradients(given: Sequence[Any]) -> None:

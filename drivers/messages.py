@@ -74,7 +74,8 @@ class Load:
     """The stages that a worker will run.
 
     ``modules`` holds them by the names that the graph calls them by, ``constant`` the names of their tensors that other
-    stages hold too, and ``replicated`` every replicated parameter of the Pipe.
+    stages hold too, and ``replicated`` every replicated parameter of the Pipe. ``compile`` has the options of torch.compile,
+    where the stages are to be compiled.
     """
 
     modules: Packed
@@ -82,6 +83,7 @@ class Load:
     replicated: tuple[Copies, ...]
     seed: int
     settings: Settings
+    compile: Packed | None = None
 
 
 @dataclass(frozen=True)
@@ -100,11 +102,20 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class Overtaking:
+    """A worker's computations may overtake one another: with at most ``limit`` stage-micro-batches alive, or for None as many
+    as the program has at its peak. ``depth`` is how many keep the workers busy that a micro-batch has yet to pass."""
+
+    limit: int | None
+    depth: int
+
+
+@dataclass(frozen=True)
 class AddProgram:
     """A worker's part of a program, under a number: sent once, run in many steps.
 
     ``slots`` numbers the values that travel, and ``ranks`` are the workers of the cluster that the program's workers
-    are. ``returns`` are the values that go back to the controller.
+    are. ``returns`` are the values that go back to the controller. Without ``overtaking`` the order is kept.
     """
 
     program: int
@@ -115,13 +126,14 @@ class AddProgram:
     ranks: tuple[int, ...]
     returns: tuple[str, ...]
     single_loss: bool
+    overtaking: Overtaking | None = None
 
 
 @dataclass(frozen=True)
 class Step:
     """Run a program once. ``weights`` are what the losses of the micro-batches count, ``flags`` the training flags of
     every module where they changed, and ``reduce`` says to add up the gradients of replicated parameters on the way,
-    ``record`` to note the times of all instructions."""
+    ``record`` to note the times of all instructions, ``weigh`` to weigh what each stage keeps for its backward."""
 
     program: int
     trains: bool
@@ -130,6 +142,7 @@ class Step:
     flags: Mapping[str, tuple[bool, ...]] | None = None
     reduce: bool = False
     record: bool = False
+    weigh: bool = False
 
 
 @dataclass(frozen=True)
@@ -176,11 +189,15 @@ class WorkerRecord:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a worker gives back after a step: the returned values by name, and the most stage-micro-batches held."""
+    """What a worker gives back after a step: the returned values by name, and the most stage-micro-batches held.
+
+    ``kept`` has the bytes that a micro-batch of each stage keeps, in a step that was to weigh them.
+    """
 
     values: Mapping[str, Any]
     peak_live: int
     record: WorkerRecord | None = None
+    kept: Mapping[int, int] | None = None
 
 
 @dataclass(frozen=True)

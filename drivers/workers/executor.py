@@ -16,6 +16,7 @@ from pippy.drivers.messages import AddProgram, Slot, StepResult
 from pippy.drivers.schedules.graph import Pass
 from pippy.drivers.schedules.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
 from pippy.drivers.workers.recorder import Recorder
+from pippy.drivers.workers.scales import Scales
 from pippy.drivers.workers.single_loss import SingleLoss
 from pippy.drivers.workers.transport import Interrupted, Transport
 from pippy.ir.errors import StageError
@@ -112,11 +113,12 @@ class Executor:
         given_up: Callable[[], bool] = lambda: False,
         own_rows: OwnRows | None = None,
         record: bool = False,
+        weigh: bool = False,
     ) -> StepResult:
         """Go through the instructions once, or until the step is given up.
 
         ``own_rows`` takes from the inputs of the loss what is a micro-batch's own, where each is the whole mini-batch. With
-        ``record``, the recorder notes the times of the instructions.
+        ``record``, the recorder notes the times of the instructions; with ``weigh``, the scales what stages keep.
         """
         self.own_rows = own_rows
         self.number, self.weights, self.trains = number, weights, trains
@@ -126,26 +128,36 @@ class Executor:
             for microbatch, value in enumerate(microbatches):
                 self.values[name, microbatch] = self._here(value)
         code = self.recorder.timed() if record else self.code
+        code = self.scales.weighed(code) if weigh else code
         try:
             with torch.set_grad_enabled(trains):
-                for at, (handle, operands) in enumerate(code):
-                    self.at = at
-                    if given_up():
-                        raise Interrupted
-                    handle(*operands)
+                self._go_through(code, given_up)
             if self.single is not None:
                 self.returned[LOSS] = [self.single.loss()]
             returned = {name: _packed(values) for name, values in self.returned.items()}
-            return StepResult(returned, self.peak_live)
+            return StepResult(returned, self.peak_live, kept=dict(self.scales.kept) if weigh else None)
         finally:
             self._clear()
             if self.single is not None:
                 self.single.clear()
 
+    def _go_through(self, code: Sequence[tuple[Handle, tuple[Any, ...]]], given_up: Callable[[], bool]) -> None:
+        for at, (handle, operands) in enumerate(code):
+            self.at = at
+            if given_up():
+                raise Interrupted
+            handle(*operands)
+
     @cached_property
     def recorder(self) -> Recorder:
         """Notes what is done when, in the steps that are recorded."""
         return Recorder(self.program.order, self.code, self.program.ranks, self.transport, self.device)
+
+    @cached_property
+    def scales(self) -> Scales:
+        """Weighs what stages keep for their backwards, in the steps that are to."""
+        modules = {name: call.module for name, call in self.calls.items()}
+        return Scales(self.program.order, modules, lambda: self.runs)
 
     def current(self) -> Instruction:
         """The instruction that is being carried out."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pippy.drivers.compiling import compile_modules
 from pippy.drivers.messages import (
     AddProgram,
     Command,
@@ -28,6 +29,7 @@ from pippy.drivers.messages import (
 from pippy.drivers.packing import unpack
 from pippy.drivers.workers.executor import Executor
 from pippy.drivers.workers.gradients import Gradients
+from pippy.drivers.workers.out_of_order import OutOfOrderExecutor
 from pippy.drivers.workers.transport import Transport
 from pippy.ir.held import tensor_of
 from pippy.ir.trees import map_tensors
@@ -49,6 +51,8 @@ class Hosted:
         self.modules: dict[str, nn.Module] = unpack(load.modules)
         for module in self.modules.values():
             module.to(device)
+        if load.compile is not None:
+            compile_modules(self.modules.values(), unpack(load.compile))
         unique = {id(p): p for module in self.modules.values() for p in module.parameters()}
         groups = [
             (group, {n: self.tensor(place) for n, (worker, place) in enumerate(group.copies) if worker == index})
@@ -87,7 +91,9 @@ class Hosted:
         return tensor_of(self.modules[place.call], place.name)
 
     def _add_program(self, program: AddProgram, number: int) -> None:
-        self.programs[program.program] = Executor(program, self.modules, self.constant, self.transport, self.device)
+        given = program, self.modules, self.constant, self.transport, self.device
+        overtaking = program.overtaking
+        self.programs[program.program] = OutOfOrderExecutor(*given, overtaking) if overtaking else Executor(*given)
 
     def _step(self, step: Step, number: int) -> StepResult:
         if step.record:
@@ -99,7 +105,9 @@ class Hosted:
         inputs = {name: step.inputs.microbatches(name) for name in step.inputs.arguments}
         own_rows = step.inputs.own_rows if step.inputs.mask else None
         self.gradients.hide()
-        result = executor.run(number, inputs, step.weights, step.trains, self.given_up, own_rows, step.record)
+        result = executor.run(
+            number, inputs, step.weights, step.trains, self.given_up, own_rows, step.record, step.weigh
+        )
         self.running = None
         if step.record and step.reduce:
             executor.recorder.note_adding()

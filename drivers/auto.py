@@ -1,0 +1,276 @@
+"""schedule="auto": the first steps are measured, then the schedule is chosen that the measurements make the fastest.
+
+For each number of micro-batches the steps that are measured are training steps like all others:
+
+    1        1F1B; what each stage keeps for its backward is weighed
+    2, 3     1F1B, recorded: F and B of each stage, and how long values are on their way
+    4        the same order with backwards in halves
+    5, 6     recorded: I and W of each stage
+    then     every schedule that fits the placement and the limits is simulated, and the best is run from now on
+
+1F1B because it holds little; under limits that it breaks, an order that keeps them. A step that fails is measured again.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pippy.drivers.errors import DriverError, StepError
+from pippy.drivers.measured import measured_costs
+from pippy.drivers.messages import StepResult
+from pippy.drivers.record import Recording
+from pippy.drivers.schedules import make_schedule
+from pippy.drivers.schedules.choose import Choice, Limits, choose, peak_weight
+from pippy.drivers.schedules.errors import ScheduleError
+from pippy.drivers.schedules.instructions import Compute, Op
+from pippy.drivers.schedules.placement import Placement
+from pippy.drivers.schedules.program import Program
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a step is for: it runs the program of this name, and is recorded or weighed on the way."""
+
+    name: str
+    record: bool = False
+    weigh: bool = False
+
+
+_PARTS = (
+    Part("first", weigh=True),
+    Part("whole", record=True),
+    Part("whole", record=True),
+    Part("halves"),
+    Part("halves", record=True),
+    Part("halves", record=True),
+)
+_CHOSEN = Part("chosen")
+
+Answers = Callable[[], Mapping[int, StepResult]]  # waits for a step, and gives what the workers answered
+
+
+@dataclass
+class _Measuring:
+    """The measurements for one number of micro-batches, as far as they are."""
+
+    programs: dict[str, Program]
+    limits: Limits
+    done: int = 0
+    under_way: tuple[Answers, Callable[[Mapping[int, StepResult]], None]] | None = None
+    recording: Recording = field(default_factory=Recording)
+    choice: Choice | None = None
+    error: DriverError | None = None
+
+
+class Auto:
+    """Chooses the schedule of one driver, for each number of micro-batches that it runs.
+
+    >>> Auto(memory_limit=-1)
+    Traceback (most recent call last):
+    pippy.drivers.errors.DriverError: memory_limit=-1: give the bytes that the activations on each worker may take, \
+one number or one for each worker
+    """
+
+    def __init__(self, memory_limit: Any = None, max_live: Any = None) -> None:
+        self._bytes = _numbers("memory_limit", memory_limit, "the bytes that the activations on each worker may take")
+        self._live = _numbers("max_live", max_live, "how many stage-micro-batches each worker may hold")
+        self._measured: dict[int, _Measuring] = {}
+        self._latest: _Measuring | None = None
+
+    @property
+    def choice(self) -> Choice | None:
+        """What was chosen for the number of micro-batches of the latest step; None while that is being measured."""
+        if self._latest is not None and self._latest.choice is None:
+            self._go_on(self._latest)
+        return None if self._latest is None else self._latest.choice
+
+    def check(self, placement: Placement) -> None:
+        """Raise unless the limits leave room for one micro-batch in each stage."""
+        for worker, limit in enumerate(_each("max_live", self._live, placement) or ()):
+            least = len(placement.stages_of(worker))
+            if limit < least:
+                raise DriverError(
+                    f"max_live={_shown(self._live)} leaves worker {worker} no room for one micro-batch in each of its stages; "
+                    f"give it at least {least}"
+                )
+        _each("memory_limit", self._bytes, placement)
+
+    def next(self, chunks: int, make: Callable[[], Program]) -> tuple[Part, Program]:
+        """What the next step of so many micro-batches is for, and its program. A measured step is waited for first.
+
+        ``make`` makes the program of 1F1B.
+        """
+        measuring = self._latest = self._of(chunks, make)
+        if measuring.choice is None:
+            self._go_on(measuring)
+        return _step(measuring)
+
+    def peek(self, chunks: int, make: Callable[[], Program]) -> tuple[Part, Program]:
+        """What the next step would be, as far as is known now; nothing is waited for."""
+        return _step(self._of(chunks, make))
+
+    def begin(self, chunks: int, program: Program, ranks: Sequence[int]) -> Callable[[Answers], None]:
+        """The step that `next` gave is sent off now, as this lowered program; what this gives is told how to wait for it."""
+        measuring = self._measured[chunks]
+        if measuring.choice is not None:
+            return lambda answers: None
+        part = _PARTS[measuring.done]
+        note = measuring.recording.begin(program, ranks, [str(rank) for rank in ranks])
+
+        def take_in(results: Mapping[int, StepResult]) -> None:
+            if part.record:
+                note(results)
+            if part.weigh:
+                self._weighed(measuring, [results[rank] for rank in ranks])
+
+        def sent(answers: Answers) -> None:
+            measuring.under_way = answers, take_in
+
+        return sent
+
+    def _of(self, chunks: int, make: Callable[[], Program]) -> _Measuring:
+        if chunks not in self._measured:
+            plain = make()
+            limits = Limits(
+                _each("max_live", self._live, plain.placement), _each("memory_limit", self._bytes, plain.placement)
+            )
+            self._measured[chunks] = _Measuring(_programs(plain, limits), limits)
+        return self._measured[chunks]
+
+    def _go_on(self, measuring: _Measuring) -> None:
+        """Take in the step that is under way, and choose after the last."""
+        if measuring.error is not None:
+            raise measuring.error
+        if measuring.under_way is not None:
+            (answers, take_in), measuring.under_way = measuring.under_way, None
+            try:
+                results = answers()
+            except StepError:  # whoever asks for that step is told
+                return
+            measuring.done += 1
+            try:
+                take_in(results)
+                if measuring.done == len(_PARTS):
+                    _choose(measuring)
+            except DriverError as error:
+                measuring.error = error
+                raise
+
+    def _weighed(self, measuring: _Measuring, results: Sequence[StepResult]) -> None:
+        kept = {stage: weight for result in results for stage, weight in (result.kept or {}).items()}
+        plain = measuring.programs["plain"]
+        weights = tuple(kept.get(stage, 0) for stage in range(plain.stages))
+        measuring.limits = replace(measuring.limits, weights=weights)
+        for worker, limit in enumerate(measuring.limits.bytes or ()):
+            least = sum(weights[stage] for stage in plain.placement.stages_of(worker))
+            if least > limit:
+                raise DriverError(
+                    f"memory_limit={_shown(self._bytes)} leaves worker {worker} no room for one micro-batch in each of its "
+                    f"stages, which takes {least:,} bytes; raise it, or cut the mini-batch into more micro-batches"
+                )
+        if measuring.limits.bytes is not None:
+            measuring.programs = _programs(plain, measuring.limits)
+
+
+def _step(measuring: _Measuring) -> tuple[Part, Program]:
+    """What the next step is for. The first step has a program of its own only under a limit of bytes."""
+    if measuring.choice is not None:
+        return _CHOSEN, measuring.choice.program
+    part = _PARTS[min(measuring.done, len(_PARTS) - 1)]
+    if part.name == "first" and measuring.limits.bytes is None:
+        part = replace(part, name="whole")
+    return part, measuring.programs["whole" if part.name == "first" else part.name]
+
+
+def _choose(measuring: _Measuring) -> None:
+    steps = measuring.recording.steps
+    try:
+        choice = choose(steps[-1].program, measured_costs(steps), measuring.limits)
+    except ScheduleError as error:
+        raise DriverError(
+            f"{error}\nraise memory_limit or max_live, or cut the mini-batch into more micro-batches"
+        ) from error
+    measuring.choice = choice
+    measuring.recording = Recording()
+    _log.info("schedule='auto': %s", choice)
+
+
+def _programs(plain: Program, limits: Limits) -> dict[str, Program]:
+    """The programs that are measured: within the limits, as far as it is known what stages weigh."""
+    counts = limits.counts(plain.placement)
+    whole = plain
+    if counts is not None and not _fits(plain, counts, limits):
+        whole = make_schedule(
+            "list", workers=plain.workers, chunks=plain.chunks, placement=plain.placement, memory=counts, halves=False
+        )
+    return {"plain": plain, "whole": whole, "halves": in_halves(whole)}
+
+
+def _fits(program: Program, counts: Sequence[int], limits: Limits) -> bool:
+    if limits.bytes is None or limits.weights is None:
+        return all(peak <= count for peak, count in zip(program.peak_live, counts))
+    peaks = [peak_weight(order, limits.weights) for order in program.computations]
+    live = limits.live or program.peak_live
+    return all(map(int.__le__, peaks, limits.bytes)) and all(map(int.__le__, program.peak_live, live))
+
+
+def in_halves(program: Program) -> Program:
+    """The same order, with each backward as its two halves, one after the other.
+
+    >>> print(*in_halves(make_schedule("1f1b", workers=1, chunks=1)).orders[0])
+    F0.0 I0.0 W0.0
+    """
+    return program.with_orders(
+        [each for compute in order for each in _halves(compute)] for order in program.computations
+    )
+
+
+def _halves(compute: Compute) -> list[Compute]:
+    if compute.op != Op.BACKWARD:
+        return [compute]
+    return [replace(compute, op=op) for op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)]
+
+
+def auto_placement(options: Mapping[str, Any], per_worker: Sequence[int]) -> dict[str, Any]:
+    """Where the stages are put: as the options say, or else so that the best schedules for their number fit.
+
+    >>> auto_placement({}, [2, 2])
+    {'stages_per_worker': [2, 2], 'placement': 'v'}
+    """
+    for name, value in options.items():
+        if name != "placement":
+            raise DriverError(f"{name}={value!r}: schedule='auto' takes memory_limit, max_live and placement")
+    placement = options.get("placement")
+    if isinstance(placement, Mapping | Placement):
+        return {"placement": placement}
+    if placement is None:
+        even = set(per_worker)
+        placement = "linear" if len(even) > 1 or 1 in even else "v" if even == {2} else "looped"
+    return {"stages_per_worker": list(per_worker), "placement": placement}
+
+
+def _numbers(name: str, given: Any, what: str) -> int | tuple[int, ...] | None:
+    several = isinstance(given, Sequence) and not isinstance(given, str)
+    numbers = list(given) if several else [] if given is None else [given]
+    if (several and not numbers) or not all(
+        isinstance(each, int) and not isinstance(each, bool) and each > 0 for each in numbers
+    ):
+        raise DriverError(f"{name}={given!r}: give {what}, one number or one for each worker")
+    return tuple(numbers) if several else given
+
+
+def _each(name: str, given: int | tuple[int, ...] | None, placement: Placement) -> tuple[int, ...] | None:
+    if given is None or isinstance(given, int):
+        return None if given is None else (given,) * placement.workers
+    if len(given) != placement.workers:
+        raise DriverError(
+            f"{name}={list(given)} has {len(given)} limits for {placement.workers} workers; give one, or one each"
+        )
+    return given
+
+
+def _shown(given: Any) -> Any:
+    return list(given) if isinstance(given, tuple) else given

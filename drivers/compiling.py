@@ -1,0 +1,67 @@
+"""Stages compiled by `torch.compile`: the options, checked where the driver is made, and their use on a worker.
+
+A stage is compiled when it is first called, and again for what it has not seen yet: another size of micro-batch, another
+mode. Its backward is compiled as one function, so a backward in halves does all of it in I and nothing in W. Autograd gets
+one node for the whole stage, and what of it is a weight's gradient cannot be told apart from outside; compiling each stage
+twice, with its weights and without, would run the forward's saved values through two graphs and keep more of them.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import nn
+
+from pippy.drivers.errors import DriverError
+
+
+def compile_options(given: Any) -> dict[str, Any] | None:
+    """The options of torch.compile; None where nothing is to be compiled.
+
+    >>> compile_options(True), compile_options(False)
+    ({}, None)
+    >>> compile_options({"backend": "eager"})
+    {'backend': 'eager'}
+    >>> compile_options({"fast": True})
+    Traceback (most recent call last):
+    pippy.drivers.errors.DriverError: compile={'fast': True}: 'fast' is no option of torch.compile; those are fullgraph, ...
+    """
+    if given is None or given is False:
+        return None
+    if given is True:
+        return {}
+    if not isinstance(given, Mapping):
+        raise DriverError(
+            f"compile={given!r} is a {type(given).__name__}; give True, or a dict of options of torch.compile"
+        )
+    options = dict(given)
+    known = [name for name in signature(torch.compile).parameters if name != "model"]
+    for name in options:
+        if name not in known:
+            raise DriverError(
+                f"compile={options}: {name!r} is no option of torch.compile; those are {', '.join(known)}"
+            )
+    try:
+        torch.compile(nn.Identity(), **options)  # compiles nothing yet
+    except Exception as error:  # torch has no one error for what it refuses here
+        first = str(error).strip().partition("\n")[0]
+        raise DriverError(f"compile={options}: torch.compile refuses it: {type(error).__name__}: {first}") from error
+    return options
+
+
+def compile_modules(modules: Iterable[nn.Module], options: Mapping[str, Any]) -> None:
+    """Have modules compiled at their first calls.
+
+    >>> module = nn.Linear(1, 1)
+    >>> compile_modules([module], {"backend": "eager"})
+    >>> module(torch.zeros(1, 1)).shape
+    torch.Size([1, 1])
+    """
+    if options.get("backend", "inductor") == "inductor" and "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        from torch._inductor import config  # slow to import
+
+        config.compile_threads = torch.get_num_threads()  # this worker's share of the cores: all compile at once
+    for module in modules:
+        module.compile(**options)

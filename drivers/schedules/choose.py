@@ -1,0 +1,255 @@
+"""Chooses the schedule for a placement: every one that fits is simulated, and the fastest is taken.
+
+What differs by less than `TIE` is the same for practical purposes; among such schedules the one that holds least is taken.
+Costs are in seconds.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from pippy.drivers.schedules.costs import Costs
+from pippy.drivers.schedules.errors import ArgumentError, ScheduleError
+from pippy.drivers.schedules.instructions import Compute, Op
+from pippy.drivers.schedules.make import make_schedule
+from pippy.drivers.schedules.placement import SHAPES, Placement, make_placement
+from pippy.drivers.schedules.program import Program
+from pippy.drivers.schedules.registry import REGISTRY
+from pippy.drivers.schedules.simulate import simulate_with
+
+TIE = 0.02
+SEARCHED = 2000  # computations, beyond which the list scheduler takes many seconds
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What every worker may hold: so many live stage-micro-batches, and so many bytes of them; None for no limit.
+
+    ``weights`` are the bytes of one micro-batch of each stage.
+
+    >>> limits = Limits(bytes=(100, 100), weights=(30, 40))
+    >>> limits.counts(Placement((0, 1)))
+    [3, 2]
+    """
+
+    live: tuple[int, ...] | None = None
+    bytes: tuple[int, ...] | None = None
+    weights: tuple[int, ...] | None = None
+
+    def counts(self, placement: Placement) -> list[int] | None:
+        """How many stage-micro-batches each worker may hold at most, whichever they are; never less than it has stages."""
+        if self.live is None and self.bytes is None:
+            return None
+        found = []
+        for worker in range(placement.workers):
+            stages = placement.stages_of(worker)
+            least = len(stages)
+            counts = [] if self.live is None else [self.live[worker]]
+            if self.bytes is not None:
+                heaviest = max((self.weights[stage] for stage in stages), default=0) if self.weights else 0
+                counts.append(self.bytes[worker] // heaviest if heaviest else least)
+            found.append(max(least, min(counts)))
+        return found
+
+    def broken_by(self, candidate: "Candidate") -> str:
+        """What a program holds that is too much; nothing, if it fits."""
+        for name, peaks, limits in (
+            ("stage-micro-batches", candidate.peak_live, self.live),
+            ("bytes", candidate.peak_bytes, self.bytes),
+        ):
+            for worker, (peak, limit) in enumerate(zip(peaks or (), limits or ())):
+                if peak > limit:
+                    return f"it holds {peak:,} {name} on worker {worker}, and the limit is {limit:,}"
+        return ""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule that could be taken: its program, what it is predicted to take, and what its workers hold at most."""
+
+    program: Program
+    seconds: float
+    peak_bytes: tuple[int, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        """The schedule's name."""
+        return self.program.schedule
+
+    @cached_property
+    def peak_live(self) -> tuple[int, ...]:
+        """The most stage-micro-batches that each worker holds."""
+        return self.program.peak_live
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """What the fullest worker holds, then what all hold: to be compared."""
+        peaks = self.peak_bytes or self.peak_live
+        return max(peaks), sum(peaks)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, from what, and why: print it.
+
+    ``candidates`` fit the placement and the limits, the fastest first. ``left_out`` says of the others why they do not.
+    ``elsewhere`` are the fastest on other placements of the same stages.
+
+    >>> from pippy.drivers.schedules import make_schedule
+    >>> slow = Costs(forward=[0.001, 0.003], backward_input=0.001, backward_weight=0.001)
+    >>> choice = choose(make_schedule("1f1b", workers=2, chunks=4), slow)
+    >>> print(choice.chosen.name, f"{choice.chosen.seconds:.3f}")
+    zb_h1 0.021
+    """
+
+    chosen: Candidate
+    candidates: tuple[Candidate, ...]
+    left_out: tuple[tuple[str, str], ...] = ()
+    elsewhere: tuple[tuple[str, Candidate], ...] = ()
+
+    @property
+    def schedule(self) -> str:
+        """The name of the schedule."""
+        return self.chosen.name
+
+    @property
+    def program(self) -> Program:
+        """The chosen program."""
+        return self.chosen.program
+
+    @property
+    def why(self) -> str:
+        """The sentence."""
+        fastest = self.candidates[0]
+        predicted = f"its step is predicted to take {_milliseconds(self.chosen.seconds)}"
+        if len(self.candidates) == 1:
+            return f"{self.schedule}: {predicted}; nothing else fits"
+        if self.chosen is not fastest:
+            return f"{self.schedule}: {predicted}, hardly more than that of {fastest.name}, and its workers hold less"
+        beaten = [each for each in self.candidates if each.seconds > fastest.seconds * (1 + TIE)]
+        ties = [each.name for each in self.candidates[1:] if each not in beaten]
+        text = f"{self.schedule}: {predicted}"
+        if beaten:
+            text += f", that of {beaten[0].name} {beaten[0].seconds / fastest.seconds - 1:.0%} longer"
+        return text + (f"; {', '.join(ties)} would take about as long, and hold no less" if ties else "")
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> Iterator[str]:
+        """The text, line by line."""
+        yield f"{self.program.chunks} micro-batches, stages on workers {self.program.placement}: {self.why}"
+        rows = [self._row(each) for each in self.candidates]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        for row in rows:
+            name, *rest = (
+                cell.ljust(width) if not at else cell.rjust(width) for at, (cell, width) in enumerate(zip(row, widths))
+            )
+            yield "  ".join([f"  {name}", *rest]).rstrip()
+        for shape, other in self.elsewhere:
+            yield (
+                f"  with placement={shape!r}, {other.name} would take {_milliseconds(other.seconds)}: that takes another "
+                "driver, because stages stay where they are"
+            )
+        yield from (f"  left out: {name}: {why}" for name, why in self.left_out)
+
+    def _row(self, candidate: Candidate) -> tuple[str, ...]:
+        bytes = "" if candidate.peak_bytes is None else f"{max(candidate.peak_bytes):,} bytes"
+        chosen = "<- chosen" if candidate is self.chosen else ""
+        return (
+            candidate.name,
+            _milliseconds(candidate.seconds),
+            f"peak {' '.join(map(str, candidate.peak_live))}",
+            bytes,
+            chosen,
+        )
+
+
+def choose(program: Program, costs: Costs, limits: Limits = Limits()) -> Choice:
+    """The best schedule for the stages, the placement and the edges of ``program``.
+
+    >>> from pippy.drivers.schedules import make_schedule
+    >>> choose(make_schedule("1f1b", workers=2, chunks=4), Costs(), Limits(live=(1, 1))).chosen.peak_live
+    (1, 1)
+    """
+    fitting, left_out = candidates(program, program.placement, costs, limits)
+    if not fitting:
+        raise ArgumentError(
+            "no schedule stays within the limits:\n" + "\n".join(f"  {name}: {why}" for name, why in left_out)
+        )
+    fitting.sort(key=lambda each: each.seconds)
+    alike = [each for each in fitting if each.seconds <= fitting[0].seconds * (1 + TIE)]
+    chosen = min(alike, key=lambda each: each.memory)
+    return Choice(chosen, tuple(fitting), tuple(left_out), tuple(_elsewhere(program, costs, limits, chosen)))
+
+
+def candidates(
+    program: Program, placement: Placement, costs: Costs, limits: Limits, search: bool = True
+) -> tuple[list[Candidate], list[tuple[str, str]]]:
+    """All schedules that can be had on a placement within the limits, and why the others cannot."""
+    fitting, left_out = [], []
+    for name, entry in REGISTRY.items():
+        if not entry.training or (name == "list" and not search):
+            continue
+        try:
+            found = _candidate(name, program, placement, costs, limits)
+        except ScheduleError as error:
+            left_out.append((name, str(error).partition("; ")[0]))
+            continue
+        if broken := limits.broken_by(found):
+            left_out.append((name, broken))
+        else:
+            fitting.append(found)
+    return fitting, left_out
+
+
+def _candidate(name: str, program: Program, placement: Placement, costs: Costs, limits: Limits) -> Candidate:
+    options: dict[str, Any] = {}
+    if name == "list":
+        if 3 * placement.stages * program.chunks > SEARCHED:
+            raise ArgumentError("a search over so many computations takes long")
+        options = {"costs": costs, "memory": limits.counts(placement), "edges": program.edges}
+    made = make_schedule(name, workers=placement.workers, chunks=program.chunks, placement=placement, **options)
+    if program.edges is not None:
+        made = made.for_graph(program.edges, program.backward, program.replicated)
+    weights = limits.weights
+    peaks = None if weights is None else tuple(peak_weight(order, weights) for order in made.computations)
+    return Candidate(made, float(simulate_with(made, costs).makespan), peaks)
+
+
+def peak_weight(order: Sequence[Compute], weights: Sequence[int]) -> int:
+    """The most that a worker holds if a micro-batch of a stage weighs so much, from its forward to the end of its backward.
+
+    >>> program = make_schedule("1f1b", workers=2, chunks=4)
+    >>> [peak_weight(order, weights=[10, 100]) for order in program.computations]
+    [20, 100]
+    """
+    ends = {compute.stage for compute in order if compute.op != Op.FORWARD}
+    held = peak = 0
+    for compute in order:
+        if compute.op == Op.FORWARD:
+            peak = max(peak, held + weights[compute.stage])
+            held += weights[compute.stage] if compute.stage in ends else 0
+        elif compute.op != Op.BACKWARD_INPUT:
+            held -= weights[compute.stage]
+    return peak
+
+
+def _elsewhere(program: Program, costs: Costs, limits: Limits, chosen: Candidate) -> Iterator[tuple[str, Candidate]]:
+    """The fastest on each other placement, where it is faster than what was chosen."""
+    placement = program.placement
+    seen = {placement}
+    counts = [len(placement.stages_of(worker)) for worker in range(placement.workers)]
+    for shape in SHAPES:
+        other = make_placement(placement.workers, counts, shape)
+        if other not in seen:
+            seen.add(other)
+            found, _ = candidates(program, other, costs, limits, search=False)
+            best = min(found, key=lambda each: each.seconds, default=None)
+            if best is not None and best.seconds * (1 + TIE) < chosen.seconds:
+                yield shape, best
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"

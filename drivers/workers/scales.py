@@ -1,0 +1,111 @@
+"""Weighs what the first micro-batch of each stage keeps from its forward for its backward, in a step that is told to.
+
+That is what autograd saves, and the stage's inputs and outputs; parameters and buffers, which are there anyway, do not
+count. A compiled stage is weighed as it is before it is compiled: compiled ones mostly keep less, and the hooks that see
+what is saved would have it compiled for themselves.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from pippy.drivers.schedules.instructions import Compute, Instruction, Op
+from pippy.ir.stage_run import StageRun
+from pippy.ir.trees import tensors
+
+Bound = tuple[Callable[..., None], tuple[Any, ...]]
+
+
+class Scales:
+    """Weighs for one program on one worker. ``runs`` gives the runs of stages that wait for their backward.
+
+    >>> linear = nn.Linear(4, 4)
+    >>> x = torch.zeros(2, 4, requires_grad=True)
+    >>> weight = Weight([linear])
+    >>> with weight.hooks():
+    ...     y = linear(x)
+    >>> weight.add([x, y])
+    >>> weight.bytes
+    64
+    """
+
+    def __init__(
+        self,
+        order: Sequence[Instruction],
+        modules: Mapping[str, nn.Module],
+        runs: Callable[[], Mapping[Any, StageRun]],
+    ) -> None:
+        self.order, self.modules, self.runs = order, modules, runs
+        self.kept: dict[int, int] = {}
+
+    def weighed(self, code: Sequence[Bound]) -> list[Bound]:
+        """The same instructions; the first forward of each stage is weighed."""
+        return [self._weighed(instruction, *bound) for instruction, bound in zip(self.order, code)]
+
+    def _weighed(self, instruction: Instruction, handle: Callable[..., None], operands: tuple[Any, ...]) -> Bound:
+        if not isinstance(instruction, Compute) or instruction.op != Op.FORWARD or instruction.microbatch:
+            return handle, operands
+
+        def weighed(*operands: Any) -> None:
+            weight, before = Weight(self.modules.values()), set(self.runs())
+            with uncompiled(self.modules.values()), weight.hooks():
+                handle(*operands)
+            for key, run in self.runs().items():
+                if key not in before:
+                    weight.add([run.inputs, run.outputs])
+            self.kept[instruction.stage] = weight.bytes
+
+        return weighed, operands
+
+
+class Weight:
+    """Counts bytes: of each piece of memory the largest tensor, and nothing of the modules' own."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        own = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        self._own = {_memory(tensor) for tensor in own}
+        self._found: dict[int, int] = {}
+        self._held: list[torch.Tensor] = []  # while a tensor is held, no other has its memory
+
+    @property
+    def bytes(self) -> int:
+        """What was counted."""
+        return sum(self._found.values())
+
+    def add(self, values: Any) -> None:
+        """Count the tensors in some values."""
+        for tensor in tensors(values):
+            self._count(tensor)
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Inside, what autograd saves is counted."""
+        with torch.autograd.graph.saved_tensors_hooks(self._count, lambda tensor: tensor):
+            yield
+
+    def _count(self, tensor: torch.Tensor) -> torch.Tensor:
+        memory = _memory(tensor)
+        if memory not in self._own:
+            self._held.append(tensor.detach())
+            self._found[memory] = max(self._found.get(memory, 0), tensor.nbytes)
+        return tensor
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
+
+
+@contextmanager
+def uncompiled(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """While it lasts, modules run as they are, not as torch.compile made them."""
+    compiled = [(module, module._compiled_call_impl) for module in modules]
+    try:
+        for module, _ in compiled:
+            module._compiled_call_impl = None
+        yield
+    finally:
+        for module, made in compiled:
+            module._compiled_call_impl = made
