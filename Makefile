@@ -4,10 +4,10 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/ready
 # ruff does not walk through links by itself
-SOURCES := pippy pippy/ir pippy/drivers tests exps
+SOURCES := pippy pippy/ir pippy/drivers tests exps docs/build.py docs/notebook.ipynb
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench setup clean
+.PHONY: help demo test check bench docs setup clean
 
 help: ## list the commands
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -30,8 +30,12 @@ bench: $(READY) ## run the benchmarks (minutes)
 	@$(BIN)/python -m exps.versus_torch --size tiny --rounds 15
 	@$(BIN)/python -m exps.versus_torch --size small --rounds 10
 	@$(BIN)/python -m exps.versus_torch --size medium --rounds 5 --only bound "torch 1F1B" "torch ZBV" "pippy 1f1b" "pippy zb_h1"
+	@$(BIN)/python -m exps.control --chunks 8 128 --only "torch GPipe" "torch 1F1B" "pippy fill_drain" "pippy 1f1b"
 	@$(BIN)/python -m exps.controller
 	@$(BIN)/python -m exps.bubbles
+
+docs: $(READY) ## make the documentation as HTML, with a reference of the public names, in build/docs
+	@$(BIN)/python docs/build.py
 
 setup: $(READY) ## make the virtual environment
 

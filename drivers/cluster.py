@@ -187,12 +187,15 @@ def _opened() -> Cluster | None:
 
 
 def check_none_open() -> None:
-    """RPC joins one group at a time."""
-    if (cluster := _opened()) is not None:
+    """RPC joins one group at a time. A cluster that has lost a worker is of no use, and makes room."""
+    if (cluster := _opened()) is None:
+        return
+    if not cluster.control.broken:
         raise ClusterError(
-            f"only one cluster can be open in a process, and {cluster!r} is; close it first, or use it: several drivers can "
-            f"share one cluster"
+            f"only one cluster can be open in a process, and {cluster!r} is; use it: several drivers can share one cluster; or "
+            "close it first: current_cluster().close()"
         )
+    cluster.close()
 
 
 def _can_share_memory(transport: str | None) -> bool:

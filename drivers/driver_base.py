@@ -83,6 +83,7 @@ class PipelineDriverBase:
         single_loss: bool = False,
         step_timeout: float | None = None,
         compile: bool | Mapping[str, Any] | None = None,
+        out_of_order: bool | int = False,
         _debug_mask_minibatches: bool = False,
         **options: Any,
     ) -> None:
@@ -99,7 +100,7 @@ class PipelineDriverBase:
         self.cluster = current_cluster() if cluster is None else cluster
         self.chunk_spec, self.batch_dims, self.output_spec = chunk_spec, batch_dims, output_spec
         self.loss_reduction, self.single_loss = loss_reduction, single_loss
-        self.step_timeout = _seconds(step_timeout)
+        self.step_timeout, self.out_of_order = _seconds(step_timeout), _overtaking(out_of_order)
         self.mask, self.options = _debug_mask_minibatches, options
         self.compile = compile_options(compile)
         chosen = self._chosen_workers(world_size, all_ranks)
@@ -224,7 +225,9 @@ class PipelineDriverBase:
         if key not in self._programs:
             lowered = lower(self.pipe, program)
             number = len(self._programs)
-            self._call(self._shipment.programs(number, lowered, self.single_loss))
+            overtaking = False if key[1] is False else self.out_of_order
+            _refuse_too_low(overtaking, lowered.program)
+            self._call(self._shipment.programs(number, lowered, self.single_loss, overtaking))
             self._programs[key] = number, lowered
         return self._programs[key]
 
@@ -475,6 +478,24 @@ def _seconds(limit: Any) -> float | None:
     if limit is None or (isinstance(limit, int | float) and not isinstance(limit, bool) and limit > 0):
         return limit
     raise DriverError(f"step_timeout={limit!r}: give how many seconds a step may take, or None for no limit")
+
+
+def _overtaking(given: Any) -> bool | int:
+    if isinstance(given, bool) or (isinstance(given, int) and given > 0):
+        return given
+    raise DriverError(
+        f"out_of_order={describe(given)}: give True to hold no more micro-batches than the schedule does, or the most that a "
+        "worker may hold"
+    )
+
+
+def _refuse_too_low(out_of_order: bool | int, program: Program) -> None:
+    peak = max(program.peak_live)
+    if not isinstance(out_of_order, bool) and out_of_order < peak:
+        raise DriverError(
+            f"out_of_order={out_of_order}: worker {program.peak_live.index(peak)} holds up to {peak} micro-batches of a stage "
+            f"in {program.schedule} with {program.chunks} micro-batches, in order; give at least {peak}, or True"
+        )
 
 
 def _refuse_inputs_with_gradients(given: Sequence[Any]) -> None:

@@ -102,11 +102,20 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class Overtaking:
+    """A worker's computations may overtake one another: with at most ``limit`` stage-micro-batches alive, or for None as many
+    as the program has at its peak. ``depth`` is how many keep the workers busy that a micro-batch has yet to pass."""
+
+    limit: int | None
+    depth: int
+
+
+@dataclass(frozen=True)
 class AddProgram:
     """A worker's part of a program, under a number: sent once, run in many steps.
 
     ``slots`` numbers the values that travel, and ``ranks`` are the workers of the cluster that the program's workers
-    are. ``returns`` are the values that go back to the controller.
+    are. ``returns`` are the values that go back to the controller. Without ``overtaking`` the order is kept.
     """
 
     program: int
@@ -117,6 +126,7 @@ class AddProgram:
     ranks: tuple[int, ...]
     returns: tuple[str, ...]
     single_loss: bool
+    overtaking: Overtaking | None = None
 
 
 @dataclass(frozen=True)

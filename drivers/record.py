@@ -99,7 +99,7 @@ class RecordedStep:
             tuple(
                 tuple(
                     Span(instruction, start, end)
-                    for instruction, (start, end) in zip(order, record.spans())
+                    for (start, end), instruction in sorted(zip(record.spans(), order), key=lambda each: each[0])
                     if isinstance(instruction, Compute)
                 )
                 for order, record in zip(self.program.orders, self.records)

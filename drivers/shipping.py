@@ -9,9 +9,10 @@ from torch import fx, nn
 
 from pippy.drivers.flow import RemoteInterpreter, loss_stage
 from pippy.drivers.lower import Lowered
-from pippy.drivers.messages import AddProgram, Call, Copies, Load, Place, Settings, Slot
+from pippy.drivers.messages import AddProgram, Call, Copies, Load, Overtaking, Place, Settings, Slot
 from pippy.drivers.packing import pack
 from pippy.drivers.schedules.instructions import Compute
+from pippy.drivers.schedules.placement import Placement
 from pippy.ir.names import stage_index
 from pippy.ir.pipe import Pipe
 from pippy.ir.wiring import map_nodes
@@ -82,8 +83,10 @@ class Shipment:
             found.append((self.worker_of(call), Place(call, local)))
         return found
 
-    def programs(self, number: int, lowered: Lowered, single_loss: bool) -> dict[int, AddProgram]:
-        """Every worker's part of a program."""
+    def programs(
+        self, number: int, lowered: Lowered, single_loss: bool, out_of_order: bool | int = False
+    ) -> dict[int, AddProgram]:
+        """Every worker's part of a program. ``out_of_order`` is what the driver was given."""
         placement = lowered.program.placement
         ranks = tuple(self.ranks[placement.stages_of(worker)[0]] for worker in range(placement.workers))
         slots = {edge.value: slot for slot, edge in enumerate(lowered.program.flow)}
@@ -97,6 +100,7 @@ class Shipment:
                 ranks=ranks,
                 returns=tuple(name for name, maker in lowered.outputs.items() if maker == worker),
                 single_loss=single_loss,
+                overtaking=None if out_of_order is False else _overtaking(placement, worker, out_of_order),
             )
             for worker, (rank, order) in enumerate(zip(ranks, lowered.program.orders))
         }
@@ -116,6 +120,11 @@ class Shipment:
     def _modules(self) -> dict[str, list[nn.Module]]:
         """All modules of every stage; which they are was settled when they were sent."""
         return {call: list(self.pipe.stage(call).modules()) for call in self.nodes}
+
+
+def _overtaking(placement: Placement, worker: int, out_of_order: bool | int) -> Overtaking:
+    to_pass = placement.worker_of[placement.stages_of(worker)[0] :]
+    return Overtaking(None if out_of_order is True else out_of_order, depth=len(set(to_pass)))
 
 
 def _nodes(argument: Any) -> Iterator[fx.Node]:

@@ -5,6 +5,10 @@ Question: how many microseconds does a step take for each computation of a worke
 Command:  python -m exps.control                  (see --help; from the root of the repository)
 Method:   as in versus_torch: the contestants take turns, pinned, asleep in between. What is counted is all that a
           worker does for a computation: Python, autograd, sending and receiving one number.
+Finding:  two cores, two workers, 10 rounds of 5 steps, µs for each computation (quartiles). 128 micro-batches: pippy fill_drain
+          118 (116–125), 1f1b 136 (130–153); torch GPipe 588 (557–609), 1F1B 450 (414–485). 8 micro-batches: pippy
+          fill_drain 191, 1f1b 207; torch GPipe 641, 1F1B 447. So a computation costs pippy 0.20 to 0.30 of what it costs torch,
+          and with 8 micro-batches, where the step's own cost weighs, 0.30 to 0.46.
 """
 
 import argparse

@@ -1,13 +1,15 @@
 """The documentation is true: its blocks run and print what it says, and its links lead somewhere."""
 
 import doctest
+from contextlib import suppress
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
-from pippy import errors
+from pippy import current_cluster, errors
 from pippy.drivers import errors as driver_errors
+from pippy.drivers.errors import ClusterError
 from pippy.drivers.schedules.registry import REGISTRY
 from tests import pages
 from tests.pages import PageError, blocks_of, broken_links, check_page, links, written
@@ -22,8 +24,12 @@ def name_of(path: Path) -> str:
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_the_blocks_of_a_page_do_what_it_says(path):
-    with patch.dict(REGISTRY):  # a page may register a schedule of its own
-        check_page(name_of(path), path.read_text())
+    try:
+        with patch.dict(REGISTRY):  # a page may register a schedule of its own
+            check_page(name_of(path), path.read_text())
+    finally:
+        with suppress(ClusterError):  # that of a page which stopped half-way
+            current_cluster().close()
 
 
 @pytest.mark.parametrize("path", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)

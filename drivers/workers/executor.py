@@ -131,11 +131,7 @@ class Executor:
         code = self.scales.weighed(code) if weigh else code
         try:
             with torch.set_grad_enabled(trains):
-                for at, (handle, operands) in enumerate(code):
-                    self.at = at
-                    if given_up():
-                        raise Interrupted
-                    handle(*operands)
+                self._go_through(code, given_up)
             if self.single is not None:
                 self.returned[LOSS] = [self.single.loss()]
             returned = {name: _packed(values) for name, values in self.returned.items()}
@@ -144,6 +140,13 @@ class Executor:
             self._clear()
             if self.single is not None:
                 self.single.clear()
+
+    def _go_through(self, code: Sequence[tuple[Handle, tuple[Any, ...]]], given_up: Callable[[], bool]) -> None:
+        for at, (handle, operands) in enumerate(code):
+            self.at = at
+            if given_up():
+                raise Interrupted
+            handle(*operands)
 
     @cached_property
     def recorder(self) -> Recorder:

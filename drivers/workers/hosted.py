@@ -29,6 +29,7 @@ from pippy.drivers.messages import (
 from pippy.drivers.packing import unpack
 from pippy.drivers.workers.executor import Executor
 from pippy.drivers.workers.gradients import Gradients
+from pippy.drivers.workers.out_of_order import OutOfOrderExecutor
 from pippy.drivers.workers.transport import Transport
 from pippy.ir.held import tensor_of
 from pippy.ir.trees import map_tensors
@@ -90,7 +91,9 @@ class Hosted:
         return tensor_of(self.modules[place.call], place.name)
 
     def _add_program(self, program: AddProgram, number: int) -> None:
-        self.programs[program.program] = Executor(program, self.modules, self.constant, self.transport, self.device)
+        given = program, self.modules, self.constant, self.transport, self.device
+        overtaking = program.overtaking
+        self.programs[program.program] = OutOfOrderExecutor(*given, overtaking) if overtaking else Executor(*given)
 
     def _step(self, step: Step, number: int) -> StepResult:
         if step.record:

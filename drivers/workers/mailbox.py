@@ -1,7 +1,9 @@
 """What has arrived at a worker and was not taken yet, and how the thread that waits for it is woken."""
 
+import time
+from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pippy.drivers.errors import PeerLost
@@ -50,6 +52,15 @@ class Mailbox:
         """Raise if there is no point in waiting for this key."""
         if self._interrupted or key[0] < self.below:
             raise Interrupted(f"step {key[0]} was given up while slot {key[1]} of micro-batch {key[2]} was waited for")
+
+    def has_any(self, wanted: Sequence[tuple[Key, int]]) -> bool:
+        """Is one of the values here? Raises if there is no point in waiting for one of them."""
+        for key, source in wanted:
+            if self.has(key):
+                return True
+            self.check(key)
+            self.check_source(key, source)
+        return False
 
     def check_source(self, key: Key, source: int) -> None:
         """Raise if the worker that should send this value is lost, and it has not come after all."""
@@ -109,6 +120,22 @@ class MailboxTransport(Transport):
     """What all transports with a mailbox do alike: what other threads have to say goes to it."""
 
     mailbox: Mailbox
+
+    def wait_any(self, wanted: Sequence[tuple[Key, int]], seconds: float | None = None) -> None:
+        box, end = self.mailbox, None if seconds is None else time.monotonic() + seconds
+        box.waits = wanted[0][0]
+        try:
+            while not box.has_any(wanted):
+                left = None if end is None else end - time.monotonic()
+                if left is not None and left <= 0:
+                    return
+                self._wait_for_something(left)
+        finally:
+            box.waits = None
+
+    @abstractmethod
+    def _wait_for_something(self, seconds: float | None) -> None:
+        """Take in what comes next, or wait for so many seconds in vain."""
 
     def interrupt(self) -> None:
         self.mailbox.interrupt()

@@ -79,8 +79,11 @@ class RpcTransport(MailboxTransport):
     def close(self) -> None:
         self.mailbox.close()
 
-    def _wait(self) -> set[int]:
-        found = {fd for fd, _ in self._poll.poll()}
+    def _wait_for_something(self, seconds: float | None) -> None:
+        self._wait(seconds)
+
+    def _wait(self, seconds: float | None = None) -> set[int]:
+        found = {fd for fd, _ in self._poll.poll(None if seconds is None else seconds * 1e3)}
         if self._bell in found:
             self.mailbox.bell.quiet()
         return found

@@ -115,11 +115,14 @@ class SharedMemoryTransport(MailboxTransport):
         self._epoll.close()
         self.mailbox.close()
 
+    def _wait_for_something(self, seconds: float | None) -> None:
+        self._serve(-1 if seconds is None else seconds)
+
     def _wait(self, fd: int = -1) -> bool:
         """Sleep until something happens, and see to it. True if ``fd`` is readable."""
         return self._serve(-1, fd) == fd
 
-    def _serve(self, timeout: int, wanted: int = -1) -> int | None:
+    def _serve(self, timeout: float, wanted: int = -1) -> int | None:
         """See to all that is there; ``wanted``, if it is readable, else a number if anything was, else None."""
         self._watch_full_sockets()
         found = None

@@ -1,6 +1,7 @@
 """How values travel between workers: a small interface, and what all of its kinds share."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,13 @@ class Transport(ABC):
     @abstractmethod
     def receive(self, key: Key, source: int) -> Any:
         """Wait for a value, and take it. Raises Interrupted, or PeerLost if the source is, and the value has not arrived."""
+
+    @abstractmethod
+    def wait_any(self, wanted: Sequence[tuple[Key, int]], seconds: float | None = None) -> None:
+        """Wait until one of these values, given with their sources, has arrived, or so many seconds have passed.
+
+        Raises as ``receive`` does. ``waiting_for`` says the first.
+        """
 
     @abstractmethod
     def ready(self, key: Key) -> bool:

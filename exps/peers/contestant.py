@@ -59,6 +59,10 @@ class Rank:
         self.losses = self.run()
         return begin, time.perf_counter()
 
+    def pids(self) -> list[int]:
+        """The processes that hold parts of the model."""
+        return [os.getpid()]
+
     def loss(self) -> list[float]:
         return [loss.item() for loss in self.losses]
 
@@ -105,6 +109,10 @@ class Team(Contestant):
 
     def gradients(self) -> dict[str, torch.Tensor]:
         return {name: gradient for each in self._all("gradients") for name, gradient in each.items()}
+
+    def pids(self) -> list[int]:
+        """The processes that hold parts of the model, worker by worker."""
+        return [pid for each in self._all("pids") for pid in each]
 
     def close(self) -> None:
         while self._children:

@@ -66,6 +66,9 @@ class Controller(Rank):
     def run(self) -> list[torch.Tensor]:
         return [self._driver.run(self._chunks, *self._batch)]
 
+    def pids(self) -> list[int]:
+        return [address.pid for address in self._driver.cluster.control.workers]
+
     def gradients(self) -> dict[str, torch.Tensor]:
         found = self._driver.gradients(self._names)
         return {name: gradient for name, gradient in found.items() if gradient is not None}

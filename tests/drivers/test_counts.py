@@ -10,8 +10,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pippy import MultiUseParameterConfig, PipelineDriver1F1B, PipelineDriverFillDrain, pipe_split, pipeline
+from pippy import (
+    MultiUseParameterConfig,
+    PipelineDriver,
+    PipelineDriver1F1B,
+    PipelineDriverFillDrain,
+    pipe_split,
+    pipeline,
+)
+from pippy.drivers.schedules import make_schedule, simulate
 from pippy.drivers.schedules.instructions import Send
+from pippy.drivers.schedules.registry import REGISTRY
 from pippy.drivers.workers.gradients import FIRST_SLOT
 from tests.drivers.models import Chain, TiedLanguage
 
@@ -30,12 +39,18 @@ def test_a_step_is_one_message_to_every_worker(cluster, chunks):
     driver.close()
 
 
-@pytest.mark.parametrize("kind", [PipelineDriver1F1B, PipelineDriverFillDrain])
-def test_workers_hold_as_many_activations_as_the_program_says(cluster, kind):
-    driver = kind(pipeline(Chain(4), nn.MSELoss()), cluster)
-    step = driver.run_async(8, torch.randn(8, 8), torch.randn(8, 8))
-    step.result()
-    assert [step.peak_live[rank] for rank in driver.ranks] == list(driver.program(8).peak_live)
+@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("schedule", [name for name, entry in REGISTRY.items() if entry.training])
+def test_workers_hold_as_many_activations_as_a_simulation_says(cluster, schedule, workers):
+    """Counted on the workers, forward by forward and backward by backward, for every schedule."""
+    per_worker = REGISTRY[schedule].stages_per_worker
+    pipe = pipeline(Chain(workers * per_worker), nn.MSELoss())
+    driver = PipelineDriver(pipe, cluster, schedule=schedule, world_size=workers)
+    for chunks in (1, 3, 2 * workers + 1):
+        step = driver.run_async(chunks, torch.randn(chunks, 8), torch.randn(chunks, 8))
+        step.result()
+        made = make_schedule(schedule, workers=workers, chunks=chunks, stages_per_worker=per_worker)
+        assert [step.peak_live[rank] for rank in driver.ranks] == list(simulate(made).peak_live)
     driver.close()
 
 

@@ -390,3 +390,40 @@ def test_closing_twice(kind):
     close(transports)
     close(transports)
     transports[0].interrupt()
+
+
+def test_waiting_for_any_of_several_values(three):
+    wanted = [((0, 0, 0), 0), ((0, 1, 0), 2)]
+    three[2].send(1, (0, 1, 0), torch.ones(2))
+    three[1].wait_any(wanted)
+    assert three[1].ready((0, 1, 0)) and not three[1].ready((0, 0, 0))
+    assert three[1].waiting_for() is None
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(three[1].wait_any, wanted[:1])
+        three[0].send(1, (0, 0, 0), torch.zeros(2))
+        waits.result(10)
+    assert three[1].ready((0, 0, 0))
+
+
+def test_waiting_for_any_ends_when_the_time_is_up(three):
+    three[1].wait_any([((0, 0, 0), 0), ((0, 1, 0), 2)], seconds=0.01)
+    assert not three[1].ready((0, 0, 0))
+
+
+def test_waiting_for_any_is_interrupted(three):
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(three[1].wait_any, [((0, 0, 0), 0), ((0, 1, 0), 2)])
+        three[1].interrupt()
+        with pytest.raises(Interrupted):
+            waits.result(10)
+    assert three[1].waiting_for() is None
+
+
+def test_waiting_for_any_does_not_wait_for_the_lost(three):
+    """One of the sources is gone: the step cannot end well, whatever else comes."""
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(three[1].wait_any, [((0, 0, 0), 0), ((0, 1, 0), 2)])
+        three[1].lose(2)
+        with pytest.raises(PeerLost) as caught:
+            waits.result(10)
+    assert caught.value.peer == 2

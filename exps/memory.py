@@ -1,0 +1,83 @@
+"""How much memory do workers take, beside the ranks of torch.distributed.pipelining?
+
+Question: two workers train the GPT of exps/versus_torch.py, 8 micro-batches: how much memory does each process hold after
+          some steps, and at most in them, under 1F1B and under GPipe, which pippy calls fill_drain?
+Command:  python -m exps.memory                                      (from the root of the repository; --size, --steps)
+Method:   contestants one after another, each in processes of its own. After two steps the kernel's note of the most memory
+          that was resident is reset; after some more steps it is read, and what is resident then, from the kernel's files:
+          *own* is what no other process has, *share* counts memory of several processes in parts. The controller of pippy,
+          which holds the whole model, is counted by itself: it is no worker. pippy gives its workers an allocator that
+          keeps what is freed; "kept" torch has the same settings.
+Finding:  FINDING
+"""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from exps.peers import gpt, pippy_peer, torch_peer
+from exps.peers.contestant import Team
+
+Make = Callable[[gpt.Size], Team]
+
+CONTESTANTS: dict[str, Make] = {
+    "torch 1F1B": partial(torch_peer.torch_peer, "1F1B"),
+    "torch 1F1B, kept": partial(torch_peer.torch_peer, "1F1B", keep_memory=True),
+    "pippy 1f1b": partial(pippy_peer.pippy_peer, "1f1b"),
+    "torch GPipe": partial(torch_peer.torch_peer, "GPipe"),
+    "torch GPipe, kept": partial(torch_peer.torch_peer, "GPipe", keep_memory=True),
+    "pippy fill_drain": partial(pippy_peer.pippy_peer, "fill_drain"),
+}
+
+
+def kilobytes(file: Path) -> dict[str, int]:
+    """The lines of a file of /proc that say how many kB something has."""
+    lines = [line.split() for line in file.read_text().splitlines() if line.endswith("kB")]
+    return {words[0].rstrip(":"): int(words[1]) for words in lines}
+
+
+def held(pid: int) -> dict[str, float]:
+    """The megabytes of a process."""
+    now, process = kilobytes(Path(f"/proc/{pid}/smaps_rollup")), Path(f"/proc/{pid}/status")
+    own = now["Private_Clean"] + now["Private_Dirty"] + now.get("Private_Hugetlb", 0)
+    return {"own": own / 1024, "share": now["Pss"] / 1024, "most": kilobytes(process)["VmHWM"] / 1024}
+
+
+def forget_peak(pid: int) -> None:
+    """Let the kernel begin anew to note the most memory that is resident."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def measure(make: Make, size: gpt.Size, steps: int) -> list[dict[str, float]]:
+    """What each worker of a contestant holds."""
+    team = make(size)
+    try:
+        team.start()
+        for _ in range(2):
+            team.step()
+        pids = team.pids()
+        for pid in pids:
+            forget_peak(pid)
+        for _ in range(steps):
+            team.step()
+        return [held(pid) for pid in pids]
+    finally:
+        team.close()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=list(gpt.SIZES), default="medium")
+    parser.add_argument("--steps", type=int, default=4)
+    options = parser.parse_args(arguments)
+    print(f"{options.size}: {gpt.SIZES[options.size]}; MB of worker 0 and worker 1")
+    print(f"{'contestant':22}{'own':>16}{'share':>16}{'at most':>16}")
+    for name, make in CONTESTANTS.items():
+        found = measure(make, gpt.SIZES[options.size], options.steps)
+        columns = (" ".join(f"{worker[what]:7.1f}" for worker in found) for what in ("own", "share", "most"))
+        print(f"{name:22}" + "".join(f"{each:>16}" for each in columns), flush=True)
+
+
+if __name__ == "__main__":
+    main()
