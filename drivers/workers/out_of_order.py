@@ -129,11 +129,8 @@ class OutOfOrderExecutor(Executor):
 
     def _missing(self, at: int) -> list[int]:
         """The receives of a computation whose values have not come."""
-        return [
-            receive
-            for receive in self.lanes.awaited(at)
-            if not self.transport.ready((self.number, *self._keys[receive][0]))
-        ]
+        ready = self.transport.ready
+        return [receive for receive in self.lanes.awaited(at) if not ready(self._wanted(receive)[0])]
 
     def _key(self, receive: int) -> tuple[tuple[int, int], int]:
         """The slot, micro-batch and source of a receive."""
