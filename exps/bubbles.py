@@ -9,15 +9,15 @@ Method:   the stages of this experiment SLEEP: each for a fixed time in its forw
           is timed by the workers' own records, median of several. The last column holds the step against a simulation with
           the median of what each pass really took, which is the sleep and what the system adds to it: how much longer
           than asked a sleep lasts, the layer's own products, and waiting for one of the two cores.
-Finding:  two cores; 2 steps of 2, 4 and 8 workers, 1 step of 16. The aim was 3 %. Beside the sleeps, it is missed: a step is
-          5 to 13 % longer (2 workers 5.0 to 10.4, 4 workers 4.8 to 9.2, 8 workers 5.0 to 12.7BUB16), the most where two
-          stages to a worker make passes half as long. Beside a simulation with how long the passes really took, a step is
-          0.3 to 2.0 % longer with 2 workers, 1.1 to 2.5 with 4, and 1.5 to 2.9 with 8, but for zb_v (3.8) and dualpipe_v
-          (4.5). So what is above the sleeps is for the most part inside the passes: a pass of 20 ms takes about 1 ms more
-          than its sleep, for its layer's products and for a core, which 8 workers on two of them do not have at once.
-          The difference in a worker's idle time is 2 to 4 % of a step, at most 5.9.
-          An earlier form of this experiment had layers too small for W, which put zb_h1 and the like 30 % off: their
-          weights' gradients were made in I.
+Finding:  two cores; 2 steps of 2, 4 and 8 workers, 1 step of 16. The aim, 3 %, is missed beside the sleeps: a step is 5.0 to
+          10.4 % longer with 2 workers, 4.8 to 9.2 with 4, 5.0 to 12.7 with 8 and 7.2 to 28.3 with 16, the most where two
+          stages to a worker make passes half as long. A worker's idle time is off by 1.8 to 5.9 % of the step, with 16
+          workers by 4.9 to 12.1. Beside a simulation with how long the passes really took, a step is 0.3 to 2.0 % longer
+          with 2 workers, 1.1 to 2.5 with 4, and 1.5 to 2.9 with 8, but for zb_v (3.8) and dualpipe_v (4.5); with 16, 3.8 to
+          6.3, but for zb_v (9.6) and dualpipe_v (11.9). So up to 8 workers most of what is above the sleeps is inside the
+          passes, somewhat less than 1 ms in each; the layer's products and the wait for one of two cores are the likely
+          causes, and were not told apart. With layers too small for W, zb_h1 and the like were 30 % off: their weights'
+          gradients were made in I.
 """
 
 import argparse

@@ -65,6 +65,8 @@ class Lanes:
         self._lanes = list(self._dealt())
         self._find_needs(takes, gives, gathers)
         self._arrivals = [[need for need in needs if isinstance(order[need], Receive)] for needs in self.needs]
+        self._computations = [at for at, each in enumerate(order) if isinstance(each, Compute)]
+        self._changes = [self._change(each) if isinstance(each, Compute) else 0 for each in order]  # of what is alive
         self._built_on = [[need for need in needs if isinstance(order[need], Compute)] for needs in self.needs]
         self.begin()
 
@@ -73,7 +75,7 @@ class Lanes:
         self._done = bytearray(len(self.order))
         self._missing = list(map(len, self.needs))
         self._fronts = [0] * len(self._lanes)
-        self.live = 0
+        self.live = self._before_head = 0
         self.left = sum(map(len, self._lanes))
 
     def open(self) -> list[int]:
@@ -84,6 +86,12 @@ class Lanes:
                 insort(found, lane[front])
         return found
 
+    def head(self) -> int:
+        """The first computation that is not done."""
+        while self._done[self._computations[self._before_head]]:
+            self._before_head += 1
+        return self._computations[self._before_head]
+
     def awaited(self, at: int) -> list[int]:
         """The receives that a computation needs and that are not done."""
         return [receive for receive in self._arrivals[at] if not self._done[receive]]
@@ -91,11 +99,11 @@ class Lanes:
     def done(self, at: int) -> list[int]:
         """A receive, a computation, or what follows from them was done. Gives what can be done at once."""
         self._done[at] = True
-        instruction = self.order[at]
-        if isinstance(instruction, Compute):
-            self._fronts[self._lane_of[at]] += 1
+        lane = self._lane_of.get(at)
+        if lane is not None:
+            self._fronts[lane] += 1
             self.left -= 1
-            self.live += self._change(instruction)
+            self.live += self._changes[at]
         ready = []
         for follower in self.followers[at]:
             self._missing[follower] -= 1

@@ -53,11 +53,13 @@ class OutOfOrderExecutor(Executor):
         self.lanes = Lanes(
             program.order, backward, self._taken, self._made, overtaking.limit, gathers[0] if gathers else None
         )
-        self.durations: dict[tuple[Op, int], float] = {}  # of each kind of computation, lately
+        self._kinds = [f"{each.op}{each.stage}" if isinstance(each, Compute) else "" for each in program.order]
+        self._keys = {at: self._key(at) for at, each in enumerate(program.order) if isinstance(each, Receive)}
+        self.durations: dict[str, float] = {}  # of each kind of computation, lately
         self.expected: dict[int, float] = {}  # when the values of a computation are there, from the begin of a step
 
     def _go_through(self, code: Sequence[tuple[Handle, tuple[Any, ...]]], given_up: Callable[[], bool]) -> None:
-        lanes, order = self.lanes, self.program.order
+        lanes = self.lanes
         lanes.begin()
         self.begun, self.late = time.monotonic(), 0.0
         while lanes.left:
@@ -70,7 +72,7 @@ class OutOfOrderExecutor(Executor):
             begin = time.monotonic()
             self._note_arrival(at, begin, waited=begin - free > _NOTICED)
             self._do(code, at)
-            self._note_duration(order[at], time.monotonic() - begin)
+            self._note_duration(at, time.monotonic() - begin)
         while rest := lanes.rest():
             self._do(code, rest[0])
 
@@ -84,9 +86,10 @@ class OutOfOrderExecutor(Executor):
 
     def _next(self, free: float) -> int:
         """The computation to do now: the head, or one that overtakes it. Waits while there is none."""
-        found = self.lanes.open()
-        head, others = found[0], found[1:]
-        others = [at for at in others if self._may_overtake(head, at)]
+        head = self.lanes.head()
+        if not self._missing(head):  # as most often: no more is asked
+            return head
+        others = [at for at in self.lanes.open()[1:] if self._may_overtake(head, at)]
         while others and (missing := self._missing(head)):
             lacking = {at: self._missing(at) for at in others}  # looked at once: more may come at any moment
             ready = next((at for at in others if not lacking[at]), None)
@@ -95,20 +98,18 @@ class OutOfOrderExecutor(Executor):
                 return ready
             self.at = missing[0]
             receives = chain(missing, *lacking.values())
-            self.transport.wait_any([self._key(receive) for receive in receives], patience)
+            self.transport.wait_any(list(map(self._wanted, receives)), patience)
         return head
 
     def _may_overtake(self, head: int, at: int) -> bool:
         first, other = self.program.order[head], self.program.order[at]
         assert isinstance(first, Compute) and isinstance(other, Compute)
         shrinks = first.op == Op.FORWARD and other.op in (Op.BACKWARD, Op.BACKWARD_INPUT)
-        return (not shrinks or self.lanes.live > self.overtaking.depth) and (other.op, other.stage) in self.durations
+        return (not shrinks or self.lanes.live > self.overtaking.depth) and self._kinds[at] in self.durations
 
     def _patience(self, head: int, at: int, free: float) -> float:
         """For how many more seconds the head is to be waited for, before this computation overtakes it."""
-        compute = self.program.order[at]
-        assert isinstance(compute, Compute)
-        duration, now = self.durations[compute.op, compute.stage], time.monotonic()
+        duration, now = self.durations[self._kinds[at]], time.monotonic()
         coming = self.begun + self.expected.get(head, 0.0) + self.late
         return 0.0 if coming - now > EXPECTED * duration else free + WAITED * duration - now
 
@@ -122,19 +123,26 @@ class OutOfOrderExecutor(Executor):
         else:
             self.expected[at] = min(seen, known)
 
-    def _note_duration(self, compute: Any, seconds: float) -> None:
-        kind = compute.op, compute.stage
+    def _note_duration(self, at: int, seconds: float) -> None:
+        kind = self._kinds[at]
         self.durations[kind] = (seconds + self.durations.get(kind, seconds)) / 2
 
     def _missing(self, at: int) -> list[int]:
         """The receives of a computation whose values have not come."""
-        return [receive for receive in self.lanes.awaited(at) if not self.transport.ready(self._key(receive)[0])]
+        ready = self.transport.ready
+        return [receive for receive in self.lanes.awaited(at) if not ready(self._wanted(receive)[0])]
 
-    def _key(self, receive: int) -> tuple[Key, int]:
+    def _key(self, receive: int) -> tuple[tuple[int, int], int]:
+        """The slot, micro-batch and source of a receive."""
         instruction = self.program.order[receive]
         assert isinstance(instruction, Receive)
         slot = self.program.slots[instruction.value]
-        return (self.number, slot, instruction.microbatch), self.program.ranks[instruction.source]
+        return (slot, instruction.microbatch), self.program.ranks[instruction.source]
+
+    def _wanted(self, receive: int) -> tuple[Key, int]:
+        """The same, in this step."""
+        key, source = self._keys[receive]
+        return (self.number, *key), source
 
     def _taken(self, compute: Compute) -> Iterable[str]:
         return chain.from_iterable(taken(work) for work in self._work(compute))

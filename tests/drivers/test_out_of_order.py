@@ -37,7 +37,7 @@ def at_random(monkeypatch):
     def choose(executor, free):
         found = executor.lanes.open()
         while not (ready := [at for at in found if not executor._missing(at)]):
-            missing = [executor._key(receive) for at in found for receive in executor._missing(at)]
+            missing = [executor._wanted(receive) for at in found for receive in executor._missing(at)]
             executor.transport.wait_any(missing)
         pick = dice.choice(ready)
         overtook.append(pick != found[0])

@@ -68,7 +68,7 @@ class Run:
         order = self.program.orders[worker]
         if lanes.left:
             head = next(at for at, each in enumerate(order) if isinstance(each, Compute) and not lanes._done[at])
-            assert head == lanes.open()[0], "the head can be done whenever its values are here"
+            assert head == lanes.head() == lanes.open()[0], "the head can be done whenever its values are here"
         for at in lanes.open():
             if all((order[r].value, order[r].microbatch, worker) in self.arrived for r in lanes.awaited(at)):
                 yield at
