@@ -10,10 +10,10 @@ Method:   the stages of this experiment SLEEP: each for a fixed time in its forw
           the median of what each pass really took, which is the sleep and what the system adds to it: how much longer
           than asked a sleep lasts, the layer's own products, and waiting for one of the two cores.
 Finding:  two cores; 2 steps of 2, 4 and 8 workers, 1 step of 16. A step is 1.8 to 2.7 % longer than simulated with 2, 4 and 8
-          workers, 2.3 to 3.0 with 16, under every schedule; a worker's idle time is off by 0.4 to 1.8 % of the step. Beside a simulation with
-          how long the passes really took, a step is 0.3 to 1.2 % longer. So what is above the sleeps is mostly inside the
-          passes, about 1 ms in each: a sleep that lasts longer than asked, the layer's products, the wait for one of two
-          cores. With passes of 20 ms that millisecond is 5 to 13 % of a step.
+          workers, 2.3 to 3.0 with 16, under every schedule; a worker's idle time is off by 0.4 to 1.8 % of the step. Beside a
+          simulation with how long the passes really took, a step is 0.3 to 1.3 % longer. So what is above the sleeps is
+          mostly inside the passes, about 1 ms in each: a sleep that lasts longer than asked, the layer's products, the wait
+          for one of two cores. With passes of 20 ms that millisecond is 5 to 13 % of a step.
 """
 
 import argparse
