@@ -1,6 +1,7 @@
 """Makes the documentation as HTML: the pages, the notebook, and a reference of the public names. The command is `make docs`.
 
-    README.md, docs/*.md, docs/*.ipynb ──▶ build/docs/*.html        markdown-it-py, which reads Markdown as GitHub does
+    README.md, docs/*.md, docs/*.ipynb,
+    exps/README.md                     ──▶ build/docs/*.html        markdown-it-py, which reads Markdown as GitHub does
     docstrings                         ──▶ build/docs/api/*.html    pdoc
 
 The reference has `pippy`, the errors, what drivers give back, and every module that a page imports from: what is shown to be
@@ -68,7 +69,7 @@ def pages() -> dict[Path, str]:
     """The pages, and the files that they become."""
     notebooks = sorted(DOCS.glob("*.ipynb"))
     found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), *notebooks]
-    return {path: f"{path.stem}.html" for path in found}
+    return {path: f"{path.stem}.html" for path in found} | {ROOT / "exps" / "README.md": "experiments.html"}
 
 
 def markdown_of(path: Path) -> str:
