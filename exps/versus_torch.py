@@ -10,11 +10,11 @@ Method:   every contestant has processes of its own, pinned one to a core, one i
           two workers, each half as long as 1b. "µs/mb" is what is above that for each micro-batch. torch's steps are
           timed from the start of its first rank to the end of its last, without a barrier; pippy's from the call of the
           controller to its return.
-Finding:  two cores, ``--keep-memory``, of torch 1F1B: medium (5 rounds) pippy 1f1b 0.99 (0.88–1.03), zb_h1 0.92 (0.86–0.97);
-          small (12 rounds) 1f1b 1.16 (0.89–1.23), zb_h1 1.29; tiny (20 rounds) 1f1b 0.98 (0.86–1.10), fill_drain 0.92, with
-          1,265 µs of overhead a micro-batch. The aims were 0.92, 0.8 and 500 µs: missed, but for zb_h1 on medium. A step
-          with empty stages and one micro-batch takes 4 ms (exps/controller.py): 0.75 ms is an RPC call and its answer, 1.6
-          ms a command to two workers that does nothing, 1.2 ms the controller's own preparation. That is where to begin.
+Finding:  two cores of a virtual machine, of torch 1F1B. medium (6 rounds): pippy zb_v 0.89 (0.84–0.98), 1f1b 0.93 (0.88–1.07),
+          torch's best, DualPipeV, 0.91. small (16 rounds): pippy 1f1b 0.93 (0.87–1.01), looped_bfs 0.95, torch's best is 1F1B;
+          the bound 0.76. tiny (30 rounds): pippy fill_drain 0.76 (0.70–0.83), 1f1b 0.76, with 738 and 756 µs of overhead a
+          micro-batch where torch 1F1B has 1,479. While other work ran, intervals were twice as wide. The aims were 0.92 and
+          0.8 for 1f1b on medium and small, and 500 µs on tiny: exps/README.md says what is in the way.
 """
 
 import argparse
