@@ -103,8 +103,8 @@ class SharedMemoryTransport(MailboxTransport):
 
     def forget(self, below: int) -> None:
         self.mailbox.forget(below)
-        for channel in self.channels.values():
-            channel.forget(below)
+        for peer in self.sent:  # what a line carries has other numbers
+            self.channels[peer].forget(below)
 
     def close(self) -> None:
         for channel in self.channels.values():

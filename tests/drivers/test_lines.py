@@ -12,6 +12,7 @@ from pippy.drivers.wire import Undone, pack, unpack
 from pippy.drivers.workers.bell import Bell
 from pippy.drivers.workers.inbox import Inbox
 from pippy.drivers.workers.line import LARGE, Answering, Line
+from pippy.drivers.workers.shared_memory import SharedMemoryTransport
 
 
 @pytest.fixture
@@ -140,3 +141,20 @@ def test_a_line_carries_numbers_both_ways():
     assert got == [(3, None), (4, "x")]
     here.channel.close()
     there.channel.close()
+
+
+def test_answers_that_wait_for_room_outlive_a_step_that_is_given_up():
+    """Messages have numbers of their own, and not those of steps."""
+    got, ends = [], socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    controller, worker = (Line(end, lambda number, packed: got.append(number)) for end in ends)
+    transport = SharedMemoryTransport(0, {}, line=worker.channel)
+    sent = 0
+    while not worker.channel.queue:
+        worker.send(sent, pack(bytes(3000)))
+        sent += 1
+    transport.forget(below=1000000)
+    while controller.channel.step() or worker.channel.queue:
+        worker.channel.flush()
+    assert got == list(range(sent))
+    controller.channel.close()
+    transport.close()
