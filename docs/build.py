@@ -38,7 +38,7 @@ ALWAYS = (
     "pippy.drivers.driver_base",
     "pippy.drivers.errors",
     "pippy.drivers.optimizer",
-    "pippy.drivers.record",
+    "pippy.drivers.recording.record",
     "pippy.drivers.schedules",
     "pippy.ir.errors",
 )

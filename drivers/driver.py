@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pippy.drivers.auto import Auto
-from pippy.drivers.cluster import Cluster
+from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.driver_base import PipelineDriverBase
 from pippy.drivers.errors import DriverError
 from pippy.drivers.schedules import Program
@@ -22,7 +22,7 @@ class PipelineDriver(PipelineDriverBase):
 
     >>> import torch
     >>> from torch import nn
-    >>> from pippy.drivers.cluster import local_cluster
+    >>> from pippy.drivers.clusters.cluster import local_cluster
     >>> torch.manual_seed(0)
     <torch._C.Generator object at ...>
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))

@@ -13,21 +13,21 @@ from typing import Any
 import torch
 
 from pippy.drivers.auto import Auto, Part, auto_placement
-from pippy.drivers.cluster import Cluster, current_cluster
-from pippy.drivers.compiling import compile_options
-from pippy.drivers.dispatch import Dispatch, Posted
+from pippy.drivers.batches.division import divide_call
+from pippy.drivers.clusters.cluster import Cluster, current_cluster
+from pippy.drivers.control.dispatch import Dispatch, Posted
+from pippy.drivers.control.messages import Fetch, Norms, Place, ReduceGradients, Scale, Step, StepResult, Store, Unload
 from pippy.drivers.errors import DriverError
 from pippy.drivers.interrupts import uninterrupted
-from pippy.drivers.lower import Lowered, lower
-from pippy.drivers.messages import Fetch, Norms, Place, ReduceGradients, Scale, Step, StepResult, Store, Unload
-from pippy.drivers.microbatch import divide_call
+from pippy.drivers.lowering.lower import Lowered, lower
 from pippy.drivers.optimizer import PipelineOptimizer
-from pippy.drivers.record import Recording
+from pippy.drivers.recording.record import Recording
 from pippy.drivers.results import Results
 from pippy.drivers.schedules import Program, make_schedule
-from pippy.drivers.schedules.instructions import Op
-from pippy.drivers.schedules.placement import Placement
+from pippy.drivers.schedules.programs.instructions import Op
+from pippy.drivers.schedules.programs.placement import Placement
 from pippy.drivers.shipping import Shipment
+from pippy.drivers.workers.compiling import compile_options
 from pippy.ir.pipe import Pipe
 from pippy.ir.trees import describe, tensors
 

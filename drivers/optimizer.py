@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
+from pippy.drivers.control.messages import LoadOptimizerState, MakeOptimizer, OptimizerState, OptimizerStep, Place
 from pippy.drivers.errors import OptimizerError
-from pippy.drivers.messages import LoadOptimizerState, MakeOptimizer, OptimizerState, OptimizerStep, Place
-from pippy.drivers.packing import pack
+from pippy.drivers.transport.packing import pack
 
 if TYPE_CHECKING:
     from pippy.drivers.driver import PipelineDriverBase

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from pippy.drivers.loss_weights import loss_weights
-from pippy.drivers.merge import merge_outputs
-from pippy.drivers.microbatch import Division
+from pippy.drivers.batches.division import Division
+from pippy.drivers.batches.loss_weights import loss_weights
+from pippy.drivers.batches.merge import merge_outputs
 from pippy.ir.names import LOSS
+from pippy.ir.nodes import map_nodes
 from pippy.ir.trees import children, with_children
-from pippy.ir.wiring import map_nodes
 
 if TYPE_CHECKING:
     from pippy.drivers.driver import PipelineDriverBase

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pippy.drivers.flow import RemoteInterpreter, loss_stage
-from pippy.drivers.lower import Lowered
-from pippy.drivers.messages import AddProgram, Call, Copies, Load, Overtaking, Place, Settings, Slot
-from pippy.drivers.packing import pack
-from pippy.drivers.schedules.instructions import Compute
-from pippy.drivers.schedules.placement import Placement
+from pippy.drivers.control.messages import AddProgram, Call, Copies, Load, Overtaking, Place, Settings, Slot
+from pippy.drivers.lowering.flow import RemoteInterpreter, loss_stage
+from pippy.drivers.lowering.lower import Lowered
+from pippy.drivers.schedules.programs.instructions import Compute
+from pippy.drivers.schedules.programs.placement import Placement
+from pippy.drivers.transport.packing import pack
 from pippy.ir.names import stage_index
+from pippy.ir.nodes import map_nodes
 from pippy.ir.pipe import Pipe
-from pippy.ir.wiring import map_nodes
 
 
 class Shipment:

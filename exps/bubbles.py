@@ -26,7 +26,7 @@ from torch import nn
 
 from pippy import Pipe, PipelineDriver, local_cluster
 from pippy.drivers.schedules import simulate
-from pippy.drivers.schedules.timeline import Timeline
+from pippy.drivers.schedules.simulation.timeline import Timeline
 
 WIDTH, ROWS = 128, 128  # just so many products that a weight's gradient is worth putting off to W
 TIMES = (0.048, 0.050, 0.046)  # of a stage: F, I, W

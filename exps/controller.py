@@ -21,7 +21,7 @@ from torch import nn
 
 from exps.peers.empty import Empty, loss_fn
 from pippy import Pipe, PipelineDriver, local_cluster
-from pippy.drivers.schedules.instructions import Compute
+from pippy.drivers.schedules.programs.instructions import Compute
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pippy import Pipe, PipelineDriver1F1B, local_cluster, pipe_split, pipeline
-from pippy.drivers.record import Recording
+from pippy.drivers.recording.record import Recording
 from pippy.drivers.schedules import render_svg, render_text, simulate
 
 RECORDED = 10  # of the last steps

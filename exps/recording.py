@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from pippy import Pipe, PipelineDriver, local_cluster
-from pippy.drivers.record import Recording
+from pippy.drivers.recording.record import Recording
 
 
 def pairs(driver: PipelineDriver, chunks: int, width: int, rows: int, count: int) -> list[tuple[float, float]]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from pippy.drivers.schedules import add_communication, make_schedule, parse_program, simulate, validate
-from pippy.drivers.schedules.program import Program
+from pippy.drivers.schedules.programs.program import Program
 
 T = TypeVar("T")
 WORKERS, STAGES_PER_WORKER = 64, 2

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pippy.ir.split_backward import WeightDeferral, backward_input, backward_weight
-from pippy.ir.stage_backward import stage_backward
+from pippy.ir.run.split_backward import WeightDeferral, backward_input, backward_weight
+from pippy.ir.run.stage_backward import stage_backward
 
 
 @dataclass(frozen=True)

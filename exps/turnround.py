@@ -25,7 +25,7 @@ from torch import nn
 
 from exps.bubbles import SleepingGradient
 from pippy import Pipe, PipelineDriver1F1B, local_cluster
-from pippy.drivers.record import RecordedStep
+from pippy.drivers.recording.record import RecordedStep
 
 
 class Sleeper(nn.Module):

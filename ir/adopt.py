@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from pippy.ir.errors import ModeError
-from pippy.ir.graph_module import install
-from pippy.ir.held import tensor_of
 from pippy.ir.names import LOSS, named_state
+from pippy.ir.run.graph_module import install
+from pippy.ir.run.tensors import tensor_of
 
 if TYPE_CHECKING:
     from pippy.ir.pipe import Pipe

@@ -8,11 +8,14 @@ import torch
 from torch import fx, nn
 
 from pippy.ir.adopt import adopt, adopt_loss, all_tensors, check_still_shared
-from pippy.ir.backward import attach_backward
+from pippy.ir.cut.params import MultiUseParamSpec
+from pippy.ir.cut.split import Split, split
 from pippy.ir.errors import LossError, ModeError, NameLookupError
-from pippy.ir.graph_module import PipeGraphModule
-from pippy.ir.held import tensor_of
-from pippy.ir.loss import (
+from pippy.ir.front.sequential import trace_sequential
+from pippy.ir.front.trace import Traced, TracerLike, trace
+from pippy.ir.names import LOSS, stage_name
+from pippy.ir.passes.backward import attach_backward
+from pippy.ir.passes.loss import (
     Loss,
     LossSpec,
     attach_loss_function,
@@ -20,11 +23,11 @@ from pippy.ir.loss import (
     default_loss_spec,
     find_returned_loss,
 )
-from pippy.ir.names import LOSS, stage_name
-from pippy.ir.params import MultiUseParamSpec
+from pippy.ir.passes.verify import verify
 from pippy.ir.reference import run_reference
-from pippy.ir.replicas import follow_owners
-from pippy.ir.sequential import trace_sequential
+from pippy.ir.run.copies import follow_owners
+from pippy.ir.run.graph_module import PipeGraphModule
+from pippy.ir.run.tensors import tensor_of
 from pippy.ir.show.diagrams import dot, mermaid
 from pippy.ir.show.graph_text import graph_text
 from pippy.ir.show.notebook import html
@@ -32,10 +35,7 @@ from pippy.ir.show.picture import picture_of
 from pippy.ir.show.stages_table import stages_table
 from pippy.ir.show.svg import svg
 from pippy.ir.signature import bind
-from pippy.ir.split import Split, split
 from pippy.ir.state import load_state
-from pippy.ir.trace import Traced, TracerLike, trace
-from pippy.ir.verify import verify
 
 Cut = Callable[[Traced], Any]
 

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from pippy.ir.backward import is_getitem, seeded
-from pippy.ir.held import held_constant
-from pippy.ir.replicas import owners_in_place_of_copies, whole_gradients
-from pippy.ir.stage_backward import add_gradients, gradient_pairs, stage_backward, weighted
-from pippy.ir.stage_run import StageRun, as_leaf, run_backward, run_stage
+from pippy.ir.nodes import is_getitem, map_nodes, seeded
+from pippy.ir.run.copies import owners_in_place_of_copies, whole_gradients
+from pippy.ir.run.stage_backward import add_gradients, gradient_pairs, stage_backward, weighted
+from pippy.ir.run.stage_run import StageRun, as_leaf, run_backward, run_stage
+from pippy.ir.run.tensors import held_constant
 from pippy.ir.trees import map_tensors
-from pippy.ir.wiring import map_nodes
 
 if TYPE_CHECKING:
     from pippy.ir.pipe import Pipe

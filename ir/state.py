@@ -7,7 +7,7 @@ import torch
 from torch.nn.modules.module import _IncompatibleKeys
 
 from pippy.ir.errors import StateDictError
-from pippy.ir.held import tensor_of
+from pippy.ir.run.tensors import tensor_of
 from pippy.ir.trees import describe
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from pippy.ir.backward import is_getitem
 from pippy.ir.names import LOSS
+from pippy.ir.nodes import is_getitem, map_nodes
 
 if TYPE_CHECKING:
     from pippy.ir.pipe import Pipe
@@ -52,16 +52,3 @@ def stage_outputs(pipe: "Pipe", stage: str) -> Any:
 def names_of(pipe: "Pipe", argument: Any) -> Any:
     """An argument of the top-level graph with each node replaced by the name of its value."""
     return map_nodes(lambda node: ValueName(value_name(pipe, node) or f"?{node.name}"), argument)
-
-
-def map_nodes(function: Any, argument: Any) -> Any:
-    """``argument`` with every node in it replaced, in plain tuples, lists and dicts."""
-    if isinstance(argument, fx.Node):
-        return function(argument)
-    if isinstance(argument, tuple) and hasattr(argument, "_fields"):
-        return type(argument)(*(map_nodes(function, item) for item in argument))
-    if isinstance(argument, (tuple, list)):
-        return (tuple if isinstance(argument, tuple) else list)(map_nodes(function, item) for item in argument)
-    if isinstance(argument, dict):
-        return {key: map_nodes(function, item) for key, item in argument.items()}
-    return argument

@@ -1,7 +1,8 @@
 """The public names: what `import pippy` offers."""
 
-from pippy.drivers.chunk_specs import ChunkSpec, Mean, MicroBatches, Replicate, Sum, TensorChunkSpec
-from pippy.drivers.cluster import Cluster, current_cluster, local_cluster
+from pippy.drivers.batches.specs import ChunkSpec, Mean, MicroBatches, Replicate, Sum, TensorChunkSpec
+from pippy.drivers.clusters.cluster import Cluster, current_cluster, local_cluster
+from pippy.drivers.clusters.torchrun import cluster
 from pippy.drivers.driver import (
     PipelineDriver,
     PipelineDriver1F1B,
@@ -9,15 +10,14 @@ from pippy.drivers.driver import (
     PipelineDriverInterleaved1F1B,
 )
 from pippy.drivers.driver_base import PipelineDriverBase
-from pippy.drivers.torchrun import cluster
 from pippy.ir import errors
+from pippy.ir.cut.params import MultiUseParameterConfig
 from pippy.ir.errors import PippyError, PippyWarning
-from pippy.ir.loss import LossWrapper, TrivialLossWrapper
+from pippy.ir.front.trace import PipeTracer
 from pippy.ir.marks import PipeSplitWrapper, SplitPoint, annotate_split_points, clear_split_points, pipe_split
-from pippy.ir.params import MultiUseParameterConfig
+from pippy.ir.passes.loss import LossWrapper, TrivialLossWrapper
+from pippy.ir.passes.verify import verify
 from pippy.ir.pipe import Pipe
-from pippy.ir.trace import PipeTracer
-from pippy.ir.verify import verify
 from pippy.pipeline import pipeline
 
 __all__ = [

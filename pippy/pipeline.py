@@ -7,11 +7,11 @@ from torch import nn
 
 from pippy.balance.balancer import Balancer
 from pippy.balance.policies import Split
+from pippy.ir.cut.params import MultiUseParamSpec
 from pippy.ir.errors import BalanceError
-from pippy.ir.loss import LossSpec
-from pippy.ir.params import MultiUseParamSpec
+from pippy.ir.front.trace import TracerLike
+from pippy.ir.passes.loss import LossSpec
 from pippy.ir.pipe import Pipe
-from pippy.ir.trace import TracerLike
 
 
 def pipeline(

@@ -1,19 +1,49 @@
-"""Imports run strictly downward: pippy → pippy.drivers → pippy.ir; the schedules import neither torch nor ir."""
+"""Imports run strictly downward, and no files name one another in a circle. Imports for typing count, too.
+
+A layer is a folder or a file at the root of one. It may import from the layers before it, and from itself.
+"""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 ROOT = Path(__file__).parent.parent
 
-FORBIDDEN = {
-    "ir": ("pippy.drivers", "pippy.api", "pippy.pipeline", "pippy.balance", "pippy.cli", "ir", "drivers"),
-    "drivers": ("pippy.api", "pippy.pipeline", "pippy.balance", "pippy.cli", "ir", "drivers"),
-    "drivers/schedules": ("torch", "pippy.ir"),
-    "pippy": ("ir", "drivers"),
-}
+LAYERS = """
+    drivers/schedules/errors drivers/schedules/programs drivers/schedules/checks drivers/schedules/communicate
+    drivers/schedules/simulation drivers/schedules/orders drivers/schedules/search drivers/schedules/drawings
+    drivers/schedules/make drivers/schedules/choose drivers/schedules
+
+    ir/errors ir/trees ir/names ir/source ir/random_state ir/marks ir/modes ir/run ir/nodes ir/signature ir/wiring
+    ir/front ir/cut ir/adopt ir/passes ir/reference ir/show ir/state ir/pipe ir
+
+    drivers/errors drivers/interrupts drivers/lowering drivers/batches drivers/transport drivers/control drivers/workers
+    drivers/recording drivers/clusters drivers/shipping drivers/auto drivers/results drivers/optimizer drivers/driver_base
+    drivers/driver drivers
+
+    pippy/balance pippy/pipeline pippy/api pippy/cli pippy/__main__ pippy
+""".split()
+PURE = ("drivers/schedules",)  # these import no torch
+WITHOUT_TRACER = ("ir/run", "drivers/workers")
+
+
+def module_name(path: Path) -> str:
+    """The name that a file is imported by; a package's is that of its folder."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == "pippy" else ("pippy", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def own_files() -> dict[str, Path]:
+    """The files of the library by their names."""
+    files = [*(ROOT / "ir").rglob("*.py"), *(ROOT / "drivers").rglob("*.py")]
+    files += [
+        path for path in (ROOT / "pippy").rglob("*.py") if path.relative_to(ROOT).parts[1] not in ("ir", "drivers")
+    ]
+    return {module_name(path): path for path in sorted(files)}
 
 
 def imported_names(path: Path) -> Iterator[tuple[int, str]]:
@@ -27,26 +57,91 @@ def imported_names(path: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
-def upward_imports(folder: str, path: Path) -> list[str]:
+def layer_of(path: Path) -> int:
+    """The number of the innermost layer that a file is in."""
+    name = str(path.relative_to(ROOT).with_suffix("")).removesuffix("/__init__")
+    while name not in LAYERS:
+        name, _, _ = name.rpartition("/")
+    return LAYERS.index(name)
+
+
+def upward_imports(files: Mapping[str, Path], path: Path) -> list[str]:
+    """What a file imports from a layer above its own, and what it imports by the name of a link's target."""
     return [
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for line, name in imported_names(path)
-        for forbidden in FORBIDDEN[folder]
-        if name == forbidden or name.startswith(forbidden + ".")
+        if name.partition(".")[0] in ("ir", "drivers")
+        or (name in files and name != "pippy" and layer_of(files[name]) > layer_of(path))
     ]
 
 
-@pytest.mark.parametrize("folder", FORBIDDEN)
-def test_imports_run_downward(folder):
-    files = [path for path in (ROOT / folder).rglob("*.py") if not (folder == "pippy" and path.is_symlink())]
-    assert [fault for path in files for fault in upward_imports(folder, path)] == []
+def graph_of(files: Mapping[str, Path]) -> nx.DiGraph:
+    """Which file imports which. A package's own file names those below it, so that it is left out."""
+    modules = {name for name, path in files.items() if path.name != "__init__.py"}
+    graph = nx.DiGraph()
+    graph.add_nodes_from(modules)
+    graph.add_edges_from(
+        (name, to) for name in modules for _, to in imported_names(files[name]) if to in modules - {name}
+    )
+    return graph
 
 
-def test_an_upward_import_is_seen(tmp_path, monkeypatch):
+def circles(files: Mapping[str, Path]) -> list[list[str]]:
+    return [sorted(group) for group in nx.strongly_connected_components(graph_of(files)) if len(group) > 1]
+
+
+@pytest.mark.xfail(reason="the record of what was compiled is not apart from Pipe yet", strict=True)
+def test_imports_run_downward():
+    files = own_files()
+    assert [fault for path in files.values() for fault in upward_imports(files, path)] == []
+
+
+def test_every_layer_is_there():
+    assert [layer for layer in LAYERS if not (ROOT / layer).is_dir() and not (ROOT / f"{layer}.py").is_file()] == []
+    assert len(set(LAYERS)) == len(LAYERS)
+
+
+@pytest.mark.xfail(reason="the record of what was compiled is not apart from Pipe yet", strict=True)
+def test_no_files_name_one_another_in_a_circle():
+    assert circles(own_files()) == []
+
+
+@pytest.mark.parametrize("folder", PURE)
+def test_schedules_are_pure_python(folder):
+    imported = {name for path in (ROOT / folder).rglob("*.py") for _, name in imported_names(path)}
+    assert [name for name in imported if name.split(".")[0] == "torch" or name.startswith("pippy.ir")] == []
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [
+        pytest.param(each, marks=[pytest.mark.xfail(strict=True)] if each == "drivers/workers" else [])
+        for each in WITHOUT_TRACER
+    ],
+)
+def test_what_runs_stages_does_not_import_the_tracer(folder):
+    files = own_files()
+    graph = graph_of(files)
+    needed = {name for start in graph if ROOT / folder in files[start].parents for name in nx.descendants(graph, start)}
+    assert sorted(name for name in needed if name.startswith("pippy.ir.front")) == []
+
+
+def test_faults_are_seen(tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
-    path = tmp_path / "pass.py"
-    path.write_text("import pippy.drivers.driver\nfrom pippy import drivers\n")
-    assert upward_imports("ir", path) == ["pass.py:1: pippy.drivers.driver", "pass.py:2: pippy.drivers"]
+    texts = {
+        "ir/run/a.py": "import pippy.drivers.driver\nimport pippy.ir.run.b\nimport ir.run.b\n",
+        "ir/run/b.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from pippy.ir.run import a\n",
+        "drivers/driver.py": "from pippy.ir.run.a import x\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    files = own_files()
+    assert upward_imports(files, tmp_path / "ir/run/a.py") == [
+        "ir/run/a.py:1: pippy.drivers.driver",
+        "ir/run/a.py:3: ir.run.b",
+    ]
+    assert circles(files)[0][-2:] == ["pippy.ir.run.a", "pippy.ir.run.b"]
 
 
 def test_the_folders_are_links():

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from pippy.drivers.schedules.costs import Costs
 from pippy.drivers.schedules.errors import ArgumentError, ScheduleError
-from pippy.drivers.schedules.instructions import Compute, Op
 from pippy.drivers.schedules.make import make_schedule
-from pippy.drivers.schedules.placement import SHAPES, Placement, make_placement
-from pippy.drivers.schedules.program import Program
-from pippy.drivers.schedules.registry import REGISTRY
-from pippy.drivers.schedules.simulate import simulate_with
+from pippy.drivers.schedules.orders.registry import REGISTRY
+from pippy.drivers.schedules.programs.instructions import Compute, Op
+from pippy.drivers.schedules.programs.placement import SHAPES, Placement, make_placement
+from pippy.drivers.schedules.programs.program import Program
+from pippy.drivers.schedules.simulation.costs import Costs
+from pippy.drivers.schedules.simulation.simulate import simulate_with
 
 TIE = 0.02
 SEARCHED = 2000  # computations, beyond which the list scheduler takes many seconds

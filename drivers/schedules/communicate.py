@@ -18,14 +18,14 @@ from dataclasses import replace
 from itertools import accumulate
 from operator import itemgetter
 
-from pippy.drivers.schedules.check_computations import check_computations
-from pippy.drivers.schedules.check_values import last_backward
+from pippy.drivers.schedules.checks.computations import check_computations
+from pippy.drivers.schedules.checks.faults import Faults
+from pippy.drivers.schedules.checks.values import last_backward
+from pippy.drivers.schedules.checks.waits import production
 from pippy.drivers.schedules.errors import require
-from pippy.drivers.schedules.faults import Faults
-from pippy.drivers.schedules.graph import Edge, Pass, produced_by
-from pippy.drivers.schedules.instructions import Compute, Free, Instruction, Receive, Reduce, Send
-from pippy.drivers.schedules.program import Program
-from pippy.drivers.schedules.waits import production
+from pippy.drivers.schedules.programs.graph import Edge, Pass, produced_by
+from pippy.drivers.schedules.programs.instructions import Compute, Free, Instruction, Receive, Reduce, Send
+from pippy.drivers.schedules.programs.program import Program
 
 
 def add_communication(program: Program) -> Program:

@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from inspect import Parameter, signature
 
+from pippy.drivers.schedules.checks.validate import validate
 from pippy.drivers.schedules.errors import ArgumentError, UnknownScheduleError, require
-from pippy.drivers.schedules.placement import Placement, make_placement, require_count
-from pippy.drivers.schedules.plan import Plan
-from pippy.drivers.schedules.program import Program
-from pippy.drivers.schedules.registry import REGISTRY, Entry, register
-from pippy.drivers.schedules.search import list_schedule
-from pippy.drivers.schedules.validate import validate
+from pippy.drivers.schedules.orders.order import Plan
+from pippy.drivers.schedules.orders.registry import REGISTRY, Entry, register
+from pippy.drivers.schedules.programs.placement import Placement, make_placement, require_count
+from pippy.drivers.schedules.programs.program import Program
+from pippy.drivers.schedules.search.search import list_schedule
 
 register("list", list_schedule)  # not in registry.py, because it tries the schedules that are there
 

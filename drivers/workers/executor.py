@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from pippy.drivers.flow import Work
-from pippy.drivers.messages import AddProgram, Slot, StepResult
-from pippy.drivers.schedules.graph import Pass
-from pippy.drivers.schedules.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
+from pippy.drivers.control.messages import AddProgram, Slot, StepResult
+from pippy.drivers.lowering.flow import Work
+from pippy.drivers.schedules.programs.graph import Pass
+from pippy.drivers.schedules.programs.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
+from pippy.drivers.transport.interface import Interrupted, Transport
 from pippy.drivers.workers.recorder import Recorder
 from pippy.drivers.workers.scales import Scales
 from pippy.drivers.workers.single_loss import SingleLoss
-from pippy.drivers.workers.transport import Interrupted, Transport
 from pippy.ir.errors import StageError
-from pippy.ir.held import held_constant
 from pippy.ir.names import LOSS
-from pippy.ir.split_backward import Deferred, WeightDeferral
-from pippy.ir.stage_backward import add_gradients, stage_backward, weighted
-from pippy.ir.stage_run import StageRun, as_leaf, run_backward, run_stage
+from pippy.ir.run.split_backward import Deferred, WeightDeferral
+from pippy.ir.run.stage_backward import add_gradients, stage_backward, weighted
+from pippy.ir.run.stage_run import StageRun, as_leaf, run_backward, run_stage
+from pippy.ir.run.tensors import held_constant
 from pippy.ir.trees import describe, map_tensors
 
 OwnRows = Callable[[Any, int], Any]

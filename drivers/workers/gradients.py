@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pippy.drivers.messages import Copies
-from pippy.drivers.workers.transport import Transport
-from pippy.ir.stage_backward import add_gradients
+from pippy.drivers.control.messages import Copies
+from pippy.drivers.transport.interface import Transport
+from pippy.ir.run.stage_backward import add_gradients
 
 Gradient = torch.Tensor | None
 FIRST_SLOT = 1 << 24  # of the replicated parameters; no program has as many values

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pippy.drivers.compiling import compile_modules
-from pippy.drivers.messages import (
+from pippy.drivers.control.messages import (
     AddProgram,
     Command,
     Fetch,
@@ -26,12 +25,13 @@ from pippy.drivers.messages import (
     StepResult,
     Store,
 )
-from pippy.drivers.packing import unpack
+from pippy.drivers.transport.interface import Transport
+from pippy.drivers.transport.packing import unpack
+from pippy.drivers.workers.compiling import compile_modules
 from pippy.drivers.workers.executor import Executor
 from pippy.drivers.workers.gradients import Gradients
 from pippy.drivers.workers.out_of_order import OutOfOrderExecutor
-from pippy.drivers.workers.transport import Transport
-from pippy.ir.held import tensor_of
+from pippy.ir.run.tensors import tensor_of
 from pippy.ir.trees import map_tensors
 
 

@@ -23,8 +23,8 @@ on is done, and what was to be sent was sent when it was made. So it can be done
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 
-from pippy.drivers.schedules.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
-from pippy.drivers.schedules.program import peak_live
+from pippy.drivers.schedules.programs.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
+from pippy.drivers.schedules.programs.program import peak_live
 
 Takes = Callable[[Compute], Iterable[str]]  # the names of the values that a computation takes, and that it makes
 Gives = Callable[[Compute], Iterable[str]]
@@ -36,7 +36,7 @@ class Lanes:
     ``backward`` are the stages that have a backward. ``limit`` is how many stage-micro-batches may be alive, the program's own
     peak if left out. ``gathers`` is a stage all of whose forwards come before its first backward, if there is one.
 
-    >>> from pippy.drivers.schedules.instructions import parse_instruction
+    >>> from pippy.drivers.schedules.programs.instructions import parse_instruction
     >>> order = [parse_instruction(text) for text in ("F0.0", "F0.1", "receive g.0 from 1", "B0.0", "F0.2")]
     >>> lanes = Lanes(order, {0}, takes=lambda each: ["g"] if each.op == "B" else [], gives=lambda each: [], limit=3)
     >>> lanes.done(0), lanes.done(1)

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from pippy.drivers.lower import taken
-from pippy.drivers.messages import AddProgram, Overtaking
-from pippy.drivers.schedules.graph import Pass, produced_by
-from pippy.drivers.schedules.instructions import Compute, Op, Receive
+from pippy.drivers.control.messages import AddProgram, Overtaking
+from pippy.drivers.lowering.lower import taken
+from pippy.drivers.schedules.programs.graph import Pass, produced_by
+from pippy.drivers.schedules.programs.instructions import Compute, Op, Receive
+from pippy.drivers.transport.interface import Interrupted, Key, Transport
 from pippy.drivers.workers.executor import Executor, Handle
 from pippy.drivers.workers.lanes import Lanes
-from pippy.drivers.workers.transport import Interrupted, Key, Transport
 from pippy.ir.names import LOSS
 
 EXPECTED = 0.15  # a wait is worth using if it is expected to be longer than this share of what would be done in it,

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from pippy.drivers.messages import WorkerRecord
-from pippy.drivers.schedules.instructions import Compute, Instruction, Send
-from pippy.drivers.workers.transport import Sent, Transport
+from pippy.drivers.control.messages import WorkerRecord
+from pippy.drivers.schedules.programs.instructions import Compute, Instruction, Send
+from pippy.drivers.transport.interface import Sent, Transport
 
 Bound = tuple[Callable[..., None], tuple[Any, ...]]  # an instruction: what carries it out, and with what
 _NOTHING = Sent()

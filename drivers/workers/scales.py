@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pippy.drivers.schedules.instructions import Compute, Instruction, Op
-from pippy.ir.stage_run import StageRun
+from pippy.drivers.schedules.programs.instructions import Compute, Instruction, Op
+from pippy.ir.run.stage_run import StageRun
 from pippy.ir.trees import tensors
 
 Bound = tuple[Callable[..., None], tuple[Any, ...]]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from pippy.drivers.workers.inbox import Inbox
+from pippy.drivers.transport.inbox import Inbox
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from pippy.drivers.errors import DriverError
-from pippy.ir.stage_backward import stage_backward
+from pippy.ir.run.stage_backward import stage_backward
 from pippy.ir.trees import children, describe, leaves, map_leaves
 
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pippy.drivers.control.messages import Abandon, Answer, Command, Dump, Failure, Load, Unload
 from pippy.drivers.errors import PeerLost
-from pippy.drivers.messages import Abandon, Answer, Command, Dump, Failure, Load, Unload
-from pippy.drivers.schedules.instructions import Compute, Free, Receive, Send
+from pippy.drivers.schedules.programs.instructions import Compute, Free, Receive, Send
+from pippy.drivers.transport.interface import Interrupted
 from pippy.drivers.workers.executor import Executor
 from pippy.drivers.workers.hosted import Hosted
-from pippy.drivers.workers.transport import Interrupted
 
 if TYPE_CHECKING:
     from pippy.drivers.workers.seat import Seat

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
 
-from pippy.ir.backward import is_getitem
-from pippy.ir.effects import own_copy
 from pippy.ir.names import LOSS, stage_index
-from pippy.ir.stage_backward import stage_backward
+from pippy.ir.nodes import is_getitem
+from pippy.ir.run.functions import own_copy
+from pippy.ir.run.stage_backward import stage_backward
 from pippy.ir.wiring import stage_outputs, value_name
 
 if TYPE_CHECKING:

@@ -17,12 +17,12 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from pippy.ir.backward import is_getitem
-from pippy.ir.graph_module import PipeGraphModule
-from pippy.ir.preserve import untouched_random_state
+from pippy.ir.nodes import is_getitem, map_nodes
+from pippy.ir.random_state import untouched_random_state
+from pippy.ir.run.graph_module import PipeGraphModule
 from pippy.ir.signature import bind
 from pippy.ir.trees import describe, leaves, map_tensors, tensors
-from pippy.ir.wiring import map_nodes, value_name
+from pippy.ir.wiring import value_name
 
 if TYPE_CHECKING:
     from pippy.ir.pipe import Pipe

@@ -21,12 +21,12 @@ from pippy.balance.profile import Clock, Profile, profile
 from pippy.balance.report import Balance
 from pippy.balance.weighing import Weighing
 from pippy.ir import source
-from pippy.ir.cuts import Together, crossing, kept_together, mark, marks
+from pippy.ir.cut.cuts import Together, crossing, kept_together, mark, marks
+from pippy.ir.cut.params import MultiUseParamSpec
 from pippy.ir.errors import BalanceError, InputError
-from pippy.ir.loss import TARGET, check_loss_function
-from pippy.ir.params import MultiUseParamSpec
+from pippy.ir.front.trace import Traced
+from pippy.ir.passes.loss import TARGET, check_loss_function
 from pippy.ir.signature import bind
-from pippy.ir.trace import Traced
 
 PARAM_SCALE = 4.0  # a parameter, its gradient, and the two moments of Adam
 

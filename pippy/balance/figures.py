@@ -7,10 +7,10 @@ import torch
 from torch import fx
 from torch.nn.parameter import is_lazy
 
-from pippy.ir.cuts import Together, crossing, kept_together, nbytes, operations, uses_of_tensors
+from pippy.ir.cut.cuts import Together, crossing, kept_together, nbytes, operations, uses_of_tensors
+from pippy.ir.cut.params import MultiUseParamSpec
 from pippy.ir.errors import BalanceError
-from pippy.ir.params import MultiUseParamSpec
-from pippy.ir.trace import Traced
+from pippy.ir.front.trace import Traced
 
 
 @dataclass
@@ -36,7 +36,7 @@ def figures_of(traced: Traced, spec: MultiUseParamSpec = None, param_scale: floa
     """The figures of a traced graph.
 
     >>> from torch import nn
-    >>> from pippy.ir.trace import trace
+    >>> from pippy.ir.front.trace import trace
     >>> figures = figures_of(trace(nn.Sequential(nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 2))))
     >>> figures.layers, figures.parameters, figures.bytes
     ([1, 0, 1], [10, 0, 6], [40, 0, 24])

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from pippy.ir.cuts import Together, scopes
+from pippy.ir.cut.cuts import Together, scopes
 from pippy.ir.errors import BalanceError
+from pippy.ir.front.trace import Traced
 from pippy.ir.names import unknown_name
-from pippy.ir.trace import Traced
 
 Split = str | Sequence[str] | Sequence[int] | None
 

@@ -22,13 +22,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from pippy.balance.progress import Progress
 from pippy.balance.undisturbed import Undisturbed, undisturbed
 from pippy.ir import source
-from pippy.ir.cuts import nbytes, operations
-from pippy.ir.effects import find_mutations
+from pippy.ir.cut.cuts import nbytes, operations
+from pippy.ir.cut.effects import find_mutations
+from pippy.ir.cut.plan import is_operation
 from pippy.ir.errors import BalanceError, StageError
+from pippy.ir.front.trace import Traced
 from pippy.ir.names import named_state
-from pippy.ir.plan import is_operation
-from pippy.ir.stage_run import as_leaf
-from pippy.ir.trace import Traced
+from pippy.ir.run.stage_run import as_leaf
 from pippy.ir.trees import map_tensors, tensors
 
 Clock = Callable[[], int]
@@ -77,7 +77,7 @@ def profile(
 
     Parameters, buffers, gradients, attributes, training flags, random states and the inputs are left as they were.
 
-    >>> from pippy.ir.trace import trace
+    >>> from pippy.ir.front.trace import trace
     >>> found = profile(trace(nn.Sequential(nn.Linear(4, 2), nn.Tanh())), {"input_1": torch.ones(8, 4)}, timed=False)
     >>> [cost.activations for cost in found.costs]  # the input, and the result of tanh
     [128, 64]

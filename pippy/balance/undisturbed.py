@@ -6,8 +6,9 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
+from pippy.ir.front.unaltered import unaltered
 from pippy.ir.names import named_state
-from pippy.ir.preserve import unaltered, untouched_random_state
+from pippy.ir.random_state import untouched_random_state
 
 
 class Undisturbed:

@@ -10,9 +10,9 @@ from pippy.balance.policies import Policy, matching_layers
 from pippy.balance.profile import Profile
 from pippy.balance.report import StageBalance
 from pippy.ir.errors import BalanceError
+from pippy.ir.front.trace import Traced
 from pippy.ir.names import stage_name
 from pippy.ir.show.units import bytes_text
-from pippy.ir.trace import Traced
 
 _NAMES_SHOWN = 40
 _REASONS_SHOWN = 6

@@ -120,7 +120,7 @@ def packages() -> Said:
         wanted = least(name)
         if wanted and numbers(version(name))[: len(numbers(wanted))] < numbers(wanted):
             return Said(found[-1], f"pippy needs {name} {wanted} or newer; pip install '{name}>={wanted}'", fatal=True)
-    from pippy.drivers.packing import pack, unpack
+    from pippy.drivers.transport.packing import pack, unpack
 
     three = 3
     if unpack(pack(lambda: three))() != 3:
@@ -172,7 +172,7 @@ def memory() -> Said:
 def shared_memory() -> Said:
     """Whether processes can share memory, which is how tensors pass between workers of a host."""
     try:
-        from pippy.drivers.workers.memory import create_shared, map_shared
+        from pippy.drivers.transport.memory import create_shared, map_shared
 
         fd, mine = create_shared(1 << 16)
         try:
@@ -318,7 +318,7 @@ def workers() -> Said:
     import torch
     from torch import nn
 
-    from pippy.drivers.cluster import local_cluster
+    from pippy.drivers.clusters.cluster import local_cluster
     from pippy.drivers.driver import PipelineDriver1F1B
     from pippy.ir.pipe import Pipe
 

@@ -9,7 +9,7 @@ from pippy.cli.table import table
 
 if TYPE_CHECKING:
     from pippy.drivers.schedules import Costs, Program
-    from pippy.drivers.schedules.registry import Entry
+    from pippy.drivers.schedules.orders.registry import Entry
 
 SEARCHED = 1000  # computations, beyond which the list scheduler takes many seconds
 
@@ -38,7 +38,7 @@ def compare(workers: int, chunks: int, stages_per_worker: int | None, **costs: A
       pippy compare -p 2 -m 8 --forward 1,2,2,1
     """
     from pippy.drivers.schedules.errors import ScheduleError
-    from pippy.drivers.schedules.registry import REGISTRY
+    from pippy.drivers.schedules.orders.registry import REGISTRY
 
     priced = costs_of(**costs)
     rows, left_out = [], []
@@ -85,7 +85,7 @@ def _stages(entry: "Entry", workers: int, costs: "Costs") -> int:
 def row(program: "Program", costs: "Costs") -> tuple[tuple[float, float], list[str]]:
     """What to sort by, and the cells."""
     from pippy.drivers.schedules import add_communication, simulate_with
-    from pippy.drivers.schedules.instructions import Send
+    from pippy.drivers.schedules.programs.instructions import Send
 
     lowered = add_communication(program)
     result = simulate_with(lowered, costs)

@@ -40,7 +40,7 @@ class ScheduleName(click.ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The name as the registry has it."""
-        from pippy.drivers.schedules.registry import REGISTRY
+        from pippy.drivers.schedules.orders.registry import REGISTRY
 
         known = OTHER_NAMES | {plain(name): name for name in REGISTRY}
         if plain(value) in known:

@@ -86,8 +86,8 @@ def _check_exists(script: str, module: bool) -> None:
 
 
 def _run(script: str, module: bool, workers: int, options: dict[str, Any]) -> int:
-    from pippy.drivers.cluster import local_cluster
-    from pippy.drivers.standby import stand_by
+    from pippy.drivers.clusters.cluster import local_cluster
+    from pippy.drivers.clusters.standby import stand_by
 
     with stand_by(workers, local_cluster, **options):
         try:

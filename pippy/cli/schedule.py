@@ -94,7 +94,7 @@ def grid(timeline: "Timeline", step: float | None = None) -> str:
     Where costs have no simple common step, half of the shortest computation is one.
     """
     from pippy.drivers.schedules import render_text
-    from pippy.drivers.schedules.render_text import common_step
+    from pippy.drivers.schedules.drawings.text import common_step
 
     column = common_step(timeline) if step is None else Fraction(step)
     if step is None and timeline.makespan > WIDEST * column:

@@ -88,7 +88,7 @@ def _pipe(
 ) -> "Pipe":
     from torch import nn
 
-    from pippy.ir.params import MultiUseParameterConfig
+    from pippy.ir.cut.params import MultiUseParameterConfig
     from pippy.ir.pipe import Pipe
     from pippy.pipeline import pipeline
 

@@ -25,7 +25,7 @@ from pippy import (
 )
 from pippy.balance.balancer import Balancer
 from pippy.balance.progress import Progress
-from pippy.ir.cuts import marks
+from pippy.ir.cut.cuts import marks
 from pippy.ir.errors import BalanceError, InputError, SplitError
 from pippy.ir.names import named_state
 from tests.compare import assert_same, assert_same_gradients, assert_same_state, fresh_inputs, run_plain, twin

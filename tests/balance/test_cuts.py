@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pippy import MultiUseParameterConfig, PippyWarning
-from pippy.ir.cuts import crossing, kept_together, mark, marks, operations, scopes
+from pippy.ir.cut.cuts import crossing, kept_together, mark, marks, operations, scopes
+from pippy.ir.cut.split import split
 from pippy.ir.errors import SharedParameterError, SplitError
-from pippy.ir.split import split
-from pippy.ir.trace import trace
+from pippy.ir.front.trace import trace
 from tests.test_random_models import Random, steps
 from tests.zoo import exhibits
 

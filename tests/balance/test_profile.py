@@ -13,11 +13,11 @@ from pippy import pipeline
 from pippy.balance.balancer import Balancer
 from pippy.balance.profile import profile
 from pippy.balance.undisturbed import undisturbed
-from pippy.ir.cuts import marks, operations
+from pippy.ir.cut.cuts import marks, operations
 from pippy.ir.errors import BalanceError
+from pippy.ir.front.trace import trace
 from pippy.ir.names import named_state
 from pippy.ir.pipe import Pipe
-from pippy.ir.trace import trace
 from pippy.ir.trees import tensors
 from tests.balance.test_cuts import trace_silently, unmarked
 from tests.compare import assert_same, fresh_inputs

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from pippy.drivers.cluster import current_cluster, local_cluster
+from pippy.drivers.clusters.cluster import current_cluster, local_cluster
+from pippy.drivers.clusters.standby import Standby, stand_by, standing_by
+from pippy.drivers.clusters.torchrun import cluster
 from pippy.drivers.errors import ClusterError
-from pippy.drivers.standby import Standby, stand_by, standing_by
-from pippy.drivers.torchrun import cluster
 from tests.drivers.processes import watched
 
 TRAINING = """
@@ -165,7 +165,7 @@ def test_mistakes(pippy, tmp_path, command, status, words):
 
 
 def test_the_number_of_workers_from_the_environment(pippy, tmp_path, monkeypatch):
-    as_script(tmp_path, "from pippy.drivers.standby import standing_by\nprint(standing_by().n)")
+    as_script(tmp_path, "from pippy.drivers.clusters.standby import standing_by\nprint(standing_by().n)")
     monkeypatch.setenv("PIPPY_WORKERS", "3")
     assert pippy("run script.py") == "3\n"
     assert pippy("run script.py -n 2") == "2\n"

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from pippy import Pipe
-from pippy.drivers.lower import Lowered
-from pippy.drivers.schedules.graph import Pass
-from pippy.drivers.schedules.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
+from pippy.drivers.lowering.lower import Lowered
+from pippy.drivers.schedules.programs.graph import Pass
+from pippy.drivers.schedules.programs.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
 from pippy.ir.names import stage_index
-from pippy.ir.replicas import sum_gradients
-from pippy.ir.stage_backward import add_gradients, gradient_pairs, stage_backward
-from pippy.ir.stage_run import StageRun, as_leaf, run_stage
+from pippy.ir.nodes import map_nodes
+from pippy.ir.run.copies import sum_gradients
+from pippy.ir.run.stage_backward import add_gradients, gradient_pairs, stage_backward
+from pippy.ir.run.stage_run import StageRun, as_leaf, run_stage
 from pippy.ir.trees import tensors
-from pippy.ir.wiring import map_nodes
 
 Key = tuple[str, int]
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from pippy.drivers.messages import WorkerRecord
-from pippy.drivers.record import RecordedStep
+from pippy.drivers.control.messages import WorkerRecord
+from pippy.drivers.recording.record import RecordedStep
 from pippy.drivers.schedules import add_communication, make_schedule
-from pippy.drivers.schedules.instructions import Compute, Instruction, Receive, Send
+from pippy.drivers.schedules.programs.instructions import Compute, Instruction, Receive, Send
 
 BYTES = 1000  # of every value
 Seconds = Callable[[Instruction], float]

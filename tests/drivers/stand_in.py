@@ -5,7 +5,7 @@ import threading
 import time
 from typing import Any
 
-from pippy.drivers.messages import Dump
+from pippy.drivers.control.messages import Dump
 from pippy.drivers.workers.seat import Seat
 
 

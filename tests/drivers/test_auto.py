@@ -12,7 +12,7 @@ from pippy.drivers.errors import DriverError, StepError
 from pippy.drivers.schedules import Costs, make_schedule, simulate_with
 from pippy.drivers.schedules.choose import peak_weight
 from pippy.drivers.schedules.errors import ScheduleError
-from pippy.drivers.schedules.registry import REGISTRY
+from pippy.drivers.schedules.orders.registry import REGISTRY
 from tests.drivers.models import Chain, TiedLanguage
 
 MEASURED = 6

@@ -19,8 +19,8 @@ from pippy import (
     pipeline,
 )
 from pippy.drivers.schedules import make_schedule, simulate
-from pippy.drivers.schedules.instructions import Send
-from pippy.drivers.schedules.registry import REGISTRY
+from pippy.drivers.schedules.orders.registry import REGISTRY
+from pippy.drivers.schedules.programs.instructions import Send
 from pippy.drivers.workers.gradients import FIRST_SLOT
 from tests.drivers.models import Chain, TiedLanguage
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pippy import MultiUseParameterConfig, pipeline
-from pippy.drivers.chunk_specs import MicroBatches
+from pippy.drivers.batches.specs import MicroBatches
 from pippy.drivers.driver import (
     PipelineDriver1F1B,
     PipelineDriverFillDrain,

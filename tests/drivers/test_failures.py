@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from pippy.drivers.cluster import local_cluster
+from pippy.drivers.clusters.cluster import local_cluster
 from pippy.drivers.driver import PipelineDriver, PipelineDriver1F1B
 from pippy.drivers.errors import ClusterError, DriverError, StepError, WorkerLostError
 from pippy.drivers.interrupts import uninterrupted
-from pippy.ir.split_backward import Deferred
+from pippy.ir.run.split_backward import Deferred
 from tests.drivers.faulty import (
     BACKWARD,
     ENDLESS,

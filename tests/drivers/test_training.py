@@ -89,7 +89,7 @@ def test_copies_of_a_replicated_parameter_stay_alike(cluster):
 
 
 def copies(driver, name):
-    from pippy.drivers.messages import Fetch
+    from pippy.drivers.control.messages import Fetch
 
     places = driver._shipment.places(name)
     assert len(places) > 1

@@ -5,11 +5,11 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from pippy.drivers.cluster import Cluster
-from pippy.drivers.control import Address, Control, Pending
-from pippy.drivers.wire import pack, unpack
-from pippy.drivers.workers.in_process import in_process
-from pippy.drivers.workers.inbox import Inbox
+from pippy.drivers.clusters.cluster import Cluster
+from pippy.drivers.control.control import Address, Control, Pending
+from pippy.drivers.transport.in_process import in_process
+from pippy.drivers.transport.inbox import Inbox
+from pippy.drivers.transport.wire import pack, unpack
 from pippy.drivers.workers.seat import Seat
 from pippy.drivers.workers.worker import Worker
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from pippy import MultiUseParameterConfig, Pipe, pipe_split, pipeline, verify
 from pippy.ir.errors import SplitError, StageError, TracingError
-from pippy.ir.stage_backward import add_gradients, stage_backward
-from pippy.ir.stage_run import as_leaf, run_stage
+from pippy.ir.run.stage_backward import add_gradients, stage_backward
+from pippy.ir.run.stage_run import as_leaf, run_stage
 from pippy.ir.trees import children, describe, leaves, map_tensors, tensors, with_children
 from tests.zoo import ExampleCode, Pair, Result, UsedThrice
 

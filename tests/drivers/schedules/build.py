@@ -1,10 +1,10 @@
 """Programs in one line, for tests: workers are separated by bars, instructions by commas."""
 
-from pippy.drivers.schedules.graph import Edge, Replicated, scan_edge
-from pippy.drivers.schedules.instructions import parse_instruction
-from pippy.drivers.schedules.placement import Placement
-from pippy.drivers.schedules.program import Program
-from pippy.drivers.schedules.scanner import Scanner
+from pippy.drivers.schedules.programs.graph import Edge, Replicated, scan_edge
+from pippy.drivers.schedules.programs.instructions import parse_instruction
+from pippy.drivers.schedules.programs.placement import Placement
+from pippy.drivers.schedules.programs.program import Program
+from pippy.drivers.schedules.programs.scanner import Scanner
 
 
 def edges(*texts: str) -> tuple[Edge, ...]:

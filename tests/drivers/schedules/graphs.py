@@ -2,8 +2,8 @@
 
 import random
 
-from pippy.drivers.schedules.graph import Edge, Pass, Replicated
-from pippy.drivers.schedules.program import Program
+from pippy.drivers.schedules.programs.graph import Edge, Pass, Replicated
+from pippy.drivers.schedules.programs.program import Program
 
 
 def edges_between(pairs: set[tuple[int, int]], backward: set[int]) -> list[Edge]:

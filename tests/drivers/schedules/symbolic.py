@@ -6,9 +6,9 @@ Two programs that compute equal outcomes compute the same numbers, up to the ord
 from collections import Counter, defaultdict, deque
 from typing import Any
 
-from pippy.drivers.schedules.graph import Pass
-from pippy.drivers.schedules.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
-from pippy.drivers.schedules.program import Program
+from pippy.drivers.schedules.programs.graph import Pass
+from pippy.drivers.schedules.programs.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
+from pippy.drivers.schedules.programs.program import Program
 
 
 class Impossible(Exception):

@@ -12,11 +12,11 @@ from pippy.drivers.schedules.errors import (
     ScheduleError,
     UnknownScheduleError,
 )
-from pippy.drivers.schedules.graph import Replicated
-from pippy.drivers.schedules.instructions import Compute
-from pippy.drivers.schedules.placement import Placement, make_placement
-from pippy.drivers.schedules.plan import B, F, Plan
-from pippy.drivers.schedules.registry import REGISTRY
+from pippy.drivers.schedules.orders.order import B, F, Plan
+from pippy.drivers.schedules.orders.registry import REGISTRY
+from pippy.drivers.schedules.programs.graph import Replicated
+from pippy.drivers.schedules.programs.instructions import Compute
+from pippy.drivers.schedules.programs.placement import Placement, make_placement
 
 
 @pytest.mark.parametrize("name", REGISTRY)

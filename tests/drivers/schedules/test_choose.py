@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from pippy.drivers.schedules import Costs, make_schedule, simulate_with, validate
 from pippy.drivers.schedules.choose import TIE, Limits, choose, peak_weight
 from pippy.drivers.schedules.errors import ArgumentError, ScheduleError
-from pippy.drivers.schedules.graph import Edge, Pass
-from pippy.drivers.schedules.registry import REGISTRY
+from pippy.drivers.schedules.orders.registry import REGISTRY
+from pippy.drivers.schedules.programs.graph import Edge, Pass
 
 COST = st.floats(0.001, 0.01)
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pippy.drivers.schedules.registry import REGISTRY
+from pippy.drivers.schedules.orders.registry import REGISTRY
 
 PAGE = Path(__file__).parents[3] / "docs" / "schedules.md"
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from pippy.drivers.schedules import make_schedule, simulate
-from pippy.drivers.schedules.instructions import Op
-from pippy.drivers.schedules.registry import REGISTRY
-from pippy.drivers.schedules.render_text import render_text
+from pippy.drivers.schedules.drawings.text import render_text
+from pippy.drivers.schedules.orders.registry import REGISTRY
+from pippy.drivers.schedules.programs.instructions import Op
 
 GRIDS = Path(__file__).parent / "grids"
 ONE = Fraction(1)

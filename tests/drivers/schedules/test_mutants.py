@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from pippy.drivers.schedules import add_communication, make_schedule, validate
 from pippy.drivers.schedules.errors import ProgramError
-from pippy.drivers.schedules.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
-from pippy.drivers.schedules.program import Program
-from pippy.drivers.schedules.registry import REGISTRY
+from pippy.drivers.schedules.orders.registry import REGISTRY
+from pippy.drivers.schedules.programs.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
+from pippy.drivers.schedules.programs.program import Program
 from tests.drivers.schedules.graphs import with_random_graph
 from tests.drivers.schedules.symbolic import outcome
 

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from pippy.drivers.schedules import add_communication, load_program, make_schedule, parse_program
 from pippy.drivers.schedules.errors import ArgumentError, ParseError, PlacementError
-from pippy.drivers.schedules.graph import Edge, Pass, Replicated
-from pippy.drivers.schedules.instructions import Compute, Free, Op, Receive, Reduce, Send, parse_instruction
-from pippy.drivers.schedules.placement import Placement
-from pippy.drivers.schedules.program import Program
+from pippy.drivers.schedules.programs.graph import Edge, Pass, Replicated
+from pippy.drivers.schedules.programs.instructions import Compute, Free, Op, Receive, Reduce, Send, parse_instruction
+from pippy.drivers.schedules.programs.placement import Placement
+from pippy.drivers.schedules.programs.program import Program
 from tests.drivers.schedules.build import build, edges
 
 counts = st.integers(0, 10**9 - 1)

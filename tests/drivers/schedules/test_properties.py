@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from pippy.drivers.schedules import Costs, add_communication, make_schedule, parse_program, simulate_with, validate
 from pippy.drivers.schedules.errors import PlacementError
-from pippy.drivers.schedules.instructions import Op
-from pippy.drivers.schedules.placement import make_placement
-from pippy.drivers.schedules.program import Program
-from pippy.drivers.schedules.registry import REGISTRY
+from pippy.drivers.schedules.orders.registry import REGISTRY
+from pippy.drivers.schedules.programs.instructions import Op
+from pippy.drivers.schedules.programs.placement import make_placement
+from pippy.drivers.schedules.programs.program import Program
 from tests.drivers.schedules.graphs import with_random_graph
 
 NAMED = [name for name in REGISTRY if name != "list"]

@@ -8,7 +8,7 @@ import pytest
 
 from pippy.drivers.schedules import Span, Timeline, make_schedule, render_svg, render_text, render_trace, simulate
 from pippy.drivers.schedules.errors import ArgumentError
-from pippy.drivers.schedules.instructions import Compute, Op
+from pippy.drivers.schedules.programs.instructions import Compute, Op
 
 RECORDED = Timeline(
     [

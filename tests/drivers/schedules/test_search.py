@@ -10,10 +10,10 @@ import pytest
 
 from pippy.drivers.schedules import Costs, make_schedule, simulate_with
 from pippy.drivers.schedules.errors import ArgumentError, PlacementError, ProgramError
-from pippy.drivers.schedules.instructions import Compute, Op
-from pippy.drivers.schedules.placement import make_placement
-from pippy.drivers.schedules.program import Program, peak_live
-from pippy.drivers.schedules.registry import REGISTRY
+from pippy.drivers.schedules.orders.registry import REGISTRY
+from pippy.drivers.schedules.programs.instructions import Compute, Op
+from pippy.drivers.schedules.programs.placement import make_placement
+from pippy.drivers.schedules.programs.program import Program, peak_live
 
 
 def worker_orders(stages: tuple[int, ...], chunks: int, ops: str, memory: int) -> Iterator[tuple[Compute, ...]]:

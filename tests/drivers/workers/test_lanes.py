@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pippy.drivers.schedules import add_communication, make_schedule
-from pippy.drivers.schedules.graph import produced_by
-from pippy.drivers.schedules.instructions import Compute, Free, Op, Receive, Send
+from pippy.drivers.schedules.programs.graph import produced_by
+from pippy.drivers.schedules.programs.instructions import Compute, Free, Op, Receive, Send
 from pippy.drivers.workers.lanes import Lanes
 from tests.drivers.schedules.graphs import with_random_graph
 from tests.drivers.schedules.test_properties import programs

@@ -1,0 +1,234 @@
+"""What the loss of each micro-batch counts in the loss of the mini-batch.
+
+The loss of the mini-batch is the sum of weight times loss over the micro-batches, and so are its gradients. For a mean over
+rows the weight is the micro-batch's share of the rows. torch's cross entropy is no mean over rows: it divides by the number,
+or the class weights, of the targets that it does not ignore, and the share is one of those.
+"""
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pippy.drivers.batches.division import Cut, Division
+from pippy.drivers.errors import MicrobatchError
+from pippy.ir.errors import PippyWarning
+from pippy.ir.passes.loss import FunctionLoss
+from pippy.ir.trees import describe, leaves
+
+_COUNTING_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.LinearCrossEntropyLoss)
+_COUNTING_FUNCTIONS = (F.cross_entropy, F.nll_loss)
+IGNORED = -100  # torch's default
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How a loss reduces to one number. ``counts``: a mean over the targets that count, not over rows.
+
+    ``known`` is False for code that only its author can know: a function, or a model that returns its loss.
+    """
+
+    kind: str = "mean"
+    counts: bool = False
+    ignore_index: int = IGNORED
+    weight: torch.Tensor | None = None
+    smooth: bool = False
+    known: bool = True
+
+
+def reduction_of(loss: Callable[..., Any] | None) -> Reduction:
+    """How a loss module or function reduces; a mean over rows where nothing is known.
+
+    >>> reduction_of(nn.MSELoss(reduction="sum")).kind
+    'sum'
+    >>> reduction_of(functools.partial(F.cross_entropy, ignore_index=0)).ignore_index
+    0
+    """
+    loss = loss.function if isinstance(loss, FunctionLoss) else loss
+    if isinstance(loss, functools.partial):
+        return _of_partial(loss)
+    if loss in _COUNTING_FUNCTIONS:
+        return Reduction(counts=True)
+    kind = getattr(loss, "reduction", None)
+    if not isinstance(loss, nn.Module) or not isinstance(kind, str):
+        return Reduction(known=getattr(loss, "__module__", None) == F.__name__)
+    if any(isinstance(loss, each) and type(loss).forward is each.forward for each in _COUNTING_MODULES):
+        ignored = IGNORED if loss.ignore_index is None else loss.ignore_index
+        return Reduction(kind, True, ignored, loss.weight, bool(getattr(loss, "label_smoothing", 0)))  # type: ignore[arg-type]
+    return Reduction(kind)
+
+
+def _of_partial(loss: functools.partial[Any]) -> Reduction:
+    keywords, inner = loss.keywords, reduction_of(loss.func)
+    kind = keywords.get("reduction", inner.kind)
+    if keywords.get("size_average") is False:
+        kind = "sum"
+    if not inner.counts:
+        return Reduction(kind, known=inner.known)
+    ignored, smooth = keywords.get("ignore_index", inner.ignore_index), bool(keywords.get("label_smoothing", 0))
+    return Reduction(kind, True, ignored, keywords.get("weight"), smooth)
+
+
+def loss_weights(
+    loss: Callable[..., Any] | None,
+    division: Division,
+    target: str | None = None,
+    how: str | Callable[..., Any] | None = None,
+) -> tuple[float, ...]:
+    """The weight of each micro-batch's loss. ``loss`` is None for a model that returns its loss; ``target`` names the input.
+
+    ``how`` is "mean" (over rows), "sum", or a function that counts what a micro-batch holds: it is called with those inputs
+    that its parameters are named after, or with the target alone. Its counts become shares.
+
+    A micro-batch in which nothing counts has weight 0, and its own loss is nan (0 / 0): leave it out of the sum, and run no
+    backward for its loss. If nothing counts in any, the weights are those by rows, and the loss is nan, as the model's is.
+
+    >>> from pippy.drivers.batches.division import divide
+    >>> division = divide({"target": torch.tensor([1, 0, -100, -100, 2])}, chunks=2)
+    >>> loss_weights(nn.CrossEntropyLoss(), division, "target")  # two targets count, and one
+    (0.6666666666666666, 0.3333333333333333)
+    >>> loss_weights(nn.MSELoss(), division), loss_weights(nn.MSELoss(reduction="sum"), division)
+    ((0.6, 0.4), (1.0, 1.0))
+    """
+    if callable(how):
+        return _shares([_count(how, division, target, index) for index in range(division.chunks)], division)
+    reduction = reduction_of(loss) if how is None else Reduction(how)
+    if reduction.kind == "sum":
+        return (1.0,) * division.chunks
+    if reduction.kind not in ("mean", "batchmean", "none"):
+        raise MicrobatchError(
+            f"the loss's reduction is {reduction.kind!r}; 'mean' and 'sum' are known. Give loss_weight a function that counts "
+            "what a micro-batch holds"
+        )
+    if division.chunks == 1:
+        return (1.0,)
+    if reduction.kind == "mean" and reduction.counts and target is not None:
+        counts = _counted(reduction, division, target)
+        if counts is not None:
+            _check_smooth(reduction, division, target, counts)
+            return _shares(counts, division)
+    weights = _by_rows(division)
+    if how is None and not reduction.known:
+        _warn_of_ignored(division, weights)
+    return weights
+
+
+def _by_rows(division: Division) -> tuple[float, ...]:
+    if division.sizes is None:
+        raise MicrobatchError(
+            "nothing in the mini-batch has rows, so the losses of the micro-batches cannot be weighted by them; give "
+            "loss_weight: 'sum', or a function that counts what a micro-batch holds"
+        )
+    return _exact_shares(division.sizes)
+
+
+def _exact_shares(counts: Sequence[float]) -> tuple[float, ...]:
+    total = sum(counts)
+    return tuple(count / total for count in counts)
+
+
+def _shares(counts: Sequence[float], division: Division) -> tuple[float, ...]:
+    if any(counts):
+        return _exact_shares(counts)
+    return _exact_shares(division.sizes or (1,) * division.chunks)
+
+
+def _counted(reduction: Reduction, division: Division, target: str) -> list[float] | None:
+    """How many targets count in each micro-batch, or their class weights; None for targets that are no class indices."""
+    plan = division.arguments[target]
+    if isinstance(plan, Cut) and not division.mask and division.sizes is not None:
+        if plan.value.is_floating_point():
+            return None
+        # one pass over the whole: the work must not grow with the number of micro-batches
+        rows = _weights_of(plan.value, reduction).movedim(plan.dim, 0).reshape(plan.value.shape[plan.dim], -1).sum(1)
+        owner = torch.arange(division.chunks).repeat_interleave(torch.tensor(division.sizes)).to(rows.device)
+        return torch.zeros(division.chunks, dtype=rows.dtype, device=rows.device).index_add_(0, owner, rows).tolist()
+    pieces = [division.own_rows(piece, index) for index, piece in enumerate(division.microbatches(target))]
+    if not all(isinstance(piece, torch.Tensor) and not piece.is_floating_point() for piece in pieces):
+        return None
+    return [_weights_of(piece, reduction).sum().item() for piece in pieces]
+
+
+def _check_smooth(reduction: Reduction, division: Division, target: str, weights: list[float]) -> None:
+    """Smoothing spreads a target over classes that weigh something; divided by its own weight of 0 that is infinite."""
+    if not reduction.smooth or reduction.weight is None or all(weights):
+        return
+    counts = _counted(replace(reduction, weight=None), division, target) or []
+    for index, (count, weight) in enumerate(zip(counts, weights)):
+        if count and not weight:
+            raise MicrobatchError(
+                f"micro-batch {index} has only targets whose class weight is 0, and label_smoothing gives them a loss, so its "
+                "mean is infinite; use fewer chunks, or reduction='sum'"
+            )
+
+
+def _weights_of(target: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+    """What each target counts."""
+    counts = target != reduction.ignore_index
+    if reduction.weight is None:
+        return counts.long()
+    weight = reduction.weight.detach().to(target.device, torch.float64)
+    inside = counts & (target >= 0) & (target < len(weight))  # others are for the loss to refuse
+    return torch.where(inside, weight[torch.where(inside, target, 0).long()], 0.0)
+
+
+def _count(how: Callable[..., Any], division: Division, target: str | None, index: int) -> float:
+    names = _named_parameters(how, division)
+    if names is not None:
+        count = how(**{user: division.own_rows(division.take(name, index), index) for user, name in names.items()})
+    elif target is not None:
+        count = how(division.own_rows(division.take(target, index), index))
+    else:
+        raise MicrobatchError(
+            f"loss_weight{inspect.signature(how)} has no parameters named after inputs, and there is no target to give it; "
+            f"the inputs are {', '.join(division.names)}"
+        )
+    try:
+        number = count.item() if isinstance(count, torch.Tensor) else count
+        if 0 <= number < float("inf"):
+            return number
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    raise MicrobatchError(
+        f"loss_weight gave {describe(count)} for micro-batch {index}; it counts what the micro-batch holds: a number, 0 or more"
+    )
+
+
+def _named_parameters(how: Callable[..., Any], division: Division) -> dict[str, str] | None:
+    """The inputs that the parameters of a function are named after; None if one is named after nothing."""
+    try:
+        parameters = inspect.signature(how).parameters.values()
+    except (TypeError, ValueError):  # written in C
+        return None
+    needed = [each.name for each in parameters if each.default is each.empty and each.kind not in (2, 4)]
+    if not needed or not all(name in division.names for name in needed):
+        return None
+    return {name: division.names[name] for name in needed if division.names[name] in division.arguments}
+
+
+def _warn_of_ignored(division: Division, weights: tuple[float, ...]) -> None:
+    """A loss that nobody can look into, and targets as torch's losses ignore them: by rows may be wrong."""
+    for user, name in division.names.items():
+        for leaf in _cut_leaves(division.arguments.get(name)):
+            if leaf.is_floating_point() or leaf.dtype == torch.bool or not bool((leaf == IGNORED).any()):
+                continue
+            warnings.warn(
+                f"{user!r} holds {IGNORED}, which torch's losses leave out, and this loss is taken for a mean over rows. If it "
+                f"leaves some out, say what counts: loss_weight=lambda {user}: ({user} != {IGNORED}).sum(); if not, "
+                "loss_weight='mean'",
+                PippyWarning,
+                stacklevel=4,
+            )
+            return
+
+
+def _cut_leaves(plan: Any) -> list[torch.Tensor]:
+    if isinstance(plan, Cut):
+        return [plan.value]
+    return [each for each in leaves(plan) if isinstance(each, torch.Tensor)]

@@ -1,0 +1,1 @@
+"""The processes of a cluster: started on this host, or joined under torchrun."""

@@ -1,0 +1,153 @@
+"""The processes of a local cluster, as the controller sees them: started, watched and ended."""
+
+import contextlib
+import os
+import pickle
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+
+from pippy.drivers.clusters.nursery import BOOT, CONTROLLER, Died, Failed, Plan, Ready
+from pippy.drivers.control.control import Address
+from pippy.drivers.errors import ClusterError
+from pippy.drivers.transport import rpc
+from pippy.drivers.transport.lines import Lines
+
+# glibc keeps what it has: fresh memory costs a page fault for every 4 KB, and a training step frees and takes gigabytes
+MEMORY = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 40),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
+
+
+class Processes:
+    """The nursery and, through it, the workers. ``close()`` ends them all, and may be called twice."""
+
+    def __init__(self, plan: Plan) -> None:
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in plan.names if plan.has_lines]
+        self.lines = Lines([ours for ours, _ in pairs])
+        self.plan = plan = replace(plan, lines=tuple(theirs.fileno() for _, theirs in pairs))
+        self.owner = os.getpid()
+        self.joined = False
+        self.pids: dict[int, int] = {}
+        self._died: dict[int, str] = {}
+        self._reading = threading.Lock()
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ExitStack() as handed_over:
+            for end in (theirs, *(end for _, end in pairs)):
+                handed_over.enter_context(end)
+            self.nursery = subprocess.Popen(
+                [sys.executable, "-c", BOOT, str(theirs.fileno()), "pippy-nursery"],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=[theirs.fileno(), *plan.lines],
+                env=os.environ | MEMORY | {"OMP_NUM_THREADS": str(plan.threads), "TORCH_CPP_LOG_LEVEL": "ERROR"},
+            )
+        self.socket.send(pickle.dumps(sys.path), socket.MSG_NOSIGNAL)
+        self.socket.send(pickle.dumps(plan), socket.MSG_NOSIGNAL)
+
+    def start(self, timeout: float) -> list[Address]:
+        """Wait for the workers and join them."""
+        deadline = time.monotonic() + timeout
+        while len(self.pids) < len(self.plan.names):
+            self._await(deadline, timeout)
+        self._join(deadline, timeout)
+        shutil.rmtree(self.plan.directory, ignore_errors=True)
+        host = socket.gethostname()
+        return [Address(name, self.plan.rpc_name(i), host, self.pids[i]) for i, name in enumerate(self.plan.names)]
+
+    def deaths(self, wait: float = 0.0) -> Mapping[int, str]:
+        """The workers that the system says have died, and how; waits for the first so many seconds."""
+        with self._reading:
+            while select.select([self.socket], [], [], 0.0 if self._died else wait)[0]:
+                try:
+                    packet = self.socket.recv(1 << 20)
+                except OSError:
+                    packet = b""
+                if not packet:
+                    return {
+                        i: self._died.get(i, "its nursery ended, and it with it") for i in range(len(self.plan.names))
+                    }
+                word = pickle.loads(packet)
+                if isinstance(word, Died):
+                    self._died[word.index] = word.how
+            return dict(self._died)
+
+    def close(self) -> None:
+        """Leave the group, and end every process. In a process that was forked from the controller it does nothing."""
+        if os.getpid() != self.owner or self.socket.fileno() == -1:
+            return
+        try:
+            if self.joined:
+                rpc.leave()
+        finally:
+            self.socket.close()
+            self.lines.close()
+            self._end()
+            shutil.rmtree(self.plan.directory, ignore_errors=True)
+
+    def _end(self) -> None:
+        """The nursery ends its workers and itself when the socket is closed; one that cannot is killed with all of them."""
+        try:
+            self.nursery.wait(2.0)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.nursery.pid, signal.SIGKILL)
+            self.nursery.wait()
+
+    def _await(self, deadline: float, timeout: float, *others: int) -> None:
+        """Take in one word from the nursery, or return when one of the other file descriptors is readable."""
+        found = select.select([self.socket.fileno(), *others], [], [], max(0.0, deadline - time.monotonic()))[0]
+        if not found:
+            raise ClusterError(
+                f"the workers did not start within {timeout:g} s ({len(self.pids)} of {len(self.plan.names)} are ready); "
+                f"give local_cluster a larger start_timeout, or fewer workers"
+            )
+        if self.socket.fileno() in found:
+            self._take(self.socket.recv(1 << 20))
+
+    def _take(self, packet: bytes) -> None:
+        word = pickle.loads(packet) if packet else None
+        match word:
+            case Ready(index, pid):
+                self.pids[index] = pid
+            case Failed(index, text):
+                who = "the workers' nursery" if index is None else f"worker {self.plan.names[index]!r}"
+                raise ClusterError(f"{who} failed to start:\n{text}")
+            case Died(index, _):
+                raise ClusterError(f"worker {self.plan.names[index]!r} died while it started: {word.how}")
+            case None:
+                raise ClusterError("the workers' nursery ended while it started; what it wrote to stderr says why")
+
+    def _join(self, deadline: float, timeout: float) -> None:
+        """Join the group on a thread: the call waits for the others without a bound, and Ctrl-C would not reach it."""
+        errors: list[BaseException] = []
+        done = os.eventfd(0, os.EFD_CLOEXEC)
+
+        def join() -> None:
+            try:
+                rpc.serve_answers(lambda key, packed: self.lines.answered(key[0], key[1], packed))
+                rpc.join(CONTROLLER, 0, len(self.plan.names) + 1, self.plan.meeting, self.plan.rpc_transport, "lo")
+                self.joined = True
+            except BaseException as error:
+                errors.append(error)
+            os.eventfd_write(done, 1)
+
+        thread = threading.Thread(target=join, daemon=True)
+        thread.start()
+        while not self.joined and not errors:
+            self._await(deadline, timeout, done)
+        thread.join()
+        os.close(done)
+        if errors:
+            raise ClusterError(f"the controller could not join its workers: {errors[0]}") from errors[0]

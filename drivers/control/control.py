@@ -1,0 +1,245 @@
+"""The controller's side of the calls: post, wait, and notice the workers that are lost."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+from pippy.drivers.errors import ClusterError, WorkerLostError
+from pippy.drivers.transport import rpc
+from pippy.drivers.transport.bell import Bell
+from pippy.drivers.transport.lines import Lines
+from pippy.drivers.transport.wire import Undone, pack, unpack
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a worker is: its name for people, its name for RPC, its host and its process.
+
+    >>> Address("first", "worker0", "localhost", 4711).name
+    'first'
+    """
+
+    name: str
+    rpc_name: str
+    host: str
+    pid: int
+
+
+@dataclass(eq=False)
+class Pending:
+    """A call that a worker has yet to answer. ``done`` says whether it has; ``answer`` is the answer of one that has.
+
+    >>> import torch
+    >>> future = torch.futures.Future()
+    >>> pending = Pending(0, "Ping", future)
+    >>> pending.done
+    False
+    >>> future.set_result(pack("pong"))
+    >>> pending.done, pending.answer
+    (True, 'pong')
+    """
+
+    worker: int
+    what: str
+    future: Any = field(repr=False)
+
+    @property
+    def done(self) -> bool:
+        """Whether the call is over."""
+        return self.future.done()
+
+    @property
+    def answer(self) -> Any:
+        """What the worker answered."""
+        assert self.done, "only a call that completed() has yielded has an answer"
+        value = unpack(self.future.value())
+        if isinstance(value, Undone):
+            raise ClusterError(f"worker {self.worker} could not take a message of type {self.what}:\n{value.text}")
+        return value
+
+
+class Control:
+    """Calls to the workers of one cluster. ``counts`` has how many messages were posted to each.
+
+    Nothing is sent but what is asked for. Only a wait that lasts longer than ``interval`` seconds pings those that it waits
+    for; a worker that leaves a ping unanswered for ``timeout`` seconds is lost. So a worker that was killed is noticed
+    within milliseconds, and one that is stopped, or out of reach, within ``interval + timeout``.
+
+    ``deaths`` tells of the workers that the operating system says have died, and how. ``lines`` carry what is posted to
+    the workers of this host, unless it is large; all else goes by RPC.
+    """
+
+    def __init__(
+        self,
+        workers: Iterable[Address],
+        timeout: float = 5.0,
+        interval: float = 1.0,
+        deaths: Callable[[float], Mapping[int, str]] = lambda wait: {},
+        lines: Lines | None = None,
+    ) -> None:
+        self.workers = tuple(workers)
+        self.timeout, self.interval = timeout, interval
+        self.counts = [0] * len(self.workers)
+        self.broken: str | None = None
+        self._deaths = deaths
+        self.lines = lines or Lines()
+        self._lock = threading.Lock()
+
+    def post(self, worker: int, message: Any) -> Pending:
+        """Put a message into a worker's inbox. The call is answered when the worker's main thread replies."""
+        self.check()
+        packed = pack(message)
+        with self._lock:  # the numbers must have no holes: one is used only by a message that is on its way
+            number = self.counts[worker]
+            if self.lines.carry(packed):
+                future = self._start(worker, lambda: self.lines.post(worker, number, packed))
+            else:
+                future = self._start(worker, lambda: rpc.post(self.workers[worker].rpc_name, number, packed))
+            self.counts[worker] += 1
+        return Pending(worker, type(message).__name__, future)
+
+    def urgent(self, worker: int, message: Any) -> Pending:
+        """Ask a worker something that it answers even while it computes."""
+        self.check()
+        rpc_name = self.workers[worker].rpc_name
+        return Pending(worker, type(message).__name__, self._start(worker, lambda: rpc.urgent(rpc_name, message)))
+
+    def completed(self, pendings: Iterable[Pending], timeout: float | None = None) -> Iterator[Pending]:
+        """Yield each call when it is answered; raise WorkerLostError if one never will be.
+
+        Ctrl-C interrupts the wait and breaks nothing: the calls go on, and can be waited for again. With a ``timeout`` the
+        iteration just ends that many seconds after it began.
+        """
+        self.check()
+        with closing(_Wait(self, pendings, timeout)) as wait:
+            while (pending := wait.next()) is not None:
+                self._inspect(pending)
+                yield pending
+
+    def wait(self, pending: Pending) -> Any:
+        """The answer of one call, when it comes."""
+        (done,) = self.completed([pending])
+        return done.answer
+
+    def check(self) -> None:
+        """Raise if the cluster is of no use any more."""
+        if self.broken:
+            raise ClusterError(self.broken)
+
+    def lost(self, worker: int, how: str) -> WorkerLostError:
+        """The error for a worker that is lost; from now on the cluster is broken."""
+        address = self.workers[worker]
+        how = self._deaths(0.2).get(worker, how)
+        error = WorkerLostError(address.name, worker, address.host, address.pid, how)
+        self.broken = f"this cluster lost a worker and cannot go on ({error})"
+        return error
+
+    def ping(self, worker: int) -> Pending:
+        """Ask whether a worker lives."""
+        return Pending(worker, "ping", self._start(worker, lambda: rpc.ping(self.workers[worker].rpc_name)))
+
+    def _start(self, worker: int, call: Callable[[], Any]) -> Any:
+        """Make a call. For a peer that RPC knows to be gone it fails at once."""
+        try:
+            return call()
+        except ConnectionError as error:
+            raise self.lost(worker, f"the connection to it broke: {str(error).strip().splitlines()[-1]}") from None
+
+    def _inspect(self, pending: Pending) -> None:
+        try:
+            pending.future.value()
+        except Exception as error:
+            self._explain(pending, error)
+
+    def _explain(self, pending: Pending, error: Exception) -> None:
+        """A call failed. A worker that answers a ping after it lives, and the call itself was at fault."""
+        broken = f"the connection to it broke: {str(error).strip().splitlines()[-1]}"
+        if pending.worker in self._deaths(0):
+            raise self.lost(pending.worker, broken) from None
+        with closing(_Wait(self, [self.ping(pending.worker)], self.timeout)) as wait:
+            ping = wait.next()
+        try:
+            if ping is not None:
+                ping.future.value()
+                raise ClusterError(f"a call to worker {pending.worker} ({pending.what}) failed:\n{error}") from None
+        except ClusterError:
+            raise
+        except Exception:
+            pass
+        raise self.lost(pending.worker, broken) from None
+
+
+class _Wait:
+    """One wait for several calls, with the pings that it sends if it lasts."""
+
+    def __init__(self, control: Control, pendings: Iterable[Pending], timeout: float | None) -> None:
+        self.control = control
+        self.waiting = set(pendings)
+        self.arrived: deque[Pending] = deque()
+        self.bell, self.thread = Bell(), threading.get_ident()
+        self.end = None if timeout is None else time.monotonic() + timeout
+        self.pings: dict[int, tuple[Pending, float]] = {}
+        for pending in self.waiting:
+            self._watch(pending)
+
+    def next(self) -> Pending | None:
+        """The next call that is over; None if there is none left, or the time is."""
+        since = time.monotonic()
+        while self.waiting:
+            if self.arrived:
+                pending = self.arrived.popleft()
+                if pending in self.waiting:
+                    self.waiting.remove(pending)
+                    return pending
+                self._pong(pending)
+                since = time.monotonic()
+                continue
+            due = self._due(since)
+            self.control.lines.wait(self.bell, max(0.0, due - time.monotonic()))
+            now = time.monotonic()
+            if self.arrived or now < due:
+                continue
+            if self.end is not None and now >= self.end:
+                return None
+            self._ping(now)
+            since = now
+        return None
+
+    def close(self) -> None:
+        """No longer wait."""
+        self.bell.close()
+
+    def _watch(self, pending: Pending) -> None:
+        # torch would print what a callback raises and go on; this one cannot raise
+        pending.future.add_done_callback(lambda _: self._came(pending))
+
+    def _came(self, pending: Pending) -> None:
+        self.arrived.append(pending)
+        if threading.get_ident() != self.thread:
+            self.bell.ring()
+
+    def _due(self, since: float) -> float:
+        """Until when to wait: the next round of pings, the first deadline of one, or the end."""
+        due = [since + self.control.interval, *(sent + self.control.timeout for _, sent in self.pings.values())]
+        return min(due if self.end is None else [*due, self.end])
+
+    def _ping(self, now: float) -> None:
+        for worker in {pending.worker for pending in self.waiting}:
+            if worker not in self.pings:
+                ping = self.control.ping(worker)
+                self.pings[worker] = ping, now
+                self._watch(ping)
+            elif now - self.pings[worker][1] >= self.control.timeout:
+                raise self.control.lost(worker, f"it left a ping unanswered for {self.control.timeout:g} s")
+
+    def _pong(self, ping: Pending) -> None:
+        self.pings.pop(ping.worker, None)
+        try:
+            ping.future.value()
+        except Exception as error:
+            how = f"the connection to it broke: {str(error).strip().splitlines()[-1]}"
+            raise self.control.lost(ping.worker, how) from None

@@ -1,0 +1,1 @@
+"""From a Pipe and a schedule to the program of every worker."""

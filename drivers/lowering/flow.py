@@ -1,0 +1,138 @@
+"""What the stages of a Pipe hand to one another in one micro-batch, read off its graph.
+
+`RemoteInterpreter` walks the top-level graph as the reference does, node by node. Where the reference computes, it notes
+work for the worker that will hold the stage: what the work takes, by name, and what it gives.
+
+    submod_0(x)  ──▶ F0 takes x, gives relu, mm          stage_backward(submod_1) ──▶ B1 takes lin_grad_from_submod_2,
+    _loss(lin, target) ──▶ part of F2                                                gives relu_grad_from_submod_1
+
+`_loss` is computed where the last of its inputs is made, within the forward and the backward of that stage.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from pippy.drivers.errors import LoweringError
+from pippy.ir.names import LOSS, stage_index
+from pippy.ir.nodes import flat_inputs, is_getitem, output_items, seeded
+from pippy.ir.pipe import Pipe
+from pippy.ir.run.stage_backward import stage_backward
+from pippy.ir.wiring import value_name
+
+
+@dataclass(frozen=True)
+class Work:
+    """One call of a stage, or of `_loss`, forward ("F") or backward ("B"), on one micro-batch.
+
+    ``takes`` and ``gives`` are names of values. A forward takes one value for each input and gives one for each output. A
+    backward takes for each output a tuple of gradients, to be added up in their order, or the loss's own gradient (no
+    tuple) where the loss is; it gives a gradient for each input, or None for one that nobody asks for.
+    """
+
+    phase: str
+    stage: int
+    call: str
+    microbatch: int
+    takes: tuple[Any, ...]
+    gives: tuple[str | None, ...]
+
+    def __str__(self) -> str:
+        return f"{self.phase}{self.stage}.{self.microbatch} {self.call}({', '.join(map(str, self.takes))})"
+
+
+class RemoteInterpreter:
+    """Interprets the top-level graph of a Pipe for one micro-batch, and emits work in place of computing it.
+
+    >>> from torch import nn
+    >>> pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.MSELoss())
+    >>> interpreter = RemoteInterpreter(pipe, microbatch=3)
+    >>> [str(work) for work in interpreter.run_until(lambda node: node.target == "submod_1")]
+    ['F0.3 submod_0(input_1)']
+    >>> [str(work) for work in interpreter.run_until(lambda node: node.op == "output")][:2]
+    ['F1.3 submod_1(_0)', 'F1.3 _loss(_1, target)']
+    """
+
+    def __init__(self, pipe: Pipe, microbatch: int = 0) -> None:
+        self.pipe, self.microbatch = pipe, microbatch
+        self.nodes = list(pipe.split_gm.graph.nodes)
+        self.position = 0
+        self.names = {node: safe_name(pipe, node) for node in self.nodes if value_name(pipe, node) is not None}
+        self.gradients: dict[fx.Node, tuple[str, ...]] = {}  # what each gradient node is the sum of
+        self.loss_stage = loss_stage(pipe)
+
+    def run_until(self, predicate: Callable[[fx.Node], bool]) -> list[Work]:
+        """Go on until ``predicate`` holds for the next node, or the graph ends; gives the work on the way."""
+        work: list[Work] = []
+        while self.position < len(self.nodes) and not predicate(self.nodes[self.position]):
+            work += self._step(self.nodes[self.position])
+            self.position += 1
+        return work
+
+    def _step(self, node: fx.Node) -> Iterator[Work]:
+        if node.op == "call_module":
+            takes = tuple(self.names[value] for value in flat_inputs(node))
+            gives = tuple(self.names[output] for output in outputs_of(node) if output in self.names)
+            yield Work("F", self.stage_of(node), str(node.target), self.microbatch, takes, gives)
+        elif node.target is stage_backward:
+            yield self._backward(node)
+        elif node.target is torch.add:
+            self.gradients[node] = tuple(name for arg in node.args for name in self.gradients[arg])  # type: ignore[index]
+
+    def _backward(self, node: fx.Node) -> Work:
+        call: Any = node.kwargs["stage_output"]
+        given: Any = seeded(node.kwargs["output_grads"])
+        per_output = given if isinstance(given, (list, tuple)) and output_items(call) else [given]
+        takes = tuple(self._gradient(each) for each in per_output)
+        gives: list[str | None] = [None] * len(flat_inputs(call))
+        for item in output_items(node).values():
+            index = item.args[1]
+            value = flat_inputs(call)[index]  # type: ignore[index]
+            if value.op != "placeholder":
+                gives[index] = name = self._gradient_name(call, index)  # type: ignore[index, arg-type]
+                self.gradients[item] = (name,)
+        return Work("B", self.stage_of(call), str(call.target), self.microbatch, takes, tuple(gives))
+
+    def _gradient(self, given: Any) -> Any:
+        """The gradients that a node is the sum of; none for None; what is no node is the loss's own gradient."""
+        if isinstance(given, fx.Node):
+            return self.gradients[given]
+        return () if given is None else given
+
+    def _gradient_name(self, call: fx.Node, index: int) -> str:
+        """The gradient of a value that comes back from one of its uses."""
+        inputs = flat_inputs(call)
+        again = f"_{index}" if inputs[index] in inputs[:index] else ""
+        return f"{self.names[inputs[index]]}_grad_from_{call.target}{again}"
+
+    def stage_of(self, call: fx.Node) -> int:
+        """The stage within which a call is computed."""
+        index = stage_index(str(call.target))
+        return self.loss_stage if index is None else index
+
+
+def outputs_of(call: fx.Node) -> list[fx.Node]:
+    """The nodes that stand for the outputs of a call, in order."""
+    items = output_items(call)
+    return [items[index] for index in sorted(items)] or [call]
+
+
+def safe_name(pipe: Pipe, node: fx.Node) -> str:
+    """The name of a value, in the letters that a program's text allows."""
+    return re.sub(r"\W", "_", str(value_name(pipe, node)), flags=re.ASCII)
+
+
+def loss_stage(pipe: Pipe) -> int:
+    """The stage that computes `_loss`: the last one that makes an input of it; -1 where there is none."""
+    for node in pipe.split_gm.graph.find_nodes(op="call_module", target=LOSS):
+        makers = [value.args[0] if is_getitem(value) else value for value in flat_inputs(node)]
+        indices = [stage_index(str(maker.target)) for maker in makers if isinstance(maker, fx.Node)]
+        found = [index for index in indices if index is not None]
+        if not found:
+            raise LoweringError("the loss depends on no stage, so there is nothing to train on workers")
+        return max(found)
+    return -1

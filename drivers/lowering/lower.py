@@ -1,0 +1,167 @@
+"""From a Pipe and a schedule to a lowered program: every worker's computations, sends, receives, frees and reductions.
+
+The schedule says when and where each stage computes. What the stages hand to one another is read off the Pipe's graph,
+once: it is the same for every micro-batch. The two together are the program.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from pippy.drivers.errors import LoweringError
+from pippy.drivers.lowering.flow import RemoteInterpreter, Work, outputs_of
+from pippy.drivers.schedules.checks.validate import validate
+from pippy.drivers.schedules.communicate import add_communication
+from pippy.drivers.schedules.programs.graph import Edge, Pass, Replicated
+from pippy.drivers.schedules.programs.program import Program
+from pippy.ir.names import stage_index
+from pippy.ir.passes.verify import verify
+from pippy.ir.pipe import Pipe
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A program for one Pipe, and what a worker must know of the Pipe to run it.
+
+    ``work`` says for each pass of a stage what is called, with what, and what comes of it. ``inputs`` names the workers
+    that need each input of the model (each is sent once to each of them), ``outputs`` the worker that makes each value
+    that the model returns, and that hands it over when the forward which makes it is done, whatever the program frees.
+    """
+
+    program: Program
+    work: Mapping[Pass, tuple[Work, ...]]
+    inputs: Mapping[str, tuple[int, ...]]
+    outputs: Mapping[str, int]
+
+
+def lower(pipe: Pipe, schedule: Program, buffer: int | None = None) -> Lowered:
+    """Lower a schedule for a Pipe, and prove the result. ``buffer`` is how many sent values a channel can hold.
+
+    A schedule with whole backwards (B) is lowered to such, one with halves (I, W) to halves. Backwards that the loss does
+    not need are left out, and all of them if the Pipe has no loss. A program that says its communication itself, written by
+    hand, say, is taken as it is, if its edges are the Pipe's.
+
+    >>> from torch import nn
+    >>> from pippy.drivers.schedules import make_schedule
+    >>> pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.MSELoss())
+    >>> lowered = lower(pipe, make_schedule("1f1b", workers=2, chunks=1))
+    >>> for instruction in lowered.program.orders[1]:
+    ...     print(instruction)
+    receive _0.0 from 0
+    F1.0
+    free _0.0
+    B1.0
+    send _0_grad_from_submod_1.0 to 0
+    free _0_grad_from_submod_1.0
+    >>> lowered.inputs
+    {'input_1': (0,), 'target': (1,)}
+    """
+    if not isinstance(pipe, Pipe) or not isinstance(schedule, Program):
+        raise LoweringError(
+            f"lower takes a Pipe and a program, as make_schedule gives it; these are a {type(pipe).__name__} and a "
+            f"{type(schedule).__name__}"
+        )
+    if schedule.stages != pipe.num_stages:
+        raise LoweringError(
+            f"{schedule.schedule} is for {schedule.stages} stages, and the Pipe has {pipe.num_stages}; make a schedule with "
+            f"as many stages (workers times stages_per_worker), or cut the model into {schedule.stages} stages"
+        )
+    verify(pipe)
+    interpreter = RemoteInterpreter(pipe)
+    training = bool(schedule.backward) and pipe.loss is not None
+    work = _by_pass(interpreter.run_until(lambda node: node.op == "output"), training)
+    replicated = _replicated(pipe, interpreter) if training else ()
+    _check_backward(schedule, work)
+    edges = tuple(_edges(work))
+    program = _fitted(schedule, edges, work, replicated)
+    validate(program, buffer)
+    worker_of = program.placement.worker_of
+    return Lowered(program, work, dict(_inputs(interpreter, work, worker_of)), dict(_outputs(interpreter, worker_of)))
+
+
+def _by_pass(work: list[Work], training: bool) -> dict[Pass, tuple[Work, ...]]:
+    found: dict[Pass, tuple[Work, ...]] = {}
+    for each in work:
+        if each.phase == "F" or training:
+            key = Pass(each.phase, each.stage)  # type: ignore[arg-type]
+            found[key] = (*found.get(key, ()), each)
+    return found
+
+
+def taken(work: Work) -> Iterator[str]:
+    """The names of all values that some work takes."""
+    for value in work.takes:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, tuple):
+            yield from value
+
+
+def _edges(work: Mapping[Pass, tuple[Work, ...]]) -> Iterator[Edge]:
+    """A value that one pass makes and others take. What a pass makes for itself, the loss's input say, is its own affair."""
+    makers = {name: key for key, calls in work.items() for call in calls for name in call.gives if name}
+    targets: dict[str, list[Pass]] = {name: [] for name in makers}
+    for key, calls in work.items():
+        for name in dict.fromkeys(name for call in calls for name in taken(call)):
+            if name in makers and makers[name] != key:
+                targets[name].append(key)
+    return (Edge(name, makers[name], tuple(found)) for name, found in targets.items() if found)
+
+
+def _check_backward(schedule: Program, work: Mapping[Pass, tuple[Work, ...]]) -> None:
+    needed = {key.stage for key in work if key.phase == "B"}
+    missing = sorted(needed - set(schedule.backward))
+    if missing:
+        raise LoweringError(
+            f"{schedule.schedule} has no backward of stages {missing}, which the loss depends on; give each of "
+            f"{sorted(needed)} one"
+        )
+
+
+def _fitted(
+    schedule: Program,
+    edges: tuple[Edge, ...],
+    work: Mapping[Pass, tuple[Work, ...]],
+    replicated: tuple[Replicated, ...],
+) -> Program:
+    """The schedule with the Pipe's edges; a program that has edges of its own must have just these."""
+    if schedule.edges is not None:
+        _check_same("edge", set(map(str, schedule.edges)), set(map(str, edges)))
+    if schedule.lowered:
+        _check_same("replicated", set(map(str, schedule.replicated)), set(map(str, replicated)))
+        return schedule
+    backward = [key.stage for key in work if key.phase == "B"]
+    return add_communication(schedule.for_graph(edges, backward, replicated))
+
+
+def _check_same(what: str, theirs: set[str], ours: set[str]) -> None:
+    if theirs != ours:
+        lines = [f"  {what} {each}   (only in the program)" for each in sorted(theirs - ours)]
+        lines += [f"  {what} {each}   (only in the Pipe)" for each in sorted(ours - theirs)]
+        raise LoweringError("the program was made for another Pipe:\n" + "\n".join(lines))
+
+
+def _replicated(pipe: Pipe, interpreter: RemoteInterpreter) -> tuple[Replicated, ...]:
+    groups = []
+    for group in pipe.replicated_params:
+        stages = {index if (index := stage_index(stage)) is not None else interpreter.loss_stage for stage in group}
+        stage, local = next(iter(group.items()))
+        name = pipe.qualnames.canonical[pipe.remap_qualname(f"{stage}.{local}")]
+        groups.append(Replicated(name, tuple(sorted(stages))))
+    return tuple(groups)
+
+
+def _inputs(
+    interpreter: RemoteInterpreter, work: Mapping[Pass, tuple[Work, ...]], worker_of: tuple[int, ...]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for node in interpreter.pipe.split_gm.graph.find_nodes(op="placeholder"):
+        name = interpreter.names[node]
+        users = {key.stage for key, calls in work.items() for call in calls if key.phase == "F" and name in call.takes}
+        yield name, tuple(sorted({worker_of[stage] for stage in users}))
+
+
+def _outputs(interpreter: RemoteInterpreter, worker_of: tuple[int, ...]) -> Iterator[tuple[str, int]]:
+    returned = set(interpreter.pipe.split_gm.graph.output_node().all_input_nodes)
+    for call in interpreter.pipe.split_gm.graph.find_nodes(op="call_module"):
+        for value in outputs_of(call):
+            if value in returned:
+                yield interpreter.names[value], worker_of[interpreter.stage_of(call)]

@@ -1,0 +1,1 @@
+"""What the workers did when: recorded steps, what they show, and how they are drawn."""

@@ -1,0 +1,186 @@
+"""Draws a recorded step: a row a worker, all its time in boxes; and below, the computations as predicted, on the same scale.
+
+Colours are attributes, so that a drawing looks the same wherever it is shown; a page can set others by class. All text goes
+through ElementTree, so it is escaped.
+"""
+
+from collections.abc import Iterator
+from math import floor, log10
+from typing import TYPE_CHECKING
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element, SubElement
+
+from pippy.drivers.recording.activity import Activity, Cause
+from pippy.drivers.recording.words import duration, size
+from pippy.drivers.schedules.drawings.svg import COLOURS
+from pippy.drivers.schedules.programs.instructions import Compute, Instruction, Send
+
+if TYPE_CHECKING:
+    from pippy.drivers.recording.record import RecordedStep
+
+WIDTH, LEFT, RIGHT, TOP = 1200, 110, 16, 26
+ROW, GAP = 26, 5
+LONGEST = 15  # letters of a worker's name
+NARROWEST_NAMED = 20  # pixels; a box that is narrower has its name in its tooltip only
+THINNEST = 0.2  # pixels; of what is thinner and no computation, nothing would be seen
+TICKS = 10
+INK, FAINT, GROUND = "#1f2328", "#d0d7de", "#ffffff"
+FILLS = {
+    **{str(op): colour for op, colour in COLOURS.items()},
+    Cause.STARTING: "#e3e6ea",
+    Cause.FILL: "#eceef1",
+    Cause.WAITING: "#f3d9d9",
+    Cause.TRANSFER: "#f0b35e",
+    Cause.SENDING: "#d9822b",
+    Cause.ADDING: "#d18bb0",
+    Cause.PYTHON: "#8b949e",
+    Cause.DRAIN: "#eceef1",
+}
+LEGEND = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward, inputs",
+    "W": "backward, weights",
+    Cause.WAITING: "waiting for a value",
+    Cause.TRANSFER: "value on its way",
+    Cause.SENDING: "sending",
+    Cause.ADDING: "adding up gradients",
+    Cause.PYTHON: "Python",
+    Cause.STARTING: "starting",
+    Cause.FILL: "fill, drain",
+}
+
+
+def svg(step: "RecordedStep") -> str:
+    """The drawing as a file of its own."""
+    root = draw(step)
+    root.insert(0, Element("rect", {"width": "100%", "height": "100%", "fill": GROUND}))
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def draw(step: "RecordedStep", page: bool = False) -> Element:
+    """The drawing. With ``page`` every box has its times, for a script that zooms."""
+    rows = len(step.workers)
+    span = max(step.makespan, float(step.predicted.makespan)) or 1.0
+    second = TOP + rows * (ROW + GAP) + TOP
+    bottom = second + rows * (ROW + GAP)
+    legend = used(step)
+    height = bottom + (8 if page else 12 + 18 * (1 + (len(legend) - 1) // 8))
+    root = Element(
+        "svg",
+        {
+            **({} if page else {"xmlns": "http://www.w3.org/2000/svg"}),
+            "viewBox": f"0 0 {WIDTH} {height}",
+            "width": str(WIDTH),
+            "height": str(height),
+            "font-family": "system-ui, sans-serif",
+            "font-size": "11",
+            "fill": INK,
+            "role": "img",
+            "aria-label": f"timeline of a step of {duration(step.makespan)} on {rows} workers",
+        },
+    )
+    plot = WIDTH - LEFT - RIGHT
+    clip = SubElement(SubElement(root, "clipPath", {"id": "plot"}), "rect")
+    clip.attrib |= {"x": str(LEFT), "y": "0", "width": str(plot), "height": str(bottom)}
+    _axis(root, span, bottom)
+    for top, title in ((TOP, "measured"), (second, "predicted")):
+        heading = SubElement(root, "text", {"x": "4", "y": str(top - 8), "font-weight": "bold"})
+        heading.text = title
+        for worker in range(rows):
+            SubElement(root, "text", {"x": "4", "y": str(top + worker * (ROW + GAP) + 17)}).text = _short(
+                step.workers[worker], worker
+            )
+    boxes = SubElement(root, "g", {"clip-path": "url(#plot)", "class": "boxes"})
+    scale = plot / span
+    for worker in range(rows):
+        several = len(step.stages_of(worker)) > 1
+        for each in step.activities[worker]:
+            instruction = step.program.orders[worker][each.at] if each.at is not None else None
+            if page or isinstance(instruction, Compute) or each.duration * scale >= THINNEST:
+                kind = str(instruction.op) if isinstance(instruction, Compute) else each.cause
+                name = _name(instruction, several) if isinstance(instruction, Compute) else ""
+                title = _title(step, worker, each, instruction)
+                _box(boxes, TOP + worker * (ROW + GAP), (each.start, each.end), scale, (kind, name, title), page)
+        for span_ in step.predicted.timeline.spans[worker]:
+            start, end = float(span_.start), float(span_.end)
+            title = f"{span_.compute} as predicted\n{duration(end - start)}, from {duration(start)}"
+            what = str(span_.compute.op), _name(span_.compute, several), title
+            _box(boxes, second + worker * (ROW + GAP), (start, end), scale, what, page)
+    if not page:
+        for index, (kind, words) in enumerate(legend.items()):
+            x, y = LEFT + 134 * (index % 8), bottom + 8 + 18 * (index // 8)
+            SubElement(root, "rect", {"x": str(x), "y": str(y), "width": "12", "height": "12", "fill": FILLS[kind]})
+            SubElement(root, "text", {"x": str(x + 17), "y": str(y + 10)}).text = words
+    return root
+
+
+def used(step: "RecordedStep") -> dict[str, str]:
+    """The lines of the legend that a step needs."""
+    there = {str(each.compute.op) for spans in step.timeline.spans for each in spans}
+    there |= {str(each.cause) for worker in step.activities for each in worker}
+    if Cause.DRAIN in there:
+        there.add(Cause.FILL)
+    return {kind: words for kind, words in LEGEND.items() if kind in there}
+
+
+def _box(
+    parent: Element, top: int, times: tuple[float, float], scale: float, what: tuple[str, str, str], page: bool
+) -> None:
+    kind, name, title = what
+    start, end = times
+    x, width = LEFT + start * scale, (end - start) * scale
+    group = SubElement(parent, "g", {"class": f"box k-{kind.replace(' ', '-')}"})
+    if page:
+        group.attrib |= {"data-s": f"{start:.9f}", "data-e": f"{end:.9f}"}
+    SubElement(group, "title").text = title
+    shape = {"x": f"{x:.2f}", "y": str(top), "width": f"{width:.2f}", "height": str(ROW), "fill": FILLS[kind]}
+    SubElement(group, "rect", shape)
+    if name and (page or width >= NARROWEST_NAMED):
+        place = {"x": f"{x + width / 2:.2f}", "y": str(top + 17), "text-anchor": "middle"}
+        if width < NARROWEST_NAMED:
+            place["visibility"] = "hidden"
+        SubElement(group, "text", place).text = name
+
+
+def _short(name: str, worker: int) -> str:
+    """The name of a row, short enough to stand before it."""
+    if name == f"worker{worker}":
+        return f"worker {worker}"
+    return name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
+
+
+def _name(compute: Compute, several: bool) -> str:
+    return f"{compute.stage}.{compute.microbatch}" if several else str(compute.microbatch)
+
+
+def _title(step: "RecordedStep", worker: int, each: Activity, instruction: Instruction | None) -> str:
+    lines = [str(instruction) if isinstance(instruction, Compute) else each.label]
+    if instruction is not None and not isinstance(instruction, Compute):
+        lines.append(str(instruction))
+    if isinstance(instruction, Send) and each.at is not None:
+        lines.append(size(step.noted[worker].sizes[each.at]))
+    return "\n".join([*lines, f"{duration(each.duration)}, from {duration(each.start)}"])
+
+
+def _axis(root: Element, span: float, bottom: int) -> None:
+    axis = SubElement(root, "g", {"class": "axis"})
+    scale = (WIDTH - LEFT - RIGHT) / span
+    for at in ticks(span):
+        x = f"{LEFT + at * scale:.2f}"
+        SubElement(axis, "line", {"x1": x, "x2": x, "y1": "14", "y2": str(bottom), "stroke": FAINT})
+        SubElement(axis, "text", {"x": x, "y": "10", "text-anchor": "middle"}).text = duration(at)
+
+
+def ticks(span: float) -> Iterator[float]:
+    """Round times from 0 to ``span``, few enough to read.
+
+    >>> [f"{at:g}" for at in ticks(0.05)]
+    ['0', '0.005', '0.01', '0.015', '0.02', '0.025', '0.03', '0.035', '0.04', '0.045', '0.05']
+    """
+    power = 10.0 ** floor(log10(span / TICKS))
+    step = next(power * each for each in (1, 2, 5, 10) if span / (power * each) <= TICKS * 1.001)
+    count = 0
+    while count * step <= span * 1.001:
+        yield count * step
+        count += 1

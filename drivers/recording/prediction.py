@@ -1,0 +1,38 @@
+"""What a schedule would take if nothing cost time but the computations: simulated with the measured medians of each stage.
+
+Medians, because one computation that lost its core for some milliseconds says nothing of the others."""
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean, median
+
+from pippy.drivers.schedules.programs.instructions import Op
+from pippy.drivers.schedules.programs.program import Program
+from pippy.drivers.schedules.simulation.costs import Costs
+from pippy.drivers.schedules.simulation.simulate import Simulation, simulate_with
+
+Medians = dict[Op, list[float]]  # of each kind of pass, the seconds of each stage
+
+
+def median_seconds(program: Program, durations: Mapping[str, Sequence[float]]) -> Medians:
+    """How long each pass of each stage takes; 0 where a stage has no such pass.
+
+    >>> from pippy.drivers.schedules import make_schedule
+    >>> median_seconds(make_schedule("forward_only", workers=2, chunks=2), {"F0": [2.0, 9.0, 1.0], "F1": [1.0]})[Op.FORWARD]
+    [2.0, 1.0]
+    """
+    return {op: [median(durations.get(f"{op}{stage}", [0.0])) for stage in range(program.stages)] for op in Op}
+
+
+def predicted(program: Program, medians: Medians) -> Simulation:
+    """The simulation of a program whose passes take so long."""
+    forward, whole, inputs, weights = (medians[op] for op in Op)
+    return simulate_with(program, Costs(forward, inputs, weights, whole))
+
+
+def evened(medians: Medians) -> Medians:
+    """The medians if every stage took the same, all together as long as before.
+
+    >>> evened({Op.FORWARD: [1.0, 3.0]})
+    {<Op.FORWARD: 'F'>: [2.0, 2.0]}
+    """
+    return {op: [fmean(seconds)] * len(seconds) for op, seconds in medians.items()}

@@ -1,0 +1,1 @@
+"""Proofs that a program can run."""

@@ -1,0 +1,76 @@
+"""Checks that sends and receives pair up in the order of their channels, and that no worker waits forever."""
+
+from collections import Counter
+
+import networkx
+
+from pippy.drivers.schedules.checks.faults import Faults
+from pippy.drivers.schedules.checks.waits import Channel, Location, Passing, Run, Traffic, implied_waits
+from pippy.drivers.schedules.programs.program import Program
+
+
+def check_waits(program: Program, buffer: int | None, faults: Faults) -> None:
+    """Note sends and receives without a partner or out of order, and every circle of workers that wait."""
+    if program.lowered:
+        traffic = Traffic(program)
+        check_channels(traffic, faults)
+        waits = traffic.waits(buffer)
+    else:
+        waits = implied_waits(program)
+    run = Run(program, waits)
+    stuck = run.stuck()
+    circles = networkx.DiGraph((worker, awaited[0]) for worker, awaited in stuck.items())
+    for knot in networkx.strongly_connected_components(circles):
+        within = circles.subgraph(knot)
+        if within.number_of_edges():
+            workers = [worker for worker, _ in networkx.find_cycle(within)]
+            draw_circle(program, workers, run.positions, stuck, faults)
+
+
+def draw_circle(
+    program: Program, workers: list[int], positions: list[int], stuck: dict[int, Location], faults: Faults
+) -> None:
+    """Who waits for whom, one line a worker, round to where it began."""
+    chain = []
+    for worker in workers:
+        here, (other, index) = program.orders[worker][positions[worker]], stuck[worker]
+        awaited = program.orders[other][index]
+        chain.append(f"\n    worker {worker} at {here} waits for worker {other} to do {awaited}")
+        faults.mark(worker, positions[worker], f"waits for {awaited} on worker {other}")
+    faults.overall(f"circular wait:{''.join(chain)}")
+
+
+def check_channels(traffic: Traffic, faults: Faults) -> None:
+    for channel in sorted(traffic.sent.keys() | traffic.taken.keys()):
+        sent, taken = traffic.sent.get(channel, []), traffic.taken.get(channel, [])
+        if [key for key, _ in sent] != [key for key, _ in taken]:
+            check_pairs(channel, sent, taken, faults)
+
+
+def check_pairs(channel: Channel, sent: Passing, taken: Passing, faults: Faults) -> None:
+    """Note what one end of a channel does and the other does not, or not in that order."""
+    source, to = channel
+    unmatched = note_unmatched(source, sent, taken, f"is never received by worker {to}", faults)
+    unmatched += note_unmatched(to, taken, sent, f"is never sent by worker {source}", faults)
+    if not unmatched:
+        for (key, _), (other, index) in zip(sent, taken):
+            if key != other:
+                faults.at(to, index, f"comes out of order: worker {source} sends {key[0]}.{key[1]} first")
+                return
+
+
+def note_unmatched(
+    worker: int,
+    these: Passing,
+    those: Passing,
+    message: str,
+    faults: Faults,
+) -> int:
+    partners = Counter(key for key, _ in those)
+    found = 0
+    for key, index in these:
+        partners[key] -= 1
+        if partners[key] < 0:
+            faults.at(worker, index, message)
+            found += 1
+    return found

@@ -1,0 +1,91 @@
+"""Checks that a program computes every pass once, on its worker, after what it builds on, in the stated memory."""
+
+from collections.abc import Iterator
+
+from pippy.drivers.schedules.checks.faults import Faults
+from pippy.drivers.schedules.programs.instructions import Compute, Op
+from pippy.drivers.schedules.programs.program import Program
+
+# What must have been computed before each kind of computation, and what must not: a backward is whole or in two halves.
+BUILDS_ON = {
+    Op.FORWARD: (),
+    Op.BACKWARD: (Op.FORWARD,),
+    Op.BACKWARD_INPUT: (Op.FORWARD,),
+    Op.BACKWARD_WEIGHT: (Op.BACKWARD_INPUT,),
+}
+EXCLUDES = {
+    Op.FORWARD: (),
+    Op.BACKWARD: (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT),
+    Op.BACKWARD_INPUT: (Op.BACKWARD,),
+    Op.BACKWARD_WEIGHT: (Op.BACKWARD,),
+}
+
+
+Done = set[tuple[Op, int, int]]
+
+
+def check_computations(program: Program, faults: Faults) -> None:
+    """Note every computation that is misplaced, out of order, repeated, missing, or more than the memory allows."""
+    done: Done = set()
+    for worker, order in enumerate(program.orders):
+        for index, compute in enumerate(order):
+            if not isinstance(compute, Compute):
+                if not program.lowered:
+                    faults.at(worker, index, "is not a computation, and the program says that communication is implied")
+            elif misplaced := where_else(program, worker, compute):
+                faults.at(worker, index, misplaced)
+            else:
+                for problem in problems(compute, done):
+                    faults.at(worker, index, problem)
+                done.add((compute.op, compute.stage, compute.microbatch))
+    check_complete(program, done, faults)
+    check_memory(program, faults)
+
+
+def where_else(program: Program, worker: int, compute: Compute) -> str | None:
+    if not 0 <= compute.stage < program.stages:
+        return f"there is no stage {compute.stage}; the program has {program.stages}"
+    if not 0 <= compute.microbatch < program.chunks:
+        return f"there is no micro-batch {compute.microbatch}; the program has {program.chunks}"
+    home = program.placement.worker_of[compute.stage]
+    if home != worker:
+        return f"stage {compute.stage} is on worker {home}"
+    if compute.op != Op.FORWARD and compute.stage not in program.backward:
+        return f"stage {compute.stage} has no backward"
+    return None
+
+
+def problems(compute: Compute, done: Done) -> Iterator[str]:
+    stage, chunk = compute.stage, compute.microbatch
+    if (compute.op, stage, chunk) in done:
+        yield "is computed twice"
+    for op in BUILDS_ON[compute.op]:
+        if (op, stage, chunk) not in done:
+            yield f"comes before {Compute(op, stage, chunk)}"
+    for op in EXCLUDES[compute.op]:
+        if (op, stage, chunk) in done:
+            yield f"is computed in {Compute(op, stage, chunk)} already"
+
+
+def check_complete(program: Program, done: Done, faults: Faults) -> None:
+    backward = frozenset(program.backward)
+    for stage, worker in enumerate(program.placement.worker_of):
+        for chunk in range(program.chunks):
+            for op in missing_passes(stage, chunk, stage in backward, done):
+                faults.at_end(worker, f"{Compute(op, stage, chunk)} is missing")
+
+
+def missing_passes(stage: int, chunk: int, backward: bool, done: Done) -> list[Op]:
+    wanted = [Op.FORWARD]
+    if backward and (Op.BACKWARD, stage, chunk) not in done:
+        halves = [Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT]
+        wanted += halves if any((half, stage, chunk) in done for half in halves) else [Op.BACKWARD]
+    return [op for op in wanted if (op, stage, chunk) not in done]
+
+
+def check_memory(program: Program, faults: Faults) -> None:
+    if program.memory is None:
+        return
+    for worker, (peak, limit) in enumerate(zip(program.peak_live, program.memory)):
+        if peak > limit:
+            faults.overall(f"worker {worker} holds {peak} stage-micro-batches at its peak; the stated limit is {limit}")

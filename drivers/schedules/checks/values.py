@@ -1,0 +1,139 @@
+"""Checks a lowered program worker by worker: every value is there when it is used, and gone when it is not."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from pippy.drivers.schedules.checks.faults import Faults
+from pippy.drivers.schedules.programs.graph import Edge, Pass, produced_by
+from pippy.drivers.schedules.programs.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
+from pippy.drivers.schedules.programs.program import Program
+
+Held = tuple[str, int]  # a value and its micro-batch
+
+
+def check_values(program: Program, faults: Faults) -> None:
+    """Note every value used too early or too late, sent to a wrong worker or never freed, and every wrong reduction."""
+    frees = any(isinstance(instruction, Free) for order in program.orders for instruction in order)
+    for worker in range(program.workers):
+        WorkerValues(program, worker, faults).check(frees)
+        check_reductions(program, worker, faults)
+
+
+class WorkerValues:
+    """The values that one worker holds, instruction by instruction."""
+
+    def __init__(self, program: Program, worker: int, faults: Faults) -> None:
+        self.program = program
+        self.worker = worker
+        self.faults = faults
+        worker_of = program.placement.worker_of
+        self.ends = {edge.value: (worker_of[edge.source.stage], takers(program, edge)) for edge in program.flow}
+        self.held: set[Held] = set()
+        self.gone: set[Held] = set()
+        self.made: dict[Pass, list[str]] = defaultdict(list)
+        self.used: dict[Pass, list[str]] = defaultdict(list)
+        for edge in program.flow:
+            self.made[edge.source].append(edge.value)
+            for target in edge.targets:
+                self.used[target].append(edge.value)
+
+    def check(self, frees: bool) -> None:
+        """Walk through the worker's order; ``frees`` says whether the program frees its values at all."""
+        for index, instruction in enumerate(self.program.orders[self.worker]):
+            for problem in self.step(instruction):
+                self.faults.at(self.worker, index, problem)
+        if frees:
+            for value, chunk in sorted(self.held):
+                self.faults.at_end(self.worker, f"{value}.{chunk} is never freed")
+
+    def step(self, instruction: Instruction) -> list[str]:
+        if isinstance(instruction, Compute):
+            return self.compute(instruction)
+        if isinstance(instruction, Reduce):
+            return []
+        held = (instruction.value, instruction.microbatch)
+        if isinstance(instruction, Send):
+            return self.wrong_way(held, self.worker, instruction.to) or self.absent(held)
+        if isinstance(instruction, Receive):
+            return self.wrong_way(held, instruction.source, self.worker) or self.arrive(held)
+        return self.free(held)
+
+    def compute(self, compute: Compute) -> list[str]:
+        done = produced_by(compute)
+        if done is None:
+            return []
+        problems = [
+            problem for value in self.used.get(done, ()) for problem in self.absent((value, compute.microbatch))
+        ]
+        self.held.update((value, compute.microbatch) for value in self.made.get(done, ()))
+        return problems
+
+    def absent(self, held: Held) -> list[str]:
+        if held in self.held:
+            return []
+        return [f"needs {held[0]}.{held[1]}, which {'was freed' if held in self.gone else 'is not here yet'}"]
+
+    def arrive(self, held: Held) -> list[str]:
+        if held in self.held or held in self.gone:
+            return ["was received before"]
+        self.held.add(held)
+        return []
+
+    def free(self, held: Held) -> list[str]:
+        problems = self.absent(held)
+        self.held.discard(held)
+        self.gone.add(held)
+        return problems
+
+    def wrong_way(self, held: Held, source: int, to: int) -> list[str]:
+        """What is wrong with moving the value between these workers."""
+        value, chunk = held
+        if not 0 <= chunk < self.program.chunks:
+            return [f"there is no micro-batch {chunk}; the program has {self.program.chunks}"]
+        if value not in self.ends:
+            return [f"no edge of the program is called {value}"]
+        makes, needs = self.ends[value]
+        if source != makes:
+            return [f"{value} is made on worker {makes}"]
+        if to not in needs:
+            return [f"{value} is not needed on worker {to}; {' '.join(map(str, needs)) or 'no other worker'} needs it"]
+        return []
+
+
+def takers(program: Program, edge: Edge) -> list[int]:
+    """The workers that a value has to be sent to."""
+    worker_of = program.placement.worker_of
+    return sorted({worker_of[target.stage] for target in edge.targets} - {worker_of[edge.source.stage]})
+
+
+def check_reductions(program: Program, worker: int, faults: Faults) -> None:
+    """Every worker with a copy hands in its gradient once, after the last backward of its copies."""
+    held = set(program.placement.stages_of(worker)).intersection(program.backward)
+    last = last_backward(program.orders[worker])
+    due = {
+        copies.parameter: max(last.get(stage, -1) for stage in held.intersection(copies.stages))
+        for copies in program.replicated
+        if held.intersection(copies.stages)
+    }
+    missing = set(due)
+    for index, instruction in enumerate(program.orders[worker]):
+        if not isinstance(instruction, Reduce):
+            continue
+        if instruction.parameter not in due:
+            faults.at(worker, index, f"no backward on worker {worker} has to do with {instruction.parameter}")
+        elif instruction.parameter not in missing:
+            faults.at(worker, index, "is reduced twice")
+        elif index < due[instruction.parameter]:
+            faults.at(worker, index, f"comes before {program.orders[worker][due[instruction.parameter]]}")
+        missing.discard(instruction.parameter)
+    for parameter in sorted(missing):
+        faults.at_end(worker, f"reduce {parameter} is missing")
+
+
+def last_backward(order: Iterable[Instruction]) -> dict[int, int]:
+    """Where the last backward, or weight half of one, of each stage is."""
+    return {
+        instruction.stage: index
+        for index, instruction in enumerate(order)
+        if isinstance(instruction, Compute) and instruction.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)
+    }

@@ -1,0 +1,56 @@
+"""Draws a timeline as a picture: a row a worker, a box a pass, coloured by kind, shaded by stage."""
+
+from html import escape
+
+from pippy.drivers.schedules.programs.instructions import Op
+from pippy.drivers.schedules.programs.program import Program
+from pippy.drivers.schedules.simulation.simulate import simulate
+from pippy.drivers.schedules.simulation.timeline import Span, Timeline
+
+WIDTH, MARGIN = 1200, 60
+ROW, GAP = 28, 4
+NARROWEST_NAMED = 14  # pixels; a box that is narrower has its name in its tooltip only
+COLOURS = {
+    Op.FORWARD: "#7aa6e8",
+    Op.BACKWARD: "#63bf8f",
+    Op.BACKWARD_INPUT: "#6ccfcf",
+    Op.BACKWARD_WEIGHT: "#b6a3e3",
+}
+
+
+def render_svg(drawn: Program | Timeline) -> str:
+    """The SVG of a timeline, or of a program with a unit cost for each forward and half backward.
+
+    >>> from pippy.drivers.schedules import make_schedule
+    >>> print(render_svg(make_schedule("forward_only", workers=1, chunks=1)))
+    <svg xmlns="http://www.w3.org/2000/svg" width="1200" height="36" font-family="sans-serif" font-size="11">
+    <text x="4" y="22">worker 0</text>
+    <g><title>F0.0: 0 to 1</title><rect x="60.00" y="4" width="1136.00" height="28" fill="#7aa6e8" fill-opacity="1.00" \
+stroke="#fff"/><text x="628.00" y="22" text-anchor="middle">0</text></g>
+    </svg>
+    """
+    timeline = simulate(drawn).timeline if isinstance(drawn, Program) else drawn
+    scale = (WIDTH - MARGIN - GAP) / float(timeline.makespan or 1)
+    stages = [sorted({span.compute.stage for span in spans}) for spans in timeline.spans]
+    boxes = [
+        box(span, GAP + worker * (ROW + GAP), scale, stages[worker].index(span.compute.stage) / len(stages[worker]))
+        for worker, spans in enumerate(timeline.spans)
+        for span in spans
+    ]
+    height = GAP + len(timeline.spans) * (ROW + GAP)
+    names = [f'<text x="4" y="{22 + i * (ROW + GAP)}">worker {i}</text>' for i in range(len(timeline.spans))]
+    size = f'width="{WIDTH}" height="{height}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
+    return "\n".join([head, *names, *boxes, "</svg>"])
+
+
+def box(span: Span, top: int, scale: float, shade: float) -> str:
+    """A pass; ``shade`` is 0 for the worker's first stage and nears 1 for its last, which is the palest."""
+    left, width = MARGIN + float(span.start) * scale, float(span.duration) * scale
+    title = escape(f"{span.compute}: {float(span.start):g} to {float(span.end):g}")
+    name = f'<text x="{left + width / 2:.2f}" y="{top + 18}" text-anchor="middle">{span.compute.microbatch}</text>'
+    return (
+        f'<g><title>{title}</title><rect x="{left:.2f}" y="{top}" width="{width:.2f}" height="{ROW}"'
+        f' fill="{COLOURS[span.compute.op]}" fill-opacity="{1 - 0.6 * shade:.2f}" stroke="#fff"/>'
+        f"{name if width >= NARROWEST_NAMED else ''}</g>"
+    )

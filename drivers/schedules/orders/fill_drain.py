@@ -1,0 +1,28 @@
+"""Fill-drain (GPipe): all forwards, then all backwards.
+
+With one stage on each of p workers a worker idles (p-1)(F+B), however many the chunks, and holds every chunk at its
+peak. On a looped placement this is looped breadth-first: see looped_bfs.py.
+"""
+
+from pippy.drivers.schedules.orders.order import B, F, Plan, passes
+from pippy.drivers.schedules.programs.instructions import Compute
+from pippy.drivers.schedules.programs.placement import Placement, Run
+
+
+def fill_drain(placement: Placement, chunks: int) -> Plan:
+    """All micro-batches up through a run of stages before the worker's next run; then all back down.
+
+    >>> plan = fill_drain(Placement((0, 1)), chunks=2)
+    >>> [str(compute) for compute in plan.orders[0]]
+    ['F0.0', 'F0.1', 'B0.0', 'B0.1']
+    """
+    orders: list[list[Compute]] = [[] for _ in range(placement.workers)]
+    for run in placement.runs:
+        orders[run.worker] += forwards(run, chunks)
+    for run in reversed(placement.runs):
+        orders[run.worker] += [compute for chunk in range(chunks) for compute in passes(B, run.stages, chunk)]
+    return Plan(orders, memory=[chunks * len(placement.stages_of(worker)) for worker in range(placement.workers)])
+
+
+def forwards(run: Run, chunks: int) -> list[Compute]:
+    return [compute for chunk in range(chunks) for compute in passes(F, run.stages, chunk)]

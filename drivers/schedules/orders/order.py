@@ -1,0 +1,42 @@
+"""What a schedule is: a function from a placement and a number of chunks to a plan."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from pippy.drivers.schedules.programs.instructions import Compute, Op
+
+F, B, I, W = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT  # noqa: E741 - as the papers call them
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Each worker's order of computations, and the promise of how many stage-micro-batches each holds at most.
+
+    >>> Plan([[Compute(F, 0, 0), Compute(B, 0, 0)]], memory=[1]).memory
+    [1]
+    """
+
+    orders: Sequence[Sequence[Compute]]
+    memory: Sequence[int] | None = None
+
+
+# A function of (placement, chunks) and perhaps options of its own.
+Schedule = Callable[..., Plan]
+
+
+def passes(op: Op, stages: Sequence[int], microbatch: int) -> list[Compute]:
+    """One pass of adjacent stages over a micro-batch: up the stages for a forward, else down.
+
+    >>> [str(compute) for compute in passes(B, (2, 3), 0)]
+    ['B3.0', 'B2.0']
+    """
+    return [Compute(op, stage, microbatch) for stage in (stages if op == F else reversed(stages))]
+
+
+def keep(order: Iterable[Compute], chunks: int) -> list[Compute]:
+    """Leave out micro-batches from ``chunks`` on.
+
+    What is left of a schedule that works still works: no computation needs one of another micro-batch. So a pattern
+    that is regular only for some numbers of chunks serves all smaller ones.
+    """
+    return [compute for compute in order if compute.microbatch < chunks]

@@ -1,0 +1,61 @@
+"""The schedules by name."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pippy.drivers.schedules.errors import ArgumentError, require
+from pippy.drivers.schedules.orders.dualpipe_v import dualpipe_v
+from pippy.drivers.schedules.orders.fill_drain import fill_drain
+from pippy.drivers.schedules.orders.forward_only import forward_only
+from pippy.drivers.schedules.orders.interleaved import interleaved_1f1b
+from pippy.drivers.schedules.orders.looped_bfs import looped_bfs
+from pippy.drivers.schedules.orders.one_f_one_b import one_f_one_b
+from pippy.drivers.schedules.orders.order import Schedule
+from pippy.drivers.schedules.orders.zb_h1 import zb_h1
+from pippy.drivers.schedules.orders.zb_h2 import zb_h2
+from pippy.drivers.schedules.orders.zb_v import zb_v
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A schedule, how it is placed and how many stages a worker gets unless the user says, and whether it trains."""
+
+    schedule: Schedule
+    placement: str = "linear"
+    stages_per_worker: int = 1
+    training: bool = True
+
+
+REGISTRY = {
+    "fill_drain": Entry(fill_drain),
+    "1f1b": Entry(one_f_one_b),
+    "interleaved_1f1b": Entry(interleaved_1f1b, "looped"),
+    "looped_bfs": Entry(looped_bfs, "looped"),
+    "zb_h1": Entry(zb_h1),
+    "zb_h2": Entry(zb_h2),
+    "zb_v": Entry(zb_v, "v", stages_per_worker=2),
+    "dualpipe_v": Entry(dualpipe_v, "v", stages_per_worker=2),
+    "forward_only": Entry(forward_only, training=False),
+}
+
+
+def register(
+    name: str, schedule: Schedule, placement: str = "linear", stages_per_worker: int = 1, training: bool = True
+) -> None:
+    """Make a schedule of your own known by name.
+
+    >>> from pippy.drivers.schedules import make_schedule
+    >>> from pippy.drivers.schedules.programs.instructions import Compute
+    >>> from pippy.drivers.schedules.orders.order import B, F, Plan
+    >>> def alone(placement, chunks):
+    ...     return Plan([[Compute(op, 0, chunk) for chunk in range(chunks) for op in (F, B)]], memory=[1])
+    >>> register("alone", alone)
+    >>> [str(compute) for compute in make_schedule("alone", workers=1, chunks=2).orders[0]]
+    ['F0.0', 'B0.0', 'F0.1', 'B0.1']
+    >>> del REGISTRY["alone"]
+    """
+    require("name", name, str, "give the name that make_schedule is to know")
+    require("schedule", schedule, Callable, "give a function of a placement and a number of chunks")  # type: ignore[arg-type]
+    if name in REGISTRY:
+        raise ArgumentError(f"there is a schedule called {name!r} already; take another name")
+    REGISTRY[name] = Entry(schedule, placement, stages_per_worker, training)

@@ -1,0 +1,1 @@
+"""The instructions of all workers, and how they are written."""

@@ -1,0 +1,201 @@
+"""The instructions of all workers, and how they are written."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from pippy.drivers.schedules.errors import ArgumentError, require
+from pippy.drivers.schedules.programs.graph import Edge, Replicated, chain
+from pippy.drivers.schedules.programs.instructions import Compute, Instruction, Op
+from pippy.drivers.schedules.programs.placement import Placement, is_count, require_count
+from pippy.drivers.schedules.programs.scanner import NAME, QUALIFIED_NAME, SCHEDULE
+
+TITLE = "pippy program 1"
+INDENT = "  "
+
+
+@dataclass(frozen=True)
+class Program:
+    """What every worker does, in order, and what has to be known to check it.
+
+    ``backward`` are the stages that have a backward pass: none in a program for inference. ``memory`` is the stated
+    limit of live stage-micro-batches per worker, if there is one. ``edges`` is what the stages hand to one another;
+    None means that they form a chain. A ``lowered`` program says what is sent, received, freed and reduced; any other
+    only orders computations, and the edges imply the rest. ``str(program)`` is the text of its file, and
+    ``parse_program`` the way back.
+
+    >>> from pippy.drivers.schedules import make_schedule
+    >>> program = make_schedule("1f1b", workers=2, chunks=2)
+    >>> [str(instruction) for instruction in program.orders[0]]
+    ['F0.0', 'F0.1', 'B0.0', 'B0.1']
+    >>> from pippy.drivers.schedules import parse_program
+    >>> parse_program(str(program)) == program
+    True
+    """
+
+    schedule: str
+    placement: Placement
+    chunks: int
+    orders: tuple[tuple[Instruction, ...], ...]
+    backward: tuple[int, ...]
+    memory: tuple[int, ...] | None = None
+    edges: tuple[Edge, ...] | None = None
+    replicated: tuple[Replicated, ...] = ()
+    lowered: bool = False
+
+    def __post_init__(self) -> None:
+        require("placement", self.placement, Placement, "give a Placement, as make_placement makes it")
+        require("orders", self.orders, tuple, "give one tuple of instructions for each worker")
+        require_count("chunks", self.chunks)
+        if not SCHEDULE.fullmatch(self.schedule):
+            raise ArgumentError(
+                f"schedule={self.schedule!r} must be one line of ASCII text, without spaces at its ends"
+            )
+        for what, given in (("orders", self.orders), ("memory", self.memory)):
+            if given is not None and len(given) != self.workers:
+                raise ArgumentError(
+                    f"{what} of {len(given)} workers for placement {self.placement}; give one per worker"
+                )
+        for limit in self.memory or ():
+            if not is_count(limit, least=0):
+                raise ArgumentError(f"memory={self.memory}: {limit!r} must be a whole number of at least 0")
+        self._refuse_unclear_stages()
+        self._refuse_unclear_names()
+        self._refuse_unclear_edges()
+
+    def _refuse_unclear_stages(self) -> None:
+        named = [("backward", stage) for stage in self.backward]
+        named += [(f"edge {edge}", end.stage) for edge in self.edges or () for end in edge.ends]
+        named += [(f"replicated {copies}", stage) for copies in self.replicated for stage in copies.stages]
+        for where, stage in named:
+            if not 0 <= stage < self.stages:
+                raise ArgumentError(
+                    f"{where}: there is no stage {stage}; the placement has stages 0 to {self.stages - 1}"
+                )
+        if list(self.backward) != sorted(set(self.backward)):
+            raise ArgumentError(f"backward={self.backward} must name each stage once, in order")
+
+    def _refuse_unclear_names(self) -> None:
+        values = [(f"edge {edge}", edge.value, NAME) for edge in self.edges or ()]
+        parameters = [(f"replicated {copies}", copies.parameter, QUALIFIED_NAME) for copies in self.replicated]
+        for named in (values, parameters):
+            counts = Counter(name for _, name, _ in named)
+            for where, name, pattern in named:
+                if not pattern.fullmatch(name):
+                    raise ArgumentError(f"{where}: {name!r} must be a name of letters, digits and underscores")
+                if counts[name] > 1:
+                    raise ArgumentError(f"{where}: {name} is there twice; give each name one line")
+
+    def _refuse_unclear_edges(self) -> None:
+        for copies in self.replicated:
+            if not copies.stages:
+                raise ArgumentError(f"replicated {copies.parameter}: no stage has a copy; leave the line out")
+        for edge in self.edges or ():
+            if not edge.targets:
+                raise ArgumentError(f"edge {edge}: no pass needs it; leave the edge out")
+            for end in edge.ends:
+                if end.phase == "B" and end.stage not in self.backward:
+                    raise ArgumentError(f"edge {edge}: stage {end.stage} has no backward; leave the edge out")
+
+    def __str__(self) -> str:
+        return "".join(f"{line}\n" for line in self.lines())
+
+    def lines(self) -> Iterator[str]:
+        """The lines of the program's file."""
+        yield from self.header()
+        for worker, order in enumerate(self.orders):
+            yield f"worker {worker}"
+            yield from (f"{INDENT}{instruction}" for instruction in order)
+
+    def header(self) -> Iterator[str]:
+        """The lines of the program's file before the first worker's."""
+        yield TITLE
+        yield f"schedule {self.schedule}"
+        yield f"workers {self.workers}"
+        yield f"stages {self.stages}"
+        yield f"chunks {self.chunks}"
+        yield f"placement {self.placement}"
+        yield f"backward {stage_set_text(self.backward, self.stages)}"
+        yield f"memory {'unlimited' if self.memory is None else ' '.join(map(str, self.memory))}"
+        if not self.edges:
+            yield f"edges {'chain' if self.edges is None else 'none'}"
+        yield from (f"edge {edge}" for edge in self.edges or ())
+        yield from (f"replicated {copies}" for copies in self.replicated)
+        yield f"communication {'explicit' if self.lowered else 'implied'}"
+
+    @property
+    def workers(self) -> int:
+        return self.placement.workers
+
+    @property
+    def stages(self) -> int:
+        return self.placement.stages
+
+    @cached_property
+    def flow(self) -> tuple[Edge, ...]:
+        """The edges between the stages, those of a chain included."""
+        return chain(self.stages, set(self.backward)) if self.edges is None else self.edges
+
+    @cached_property
+    def computations(self) -> tuple[tuple[Compute, ...], ...]:
+        """The computations of every worker, in order."""
+        return tuple(
+            tuple(instruction for instruction in order if isinstance(instruction, Compute)) for order in self.orders
+        )
+
+    @cached_property
+    def peak_live(self) -> tuple[int, ...]:
+        """The most stage-micro-batches that each worker holds at a time: from forward to the end of the backward."""
+        return tuple(peak_live(order, frozenset(self.backward)) for order in self.computations)
+
+    def for_graph(
+        self, edges: Iterable[Edge], backward: Iterable[int] | None = None, replicated: Iterable[Replicated] = ()
+    ) -> "Program":
+        """The same schedule for stages that are no chain: backwards of stages that have none are left out.
+
+        >>> from pippy.drivers.schedules import make_schedule
+        >>> program = make_schedule("1f1b", workers=2, chunks=1).for_graph(edges=[], backward=[1])
+        >>> [[str(compute) for compute in order] for order in program.orders]
+        [['F0.0'], ['F1.0', 'B1.0']]
+        """
+        kept = set(self.backward if backward is None else backward)
+        orders = tuple(
+            tuple(compute for compute in order if compute.op == Op.FORWARD or compute.stage in kept)
+            for order in self.computations
+        )
+        return replace(
+            self,
+            orders=orders,
+            backward=tuple(sorted(kept)),
+            edges=tuple(edges),
+            replicated=tuple(replicated),
+            lowered=False,
+        )
+
+    def with_orders(self, orders: Iterable[Iterable[Instruction]]) -> "Program":
+        """The same program with other instructions."""
+        return replace(self, orders=tuple(map(tuple, orders)))
+
+    def save(self, path: str | Path) -> None:
+        """Write the program's file; ``load_program`` reads it."""
+        Path(path).write_text(str(self), encoding="utf-8")
+
+
+def peak_live(order: Iterable[Compute], backward: frozenset[int]) -> int:
+    """The most stage-micro-batches held at a time: a forward begins one, a backward or its weight half ends it."""
+    live = peak = 0
+    for compute in order:
+        if compute.op == Op.FORWARD:
+            peak = max(peak, live + 1)
+            live += compute.stage in backward
+        elif compute.op != Op.BACKWARD_INPUT:
+            live -= 1
+    return peak
+
+
+def stage_set_text(stages: Sequence[int], total: int) -> str:
+    if len(stages) == total:
+        return "all"
+    return " ".join(map(str, stages)) or "none"

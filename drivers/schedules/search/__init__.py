@@ -1,0 +1,1 @@
+"""The best order for given costs, found by trying."""

@@ -1,0 +1,38 @@
+"""Tries every order that could be better than the best one known: for tiny programs only.
+
+Every schedule is written in one way: its passes in the order of their starts, each as early as it can be. A beginning
+is given up as soon as no way to go on can beat the best known makespan.
+"""
+
+from collections.abc import Sequence
+
+from pippy.drivers.schedules.programs.instructions import Compute
+from pippy.drivers.schedules.search.partial import Partial, Problem
+from pippy.drivers.schedules.simulation.costs import Number
+
+Orders = Sequence[Sequence[Compute]]
+
+
+def best_of_all(problem: Problem, makespan: Number, orders: Orders) -> tuple[Number, Orders]:
+    """The shortest makespan that any orders have, and orders that have it: those given, if none is shorter.
+
+    >>> from pippy.drivers.schedules import Costs, make_schedule
+    >>> program = make_schedule("fill_drain", workers=1, chunks=2)
+    >>> best_of_all(Problem(program, Costs(), memory=[1], halves=False), 99.0, [])[0]
+    6.0
+    """
+    beginnings: list[tuple[Number, Partial]] = [(0, Partial(problem))]
+    while beginnings:
+        latest, partial = beginnings.pop()
+        if partial.bound >= makespan:
+            continue
+        if partial.complete:
+            makespan, orders = partial.bound, partial.orders
+            continue
+        for worker in range(partial.workers):
+            for start, compute in partial.options(worker):
+                if start >= latest:
+                    further = partial.copy()
+                    further.add(worker, compute, start)
+                    beginnings.append((start, further))
+    return makespan, orders

@@ -1,0 +1,1 @@
+"""Programs run on a clock, without computing anything."""

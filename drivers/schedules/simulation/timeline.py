@@ -1,0 +1,55 @@
+"""What ran when: made by a simulation or recorded from a real run, and drawn the same way."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from pippy.drivers.schedules.errors import ArgumentError
+from pippy.drivers.schedules.programs.instructions import Compute
+
+Number = float | Fraction
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One computation of a worker, from start to end.
+
+    >>> from pippy.drivers.schedules.orders.order import F
+    >>> Span(Compute(F, 0, 0), 1.0, 2.5).duration
+    1.5
+    """
+
+    compute: Compute
+    start: Number
+    end: Number
+
+    @property
+    def duration(self) -> Number:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Each worker's spans, in order of time.
+
+    >>> from pippy.drivers.schedules.orders.order import F
+    >>> Timeline([[Span(Compute(F, 0, 0), 1.0, 2.5)]]).makespan
+    2.5
+    """
+
+    spans: Sequence[Sequence[Span]]
+
+    def __post_init__(self) -> None:
+        for worker, spans in enumerate(self.spans):
+            clock: Number = 0
+            for span in spans:
+                if span.start < clock or span.end < span.start:
+                    raise ArgumentError(
+                        f"worker {worker} runs {span.compute} from {span.start} to {span.end}, when it is {clock}; "
+                        "give each worker's spans in order of time, from 0, without overlap"
+                    )
+                clock = span.end
+
+    @property
+    def makespan(self) -> Number:
+        return max((spans[-1].end for spans in self.spans if spans), default=0)

@@ -1,0 +1,1 @@
+"""All that carries bytes between processes."""

@@ -1,0 +1,100 @@
+"""Memory that two processes can see, and how the values of a layout are written to and read from it."""
+
+import errno
+import fcntl
+import mmap
+import os
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pippy.drivers.transport.layout import Layout, Slot, rebuild
+
+_F_ADD_SEALS, _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1033, 1, 2, 4
+
+
+class Memory:
+    """Bytes that tensors are copied to and from.
+
+    >>> from pippy.drivers.transport.layout import layout_of
+    >>> memory, value = Memory(mmap.mmap(-1, 4096)), (torch.arange(3), None)
+    >>> memory.write(128, layout_of(value), [value[0]], b"")
+    >>> memory.read(128, layout_of(value), 0, None)
+    (tensor([0, 1, 2]), None)
+    """
+
+    def __init__(self, mapped: mmap.mmap) -> None:
+        self.size = len(mapped)
+        self.bytes = memoryview(mapped)
+        self._storage = torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
+        self._windows: dict[torch.dtype, torch.Tensor] = {}
+
+    def write(self, start: int, layout: Layout, tensors: Sequence[torch.Tensor], rest: bytes) -> None:
+        """Write the bytes of a value at ``start``."""
+        for place, tensor in zip(layout.places, tensors):
+            window = self._window(place.dtype).set_(
+                self._storage, (start + place.offset) // place.dtype.itemsize, place.shape, place.stride
+            )
+            window.copy_(tensor.detach() if tensor.requires_grad else tensor)
+        if rest:
+            start += layout.size
+            self.bytes[start : start + len(rest)] = rest
+
+    def read(self, start: int, layout: Layout, rest: int, device: torch.device | None) -> Any:
+        """A new value from the bytes at ``start``, of which the last ``rest`` are pickled."""
+        tensors = []
+        for place in layout.places:
+            window = self._window(place.dtype).set_(
+                self._storage, (start + place.offset) // place.dtype.itemsize, place.shape, place.stride
+            )
+            # not a view of anything: a stage may change it in place and have its gradient
+            tensor = torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device=device)
+            tensor.copy_(window)
+            tensors.append(tensor.requires_grad_() if place.requires_grad else tensor)
+        if not rest and type(layout.skeleton) is Slot:
+            return tensors[0]
+        start += layout.size
+        return rebuild(layout, tensors, pickle.loads(self.bytes[start : start + rest]) if rest else ())
+
+    def _window(self, dtype: torch.dtype) -> torch.Tensor:
+        # set_ moves one tensor about: making one for each value takes longer than copying a small value
+        window = self._windows.get(dtype)
+        if window is None:
+            window = self._windows[dtype] = torch.empty(0, dtype=dtype)
+        return window
+
+
+def private_memory(size: int) -> Memory:
+    """Memory of this process."""
+    return Memory(mmap.mmap(-1, size))
+
+
+def create_shared(size: int) -> tuple[int, Memory]:
+    """New memory without a name, as a file descriptor to hand over and as memory. It ends with its last user.
+
+    >>> fd, memory = create_shared(4096)
+    >>> other = map_shared(fd)
+    >>> memory.bytes[:2] = b"ab"
+    >>> bytes(other.bytes[:2])
+    b'ab'
+    >>> os.close(fd)
+    """
+    fd = os.memfd_create("pippy", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(fd, 0, size)  # so that too little memory is an error here, and not a SIGBUS later
+        fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SHRINK | _SEAL_GROW | _SEAL_SEAL)
+        return fd, map_shared(fd)
+    except OSError as error:
+        os.close(fd)
+        if error.errno in (errno.ENOSPC, errno.ENOMEM):
+            raise OSError(
+                error.errno, f"no {size:,} bytes of memory for values on their way to another worker"
+            ) from error
+        raise
+
+
+def map_shared(fd: int) -> Memory:
+    """The memory behind a file descriptor."""
+    return Memory(mmap.mmap(fd, os.fstat(fd).st_size))

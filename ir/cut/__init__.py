@@ -1,0 +1,1 @@
+"""Which node goes to which stage, and where a cut is possible."""

@@ -1,0 +1,205 @@
+"""From a plan to graph modules: one for each stage, and the restricted top-level graph that calls them."""
+
+import copy
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from pippy.ir.cut.params import MultiUseParamSpec, replicas, replicated_names
+from pippy.ir.cut.plan import Plan, StagePlan, make_plan
+from pippy.ir.errors import SharedParameterError
+from pippy.ir.front.trace import Traced
+from pippy.ir.names import LOSS, Qualnames, local_name, named_state, place, qualnames_of, stage_index
+from pippy.ir.nodes import map_nodes
+from pippy.ir.run.functions import own_copy, set_grad_mode
+from pippy.ir.run.graph_module import KEPT_META, PipeGraphModule, empty_graph_module, install
+from pippy.ir.wiring import ValueName, Wiring
+
+
+@dataclass
+class Split:
+    """The parts of a forward-only Pipe."""
+
+    split_gm: PipeGraphModule
+    qualnames: Qualnames
+    replicated_params: list[dict[str, str]]
+    wiring: Wiring
+
+
+def split(traced: Traced, spec: MultiUseParamSpec = None) -> Split:
+    """Cut a marked graph into stages."""
+    plan = make_plan(traced, spec)
+    copies = replicas(plan.sharing)
+    names = qualnames_of(traced.model)
+    stages = {stage.name: _stage_module(plan, stage, copies.get(stage.index, {}), names) for stage in plan.stages}
+    place(names, traced.model, stages)
+    by_index = {stage.index: stages[stage.name] for stage in plan.stages}
+    replicated = replicated_names(plan.sharing, by_index, copies)
+    return Split(_top_level(plan, stages), names, replicated, _wiring(plan))
+
+
+def _wiring(plan: Plan) -> Wiring:
+    placeholders = plan.traced.graph.find_nodes(op="placeholder")
+    outputs = map_nodes(lambda node: ValueName(value_name(plan, plan.first_of(node))), plan.output)
+    return Wiring(tuple(value_name(plan, node) for node in placeholders), outputs)
+
+
+def _stage_module(
+    plan: Plan, stage: StagePlan, copies: Mapping[int, torch.Tensor], names: Qualnames
+) -> PipeGraphModule:
+    module = empty_graph_module()
+    module.training = plan.traced.model.training
+    builder = _StageGraph(plan, stage)
+    graph = builder.build()
+    memo = _copy_memo(plan.traced.model, copies)
+    for target in sorted(builder.targets, key=lambda target: target.count(".")):  # a module before what is inside of it
+        held = _for_stage(target, plan.traced.attributes[target], copies, memo)
+        install(module, target, held, plan.traced.model, target in names.saved)
+    module.graph = graph
+    return module
+
+
+def _copy_memo(model: nn.Module, copies: Mapping[int, torch.Tensor]) -> dict[int, Any]:
+    """A deepcopy memo under which every tensor of the model stays itself, but for the replicas."""
+    if not copies:
+        return {}
+    return {**{id(tensor): tensor for _, tensor in named_state(model)}, **copies}
+
+
+def _for_stage(target: str, value: Any, copies: Mapping[int, torch.Tensor], memo: dict[int, Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return copies.get(id(value), value)
+    if isinstance(value, nn.Module) and any(id(tensor) in copies for _, tensor in named_state(value)):
+        try:
+            return copy.deepcopy(value, memo)
+        except Exception as error:
+            raise SharedParameterError(
+                f"{target!r} ({type(value).__name__}) holds a parameter that several stages use, so the module must be "
+                f"copied, but copy.deepcopy failed: {type(error).__name__}: {error}"
+            ) from error
+    return value
+
+
+class _StageGraph:
+    """Builds the graph of one stage."""
+
+    def __init__(self, plan: Plan, stage: StagePlan) -> None:
+        self.plan, self.stage, self.graph = plan, stage, fx.Graph()
+        self.values: dict[fx.Node, fx.Node] = {}
+        self.targets: dict[str, None] = {}  # in the order of their first use
+        self.grad_mode: fx.Node | None = None  # inside a region without gradients: the node that began it
+
+    def build(self) -> fx.Graph:
+        for value in self.stage.inputs:
+            self.values[value] = self._placeholder(value)
+        for value in self.stage.inputs:
+            if value in self.stage.copied:
+                self.values[value] = self._own_copy(value)
+        for node in self.stage.nodes:
+            self._follow_grad_mode(node)
+            self._add(node)
+        self._end_region()
+        outputs = tuple(self._output(value) for value in self.stage.outputs)
+        self.graph.output(outputs[0] if len(outputs) == 1 else outputs)
+        return self.graph
+
+    def _placeholder(self, value: fx.Node) -> fx.Node:
+        node = self.graph.create_node("placeholder", value_name(self.plan, value), name=value_name(self.plan, value))
+        node.meta = _kept_meta(value)
+        return node
+
+    def _own_copy(self, value: fx.Node) -> fx.Node:
+        node = self.graph.call_function(own_copy, (self.values[value],))
+        node.meta = _kept_meta(value)
+        return node
+
+    def _add(self, node: fx.Node) -> None:
+        made = self.graph.node_copy(node, self._value)
+        made.meta = _kept_meta(node)
+        if node.op == "call_module":
+            self.targets[str(node.target)] = None
+            made.target = local_name(str(node.target))
+        self.values[node] = made
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        if node.op == "get_attr":
+            return self._attribute(self.plan.same[node])
+        return self.values[node]
+
+    def _attribute(self, node: fx.Node) -> fx.Node:
+        if node not in self.values:
+            self.targets[str(node.target)] = None
+            made = self.graph.create_node("get_attr", local_name(str(node.target)), name=node.name)
+            made.meta = _kept_meta(node)
+            self.values[node] = made
+            if node in self.stage.copied:
+                self.values[node] = self._own_copy(node)
+        return self.values[node]
+
+    def _follow_grad_mode(self, node: fx.Node) -> None:
+        if not node.meta.get("no_grad"):
+            self._end_region()
+        elif self.grad_mode is None:
+            self.grad_mode = self.graph.call_function(set_grad_mode, (False,))
+
+    def _end_region(self) -> None:
+        if self.grad_mode is not None:
+            self.graph.call_function(set_grad_mode, (self.grad_mode,))
+            self.grad_mode = None
+
+    def _output(self, value: fx.Node) -> fx.Node:
+        made = self._value(value)
+        if not is_snapshot(self.plan, value):
+            return made
+        # The tensor goes on changing, micro-batch by micro-batch, while this value of it travels.
+        return self.graph.create_node("call_function", own_copy, (made,), name=value_name(self.plan, value))
+
+
+def is_snapshot(plan: Plan, value: fx.Node) -> bool:
+    """Whether a value shares memory with a tensor of the model that its stage changes in place."""
+    root = plan.roots[value]
+    return root.op == "get_attr" and any(plan.same.get(change.root) is plan.same[root] for change in plan.mutations)
+
+
+def value_name(plan: Plan, value: fx.Node) -> str:
+    """The name of a value: of the placeholder that takes it, and of the node in its stage that gives it."""
+    if value.op == "placeholder" and (value.name == LOSS or stage_index(value.name) is not None):
+        return f"{value.name}_input"  # the name as it is belongs to a call
+    return f"{value.name}_value" if is_snapshot(plan, value) else value.name
+
+
+def _kept_meta(node: fx.Node) -> dict[str, Any]:
+    return {key: node.meta[key] for key in KEPT_META if node.meta.get(key) is not None}
+
+
+def _top_level(plan: Plan, stages: Mapping[str, PipeGraphModule]) -> PipeGraphModule:
+    graph, values = fx.Graph(), {}
+    for node in plan.traced.graph.find_nodes(op="placeholder"):
+        values[node] = graph.create_node("placeholder", node.target, name=value_name(plan, node))
+    for stage in plan.stages:
+        call = graph.call_module(stage.name, tuple(values[value] for value in stage.inputs))
+        call.name = stage.name
+        values.update(_unpacked(graph, call, list(stage.outputs)))
+    graph.output(fx.node.map_arg(plan.output, lambda node: values[plan.first_of(node)]))
+    top = empty_graph_module()
+    top.training = plan.traced.model.training
+    for name, module in stages.items():
+        top.add_module(name, module)
+    top.graph = graph
+    return top
+
+
+def _unpacked(graph: fx.Graph, call: fx.Node, outputs: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """A getitem for each output of a stage that has several; transmitted parameters are taken out first."""
+    if len(outputs) == 1:
+        return {outputs[0]: call}
+    values = {}
+    for index, value in enumerate(outputs):
+        at = call if value.op == "get_attr" else graph._root.prev
+        with graph.inserting_after(at):
+            values[value] = graph.call_function(operator.getitem, (call, index))
+    return values

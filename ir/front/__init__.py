@@ -1,0 +1,1 @@
+"""A model becomes a marked graph."""

@@ -1,0 +1,123 @@
+"""Stand-ins for tensors that know more than torch.fx's own: in-place operators, assertions, questions for the type."""
+
+import dis
+import operator
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from pippy.ir import source
+from pippy.ir.errors import TracingError
+from pippy.ir.run.functions import check_tensor
+
+_IN_PLACE = "iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor".split()
+_PROXY_STATE = frozenset(("tracer", "node", "root", "attr", "_node", "tensor"))
+
+
+class RecordingProxy(fx.Proxy):
+    """A proxy that records `x += y`, `x[i] = y` and `assert x` for what they are, and is a tensor to who asks."""
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
+
+    def __getattr__(self, name: str) -> "RecordingAttribute":
+        return RecordingAttribute(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _PROXY_STATE:
+            object.__setattr__(self, name, value)
+        elif name == "_is_param":
+            raise TracingError(
+                "forward() makes an nn.Parameter, which cannot be recorded; change a parameter in place under torch.no_grad(), "
+                "or keep what is computed as a plain value"
+            )
+        elif not _is_in_place_on(value, self, name):  # after `x.T += y` Python assigns the result
+            raise TracingError(
+                f"forward() sets .{name} of a tensor, which cannot be recorded; for .data use .copy_() or another in-place "
+                "method under torch.no_grad(), for .requires_grad use .detach() or .requires_grad_()"
+            )
+
+    def __bool__(self) -> bool:
+        if _is_assertion(sys._getframe(1)):
+            self.tracer.create_proxy("call_function", torch._assert, (self, "an assertion in forward failed"), {})
+            return True
+        return super().__bool__()
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """A tensor, to `isinstance(x, ...)` in the user's code; to C code that would take it for one, what it is."""
+        if not source.calls(sys._getframe(1), "isinstance"):
+            return type(self)
+        self.tracer.create_proxy("call_function", check_tensor, (self,), {})
+        return torch.Tensor
+
+
+class StateProxy(RecordingProxy):
+    """A parameter or buffer of the model: its shape is known while tracing, so a forward may count and branch on it."""
+
+    def __init__(self, node: fx.Node, tracer: fx.Tracer, tensor: torch.Tensor) -> None:
+        super().__init__(node, tracer)
+        self.tensor = tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.tensor.ndim
+
+    def size(self, *dim: int) -> Any:
+        return self.tensor.size(*dim)
+
+    def dim(self) -> int:
+        return self.tensor.dim()
+
+    def numel(self) -> int:
+        return self.tensor.numel()
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+
+class RecordingAttribute(RecordingProxy, fx.proxy.Attribute):
+    """An attribute of a proxy (`x.T`, `x.data`) that records like one. It becomes a node when it is used."""
+
+
+def _in_place_method(name: str) -> Callable[[fx.Proxy, Any], fx.Proxy]:
+    def method(self: fx.Proxy, other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", getattr(operator, name), (self, other), {})
+
+    return method
+
+
+for _name in _IN_PLACE:
+    setattr(RecordingProxy, f"__{_name}__", _in_place_method(_name))
+
+
+def _is_in_place_on(value: Any, owner: fx.Proxy, name: str) -> bool:
+    """Whether ``value`` is the result of an in-place operator on the attribute ``name`` of ``owner``."""
+    if type(value) is not RecordingProxy or getattr(value.node.target, "__name__", "") not in _IN_PLACE:
+        return False
+    changed = value.node.args[0]
+    return isinstance(changed, fx.Node) and changed.target is getattr and changed.args == (owner.node, name)
+
+
+def _is_assertion(frame: Any) -> bool:
+    """Whether the frame is at the test of an `assert` statement."""
+    instructions = [each for each in dis.get_instructions(frame.f_code) if each.opname != "CACHE"]
+    at = next((index for index, each in enumerate(instructions) if each.offset == frame.f_lasti), None)
+    if at is None or "IF_TRUE" not in instructions[at].opname:
+        return False
+    return instructions[at + 1].opname == "LOAD_ASSERTION_ERROR"
+
+
+def changes_in_place(node: fx.Node, attribute: str) -> bool:
+    """Whether ``node`` is an in-place operator on the attribute of the model with that name."""
+    if node.op != "call_function" or getattr(node.target, "__name__", "") not in _IN_PLACE:
+        return False
+    changed = node.args[0]
+    return isinstance(changed, fx.Node) and changed.op == "get_attr" and changed.target == attribute

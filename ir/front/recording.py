@@ -1,0 +1,171 @@
+"""What torch.fx would lose while it traces, recorded: operations without a traced input, custom autograd functions,
+source lines, and the regions where gradients are off.
+
+Plain symbolic tracing runs `torch.arange(n)`, `torch.rand(3)` or `self.weight.norm()` once, at trace time, and bakes the
+result in; it traces through an `autograd.Function` and so forgets its backward; and it does not see `torch.no_grad()`.
+Each of these gives a graph that is silently another model.
+"""
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.utils.checkpoint
+from torch import fx
+from torch.overrides import TorchFunctionMode
+
+from pippy.ir import source
+from pippy.ir.errors import TracingError
+
+# Questions about a tensor that is there, whose answers a forward may branch on.
+_QUERIES = frozenset(
+    """__format__ __get__ __hash__ __len__ __repr__ data_ptr dim element_size get_device is_complex is_conj is_contiguous
+    is_floating_point is_inference is_neg is_pinned is_shared is_signed nelement numel size storage_offset stride
+    untyped_storage""".split()
+)
+# Tensors of given numbers: constants, as long as nothing traced is in them.
+_CONSTANTS = frozenset((torch.tensor, torch.as_tensor, torch.from_numpy, torch.asarray))
+# Their C parsers take sizes as several numbers, or a dtype, and refuse a proxy among them.
+_TAKING_SIZES = ("empty", "ones", "rand", "randn", "zeros", "finfo", "iinfo")
+
+
+class AutogradFunction:
+    """The `apply` of a custom autograd function, as something that a graph can call by name."""
+
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        self.function = function
+        self.__name__ = self.__qualname__ = function.__name__
+        self.__module__ = function.__module__
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function.apply(*args)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AutogradFunction) and self.function is other.function
+
+    def __hash__(self) -> int:
+        return hash(self.function)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return AutogradFunction, (self.function,)
+
+
+@contextmanager
+def recording(tracer: fx.Tracer) -> Iterator[None]:
+    """Inside, ``tracer`` records what the head of this file says."""
+    with ExitStack() as stack:
+        stack.enter_context(_no_random_numbers())
+        stack.enter_context(patch.object(torch.autograd.Function, "apply", _recorded_apply(tracer)))
+        stack.enter_context(patch.object(torch.autocast, "__enter__", _refuse_autocast))
+        stack.enter_context(patch.object(torch, "is_tensor", lambda value: isinstance(value, (torch.Tensor, fx.Proxy))))
+        for name in _TAKING_SIZES:
+            stack.enter_context(patch.object(torch, name, _given_proxies(tracer, getattr(torch, name))))
+        stack.enter_context(_annotated_nodes(tracer))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(_RecordUntraced(tracer))
+        yield
+
+
+def _given_proxies(tracer: fx.Tracer, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose argument parser refuses proxies before anyone can record the call."""
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(arg, fx.Proxy) for arg in (*args, *kwargs.values())):
+            return tracer.create_proxy("call_function", function, args, kwargs)
+        return function(*args, **kwargs)
+
+    return record
+
+
+class _RecordUntraced(TorchFunctionMode):
+    """Records what is computed from no traced value: new tensors, and operations on the model's own."""
+
+    def __init__(self, tracer: fx.Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if (
+            name in _QUERIES
+            or function in _CONSTANTS
+            or name.startswith("_")
+            or any(issubclass(each, fx.Proxy) for each in types)
+        ):
+            return function(*args, **(kwargs or {}))
+        if getattr(torch.Tensor, name, None) is function:
+            return self.tracer.create_proxy("call_method", name, args, kwargs or {})
+        return self.tracer.create_proxy("call_function", function, args, kwargs or {})
+
+
+def _recorded_apply(tracer: fx.Tracer) -> Any:
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        if (
+            cls is torch.utils.checkpoint.CheckpointFunction
+        ):  # trace what is checkpointed: (function, preserve, *inputs)
+            return args[0](*args[2:])
+        if cls.__module__.startswith("torch."):
+            return original.__func__(cls, *args, **kwargs)
+        return tracer.create_proxy("call_function", AutogradFunction(cls), args, kwargs)
+
+    return classmethod(apply)
+
+
+def _refuse_autocast(_: Any) -> None:
+    raise TracingError(
+        "the model enters torch.autocast in its forward, which a traced graph would lose; cast explicitly (x.to(dtype)), "
+        "or move the region into a module that the tracer treats as a leaf"
+    )
+
+
+@contextmanager
+def _no_random_numbers() -> Iterator[None]:
+    """Whatever was drawn while tracing would be the same for ever after."""
+    python, tensor = random.getstate(), torch.get_rng_state()
+    try:
+        yield
+        drawn = [
+            where
+            for where, same in (("Python's random", random.getstate() == python), ("torch", _same_state(tensor)))
+            if not same
+        ]
+    finally:
+        random.setstate(python)
+        torch.set_rng_state(tensor)
+    if drawn:
+        raise TracingError(
+            f"forward() draws or seeds random numbers ({', '.join(drawn)}) in a way that cannot be recorded, so each run "
+            "would repeat those of tracing; draw them with torch functions (torch.rand(()) < p and torch.where)"
+        )
+
+
+def _same_state(before: torch.Tensor) -> bool:
+    return torch.equal(torch.get_rng_state(), before)
+
+
+@contextmanager
+def _annotated_nodes(tracer: fx.Tracer) -> Iterator[None]:
+    """Every node knows its source line, its module, and whether gradients were off."""
+    create_node, inference = tracer.create_node, torch.is_inference_mode_enabled()
+
+    def create(*args: Any, **kwargs: Any) -> fx.Node:
+        if inference != torch.is_inference_mode_enabled():
+            raise TracingError("the model enters torch.inference_mode() in its forward; use torch.no_grad() there")
+        node = create_node(*args, **kwargs)
+        node.meta["source"] = source.of_frame(sys._getframe(1))
+        node.meta["module_path"] = tracer.scope.module_path
+        if not torch.is_grad_enabled():
+            node.meta["no_grad"] = True
+        return node
+
+    tracer.create_node = create  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del tracer.create_node

@@ -1,0 +1,36 @@
+"""An `nn.Sequential` as a graph that calls each child as a whole, with a mark between every two."""
+
+import inspect
+
+from torch import fx, nn
+
+from pippy.ir.errors import SplitError, TracingError
+from pippy.ir.front.trace import Traced
+from pippy.ir.front.untraceable import hooks_of
+from pippy.ir.marks import pipe_split
+
+
+def trace_sequential(model: nn.Sequential, marked: bool = True) -> Traced:
+    """The graph of a Sequential. Each child is a layer, whether it has parameters or not."""
+    if not isinstance(model, nn.Sequential):
+        raise TracingError(
+            f"from_sequential takes an nn.Sequential; this is a {type(model).__name__}: call pipeline(model) for any module"
+        )
+    if type(model).forward is not nn.Sequential.forward or hooks_of(model):
+        raise TracingError(
+            f"this {type(model).__name__} does more than to call its children in turn (a forward or hooks of its own), which "
+            "from_sequential would leave out; call pipeline(model)"
+        )
+    if not len(model):
+        raise SplitError("this nn.Sequential has no children, so there is nothing to put in a stage")
+    graph = fx.Graph()
+    value = graph.placeholder("input")
+    for name in model._modules:
+        if marked and value.op == "call_module":
+            graph.call_function(pipe_split)
+        value = graph.create_node("call_module", name, (value,))
+        value.meta.update(module_path=name, layer=True)
+    graph.output(value)
+    attributes = {name: module for name, module in model._modules.items() if module is not None}
+    signature = inspect.Signature([inspect.Parameter("input", inspect.Parameter.POSITIONAL_OR_KEYWORD)])
+    return Traced(model, graph, dict(attributes), signature=signature)

@@ -1,0 +1,81 @@
+"""What pippy runs of the user's on its own account leaves no trace: on the model's attributes, on the random state."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pippy.ir import source
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+@contextmanager
+def unaltered(model: nn.Module, silent: bool = False) -> Iterator[None]:
+    """Leave every module of ``model`` with the attributes that it had, and say what its forward tried to set."""
+    modules = [
+        (path, module) for path, module in model.named_modules() if not isinstance(module, torch.jit.ScriptModule)
+    ]
+    before = [(path, module, _attributes(module)) for path, module in modules]
+    try:
+        yield
+    finally:
+        changed = [f"{path}.{name}".lstrip(".") for path, module, old in before for name in _restore(module, old)]
+    if changed and not silent:
+        source.warn(
+            f"forward() sets {', '.join(changed)} on the model; a pipeline's stages do not set attributes, so it stays "
+            "as it was. Return the value, or keep it in a buffer that is changed in place"
+        )
+
+
+@dataclass
+class _Attributes:
+    """What a module held: its attributes by table, and the contents of those that are lists, dicts and sets."""
+
+    tables: dict[str, dict[str, Any]]
+    contents: dict[str, Any]
+
+
+def _attributes(module: nn.Module) -> _Attributes:
+    plain = {name: value for name, value in module.__dict__.items() if name not in _TABLES}
+    contents = {name: copy.copy(value) for name, value in plain.items() if type(value) in (list, dict, set)}
+    return _Attributes({"": plain, **{table: dict(module.__dict__[table]) for table in _TABLES}}, contents)
+
+
+def _restore(module: nn.Module, before: _Attributes) -> list[str]:
+    changed = _restore_contents(before)
+    for table, old in before.tables.items():
+        now = module.__dict__ if table == "" else module.__dict__[table]
+        names = [name for name in now if not (table == "" and name in _TABLES)]
+        stale = [name for name in names if name not in old or now[name] is not old[name]]
+        # An in-place change of a buffer is recorded, and its result assigned; tracing refuses any other assignment.
+        changed += [name for name in stale if not name.startswith("_tensor_constant") and table != "_buffers"]
+        if table == "":
+            for name in stale:
+                del now[name]
+            now.update(old)
+        elif stale:  # as they were, in their order
+            now.clear()
+            now.update(old)
+    return changed
+
+
+def _restore_contents(before: _Attributes) -> list[str]:
+    changed = []
+    for name, old in before.contents.items():
+        now = before.tables[""][name]
+        if _identities(now) != _identities(old):
+            changed.append(name)
+            now.clear()
+            now.extend(old) if isinstance(now, list) else now.update(old)
+    return changed
+
+
+def _identities(container: Any) -> Any:
+    if isinstance(container, dict):
+        return [(key, id(value)) for key, value in container.items()]
+    return [id(value) for value in container] if isinstance(container, list) else {id(value) for value in container}

@@ -1,0 +1,93 @@
+"""What symbolic tracing cannot follow, or would leave out without a word: each refused, with the line and a remedy."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx, nn
+
+from pippy.ir import source
+from pippy.ir.errors import TracingError
+from pippy.ir.front.proxies import changes_in_place
+from pippy.ir.run.graph_module import PipeGraphModule
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+# What Python or fx says, and why that is.
+_REASONS = (
+    ("cannot be iterated", "tracing sees no values, so a loop over a tensor or an input cannot be followed"),
+    ("control flow", "tracing sees no values, so an `if`, a `while` or a `bool()` on a tensor cannot be followed"),
+    ("'len' is not supported", "tracing sees no values, so len() of one is unknown; use x.size(0)"),
+    ("interpreted as an integer", "tracing sees no values, so range() or an index needs a number known beforehand"),
+    ("__int__ returned non-int", "tracing sees no values, so int() of one is unknown"),
+    ("__index__ returned non-int", "tracing sees no values, so range() or an index needs a number known beforehand"),
+    ("real number", "tracing sees no values, so float() of one is unknown"),
+    ("as parameter", "assigning to a parameter cannot be recorded; change it in place under torch.no_grad()"),
+)
+
+_ADVICE = (
+    "What to do: pass the value as a constant with concrete_args={...} if it is an argument; or move this code into a "
+    "module of its own and keep it whole with a tracer whose is_leaf_module says True for it; or mark the function with "
+    "torch.fx.wrap."
+)
+
+
+def explained(error: Exception, model: nn.Module) -> TracingError:
+    """The error to raise for one that came out of the user's forward while it was traced."""
+    text = str(error)
+    reasons = [reason for clue, reason in _REASONS if clue in text]
+    where = source.of_traceback(error.__traceback__, below="trace")
+    lines = [f"cannot trace {type(model).__name__}: {type(error).__name__}: {text}"]
+    lines += [where.excerpt()] if where else []
+    lines += [f"Why: {reason}." for reason in reasons[:1]]
+    lines += [] if isinstance(error, NotImplementedError) else [_ADVICE]
+    return TracingError("\n".join(lines))
+
+
+def check_model(model: object) -> None:
+    """Refuse what is no module, or does things around its forward that tracing never calls."""
+    if isinstance(model, type):
+        raise TracingError(f"{model.__name__} is a class; give an instance of it: pipeline({model.__name__}(...))")
+    if not isinstance(model, nn.Module):
+        raise TracingError(
+            f"this is a {type(model).__name__}, not an nn.Module; put the function in a module's forward"
+        )
+    if any(isinstance(node, PipeGraphModule) for node in model.__dict__.values()):
+        raise TracingError("this is a Pipe already; give the model that it was made from")
+    if "forward" in model.__dict__:
+        raise TracingError(
+            f"this {type(model).__name__} has a forward set on the instance, which tracing would pass by; "
+            "define forward in the class"
+        )
+    hooks = hooks_of(model)
+    if hooks:
+        raise TracingError(
+            f"this {type(model).__name__} has hooks of its own ({', '.join(hooks)}), which no stage would call; take them off, "
+            "or put the model inside a module that calls it"
+        )
+
+
+def hooks_of(module: nn.Module) -> list[str]:
+    """The kinds of hooks that a module has."""
+    return [kind.strip("_") for kind in _HOOKS if getattr(module, kind)]
+
+
+def check_backward_hooks(tracer: fx.Tracer, module: nn.Module) -> None:
+    """Refuse backward hooks on a module that is traced through: it is no module any more when the stage runs."""
+    path = tracer.path_of_module(module)
+    if not tracer.is_leaf_module(module, path):
+        raise TracingError(
+            f"{path!r} ({type(module).__name__}) has backward hooks, which would be lost, since tracing takes it apart; keep "
+            "it whole with a tracer whose is_leaf_module says True for it, or take the hooks off"
+        )
+
+
+def check_assigned_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a buffer that forward assigned anew; an in-place change (`self.count += 1`) is recorded as such."""
+    for path, module in model.named_modules():
+        for name, value in module._buffers.items():
+            full = f"{path}.{name}".lstrip(".")
+            if isinstance(value, fx.Proxy) and not changes_in_place(value.node, full):
+                raise TracingError(
+                    f"forward() assigns the buffer {full!r}, which cannot be recorded:\n{source.excerpt_of(value.node)}\n"
+                    f"What to do: change it in place, as in self.{name}.copy_(...), .add_(...) or +="
+                )

@@ -1,0 +1,340 @@
+"""What a Pipe may contain, as two tables: one row for each kind of node, one row for each property of the whole.
+
+    kind              how it is recognized        what it must be
+    ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+    placeholder       op                          an input of the model, or the loss's target, in their order
+    stage             call_module submod_i        called once, in order; each argument the value its input is named after
+    loss              call_module _loss           called once, with what the model returns, and the target
+    getitem           operator.getitem            one output of a stage, or one gradient of a backward; each once
+    backward          stage_backward              one for each call that the loss depends on, with exactly its inputs and
+                                                  the gradients of its outputs
+    add               torch.add                   two gradients of one value, the later use first
+    output            op                          what the model returns, or the loss
+
+A broken Pipe breaks many rules at once: every check yields faults, and what cannot even be checked is a fault too.
+"""
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import fx
+
+from pippy.ir.names import LOSS, stage_index, stage_name
+from pippy.ir.nodes import ancestors, flat_inputs, is_getitem
+from pippy.ir.run.stage_backward import SEED, stage_backward
+from pippy.ir.wiring import names_of, stage_outputs, value_name
+
+if TYPE_CHECKING:
+    from pippy.ir.pipe import Pipe
+
+
+class Fault(NamedTuple):
+    """A broken rule, and the node that breaks it where there is one."""
+
+    node: fx.Node | None
+    message: str
+
+
+Faults = Iterator[Fault]
+
+
+@dataclass
+class Subject:
+    """A Pipe under examination, with what several rules need to know about it."""
+
+    pipe: "Pipe"
+    before_backward: bool
+
+    @cached_property
+    def nodes(self) -> list[fx.Node]:
+        return list(self.pipe.split_gm.graph.nodes)
+
+    @cached_property
+    def position(self) -> dict[fx.Node, int]:
+        return {node: index for index, node in enumerate(self.nodes)}
+
+    @cached_property
+    def calls(self) -> list[fx.Node]:
+        return [node for node in self.nodes if node.op == "call_module"]
+
+    @cached_property
+    def modules(self) -> dict[str, fx.GraphModule]:
+        return {name: module for name, module in self.pipe.stages() if isinstance(module, fx.GraphModule)}
+
+    @cached_property
+    def loss_node(self) -> fx.Node | None:
+        loss = self.pipe.loss
+        return next((node for node in self.nodes if loss is not None and node.name == loss.value), None)
+
+    @cached_property
+    def live(self) -> list[fx.Node]:
+        """The calls that must have a backward, the last first."""
+        if self.loss_node is None or self.before_backward:
+            return []
+        depends = ancestors(self.loss_node)
+        return [call for call in reversed(self.calls) if call in depends]
+
+    @cached_property
+    def backwards(self) -> dict[fx.Node, fx.Node]:
+        """The backward of each call."""
+        made = [(node.kwargs.get("stage_output"), node) for node in self.nodes if _calls(stage_backward)(node)]
+        return {call: node for call, node in made if isinstance(call, fx.Node)}
+
+    @cached_property
+    def contributions(self) -> dict[fx.Node, list[tuple[fx.Node, int]]]:
+        """The gradients that meet at each value: a backward and a position in it for every use, the latest first."""
+        found: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
+        for call in self.live:
+            if call in self.backwards:
+                for index, value in enumerate(flat_inputs(call)):
+                    found.setdefault(value, []).append((self.backwards[call], index))
+        return found
+
+
+def check_placeholder(subject: Subject, node: fx.Node) -> Faults:
+    if node.name not in subject.pipe.wiring.inputs:
+        yield Fault(node, f"is no input of the model; its inputs are {list(subject.pipe.wiring.inputs)}")
+
+
+def check_stage(subject: Subject, node: fx.Node) -> Faults:
+    if node.name != node.target:
+        yield Fault(node, f"the call of {node.target} is named {node.name}")
+    module = subject.modules.get(str(node.target))
+    if module is None:
+        yield Fault(node, f"calls {node.target}, which the Pipe does not have")
+        return
+    if node.kwargs:
+        yield Fault(node, f"has keyword arguments {list(node.kwargs)}; a stage takes positional ones only")
+    wanted = [each.name for each in module.graph.find_nodes(op="placeholder")]
+    given = [_name(subject, arg) for arg in node.args]
+    if wanted != given:
+        yield Fault(node, f"{node.target} takes ({', '.join(wanted)}) but is given ({', '.join(given)})")
+
+
+def _name(subject: Subject, argument: Any) -> str:
+    if not isinstance(argument, fx.Node):
+        return repr(argument)
+    return value_name(subject.pipe, argument) or f"no value: {argument.name}"
+
+
+def check_loss(subject: Subject, node: fx.Node) -> Faults:
+    pipe = subject.pipe
+    if node.name != LOSS or pipe.loss is None or pipe.loss.value != LOSS:
+        yield Fault(node, "the Pipe was made without a loss function")
+    if LOSS not in pipe.split_gm._modules:
+        yield Fault(node, "the Pipe has no module _loss")
+    target = node.args[1] if len(node.args) == 2 else None
+    if len(node.args) != 2 or node.kwargs or getattr(target, "name", None) != pipe.target_name:
+        yield Fault(node, "must be called with what the model returns and the target")
+    elif names_of(subject.pipe, node.args[0]) != pipe.wiring.outputs:
+        yield Fault(node, f"is given {names_of(subject.pipe, node.args[0])}; the model returns {pipe.wiring.outputs}")
+
+
+def check_getitem(subject: Subject, node: fx.Node) -> Faults:
+    source, index = node.args if len(node.args) == 2 and not node.kwargs else (None, None)
+    if not isinstance(source, fx.Node) or not isinstance(index, int) or isinstance(index, bool):
+        yield Fault(node, "must take one entry, by number, from a stage's outputs or a backward's gradients")
+        return
+    twins = [user for user in source.users if is_getitem(user) and user.args == node.args]
+    if twins[0] is not node:
+        yield Fault(node, f"takes the same entry as {twins[0].name}")
+    if source.op == "call_function" and source.target is stage_backward:
+        size = len(source.kwargs.get("input_values") or ())  # type: ignore[arg-type]
+    elif str(source.target) in subject.modules:
+        made = stage_outputs(subject.pipe, str(source.target))
+        size = len(made) if isinstance(made, tuple) else 0
+        if not node.users:
+            yield Fault(node, "is used by nothing")
+    else:
+        size = 0
+    if not 0 <= index < size:
+        yield Fault(node, f"takes entry {index} of {source.name}, which has {size} to take")
+
+
+def check_backward(subject: Subject, node: fx.Node) -> Faults:
+    if node.args or list(node.kwargs) != ["stage_output", "output_grads", "input_values"]:
+        yield Fault(node, "must have exactly the keywords stage_output, output_grads and input_values")
+        return
+    call = node.kwargs["stage_output"]
+    if not isinstance(call, fx.Node) or call not in subject.live or subject.backwards.get(call) is not node:
+        yield Fault(node, "must be the one backward of a call that the loss depends on")
+        return
+    inputs = flat_inputs(call)
+    if list(node.kwargs["input_values"]) != inputs:  # type: ignore[arg-type]
+        yield Fault(node, f"has other input_values than {call.name} has inputs: {inputs}")
+    yield from _check_output_gradients(subject, node, call)
+    taken = {user.args[1] for user in node.users if is_getitem(user)}
+    wanted = set() if all(value.op == "placeholder" for value in inputs) else set(range(len(inputs)))
+    if taken != wanted:
+        yield Fault(
+            node, f"the gradients that are taken out of it are {sorted(map(str, taken))}; wanted {sorted(wanted)}"
+        )
+
+
+def _check_output_gradients(subject: Subject, node: fx.Node, call: fx.Node) -> Faults:
+    given = node.kwargs["output_grads"]
+    made = stage_outputs(subject.pipe, str(call.target)) if str(call.target) in subject.modules else None
+    if not isinstance(made, tuple):
+        yield from _check_gradient(subject, node, call, given)
+        return
+    if not isinstance(given, (tuple, list)) or len(given) != len(made):
+        yield Fault(node, f"must have a gradient, or None, for each of the {len(made)} outputs of {call.name}")
+        return
+    items = {user.args[1]: user for user in call.users if is_getitem(user)}
+    for index, gradient in enumerate(given):
+        if index in items:
+            yield from _check_gradient(subject, node, items[index], gradient)
+        elif gradient is not None:
+            yield Fault(node, f"has a gradient for output {index} of {call.name}, which nothing uses")
+
+
+def _check_gradient(subject: Subject, node: fx.Node, value: fx.Node, given: Any) -> Faults:
+    """The gradient of a value must be the sum of those of all its uses; that of the loss, its seed."""
+    if value is subject.loss_node:
+        assert subject.pipe.loss is not None
+        seed = subject.pipe.loss.seed
+        if given != (None if value is node.kwargs["stage_output"] and seed == SEED else seed):
+            yield Fault(node, f"must start from the loss's own gradient, {seed}, not from {given}")
+        return
+    wanted = subject.contributions.get(value, [])
+    found = _summands(given)
+    if found != wanted:
+        names = [f"{backward.name}[{index}]" for backward, index in wanted]
+        yield Fault(node, f"has {given} for the gradient of {value.name}; it must be {' + '.join(names) or None}")
+
+
+def _summands(gradient: Any) -> list[tuple[Any, Any]]:
+    """What a gradient is the sum of: the entries of backwards, in the order of addition."""
+    found: list[tuple[Any, Any]] = []
+    seen: set[fx.Node] = set()
+    while isinstance(gradient, fx.Node) and gradient.target is torch.add and gradient not in seen:
+        seen.add(gradient)  # a broken graph may go in circles
+        gradient, last = gradient.args
+        found.append(_entry(last))
+    if gradient is not None:
+        found.append(_entry(gradient))
+    return found[::-1]
+
+
+def _entry(gradient: Any) -> tuple[Any, Any]:
+    if isinstance(gradient, fx.Node) and is_getitem(gradient) and len(gradient.args) == 2:
+        return gradient.args[0], gradient.args[1]
+    return gradient, None
+
+
+def check_add(subject: Subject, node: fx.Node) -> Faults:
+    if len(node.args) != 2 or node.kwargs or not all(isinstance(arg, fx.Node) for arg in node.args):
+        yield Fault(node, "must add two gradients")
+    if len(node.users) != 1:
+        yield Fault(node, f"is used {len(node.users)} times; a sum of gradients is used once")
+
+
+def check_output(subject: Subject, node: fx.Node) -> Faults:
+    pipe = subject.pipe
+    if pipe.loss is not None and pipe.loss.value == LOSS:
+        if getattr(node.args[0], "name", None) != LOSS:
+            yield Fault(node, f"must return _loss, not {node.args[0]}")
+    elif names_of(subject.pipe, node.args[0]) != pipe.wiring.outputs:
+        yield Fault(node, f"returns {names_of(subject.pipe, node.args[0])}; the model returns {pipe.wiring.outputs}")
+
+
+class NodeRule(NamedTuple):
+    """A row of the table of nodes."""
+
+    kind: str
+    matches: Callable[[fx.Node], bool]
+    check: Callable[[Subject, fx.Node], Faults]
+
+
+def _calls(target: Callable[..., Any]) -> Callable[[fx.Node], bool]:
+    return lambda node: node.op == "call_function" and node.target is target
+
+
+NODE_RULES = (
+    NodeRule("placeholder", lambda node: node.op == "placeholder", check_placeholder),
+    NodeRule("stage", lambda node: node.op == "call_module" and stage_index(str(node.target)) is not None, check_stage),
+    NodeRule("loss", lambda node: node.op == "call_module" and node.target == LOSS, check_loss),
+    NodeRule("getitem", _calls(operator.getitem), check_getitem),
+    NodeRule("backward", _calls(stage_backward), check_backward),
+    NodeRule("add", _calls(torch.add), check_add),
+    NodeRule("output", lambda node: node.op == "output", check_output),
+)
+
+
+def examined(check: Callable[..., Faults], subject: Subject, *node: fx.Node) -> Faults:
+    """The faults that ``check`` finds; one, if the Pipe is too broken for it to look."""
+    try:
+        yield from check(subject, *node)
+    except Exception as error:  # whatever a malformed graph makes of our assumptions
+        yield Fault(next(iter(node), None), f"cannot be checked: {type(error).__name__}: {error}")
+
+
+def check_nodes(subject: Subject) -> Faults:
+    """Every node is of a kind that the table has, and keeps its rule."""
+    for node in subject.nodes:
+        rule = next((rule for rule in NODE_RULES if rule.matches(node)), None)
+        if rule is None:
+            yield Fault(node, f"{node.op} of {node.target} is no kind of node that a Pipe may contain")
+        else:
+            yield from examined(rule.check, subject, node)
+
+
+def check_order(subject: Subject) -> Faults:
+    """Nodes have names of their own and come after what they use; the output is the last of them."""
+    seen: set[str] = set()
+    for node in subject.nodes:
+        late = [
+            arg.name for arg in node.all_input_nodes if subject.position.get(arg, len(seen)) >= subject.position[node]
+        ]
+        if late:
+            yield Fault(node, f"uses {', '.join(late)} before it is there")
+        if node.name in seen:
+            yield Fault(node, "has the name of an earlier node")
+        seen.add(node.name)
+    if not subject.nodes or subject.nodes[-1].op != "output":
+        yield Fault(None, "the graph must end in its output")
+
+
+def check_inputs(subject: Subject) -> Faults:
+    """The placeholders are the model's inputs, in order."""
+    names = tuple(node.name for node in subject.nodes if node.op == "placeholder")
+    if names != subject.pipe.wiring.inputs:
+        yield Fault(None, f"the inputs are {list(names)}; the model's are {list(subject.pipe.wiring.inputs)}")
+
+
+def check_calls(subject: Subject) -> Faults:
+    """Every stage is called once, in the order of the numbers; then `_loss`, if there is a loss function."""
+    loss = subject.pipe.loss
+    wanted = [stage_name(index) for index in range(len(subject.modules))]
+    wanted += [LOSS] if loss is not None and loss.value == LOSS else []
+    called = [str(call.target) for call in subject.calls]
+    if called != wanted or list(subject.modules) != [name for name in wanted if name != LOSS]:
+        yield Fault(None, f"the calls are {called}; they must be {wanted}")
+    if loss is not None and subject.loss_node is None:
+        yield Fault(None, f"the loss is the value of {loss.value!r}, which the graph does not have")
+    if (LOSS in subject.pipe.split_gm._modules) != (LOSS in wanted):
+        yield Fault(None, "the module _loss is there if and only if the Pipe was made with a loss function")
+
+
+def check_backwards(subject: Subject) -> Faults:
+    """Everything that the loss depends on has a backward, the last call's first."""
+    made = [node.kwargs.get("stage_output") for node in subject.nodes if _calls(stage_backward)(node)]
+    if made != subject.live:
+        yield Fault(
+            None,
+            f"there are backwards of {[getattr(call, 'name', call) for call in made]}; "
+            f"the loss needs those of {[call.name for call in subject.live]}",
+        )
+
+
+GRAPH_RULES: tuple[Callable[[Subject], Faults], ...] = (
+    check_nodes,
+    check_order,
+    check_inputs,
+    check_calls,
+    check_backwards,
+)

@@ -1,0 +1,99 @@
+"""The copies of replicated parameters: alike before each run, and each with the whole gradient after it."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from pippy.ir.errors import SharedParameterError
+from pippy.ir.names import named_state
+from pippy.ir.run.stage_backward import add_gradients
+from pippy.ir.run.tensors import has_gradient_hooks, tensor_of
+
+Copies = Sequence[torch.Tensor]
+
+
+def follow_owners(groups: Sequence[Copies]) -> None:
+    """Make every copy equal to the first, which is the model's own: an optimizer or a loaded state may have changed it."""
+    with torch.no_grad():
+        for owner, *copies in groups:
+            if has_gradient_hooks(owner):
+                raise SharedParameterError(
+                    f"a replicated parameter of shape {list(owner.shape)} has got gradient hooks, which would see a part of "
+                    "its gradient; take them off, or make the Pipe with TRANSMIT for it"
+                )
+            for copy in copies:
+                copy.requires_grad_(owner.requires_grad)
+                if (copy.dtype, copy.device) != (owner.dtype, owner.device):
+                    copy.data = owner.data.clone()
+                elif not torch.equal(copy, owner):
+                    copy.copy_(owner)
+
+
+@contextmanager
+def owners_in_place_of_copies(
+    groups: Sequence[Mapping[str, str]], module_of: Callable[[str], nn.Module]
+) -> Iterator[None]:
+    """Inside, the stages compute with the model's own parameters where they hold copies.
+
+    So a backward of the user's own finds the plain model's graph, and leaves gradients where the plain model has them.
+    """
+    swapped = [each for group in groups for each in _swaps(group, module_of)]
+    for holder, name, owner, _ in swapped:
+        setattr(holder, name, owner)
+    try:
+        yield
+    finally:
+        for holder, name, _, copy in swapped:
+            setattr(holder, name, copy)
+
+
+def _swaps(
+    group: Mapping[str, str], module_of: Callable[[str], nn.Module]
+) -> Iterator[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]:
+    """Every place of a copy: the module that holds it, its name there, the owner and the copy."""
+    (first, name), *others = group.items()
+    owner = tensor_of(module_of(first), name)
+    for stage, local in others:
+        copy = tensor_of(module_of(stage), local)
+        for place, tensor in list(named_state(module_of(stage))):
+            if tensor is copy:
+                path, _, leaf = place.rpartition(".")
+                yield module_of(stage).get_submodule(path), leaf, owner, copy
+
+
+@contextmanager
+def whole_gradients(groups: Sequence[Copies]) -> Iterator[None]:
+    """Inside, gradients of the copies start from nothing; at the end each copy has the sum of all of them.
+
+    What the model's own parameter had before is set aside and added again, so that several runs accumulate, and
+    `model.zero_grad()` counts for all copies.
+    """
+    before = [copies[0].grad for copies in groups]
+    for copies in groups:
+        for tensor in copies:
+            tensor.grad = None
+    try:
+        yield
+    except BaseException:
+        for copies in groups:
+            for tensor in copies:
+                tensor.grad = None
+        raise
+    else:
+        for copies in groups:
+            sum_gradients(copies)
+    finally:
+        for copies, old in zip(groups, before):
+            for tensor in copies:
+                tensor.grad = add_gradients(old, tensor.grad)
+
+
+def sum_gradients(copies: Copies) -> None:
+    """Give every copy of a replicated parameter the sum of all copies' gradients, added in the order of the stages."""
+    total = None
+    for tensor in copies:
+        total = add_gradients(total, tensor.grad)
+    for tensor in copies:
+        tensor.grad = None if total is None else total.clone()

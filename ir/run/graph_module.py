@@ -1,0 +1,149 @@
+"""The graph modules of a Pipe: its stages and its top level.
+
+They pickle as a flat list of nodes. torch's own way writes generated code and traces it again when it is read, which
+loses source lines, folds constants and cannot call `stage_backward`; pickling the linked nodes would recurse once per
+node.
+"""
+
+import importlib
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from pippy.ir.names import local_name
+from pippy.ir.run.functions import by_mode, check_tensor, own_copy, set_grad_mode
+from pippy.ir.run.stage_backward import stage_backward
+
+_STATE = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training")
+_OURS = (stage_backward, set_grad_mode, check_tensor, by_mode, own_copy)  # what pippy puts into graphs
+KEPT_META = ("source", "module_path")  # what a stage's nodes still know of how they were traced
+
+
+class PipeGraphModule(fx.GraphModule):
+    """A graph module that prints as text and pickles as data."""
+
+    def __str__(self) -> str:
+        return f"{nn.Module.__repr__(self)}\n\n{readable_code(self)}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (flat_graph(self.graph), {name: self.__dict__[name] for name in _STATE})
+
+
+def readable_code(module: fx.GraphModule) -> str:
+    """The generated code, with short names for the functions that pippy itself puts there."""
+    code = module.code.strip()
+    for function in _OURS:
+        code = code.replace(f"{function.__module__}.{function.__name__}".replace(".", "_"), function.__name__)
+    return code + "\n"
+
+
+def empty_graph_module() -> PipeGraphModule:
+    """A graph module without nodes, to be given attributes and then a graph."""
+    return PipeGraphModule(nn.Module(), fx.Graph())
+
+
+def _rebuild(flat: list[tuple[Any, ...]], state: dict[str, Any]) -> PipeGraphModule:
+    module = empty_graph_module()
+    module.__dict__.update(state)
+    module.graph = unflatten_graph(flat)
+    return module
+
+
+class _Ref(str):
+    """A reference to a node, by its name, in the arguments of another."""
+
+    __slots__ = ()
+
+
+def flat_graph(graph: fx.Graph) -> list[tuple[Any, ...]]:
+    """A graph as a list of plain tuples, one for each node, in order."""
+    return [
+        (
+            node.op,
+            node.name,
+            _portable(node.target) if node.op == "call_function" else node.target,
+            fx.node.map_arg(node.args, lambda arg: _Ref(arg.name)),
+            fx.node.map_arg(node.kwargs, lambda arg: _Ref(arg.name)),
+            {key: node.meta[key] for key in KEPT_META if node.meta.get(key)},
+        )
+        for node in graph.nodes
+    ]
+
+
+def unflatten_graph(flat: list[tuple[Any, ...]]) -> fx.Graph:
+    """The graph that `flat_graph` wrote."""
+    graph = fx.Graph()
+    nodes: dict[str, fx.Node] = {}
+    for op, name, target, args, kwargs, meta in flat:
+        found = target.resolve() if isinstance(target, _Named) else target
+        node = graph.create_node(op, found, _resolved(args, nodes), _resolved(kwargs, nodes), name)
+        node.meta.update(meta)
+        nodes[name] = node
+    return graph
+
+
+def _resolved(argument: Any, nodes: dict[str, fx.Node]) -> Any:
+    if isinstance(argument, _Ref):
+        return nodes[str(argument)]
+    if isinstance(argument, (tuple, list)):
+        items = [_resolved(item, nodes) for item in argument]
+        return type(argument)(*items) if hasattr(argument, "_fields") else type(argument)(items)
+    if isinstance(argument, dict):
+        return {key: _resolved(item, nodes) for key, item in argument.items()}
+    if isinstance(argument, slice):
+        return slice(*(_resolved(getattr(argument, end), nodes) for end in ("start", "stop", "step")))
+    return argument
+
+
+class _Named:
+    """A function that pickle cannot find by itself, as the place where it is found."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self.module, self.name = module, name
+
+    def resolve(self) -> Callable[..., Any]:
+        return getattr(importlib.import_module(self.module), self.name)
+
+
+def _portable(function: Callable[..., Any]) -> Any:
+    try:
+        pickle.dumps(function)
+    except Exception:  # pickle has no one error for what it cannot write
+        name = getattr(function, "__name__", "")
+        for module in (getattr(function, "__module__", None), "torch", "torch._C._nn", "torch.nn.functional"):
+            if module and getattr(importlib.import_module(module), name, None) is function:
+                return _Named(module, name)
+    return function
+
+
+def install(module: nn.Module, name: str, value: Any, original: nn.Module, persistent: bool = True) -> None:
+    """Put a module, tensor or training flag into ``module`` under the user's qualified name ``name``.
+
+    The modules on the way are plain containers that follow the training flag of ``original``'s.
+    """
+    *path, leaf = local_name(name).split(".")
+    holder, theirs = module, original
+    for step, atom in zip(name.split("."), path):
+        theirs = getattr(theirs, step, theirs)
+        if atom not in holder._modules:
+            holder.add_module(atom, nn.Module())
+            holder._modules[atom].training = theirs.training  # type: ignore[union-attr]
+        holder = holder._modules[atom]  # type: ignore[assignment]
+    _assign(holder, leaf, value, persistent)
+
+
+def _assign(holder: nn.Module, name: str, value: Any, persistent: bool) -> None:
+    if getattr(holder, name, None) is value:
+        return
+    if isinstance(value, nn.Module):
+        holder.add_module(name, value)
+    elif isinstance(value, nn.Parameter):
+        holder.register_parameter(name, value)
+    elif isinstance(value, torch.Tensor):
+        if name not in holder._buffers:
+            holder.register_buffer(name, value, persistent)
+    elif name != "training" and not hasattr(holder, name):
+        setattr(holder, name, value)

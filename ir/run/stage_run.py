@@ -1,0 +1,138 @@
+"""Running one stage: its inputs become leaves of its own, and what goes wrong says where."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from pippy.ir import source
+from pippy.ir.errors import StageError
+from pippy.ir.marks import recording_splits
+from pippy.ir.run.stage_backward import stage_backward
+from pippy.ir.trees import describe, map_leaves
+
+Backward = Callable[[Any, Any, Sequence[Any]], tuple[Any, ...]]
+
+_UNSEEN_MARK = (
+    "{} calls pipe_split() inside a module that tracing did not look into, so nothing was cut there; use a tracer whose "
+    "is_leaf_module says False for that module"
+)
+_CONSTANTS = (str, bytes, bool, int, float, complex, type(None), torch.Size, torch.dtype, torch.device, slice, range)
+
+
+@dataclass
+class StageRun:
+    """One call of a stage: what it gave, and the leaves that it was given, in the order of its graph arguments."""
+
+    outputs: Any
+    inputs: tuple[Any, ...]
+
+
+def as_leaf(value: Any) -> Any:
+    """A value cut off from the graph that made it. Each consumer takes its own, so that none is counted twice."""
+    return _leaf(value) if type(value) is torch.Tensor else map_leaves(_leaf, value)
+
+
+def _leaf(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        value = value if value.is_contiguous() else _dense(value)
+        return value.detach().requires_grad_() if value.requires_grad else value
+    if not isinstance(value, _CONSTANTS):
+        _check_opaque(value)
+    return value
+
+
+def _dense(value: torch.Tensor) -> torch.Tensor:
+    """A tensor without gaps or repetitions in memory, which is how it would arrive from another process.
+
+    Kernels may round differently for other strides, and a Pipe computes the same wherever its stages are.
+    """
+    if value.layout != torch.strided:
+        return value
+    step = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(value.stride(), value.shape) if size != 1):
+        if stride != step:
+            return value.contiguous()
+        step *= size
+    return value
+
+
+def _check_opaque(value: Any) -> None:
+    hidden = [
+        name
+        for name, item in getattr(value, "__dict__", {}).items()
+        if isinstance(item, torch.Tensor) and item.requires_grad
+    ]
+    if hidden:
+        raise StageError(
+            f"a {type(value).__name__} passes from stage to stage with tensors that require a gradient in {hidden}, where "
+            "the pipeline does not see them; make it a dataclass, a tuple or a dict, or register it with "
+            "torch.utils._pytree.register_pytree_node"
+        )
+
+
+def run_stage(name: str, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Any:
+    """Call a stage; an exception comes back as a `StageError` that names the stage, its inputs and the user's line."""
+    grad_mode = torch.is_grad_enabled()
+    try:
+        with recording_splits(lambda: source.warn(_UNSEEN_MARK.format(name))):
+            return nn.Module.__call__(module, *args, **(kwargs or {}))  # a GraphModule's own call drops the traceback
+    except Exception as error:
+        raise StageError(_explained("forward", name, module, args, error)) from error
+    finally:
+        torch.set_grad_enabled(grad_mode)  # a stage that raised inside a torch.no_grad() region
+
+
+def run_backward(
+    name: str, module: nn.Module, run: StageRun, output_grads: Any, backward: Backward = stage_backward
+) -> tuple[Any, ...]:
+    """Call `stage_backward`, or another ``backward``, for an earlier run of a stage, with the same care for errors."""
+    try:
+        return backward(run.outputs, output_grads, run.inputs)
+    except Exception as error:
+        raise StageError(_explained("backward", name, module, run.inputs, error, run.outputs, output_grads)) from error
+
+
+def _explained(
+    direction: str, name: str, module: nn.Module, inputs: Sequence[Any], error: Exception, *outputs_and_grads: Any
+) -> str:
+    lines = [f"{direction} of {name} failed: {type(error).__name__}: {error}", *_where(module, error, direction)]
+    lines.append(f"inputs: {', '.join(map(describe, inputs)) or 'none'}")
+    lines += [f"{what}: {describe(value)}" for what, value in zip(("outputs", "their gradients"), outputs_and_grads)]
+    if "a leaf Variable that requires grad is being used in an in-place operation" in str(error):
+        lines.append(
+            "the stage changes one of its inputs in place inside a module that tracing did not look into; "
+            "use the operation that makes a new tensor there"
+        )
+    return "\n".join(lines)
+
+
+def _where(module: nn.Module, error: Exception, direction: str) -> Iterator[str]:
+    if not isinstance(module, fx.GraphModule):
+        return
+    if direction == "backward":
+        spans = [node.meta["source"] for node in module.graph.nodes if node.meta.get("source")]
+        if spans:
+            yield f"the stage was made from the lines between\n{spans[0].excerpt()}\nand\n{spans[-1].excerpt()}"
+        return
+    node = _failing_node(module, error.__traceback__)
+    if node is not None:
+        yield source.excerpt_of(node)
+    inner = source.of_traceback(error.__traceback__, below="forward")
+    if inner is not None:
+        yield f"raised in\n{inner.excerpt()}"
+
+
+def _failing_node(module: fx.GraphModule, traceback: TracebackType | None) -> fx.Node | None:
+    """The node whose line of generated code the traceback passes through."""
+    lines = getattr(module, "_lineno_map", None) or {}
+    nodes = list(module.graph.nodes)
+    while traceback is not None:
+        if traceback.tb_frame.f_code is type(module).forward.__code__:
+            index = lines.get(traceback.tb_lineno - getattr(module, "_prologue_start", 0))
+            return nodes[index] if index is not None else None
+        traceback = traceback.tb_next
+    return None

@@ -1,0 +1,252 @@
+"""One script under torchrun, on one host and on two, and without it: it trains as plain PyTorch does, and leaves nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from pippy.drivers.clusters.torchrun import Place, cluster, interface
+from pippy.drivers.errors import ClusterError
+from tests.drivers.processes import listeners, watched
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = str(ROOT / "tests/drivers/torchrun_script.py")
+STANDALONE = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+DONE = "equal to plain training\nrank {} goes on\n"
+
+
+@contextmanager
+def started(*arguments, prefix=(), **environment):
+    """A python process, and in any case the end of it. torchrun ends its own processes when it is told to end."""
+    process = subprocess.Popen(
+        [*prefix, sys.executable, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def ready(process):
+    """The processes of the workers, once they are there."""
+    word, *pids = process.stdout.readline().split() or ("nothing",)
+    assert word == "ready", process.communicate(timeout=20)
+    return [int(pid) for pid in pids]
+
+
+@pytest.mark.parametrize(
+    "arguments, environment",
+    [
+        ([*STANDALONE, "2"], {}),
+        ([*STANDALONE, "3"], {"DRIVER_OPTIONS": '{"all_ranks": [0, 2]}', "OPTIONS": '{"n": 3}'}),
+        ([*STANDALONE, "3"], {"OPTIONS": '{"controller_hosts": false}'}),
+        ([], {"PIPPY_WORKERS": "2"}),
+    ],
+)
+def test_the_same_script_trains_everywhere_and_says_nothing(arguments, environment):
+    with started(*arguments, SCRIPT, **environment) as process:
+        pids = ready(process)
+        with watched(*pids):
+            out, err = process.communicate(timeout=60)
+            assert process.returncode == 0, err
+    assert out == DONE.format("0" if arguments else "none")
+    assert err == ""
+
+
+def test_a_killed_worker_ends_the_job():
+    with started(*STANDALONE, "2", SCRIPT, "cut") as process:
+        pids = ready(process)
+        with watched(*pids, within=10):
+            assert process.stdout.readline() == "in the step\n"
+            os.kill(pids[1], signal.SIGKILL)
+            process.communicate(timeout=20)
+            assert process.returncode != 0
+
+
+def test_a_killed_controller_ends_the_job():
+    with started(*STANDALONE, "2", SCRIPT, "cut") as process:
+        pids = ready(process)
+        with watched(*pids, within=10):
+            assert process.stdout.readline() == "in the step\n"
+            os.kill(pids[0], signal.SIGKILL)
+            _, err = process.communicate(timeout=20)
+            assert process.returncode != 0
+
+
+def test_on_one_host_torchrun_workers_listen_on_loopback():
+    with started(*STANDALONE, "2", SCRIPT, "cut") as process:
+        pids = ready(process)
+        with watched(*pids, within=10):
+            assert listeners(pids) <= {"0100007F", "00000000000000000000000001000000"}
+            process.terminate()
+
+
+def run(*words):
+    subprocess.run(words, check=True, capture_output=True, timeout=10)
+
+
+@pytest.fixture
+def hosts():
+    """Two network namespaces with a link between them: 10.99.7.1 and 10.99.7.2."""
+    names = [f"pippy{os.getpid()}{side}" for side in "ab"]
+    links = [f"pv{os.getpid()}{side}" for side in "ab"]
+    with ExitStack() as stack:
+        try:
+            for name in names:
+                run("ip", "netns", "add", name)
+                stack.callback(run, "ip", "netns", "del", name)
+            run(
+                "ip",
+                "-n",
+                names[0],
+                "link",
+                "add",
+                links[0],
+                "type",
+                "veth",
+                "peer",
+                "name",
+                links[1],
+                "netns",
+                names[1],
+            )
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"network namespaces cannot be made here: {getattr(error, 'stderr', None) or error}")
+        for number, (name, link) in enumerate(zip(names, links), 1):
+            run("ip", "-n", name, "addr", "add", f"10.99.7.{number}/24", "dev", link)
+            for each in ("lo", link):
+                run("ip", "-n", name, "link", "set", each, "up")
+        yield names, links
+
+
+@contextmanager
+def job(names, *arguments, **environment):
+    """The script on both hosts, one worker on each."""
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                started(
+                    *(
+                        "-m",
+                        "torch.distributed.run",
+                        "--nnodes",
+                        "2",
+                        "--nproc-per-node",
+                        "1",
+                        "--node-rank",
+                        str(rank),
+                    ),
+                    *("--master-addr", "10.99.7.1", "--master-port", "29517", SCRIPT, *arguments),
+                    prefix=("ip", "netns", "exec", name),
+                    **environment,
+                )
+            )
+            for rank, name in enumerate(names)
+        ]
+
+
+def test_two_hosts_train(hosts):
+    with job(hosts[0]) as processes, watched(*ready(processes[0])):
+        out, err = processes[0].communicate(timeout=60)
+        assert (processes[0].returncode, out) == (0, DONE.format(0)), err
+        assert processes[1].communicate(timeout=20)[0] == ""
+        assert processes[1].returncode == 0
+
+
+def test_two_hosts_with_the_link_cut(hosts):
+    """The controller notices within interval + timeout + 1 s, the worker within 3 × timeout + 10 s (+ 1)."""
+    with job(hosts[0], "cut", OPTIONS='{"timeout": 1.0}') as processes:
+        first, second = processes
+        pids = ready(first)
+        with watched(pids[1], within=14):
+            assert second.stdout.readline() == "in the step\n"
+            began = time.monotonic()
+            run("ip", "-n", hosts[0][0], "link", "set", hosts[1][0], "down")
+            assert first.stdout.readline() == "the step ended with WorkerLostError\n"
+            assert time.monotonic() - began < 1 + 1 + 1
+            _, err = first.communicate(timeout=20)
+            assert first.returncode != 0
+            assert "left a ping unanswered for 1 s" in err
+        assert "ends itself: the controller left a ping unanswered" in second.communicate(timeout=20)[1]
+
+
+def test_without_torchrun_and_without_a_number(monkeypatch):
+    monkeypatch.delenv("PIPPY_WORKERS", raising=False)
+    with pytest.raises(ClusterError, match="torchrun --nproc-per-node 2, set PIPPY_WORKERS=2"):
+        cluster()
+    monkeypatch.setenv("PIPPY_WORKERS", "two")
+    with pytest.raises(ClusterError, match="PIPPY_WORKERS is 'two'"):
+        cluster()
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"n": 3}, "n=3, and torchrun started 1 processes, for 1 workers"),
+        ({"controller_hosts": False}, "no process beside the controller"),
+        ({"devices": ["cpu", "cpu"]}, "each of the 1 workers"),
+        ({"devices": ["cpu"], "device": "cpu"}, "give one of the two"),
+        ({"timeout": 0}, "timeout is a number of seconds"),
+        ({"names": ["a", "b"]}, "names must name each of the 1 workers"),
+        ({"threads": 0}, "threads is how many"),
+    ],
+)
+def test_wrong_arguments_under_torchrun(monkeypatch, options, words):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ClusterError, match=words):
+        cluster(**options)
+
+
+def test_a_second_cluster_in_one_run(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr("pippy.drivers.clusters.torchrun._was_open", True)
+    with pytest.raises(ClusterError, match="open one cluster, and use it for all"):
+        cluster()
+
+
+MISSING = """
+import os, pippy
+if os.environ["RANK"] == "0":
+    pippy.cluster(start_timeout=1)
+import time; time.sleep(60)
+"""
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(MISSING)
+    with started(*STANDALONE, "2", str(path)) as process:
+        _, err = process.communicate(timeout=60)
+    assert "rank 0 waited 1 s, and these ranks did not call cluster(): 1;" in err
+    assert process.returncode != 0
+
+
+def test_where_to_listen(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.delenv("TP_SOCKET_IFNAME", raising=False)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert interface(Place(0, 2, 0, 2, True)) == "lo"
+    assert interface(Place(0, 2, 0, 1, True)) == "lo"  # as that is where 127.0.0.1 is
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert interface(Place(0, 2, 0, 1, True)) == "eth7"

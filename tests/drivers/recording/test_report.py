@@ -1,0 +1,349 @@
+"""What is made of recorded steps: sentences, trace events, a picture, a page."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections import defaultdict
+from html.parser import HTMLParser
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from torch import nn
+
+from pippy import PipelineDriver, pipeline
+from pippy.drivers.errors import DriverError
+from pippy.drivers.recording.drawing import ticks
+from pippy.drivers.recording.findings import off_cores
+from pippy.drivers.recording.record import Recording
+from pippy.drivers.schedules import add_communication, make_schedule
+from pippy.drivers.schedules.programs.instructions import Compute, Receive, Send
+from tests.drivers.models import Chain
+from tests.drivers.recorded import BYTES, stepped
+from tests.drivers.threads import thread_cluster
+
+SVG = "{http://www.w3.org/2000/svg}"
+NASTY = "</script><script>document.documentElement.dataset.error='escaped'</script><b>&\"'"
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+
+
+@pytest.fixture(scope="module")
+def real():
+    """A recording of real steps."""
+    with thread_cluster(4) as cluster:
+        driver = PipelineDriver(pipeline(Chain(4), nn.MSELoss()), cluster, schedule="zb_h1")
+        x = torch.randn(8, 8)
+        driver.run(4, x, x)
+        with driver.record(limit=3) as recording:
+            for _ in range(5):
+                driver.run(4, x, x)
+        driver.close()
+    return recording
+
+
+def slow_stage(seconds, slow=2, stages=4, chunks=4, **options):
+    """A step in which one stage takes ``seconds`` for each pass, and all others one."""
+    program = add_communication(make_schedule("1f1b", workers=stages, chunks=chunks))
+
+    def cost(instruction):
+        return (seconds if instruction.stage == slow else 1.0) if isinstance(instruction, Compute) else 0.0
+
+    return stepped(program, cost, **options)
+
+
+# Sentences
+
+
+def test_the_slowest_stage_is_named_with_what_even_stages_would_take():
+    said = slow_stage(3.0).findings()[0]
+    assert said.startswith("Stage 2 on worker 2 is the slowest: 6 s for a micro-batch (F 3 s + B 3 s)")
+    assert "3 s on average" in said
+    even = stepped(slow_stage(1.5).program, lambda each: 1.5 * isinstance(each, Compute))
+    now = slow_stage(3.0)
+    assert f"would take {even.makespan:.3g} s in place of {now.makespan:.3g} s" in said
+
+
+def test_even_stages_are_said_to_be_even():
+    said = slow_stage(1.01).findings()[0]
+    assert "even enough" in said
+    assert "Move layers" not in said
+
+
+def test_one_slow_computation_does_not_make_a_stage_slow():
+    program = add_communication(make_schedule("1f1b", workers=3, chunks=5))
+    step = stepped(program, lambda each: {"F0.1": 100.0, "F2.1": 3.0}.get(str(each), float(isinstance(each, Compute))))
+    assert "even enough" in step.findings()[0]
+
+
+def test_one_stage_has_no_slowest():
+    step = stepped(add_communication(make_schedule("1f1b", workers=1, chunks=2)))
+    assert step.findings()[0] == "There is one stage, on worker 0: 2 s for a micro-batch (F 1 s + B 1 s)."
+    assert step.findings()[1] == "100 % of the workers' time was computing."
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        ({"starting": 100.0}, "starting: the step had yet to reach"),
+        ({"adding": 100.0}, "adding up: the gradients of replicated parameters"),
+        ({"ending": 100.0}, "Python: between the instructions"),
+    ],
+)
+def test_the_largest_cause_is_named_with_a_remedy(options, cause):
+    assert cause in slow_stage(1.0, **options).findings()[1]
+
+
+def test_sending_is_named_where_it_takes_longest():
+    program = add_communication(make_schedule("forward_only", workers=2, chunks=4))
+    step = stepped(program, lambda each: {Compute: 1.0, Send: 5.0}.get(type(each), 0.0))
+    assert "sending: handing over values keeps the sender busy" in step.findings()[1]
+
+
+def test_time_without_a_core_is_said():
+    """Each worker computes for 8 seconds, and had a core for 6."""
+    step = slow_stage(1.0, cpu=6.0)
+    assert off_cores(step) == pytest.approx(0.25)
+    assert "For 25 % or more" in step.findings()[3]
+    assert len(slow_stage(1.0, cpu=7.9).findings()) == len(slow_stage(1.0, cpu=None).findings()) == 3
+
+
+# Trace events
+
+
+def test_trace_events_are_what_perfetto_reads(real):
+    """The fields of the trace event format: complete events, metadata, and the two ends of flows."""
+    step = real.steps[-1]
+    document = json.loads(step.trace())
+    assert document["displayTimeUnit"] == "ms"
+    events = document["traceEvents"]
+    assert {each["ph"] for each in events} == {"X", "M", "s", "f"}
+    for each in events:
+        assert isinstance(each["pid"], int)
+        assert isinstance(each["tid"], int)
+        assert isinstance(each["name"], str)
+        if each["ph"] != "M":
+            assert each["ts"] >= 0
+            assert isinstance(each["cat"], str)
+        if each["ph"] == "X":
+            assert each["dur"] >= 0
+    names = {(each["pid"], each["tid"]): each["args"]["name"] for each in events if each["name"] == "thread_name"}
+    assert names == {(process, worker): f"worker {worker}" for process in (0, 1) for worker in range(4)}
+
+
+def test_tracks_do_not_overlap_and_hold_all_computations(real, tmp_path):
+    step = real.steps[-1]
+    step.save_trace(tmp_path / "step.json")
+    real.save_trace(tmp_path / "steps.json")
+    for file, steps in [("step.json", 1), ("steps.json", 3)]:
+        tracks = defaultdict(list)
+        for each in json.loads((tmp_path / file).read_text())["traceEvents"]:
+            if each["ph"] == "X":
+                tracks[each["pid"], each["tid"]].append(each)
+        for (_, worker), track in tracks.items():
+            track.sort(key=lambda each: each["ts"])
+            assert all(one["ts"] + one["dur"] <= other["ts"] + 1e-3 for one, other in pairwise(track))
+            computed = [each["name"] for each in track if re.fullmatch(r"[FBIW]\d+\.\d+", each["name"])]
+            expected = list(map(str, step.program.computations[worker]))
+            assert computed == expected * steps
+
+
+def test_every_value_has_an_arrow_from_its_send_to_its_receive():
+    """Both ends lie within slices of the right tracks; Perfetto draws no arrow else."""
+    step = stepped(seconds=lambda each: 1.0 if isinstance(each, Compute) else 0.01, flight=0.25)
+    events = json.loads(step.trace())["traceEvents"]
+    begins = {each["id"]: each for each in events if each["ph"] == "s"}
+    ends = {each["id"]: each for each in events if each["ph"] == "f"}
+    receives = [each for order in step.program.orders for each in order if isinstance(each, Receive)]
+    assert len(begins) == len(ends) == len(receives)
+    for name, end in ends.items():
+        assert end["bp"] == "e"
+        assert begins[name]["ts"] <= end["ts"]
+        inside = [
+            each
+            for each in events
+            if each["ph"] == "X" and each["pid"] == 0 and each["tid"] == end["tid"]
+            if each["ts"] <= end["ts"] < each["ts"] + each["dur"]
+        ]
+        assert [each["cat"] for each in inside] == ["TRANSFER"]
+
+
+def test_sends_say_their_bytes():
+    step = stepped(seconds=lambda instruction: 0.5)
+    sends = [each for each in json.loads(step.trace())["traceEvents"] if each.get("cat") == "SENDING"]
+    assert {each["args"]["bytes"] for each in sends} == {BYTES}
+    assert len(sends) == sum(isinstance(each, Send) for order in step.program.orders for each in order)
+
+
+# The picture
+
+
+def test_the_picture_is_xml_with_a_box_for_each_computation(real, tmp_path):
+    step = real.steps[-1]
+    step.save_svg(tmp_path / "step.svg")
+    root = ElementTree.parse(tmp_path / "step.svg").getroot()
+    assert root.tag == f"{SVG}svg"
+    titles = [title.text.splitlines()[0] for title in root.iter(f"{SVG}title")]
+    for order in step.program.computations:
+        for compute in order:
+            assert titles.count(str(compute)) == titles.count(f"{compute} as predicted") == 1
+
+
+def test_boxes_lie_where_their_times_say():
+    step = slow_stage(1.0)
+    boxes = {
+        group.find(f"{SVG}title").text.splitlines()[0]: group.find(f"{SVG}rect").attrib
+        for group in ElementTree.fromstring(step.svg()).iter(f"{SVG}g")
+        if group.find(f"{SVG}title") is not None
+    }
+    spans = {str(span.compute): span for spans in step.timeline.spans for span in spans}
+    scale = float(boxes["F0.0"]["width"])
+    for name, span in spans.items():
+        assert float(boxes[name]["x"]) - float(boxes["F0.0"]["x"]) == pytest.approx(float(span.start) * scale, abs=0.2)
+        assert boxes[name]["y"] == boxes[f"F{name[1]}.0"]["y"]
+
+
+@pytest.mark.parametrize("span", [1e-7, 0.0123, 1.0, 99.0, 1e5])
+def test_ticks_are_few_and_reach_the_end(span):
+    found = list(ticks(span))
+    assert 4 <= len(found) <= 11
+    assert found[0] == 0
+    assert found[-1] <= span * 1.001 <= found[-1] + 2 * found[1]
+
+
+# The page
+
+
+class Reader(HTMLParser):
+    """Checks that elements are closed in order, and keeps what a test asks for."""
+
+    VOID = {"meta", "br"}
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.attributes, self.text = [], [], defaultdict(str)
+
+    def handle_starttag(self, tag, attrs):
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text[self.open[-1] if self.open else ""] += data
+
+
+def read(path):
+    reader = Reader()
+    reader.feed(path.read_text())
+    reader.close()
+    assert reader.open == []
+    return reader
+
+
+def recorded(*steps, dropped=0):
+    return Recording(steps=list(steps), dropped=dropped)
+
+
+def test_the_page_needs_nothing_from_elsewhere(real, tmp_path):
+    real.report(tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    assert not re.search(r"https?:|//[a-z]|@import|url\((?!#plot)", text)
+    reader = read(tmp_path / "report.html")
+    assert [name for name, _ in reader.attributes if name in ("src", "href", "srcset")] == []
+    assert "3 steps kept, and 2 earlier ones dropped" in text
+
+
+def test_what_users_name_is_text_on_the_page(tmp_path):
+    step = slow_stage(2.0, names=[NASTY, "worker1", "worker2", "worker3"])
+    recorded(step).report(tmp_path / "report.html", title=NASTY)
+    reader = read(tmp_path / "report.html")
+    assert reader.text["h1"] == reader.text["title"].split("F0.0")[0] == NASTY
+    assert (tmp_path / "report.html").read_text().count("<script>") == 1
+    ElementTree.fromstring(step.svg())
+
+
+def test_the_page_says_what_was_found(tmp_path):
+    recorded(slow_stage(3.0, flight=0.5, adding=0.25)).report(tmp_path / "report.html")
+    text = re.sub(r"<[^>]+>", " ", (tmp_path / "report.html").read_text().split("</svg>")[1].split("<script>")[0])
+    text = " ".join(text.split())
+    assert "stage 2 slowest" in text
+    assert "gradient_1 worker 2 → worker 1 4 1000 B 3.91 KiB 500 ms" in text
+    assert "23.4 KiB in all" in text
+    assert "worker 3 3 1 MiB resident 1" in text
+    assert "several hosts" not in text
+
+
+def test_the_page_says_how_good_the_clocks_are(tmp_path):
+    step = slow_stage(1.0, flight=0.5, ahead=[0, 0, 7.0, 7.0], clocks=["a", "a", "b", "b"])
+    recorded(step).report(tmp_path / "report.html")
+    assert f"may be off by {step.clock_errors[2] * 1e3:.3g} ms" in (tmp_path / "report.html").read_text()
+
+
+def test_the_step_of_middle_length_is_shown(tmp_path):
+    lengths = [slow_stage(each) for each in (3.0, 1.0, 2.0)]
+    recorded(*lengths).report(tmp_path / "report.html")
+    assert "shows step 2," in (tmp_path / "report.html").read_text()
+    recorded(*lengths).report(tmp_path / "report.html", step=-2)
+    assert "shows step 1," in (tmp_path / "report.html").read_text()
+
+
+def test_a_report_of_nothing_is_refused(tmp_path):
+    for act in (Recording().report, Recording().save_trace):
+        with pytest.raises(DriverError, match="nothing was recorded; run steps inside"):
+            act(tmp_path / "nothing")
+    with pytest.raises(DriverError, match="step=1: 1 steps were kept"):
+        recorded(slow_stage(1.0)).report(tmp_path / "nothing", step=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+ACTS = """<script>
+const data = document.documentElement.dataset, timeline = document.getElementById("timeline");
+const press = (name) => document.querySelector(`[data-do="${name}"]`).click();
+data.first = data.view;
+press("in");
+data.in = data.view;
+timeline.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight"}));
+data.moved = data.view;
+press("all");
+data.all = data.view;
+const first = document.querySelector(".k-F");
+first.scrollIntoView();
+const box = first.querySelector("rect").getBoundingClientRect();
+const at = {clientX: box.left + box.width / 2, clientY: box.top + box.height / 2, bubbles: true};
+timeline.dispatchEvent(new PointerEvent("pointermove", at));
+data.tip = document.getElementById("tip").textContent;
+timeline.dispatchEvent(new WheelEvent("wheel", {...at, deltaY: -500, cancelable: true}));
+data.wheeled = data.view;
+data.wide = document.documentElement.scrollWidth - innerWidth;
+</script></body>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here; on Debian: apt-get install chromium")
+def test_the_page_works_in_a_browser(tmp_path):
+    """Its script runs without an error, zooms and moves, and names what is pointed at. There is no network to ask."""
+    page = tmp_path / "report.html"
+    recorded(slow_stage(2.0, flight=0.1, names=[NASTY, "worker1", "worker2", "worker3"])).report(page, title=NASTY)
+    page.write_text(page.read_text().replace("</body>", ACTS))
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1300,900"]
+    options += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={tmp_path / 'profile'}"]
+    command = [BROWSER, *options, "--dump-dom", f"{page.as_uri()}#view=2,6"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    found = dict(re.findall(r'data-(\w+)="([^"]*)"', done.stdout.split("<head>")[0]))
+    assert "error" not in found
+    assert int(found["ready"]) == done.stdout.count('<g class="box')
+    views = {name: tuple(map(float, found[name].split())) for name in ("first", "in", "moved", "all", "wheeled")}
+    assert views["first"] == (2.0, 6.0)
+    assert views["in"] == (3.0, 5.0)
+    assert views["moved"] == pytest.approx((3.4, 5.4))
+    assert views["all"][0] == 0
+    assert views["wheeled"][1] - views["wheeled"][0] == pytest.approx(views["all"][1] / 2.71828, rel=1e-3)
+    assert re.match(r"F0\.\d\n1 s, from", found["tip"])
+    assert int(found["wide"]) <= 0

@@ -1,0 +1,301 @@
+"""The limits of shared memory: rings that wrap, grow and fill up, full sockets, processes that die, nothing left behind."""
+
+import contextlib
+import gc
+import os
+import signal
+import socket
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pippy.drivers.errors import PeerLost
+from pippy.drivers.transport import channel as channels
+from pippy.drivers.transport.ring import MINIMUM, Ring
+from pippy.drivers.transport.shared_memory import SharedMemoryTransport
+
+MEGABYTE = 1 << 20
+
+
+@contextlib.contextmanager
+def two(limit=1 << 26):
+    first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pair = SharedMemoryTransport(0, {1: first}, limit), SharedMemoryTransport(1, {0: second}, limit)
+    try:
+        yield pair
+    finally:
+        for transport in pair:
+            transport.close()
+
+
+def filled(number, size):
+    """``size`` bytes that tell which value they belong to."""
+    return torch.full((size // 4,), number, dtype=torch.int32)
+
+
+def holds(tensor, number, size):
+    return tensor.numel() == size // 4 and bool((tensor == number).all())
+
+
+def receive_all(here, there, numbers, sizes):
+    """Both ends in one thread: the sender gets a turn whenever nothing more has arrived."""
+    for number, size in zip(numbers, sizes):
+        while not there.ready((0, number, 0)):
+            here.ready((0, -1, 0))
+        assert holds(there.receive((0, number, 0), 0), number, size)
+
+
+@given(st.lists(st.tuples(st.integers(1, 100), st.integers(0, 6)), max_size=60))
+def test_places_of_a_ring_never_overlap(actions):
+    ring, used, freed = Ring(100), [], 0
+    for size, frees in actions:
+        start = ring.place(size)
+        if start is None:
+            assert used, "an empty ring has place for anything"
+        else:
+            assert start >= 0 and start + size <= 100
+            assert all(start + size <= other or other + length <= start for other, length, _ in used)
+            used.append((start, size, ring.head))
+        for _ in range(min(frees, len(used))):
+            freed = used.pop(0)[2]
+            ring.free(freed)
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([0, 400, 5000, 70_000, 300_000, 700_000]), st.booleans()), min_size=1, max_size=60
+    )
+)
+def test_any_mix_of_sizes_through_a_ring_that_cannot_grow(values):
+    with two(limit=MINIMUM) as (here, there):
+        waiting = []
+        for number, (size, takes) in enumerate(values):
+            here.send(1, (0, number, 0), filled(number, size))
+            waiting.append((number, size))
+            if takes:
+                receive_all(here, there, *zip(*waiting))
+                waiting.clear()
+        if waiting:
+            receive_all(here, there, *zip(*waiting))
+        assert here.channels[1]._rings_made <= 1
+
+
+def test_the_ring_wraps_many_times():
+    with two(limit=MINIMUM) as (here, there):
+        for number in range(200):
+            here.send(1, (0, number, 0), filled(number, 100_000))
+            assert holds(there.receive((0, number, 0), 0), number, 100_000)
+        assert here.channels[1]._rings_made == 1 and here.channels[1]._ring.head > 10 * MINIMUM
+
+
+def test_the_ring_grows_to_its_limit_and_no_further():
+    with two(limit=4 * MEGABYTE) as (here, there):
+        for number in range(30):
+            here.send(1, (0, number, 0), filled(number, 512 * 1024))
+        assert here.channels[1]._ring.size == 4 * MEGABYTE and here.channels[1].queue
+        receive_all(here, there, range(30), [512 * 1024] * 30)
+        assert not here.channels[1].queue
+
+
+def test_one_value_may_be_larger_than_the_limit():
+    with two(limit=MINIMUM) as (here, there):
+        for number, size in enumerate([3 * MEGABYTE + 4, 100_000, 3 * MEGABYTE + 4]):
+            here.send(1, (0, number, 0), filled(number, size))
+        receive_all(here, there, range(3), [3 * MEGABYTE + 4, 100_000, 3 * MEGABYTE + 4])
+
+
+@pytest.mark.parametrize("size", [4, 40_000])
+def test_thousands_of_sends_without_a_receiver(size):
+    with two(limit=2 * MEGABYTE) as (here, there):
+        value = torch.empty(size // 4, dtype=torch.int32)
+        for number in range(3000):
+            here.send(1, (0, number, 0), value.fill_(number))
+        assert here.channels[1].queue
+        receive_all(here, there, range(3000), [size] * 3000)
+
+
+def test_one_who_only_sends_learns_what_is_free():
+    with two() as (here, there):
+        for number in range(400):
+            here.send(1, (0, number, 0), filled(number, 100_000))
+            there.receive((0, number, 0), 0)
+        assert here.channels[1]._ring.size == MINIMUM and not here.channels[1].queue
+
+
+def test_answers_are_rare():
+    with two() as (here, there):
+        answers, answer = [], there.channels[0]._answer
+        there.channels[0]._answer = lambda end: (answers.append(end), answer(end))
+        for number in range(160):
+            here.send(1, (0, number, 0), filled(number, 16 * 1024))
+            there.receive((0, number, 0), 0)
+        assert 5 <= len(answers) <= 10  # 2.5 MB in quarters of 1 MB
+
+
+def test_forgotten_steps_leave_the_queue():
+    with two(limit=MINIMUM) as (here, there):
+        for step in range(3):
+            for number in range(5):
+                here.send(1, (step, number, 0), filled(number, 300_000 + 4 * step))
+        here.forget(below=2)
+        assert {record.key[0] for record in here.channels[1].queue if record.kind == channels.VALUE} == {2}
+        there.forget(below=2)
+        for number in range(5):
+            while not there.ready((2, number, 0)):
+                here.ready((9, 0, 0))
+            assert holds(there.receive((2, number, 0), 0), number, 300_008)
+
+
+def test_no_code_is_pickled_in_the_steady_state(monkeypatch):
+    with two() as (here, there):
+        for number in range(3):
+            here.send(1, (0, number, 0), (torch.ones(5), {"a": torch.ones(2, 3).t(), "b": None}, number, True))
+            there.receive((0, number, 0), 0)
+            monkeypatch.setattr(channels.cloudpickle, "dumps", None)
+
+
+def test_shapes_that_never_repeat_do_not_fill_the_memory():
+    with two() as (here, there):
+        for number in range(2 * channels._LAYOUTS + 50):
+            here.send(1, (0, number, 0), torch.empty(number % 1500))
+            assert there.receive((0, number, 0), 0).numel() == number % 1500
+        assert len(here.channels[1]._numbers) == channels._LAYOUTS == len(there.channels[0]._layouts)
+
+
+def test_too_little_memory_is_an_error(monkeypatch):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    with two() as (here, there):
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
+        with pytest.raises(OSError, match=r"no 1,048,576 bytes of memory"):
+            here.send(1, (0, 0, 0), torch.ones(100_000))
+        monkeypatch.undo()
+        here.send(1, (0, 0, 0), torch.ones(100_000))
+        assert there.receive((0, 0, 0), 0).sum() == 100_000
+
+
+def files():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def resident():
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_nothing_grows_and_nothing_is_left():
+    gc.collect()
+    before, names = files(), sorted(os.listdir("/dev/shm"))
+    with two() as (here, there):
+        small, large = torch.ones(10), torch.ones(25_000)
+        for number in range(10_000):
+            if number == 1000:
+                opened, used = files(), resident()
+            here.send(1, (number, 0, 0), large if number % 2 else small)
+            there.receive((number, 0, 0), 0)
+        assert files() == opened and resident() - used < 4 * MEGABYTE
+        assert sorted(os.listdir("/dev/shm")) == names
+    del here, there
+    gc.collect()
+    assert files() == before and sorted(os.listdir("/dev/shm")) == names
+
+
+@contextlib.contextmanager
+def forked(child, limit=1 << 26):
+    """A transport whose peer is another process, which runs ``child`` with its own."""
+    first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            first.close()
+            child(SharedMemoryTransport(1, {0: second}, limit))
+            code = 0
+        finally:
+            os._exit(code)
+    second.close()
+    transport = SharedMemoryTransport(0, {1: first}, limit)
+    try:
+        yield transport, pid
+    finally:
+        transport.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+
+
+def echo(transport):
+    number = 0
+    while (value := transport.receive((0, number, 0), 0)) is not None:
+        transport.send(0, (1, number, 0), value)
+        number += 1
+    transport.receive((2, 0, 0), 0)  # until then what is queued goes on
+
+
+def test_two_processes():
+    torch.manual_seed(0)
+    sizes = torch.randint(0, 400_000, (300,)).tolist()
+    with forked(echo, limit=4 * MEGABYTE) as (here, pid):
+        for number, size in enumerate(sizes):  # all at once: far more than the rings hold
+            here.send(1, (0, number, 0), filled(number, size))
+        here.send(1, (0, len(sizes), 0), None)
+        for number, size in enumerate(sizes):
+            assert holds(here.receive((1, number, 0), 1), number, size // 4 * 4)
+        here.send(1, (2, 0, 0), None)
+        assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_killed_peer_is_seen_at_once():
+    def silent(transport):
+        transport.send(0, (0, 0, 0), torch.ones(50_000))
+        transport.receive((0, 1, 0), 0)
+
+    with forked(silent) as (here, pid):
+        assert here.receive((0, 0, 0), 1).sum() == 50_000
+        here.send(1, (0, 9, 0), torch.ones(50_000))
+        os.kill(pid, signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(PeerLost, match="worker 1 is gone") as caught:
+            here.receive((0, 5, 0), 1)
+        assert time.monotonic() - started < 1 and caught.value.peer == 1
+        for number in range(1000):  # dropped
+            here.send(1, (0, number, 0), torch.ones(1000))
+        assert not here.channels[1].queue
+        reading, writing = os.pipe()
+        os.write(writing, b"x")
+        here.wait_for(reading)  # and not a spin on a dead socket, nor an error
+        os.close(reading)
+        os.close(writing)
+
+
+def test_what_a_peer_sent_before_it_ended_arrives():
+    def parting(transport):
+        transport.receive((0, 0, 0), 0)
+        for number in range(20):
+            transport.send(0, (1, number, 0), filled(number, 100_000))
+
+    with forked(parting) as (here, pid):
+        here.send(1, (0, 0, 0), None)
+        assert os.waitpid(pid, 0)[1] == 0
+        for number in range(20):
+            assert holds(here.receive((1, number, 0), 1), number, 100_000)
+        with pytest.raises(PeerLost):
+            here.receive((1, 20, 0), 1)
+
+
+def test_an_end_that_left_things_unread_is_a_reset_and_loses_nothing():
+    with two() as (here, there):
+        for number in range(3):
+            there.send(0, (1, number, 0), filled(number, 100_000))
+            here.send(1, (0, number, 0), None)
+        there.close()
+        for number in range(3):
+            assert holds(here.receive((1, number, 0), 1), number, 100_000)
+        with pytest.raises(PeerLost):
+            here.receive((1, 3, 0), 1)
