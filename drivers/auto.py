@@ -21,11 +21,11 @@ from pippy.drivers.errors import DriverError, StepError
 from pippy.drivers.recording.measured import measured_costs
 from pippy.drivers.recording.record import Recording
 from pippy.drivers.schedules import make_schedule
+from pippy.drivers.schedules.choose import Choice, Limits, choose, peak_weight
 from pippy.drivers.schedules.errors import ScheduleError
 from pippy.drivers.schedules.programs.instructions import Compute, Op
 from pippy.drivers.schedules.programs.placement import Placement
 from pippy.drivers.schedules.programs.program import Program
-from pippy.drivers.schedules.choose import Choice, Limits, choose, peak_weight
 
 _log = logging.getLogger(__name__)
 
