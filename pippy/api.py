@@ -1,5 +1,6 @@
 """The public names: what `import pippy` offers."""
 
+from pippy import errors
 from pippy.drivers.batches.specs import ChunkSpec, Mean, MicroBatches, Replicate, Sum, TensorChunkSpec
 from pippy.drivers.clusters.cluster import Cluster, current_cluster, local_cluster
 from pippy.drivers.clusters.torchrun import cluster
@@ -10,7 +11,6 @@ from pippy.drivers.driver import (
     PipelineDriverInterleaved1F1B,
 )
 from pippy.drivers.driver_base import PipelineDriverBase
-from pippy.ir import errors
 from pippy.ir.cut.params import MultiUseParameterConfig
 from pippy.ir.errors import PippyError, PippyWarning
 from pippy.ir.front.trace import PipeTracer

@@ -47,6 +47,9 @@ FIRST = [
     "from pippy import pipeline; assert callable(pipeline)",
     "import pippy; pippy.Pipe; pippy.ir.pipe.Pipe; pippy.drivers.driver",
     "from pippy import *; assert Pipe and pipeline and local_cluster and errors.PippyError",
+    "import pippy.errors; assert pippy.errors.MarkError and pippy.errors is __import__('sys').modules['pippy.errors']",
+    "from pippy.errors import TracingError, StepError; from pippy import errors; assert errors.StepError is StepError",
+    "from pippy import errors; from pippy.errors import TracingError; assert errors.TracingError is TracingError",
     "from pippy import drivers, ir, cli; assert drivers.__path__ and ir.__path__ and cli.main",
     "import pippy; assert {'Pipe', 'pipeline', 'verify'} <= set(dir(pippy))",
     "import pippy, pickle; assert pickle.loads(pickle.dumps(pippy.Pipe)) is pippy.Pipe",
@@ -84,3 +87,20 @@ def test_every_public_name_is_that_of_the_api():
 
     assert pippy.__all__ == api.__all__
     assert all(getattr(pippy, name) is getattr(api, name) for name in api.__all__)
+
+
+def test_every_error_is_in_one_place():
+    from pippy import errors
+    from pippy.drivers import errors as drivers_errors
+    from pippy.ir import errors as ir_errors
+
+    defined = {**vars(ir_errors), **vars(drivers_errors)}
+    kinds = {
+        name for name, each in defined.items() if isinstance(each, type) and issubclass(each, (Exception, Warning))
+    }
+    assert set(errors.__all__) == kinds
+    assert all(getattr(errors, name) is defined[name] for name in kinds)
+
+
+def test_errors_are_imported_without_torch():
+    assert python("import sys, pippy.errors; print('torch' in sys.modules)") == "False\n"

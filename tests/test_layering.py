@@ -24,7 +24,7 @@ LAYERS = """
     drivers/recording drivers/clusters drivers/shipping drivers/auto drivers/results drivers/optimizer drivers/driver_base
     drivers/driver drivers
 
-    pippy/balance pippy/pipeline pippy/api pippy/cli pippy/__main__ pippy
+    pippy/errors pippy/balance pippy/pipeline pippy/api pippy/cli pippy/__main__ pippy
 """.split()
 PURE = ("drivers/schedules",)  # these import no torch
 WITHOUT_TRACER = ("ir/run", "drivers/workers")

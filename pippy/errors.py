@@ -1,0 +1,60 @@
+"""Every error that pippy raises on purpose: those of the compiler, and those of what runs on workers.
+
+>>> from pippy.errors import PippyError, TracingError
+>>> issubclass(TracingError, PippyError)
+True
+"""
+
+from pippy.drivers.errors import (
+    ClusterError,
+    DriverError,
+    LoweringError,
+    MicrobatchError,
+    OptimizerError,
+    PackingError,
+    PeerLost,
+    StepError,
+    WorkerLostError,
+)
+from pippy.ir.errors import (
+    BalanceError,
+    InputError,
+    LossError,
+    MarkError,
+    ModeError,
+    NameLookupError,
+    PippyError,
+    PippyWarning,
+    SharedParameterError,
+    SplitError,
+    StageError,
+    StateDictError,
+    TracingError,
+    VerificationError,
+)
+
+__all__ = [
+    "BalanceError",
+    "ClusterError",
+    "DriverError",
+    "InputError",
+    "LossError",
+    "LoweringError",
+    "MarkError",
+    "MicrobatchError",
+    "ModeError",
+    "NameLookupError",
+    "OptimizerError",
+    "PackingError",
+    "PeerLost",
+    "PippyError",
+    "PippyWarning",
+    "SharedParameterError",
+    "SplitError",
+    "StageError",
+    "StateDictError",
+    "StepError",
+    "TracingError",
+    "VerificationError",
+    "WorkerLostError",
+]
