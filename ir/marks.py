@@ -4,7 +4,6 @@ A mark on a module is a private attribute of plain strings: it changes no name, 
 deepcopy and pickle, and means nothing to anyone but the tracer.
 """
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from enum import Enum
@@ -13,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from pippy.ir.errors import MarkError
+from pippy.ir.near_names import did_you_mean
 
 _ATTRIBUTE = "_pippy_split_points"
 _on_split: ContextVar[Callable[[], None] | None] = ContextVar("on_split", default=None)
@@ -94,8 +94,7 @@ def _check_annotation(modules: Mapping[str, nn.Module], name: str, point: object
             "'' names the whole model, and a cut before or after everything cuts nothing; name a part of it"
         )
     if name not in modules:
-        near = difflib.get_close_matches(str(name), [known for known in modules if known], n=3, cutoff=0.4)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see model.named_modules() for its names"
+        hint = did_you_mean(name, filter(None, modules)) or "see model.named_modules() for its names"
         raise MarkError(f"the model has no module named {name!r}; {hint}")
 
 

@@ -4,7 +4,6 @@ A stage keeps the user's names under its own: ``lin.weight`` of the model is ``s
 names that change are those whose first part a graph module needs for itself (``graph``, ``code``, …): they get a ``_``.
 """
 
-import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from pippy.ir.errors import NameLookupError
+from pippy.ir.near_names import did_you_mean
 
 LOSS = "_loss"
 _STAGE = re.compile(r"submod_(\d+)")
@@ -99,10 +99,8 @@ class Qualnames:
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     """The text of an error about a name that does not exist."""
     known = list(known)
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
-    if near:
-        return f"the model has no {kind} named {name!r}; did you mean {' or '.join(map(repr, near))}?"
-    return f"the model has no {kind} named {name!r}; it has {', '.join(map(repr, known[:8])) or 'none'}"
+    hint = did_you_mean(name, known) or f"it has {', '.join(map(repr, known[:8])) or 'none'}"
+    return f"the model has no {kind} named {name!r}; {hint}"
 
 
 def named_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

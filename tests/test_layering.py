@@ -17,7 +17,7 @@ LAYERS = """
     drivers/schedules/simulation drivers/schedules/orders drivers/schedules/search drivers/schedules/drawings
     drivers/schedules/make drivers/schedules/choose drivers/schedules
 
-    ir/errors ir/trees ir/names ir/source ir/random_state ir/marks ir/modes ir/run ir/nodes ir/signature ir/wiring
+    ir/errors ir/near_names ir/trees ir/names ir/source ir/random_state ir/marks ir/modes ir/run ir/nodes ir/signature ir/wiring
     ir/front ir/cut ir/adopt ir/passes ir/reference ir/show ir/state ir/pipe ir
 
     drivers/errors drivers/interrupts drivers/lowering drivers/batches drivers/transport drivers/control drivers/workers

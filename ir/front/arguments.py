@@ -1,6 +1,5 @@
 """The arguments of a model's forward that a graph is specialized to, and those that it was traced as given."""
 
-import difflib
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from torch import fx, nn
 
 from pippy.ir.errors import TracingError
+from pippy.ir.near_names import did_you_mean
 
 
 def check_concrete_args(model: nn.Module, concrete_args: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -19,8 +19,7 @@ def check_concrete_args(model: nn.Module, concrete_args: Mapping[str, Any] | Non
     concrete, names = dict(concrete_args or {}), _named_arguments(model)
     for name, value in concrete.items():
         if name not in names:
-            near = difflib.get_close_matches(str(name), names, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(names) or 'none'}"
+            hint = did_you_mean(name, names, most=1, cutoff=0.6) or f"it takes {', '.join(names) or 'none'}"
             raise TracingError(f"concrete_args[{name!r}]: forward has no argument of that name; {hint}")
         if not (value is None or isinstance(value, (bool, int, float, str))):
             raise TracingError(

@@ -1,6 +1,5 @@
 """What `split=` may be: how to weigh a model's operations, or where to cut by hand."""
 
-import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from pippy.ir.cut.cuts import Together, scopes
 from pippy.ir.errors import BalanceError
 from pippy.ir.front.trace import Traced
 from pippy.ir.names import unknown_name
+from pippy.ir.near_names import did_you_mean
 
 Split = str | Sequence[str] | Sequence[int] | None
 
@@ -70,8 +70,8 @@ def _by_policy(split: str, num_stages: int | None, with_examples: bool) -> Polic
     else:
         text = split
     if kind not in MEASURES or (kind == "type") != bool(colon):
-        near = difflib.get_close_matches(split, _KNOWN, n=1)
-        raise BalanceError(f"split is {split!r}; " + (f"did you mean {near[0]!r}? Else " if near else "") + _ADVICE)
+        hint = did_you_mean(split, _KNOWN, most=1, cutoff=0.6)
+        raise BalanceError(f"split is {split!r}; {hint}{' Else ' if hint else ''}{_ADVICE}")
     if num_stages is None:
         raise BalanceError(f"split={split!r} needs to know into how many stages; give num_stages=4, say")
     if kind in ("time", "size") and not with_examples:

@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Callable
-from difflib import get_close_matches
 from math import isfinite, nan
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from pippy.ir.near_names import near_names
 
 if TYPE_CHECKING:
     from pippy.drivers.schedules import Costs
@@ -45,7 +46,7 @@ class ScheduleName(click.ParamType):
         known = OTHER_NAMES | {plain(name): name for name in REGISTRY}
         if plain(value) in known:
             return known[plain(value)]
-        near = get_close_matches(plain(value), known, n=3, cutoff=0.6)
+        near = near_names(plain(value), known, cutoff=0.6)
         near += [name for name in known if plain(value) and plain(value) in name and name not in near]
         hint = (
             f"Did you mean {' or '.join(known[name] for name in near)}?"

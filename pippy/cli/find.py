@@ -7,14 +7,14 @@ import inspect
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import click
 
-from pippy.cli.problems import did_you_mean, put_first, raised
+from pippy.cli.problems import hint_at, put_first, raised
+from pippy.ir.near_names import near_names
 
 
 def find(target: str) -> Any:
@@ -46,11 +46,7 @@ def _inside(where: str, module: ModuleType, name: str) -> Any:
             found = getattr(found, part)
         except AttributeError:
             known = [each for each in vars(found) if not each.startswith("_")] if hasattr(found, "__dict__") else []
-            hint = (
-                did_you_mean(part, known)
-                if get_close_matches(part, known)
-                else did_you_mean(part, _own(found) or known)
-            )
+            hint = hint_at(part, known if near_names(part, known, cutoff=0.6) else _own(found) or known)
             raise click.ClickException(f"{where} has no {name!r}; {hint}") from None
     return found
 
@@ -62,7 +58,7 @@ def _own(holder: Any) -> list[str]:
 
 def _choices(where: str, module: ModuleType) -> str:
     own = _own(module)
-    return f", as in {where}:{own[0]}; {did_you_mean('', own)}" if own else f", as in {where}:Net"
+    return f", as in {where}:{own[0]}; {hint_at('', own)}" if own else f", as in {where}:Net"
 
 
 def _module(name: str) -> ModuleType:
@@ -74,7 +70,7 @@ def _module(name: str) -> ModuleType:
             raise raised(name, error) from error
         known = [each.name for each in pkgutil.iter_modules([str(Path.cwd())])]
         raise click.ClickException(
-            f"there is no module {error.name!r}, neither in this folder nor where Python looks; {did_you_mean(name, known)}"
+            f"there is no module {error.name!r}, neither in this folder nor where Python looks; {hint_at(name, known)}"
         ) from None
     except (Exception, SystemExit) as error:
         raise raised(name, error) from error
@@ -84,7 +80,7 @@ def _module_of_file(path: str) -> ModuleType:
     file = Path(path).resolve()
     if not file.is_file():
         known = [each.name for each in file.parent.glob("*.py")]
-        raise click.ClickException(f"there is no file {path!r}; {did_you_mean(file.name, known)}")
+        raise click.ClickException(f"there is no file {path!r}; {hint_at(file.name, known)}")
     put_first(str(file.parent))
     taken = file.stem in sys.modules or file.stem in sys.stdlib_module_names
     spec = importlib.util.spec_from_file_location(f"_file_{file.stem}" if taken else file.stem, file)
@@ -125,7 +121,7 @@ def _check_arguments(what: str, function: Callable[..., Any], given: Iterable[st
     if len(named) == len(parameters) or not any(each.kind == each.VAR_KEYWORD for each in parameters.values()):
         for name in given:
             if name not in named:
-                takes = did_you_mean(name, list(named)) if named else "it takes no arguments"
+                takes = hint_at(name, list(named)) if named else "it takes no arguments"
                 raise click.ClickException(f"{what} has no argument {name!r}; {takes}")
     missing = [name for name, each in named.items() if each.default is each.empty and name not in given]
     if missing:

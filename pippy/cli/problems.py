@@ -7,12 +7,13 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import click
+
+from pippy.ir.near_names import did_you_mean
 
 LIBRARY = Path(__file__).parents[1]
 _RUNNERS = [("importlib", "__init__.py"), (f"python{sys.version_info.major}.{sys.version_info.minor}", "runpy.py")]
@@ -59,18 +60,16 @@ def said_warnings() -> Iterator[None]:
         yield
 
 
-def did_you_mean(name: str, known: list[str]) -> str:
+def hint_at(name: str, known: list[str]) -> str:
     """A hint at names like this one; or all names, if there are few.
 
-    >>> did_you_mean("Modle", ["Model", "Net"])
+    >>> hint_at("Modle", ["Model", "Net"])
     "did you mean 'Model'?"
-    >>> did_you_mean("xyz", ["Model", "Net"])
+    >>> hint_at("xyz", ["Model", "Net"])
     'there are Model, Net'
     """
-    near = get_close_matches(name, known, n=3, cutoff=0.5)
-    if near:
-        return f"did you mean {' or '.join(map(repr, near))}?"
-    return f"there are {', '.join(known[:12])}{', …' if len(known) > 12 else ''}" if known else "there is none"
+    names = f"there are {', '.join(known[:12])}{', …' if len(known) > 12 else ''}" if known else "there is none"
+    return did_you_mean(name, known, cutoff=0.5) or names
 
 
 def own_trace(trace: TracebackType | None, *, whole: bool = False) -> TracebackType | None:

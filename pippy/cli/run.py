@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from pippy.cli.problems import INTERRUPTED, did_you_mean, own_trace, put_first
+from pippy.cli.problems import INTERRUPTED, hint_at, own_trace, put_first
 
 _UNDER_TORCHRUN = (
     "this process was started by torchrun (RANK and WORLD_SIZE are set), which starts the workers itself; give torchrun the "
@@ -77,7 +77,7 @@ def run(
 def _check_exists(script: str, module: bool) -> None:
     if not module and not Path(script).exists():
         near = [each.name for each in Path(script).resolve().parent.glob("*.py")]
-        raise click.ClickException(f"there is no script {script!r}; {did_you_mean(Path(script).name, near)}")
+        raise click.ClickException(f"there is no script {script!r}; {hint_at(Path(script).name, near)}")
     if module:
         with suppress(ModuleNotFoundError, ValueError):
             if importlib.util.find_spec(script) is not None:
