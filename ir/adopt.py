@@ -13,7 +13,7 @@ from torch import nn
 from pippy.ir.errors import ModeError
 from pippy.ir.names import LOSS, named_state
 from pippy.ir.run.graph_module import install
-from pippy.ir.run.tensors import tensor_of
+from pippy.ir.run.shared_tensors import get_tensor
 
 if TYPE_CHECKING:
     from pippy.ir.pipe import Pipe
@@ -62,7 +62,7 @@ def check_still_shared(pipe: "Pipe") -> None:
     """Raise if a parameter of the Pipe was replaced by another tensor, which its stages do not have."""
     ours = dict(named_state(pipe))
     for name, places in pipe.qualnames.places.items():
-        if name in ours and ours[name] is not tensor_of(pipe.split_gm, places[0]):
+        if name in ours and ours[name] is not get_tensor(pipe.split_gm, places[0]):
             raise ModeError(
                 f"{name!r} of the Pipe was replaced by another tensor, which its stages do not see (functional_call and "
                 "assigning a new Parameter do so); change the tensor in place, or replace it in the model and make a new Pipe"

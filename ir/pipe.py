@@ -27,7 +27,7 @@ from pippy.ir.passes.verify import verify
 from pippy.ir.reference import run_reference
 from pippy.ir.run.copies import follow_owners
 from pippy.ir.run.graph_module import PipeGraphModule
-from pippy.ir.run.tensors import tensor_of
+from pippy.ir.run.shared_tensors import get_tensor
 from pippy.ir.show.diagrams import dot, mermaid
 from pippy.ir.show.graph_text import graph_text
 from pippy.ir.show.notebook import html
@@ -184,7 +184,7 @@ class Pipe(nn.Module):
     def get_grad(self, name: str) -> torch.Tensor | None:
         """The gradient of the parameter that the user calls ``name``."""
         places = self.stage_qualnames(name)
-        return tensor_of(self.split_gm, places[0]).grad if places else None
+        return get_tensor(self.split_gm, places[0]).grad if places else None
 
     def train(self, mode: bool = True) -> "Pipe":
         """Set every stage to training or evaluation, as `train` of the user's model would."""
@@ -199,7 +199,7 @@ class Pipe(nn.Module):
     def replicas(self) -> list[list[torch.Tensor]]:
         """The copies of each replicated parameter, in the order of `replicated_params`; the first is the model's own."""
         return [
-            [tensor_of(self.stage(stage), name) for stage, name in group.items()] for group in self.replicated_params
+            [get_tensor(self.stage(stage), name) for stage, name in group.items()] for group in self.replicated_params
         ]
 
     def graph_text(self, *args: Any, **kwargs: Any) -> str:

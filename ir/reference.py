@@ -8,9 +8,9 @@ from torch import fx
 
 from pippy.ir.nodes import is_getitem, map_nodes, seeded
 from pippy.ir.run.copies import owners_in_place_of_copies, whole_gradients
+from pippy.ir.run.shared_tensors import check_unchanged
 from pippy.ir.run.stage_backward import add_gradients, gradient_pairs, stage_backward, weighted
 from pippy.ir.run.stage_run import StageRun, as_leaf, run_backward, run_stage
-from pippy.ir.run.tensors import held_constant
 from pippy.ir.trees import map_tensors
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class _Reference:
 
         args = map_nodes(take, node.args)
         name, module = str(node.target), self.pipe.stage(str(node.target))
-        with held_constant(name, module, self.pipe.qualnames.read_by_several.get(name, ())):
+        with check_unchanged(name, module, self.pipe.qualnames.read_by_several.get(name, ())):
             outputs = run_stage(name, module, args)
         self.runs[node] = StageRun(outputs, tuple(leaves))
         return outputs

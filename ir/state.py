@@ -7,7 +7,7 @@ import torch
 from torch.nn.modules.module import _IncompatibleKeys
 
 from pippy.ir.errors import StateDictError
-from pippy.ir.run.tensors import tensor_of
+from pippy.ir.run.shared_tensors import get_tensor
 from pippy.ir.trees import describe
 
 if TYPE_CHECKING:
@@ -46,5 +46,5 @@ def _tensors(pipe: "Pipe") -> dict[str, list[torch.Tensor]]:
     for name, tensor in pipe.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor):
             places = names.places.get(names.canonical.get(name, ""), ())
-            found[name] = [tensor, *(tensor_of(pipe.split_gm, place) for place in places[1:])]
+            found[name] = [tensor, *(get_tensor(pipe.split_gm, place) for place in places[1:])]
     return found

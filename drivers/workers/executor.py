@@ -21,10 +21,10 @@ from pippy.drivers.workers.scales import Scales
 from pippy.drivers.workers.single_loss import SingleLoss
 from pippy.ir.errors import StageError
 from pippy.ir.names import LOSS
+from pippy.ir.run.shared_tensors import check_unchanged
 from pippy.ir.run.split_backward import Deferred, WeightDeferral
 from pippy.ir.run.stage_backward import add_gradients, stage_backward, weighted
 from pippy.ir.run.stage_run import StageRun, as_leaf, run_backward, run_stage
-from pippy.ir.run.tensors import held_constant
 from pippy.ir.trees import describe, map_tensors
 
 OwnRows = Callable[[Any, int], Any]
@@ -51,7 +51,7 @@ class StageCall:
         args = inputs if self.template is None else filled(self.template, inputs)
         if not self.constant:
             return run_stage(self.name, self.module, args)
-        with held_constant(self.name, self.module, self.constant):
+        with check_unchanged(self.name, self.module, self.constant):
             return run_stage(self.name, self.module, args)
 
 

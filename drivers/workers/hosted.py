@@ -31,7 +31,7 @@ from pippy.drivers.workers.compiling import compile_modules
 from pippy.drivers.workers.executor import Executor
 from pippy.drivers.workers.gradients import Gradients
 from pippy.drivers.workers.out_of_order import OutOfOrderExecutor
-from pippy.ir.run.tensors import tensor_of
+from pippy.ir.run.shared_tensors import get_tensor
 from pippy.ir.trees import map_tensors
 
 
@@ -88,7 +88,7 @@ class Hosted:
 
     def tensor(self, place: Place) -> torch.Tensor:
         """The parameter or buffer at a place."""
-        return tensor_of(self.modules[place.call], place.name)
+        return get_tensor(self.modules[place.call], place.name)
 
     def _add_program(self, program: AddProgram, number: int) -> None:
         given = program, self.modules, self.constant, self.transport, self.device

@@ -17,7 +17,7 @@ from pippy.ir.cut.plan import is_operation
 from pippy.ir.front.trace import Traced
 from pippy.ir.marks import pipe_split
 from pippy.ir.names import named_state
-from pippy.ir.run.tensors import has_gradient_hooks
+from pippy.ir.run.shared_tensors import has_gradient_hooks
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import fx, nn
 from pippy.ir.cut.effects import Mutation
 from pippy.ir.errors import SharedParameterError
 from pippy.ir.names import first_names, stage_name, unknown_name
-from pippy.ir.run.tensors import has_gradient_hooks
+from pippy.ir.run.shared_tensors import has_gradient_hooks
 from pippy.ir.source import excerpt_of
 
 

@@ -17,8 +17,8 @@ from pippy.ir.errors import MarkError, PippyError, TracingError
 from pippy.ir.front.arguments import check_concrete_args, drop_concrete_inputs, optional_inputs, signature_of
 from pippy.ir.front.proxies import RecordingProxy, StateProxy
 from pippy.ir.front.recording import recording
-from pippy.ir.front.training_flag import first_difference, flags_after_train, follow_training, watched_training
-from pippy.ir.front.unaltered import unaltered
+from pippy.ir.front.restore_attributes import restoring_attributes
+from pippy.ir.front.training_flag import first_difference, flags_after_train, follow_training, recording_training_reads
 from pippy.ir.front.untraceable import check_assigned_buffers, check_backward_hooks, check_model, explained
 from pippy.ir.marks import SplitPoint, annotated_modules, pipe_split, recording_splits, split_points
 from pippy.ir.modes import Modes
@@ -105,7 +105,7 @@ def trace(model: nn.Module, tracer: TracerLike | None = None, concrete_args: Map
     check_model(model)
     concrete = check_concrete_args(model, concrete_args)
     state = dict(named_state(model))  # forward may assign buffers while it is traced
-    with watched_training() as reads, unaltered(model):
+    with recording_training_reads() as reads, restoring_attributes(model):
         graph = _record(model, _tracer(tracer), concrete)
         attributes = _attributes(model, graph, state)
     traced = Traced(model, graph, attributes, concrete, signature=signature_of(model))
@@ -227,7 +227,7 @@ def _inputs_traced_as_given(traced: Traced, tracer: TracerLike | None) -> tuple[
 def _differs_without(traced: Traced, tracer: TracerLike | None, names: list[str]) -> bool:
     concrete = {**traced.concrete_args, **dict.fromkeys(names)}
     try:
-        with unaltered(traced.model, silent=True):
+        with restoring_attributes(traced.model, silent=True):
             without = _record(traced.model, _tracer(tracer), concrete)
     except PippyError:
         return True
@@ -238,7 +238,7 @@ def _follow_modes(traced: Traced, tracer: TracerLike | None, read: set[int]) -> 
     modules = dict(traced.model.named_modules())
     flags = {path: module.training for path, module in modules.items() if id(module) in read}
     try:
-        with watched_training(turned_over=True), unaltered(traced.model, silent=True):
+        with recording_training_reads(inverted=True), restoring_attributes(traced.model, silent=True):
             turned = _record(traced.model, _tracer(tracer), traced.concrete_args)
     except PippyError as error:  # the other mode cannot be traced, or not cut as it is marked
         traced.modes.fixed, traced.modes.fixed_at = flags, f"  {error}"

@@ -22,13 +22,13 @@ class TrainingReads:
 
 
 @contextmanager
-def watched_training(turned_over: bool = False) -> Iterator[TrainingReads]:
-    """Inside, reads of any module's `training` are noted, and answered with the opposite if ``turned_over``."""
+def recording_training_reads(inverted: bool = False) -> Iterator[TrainingReads]:
+    """Inside, reads of any module's `training` are noted, and answered with the opposite if ``inverted``."""
     reads = TrainingReads()
 
     def read(module: nn.Module) -> bool:
         reads.modules.append(module)
-        return bool(module.__dict__["training"]) ^ turned_over
+        return bool(module.__dict__["training"]) ^ inverted
 
     def write(module: nn.Module, value: bool) -> None:
         module.__dict__["training"] = value

@@ -8,8 +8,8 @@ from torch import nn
 
 from pippy.ir.errors import SharedParameterError
 from pippy.ir.names import named_state
+from pippy.ir.run.shared_tensors import get_tensor, has_gradient_hooks
 from pippy.ir.run.stage_backward import add_gradients
-from pippy.ir.run.tensors import has_gradient_hooks, tensor_of
 
 Copies = Sequence[torch.Tensor]
 
@@ -54,9 +54,9 @@ def _swaps(
 ) -> Iterator[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]:
     """Every place of a copy: the module that holds it, its name there, the owner and the copy."""
     (first, name), *others = group.items()
-    owner = tensor_of(module_of(first), name)
+    owner = get_tensor(module_of(first), name)
     for stage, local in others:
-        copy = tensor_of(module_of(stage), local)
+        copy = get_tensor(module_of(stage), local)
         for place, tensor in list(named_state(module_of(stage))):
             if tensor is copy:
                 path, _, leaf = place.rpartition(".")

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from pippy.ir.front.unaltered import unaltered
+from pippy.ir.front.restore_attributes import restoring_attributes
 from pippy.ir.names import named_state
 from pippy.ir.random_state import untouched_random_state
 
@@ -60,7 +60,7 @@ def undisturbed(*modules: nn.Module) -> Iterator[Undisturbed]:
     with ExitStack() as stack:
         stack.enter_context(untouched_random_state())
         for module in modules:
-            stack.enter_context(unaltered(module, silent=True))
+            stack.enter_context(restoring_attributes(module, silent=True))
         stack.callback(state.restore)
         try:
             for tensor, _ in gradients:

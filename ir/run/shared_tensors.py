@@ -10,11 +10,11 @@ from pippy.ir.errors import SharedParameterError
 
 
 @contextmanager
-def held_constant(stage: str, module: nn.Module, names: Sequence[str]) -> Iterator[None]:
+def check_unchanged(stage: str, module: nn.Module, names: Sequence[str]) -> Iterator[None]:
     """Raise if ``module`` changes one of its tensors called ``names`` in the meantime."""
-    versions = {name: tensor_of(module, name)._version for name in names}
+    versions = {name: get_tensor(module, name)._version for name in names}
     yield
-    changed = [name for name, before in versions.items() if tensor_of(module, name)._version != before]
+    changed = [name for name, before in versions.items() if get_tensor(module, name)._version != before]
     if changed:
         raise SharedParameterError(
             f"{stage} changed {', '.join(map(repr, changed))} in place, which other stages hold too; their copies would "
@@ -22,7 +22,7 @@ def held_constant(stage: str, module: nn.Module, names: Sequence[str]) -> Iterat
         )
 
 
-def tensor_of(module: nn.Module, name: str) -> torch.Tensor:
+def get_tensor(module: nn.Module, name: str) -> torch.Tensor:
     """The parameter or buffer of ``module`` with a qualified name."""
     path, _, leaf = name.rpartition(".")
     return getattr(module.get_submodule(path), leaf)

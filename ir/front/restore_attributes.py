@@ -15,7 +15,7 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 
 
 @contextmanager
-def unaltered(model: nn.Module, silent: bool = False) -> Iterator[None]:
+def restoring_attributes(model: nn.Module, silent: bool = False) -> Iterator[None]:
     """Leave every module of ``model`` with the attributes that it had, and say what its forward tried to set."""
     modules = [
         (path, module) for path, module in model.named_modules() if not isinstance(module, torch.jit.ScriptModule)
