@@ -1,15 +1,19 @@
-"""How a model and its graph depend on train and eval."""
+"""How a model and its graph depend on the mode: training or evaluation."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass
 class Modes:
-    """How a model and its graph depend on train and eval.
+    """How a model and its graph depend on the mode. True is training, as in `model.train(True)`.
 
-    ``fixed`` holds the flags that the graph's structure is bound to, by module, and ``fixed_at`` the line where the modes
-    part. ``after`` holds the flags that differ from the mode after `model.train(mode)`, where a module has a `train` of
-    its own.
+    ``fixed`` has the training flags that the graph needs, by the path of the module, where the graph is right in one
+    mode only; ``fixed_at`` is the line from which the other mode does something else. ``after`` has, for each mode, the
+    flags that `model.train(mode)` sets to the opposite, which takes a module with a `train` of its own.
+
+    >>> modes = Modes(fixed={"encoder": True})
+    >>> modes.allows(True), modes.allows(False)
+    (True, False)
     """
 
     fixed: dict[str, bool] = field(default_factory=dict)
@@ -22,4 +26,4 @@ class Modes:
 
     def allows(self, mode: bool) -> bool:
         """Whether the graph is right in ``mode``."""
-        return all(self.flag(path, mode) == traced for path, traced in self.fixed.items())
+        return all(self.flag(path, mode) == needed for path, needed in self.fixed.items())

@@ -13,7 +13,7 @@ from pippy.drivers.driver import (
 from pippy.drivers.driver_base import PipelineDriverBase
 from pippy.ir.cut.params import MultiUseParameterConfig
 from pippy.ir.errors import PippyError, PippyWarning
-from pippy.ir.front.trace import PipeTracer
+from pippy.ir.front.tracer import PipeTracer
 from pippy.ir.marks import PipeSplitWrapper, SplitPoint, annotate_split_points, clear_split_points, pipe_split
 from pippy.ir.passes.loss import LossWrapper, TrivialLossWrapper
 from pippy.ir.passes.verify import verify

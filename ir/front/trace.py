@@ -1,8 +1,6 @@
-"""From any `nn.Module` to a marked graph: one `pipe_split` node for each cut, and everything else as in the model."""
+"""Tracing: from an `nn.Module` to a marked graph, which has the model's operations and a `pipe_split` node for each cut."""
 
-import dataclasses
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,81 +8,28 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx.immutable_collections import immutable_dict
 
 from pippy.ir import source
 from pippy.ir.errors import MarkError, PippyError, TracingError
 from pippy.ir.front.arguments import check_concrete_args, drop_concrete_inputs, optional_inputs, signature_of
-from pippy.ir.front.proxies import RecordingProxy, StateProxy
+from pippy.ir.front.compare_graphs import first_difference
 from pippy.ir.front.recording import recording
 from pippy.ir.front.restore_attributes import restoring_attributes
-from pippy.ir.front.training_flag import first_difference, flags_after_train, follow_training, recording_training_reads
+from pippy.ir.front.tracer import PipeTracer
+from pippy.ir.front.training_flag import flags_after_train, follow_training, recording_training_reads
 from pippy.ir.front.untraceable import check_assigned_buffers, check_backward_hooks, check_model, explained
 from pippy.ir.marks import SplitPoint, annotated_modules, pipe_split, recording_splits, split_points
 from pippy.ir.modes import Modes
-from pippy.ir.names import first_names, named_state
-
-
-class PipeTracer(fx.Tracer):
-    """The default tracer: modules of `torch.nn` are leaves, everything else is traced through.
-
-    Derive from it to choose other leaves:
-
-    >>> class MyTracer(PipeTracer):
-    ...     def is_leaf_module(self, m, module_qualified_name):
-    ...         return module_qualified_name == "encoder" or super().is_leaf_module(m, module_qualified_name)
-    """
-
-    # A buffer that is changed in place must be changed when the graph runs, not when it is traced.
-    proxy_buffer_attributes = True
-
-    def trace(self, root: nn.Module, concrete_args: dict[str, Any] | None = None) -> fx.Graph:  # type: ignore[override]
-        self._state_names = first_names(root)
-        return super().trace(root, concrete_args)
-
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
-        # As in fx.Tracer, without its search through all parameters at each access.
-        if not isinstance(attr_val, torch.Tensor):
-            return attr_val
-        name = self._state_names.get(id(attr_val))
-        if name is None:
-            return attr_val
-        if name not in parameter_proxy_cache:
-            made = self.create_proxy(
-                "get_attr", name, (), {}, proxy_factory_fn=lambda node: StateProxy(node, self, attr_val)
-            )
-            parameter_proxy_cache[name] = made
-        return parameter_proxy_cache[name]
-
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        return RecordingProxy(node, self)
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, torch.jit.ScriptModule) or super().is_leaf_module(m, module_qualified_name)
-
-    def create_arg(self, a: Any) -> Any:
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and isinstance(a, numpy.generic):  # a number that generated code cannot write
-            return a.item()
-        if numpy is not None and isinstance(a, numpy.ndarray):
-            return super().create_arg(torch.from_numpy(a.copy()))
-        if isinstance(a, dict) and type(a) not in (dict, immutable_dict):
-            return self._create_mapping(a)
-        return super().create_arg(a)
-
-    def _create_mapping(self, mapping: dict[str, Any]) -> fx.Node:
-        """A dict of a class of its own, an OrderedDict or a model's output class, stays of that class."""
-        if dataclasses.is_dataclass(mapping):
-            return self.create_node("call_function", type(mapping), (), super().create_arg(dict(mapping)))
-        return self.create_node("call_function", type(mapping), (super().create_arg(dict(mapping)),), {})
+from pippy.ir.names import named_state
 
 
 @dataclass
 class Traced:
-    """A marked graph, and what its names mean.
+    """A marked graph, and what the names in it stand for.
 
-    ``attributes`` resolves every `get_attr` and `call_module` target. ``given`` names inputs that may not be None, since
-    forward does something else then. ``balanced`` says that a pass has placed the marks, or left them out on purpose.
+    ``attributes`` has the value of each target of a `get_attr` or `call_module` node. ``given`` names the inputs that
+    must not be None, because forward does something else without them. ``balanced`` is True if a pass has placed the
+    marks, or has decided that there are none.
     """
 
     model: nn.Module
@@ -101,7 +46,7 @@ TracerLike = fx.Tracer | Callable[[], fx.Tracer]
 
 
 def trace(model: nn.Module, tracer: TracerLike | None = None, concrete_args: Mapping[str, Any] | None = None) -> Traced:
-    """Trace ``model`` into a marked graph. The model is left as it was."""
+    """Trace ``model`` into a marked graph. The model keeps its attributes and its training flags."""
     check_model(model)
     concrete = check_concrete_args(model, concrete_args)
     state = dict(named_state(model))  # forward may assign buffers while it is traced
@@ -111,8 +56,8 @@ def trace(model: nn.Module, tracer: TracerLike | None = None, concrete_args: Map
     traced = Traced(model, graph, attributes, concrete, signature=signature_of(model))
     traced.given = _inputs_traced_as_given(traced, tracer)
     traced.modes.after = flags_after_train(model)
-    if reads.modules:
-        _follow_modes(traced, tracer, {id(module) for module in reads.modules})
+    if reads:
+        _follow_modes(traced, tracer, {id(module) for module in reads})
     return traced
 
 
@@ -149,7 +94,7 @@ def _record(model: nn.Module, tracer: fx.Tracer, concrete_args: dict[str, Any]) 
 
 
 class _Calls:
-    """Turns `pipe_split()` and annotated modules into nodes while a tracer runs."""
+    """While a tracer runs, makes a node of each `pipe_split()` and of each mark on a module."""
 
     def __init__(self, model: nn.Module, tracer: fx.Tracer) -> None:
         self.tracer, self.unmet = tracer, dict(annotated_modules(model))
@@ -191,7 +136,7 @@ class _Calls:
 
 
 def _attributes(model: nn.Module, graph: fx.Graph, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """What every target of the graph names; resolved now, since tracing's own constants are about to be removed."""
+    """The value of each target of the graph. Found now, because the constants that tracing sets on the model are removed."""
     targets = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
     modules = dict(model.named_modules(remove_duplicate=False))
     return {target: state[target] if target in state else _lookup(modules, target) for target in targets}
@@ -212,7 +157,7 @@ def _walk(value: Any, path: str) -> Any:
 
 
 def _inputs_traced_as_given(traced: Traced, tracer: TracerLike | None) -> tuple[str, ...]:
-    """Which optional inputs forward treats differently when they are None; their placeholders never were."""
+    """The optional inputs without which forward does something else. While it was traced, each was a proxy and not None."""
     optional = optional_inputs(traced.model, traced.graph)
     if not optional or not _differs_without(traced, tracer, optional):
         return ()
@@ -235,17 +180,18 @@ def _differs_without(traced: Traced, tracer: TracerLike | None, names: list[str]
 
 
 def _follow_modes(traced: Traced, tracer: TracerLike | None, read: set[int]) -> None:
+    """Trace again with every training flag inverted, and do what the table in `training_flag.py` says."""
     modules = dict(traced.model.named_modules())
     flags = {path: module.training for path, module in modules.items() if id(module) in read}
     try:
         with recording_training_reads(inverted=True), restoring_attributes(traced.model, silent=True):
-            turned = _record(traced.model, _tracer(tracer), traced.concrete_args)
+            inverted = _record(traced.model, _tracer(tracer), traced.concrete_args)
     except PippyError as error:  # the other mode cannot be traced, or not cut as it is marked
         traced.modes.fixed, traced.modes.fixed_at = flags, f"  {error}"
         return
-    difference = first_difference(traced.graph, turned)
+    difference = first_difference(traced.graph, inverted)
     if difference is not None:
         traced.modes.fixed, traced.modes.fixed_at = flags, source.excerpt_of(difference)
         return
-    follow_training(traced.graph, turned, flags)
+    follow_training(traced.graph, inverted, flags)
     traced.attributes.update({f"{path}.training".lstrip("."): flag for path, flag in flags.items()})

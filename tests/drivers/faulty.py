@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pippy import MultiUseParameterConfig, pipe_split, pipeline
-from pippy.ir.front.trace import PipeTracer
+from pippy.ir.front.tracer import PipeTracer
 
 FORWARD, BACKWARD, EXIT, SLOW, ENDLESS, UNSENDABLE, LOSS = range(1, 8)
 NOWHERE = -1

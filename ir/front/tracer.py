@@ -1,0 +1,66 @@
+"""The tracer: which modules are leaves, and what symbolic tracing makes of the values that it meets."""
+
+import dataclasses
+import sys
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.immutable_collections import immutable_dict
+
+from pippy.ir.front.proxies import RecordingProxy, StateProxy
+from pippy.ir.names import first_names
+
+
+class PipeTracer(fx.Tracer):
+    """The default tracer: modules of `torch.nn` are leaves, everything else is traced through.
+
+    Derive from it to choose other leaves:
+
+    >>> class MyTracer(PipeTracer):
+    ...     def is_leaf_module(self, m, module_qualified_name):
+    ...         return module_qualified_name == "encoder" or super().is_leaf_module(m, module_qualified_name)
+    """
+
+    # A buffer that is changed in place must be changed when the graph runs, not when it is traced.
+    proxy_buffer_attributes = True
+
+    def trace(self, root: nn.Module, concrete_args: dict[str, Any] | None = None) -> fx.Graph:  # type: ignore[override]
+        self._state_names = first_names(root)
+        return super().trace(root, concrete_args)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
+        # As in fx.Tracer, without its search through all parameters at each access.
+        if not isinstance(attr_val, torch.Tensor):
+            return attr_val
+        name = self._state_names.get(id(attr_val))
+        if name is None:
+            return attr_val
+        if name not in parameter_proxy_cache:
+            made = self.create_proxy(
+                "get_attr", name, (), {}, proxy_factory_fn=lambda node: StateProxy(node, self, attr_val)
+            )
+            parameter_proxy_cache[name] = made
+        return parameter_proxy_cache[name]
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return RecordingProxy(node, self)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, torch.jit.ScriptModule) or super().is_leaf_module(m, module_qualified_name)
+
+    def create_arg(self, a: Any) -> Any:
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(a, numpy.generic):  # a number that generated code cannot write
+            return a.item()
+        if numpy is not None and isinstance(a, numpy.ndarray):
+            return super().create_arg(torch.from_numpy(a.copy()))
+        if isinstance(a, dict) and type(a) not in (dict, immutable_dict):
+            return self._create_mapping(a)
+        return super().create_arg(a)
+
+    def _create_mapping(self, mapping: dict[str, Any]) -> fx.Node:
+        """A dict of a class of its own, an OrderedDict or a model's output class, stays of that class."""
+        if dataclasses.is_dataclass(mapping):
+            return self.create_node("call_function", type(mapping), (), super().create_arg(dict(mapping)))
+        return self.create_node("call_function", type(mapping), (super().create_arg(dict(mapping)),), {})
