@@ -2,43 +2,16 @@
 
 import subprocess
 import sys
-import tarfile
 import zipfile
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
-
-
-def build(kind: str, source: Path, target: Path) -> Path:
-    command = [sys.executable, "-c", BUILD, kind, str(target)]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    return target / done.stdout.splitlines()[-1]
+from tests.distributions import ROOT, build_wheel
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Built from the source distribution, as an index would serve it."""
-    folder = tmp_path_factory.mktemp("built")
-    copy = folder / "checkout"
-    copied = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    for name in copied.stdout.splitlines():
-        path = ROOT / name
-        if path.is_symlink() or path.is_file():
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            if path.is_symlink():
-                (copy / name).symlink_to(path.readlink())
-            else:
-                (copy / name).write_bytes(path.read_bytes())
-    with tarfile.open(build("build_sdist", copy, folder)) as archive:
-        archive.extractall(folder / "sdist", filter="tar")
-    (unpacked,) = (folder / "sdist").iterdir()
-    return build("build_wheel", unpacked, folder)
+    return build_wheel(tmp_path_factory.mktemp("built"))
 
 
 def test_the_wheel_holds_every_module_once(wheel):
