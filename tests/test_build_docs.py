@@ -83,7 +83,7 @@ def test_code_tables_and_the_picture_arrive(built):
 def test_every_module_that_a_page_imports_from_is_in_the_reference(built):
     texts = [build.markdown_of(page) for page in build.pages()]
     modules = build.imported_modules(texts)
-    assert "pippy.drivers.schedules.orders.order" in modules
+    assert "pippy.drivers.schedules.orders.schedule" in modules
     assert [name for name in modules if not (built / f"api/{name.replace('.', '/')}.html").exists()] == []
     assert "pippy/drivers/schedules.html" in (built / "api/pippy.html").read_text()
 

@@ -12,7 +12,7 @@ import torch
 
 from pippy.drivers.batches.division import Division
 from pippy.drivers.lowering.flow import Work
-from pippy.drivers.schedules.programs.graph import Pass
+from pippy.drivers.schedules.programs.edges import Pass
 from pippy.drivers.schedules.programs.instructions import Instruction
 from pippy.drivers.transport.packing import Packed
 

@@ -11,7 +11,7 @@ from pippy.drivers.errors import LoweringError
 from pippy.drivers.lowering.flow import RemoteInterpreter, Work, outputs_of
 from pippy.drivers.schedules.checks.validate import validate
 from pippy.drivers.schedules.communicate import add_communication
-from pippy.drivers.schedules.programs.graph import Edge, Pass, Replicated
+from pippy.drivers.schedules.programs.edges import Edge, Pass, Replicated
 from pippy.drivers.schedules.programs.program import Program
 from pippy.ir.names import stage_index
 from pippy.ir.passes.verify import verify

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
 from pippy.drivers.recording.activity import Activity, Cause
-from pippy.drivers.recording.words import duration, size
+from pippy.drivers.recording.units import duration, size
 from pippy.drivers.schedules.drawings.svg import COLOURS
 from pippy.drivers.schedules.programs.instructions import Compute, Instruction, Send
 

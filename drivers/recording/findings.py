@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from pippy.drivers.recording.activity import Cause
 from pippy.drivers.recording.prediction import evened, predicted
-from pippy.drivers.recording.words import duration, percent
+from pippy.drivers.recording.units import duration, percent
 
 if TYPE_CHECKING:
     from pippy.drivers.recording.record import RecordedStep

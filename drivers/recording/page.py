@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 from pippy.drivers.recording.activity import Activity, Cause
 from pippy.drivers.recording.drawing import FILLS, LEFT, LEGEND, RIGHT, WIDTH, draw, used
-from pippy.drivers.recording.words import duration, percent, size
+from pippy.drivers.recording.units import duration, percent, size
 from pippy.drivers.schedules.programs.instructions import Op
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from pippy.drivers.schedules.checks.faults import Faults
 from pippy.drivers.schedules.checks.values import last_backward
 from pippy.drivers.schedules.checks.waits import production
 from pippy.drivers.schedules.errors import require
-from pippy.drivers.schedules.programs.graph import Edge, Pass, produced_by
+from pippy.drivers.schedules.programs.edges import Edge, Pass, produced_by
 from pippy.drivers.schedules.programs.instructions import Compute, Free, Instruction, Receive, Reduce, Send
 from pippy.drivers.schedules.programs.program import Program
 
@@ -41,14 +41,14 @@ def add_communication(program: Program) -> Program:
     faults = Faults(computations)
     check_computations(computations, faults)
     faults.raise_if_any()
-    return replace(program, orders=tuple(Additions(computations).orders()), lowered=True)
+    return replace(program, orders=tuple(Communication(computations).orders()), lowered=True)
 
 
 # What comes first of what is due at the same computation.
 RECEIVE, COMPUTE, SEND, FREE, REDUCE = range(5)
 
 
-class Additions:
+class Communication:
     """The instructions of each worker, in any order, each with the computation it belongs to and its place there."""
 
     def __init__(self, program: Program) -> None:

@@ -5,11 +5,11 @@ from inspect import Parameter, signature
 
 from pippy.drivers.schedules.checks.validate import validate
 from pippy.drivers.schedules.errors import ArgumentError, UnknownScheduleError, require
-from pippy.drivers.schedules.orders.order import Plan
-from pippy.drivers.schedules.orders.registry import REGISTRY, Entry, register
+from pippy.drivers.schedules.orders.registry import REGISTRY, RegisteredSchedule, register
+from pippy.drivers.schedules.orders.schedule import WorkerOrders
 from pippy.drivers.schedules.programs.placement import Placement, make_placement, require_count
 from pippy.drivers.schedules.programs.program import Program
-from pippy.drivers.schedules.search.search import list_schedule
+from pippy.drivers.schedules.search.list_scheduler import list_schedule
 
 register("list", list_schedule)  # not in registry.py, because it tries the schedules that are there
 
@@ -60,8 +60,8 @@ def make_schedule(
     )
     refuse_unknown_options(name, entry, options)
     plan = entry.schedule(placed, chunks, **options)
-    if not isinstance(plan, Plan):
-        raise ArgumentError(f"schedule {name} returned {plan!r}; it must return a Plan")
+    if not isinstance(plan, WorkerOrders):
+        raise ArgumentError(f"schedule {name} returned {plan!r}; it must return a WorkerOrders")
     program = Program(
         schedule=name,
         placement=placed,
@@ -74,12 +74,12 @@ def make_schedule(
     return program
 
 
-def default_stages(entry: Entry, placement: object) -> int:
+def default_stages(entry: RegisteredSchedule, placement: object) -> int:
     """A dict or a Placement says itself how many stages each worker has."""
     return entry.stages_per_worker if placement is None or isinstance(placement, str) else 1
 
 
-def refuse_unknown_options(name: str, entry: Entry, options: Mapping[str, object]) -> None:
+def refuse_unknown_options(name: str, entry: RegisteredSchedule, options: Mapping[str, object]) -> None:
     parameters = list(signature(entry.schedule).parameters.values())[2:]  # after the placement and the chunks
     if any(parameter.kind == Parameter.VAR_KEYWORD for parameter in parameters):
         return

@@ -13,11 +13,11 @@ from torch import nn
 
 from pippy.drivers.control.messages import AddProgram, Slot, StepResult
 from pippy.drivers.lowering.flow import Work
-from pippy.drivers.schedules.programs.graph import Pass
+from pippy.drivers.schedules.programs.edges import Pass
 from pippy.drivers.schedules.programs.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
 from pippy.drivers.transport.interface import Interrupted, Transport
 from pippy.drivers.workers.recorder import Recorder
-from pippy.drivers.workers.scales import Scales
+from pippy.drivers.workers.saved_memory import SavedMemory
 from pippy.drivers.workers.single_loss import SingleLoss
 from pippy.ir.errors import StageError
 from pippy.ir.names import LOSS
@@ -128,14 +128,14 @@ class Executor:
             for microbatch, value in enumerate(microbatches):
                 self.values[name, microbatch] = self._here(value)
         code = self.recorder.timed() if record else self.code
-        code = self.scales.weighed(code) if weigh else code
+        code = self.saved_memory.measured(code) if weigh else code
         try:
             with torch.set_grad_enabled(trains):
                 self._go_through(code, given_up)
             if self.single is not None:
                 self.returned[LOSS] = [self.single.loss()]
             returned = {name: _packed(values) for name, values in self.returned.items()}
-            return StepResult(returned, self.peak_live, kept=dict(self.scales.kept) if weigh else None)
+            return StepResult(returned, self.peak_live, kept=dict(self.saved_memory.kept) if weigh else None)
         finally:
             self._clear()
             if self.single is not None:
@@ -154,10 +154,10 @@ class Executor:
         return Recorder(self.program.order, self.code, self.program.ranks, self.transport, self.device)
 
     @cached_property
-    def scales(self) -> Scales:
+    def saved_memory(self) -> SavedMemory:
         """Weighs what stages keep for their backwards, in the steps that are to."""
         modules = {name: call.module for name, call in self.calls.items()}
-        return Scales(self.program.order, modules, lambda: self.runs)
+        return SavedMemory(self.program.order, modules, lambda: self.runs)
 
     def current(self) -> Instruction:
         """The instruction that is being carried out."""

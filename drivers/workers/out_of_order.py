@@ -1,15 +1,17 @@
-"""Runs a worker's part of a program, and does something else where it would only wait.
+"""Runs a worker's part of a program, and lets a later computation overtake the next one while the worker would only wait.
 
-While the values of the next computation have not come, a later one whose values are here may overtake it, as far as `Lanes`
-allows: the numbers stay the same to the bit, no more is alive than the limit says, and nothing locks up. lanes.py says why.
+The *head* is the next computation of the program. When its values have not come, a later computation whose values are here
+may run first, if `ComputationQueues` allows it. The numbers stay the same to the bit, the memory limit holds, and no worker
+waits forever; queues.py says why.
 
-To overtake is not always good: what the worker began is to be finished, although the value may come the next moment, and
-other workers wait for what would be made of it. So a computation overtakes only
+To overtake can also cost time. A computation that has begun must end, even if the head's value comes a moment later, and
+other workers wait for the head's results. So the worker asks two questions of a computation that could overtake:
 
-1. if it takes little beside the wait to be expected, going by when the value came in the steps before, or if the worker has
-   waited in vain for a good part of what it takes;
-2. if it is a forward or the half W; or a backward, which shrinks what is under way, while more is under way than there are
-   workers left to pass.
+    may it?  a backward overtakes a forward   only if more is alive here than `Overtaking.depth`: a backward makes it less
+             any other                        yes, once its duration is known
+    when?    a long wait is expected          at once: the wait is expected, from earlier steps, to be longer than EXPECTED
+                                              of the computation's duration
+             a short one                      after the worker has waited for WAITED of the computation's duration
 """
 
 import time
@@ -22,20 +24,20 @@ from torch import nn
 
 from pippy.drivers.control.messages import AddProgram, Overtaking
 from pippy.drivers.lowering.lower import taken
-from pippy.drivers.schedules.programs.graph import Pass, produced_by
+from pippy.drivers.schedules.programs.edges import Pass, produced_by
 from pippy.drivers.schedules.programs.instructions import Compute, Op, Receive
 from pippy.drivers.transport.interface import Interrupted, Key, Transport
 from pippy.drivers.workers.executor import Executor, Handle
-from pippy.drivers.workers.lanes import Lanes
+from pippy.drivers.workers.queues import ComputationQueues
 from pippy.ir.names import LOSS
 
-EXPECTED = 0.15  # a wait is worth using if it is expected to be longer than this share of what would be done in it,
-WAITED = 0.25  # or if it has been longer than this share
-_NOTICED = 2e-4  # a value that was there within so many seconds was not waited for
+EXPECTED = 0.15  # overtake at once if the expected wait is longer than this share of the computation's duration
+WAITED = 0.25  # else overtake when the worker has waited for this share of it
+_NOTICED = 2e-4  # a value that came within so many seconds does not count as waited for
 
 
 class OutOfOrderExecutor(Executor):
-    """One program on one worker, whose computations may overtake one another."""
+    """One program on one worker. Its computations may overtake one another."""
 
     def __init__(
         self,
@@ -50,48 +52,50 @@ class OutOfOrderExecutor(Executor):
         self.overtaking = overtaking
         backward = [key.stage for key in program.work if key.phase == "B"]
         gathers = [key.stage for key, work in program.work.items() if self.single and LOSS in [w.call for w in work]]
-        self.lanes = Lanes(
+        self.queues = ComputationQueues(
             program.order, backward, self._taken, self._made, overtaking.limit, gathers[0] if gathers else None
         )
         self._kinds = [f"{each.op}{each.stage}" if isinstance(each, Compute) else "" for each in program.order]
         self._keys = {at: self._key(at) for at, each in enumerate(program.order) if isinstance(each, Receive)}
-        self.durations: dict[str, float] = {}  # of each kind of computation, lately
-        self.expected: dict[int, float] = {}  # when the values of a computation are there, from the begin of a step
+        self.durations: dict[str, float] = {}  # of each kind of computation, in the latest steps
+        self.expected: dict[
+            int, float
+        ] = {}  # when the values of a computation come, in seconds from the begin of a step
 
     def _go_through(self, code: Sequence[tuple[Handle, tuple[Any, ...]]], given_up: Callable[[], bool]) -> None:
-        lanes = self.lanes
-        lanes.begin()
+        queues = self.queues
+        queues.begin()
         self.begun, self.late = time.monotonic(), 0.0
-        while lanes.left:
+        while queues.left:
             if given_up():
                 raise Interrupted
             free = time.monotonic()
             at = self._next(free)
-            for receive in lanes.awaited(at):
+            for receive in queues.awaited(at):
                 self._do(code, receive)
             begin = time.monotonic()
             self._note_arrival(at, begin, waited=begin - free > _NOTICED)
             self._do(code, at)
             self._note_duration(at, time.monotonic() - begin)
-        while rest := lanes.rest():
+        while rest := queues.rest():
             self._do(code, rest[0])
 
     def _do(self, code: Sequence[tuple[Handle, tuple[Any, ...]]], at: int) -> None:
-        """Do an instruction, and what it was the last to be waited for by: sends and frees."""
+        """Run an instruction, then the sends and frees that waited only for it."""
         self.at = at
         handle, operands = code[at]
         handle(*operands)
-        for follower in self.lanes.done(at):
+        for follower in self.queues.done(at):
             self._do(code, follower)
 
     def _next(self, free: float) -> int:
-        """The computation to do now: the head, or one that overtakes it. Waits while there is none."""
-        head = self.lanes.head()
-        if not self._missing(head):  # as most often: no more is asked
+        """The computation to run now: the head, or one that overtakes it. Waits while there is none."""
+        head = self.queues.head()
+        if not self._missing(head):  # most often
             return head
-        others = [at for at in self.lanes.open()[1:] if self._may_overtake(head, at)]
+        others = [at for at in self.queues.open()[1:] if self._may_overtake(head, at)]
         while others and (missing := self._missing(head)):
-            lacking = {at: self._missing(at) for at in others}  # looked at once: more may come at any moment
+            lacking = {at: self._missing(at) for at in others}  # a snapshot: values may come at any moment
             ready = next((at for at in others if not lacking[at]), None)
             patience = None if ready is None else self._patience(head, ready, free)
             if ready is not None and patience is not None and patience <= 0:
@@ -105,16 +109,16 @@ class OutOfOrderExecutor(Executor):
         first, other = self.program.order[head], self.program.order[at]
         assert isinstance(first, Compute) and isinstance(other, Compute)
         shrinks = first.op == Op.FORWARD and other.op in (Op.BACKWARD, Op.BACKWARD_INPUT)
-        return (not shrinks or self.lanes.live > self.overtaking.depth) and self._kinds[at] in self.durations
+        return (not shrinks or self.queues.live > self.overtaking.depth) and self._kinds[at] in self.durations
 
     def _patience(self, head: int, at: int, free: float) -> float:
-        """For how many more seconds the head is to be waited for, before this computation overtakes it."""
+        """How many more seconds to wait for the head before this computation overtakes it."""
         duration, now = self.durations[self._kinds[at]], time.monotonic()
         coming = self.begun + self.expected.get(head, 0.0) + self.late
         return 0.0 if coming - now > EXPECTED * duration else free + WAITED * duration - now
 
     def _note_arrival(self, at: int, now: float, waited: bool) -> None:
-        """Remember when the values were there. Without a wait, they came some time before."""
+        """Remember when the values came. If the worker did not wait, they came at some time before."""
         seen = now - self.begun
         known = self.expected.setdefault(at, seen)
         if waited:
@@ -130,7 +134,7 @@ class OutOfOrderExecutor(Executor):
     def _missing(self, at: int) -> list[int]:
         """The receives of a computation whose values have not come."""
         ready = self.transport.ready
-        return [receive for receive in self.lanes.awaited(at) if not ready(self._wanted(receive)[0])]
+        return [receive for receive in self.queues.awaited(at) if not ready(self._wanted(receive)[0])]
 
     def _key(self, receive: int) -> tuple[tuple[int, int], int]:
         """The slot, micro-batch and source of a receive."""
@@ -140,7 +144,7 @@ class OutOfOrderExecutor(Executor):
         return (slot, instruction.microbatch), self.program.ranks[instruction.source]
 
     def _wanted(self, receive: int) -> tuple[Key, int]:
-        """The same, in this step."""
+        """The same for the current step, as the transport is asked for it."""
         key, source = self._keys[receive]
         return (self.number, *key), source
 

@@ -13,8 +13,8 @@ from pippy.drivers.control.messages import Abandon, Answer, Command, Dump, Failu
 from pippy.drivers.errors import PeerLost
 from pippy.drivers.schedules.programs.instructions import Compute, Free, Receive, Send
 from pippy.drivers.transport.interface import Interrupted
+from pippy.drivers.workers.driver_state import DriverState
 from pippy.drivers.workers.executor import Executor
-from pippy.drivers.workers.hosted import Hosted
 
 if TYPE_CHECKING:
     from pippy.drivers.workers.seat import Seat
@@ -26,7 +26,7 @@ class Worker:
     def __init__(self, seat: "Seat") -> None:
         self.seat = seat
         self.device = torch.device(seat.device or "cpu")
-        self.hosted: dict[int, Hosted] = {}
+        self.drivers: dict[int, DriverState] = {}
         self.abandoned: deque[Abandon] = deque()  # what is yet to be cleaned up after; urgent messages add to it
         self.given_up_through = -1
         self.command: Command | None = None
@@ -83,18 +83,18 @@ class Worker:
         if command is None:
             return f"worker {self.seat.index} (pid {os.getpid()}) waits for a command"
         doing = f"command {command.number}, {type(command.body).__name__}"
-        hosted = self.hosted.get(command.driver)
-        executor = hosted.running if hosted else None
+        state = self.drivers.get(command.driver)
+        executor = state.running if state else None
         if executor is not None:
             doing += f", instruction {executor.at + 1} of {len(executor.code)}: {executor.current()}"
         waiting = self.seat.transport.waiting_for()
-        waits = f"; waits for {self._named(hosted, executor, waiting)}" if hosted and waiting else ""
+        waits = f"; waits for {self._named(state, executor, waiting)}" if state and waiting else ""
         return f"worker {self.seat.index} (pid {os.getpid()}): {doing}{waits}"
 
-    def _named(self, hosted: Hosted, executor: Executor | None, key: tuple[int, int, int]) -> str:
+    def _named(self, state: DriverState, executor: Executor | None, key: tuple[int, int, int]) -> str:
         number, slot, microbatch = key
         if executor is None:
-            return hosted.gradients.named(slot, microbatch)
+            return state.gradients.named(slot, microbatch)
         instruction = executor.current()
         source = executor.program.ranks[instruction.source] if isinstance(instruction, Receive) else "?"
         names = {slot: name for name, slot in executor.program.slots.items()}
@@ -105,16 +105,18 @@ class Worker:
         self._drop(command.dropped)
         if isinstance(body, Load):
             torch.manual_seed(body.seed + self.seat.index)
-            self.hosted[command.driver] = Hosted(body, self.seat.index, self.seat.transport, self.device, self.given_up)
+            self.drivers[command.driver] = DriverState(
+                body, self.seat.index, self.seat.transport, self.device, self.given_up
+            )
             return None
         if isinstance(body, Unload):
             self._drop((command.driver,))
             return None
-        return self.hosted[command.driver].obey(command)
+        return self.drivers[command.driver].obey(command)
 
     def _drop(self, drivers: Sequence[int]) -> None:
         """Free what drivers have held, at once: a stage and its programs refer to one another, and may be large."""
-        gone = [driver for driver in drivers if self.hosted.pop(driver, None)]
+        gone = [driver for driver in drivers if self.drivers.pop(driver, None)]
         if gone:
             gc.collect()
 
@@ -122,25 +124,25 @@ class Worker:
         """After an abandonment: nothing of it is to be seen by a command that comes later."""
         while self.abandoned and self.abandoned[0].last < number:
             abandoned = self.abandoned.popleft()
-            for hosted in self.hosted.values():
-                hosted.gradients.drop(abandoned.first, abandoned.last)
+            for state in self.drivers.values():
+                state.gradients.drop(abandoned.first, abandoned.last)
             self.seat.transport.forget(abandoned.last + 1)
             self.seat.transport.clear_interrupt()
 
     def _forget(self, command: Command) -> None:
-        hosted = self.hosted.get(command.driver)
-        if hosted is not None:
-            hosted.running = None
-            hosted.gradients.drop(command.number, command.number)
+        state = self.drivers.get(command.driver)
+        if state is not None:
+            state.running = None
+            state.gradients.drop(command.number, command.number)
 
     def _failure(self, command: Command, error: BaseException, peer: int | None = None) -> Failure:
-        hosted = self.hosted.get(command.driver)
-        executor = hosted.running if hosted else None
+        state = self.drivers.get(command.driver)
+        executor = state.running if state else None
         text = "".join(traceback.format_exception(error))
         message = f"{type(error).__name__}: {_said(error)}"
         if executor is None:
             what = type(command.body).__name__
-            if hosted and hosted.gradients.adding:
+            if state and state.gradients.adding:
                 what += ", adding up the gradients of replicated parameters"
             return Failure(message, text, where=what, peer=peer)
         instruction = executor.current()

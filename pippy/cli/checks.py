@@ -21,10 +21,10 @@ _FEW_FILES, _FEW_PROCESSES, _SMALL_LOCK = 1024, 512, 64 << 10
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """What a check found, and the remedy if that is not well.
 
-    >>> Finding("torch", "ok", "2.13.0").remedy
+    >>> CheckResult("torch", "ok", "2.13.0").remedy
     ''
     """
 
@@ -35,7 +35,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Said:
+class Outcome:
     """What a check says; with a remedy it is a warning, unless it is fatal."""
 
     text: str
@@ -43,25 +43,25 @@ class Said:
     fatal: bool = False
 
 
-Check = Callable[[], Said]
+Check = Callable[[], Outcome]
 
 
-def checked(name: str, check: Check, before: Iterable[Finding] = ()) -> Finding:
+def checked(name: str, check: Check, before: Iterable[CheckResult] = ()) -> CheckResult:
     """Run a check.
 
-    >>> checked("host", lambda: Said("strange", "change it"))
-    Finding(name='host', state='warning', said='strange', remedy='change it')
+    >>> checked("host", lambda: Outcome("strange", "change it"))
+    CheckResult(name='host', state='warning', said='strange', remedy='change it')
     >>> checked("host", lambda: 1 / 0).state
     'fails'
     """
     if name in NEEDS_TORCH and any(each.name == "torch" and each.state == "fails" for each in before):
-        return Finding(name, "warning", "not checked, as torch does not work")
+        return CheckResult(name, "warning", "not checked, as torch does not work")
     try:
         said = check()
     except Exception as error:
         words = str(error).strip() or type(error).__name__
-        return Finding(name, "fails", f"{type(error).__name__}: {words}", REMEDIES.get(name, ""))
-    return Finding(name, "fails" if said.fatal else "warning" if said.remedy else "ok", said.text, said.remedy)
+        return CheckResult(name, "fails", f"{type(error).__name__}: {words}", REMEDIES.get(name, ""))
+    return CheckResult(name, "fails" if said.fatal else "warning" if said.remedy else "ok", said.text, said.remedy)
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -84,19 +84,19 @@ def least(package: str) -> str | None:
     return None
 
 
-def python() -> Said:
+def python() -> Outcome:
     """The interpreter and the system."""
     here = f"{platform.python_version()}, {platform.system()} {platform.release()} {platform.machine()}"
     if platform.system() != "Linux":
-        return Said(here, "workers need Linux; graphs, schedules and drawings work here", fatal=True)
+        return Outcome(here, "workers need Linux; graphs, schedules and drawings work here", fatal=True)
     with suppress(PackageNotFoundError):
         wanted = metadata(DISTRIBUTION)["Requires-Python"].removeprefix(">=")
         if sys.version_info[: len(numbers(wanted))] < numbers(wanted):
-            return Said(here, f"pippy needs Python {wanted} or newer; make an environment with one", fatal=True)
-    return Said(here)
+            return Outcome(here, f"pippy needs Python {wanted} or newer; make an environment with one", fatal=True)
+    return Outcome(here)
 
 
-def torch_itself() -> Said:
+def torch_itself() -> Outcome:
     """Whether torch can be imported, is new enough, and was built with RPC."""
     began = time.perf_counter()
     import torch
@@ -105,13 +105,13 @@ def torch_itself() -> Said:
     here = f"{torch.__version__}, imported in {time.perf_counter() - began:.1f} s"
     wanted = least("torch")
     if wanted and numbers(torch.__version__)[: len(numbers(wanted))] < numbers(wanted):
-        return Said(here, f"pippy is made for torch {wanted} or newer; pip install 'torch>={wanted}'", fatal=True)
+        return Outcome(here, f"pippy is made for torch {wanted} or newer; pip install 'torch>={wanted}'", fatal=True)
     if not rpc.is_available() or not hasattr(rpc, "TensorPipeRpcBackendOptions"):
-        return Said(f"{here}, without RPC", "workers need a torch that was built with distributed RPC", fatal=True)
-    return Said(here)
+        return Outcome(f"{here}, without RPC", "workers need a torch that was built with distributed RPC", fatal=True)
+    return Outcome(here)
 
 
-def packages() -> Said:
+def packages() -> Outcome:
     """What else is imported, and whether code travels."""
     found = []
     for name in ("cloudpickle", "networkx"):
@@ -119,28 +119,32 @@ def packages() -> Said:
         found.append(f"{name} {version(name)}")
         wanted = least(name)
         if wanted and numbers(version(name))[: len(numbers(wanted))] < numbers(wanted):
-            return Said(found[-1], f"pippy needs {name} {wanted} or newer; pip install '{name}>={wanted}'", fatal=True)
+            return Outcome(
+                found[-1], f"pippy needs {name} {wanted} or newer; pip install '{name}>={wanted}'", fatal=True
+            )
     from pippy.drivers.transport.packing import pack, unpack
 
     three = 3
     if unpack(pack(lambda: three))() != 3:
-        return Said(f"{', '.join(found)}, and a function did not come back as it was", REMEDIES["packages"], fatal=True)
-    return Said(f"{', '.join(found)}; functions travel by value")
+        return Outcome(
+            f"{', '.join(found)}, and a function did not come back as it was", REMEDIES["packages"], fatal=True
+        )
+    return Outcome(f"{', '.join(found)}; functions travel by value")
 
 
-def cores() -> Said:
+def cores() -> Outcome:
     """How many cores this process may use, and for how much of the time."""
     count = len(os.sched_getaffinity(0))
     quota = cpu_quota()
     said = f"{count} core{'s' if count > 1 else ''}"
     if quota is not None and quota < count:
-        return Said(
+        return Outcome(
             f"{said}, and a quota of {quota:g}",
             f"threads take turns for what the quota allows; start at most {max(1, int(quota))} workers with threads=1",
         )
     if count == 1:
-        return Said(said, "workers take turns on one core: a pipeline works here, and gains no time")
-    return Said(f"{said}; local_cluster({count}) computes with a thread for each worker")
+        return Outcome(said, "workers take turns on one core: a pipeline works here, and gains no time")
+    return Outcome(f"{said}; local_cluster({count}) computes with a thread for each worker")
 
 
 def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
@@ -154,7 +158,7 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
     return None
 
 
-def memory() -> Said:
+def memory() -> Outcome:
     """How much is free, as the kernel says, or as the control group allows."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, TypeError):
@@ -165,11 +169,11 @@ def memory() -> Said:
         free = min(free, allowed)
     said = f"{free / GIB:.1f} GiB free"
     if free < GIB:
-        return Said(said, "a worker takes some 0.3 GiB before its first stage; free some, or start fewer workers")
-    return Said(said)
+        return Outcome(said, "a worker takes some 0.3 GiB before its first stage; free some, or start fewer workers")
+    return Outcome(said)
 
 
-def shared_memory() -> Said:
+def shared_memory() -> Outcome:
     """Whether processes can share memory, which is how tensors pass between workers of a host."""
     try:
         from pippy.drivers.transport.memory import create_shared, map_shared
@@ -181,17 +185,17 @@ def shared_memory() -> Said:
         finally:
             os.close(fd)
     except (OSError, AttributeError) as error:
-        return Said(
+        return Outcome(
             f"memfd_create does not work here: {error}",
             "workers pass tensors by TCP on the loopback interface instead, which is slower; allow memfd_create in the "
             "container's seccomp profile",
         )
     if seen != b"pippy":
-        return Said("memory is mapped, and not shared", 'give local_cluster transport="rpc"', fatal=True)
-    return Said("memfd works: tensors pass between workers through memory")
+        return Outcome("memory is mapped, and not shared", 'give local_cluster transport="rpc"', fatal=True)
+    return Outcome("memfd works: tensors pass between workers through memory")
 
 
-def system_calls() -> Said:
+def system_calls() -> Outcome:
     """Those that clusters need, and old kernels or strict containers lack."""
     os.close(os.eventfd(0))
     for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET):
@@ -199,30 +203,30 @@ def system_calls() -> Said:
     try:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
-        return Said(
+        return Outcome(
             f"eventfd and unix sockets work, pidfd_open does not: {error}",
             "workers end with their controller all the same, unless it has forked processes that live on; a newer kernel, or "
             "a container that allows pidfd_open, mends that",
         )
-    return Said("eventfd, pidfd and unix sockets work")
+    return Outcome("eventfd, pidfd and unix sockets work")
 
 
-def folder() -> Said:
+def folder() -> Outcome:
     """The folder for temporary files, where processes meet."""
     with tempfile.TemporaryDirectory(prefix="pippy-") as made:
         Path(made, "store").write_text("x")
-        return Said(f"{tempfile.gettempdir()} can be written")
+        return Outcome(f"{tempfile.gettempdir()} can be written")
 
 
-def loopback() -> Said:
+def loopback() -> Outcome:
     """RPC's connections between processes of this host."""
     if "lo" not in [name for _, name in socket.if_nameindex()]:
-        return Said("there is no interface lo", REMEDIES["loopback"], fatal=True)
+        return Outcome("there is no interface lo", REMEDIES["loopback"], fatal=True)
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 5):
-        return Said("127.0.0.1 answers")
+        return Outcome("127.0.0.1 answers")
 
 
-def limits() -> Said:
+def limits() -> Outcome:
     """Open files, processes, locked memory."""
     import resource  # which Windows has not
 
@@ -231,12 +235,12 @@ def limits() -> Said:
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     said = f"open files {bound(files)}, processes {bound(processes)}, locked memory {bound(locked, 1024, ' KiB')}"
     if 0 <= files < _FEW_FILES:
-        return Said(said, f"many workers need many open files; ulimit -n {_FEW_FILES} or more")
+        return Outcome(said, f"many workers need many open files; ulimit -n {_FEW_FILES} or more")
     if 0 <= processes < _FEW_PROCESSES:
-        return Said(said, f"workers are processes with several threads each; ulimit -u {_FEW_PROCESSES} or more")
+        return Outcome(said, f"workers are processes with several threads each; ulimit -u {_FEW_PROCESSES} or more")
     if 0 <= locked < _SMALL_LOCK and Path("/dev/nvidiactl").exists():
-        return Said(said, "copies to GPUs are faster from locked memory; ulimit -l unlimited")
-    return Said(said)
+        return Outcome(said, "copies to GPUs are faster from locked memory; ulimit -l unlimited")
+    return Outcome(said)
 
 
 def bound(value: int, unit: int = 1, word: str = "") -> str:
@@ -248,7 +252,7 @@ def bound(value: int, unit: int = 1, word: str = "") -> str:
     return "unlimited" if value < 0 else f"{value // unit}{word}"
 
 
-def gpus() -> Said:
+def gpus() -> Outcome:
     """What torch can compute on beside the CPU."""
     import torch
 
@@ -257,54 +261,54 @@ def gpus() -> Said:
         for index in range(count):
             torch.ones(8, device=f"cuda:{index}").sum().item()
         names = [torch.cuda.get_device_name(index) for index in range(count)]
-        return Said(f"{count}: {', '.join(dict.fromkeys(names))}; name them: local_cluster({count}, devices=[…])")
+        return Outcome(f"{count}: {', '.join(dict.fromkeys(names))}; name them: local_cluster({count}, devices=[…])")
     if Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists():
         built = torch.version.cuda or torch.version.hip
         why = f"a driver that is too old for CUDA {built}, perhaps" if built else "this torch is built for CPUs only"
-        return Said(
+        return Outcome(
             f"this host has a GPU, and torch cannot use it: {why}",
             "install a torch that fits the driver: https://pytorch.org/get-started/locally",
         )
-    return Said("none; workers compute on the CPU")
+    return Outcome("none; workers compute on the CPU")
 
 
-def host_name() -> Said:
+def host_name() -> Outcome:
     """Whether this host's name leads to it: matters to several hosts only."""
     name = socket.gethostname()
     try:
         addresses = {str(found[4][0]) for found in socket.getaddrinfo(name, None)}
     except OSError as error:
-        return Said(
+        return Outcome(
             f"{name!r} cannot be looked up: {error}",
             "on one host nothing needs it; with several, give torchrun addresses: --master-addr 10.0.0.1",
         )
     if all(address.startswith("127.") or address == "::1" for address in addresses):
-        return Said(
+        return Outcome(
             f"{name} is {', '.join(sorted(addresses))}: with several hosts, give torchrun --master-addr an address"
         )
-    return Said(f"{name} is {', '.join(sorted(addresses))}")
+    return Outcome(f"{name} is {', '.join(sorted(addresses))}")
 
 
-def environment() -> Said:
+def environment() -> Outcome:
     """Variables that change what clusters do."""
     here = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
     said = ", ".join(f"{name}={value}" for name, value in here.items()) or "nothing is set that bears on clusters"
     interfaces = [name for _, name in socket.if_nameindex()]
     if "RANK" in here and "WORLD_SIZE" in here:
-        return Said(
+        return Outcome(
             said, "cluster() takes this for a process of torchrun, and waits for others; else unset RANK and WORLD_SIZE"
         )
     for name in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         if name in here and here[name] not in interfaces:
-            return Said(
+            return Outcome(
                 said, f"there is no interface {here[name]!r}, there are {', '.join(interfaces)}; correct {name}"
             )
     if not here.get("PIPPY_WORKERS", "1").isdecimal():
-        return Said(said, "PIPPY_WORKERS is a number of workers, 1 or more; correct or unset it")
+        return Outcome(said, "PIPPY_WORKERS is a number of workers, 1 or more; correct or unset it")
     proxies = [
         name for name in ("http_proxy", "https_proxy", "all_proxy") if name in os.environ or name.upper() in os.environ
     ]
-    return Said(said + (f"; {', '.join(proxies)} set, which workers do not use" if proxies else ""))
+    return Outcome(said + (f"; {', '.join(proxies)} set, which workers do not use" if proxies else ""))
 
 
 _VARIABLES = (
@@ -313,7 +317,7 @@ _VARIABLES = (
 ).split()
 
 
-def workers() -> Said:
+def workers() -> Outcome:
     """Two workers and a training step on them, beside plain torch."""
     import torch
     from torch import nn
@@ -335,10 +339,10 @@ def workers() -> Said:
         step = (time.perf_counter() - began) / 10
     said = f"2 workers started in {started:.1f} s; a step of next to nothing takes {1e3 * step:.1f} ms"
     if not torch.allclose(loss, nn.functional.mse_loss(model(x), target), rtol=1e-4):
-        return Said(
+        return Outcome(
             f"{said}, and its loss is wrong", "please report this, with what `pippy doctor --json` prints", fatal=True
         )
-    return Said(said)
+    return Outcome(said)
 
 
 CHECKS: dict[str, Check] = {

@@ -9,7 +9,7 @@ from pippy.cli.table import table
 
 if TYPE_CHECKING:
     from pippy.drivers.schedules import Costs, Program
-    from pippy.drivers.schedules.orders.registry import Entry
+    from pippy.drivers.schedules.orders.registry import RegisteredSchedule
 
 SEARCHED = 1000  # computations, beyond which the list scheduler takes many seconds
 
@@ -58,7 +58,7 @@ def compare(workers: int, chunks: int, stages_per_worker: int | None, **costs: A
 
 
 def made(
-    name: str, entry: "Entry", workers: int, chunks: int, stages_per_worker: int | None, costs: "Costs"
+    name: str, entry: "RegisteredSchedule", workers: int, chunks: int, stages_per_worker: int | None, costs: "Costs"
 ) -> "Program":
     """The program of a schedule; an error says why there is none to compare."""
     from pippy.drivers.schedules import make_schedule
@@ -74,7 +74,7 @@ def made(
     return make_schedule(name, workers=workers, chunks=chunks, stages_per_worker=each, costs=costs)
 
 
-def _stages(entry: "Entry", workers: int, costs: "Costs") -> int:
+def _stages(entry: "RegisteredSchedule", workers: int, costs: "Costs") -> int:
     """As many as there are costs for, or else as few as make sense."""
     for given in (costs.forward, costs.backward_input, costs.backward_weight, costs.backward):
         if isinstance(given, list):

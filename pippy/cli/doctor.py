@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 import click
 
-from pippy.cli.checks import CHECKS, Finding, checked
+from pippy.cli.checks import CHECKS, CheckResult, checked
 
 _MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "fails": ("FAILS", "red")}
 
@@ -24,7 +24,7 @@ def doctor(as_json: bool, quick: bool) -> None:
       pippy doctor
       pippy doctor --json > host.json
     """
-    findings: list[Finding] = []
+    findings: list[CheckResult] = []
     for name, check in CHECKS.items():
         if quick and name == "workers":
             continue
@@ -40,7 +40,7 @@ def doctor(as_json: bool, quick: bool) -> None:
         raise click.exceptions.Exit(1)
 
 
-def say(finding: Finding) -> None:
+def say(finding: CheckResult) -> None:
     """A line or more on a check."""
     word, colour = _MARKS[finding.state]
     click.echo(f"{click.style(word.ljust(8), fg=colour)} {finding.name.ljust(16)} {finding.said}")
@@ -48,10 +48,10 @@ def say(finding: Finding) -> None:
         click.echo(f"{'':26}→ {finding.remedy}")
 
 
-def conclusion(findings: list[Finding]) -> str:
+def conclusion(findings: list[CheckResult]) -> str:
     """The sum of it.
 
-    >>> conclusion([Finding("torch", "ok", "2.13.0"), Finding("limits", "warning", "few", "more")])
+    >>> conclusion([CheckResult("torch", "ok", "2.13.0"), CheckResult("limits", "warning", "few", "more")])
     'pippy works here; 1 warning'
     """
     failing = [each.name for each in findings if each.state == "fails"]

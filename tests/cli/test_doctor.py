@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pippy.cli import checks
-from pippy.cli.checks import CHECKS, NEEDS_TORCH, REMEDIES, Finding, Said, checked
+from pippy.cli.checks import CHECKS, NEEDS_TORCH, REMEDIES, CheckResult, Outcome, checked
 
 
 def test_all_that_is_needed_works_here(pippy):
@@ -24,8 +24,8 @@ def test_all_that_is_needed_works_here(pippy):
 
 
 def test_what_fails_is_told_of_and_is_the_status(pippy, monkeypatch):
-    monkeypatch.setitem(CHECKS, "loopback", lambda: Said("no lo", "put it up", fatal=True))
-    monkeypatch.setitem(CHECKS, "limits", lambda: Said("few", "more"))
+    monkeypatch.setitem(CHECKS, "loopback", lambda: Outcome("no lo", "put it up", fatal=True))
+    monkeypatch.setitem(CHECKS, "limits", lambda: Outcome("few", "more"))
     monkeypatch.setitem(CHECKS, "memory", lambda: 1 / 0)
     output = pippy("doctor --quick", status=1)
     assert "FAILS    loopback         no lo\n                          → put it up\n" in output
@@ -175,4 +175,4 @@ def test_quotas_of_both_kinds_of_control_groups(tmp_path):
 
 
 def test_a_finding_is_plain_data():
-    assert Finding("a", "ok", "b") == Finding("a", "ok", "b", "")
+    assert CheckResult("a", "ok", "b") == CheckResult("a", "ok", "b", "")

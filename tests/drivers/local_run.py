@@ -12,7 +12,7 @@ import torch
 
 from pippy import Pipe
 from pippy.drivers.lowering.lower import Lowered
-from pippy.drivers.schedules.programs.graph import Pass
+from pippy.drivers.schedules.programs.edges import Pass
 from pippy.drivers.schedules.programs.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
 from pippy.ir.names import stage_index
 from pippy.ir.nodes import map_nodes

@@ -12,7 +12,7 @@ A program that only orders computations is checked against the edges of its stag
 checked instruction by instruction: every value is made or received before it is used, and freed only after.
 """
 
-from pippy.drivers.schedules.checks.circles import check_waits
+from pippy.drivers.schedules.checks.circular_waits import check_waits
 from pippy.drivers.schedules.checks.computations import check_computations
 from pippy.drivers.schedules.checks.faults import Faults
 from pippy.drivers.schedules.checks.values import check_values

@@ -4,11 +4,11 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from pippy.drivers.schedules.checks.faults import Faults
-from pippy.drivers.schedules.programs.graph import Edge, Pass, produced_by
+from pippy.drivers.schedules.programs.edges import Edge, Pass, produced_by
 from pippy.drivers.schedules.programs.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
 from pippy.drivers.schedules.programs.program import Program
 
-Held = tuple[str, int]  # a value and its micro-batch
+ValueKey = tuple[str, int]  # a value and its micro-batch
 
 
 def check_values(program: Program, faults: Faults) -> None:
@@ -28,8 +28,8 @@ class WorkerValues:
         self.faults = faults
         worker_of = program.placement.worker_of
         self.ends = {edge.value: (worker_of[edge.source.stage], takers(program, edge)) for edge in program.flow}
-        self.held: set[Held] = set()
-        self.gone: set[Held] = set()
+        self.held: set[ValueKey] = set()
+        self.gone: set[ValueKey] = set()
         self.made: dict[Pass, list[str]] = defaultdict(list)
         self.used: dict[Pass, list[str]] = defaultdict(list)
         for edge in program.flow:
@@ -68,24 +68,24 @@ class WorkerValues:
         self.held.update((value, compute.microbatch) for value in self.made.get(done, ()))
         return problems
 
-    def absent(self, held: Held) -> list[str]:
+    def absent(self, held: ValueKey) -> list[str]:
         if held in self.held:
             return []
         return [f"needs {held[0]}.{held[1]}, which {'was freed' if held in self.gone else 'is not here yet'}"]
 
-    def arrive(self, held: Held) -> list[str]:
+    def arrive(self, held: ValueKey) -> list[str]:
         if held in self.held or held in self.gone:
             return ["was received before"]
         self.held.add(held)
         return []
 
-    def free(self, held: Held) -> list[str]:
+    def free(self, held: ValueKey) -> list[str]:
         problems = self.absent(held)
         self.held.discard(held)
         self.gone.add(held)
         return problems
 
-    def wrong_way(self, held: Held, source: int, to: int) -> list[str]:
+    def wrong_way(self, held: ValueKey, source: int, to: int) -> list[str]:
         """What is wrong with moving the value between these workers."""
         value, chunk = held
         if not 0 <= chunk < self.program.chunks:

@@ -3,14 +3,14 @@
 from collections import defaultdict, deque
 from itertools import product
 
-from pippy.drivers.schedules.programs.graph import Pass
+from pippy.drivers.schedules.programs.edges import Pass
 from pippy.drivers.schedules.programs.instructions import Compute, Receive, Send
 from pippy.drivers.schedules.programs.program import Program
 
 Location = tuple[int, int]  # a worker and an index into its order
 Waits = dict[Location, tuple[Location, ...]]
 Channel = tuple[int, int]  # from a worker to a worker
-Passing = list[tuple[tuple[str, int], int]]  # values with their micro-batches, and where in the worker's order
+Transferred = list[tuple[tuple[str, int], int]]  # values with their micro-batches, and where in the worker's order
 
 
 def production(program: Program) -> dict[tuple[Pass, int], Location]:
@@ -41,17 +41,17 @@ def implied_waits(program: Program) -> Waits:
     return waits
 
 
-class Traffic:
+class Transfers:
     """What a lowered program sends into every channel, and what it takes out, in order.
 
     >>> from pippy.drivers.schedules import add_communication, make_schedule
-    >>> Traffic(add_communication(make_schedule("forward_only", workers=2, chunks=1))).sent[0, 1]
+    >>> Transfers(add_communication(make_schedule("forward_only", workers=2, chunks=1))).sent[0, 1]
     [(('activation_0', 0), 1)]
     """
 
     def __init__(self, program: Program) -> None:
-        self.sent: dict[Channel, Passing] = defaultdict(list)
-        self.taken: dict[Channel, Passing] = defaultdict(list)
+        self.sent: dict[Channel, Transferred] = defaultdict(list)
+        self.taken: dict[Channel, Transferred] = defaultdict(list)
         for worker, order in enumerate(program.orders):
             for index, instruction in enumerate(order):
                 if isinstance(instruction, Send):
@@ -72,7 +72,7 @@ class Traffic:
         return waits
 
 
-class Run:
+class DryRun:
     """The program, run without a clock, each worker as far as it gets before it has to wait.
 
     ``stretches`` are what workers do in one go, (worker, first, end), in an order that works; ``positions`` is where
@@ -80,7 +80,7 @@ class Run:
 
     >>> from pippy.drivers.schedules import make_schedule
     >>> program = make_schedule("1f1b", workers=2, chunks=1)
-    >>> Run(program, implied_waits(program)).stretches
+    >>> DryRun(program, implied_waits(program)).stretches
     [(0, 0, 1), (1, 0, 2), (0, 1, 2)]
     """
 

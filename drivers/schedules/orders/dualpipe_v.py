@@ -4,13 +4,13 @@ A runtime may overlap the communication of one with the computation of the other
 first. Halves of backwards appear only where they fill the ends. A worker holds 2p+1 stage-micro-batches at most.
 """
 
-from pippy.drivers.schedules.orders.order import Plan, keep
-from pippy.drivers.schedules.orders.pattern import Phase, require_v, write_out
+from pippy.drivers.schedules.orders.pattern import RepeatedPasses, require_v, write_out
+from pippy.drivers.schedules.orders.schedule import WorkerOrders, keep
 from pippy.drivers.schedules.programs.instructions import Compute
 from pippy.drivers.schedules.programs.placement import Placement
 
 
-def dualpipe_v(placement: Placement, chunks: int) -> Plan:
+def dualpipe_v(placement: Placement, chunks: int) -> WorkerOrders:
     """For two stages on each worker, placed in a V.
 
     >>> plan = dualpipe_v(Placement((0, 1, 1, 0)), chunks=1)
@@ -22,10 +22,10 @@ def dualpipe_v(placement: Placement, chunks: int) -> Plan:
         regular = max(chunks, 2 * placement.workers)
         order = write_out(placement.stages_of(worker), phases(placement.workers, w, regular))
         orders[worker] = keep(order, chunks)
-    return Plan(orders, memory=[min(2 * chunks, 2 * placement.workers + 1)] * placement.workers)
+    return WorkerOrders(orders, memory=[min(2 * chunks, 2 * placement.workers + 1)] * placement.workers)
 
 
-def phases(p: int, w: int, chunks: int) -> list[Phase]:
+def phases(p: int, w: int, chunks: int) -> list[RepeatedPasses]:
     """Worker w's order, for at least 2p chunks."""
     after = p - w - 1
     return [
@@ -40,7 +40,7 @@ def phases(p: int, w: int, chunks: int) -> list[Phase]:
     ]
 
 
-def drain(pairs: int) -> list[Phase]:
+def drain(pairs: int) -> list[RepeatedPasses]:
     """Pairs of backwards: whole ones in the first half, then half ones, whose W is put off to the end."""
     if pairs % 2:
         return [(pairs // 2, "B1 B0"), (1, "B1 I0"), (pairs // 2, "I1 I0")]

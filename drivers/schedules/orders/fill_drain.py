@@ -4,12 +4,12 @@ With one stage on each of p workers a worker idles (p-1)(F+B), however many the 
 peak. On a looped placement this is looped breadth-first: see looped_bfs.py.
 """
 
-from pippy.drivers.schedules.orders.order import B, F, Plan, passes
+from pippy.drivers.schedules.orders.schedule import B, F, WorkerOrders, passes
 from pippy.drivers.schedules.programs.instructions import Compute
 from pippy.drivers.schedules.programs.placement import Placement, Run
 
 
-def fill_drain(placement: Placement, chunks: int) -> Plan:
+def fill_drain(placement: Placement, chunks: int) -> WorkerOrders:
     """All micro-batches up through a run of stages before the worker's next run; then all back down.
 
     >>> plan = fill_drain(Placement((0, 1)), chunks=2)
@@ -21,7 +21,9 @@ def fill_drain(placement: Placement, chunks: int) -> Plan:
         orders[run.worker] += forwards(run, chunks)
     for run in reversed(placement.runs):
         orders[run.worker] += [compute for chunk in range(chunks) for compute in passes(B, run.stages, chunk)]
-    return Plan(orders, memory=[chunks * len(placement.stages_of(worker)) for worker in range(placement.workers)])
+    return WorkerOrders(
+        orders, memory=[chunks * len(placement.stages_of(worker)) for worker in range(placement.workers)]
+    )
 
 
 def forwards(run: Run, chunks: int) -> list[Compute]:

@@ -1,12 +1,12 @@
 """Forward only, for inference: nothing is kept for a backward, so a worker holds one stage-micro-batch at a time."""
 
 from pippy.drivers.schedules.orders.fill_drain import forwards
-from pippy.drivers.schedules.orders.order import Plan
+from pippy.drivers.schedules.orders.schedule import WorkerOrders
 from pippy.drivers.schedules.programs.instructions import Compute
 from pippy.drivers.schedules.programs.placement import Placement
 
 
-def forward_only(placement: Placement, chunks: int) -> Plan:
+def forward_only(placement: Placement, chunks: int) -> WorkerOrders:
     """The forwards of fill-drain.
 
     >>> plan = forward_only(Placement((0, 1)), chunks=2)
@@ -16,4 +16,4 @@ def forward_only(placement: Placement, chunks: int) -> Plan:
     orders: list[list[Compute]] = [[] for _ in range(placement.workers)]
     for run in placement.runs:
         orders[run.worker] += forwards(run, chunks)
-    return Plan(orders, memory=[1] * placement.workers)
+    return WorkerOrders(orders, memory=[1] * placement.workers)

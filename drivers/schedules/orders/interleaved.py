@@ -9,12 +9,12 @@ the first group, and holds one more.
 
 from itertools import accumulate, chain, pairwise
 
-from pippy.drivers.schedules.orders.order import B, F, Plan, keep
+from pippy.drivers.schedules.orders.schedule import B, F, WorkerOrders, keep
 from pippy.drivers.schedules.programs.instructions import Compute
 from pippy.drivers.schedules.programs.placement import Placement
 
 
-def interleaved_1f1b(placement: Placement, chunks: int) -> Plan:
+def interleaved_1f1b(placement: Placement, chunks: int) -> WorkerOrders:
     """Any number of stages a worker, any number of chunks.
 
     >>> plan = interleaved_1f1b(Placement((0, 1, 0, 1)), chunks=2)
@@ -29,7 +29,7 @@ def interleaved_1f1b(placement: Placement, chunks: int) -> Plan:
         warm_up = (len(stages) - 1) * groups[0] + 2 * (placement.workers - 1 - worker)
         orders.append(keep(worker_order(stages, groups, warm_up), chunks))
         memory.append(min(warm_up + 1, chunks * len(placement.stages_of(worker))))
-    return Plan(orders, memory)
+    return WorkerOrders(orders, memory)
 
 
 def group_sizes(chunks: int, workers: int) -> list[int]:

@@ -5,11 +5,11 @@ what it gains is that a stage's weights are needed for one stretch of time only,
 """
 
 from pippy.drivers.schedules.orders.fill_drain import fill_drain
-from pippy.drivers.schedules.orders.order import Plan
+from pippy.drivers.schedules.orders.schedule import WorkerOrders
 from pippy.drivers.schedules.programs.placement import Placement
 
 
-def looped_bfs(placement: Placement, chunks: int) -> Plan:
+def looped_bfs(placement: Placement, chunks: int) -> WorkerOrders:
     """Fill-drain, meant for a looped placement.
 
     >>> plan = looped_bfs(Placement((0, 1, 0, 1)), chunks=2)

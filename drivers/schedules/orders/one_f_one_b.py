@@ -7,21 +7,21 @@ of all.
 
 from operator import itemgetter
 
-from pippy.drivers.schedules.orders.order import B, F, Plan, passes
+from pippy.drivers.schedules.orders.schedule import B, F, WorkerOrders, passes
 from pippy.drivers.schedules.programs.instructions import Compute
 from pippy.drivers.schedules.programs.placement import Placement
 
-Slot = tuple[int, list[Compute]]
+TimeSlot = tuple[int, list[Compute]]
 
 
-def one_f_one_b(placement: Placement, chunks: int) -> Plan:
+def one_f_one_b(placement: Placement, chunks: int) -> WorkerOrders:
     """Every run of stages follows its own 1F1B order; a worker with several runs takes them as their time slots come.
 
     >>> plan = one_f_one_b(Placement((0, 1)), chunks=3)
     >>> [str(compute) for compute in plan.orders[0]]
     ['F0.0', 'F0.1', 'B0.0', 'F0.2', 'B0.1', 'B0.2']
     """
-    slots: list[list[Slot]] = [[] for _ in range(placement.workers)]
+    slots: list[list[TimeSlot]] = [[] for _ in range(placement.workers)]
     memory = [0] * placement.workers
     for index, run in enumerate(placement.runs):
         ahead = len(placement.runs) - index
@@ -31,7 +31,7 @@ def one_f_one_b(placement: Placement, chunks: int) -> Plan:
                 (forward_slot(index, ahead, chunk), passes(F, run.stages, chunk)),
                 (index + 2 * (ahead + chunk) - 1, passes(B, run.stages, chunk)),
             ]
-    return Plan([in_turn(taken) for taken in slots], memory)
+    return WorkerOrders([in_turn(taken) for taken in slots], memory)
 
 
 def forward_slot(index: int, ahead: int, chunk: int) -> int:
@@ -42,5 +42,5 @@ def forward_slot(index: int, ahead: int, chunk: int) -> int:
     return index + (chunk if chunk < ahead else 2 * chunk)
 
 
-def in_turn(slots: list[Slot]) -> list[Compute]:
+def in_turn(slots: list[TimeSlot]) -> list[Compute]:
     return [compute for _, computes in sorted(slots, key=itemgetter(0)) for compute in computes]

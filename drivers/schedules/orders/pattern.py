@@ -4,14 +4,14 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
 from pippy.drivers.schedules.errors import PlacementError
-from pippy.drivers.schedules.orders.order import B, I, W
+from pippy.drivers.schedules.orders.schedule import B, I, W
 from pippy.drivers.schedules.programs.instructions import Compute, Op
 from pippy.drivers.schedules.programs.placement import Placement
 
-Phase = tuple[int, str]
+RepeatedPasses = tuple[int, str]
 
 
-def write_out(stages: Sequence[int], phases: Iterable[Phase]) -> list[Compute]:
+def write_out(stages: Sequence[int], phases: Iterable[RepeatedPasses]) -> list[Compute]:
     """Repeat every phase's passes; "F1" is the next forward of the worker's second stage, "W" the oldest W put off.
 
     >>> order = write_out((0, 3), [(2, "F0"), (1, "F1 I1 I0"), (2, "W")])

@@ -10,14 +10,14 @@ from pippy.drivers.schedules.orders.forward_only import forward_only
 from pippy.drivers.schedules.orders.interleaved import interleaved_1f1b
 from pippy.drivers.schedules.orders.looped_bfs import looped_bfs
 from pippy.drivers.schedules.orders.one_f_one_b import one_f_one_b
-from pippy.drivers.schedules.orders.order import Schedule
+from pippy.drivers.schedules.orders.schedule import Schedule
 from pippy.drivers.schedules.orders.zb_h1 import zb_h1
 from pippy.drivers.schedules.orders.zb_h2 import zb_h2
 from pippy.drivers.schedules.orders.zb_v import zb_v
 
 
 @dataclass(frozen=True)
-class Entry:
+class RegisteredSchedule:
     """A schedule, how it is placed and how many stages a worker gets unless the user says, and whether it trains."""
 
     schedule: Schedule
@@ -27,15 +27,15 @@ class Entry:
 
 
 REGISTRY = {
-    "fill_drain": Entry(fill_drain),
-    "1f1b": Entry(one_f_one_b),
-    "interleaved_1f1b": Entry(interleaved_1f1b, "looped"),
-    "looped_bfs": Entry(looped_bfs, "looped"),
-    "zb_h1": Entry(zb_h1),
-    "zb_h2": Entry(zb_h2),
-    "zb_v": Entry(zb_v, "v", stages_per_worker=2),
-    "dualpipe_v": Entry(dualpipe_v, "v", stages_per_worker=2),
-    "forward_only": Entry(forward_only, training=False),
+    "fill_drain": RegisteredSchedule(fill_drain),
+    "1f1b": RegisteredSchedule(one_f_one_b),
+    "interleaved_1f1b": RegisteredSchedule(interleaved_1f1b, "looped"),
+    "looped_bfs": RegisteredSchedule(looped_bfs, "looped"),
+    "zb_h1": RegisteredSchedule(zb_h1),
+    "zb_h2": RegisteredSchedule(zb_h2),
+    "zb_v": RegisteredSchedule(zb_v, "v", stages_per_worker=2),
+    "dualpipe_v": RegisteredSchedule(dualpipe_v, "v", stages_per_worker=2),
+    "forward_only": RegisteredSchedule(forward_only, training=False),
 }
 
 
@@ -46,9 +46,9 @@ def register(
 
     >>> from pippy.drivers.schedules import make_schedule
     >>> from pippy.drivers.schedules.programs.instructions import Compute
-    >>> from pippy.drivers.schedules.orders.order import B, F, Plan
+    >>> from pippy.drivers.schedules.orders.schedule import B, F, WorkerOrders
     >>> def alone(placement, chunks):
-    ...     return Plan([[Compute(op, 0, chunk) for chunk in range(chunks) for op in (F, B)]], memory=[1])
+    ...     return WorkerOrders([[Compute(op, 0, chunk) for chunk in range(chunks) for op in (F, B)]], memory=[1])
     >>> register("alone", alone)
     >>> [str(compute) for compute in make_schedule("alone", workers=1, chunks=2).orders[0]]
     ['F0.0', 'B0.0', 'F0.1', 'B0.1']
@@ -58,4 +58,4 @@ def register(
     require("schedule", schedule, Callable, "give a function of a placement and a number of chunks")  # type: ignore[arg-type]
     if name in REGISTRY:
         raise ArgumentError(f"there is a schedule called {name!r} already; take another name")
-    REGISTRY[name] = Entry(schedule, placement, stages_per_worker, training)
+    REGISTRY[name] = RegisteredSchedule(schedule, placement, stages_per_worker, training)

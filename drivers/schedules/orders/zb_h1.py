@@ -3,12 +3,12 @@
 Worker w warms up with p - w forwards and puts its W off by w micro-batches, so that every worker holds p.
 """
 
-from pippy.drivers.schedules.orders.order import Plan
+from pippy.drivers.schedules.orders.schedule import WorkerOrders
 from pippy.drivers.schedules.orders.zero_bubble import zero_bubble
 from pippy.drivers.schedules.programs.placement import Placement
 
 
-def zb_h1(placement: Placement, chunks: int) -> Plan:
+def zb_h1(placement: Placement, chunks: int) -> WorkerOrders:
     """For one run of adjacent stages on each worker.
 
     >>> plan = zb_h1(Placement((0, 1)), chunks=3)

@@ -5,13 +5,13 @@ waiting, so backwards begin early, and every worker holds 2p stage-micro-batches
 of 1F1B.
 """
 
-from pippy.drivers.schedules.orders.order import Plan, keep
-from pippy.drivers.schedules.orders.pattern import Phase, require_v, write_out
+from pippy.drivers.schedules.orders.pattern import RepeatedPasses, require_v, write_out
+from pippy.drivers.schedules.orders.schedule import WorkerOrders, keep
 from pippy.drivers.schedules.programs.instructions import Compute
 from pippy.drivers.schedules.programs.placement import Placement
 
 
-def zb_v(placement: Placement, chunks: int) -> Plan:
+def zb_v(placement: Placement, chunks: int) -> WorkerOrders:
     """For two stages on each worker, placed in a V.
 
     >>> plan = zb_v(Placement((0, 1, 1, 0)), chunks=1)
@@ -23,10 +23,10 @@ def zb_v(placement: Placement, chunks: int) -> Plan:
         regular = max(chunks, 2 * placement.workers - 1)
         order = write_out(placement.stages_of(worker), phases(placement.workers, w, regular))
         orders[worker] = keep(order, chunks)
-    return Plan(orders, memory=[2 * min(chunks, placement.workers)] * placement.workers)
+    return WorkerOrders(orders, memory=[2 * min(chunks, placement.workers)] * placement.workers)
 
 
-def phases(p: int, w: int, chunks: int) -> list[Phase]:
+def phases(p: int, w: int, chunks: int) -> list[RepeatedPasses]:
     """Worker w's order, for at least 2p-1 chunks."""
     return [
         (2 * (p - w) - 1, "F0"),

@@ -8,7 +8,7 @@ the pipeline drains.
 from itertools import chain
 
 from pippy.drivers.schedules.errors import PlacementError
-from pippy.drivers.schedules.orders.order import F, I, Plan, W, passes
+from pippy.drivers.schedules.orders.schedule import F, I, W, WorkerOrders, passes
 from pippy.drivers.schedules.programs.instructions import Compute
 from pippy.drivers.schedules.programs.placement import Placement, Run
 
@@ -23,7 +23,7 @@ def one_run_each(placement: Placement, schedule: str) -> tuple[Run, ...]:
     return placement.runs
 
 
-def zero_bubble(placement: Placement, chunks: int, depth: int, schedule: str) -> Plan:
+def zero_bubble(placement: Placement, chunks: int, depth: int, schedule: str) -> WorkerOrders:
     """Warm up with depth x (runs to the end) - (depth - 1) forwards, and hold no more than the first worker does."""
     runs = one_run_each(placement, schedule)
     orders: list[list[Compute]] = [[] for _ in runs]
@@ -34,7 +34,7 @@ def zero_bubble(placement: Placement, chunks: int, depth: int, schedule: str) ->
         put_off = index + min((depth - 1) * index, max(0, chunks - len(runs)))
         orders[run.worker] = run_order(run, chunks, warm_up, put_off)
         memory[run.worker] = len(run.stages) * min(chunks, warm_up + depth * index)
-    return Plan(orders, memory)
+    return WorkerOrders(orders, memory)
 
 
 def run_order(run: Run, chunks: int, warm_up: int, put_off: int) -> list[Compute]:

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from pippy.drivers.schedules.errors import ArgumentError, require
-from pippy.drivers.schedules.programs.graph import Edge, Replicated, chain
+from pippy.drivers.schedules.programs.edges import Edge, Replicated, chain
 from pippy.drivers.schedules.programs.instructions import Compute, Instruction, Op
 from pippy.drivers.schedules.programs.placement import Placement, is_count, require_count
 from pippy.drivers.schedules.programs.scanner import NAME, QUALIFIED_NAME, SCHEDULE

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from pippy.drivers.schedules.errors import ParseError, require
-from pippy.drivers.schedules.programs.graph import Edge, scan_edge, scan_replicated
+from pippy.drivers.schedules.programs.edges import Edge, scan_edge, scan_replicated
 from pippy.drivers.schedules.programs.instructions import Instruction, scan_instruction
 from pippy.drivers.schedules.programs.placement import Placement
 from pippy.drivers.schedules.programs.program import INDENT, TITLE, Program

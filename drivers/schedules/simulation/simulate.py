@@ -4,7 +4,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from pippy.drivers.schedules.checks.validate import validate
-from pippy.drivers.schedules.checks.waits import Run, Traffic
+from pippy.drivers.schedules.checks.waits import DryRun, Transfers
 from pippy.drivers.schedules.communicate import add_communication
 from pippy.drivers.schedules.programs.instructions import Compute, Instruction, Receive, Send
 from pippy.drivers.schedules.programs.program import Program
@@ -85,11 +85,11 @@ def simulate_with(program: Program, costs: Costs) -> Simulation:
     5.0
     """
     validate(program)
-    clock = Clock(program if program.lowered else add_communication(program), costs)
-    return Simulation(clock.timeline(), clock.idle_parts(), program.peak_live)
+    simulator = Simulator(program if program.lowered else add_communication(program), costs)
+    return Simulation(simulator.timeline(), simulator.idle_parts(), program.peak_live)
 
 
-class Clock:
+class Simulator:
     """The time on every worker and in every channel while a lowered program runs."""
 
     def __init__(self, program: Program, costs: Costs) -> None:
@@ -99,7 +99,7 @@ class Clock:
         self.waited: list[dict[int, Number]] = [defaultdict(int) for _ in program.orders]
         self.free_at: dict[tuple[int, int], Number] = defaultdict(int)
         self.arrivals: dict[tuple[str, int, int], Number] = {}
-        for worker, first, end in Run(program, Traffic(program).waits()).stretches:
+        for worker, first, end in DryRun(program, Transfers(program).waits()).stretches:
             for instruction in program.orders[worker][first:end]:
                 self.step(worker, instruction)
 

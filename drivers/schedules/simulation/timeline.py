@@ -14,7 +14,7 @@ Number = float | Fraction
 class Span:
     """One computation of a worker, from start to end.
 
-    >>> from pippy.drivers.schedules.orders.order import F
+    >>> from pippy.drivers.schedules.orders.schedule import F
     >>> Span(Compute(F, 0, 0), 1.0, 2.5).duration
     1.5
     """
@@ -32,7 +32,7 @@ class Span:
 class Timeline:
     """Each worker's spans, in order of time.
 
-    >>> from pippy.drivers.schedules.orders.order import F
+    >>> from pippy.drivers.schedules.orders.schedule import F
     >>> Timeline([[Span(Compute(F, 0, 0), 1.0, 2.5)]]).makespan
     2.5
     """

@@ -13,7 +13,7 @@ from pippy.drivers.errors import LoweringError
 from pippy.drivers.lowering.flow import RemoteInterpreter
 from pippy.drivers.lowering.lower import Lowered, lower
 from pippy.drivers.schedules import make_schedule, parse_program
-from pippy.drivers.schedules.programs.graph import Pass
+from pippy.drivers.schedules.programs.edges import Pass
 from pippy.drivers.schedules.programs.instructions import Compute, Receive, Reduce, Send
 from pippy.ir.errors import VerificationError
 from pippy.ir.signature import bind

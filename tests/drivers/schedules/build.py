@@ -1,6 +1,6 @@
 """Programs in one line, for tests: workers are separated by bars, instructions by commas."""
 
-from pippy.drivers.schedules.programs.graph import Edge, Replicated, scan_edge
+from pippy.drivers.schedules.programs.edges import Edge, Replicated, scan_edge
 from pippy.drivers.schedules.programs.instructions import parse_instruction
 from pippy.drivers.schedules.programs.placement import Placement
 from pippy.drivers.schedules.programs.program import Program

@@ -2,7 +2,7 @@
 
 import random
 
-from pippy.drivers.schedules.programs.graph import Edge, Pass, Replicated
+from pippy.drivers.schedules.programs.edges import Edge, Pass, Replicated
 from pippy.drivers.schedules.programs.program import Program
 
 

@@ -6,7 +6,7 @@ Two programs that compute equal outcomes compute the same numbers, up to the ord
 from collections import Counter, defaultdict, deque
 from typing import Any
 
-from pippy.drivers.schedules.programs.graph import Pass
+from pippy.drivers.schedules.programs.edges import Pass
 from pippy.drivers.schedules.programs.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
 from pippy.drivers.schedules.programs.program import Program
 

@@ -12,9 +12,9 @@ from pippy.drivers.schedules.errors import (
     ScheduleError,
     UnknownScheduleError,
 )
-from pippy.drivers.schedules.orders.order import B, F, Plan
 from pippy.drivers.schedules.orders.registry import REGISTRY
-from pippy.drivers.schedules.programs.graph import Replicated
+from pippy.drivers.schedules.orders.schedule import B, F, WorkerOrders
+from pippy.drivers.schedules.programs.edges import Replicated
 from pippy.drivers.schedules.programs.instructions import Compute
 from pippy.drivers.schedules.programs.placement import Placement, make_placement
 
@@ -133,14 +133,14 @@ def scratch():
         del REGISTRY[name]
 
 
-def alternating(placement: Placement, chunks: int) -> Plan:
+def alternating(placement: Placement, chunks: int) -> WorkerOrders:
     """Every micro-batch by itself."""
     orders: list[list[Compute]] = [[] for _ in range(placement.workers)]
     for chunk in range(chunks):
         for op, stages in ((F, range(placement.stages)), (B, reversed(range(placement.stages)))):
             for stage in stages:
                 orders[placement.worker_of[stage]].append(Compute(op, stage, chunk))
-    return Plan(orders)
+    return WorkerOrders(orders)
 
 
 def no_plan(placement: Placement, chunks: int) -> Any:
@@ -156,13 +156,16 @@ def test_a_schedule_of_the_users_own(scratch):
 
 
 def test_a_schedule_that_returns_what_cannot_run(scratch):
-    register("half", lambda placement, chunks: Plan([order[:2] for order in alternating(placement, chunks).orders]))
     register(
-        "backwards", lambda placement, chunks: Plan([order[::-1] for order in alternating(placement, chunks).orders])
+        "half", lambda placement, chunks: WorkerOrders([order[:2] for order in alternating(placement, chunks).orders])
     )
-    register("modest", lambda placement, chunks: Plan(alternating(placement, chunks).orders, memory=[0, 0]))
+    register(
+        "backwards",
+        lambda placement, chunks: WorkerOrders([order[::-1] for order in alternating(placement, chunks).orders]),
+    )
+    register("modest", lambda placement, chunks: WorkerOrders(alternating(placement, chunks).orders, memory=[0, 0]))
     register("none", no_plan)
-    register("short", lambda placement, chunks: Plan(alternating(placement, chunks).orders[:1]))
+    register("short", lambda placement, chunks: WorkerOrders(alternating(placement, chunks).orders[:1]))
     with pytest.raises(
         ProgramError, match=r"program half cannot run: 4 faults\n- worker 0, at the end: F0\.1 is missing"
     ):
@@ -171,7 +174,7 @@ def test_a_schedule_that_returns_what_cannot_run(scratch):
         make_schedule("backwards", workers=2, chunks=2)
     with pytest.raises(ProgramError, match=r"worker 1 holds 1 stage-micro-batches at its peak; the stated limit is 0"):
         make_schedule("modest", workers=2, chunks=2)
-    with pytest.raises(ArgumentError, match=r"schedule none returned \[\[Compute.*; it must return a Plan"):
+    with pytest.raises(ArgumentError, match=r"schedule none returned \[\[Compute.*; it must return a WorkerOrders"):
         make_schedule("none", workers=2, chunks=2)
     with pytest.raises(ArgumentError, match=r"orders of 1 workers for placement 0 1"):
         make_schedule("short", workers=2, chunks=2)

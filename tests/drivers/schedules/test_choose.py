@@ -10,7 +10,7 @@ from pippy.drivers.schedules import Costs, make_schedule, simulate_with, validat
 from pippy.drivers.schedules.choose import TIE, Limits, choose, peak_weight
 from pippy.drivers.schedules.errors import ArgumentError, ScheduleError
 from pippy.drivers.schedules.orders.registry import REGISTRY
-from pippy.drivers.schedules.programs.graph import Edge, Pass
+from pippy.drivers.schedules.programs.edges import Edge, Pass
 
 COST = st.floats(0.001, 0.01)
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from pippy.drivers.schedules import add_communication, load_program, make_schedule, parse_program
 from pippy.drivers.schedules.errors import ArgumentError, ParseError, PlacementError
-from pippy.drivers.schedules.programs.graph import Edge, Pass, Replicated
+from pippy.drivers.schedules.programs.edges import Edge, Pass, Replicated
 from pippy.drivers.schedules.programs.instructions import Compute, Free, Op, Receive, Reduce, Send, parse_instruction
 from pippy.drivers.schedules.programs.placement import Placement
 from pippy.drivers.schedules.programs.program import Program

@@ -4,7 +4,7 @@ import pytest
 
 from pippy.drivers.schedules import add_communication, make_schedule, validate
 from pippy.drivers.schedules.errors import ArgumentError, ProgramError
-from pippy.drivers.schedules.programs.graph import Replicated
+from pippy.drivers.schedules.programs.edges import Replicated
 from pippy.drivers.schedules.programs.instructions import Compute, Op
 from pippy.drivers.schedules.programs.program import Program
 from tests.drivers.schedules.build import build, edges

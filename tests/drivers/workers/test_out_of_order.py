@@ -35,7 +35,7 @@ def at_random(monkeypatch):
     dice, overtook = random.Random(0), []
 
     def choose(executor, free):
-        found = executor.lanes.open()
+        found = executor.queues.open()
         while not (ready := [at for at in found if not executor._missing(at)]):
             missing = [executor._wanted(receive) for at in found for receive in executor._missing(at)]
             executor.transport.wait_any(missing)

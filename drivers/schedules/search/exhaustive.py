@@ -7,21 +7,21 @@ is given up as soon as no way to go on can beat the best known makespan.
 from collections.abc import Sequence
 
 from pippy.drivers.schedules.programs.instructions import Compute
-from pippy.drivers.schedules.search.partial import Partial, Problem
+from pippy.drivers.schedules.search.partial_schedule import PartialSchedule, SearchProblem
 from pippy.drivers.schedules.simulation.costs import Number
 
 Orders = Sequence[Sequence[Compute]]
 
 
-def best_of_all(problem: Problem, makespan: Number, orders: Orders) -> tuple[Number, Orders]:
+def search_all(problem: SearchProblem, makespan: Number, orders: Orders) -> tuple[Number, Orders]:
     """The shortest makespan that any orders have, and orders that have it: those given, if none is shorter.
 
     >>> from pippy.drivers.schedules import Costs, make_schedule
     >>> program = make_schedule("fill_drain", workers=1, chunks=2)
-    >>> best_of_all(Problem(program, Costs(), memory=[1], halves=False), 99.0, [])[0]
+    >>> search_all(SearchProblem(program, Costs(), memory=[1], halves=False), 99.0, [])[0]
     6.0
     """
-    beginnings: list[tuple[Number, Partial]] = [(0, Partial(problem))]
+    beginnings: list[tuple[Number, PartialSchedule]] = [(0, PartialSchedule(problem))]
     while beginnings:
         latest, partial = beginnings.pop()
         if partial.bound >= makespan:

@@ -5,19 +5,19 @@ from collections import Counter
 import networkx
 
 from pippy.drivers.schedules.checks.faults import Faults
-from pippy.drivers.schedules.checks.waits import Channel, Location, Passing, Run, Traffic, implied_waits
+from pippy.drivers.schedules.checks.waits import Channel, DryRun, Location, Transferred, Transfers, implied_waits
 from pippy.drivers.schedules.programs.program import Program
 
 
 def check_waits(program: Program, buffer: int | None, faults: Faults) -> None:
     """Note sends and receives without a partner or out of order, and every circle of workers that wait."""
     if program.lowered:
-        traffic = Traffic(program)
-        check_channels(traffic, faults)
-        waits = traffic.waits(buffer)
+        transfers = Transfers(program)
+        check_channels(transfers, faults)
+        waits = transfers.waits(buffer)
     else:
         waits = implied_waits(program)
-    run = Run(program, waits)
+    run = DryRun(program, waits)
     stuck = run.stuck()
     circles = networkx.DiGraph((worker, awaited[0]) for worker, awaited in stuck.items())
     for knot in networkx.strongly_connected_components(circles):
@@ -40,14 +40,14 @@ def draw_circle(
     faults.overall(f"circular wait:{''.join(chain)}")
 
 
-def check_channels(traffic: Traffic, faults: Faults) -> None:
-    for channel in sorted(traffic.sent.keys() | traffic.taken.keys()):
-        sent, taken = traffic.sent.get(channel, []), traffic.taken.get(channel, [])
+def check_channels(transfers: Transfers, faults: Faults) -> None:
+    for channel in sorted(transfers.sent.keys() | transfers.taken.keys()):
+        sent, taken = transfers.sent.get(channel, []), transfers.taken.get(channel, [])
         if [key for key, _ in sent] != [key for key, _ in taken]:
             check_pairs(channel, sent, taken, faults)
 
 
-def check_pairs(channel: Channel, sent: Passing, taken: Passing, faults: Faults) -> None:
+def check_pairs(channel: Channel, sent: Transferred, taken: Transferred, faults: Faults) -> None:
     """Note what one end of a channel does and the other does not, or not in that order."""
     source, to = channel
     unmatched = note_unmatched(source, sent, taken, f"is never received by worker {to}", faults)
@@ -61,8 +61,8 @@ def check_pairs(channel: Channel, sent: Passing, taken: Passing, faults: Faults)
 
 def note_unmatched(
     worker: int,
-    these: Passing,
-    those: Passing,
+    these: Transferred,
+    those: Transferred,
     message: str,
     faults: Faults,
 ) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 
 from pippy.drivers.schedules.checks.values import takers
-from pippy.drivers.schedules.programs.graph import Pass, produced_by
+from pippy.drivers.schedules.programs.edges import Pass, produced_by
 from pippy.drivers.schedules.programs.instructions import Compute, Op
 from pippy.drivers.schedules.programs.program import Program
 from pippy.drivers.schedules.simulation.costs import Costs, Number
@@ -14,11 +14,11 @@ WHOLE = (Op.FORWARD, Op.BACKWARD)
 HALVES = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 
-class Problem:
+class SearchProblem:
     """What is to be scheduled: an empty program, its costs, each worker's memory, and whether backwards come in halves.
 
     >>> from pippy.drivers.schedules import make_schedule
-    >>> problem = Problem(make_schedule("1f1b", workers=1, chunks=3), Costs(), memory=[2], halves=True)
+    >>> problem = SearchProblem(make_schedule("1f1b", workers=1, chunks=3), Costs(), memory=[2], halves=True)
     >>> problem.work(0)
     9.0
     """
@@ -42,21 +42,21 @@ class Problem:
         return sum(self.costs.stages[op][stage] for op in self.ops for stage in stages) * self.program.chunks
 
 
-class Partial:
+class PartialSchedule:
     """The beginning of a schedule: the passes in it, and the state of every worker after them.
 
     Micro-batches are alike, so every pass of a stage takes them in order: any other schedule can be renamed into such
     a one.
 
     >>> from pippy.drivers.schedules import make_schedule
-    >>> partial = Partial(Problem(make_schedule("1f1b", workers=1, chunks=3), Costs(), memory=[2], halves=True))
+    >>> partial = PartialSchedule(SearchProblem(make_schedule("1f1b", workers=1, chunks=3), Costs(), memory=[2], halves=True))
     >>> partial.add(0, Compute(Op.FORWARD, 0, 0), start=0)
     []
     >>> [f"{compute} at {start}" for start, compute in partial.options(0)]
     ['F0.1 at 1.0', 'I0.0 at 1.0']
     """
 
-    def __init__(self, problem: Problem, memory_share: float = 1.0) -> None:
+    def __init__(self, problem: SearchProblem, memory_share: float = 1.0) -> None:
         self.problem = problem
         self.workers = workers = problem.program.workers
         self.memory = [
@@ -72,7 +72,7 @@ class Partial:
         self.channel_free_at: dict[tuple[int, int], Number] = {}
         self.ready_at: dict[tuple[str, int, int], Number] = {}
 
-    def copy(self) -> "Partial":
+    def copy(self) -> "PartialSchedule":
         twin = copy(self)
         twin.orders = [list(order) for order in self.orders]
         twin.done = dict(self.done)

@@ -12,14 +12,14 @@ from itertools import product
 from operator import itemgetter
 
 from pippy.drivers.schedules.errors import ArgumentError, PlacementError, require
-from pippy.drivers.schedules.orders.order import Plan
 from pippy.drivers.schedules.orders.registry import REGISTRY
-from pippy.drivers.schedules.programs.graph import Edge
+from pippy.drivers.schedules.orders.schedule import WorkerOrders
+from pippy.drivers.schedules.programs.edges import Edge
 from pippy.drivers.schedules.programs.instructions import Compute, Op
 from pippy.drivers.schedules.programs.placement import Placement, is_count
 from pippy.drivers.schedules.programs.program import Program, peak_live
-from pippy.drivers.schedules.search.exact import Orders, best_of_all
-from pippy.drivers.schedules.search.partial import Partial, Problem
+from pippy.drivers.schedules.search.exhaustive import Orders, search_all
+from pippy.drivers.schedules.search.partial_schedule import PartialSchedule, SearchProblem
 from pippy.drivers.schedules.simulation.costs import Costs, Number
 from pippy.drivers.schedules.simulation.simulate import simulate_with
 
@@ -50,7 +50,7 @@ def list_schedule(
     memory: int | Sequence[int] | None = None,
     halves: bool = True,
     edges: Iterable[Edge] | None = None,
-) -> Plan:
+) -> WorkerOrders:
     """The order with the shortest makespan that is found for these costs and this placement.
 
     ``memory`` limits the stage-micro-batches on every worker, or on each; ``halves`` allows backwards in halves.
@@ -71,7 +71,9 @@ def list_schedule(
         edges=None if edges is None else tuple(edges),
     )
     limits = memory_limits(placement, chunks, memory)
-    problems = [Problem(program, costs or Costs(), limits, form) for form in ((True, False) if halves else (False,))]
+    problems = [
+        SearchProblem(program, costs or Costs(), limits, form) for form in ((True, False) if halves else (False,))
+    ]
     tried = [
         *(
             (simulate_with(program.with_orders(orders), costs or Costs()).makespan, orders)
@@ -82,8 +84,8 @@ def list_schedule(
     makespan, best = min(tried, key=itemgetter(0))
     for problem in problems:
         if len(problem.ops) * placement.stages * chunks <= TINY:
-            makespan, best = best_of_all(problem, makespan, best)
-    return Plan(best, limits)
+            makespan, best = search_all(problem, makespan, best)
+    return WorkerOrders(best, limits)
 
 
 def memory_limits(placement: Placement, chunks: int, memory: int | Sequence[int] | None) -> list[int]:
@@ -123,9 +125,9 @@ def named_orders(placement: Placement, chunks: int, limits: Sequence[int], halve
 Ranked = tuple[Number, int, int, int, Compute]
 
 
-def greedy(problem: Problem, rule: Rule) -> tuple[Number, Orders]:
+def greedy(problem: SearchProblem, rule: Rule) -> tuple[Number, Orders]:
     """Always start what can start first; of what could start at the same time, what the rule ranks first."""
-    partial = Partial(problem, rule.memory_share)
+    partial = PartialSchedule(problem, rule.memory_share)
     ranked = {worker: rank(partial, worker, rule) for worker in range(partial.workers)}
     while found := min((best for best in ranked.values() if best), default=None):
         start, _, _, worker, compute = found
@@ -134,7 +136,7 @@ def greedy(problem: Problem, rule: Rule) -> tuple[Number, Orders]:
     return partial.bound, partial.orders
 
 
-def rank(partial: Partial, worker: int, rule: Rule) -> Ranked | None:
+def rank(partial: PartialSchedule, worker: int, rule: Rule) -> Ranked | None:
     """What the worker should do next, to be compared with others: when, how urgent, and the deeper stage first."""
     options = list(partial.options(worker))
     if rule.patient:
@@ -145,7 +147,9 @@ def rank(partial: Partial, worker: int, rule: Rule) -> Ranked | None:
     )
 
 
-def holds_up(partial: Partial, option: tuple[Number, Compute], options: Sequence[tuple[Number, Compute]]) -> bool:
+def holds_up(
+    partial: PartialSchedule, option: tuple[Number, Compute], options: Sequence[tuple[Number, Compute]]
+) -> bool:
     """Whether a weight half would still run when something that others wait for could start."""
     start, compute = option
     if compute.op != Op.BACKWARD_WEIGHT:

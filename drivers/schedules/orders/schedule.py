@@ -9,10 +9,10 @@ F, B, I, W = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT  # n
 
 
 @dataclass(frozen=True)
-class Plan:
+class WorkerOrders:
     """Each worker's order of computations, and the promise of how many stage-micro-batches each holds at most.
 
-    >>> Plan([[Compute(F, 0, 0), Compute(B, 0, 0)]], memory=[1]).memory
+    >>> WorkerOrders([[Compute(F, 0, 0), Compute(B, 0, 0)]], memory=[1]).memory
     [1]
     """
 
@@ -21,7 +21,7 @@ class Plan:
 
 
 # A function of (placement, chunks) and perhaps options of its own.
-Schedule = Callable[..., Plan]
+Schedule = Callable[..., WorkerOrders]
 
 
 def passes(op: Op, stages: Sequence[int], microbatch: int) -> list[Compute]:

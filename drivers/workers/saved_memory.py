@@ -1,7 +1,7 @@
 """Weighs what the first micro-batch of each stage keeps from its forward for its backward, in a step that is told to.
 
 That is what autograd saves, and the stage's inputs and outputs; parameters and buffers, which are there anyway, do not
-count. A compiled stage is weighed as it is before it is compiled: compiled ones mostly keep less, and the hooks that see
+count. A compiled stage is measured as it is before it is compiled: compiled ones mostly keep less, and the hooks that see
 what is saved would have it compiled for themselves.
 """
 
@@ -19,16 +19,16 @@ from pippy.ir.trees import tensors
 Bound = tuple[Callable[..., None], tuple[Any, ...]]
 
 
-class Scales:
+class SavedMemory:
     """Weighs for one program on one worker. ``runs`` gives the runs of stages that wait for their backward.
 
     >>> linear = nn.Linear(4, 4)
     >>> x = torch.zeros(2, 4, requires_grad=True)
-    >>> weight = Weight([linear])
-    >>> with weight.hooks():
+    >>> counter = ByteCounter([linear])
+    >>> with counter.hooks():
     ...     y = linear(x)
-    >>> weight.add([x, y])
-    >>> weight.bytes
+    >>> counter.add([x, y])
+    >>> counter.bytes
     64
     """
 
@@ -41,27 +41,27 @@ class Scales:
         self.order, self.modules, self.runs = order, modules, runs
         self.kept: dict[int, int] = {}
 
-    def weighed(self, code: Sequence[Bound]) -> list[Bound]:
-        """The same instructions; the first forward of each stage is weighed."""
-        return [self._weighed(instruction, *bound) for instruction, bound in zip(self.order, code)]
+    def measured(self, code: Sequence[Bound]) -> list[Bound]:
+        """The same instructions; the first forward of each stage is measured."""
+        return [self._measured(instruction, *bound) for instruction, bound in zip(self.order, code)]
 
-    def _weighed(self, instruction: Instruction, handle: Callable[..., None], operands: tuple[Any, ...]) -> Bound:
+    def _measured(self, instruction: Instruction, handle: Callable[..., None], operands: tuple[Any, ...]) -> Bound:
         if not isinstance(instruction, Compute) or instruction.op != Op.FORWARD or instruction.microbatch:
             return handle, operands
 
-        def weighed(*operands: Any) -> None:
-            weight, before = Weight(self.modules.values()), set(self.runs())
-            with uncompiled(self.modules.values()), weight.hooks():
+        def measured(*operands: Any) -> None:
+            counter, before = ByteCounter(self.modules.values()), set(self.runs())
+            with uncompiled(self.modules.values()), counter.hooks():
                 handle(*operands)
             for key, run in self.runs().items():
                 if key not in before:
-                    weight.add([run.inputs, run.outputs])
-            self.kept[instruction.stage] = weight.bytes
+                    counter.add([run.inputs, run.outputs])
+            self.kept[instruction.stage] = counter.bytes
 
-        return weighed, operands
+        return measured, operands
 
 
-class Weight:
+class ByteCounter:
     """Counts bytes: of each piece of memory the largest tensor, and nothing of the modules' own."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:

@@ -1,23 +1,24 @@
-"""What a worker may do next when its instructions need not be done in order. Pure data: no tensors, no clock.
+"""What a worker may do next when it need not run its instructions in order. Pure data: no tensors, no clock.
 
-The computations of a worker are dealt to lanes, and each lane keeps the program's order:
+The computations of a worker are dealt to queues. Each queue keeps the program's order:
 
-    lane of the forwards   F0.0  F0.1  F0.2  F0.3      all stages together: random numbers are drawn, and buffers change,
-                                                       in the same order
-    lane of each stage     I0.0  I0.1  I0.2  I0.3      backwards, whole or the half I: gradients are added in the same order
-    lane of each stage     W0.0  W0.1  W0.2  W0.3      the half W; where a stage has whole backwards too, W and B keep their
-                                                       order, because both add to the same gradients
+    forwards, of all stages together     F0.0  F0.1  F1.0  F1.1    random numbers are drawn, and buffers change, in this order
+    backwards of one stage: B or I       I0.0  I0.1                gradients are added up in this order
+    weight halves of one stage: W        W0.0  W0.1                a B and a W of one stage also keep their order, because both
+                                                                   add to the same gradients
 
-Only the first computation of each lane that is not done can be next. It must find what it builds on, and a forward room
-below the limit of live stage-micro-batches. The *head* is the first computation of the whole program that is not done; it
-is at the front of its lane.
+Only the front of a queue, its first computation that is not done, can be next. What it needs on this worker must be done,
+and a forward must not exceed the limit of live stage-micro-batches. The *head* is the first computation of the whole program
+that is not done. It is always the front of its queue.
 
-Why nothing locks up. (1) The head is never held back by the limit: forwards keep their order, so when the head is a
-forward, none that comes later was done, and no more is alive than the program itself would have alive here; the limit is
-never below the program's own peak. (2) All that the head builds on in its own worker comes before it, and is done. (3) So
-as long as a worker waits it would take its head the moment that its values arrive. Of all computations that are not done, on
-all workers, take the one that comes first where the program runs in order: it is the head of its worker, all that it builds
-on is done, and what was to be sent was sent when it was made. So it can be done, and some worker always goes on.
+Why no worker waits forever:
+
+1. The limit never holds the head back. Forwards keep their order, so if the head is a forward, no later forward was done, and
+   no more is alive than the program itself has alive at this place. The limit is at least the program's own peak.
+2. Everything that the head needs on its own worker comes before it in the program, so it is done.
+3. So a worker that waits takes its head as soon as the head's values come. Of all computations that are not done, on all
+   workers, take the one that comes first when the program runs in order. It is the head of its worker. Everything that it
+   needs is done, and was sent when it was made. So this computation can run: some worker always goes on.
 """
 
 from bisect import insort
@@ -26,22 +27,23 @@ from collections.abc import Callable, Iterable, Sequence
 from pippy.drivers.schedules.programs.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
 from pippy.drivers.schedules.programs.program import peak_live
 
-Takes = Callable[[Compute], Iterable[str]]  # the names of the values that a computation takes, and that it makes
-Gives = Callable[[Compute], Iterable[str]]
+Takes = Callable[[Compute], Iterable[str]]  # the names of the values that a computation takes
+Gives = Callable[[Compute], Iterable[str]]  # and of those that it makes
 
 
-class Lanes:
-    """One worker's instructions, numbered as in ``order``, and which of them are done in a step.
+class ComputationQueues:
+    """One worker's instructions, by their number in ``order``, and which of them are done in the current step.
 
-    ``backward`` are the stages that have a backward. ``limit`` is how many stage-micro-batches may be alive, the program's own
-    peak if left out. ``gathers`` is a stage all of whose forwards come before its first backward, if there is one.
+    ``backward`` are the stages that have a backward. ``limit`` is how many stage-micro-batches may be alive; if it is left
+    out, it is the program's own peak. ``gathers`` is a stage whose forwards must all be done before its first backward.
 
     >>> from pippy.drivers.schedules.programs.instructions import parse_instruction
     >>> order = [parse_instruction(text) for text in ("F0.0", "F0.1", "receive g.0 from 1", "B0.0", "F0.2")]
-    >>> lanes = Lanes(order, {0}, takes=lambda each: ["g"] if each.op == "B" else [], gives=lambda each: [], limit=3)
-    >>> lanes.done(0), lanes.done(1)
+    >>> needs_g = lambda each: ["g"] if each.op == "B" else []
+    >>> queues = ComputationQueues(order, {0}, takes=needs_g, gives=lambda each: [], limit=3)
+    >>> queues.done(0), queues.done(1)
     ([], [])
-    >>> [(str(order[at]), lanes.awaited(at)) for at in lanes.open()]  # B0.0 is the head; F0.2 may overtake it
+    >>> [(str(order[at]), queues.awaited(at)) for at in queues.open()]  # B0.0 is the head; F0.2 may overtake it
     [('B0.0', [2]), ('F0.2', [])]
     """
 
@@ -58,32 +60,30 @@ class Lanes:
         computations = [each for each in order if isinstance(each, Compute)]
         self.peak = peak_live(computations, self.backward)
         self.limit = self.peak if limit is None else max(limit, self.peak)
-        self.needs: list[list[int]] = [[] for _ in order]  # what has to be done first
-        self.followers: list[list[int]] = [
-            [] for _ in order
-        ]  # what can be done at once when this was the last it needs
-        self._lanes = list(self._dealt())
+        self.needs: list[list[int]] = [[] for _ in order]  # the instructions that have to be done first
+        self.followers: list[list[int]] = [[] for _ in order]  # sends and frees that need this one
+        self._queues = list(self._dealt())
         self._find_needs(takes, gives, gathers)
         self._arrivals = [[need for need in needs if isinstance(order[need], Receive)] for needs in self.needs]
         self._computations = [at for at, each in enumerate(order) if isinstance(each, Compute)]
-        self._changes = [self._change(each) if isinstance(each, Compute) else 0 for each in order]  # of what is alive
+        self._changes = [self._change(each) if isinstance(each, Compute) else 0 for each in order]  # to `live`
         self._built_on = [[need for need in needs if isinstance(order[need], Compute)] for needs in self.needs]
         self.begin()
 
     def begin(self) -> None:
-        """A step begins: nothing is done."""
+        """Begin a step: nothing is done."""
         self._done = bytearray(len(self.order))
         self._missing = list(map(len, self.needs))
-        self._fronts = [0] * len(self._lanes)
+        self._fronts = [0] * len(self._queues)
         self.live = self._before_head = 0
-        self.left = sum(map(len, self._lanes))
+        self.left = sum(map(len, self._queues))
 
     def open(self) -> list[int]:
-        """The computations that could be done now if their values are here, in the program's order: the head first."""
+        """The computations that can be done now if their values are here, in the program's order: the head first."""
         found: list[int] = []
-        for lane, front in zip(self._lanes, self._fronts):
-            if front < len(lane) and self._permitted(lane[front]):
-                insort(found, lane[front])
+        for queue, front in zip(self._queues, self._fronts):
+            if front < len(queue) and self._permitted(queue[front]):
+                insort(found, queue[front])
         return found
 
     def head(self) -> int:
@@ -97,11 +97,11 @@ class Lanes:
         return [receive for receive in self._arrivals[at] if not self._done[receive]]
 
     def done(self, at: int) -> list[int]:
-        """A receive, a computation, or what follows from them was done. Gives what can be done at once."""
+        """Note that an instruction is done. Returns the sends and frees that can be done at once."""
         self._done[at] = True
-        lane = self._lane_of.get(at)
-        if lane is not None:
-            self._fronts[lane] += 1
+        queue = self._queue_of.get(at)
+        if queue is not None:
+            self._fronts[queue] += 1
             self.left -= 1
             self.live += self._changes[at]
         ready = []
@@ -112,7 +112,7 @@ class Lanes:
         return ready
 
     def rest(self) -> list[int]:
-        """What is not done although all computations are, in order: what no computation builds on."""
+        """The instructions that are not done, in order. After the last computation, no computation needs them."""
         return [at for at, done in enumerate(self._done) if not done]
 
     def _change(self, compute: Compute) -> int:
@@ -128,22 +128,23 @@ class Lanes:
         return all(self._done[need] for need in self._built_on[at])
 
     def _dealt(self) -> Iterable[list[int]]:
-        lanes: dict[tuple[Op, int], list[int]] = {}
+        """The computations of each queue."""
+        queues: dict[tuple[Op, int], list[int]] = {}
         for at, each in enumerate(self.order):
             if isinstance(each, Compute):
                 key = {
                     Op.FORWARD: (Op.FORWARD, -1),
                     Op.BACKWARD_WEIGHT: (Op.BACKWARD_WEIGHT, each.stage),
                 }.get(each.op, (Op.BACKWARD, each.stage))
-                lanes.setdefault(key, []).append(at)
-        self._lane_of = {at: number for number, lane in enumerate(lanes.values()) for at in lane}
-        return lanes.values()
+                queues.setdefault(key, []).append(at)
+        self._queue_of = {at: number for number, queue in enumerate(queues.values()) for at in queue}
+        return queues.values()
 
     def _find_needs(self, takes: Takes, gives: Gives, gathers: int | None) -> None:
         makers: dict[tuple[str, int], int] = {}  # of values
         users: dict[tuple[str, int], list[int]] = {}
         passes: dict[tuple[Op, int, int], int] = {}
-        adding: dict[int, int] = {}  # by stage, what added to the gradients of its weights last
+        adding: dict[int, int] = {}  # by stage, the latest computation that adds to its weights' gradients
         for at, each in enumerate(self.order):
             match each:
                 case Compute(op, stage, microbatch):
@@ -151,7 +152,7 @@ class Lanes:
                     if op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
                         self._need(at, [adding[stage]] if stage in adding else [])
                         adding[stage] = at
-                    if op != Op.BACKWARD_WEIGHT:  # which finds all that it works on in what I has kept
+                    if op != Op.BACKWARD_WEIGHT:  # W takes what I kept
                         for key in [(name, microbatch) for name in takes(each)]:
                             users.setdefault(key, []).append(at)
                             self._need(at, [makers[key]] if key in makers else [])
@@ -166,7 +167,7 @@ class Lanes:
                     users.setdefault((value, microbatch), []).append(at)
                 case Free(value, microbatch):
                     self._need(at, [makers[value, microbatch], *users.get((value, microbatch), ())])
-                case Reduce():  # does nothing: the sums are made when the step ends
+                case Reduce():  # does nothing: gradients are added up when the step ends
                     pass
 
     def _need(self, at: int, needed: Iterable[int]) -> None:

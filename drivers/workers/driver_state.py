@@ -35,7 +35,7 @@ from pippy.ir.run.shared_tensors import get_tensor
 from pippy.ir.trees import map_tensors
 
 
-class Hosted:
+class DriverState:
     """One driver's share of a worker."""
 
     def __init__(
