@@ -22,7 +22,7 @@ from pippy.drivers.workers.single_loss import SingleLoss
 from pippy.ir.errors import StageError
 from pippy.ir.names import LOSS
 from pippy.ir.run.shared_tensors import check_unchanged
-from pippy.ir.run.split_backward import Deferred, WeightDeferral
+from pippy.ir.run.split_backward import DeferredGradients, WeightDeferral
 from pippy.ir.run.stage_backward import add_gradients, stage_backward, weighted
 from pippy.ir.run.stage_run import StageRun, as_leaf, run_backward, run_stage
 from pippy.ir.trees import describe, map_tensors
@@ -100,7 +100,7 @@ class Executor:
     def _clear(self) -> None:
         self.values: dict[Key, Any] = {}
         self.runs: dict[tuple[str, int], StageRun] = {}
-        self.deferred: dict[tuple[str, int], Deferred] = {}
+        self.deferred: dict[tuple[str, int], DeferredGradients] = {}
         self.returned: dict[str, list[Any]] = {}
         self.live = self.peak_live = 0
 
@@ -290,7 +290,7 @@ class Executor:
         del self.values[key]
 
 
-def _weights(deferred: Deferred) -> tuple[Any, ...]:
+def _weights(deferred: DeferredGradients) -> tuple[Any, ...]:
     deferred.run()
     return ()
 

@@ -1,33 +1,39 @@
-"""Layers whose heavy weight gradient is put off: their forward saves what it needs, and queues it in the backward.
+"""Layers that compute their weight gradient later: linear layers and convolutions.
 
-In such a layer the operation gets its weight detached, so that autograd computes only the gradient of the layer's input
-(and that of a linear layer's bias, a plain sum). A hook at the operation's node catches the gradient that arrives
-there; with the saved input that is all that the weight's gradient takes, whenever it is asked for.
+A linear layer computes y = x @ W.T + b. Given the gradient g of y, its backward has three products:
+
+    gradient of x    g @ W       now, by autograd: the stage before waits for it
+    gradient of b    g.sum(0)    now, by autograd: it costs little
+    gradient of W    g.T @ x     later, from x and g
+
+So the forward gives the operation a detached W, and autograd computes nothing for it. Each call of the layer makes a
+`LayerCall`, which keeps x. When autograd has g, a hook on the node that made y puts g beside x, and the `LayerCall` into
+a queue.
 """
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
-from torch._C._autograd import _make_saved_tensor  # what autograd itself saves with: it minds hooks and versions
+from torch import nn
+from torch._C._autograd import (
+    _make_saved_tensor,  # autograd saves tensors with it; it keeps saved-tensor hooks and checks versions
+)
 
 Gradients = tuple[torch.Tensor, ...]
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
-class Use:
-    """One call of a layer: what its weight gradient is computed from."""
+class LayerCall:
+    """One call of a layer, with the two tensors that its weight gradient is computed from."""
 
     __slots__ = ("_grad", "_gradients", "_input", "_queue", "_saved", "parameters")
 
     def __init__(
         self,
-        queue: list["Use"],
+        queue: list["LayerCall"],
         parameters: Sequence[nn.Parameter],
         x: torch.Tensor,
         gradients: Callable[[torch.Tensor, torch.Tensor], Gradients],
@@ -40,21 +46,18 @@ class Use:
         self._grad: torch.Tensor | None = None
 
     def receive(self, grads: tuple[torch.Tensor | None, ...]) -> None:
-        """Called by autograd when the gradient of the operation's result arrives."""
+        """Autograd calls this with the gradient of the layer's output."""
         (grad,) = grads
         if grad is None:
             return
-        # Without detach, the graph that made the input would live until the weights' turn. A checkpointed block runs
-        # its forward again here, at the one place where autograd would have done it too.
+        # A checkpointed block runs its forward again when the input is unpacked; autograd would do that here, too.
+        # Detached, the input does not keep alive the graph that made it.
         self._input, self._grad, self._saved = self._saved.unpack().detach(), grad, None
-        queue, self._queue = (
-            self._queue,
-            [],
-        )  # a use that knew the queue that holds it would outlive both, until a collection
+        queue, self._queue = self._queue, []  # no reference cycle: it would live until a garbage collection
         queue.append(self)
 
     def gradients(self) -> Gradients:
-        """The gradients of `parameters`; what they were computed from is let go."""
+        """The gradients of `parameters`. The two tensors that they are computed from are freed."""
         assert self._input is not None and self._grad is not None
         result = self._gradients(self._grad, self._input)
         self._input = self._grad = None
@@ -62,22 +65,26 @@ class Use:
 
 
 class DeferrableLayer(ABC):
-    """A module whose `forward` can be exchanged for one that queues the weight's gradient."""
+    """A module whose `forward` can be replaced by one that defers the weight gradient.
+
+    ``products_per_number`` is the number of multiplications that each number of the input takes part in.
+    """
 
     def __init__(self, module: nn.Module, products_per_number: int) -> None:
         self._module = module
-        self._products_per_number = products_per_number  # how many products each number of the input takes part in
-        self._least_numbers = 0.0
+        self._products_per_number = products_per_number
+        self._smallest_input = 0.0
         self._parameters = module._parameters
-        self._queue: list[Use] = []
+        self._queue: list[LayerCall] = []
 
-    def install(self, queue: list[Use], at_least: int) -> None:
-        """From now on, calls of ``at_least`` so many products put their weight's gradient into ``queue``."""
+    def install(self, queue: list[LayerCall], at_least: int) -> None:
+        """From now on, each call that takes ``at_least`` so many multiplications goes into ``queue``."""
         self._queue = queue
-        self._least_numbers = at_least / self._products_per_number
-        self._module.__dict__["forward"] = self._forward  # not setattr: nn.Module's is slow, and this is done each time
+        self._smallest_input = at_least / self._products_per_number
+        self._module.__dict__["forward"] = self._forward  # nn.Module.__setattr__ is slow
 
     def remove(self) -> None:
+        """Give the module its own `forward` again."""
         self._queue = []
         self._module.__dict__.pop("forward", None)
 
@@ -87,39 +94,41 @@ class DeferrableLayer(ABC):
 
     @abstractmethod
     def _forward(self, input: torch.Tensor) -> torch.Tensor:
-        """What the module computes; with the weight's gradient queued, where that can be done."""
+        """Compute what the module computes, and defer the weight gradient where that is possible."""
 
 
-class _Linear(DeferrableLayer):
+class LinearLayer(DeferrableLayer):
+    """A linear layer; the gradient of its bias is not deferred."""
+
     def deferred_parameters(self) -> Iterable[nn.Parameter | None]:
         return [self._parameters["weight"]]
 
     def _forward(self, input: torch.Tensor) -> torch.Tensor:
         weight, bias = self._parameters["weight"], self._parameters["bias"]
-        if (
-            weight is None
-            or input.numel() < self._least_numbers
-            or not (_can_defer(input, weight) and _is_one_product(input, weight))
-        ):
+        too_small = input.numel() < self._smallest_input
+        if weight is None or too_small or not (_can_defer(input, weight) and _is_one_product(input, weight)):
             return F.linear(input, weight, bias)  # type: ignore[arg-type]
-        use = Use(self._queue, (weight,), input, _linear_gradients)
+        call = LayerCall(self._queue, (weight,), input, _linear_gradients)
         output = F.linear(input, weight.detach(), bias)
-        _catch(output, use)
+        _receive_gradient(output, call)
         return output
 
 
 def _is_one_product(input: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Other shapes are computed in ways that depend on whether the weight requires a gradient: other bits."""
+    """Whether torch computes one matrix product, so that detaching the weight does not change the result's bits.
+
+    For other shapes torch chooses a way that depends on whether the weight requires a gradient.
+    """
     return weight.is_contiguous() and (input.dim() == 2 or (input.dim() > 2 and input.is_contiguous()))
 
 
 def _linear_gradients(grad: torch.Tensor, x: torch.Tensor) -> Gradients:
-    # the very product, in the very layout, that autograd computes: the same bits
+    # autograd computes the same product with the same layout, so the bits are the same
     return (grad.reshape(-1, grad.shape[-1]).t().mm(x.reshape(-1, x.shape[-1])),)
 
 
-class _Convolution(DeferrableLayer):
-    """The bias waits with the weight: the kernel for one computes both, and would run twice."""
+class ConvolutionLayer(DeferrableLayer):
+    """A convolution; the gradient of its bias is deferred too, because one kernel computes both."""
 
     def deferred_parameters(self) -> Iterable[nn.Parameter | None]:
         return [self._parameters["weight"], self._parameters["bias"]]
@@ -127,13 +136,13 @@ class _Convolution(DeferrableLayer):
     def _forward(self, input: torch.Tensor) -> torch.Tensor:
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         module: Any = self._module
-        too_small = input.numel() < self._least_numbers
+        too_small = input.numel() < self._smallest_input
         if weight is None or too_small or input.dim() != weight.dim() or not _can_defer(input, weight, bias):
             return module._conv_forward(input, weight, bias)
         parameters = [one for one in (weight, bias) if one is not None and one.requires_grad]
-        use = Use(self._queue, parameters, input, self._gradients)
+        call = LayerCall(self._queue, parameters, input, self._gradients)
         output = module._conv_forward(input, weight.detach(), None if bias is None else bias.detach())
-        _catch(output, use)
+        _receive_gradient(output, call)
         return output
 
     def _gradients(self, grad: torch.Tensor, x: torch.Tensor) -> Gradients:
@@ -149,7 +158,7 @@ class _Convolution(DeferrableLayer):
 
 
 def _can_defer(x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None = None) -> bool:
-    """Only the plain case, which the formulas above are sure of; in any other, autograd computes the gradient at once."""
+    """Whether the formulas above hold. In every other case autograd computes the weight gradient."""
     return (
         torch.is_grad_enabled()
         and x.requires_grad
@@ -165,62 +174,11 @@ def _can_defer(x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None 
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
-    """Such a parameter's gradient is left to autograd, which knows best when it is whole."""
+    """Whether a parameter has hooks; autograd must compute its gradient, to call them once, with all of it."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
-def _catch(output: torch.Tensor, use: Use) -> None:
-    # An operation in place on a view leaves the view's own node out of the graph, and never that of its base.
+def _receive_gradient(output: torch.Tensor, call: LayerCall) -> None:
+    # When a view is changed in place, autograd replaces the node of the view, but not the node of its base.
     made = output._base if output._is_view() else output
-    made.grad_fn.register_prehook(use.receive)  # type: ignore[union-attr]
-
-
-def deferrable_layers(stage: nn.Module) -> list[DeferrableLayer]:
-    """The layers of a stage whose weights nothing else in the stage uses.
-
-    A weight with a use of another kind gets its gradients where autograd can add them up before any hook sees them.
-
-    >>> from torch import nn
-    >>> len(deferrable_layers(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))))
-    2
-    """
-    modules = list(stage.modules())
-    if any(_is_compiled(module) for module in modules):
-        return []
-    layers = {module: layer for module in modules if (layer := _layer_for(module)) is not None}
-    elsewhere = {id(parameter) for parameter in _used_elsewhere(modules, layers)}
-    return [layer for layer in layers.values() if elsewhere.isdisjoint(map(id, layer.deferred_parameters()))]
-
-
-def _layer_for(module: nn.Module) -> DeferrableLayer | None:
-    if "forward" in module.__dict__:  # someone else's exchange; a subclass, too, may do anything in its forward
-        return None
-    if type(module) is nn.Linear:
-        return _Linear(module, module.out_features or 1)
-    if isinstance(module, _CONVOLUTIONS) and type(module) in _CONVOLUTIONS and _is_plainly_padded(module):
-        return _Convolution(module, math.prod(module.kernel_size) * module.out_channels // module.groups or 1)
-    return None
-
-
-def _is_plainly_padded(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> bool:
-    return module.padding_mode == "zeros" and not isinstance(module.padding, str)
-
-
-def _used_elsewhere(modules: list[nn.Module], layers: dict[nn.Module, DeferrableLayer]) -> Iterator[nn.Parameter]:
-    for module in modules:
-        deferred = {id(one) for one in layers[module].deferred_parameters()} if module in layers else set()
-        yield from (one for one in module._parameters.values() if one is not None and id(one) not in deferred)
-        if isinstance(module, fx.GraphModule):
-            yield from _fetched(module)
-
-
-def _fetched(module: fx.GraphModule) -> Iterator[nn.Parameter]:
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    for node in module.graph.nodes:
-        if node.op == "get_attr" and node.target in parameters:
-            yield parameters[node.target]
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """What torch.compile made does not call its layers, and would compile anew if one were exchanged."""
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    made.grad_fn.register_prehook(call.receive)  # type: ignore[union-attr]

@@ -1,28 +1,33 @@
-"""The two halves of a stage's backward: I gives the gradients of its inputs, W adds up those of its heavy weights.
+"""The two halves of a stage's backward: I for the gradients of its inputs, W for those of its weights.
 
-    with deferral.recording(inputs) as deferred:                the forward F: linear and convolution layers
-        output = run_stage(...)                                 leave word of what their weights will need
-    grads = backward_input(output, grads, inputs, deferred)     I: everything but the weights of those layers
-    backward_weight(deferred)                                   W: the products that were put off, added to .grad
+    F    with deferral.recording(inputs) as deferred:                the forward
+             output = run_stage(...)
+    I    grads = backward_input(output, grads, inputs, deferred)     every gradient, but those of heavy weights
+    W    backward_weight(deferred)                                   the gradients of heavy weights
 
-Together they do what `stage_backward` does, with the same kernels in the same order, so with the same bits.
+A zero-bubble schedule runs I early, because the stage before waits for it, and W where the worker would be idle. For a
+linear layer y = x @ W.T, whose output gets the gradient g, the three do this:
 
-Why this way. Autograd computes the gradients of a product's two factors in one node. One could run the graph twice,
-once towards the inputs and once, from chosen nodes, towards the parameters; then correctness hangs on the analysis of
-the graph: nodes off the inputs' path are missed, custom functions, hooks and checkpointed blocks run twice, and graphs
-inside of graphs are not seen. Here the backward is autograd's own, run once, over the whole graph; it merely finds the
-weights of plain layers detached, and a queue keeps what their gradient takes. Whatever is not sure to be such a plain
-layer (biases, norms, embeddings, recurrent cells, weights with several kinds of use or with hooks, autocast, custom
-functions, and layers so small that it is not worth the trouble) gets its gradient in I, as ever. So a layer that is
-overlooked costs overlap, never correctness.
+    F    computes y with W detached                                  x is kept
+    I    autograd computes g @ W, the gradient of x                  x and g go into the queue of ``deferred``
+    W    computes g.T @ x, and adds it to `W.grad`                   the queue is emptied
 
-One case is right only to rounding: a module that tracing did not look into calls a layer and also uses the layer's
-weight by itself. Then `.grad` is added to twice, in I and in W.
+Together, I and W do what `stage_backward` does, with the same kernels in the same order, so with the same bits.
 
-A stage none of whose inputs needs a gradient has nothing to do in I: all of its backward is W.
+Autograd runs once, over the whole graph. The other way is to run it twice, once for the inputs and once for the weights;
+then somebody has to find out which nodes belong to which run. Nodes off the path to the inputs are missed, custom
+functions, hooks and checkpointed blocks run twice, and graphs inside of graphs are not seen. Here only the weights of
+linear and convolution layers wait for W. Autograd computes all else in I: biases, norms, embeddings, recurrent cells,
+weights that are used in several ways or have hooks, layers under autocast, custom functions, and layers that are too
+small. So a layer that is not found makes I longer, and no gradient wrong.
 
-Between I and W the queue holds the inputs of layers and the gradients of their results. A stage's own inputs and
-``output_grads`` may be among them: memory that they live in must not be used anew before W.
+Special cases:
+
+- If no input of a stage requires a gradient, I does nothing, and W is the whole backward.
+- If a module that tracing did not look into calls a layer and also uses the layer's weight by itself, both I and W add
+  to the weight's `.grad`; then the sum is equal to rounding only.
+- Between I and W the queue holds inputs and gradients. A stage's own inputs and ``output_grads`` can be among them, so
+  their memory must not be used for anything else before W.
 """
 
 from collections import Counter
@@ -36,31 +41,38 @@ from torch import nn
 from torch.autograd.graph import _engine_run_backward
 
 from pippy.ir.errors import StageError
-from pippy.ir.run.deferred_layers import Use, deferrable_layers
+from pippy.ir.run.choose_layers import deferrable_layers
+from pippy.ir.run.deferred_layers import LayerCall
 from pippy.ir.run.stage_backward import stage_backward
 from pippy.ir.trees import tensors
 
-# Products below which a weight's gradient is computed at once. To put it off takes some 20 to 30 microseconds; this many
-# take a core more than 100, so a whole backward in two halves is not much dearer.
-_WORTH_IT = 1 << 21
-_FLUSH_BYTES = 1 << 20  # gradients handed to autograd at once: one by one is slow for small ones, all is memory
+# The least number of multiplications for which a weight gradient is deferred. To defer one takes 20 to 30 microseconds;
+# so many multiplications take a core more than 100.
+_WORTH_DEFERRING = 1 << 21
+# Gradients are given to autograd in groups of this size: one at a time is slow, all at once takes memory.
+_GROUP_BYTES = 1 << 20
 
 
 class _State(Enum):
+    """How far a run is.
+
+    RECORDED ──backward_input──▶ WAITING ──run──▶ DONE
+    """
+
     RECORDED, WAITING, DONE = range(3)
 
 
-class Deferred:
+class DeferredGradients:
     """The weight gradients of one run of a stage, from its forward to `run`."""
 
     def __init__(self, deferral: "WeightDeferral") -> None:
         self._deferral = deferral
-        self._queue: list[Use] = []
-        self._whole: tuple[Any, Any, Sequence[Any]] | None = None
+        self._queue: list[LayerCall] = []
+        self._whole_backward: tuple[Any, Any, Sequence[Any]] | None = None
         self._state = _State.RECORDED
 
     def __len__(self) -> int:
-        """How many uses of layers wait for `run`."""
+        """How many calls of layers wait for `run`."""
         return len(self._queue)
 
     def backward_input(self, stage_output: Any, output_grads: Any, input_values: Sequence[Any]) -> tuple[Any, ...]:
@@ -68,47 +80,54 @@ class Deferred:
         if self._state is not _State.RECORDED:
             raise StageError("backward_input was called twice for one run of a stage; its graph can be run once only")
         self._state = _State.WAITING
-        if not _any_needs_grad(input_values):
-            self._whole = stage_output, output_grads, input_values
+        if not _any_requires_grad(input_values):
+            self._whole_backward = stage_output, output_grads, input_values
             return (None,) * len(input_values)
-        with self._deferral.exchanged(self._queue):  # checkpointed blocks call their layers again
+        with self._deferral.installed(self._queue):  # checkpointed blocks call their layers again
             return stage_backward(stage_output, output_grads, input_values)
 
     def run(self) -> None:
-        """Add the gradients that were put off to the parameters' `.grad`, and let everything go."""
+        """Add the deferred gradients to the parameters' `.grad`, and free what they are computed from."""
         if self._state is not _State.WAITING:
             raise StageError(
                 "the weight gradients of a stage were asked for before backward_input ran, or a second time; run "
                 "backward_input first, then backward_weight once"
             )
         self._state = _State.DONE
-        if self._whole is not None:
-            whole, self._whole = self._whole, None
+        if self._whole_backward is not None:
+            whole, self._whole_backward = self._whole_backward, None
             stage_backward(*whole)
-        with torch.no_grad():
-            self._accumulate()
-
-    def _accumulate(self) -> None:
         queue, self._queue = self._queue, []
-        uses_left = Counter(parameter for use in queue for parameter in use.parameters)
-        sums: dict[nn.Parameter, torch.Tensor] = {}
-        whole: dict[nn.Parameter, torch.Tensor] = {}
-        size = 0
-        for use in queue:  # the order in which autograd adds them, too
-            for parameter, gradient in zip(use.parameters, use.gradients(), strict=True):
-                sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
-                uses_left[parameter] -= 1
-                if not uses_left[parameter]:
-                    whole[parameter] = sums.pop(parameter)
-                    size += gradient.nbytes
-            if size >= _FLUSH_BYTES:
-                _add_to_grad(whole)
-                whole, size = {}, 0
-        _add_to_grad(whole)
+        with torch.no_grad():
+            _accumulate(queue)
+
+
+def _accumulate(queue: list[LayerCall]) -> None:
+    group: dict[nn.Parameter, torch.Tensor] = {}
+    size = 0
+    for parameter, gradient in _summed(queue):
+        group[parameter] = gradient
+        size += gradient.nbytes
+        if size >= _GROUP_BYTES:
+            _add_to_grad(group)
+            group, size = {}, 0
+    _add_to_grad(group)
+
+
+def _summed(queue: list[LayerCall]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """Each parameter with its gradient, the sum over all calls, added in the order in which autograd adds."""
+    calls_left = Counter(parameter for call in queue for parameter in call.parameters)
+    sums: dict[nn.Parameter, torch.Tensor] = {}
+    for call in queue:
+        for parameter, gradient in zip(call.parameters, call.gradients(), strict=True):
+            sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
+            calls_left[parameter] -= 1
+            if not calls_left[parameter]:
+                yield parameter, sums.pop(parameter)
 
 
 def _add_to_grad(gradients: dict[nn.Parameter, torch.Tensor]) -> None:
-    """By way of autograd, which knows how `.grad` is to look, and whom to tell."""
+    """Let autograd add to `.grad`: it knows the layout that `.grad` must have, and calls the parameter's hooks."""
     if gradients:
         _engine_run_backward(
             tuple(gradients), tuple(gradients.values()), False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -116,9 +135,9 @@ def _add_to_grad(gradients: dict[nn.Parameter, torch.Tensor]) -> None:
 
 
 class WeightDeferral:
-    """The layers of a stage that can put off their weights' gradients; made once for a stage, then used for each run.
+    """The layers of a stage that can defer their weight gradients. Made once for a stage, and used in each of its runs.
 
-    A call of a layer puts its weight's gradient off if that takes ``at_least`` so many products.
+    A call of a layer defers its weight gradient if that takes ``at_least`` so many multiplications.
 
     >>> stage = nn.Linear(2, 2)
     >>> x = torch.tensor([[1.0, 2.0]], requires_grad=True)
@@ -134,20 +153,20 @@ class WeightDeferral:
             [1., 2.]])
     """
 
-    def __init__(self, stage: nn.Module, at_least: int = _WORTH_IT) -> None:
+    def __init__(self, stage: nn.Module, at_least: int = _WORTH_DEFERRING) -> None:
         self._at_least = at_least
         self._layers = deferrable_layers(stage)
 
     @contextmanager
-    def recording(self, input_values: Sequence[Any]) -> Iterator[Deferred]:
-        """Run the stage's forward in here, on these inputs; outside, its layers are as they were."""
-        deferred = Deferred(self)
-        with self.exchanged(deferred._queue) if _any_needs_grad(input_values) else nullcontext():
+    def recording(self, input_values: Sequence[Any]) -> Iterator[DeferredGradients]:
+        """A context in which the stage's forward runs on these inputs. After it, the layers are as before."""
+        deferred = DeferredGradients(self)
+        with self.installed(deferred._queue) if _any_requires_grad(input_values) else nullcontext():
             yield deferred
 
     @contextmanager
-    def exchanged(self, queue: list[Use]) -> Iterator[None]:
-        """While it lasts, the layers put their weights' gradients into ``queue``."""
+    def installed(self, queue: list[LayerCall]) -> Iterator[None]:
+        """A context in which each call of a layer goes into ``queue``."""
         try:
             for layer in self._layers:
                 layer.install(queue, self._at_least)
@@ -158,16 +177,16 @@ class WeightDeferral:
 
 
 def backward_input(
-    stage_output: Any, output_grads: Any, input_values: Sequence[Any], deferred: Deferred
+    stage_output: Any, output_grads: Any, input_values: Sequence[Any], deferred: DeferredGradients
 ) -> tuple[Any, ...]:
-    """The half I of `stage_backward`: the same arguments, the same result; heavy weights' `.grad` must wait for W."""
+    """The half I of `stage_backward`: it takes and returns the same, but adds nothing to the `.grad` of heavy weights."""
     return deferred.backward_input(stage_output, output_grads, input_values)
 
 
-def backward_weight(deferred: Deferred) -> None:
-    """The half W: the gradients that `backward_input` left out are added to the parameters' `.grad`."""
+def backward_weight(deferred: DeferredGradients) -> None:
+    """The half W of `stage_backward`: it adds the gradients that `backward_input` left out to the parameters' `.grad`."""
     deferred.run()
 
 
-def _any_needs_grad(values: Sequence[Any]) -> bool:
+def _any_requires_grad(values: Sequence[Any]) -> bool:
     return any(tensor.requires_grad for tensor in tensors(values))

@@ -15,7 +15,7 @@ from pippy.drivers.clusters.cluster import local_cluster
 from pippy.drivers.driver import PipelineDriver, PipelineDriver1F1B
 from pippy.drivers.errors import ClusterError, DriverError, StepError, WorkerLostError
 from pippy.drivers.interrupts import uninterrupted
-from pippy.ir.run.split_backward import Deferred
+from pippy.ir.run.split_backward import DeferredGradients
 from tests.drivers.faulty import (
     BACKWARD,
     ENDLESS,
@@ -118,7 +118,7 @@ def test_the_halves_of_a_backward(threads, monkeypatch, how, place):
     training = Training(threads, "zb_h1")
     training.step()
     if how is None:
-        inner = Deferred.run
+        inner = DeferredGradients.run
         calls = []
 
         def fail(self):
@@ -127,7 +127,7 @@ def test_the_halves_of_a_backward(threads, monkeypatch, how, place):
                 raise ArithmeticError("a backward that fails")
             inner(self)
 
-        monkeypatch.setattr(Deferred, "run", fail)
+        monkeypatch.setattr(DeferredGradients, "run", fail)
     with within(2.0), pytest.raises(StepError, match="a backward that fails") as caught:
         training.fail(how or 0)
     assert (how is None and " at W" in str(caught.value)) or place in str(caught.value)
