@@ -39,6 +39,7 @@ ALWAYS = (
     "pippy.drivers.errors",
     "pippy.drivers.optimizer",
     "pippy.drivers.recording.record",
+    "pippy.drivers.recording.step_data",
     "pippy.drivers.schedules",
     "pippy.ir.errors",
 )

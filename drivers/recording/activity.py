@@ -1,11 +1,11 @@
-"""Where the time of a worker went in a step: every moment from the step's begin to its end has one cause.
+"""Where the time of a worker went in a step. Every moment of the step has one cause:
 
     STARTING │ FILL │ TRANSFER │ COMPUTING │ SENDING │ WAITING │ TRANSFER │ COMPUTING │ PYTHON │ ADDING │ DRAIN
              ▲      ▲                                          ▲                               ▲        ▲
     first instruction                             the sender begins to send       gradients of copies   the worker is done
 
-A receive is WAITING (FILL before the worker's first computation) until the other worker begins to send the value, and
-TRANSFER from then until the value is here.
+A receive counts as WAITING until the other worker begins to send the value, and as TRANSFER from then until the value is here.
+Before the worker's first computation, FILL takes the place of WAITING.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from enum import StrEnum
 from pippy.drivers.control.messages import WorkerRecord
 from pippy.drivers.schedules.programs.instructions import Compute, Instruction, Receive, Send
 
-Sending = Mapping[tuple[str, int, int], float]  # when the value of a micro-batch began to be sent to a worker
+SendTimes = Mapping[tuple[str, int, int], float]  # when a value of a micro-batch began to be sent to a worker
 
 
 class Cause(StrEnum):
@@ -38,7 +38,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """A stretch of a worker's time. ``peer`` is the worker that it waits for or sends to, ``at`` the instruction's number.
+    """A part of a worker's time. ``peer`` is the worker that it waits for or sends to, ``at`` the number of the instruction.
 
     >>> Activity(Cause.WAITING, 1.0, 1.5, peer=2).label
     'waiting for worker 2'
@@ -56,20 +56,20 @@ class Activity:
 
     @property
     def label(self) -> str:
-        """The cause, with the other worker."""
+        """The cause, with the number of the other worker."""
         return label(self.cause, self.peer)
 
 
 def label(cause: Cause, peer: int | None) -> str:
-    """A cause with the worker that has to do with it."""
+    """A cause, with the number of the other worker if there is one."""
     words = {Cause.WAITING: " for worker", Cause.TRANSFER: " from worker", Cause.SENDING: " to worker"}
     return f"{cause}{words[cause]} {peer}" if peer is not None and cause in words else str(cause)
 
 
 def activities(
-    order: Sequence[Instruction], record: WorkerRecord, sending: Sending, worker: int, end: float
+    order: Sequence[Instruction], record: WorkerRecord, send_times: SendTimes, worker: int, end: float
 ) -> tuple[Activity, ...]:
-    """All that a worker did from 0 to ``end``, without a gap; the times of ``record`` begin at 0 too."""
+    """All that a worker did from 0 to ``end``, without a gap. The times of ``record`` must begin at 0, too."""
     found: list[Activity] = []
     computed = False
 
@@ -86,7 +86,7 @@ def activities(
                 computed = True
                 until(stop, Cause.COMPUTING, at=at)
             case Receive(value, microbatch, source):
-                sent = min(stop, sending.get((value, microbatch, worker), start))
+                sent = min(stop, send_times.get((value, microbatch, worker), start))
                 if computed:
                     until(sent, Cause.WAITING, source, at)
                 else:
@@ -105,7 +105,7 @@ def activities(
 
 
 def spent(worker: Sequence[Activity]) -> dict[tuple[Cause, int | None], float]:
-    """How long a worker did what, in the order of the causes.
+    """How long a worker spent on each cause, in the order of the causes.
 
     >>> spent([Activity(Cause.SENDING, 0.0, 1.0, 3), Activity(Cause.COMPUTING, 1.0, 3.0)])
     {(<Cause.COMPUTING: 'computing'>, None): 2.0, (<Cause.SENDING: 'sending'>, 3): 1.0}

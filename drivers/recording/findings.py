@@ -1,17 +1,14 @@
-"""What a recorded step says in words: the slowest stage, where the time went, and what to do about it."""
+"""Describes a recorded step in sentences: the slowest stage, where the time went, and what helps."""
 
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 from pippy.drivers.recording.activity import Cause
 from pippy.drivers.recording.prediction import evened, predicted
+from pippy.drivers.recording.step_data import StepData
 from pippy.drivers.recording.units import duration, percent
 
-if TYPE_CHECKING:
-    from pippy.drivers.recording.record import RecordedStep
-
-WORTH_IT = 0.03  # of the step; what even stages would gain less is not worth moving layers
-CROWDED = 0.1  # of the time in which there is work; what was off the cores for less is usual
+WORTH_IT = 0.03  # layers are worth moving if even stages would shorten the step by this share
+CROWDED = 0.1  # the cores are crowded if workers that have work get no core for this share of the time
 ADVICE = {
     Cause.FILL: "a pipeline fills once a step: more micro-batches, or several stages on each worker (an interleaved "
     "schedule), make that a smaller share",
@@ -27,7 +24,7 @@ ADVICE = {
 }
 
 
-def findings(step: "RecordedStep") -> list[str]:
+def findings(step: StepData) -> list[str]:
     """Sentences about a step, the slowest stage first."""
     crowded = off_cores(step)
     found = [slowest(step), where_time_went(step), beside_prediction(step)]
@@ -40,8 +37,8 @@ def findings(step: "RecordedStep") -> list[str]:
     return found
 
 
-def slowest(step: "RecordedStep") -> str:
-    """Names the slowest stage, and what even stages would gain."""
+def slowest(step: StepData) -> str:
+    """Says which stage is the slowest, and what even stages would gain."""
     medians, stages = step.medians, step.program.stages
     totals = [sum(seconds[stage] for seconds in medians.values()) for stage in range(stages)]
     slow = max(range(stages), key=totals.__getitem__)
@@ -63,8 +60,8 @@ def slowest(step: "RecordedStep") -> str:
     )
 
 
-def where_time_went(step: "RecordedStep") -> str:
-    """Says how much of the workers' time is computing, what most of the rest is, and what helps."""
+def where_time_went(step: StepData) -> str:
+    """Says how much of the workers' time was computing, which cause took most of the rest, and what helps."""
     shares = cause_shares(step)
     text = f"{percent(shares.pop(Cause.COMPUTING, 0.0))} of the workers' time was computing."
     if not shares:
@@ -73,8 +70,8 @@ def where_time_went(step: "RecordedStep") -> str:
     return f"{text} The largest part of the rest, {percent(shares[cause])}, was {cause}: {ADVICE[cause]}."
 
 
-def beside_prediction(step: "RecordedStep") -> str:
-    """Says how much longer the step took than its computations make necessary."""
+def beside_prediction(step: StepData) -> str:
+    """Says how long the step took, and how long it would have taken with nothing but its computations."""
     now, least = step.makespan, float(step.predicted.makespan)
     if not least:
         return f"The step took {duration(now)}."
@@ -84,8 +81,8 @@ def beside_prediction(step: "RecordedStep") -> str:
     )
 
 
-def off_cores(step: "RecordedStep") -> float:
-    """The least share of the time in which workers had something to do, and no core to do it on; 0 with accelerators."""
+def off_cores(step: StepData) -> float:
+    """The share of the time, at least, in which workers had work but no core. It is 0 with accelerators."""
     busy = cpu = 0.0
     for activities, noted in zip(step.activities, step.noted):
         if noted.cpu is not None:
@@ -95,8 +92,8 @@ def off_cores(step: "RecordedStep") -> float:
     return 1 - cpu / busy if busy else 0.0
 
 
-def cause_shares(step: "RecordedStep") -> dict[Cause, float]:
-    """Which share of all workers' time each cause has."""
+def cause_shares(step: StepData) -> dict[Cause, float]:
+    """The share of all workers' time that each cause took."""
     total: dict[Cause, float] = {}
     for worker in step.activities:
         for each in worker:

@@ -1,20 +1,21 @@
-"""What passes and transfers cost, from recorded steps: medians over their micro-batches, to simulate other programs with."""
+"""The costs of passes and transfers, measured in recorded steps. Other programs are simulated with them."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
 
 from pippy.drivers.recording.prediction import median_seconds
-from pippy.drivers.recording.record import RecordedStep
-from pippy.drivers.schedules.programs.instructions import Op, Receive, Send
+from pippy.drivers.recording.step_data import StepData
+from pippy.drivers.schedules.programs.instructions import Op, Receive
 from pippy.drivers.schedules.simulation.costs import Costs
 
 
-def measured_costs(steps: Sequence[RecordedStep]) -> Costs:
-    """The costs of every stage and edge, in seconds. Some of the steps should have whole backwards, and some halves.
+def measured_costs(steps: Sequence[StepData]) -> Costs:
+    """The costs of every stage and edge, in seconds: medians over all micro-batches of the steps.
 
-    A stage's loss is part of it. An edge's latency is what its receiver waits for after the sender has begun to send: how
-    long the value is on its way, and the receiver wakes up and unpacks it. An edge within a worker is given the median of
-    the others, for programs that place its ends apart.
+    Some of the steps should have whole backwards, and some halves. The loss counts as part of its stage. The latency of an
+    edge is the time for which its receiver waits after the sender has begun to send: the value is on its way, the receiver
+    wakes up and unpacks it. An edge within a worker gets the median of the others, because another program may place its ends
+    on two workers.
     """
     durations: dict[str, list[float]] = {}
     transfers: dict[str, list[float]] = {}
@@ -40,18 +41,12 @@ def _for_all(values: Sequence[str], transfers: Mapping[str, Sequence[float]]) ->
     return {value: found.get(value, usual) for value in values}
 
 
-def transfer_seconds(step: RecordedStep) -> dict[str, list[float]]:
-    """How long its receivers waited for each value after it began to be sent, over the micro-batches."""
-    sent: dict[tuple[str, int, int], float] = {}
-    spans = [record.spans() for record in step.records]
-    for order, its in zip(step.program.orders, spans):
-        for instruction, (start, _) in zip(order, its):
-            if isinstance(instruction, Send):
-                sent[instruction.value, instruction.microbatch, instruction.to] = start
+def transfer_seconds(step: StepData) -> dict[str, list[float]]:
+    """For each value, how long its receivers waited after it began to be sent: one number for each micro-batch."""
     found: dict[str, list[float]] = {}
-    for worker, (order, its) in enumerate(zip(step.program.orders, spans)):
-        for instruction, (start, end) in zip(order, its):
+    for worker, (order, record) in enumerate(zip(step.program.orders, step.records)):
+        for instruction, (start, end) in zip(order, record.spans()):
             if isinstance(instruction, Receive):
-                begun = sent[instruction.value, instruction.microbatch, worker]
+                begun = step.send_times[instruction.value, instruction.microbatch, worker]
                 found.setdefault(instruction.value, []).append(max(0.0, end - max(start, begun)))
     return found

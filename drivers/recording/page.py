@@ -1,4 +1,6 @@
-"""The report: one HTML file with all that it needs, for a step and the recording that it is of.
+"""The report about a step: one HTML file that needs no other file.
+
+Its parts, from top to bottom:
 
 title, and what ran ─ findings ─ timeline (measured above predicted) ─ where the time went ─ stages ─ bytes ─ memory ─ steps
 """
@@ -8,16 +10,14 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 from pippy.drivers.recording.activity import Activity, Cause
-from pippy.drivers.recording.drawing import FILLS, LEFT, LEGEND, RIGHT, WIDTH, draw, used
+from pippy.drivers.recording.findings import findings
+from pippy.drivers.recording.step_data import StepData
+from pippy.drivers.recording.svg import FILLS, LEFT, LEGEND, RIGHT, WIDTH, draw, used
 from pippy.drivers.recording.units import duration, percent, size
 from pippy.drivers.schedules.programs.instructions import Op
-
-if TYPE_CHECKING:
-    from pippy.drivers.recording.record import RecordedStep, Recording
 
 HERE = Path(__file__).parent
 WORDS = {Cause.WAITING: "for", Cause.TRANSFER: "from", Cause.SENDING: "to"}  # before the number of the other worker
@@ -34,17 +34,17 @@ MEANINGS = {
 }
 
 
-def page(recording: "Recording", step: "RecordedStep", title: str) -> str:
-    """The HTML of the report about one step of a recording."""
+def page(step: StepData, kept: Sequence[StepData], dropped: int, title: str) -> str:
+    """The HTML of the report about one of the ``kept`` steps of a recording."""
     sections = [
         ("Timeline", _timeline(step)),
         ("Where the time went", _time(step)),
         ("Stages", _stages(step)),
         ("Values between workers", _traffic(step)),
         ("Memory", _memory(step)),
-        ("Steps", _steps(recording, step)),
+        ("Steps", _steps(step, kept, dropped)),
     ]
-    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in step.findings())
+    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in findings(step))
     body = "".join(f"<section><h2>{heading}</h2>{content}</section>" for heading, content in sections)
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -58,7 +58,7 @@ def page(recording: "Recording", step: "RecordedStep", title: str) -> str:
     )
 
 
-def _what(step: "RecordedStep") -> str:
+def _what(step: StepData) -> str:
     program = step.program
     return (
         f"{program.schedule} · {_count(program.workers, 'worker')} · {_count(program.stages, 'stage')} · "
@@ -70,7 +70,7 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('ch') else 's'}"
 
 
-def _timeline(step: "RecordedStep") -> str:
+def _timeline(step: StepData) -> str:
     drawing = ElementTree.tostring(draw(step, page=True), encoding="unicode")
     legend = "".join(
         f'<span><i class="swatch k-{kind.replace(" ", "-")}" style="background:{FILLS[kind]}"></i>{escape(words)}</span>'
@@ -88,7 +88,7 @@ def _timeline(step: "RecordedStep") -> str:
     )
 
 
-def _clocks(step: "RecordedStep") -> str:
+def _clocks(step: StepData) -> str:
     wrong = max(step.clock_errors)
     if not wrong:
         return ""
@@ -110,7 +110,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -
     return f'<div class="wide"><table><thead>{row(head, "th")}</thead><tbody>{body}</tbody></table></div>'
 
 
-def _time(step: "RecordedStep") -> str:
+def _time(step: StepData) -> str:
     there = {each.cause for worker in step.activities for each in worker}
     causes = [cause for cause in Cause if cause in there]
     rows = []
@@ -141,7 +141,7 @@ def _bar(activities: Sequence[Activity], whole: float) -> str:
     return f'<span class="bar">{parts}</span>'
 
 
-def _spent_cell(step: "RecordedStep", worker: int, cause: Cause) -> str:
+def _spent_cell(step: StepData, worker: int, cause: Cause) -> str:
     by_peer: dict[int | None, float] = {}
     for each in step.activities[worker]:
         if each.cause == cause:
@@ -161,7 +161,7 @@ def _spent_cell(step: "RecordedStep", worker: int, cause: Cause) -> str:
     return "<br>".join(lines)
 
 
-def _idle(step: "RecordedStep", worker: int) -> str:
+def _idle(step: StepData, worker: int) -> str:
     computing = sum(each.duration for each in step.activities[worker] if each.cause == Cause.COMPUTING)
     foreseen, whole = float(step.predicted.idle[worker]), float(step.predicted.makespan) or 1.0
     idle = step.makespan - computing
@@ -171,7 +171,7 @@ def _idle(step: "RecordedStep", worker: int) -> str:
     )
 
 
-def _stages(step: "RecordedStep") -> str:
+def _stages(step: StepData) -> str:
     kinds = [op for op in Op if any(step.medians[op])]
     totals = [sum(step.medians[op][stage] for op in kinds) for stage in range(step.program.stages)]
     rows = []
@@ -186,7 +186,7 @@ def _stages(step: "RecordedStep") -> str:
     return f"<p>Medians over the micro-batches.</p>{_table(head, rows, words=2)}"
 
 
-def _traffic(step: "RecordedStep") -> str:
+def _traffic(step: StepData) -> str:
     took: dict[tuple[str, int, int], list[float]] = {}
     for worker, (order, activities) in enumerate(zip(step.program.orders, step.activities)):
         for each in activities:
@@ -213,7 +213,7 @@ def _traffic(step: "RecordedStep") -> str:
     return total + _table(["value", "edge", "times", "each", "together", "on its way (median)"], rows, words=2)
 
 
-def _memory(step: "RecordedStep") -> str:
+def _memory(step: StepData) -> str:
     rows = [
         [
             escape(step.named(worker)),
@@ -233,17 +233,17 @@ def _memory(step: "RecordedStep") -> str:
     return _table(head, rows) + note
 
 
-def _steps(recording: "Recording", step: "RecordedStep") -> str:
-    spans = [each.makespan for each in recording.steps]
+def _steps(step: StepData, kept: Sequence[StepData], dropped: int) -> str:
+    spans = [each.makespan for each in kept]
     longest = max(spans)
     bars = "".join(
         f'<i class="{"this" if each is step else ""}" title="step {number}: {duration(each.makespan)}" '
         f'style="height:{100 * each.makespan / longest:.1f}%"></i>'
-        for number, each in enumerate(recording.steps)
+        for number, each in enumerate(kept)
     )
-    dropped = f", and {recording.dropped} earlier ones dropped" if recording.dropped else ""
+    others = f", and {dropped} earlier ones dropped" if dropped else ""
     return (
-        f"<p>{_count(len(spans), 'step')} kept{dropped}: {duration(min(spans))} to {duration(longest)}, median "
-        f"{duration(median(spans))}. This page shows step {recording.steps.index(step)}, of {duration(step.makespan)}.</p>"
+        f"<p>{_count(len(spans), 'step')} kept{others}: {duration(min(spans))} to {duration(longest)}, median "
+        f"{duration(median(spans))}. This page shows step {kept.index(step)}, of {duration(step.makespan)}.</p>"
         f'<div class="steps">{bars}</div>'
     )

@@ -1,6 +1,7 @@
-"""What a schedule would take if nothing cost time but the computations: simulated with the measured medians of each stage.
+"""How long a step would take if only its computations took time: a simulation with the measured medians of each stage.
 
-Medians, because one computation that lost its core for some milliseconds says nothing of the others."""
+The costs are medians, so one computation that lost its core for some milliseconds does not change them.
+"""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
@@ -14,7 +15,7 @@ Medians = dict[Op, list[float]]  # of each kind of pass, the seconds of each sta
 
 
 def median_seconds(program: Program, durations: Mapping[str, Sequence[float]]) -> Medians:
-    """How long each pass of each stage takes; 0 where a stage has no such pass.
+    """The median duration of each pass of each stage, and 0 where a stage has no such pass.
 
     >>> from pippy.drivers.schedules import make_schedule
     >>> median_seconds(make_schedule("forward_only", workers=2, chunks=2), {"F0": [2.0, 9.0, 1.0], "F1": [1.0]})[Op.FORWARD]
@@ -24,13 +25,13 @@ def median_seconds(program: Program, durations: Mapping[str, Sequence[float]]) -
 
 
 def predicted(program: Program, medians: Medians) -> Simulation:
-    """The simulation of a program whose passes take so long."""
+    """Simulate a program whose passes take these times."""
     forward, whole, inputs, weights = (medians[op] for op in Op)
     return simulate_with(program, Costs(forward, inputs, weights, whole))
 
 
 def evened(medians: Medians) -> Medians:
-    """The medians if every stage took the same, all together as long as before.
+    """The medians if all stages took the same time, and their sum stayed as it is.
 
     >>> evened({Op.FORWARD: [1.0, 3.0]})
     {<Op.FORWARD: 'F'>: [2.0, 2.0]}

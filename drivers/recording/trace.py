@@ -1,26 +1,24 @@
 """Writes recorded steps as trace events, which Perfetto (ui.perfetto.dev) and Chrome (chrome://tracing) open.
 
-Each worker is a track; an arrow goes from each send to its receive. The computations as predicted are a second process.
+Each worker is a track. An arrow goes from each send to its receive. The predicted computations are a second process.
 """
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pippy.drivers.recording.activity import Cause
+from pippy.drivers.recording.step_data import StepData
 from pippy.drivers.schedules.programs.instructions import Compute, Receive, Send
-
-if TYPE_CHECKING:
-    from pippy.drivers.recording.record import RecordedStep
 
 MEASURED, PREDICTED = 0, 1
 Event = dict[str, Any]
 
 
-def trace(steps: Sequence["RecordedStep"]) -> str:
-    """The JSON of steps, one after another as they ran."""
+def trace(steps: Sequence[StepData]) -> str:
+    """The JSON of some steps, in the order in which they ran."""
     events = [*_named(MEASURED, "measured", steps[0].workers), *_named(PREDICTED, "predicted", steps[0].workers)]
-    free = 0.0  # until when the steps before are predicted to take: tracks must not overlap
+    free = 0.0  # when the predictions of earlier steps end: they must not overlap on a track
     for number, step in enumerate(steps):
         shift = step.begin - steps[0].begin
         events += [*_activities(step, shift), *_flows(step, shift, number), *_prediction(step, max(shift, free))]
@@ -42,7 +40,7 @@ def _slice(process: int, worker: int, name: str, category: str, start: float, en
     return {"ph": "X", "name": name, "cat": category, "pid": process, "tid": worker, **times, "args": args}
 
 
-def _activities(step: "RecordedStep", shift: float) -> Iterator[Event]:
+def _activities(step: StepData, shift: float) -> Iterator[Event]:
     for worker, (order, record) in enumerate(zip(step.program.orders, step.records)):
         for each in step.activities[worker]:
             if each.cause in (Cause.STARTING, Cause.DRAIN) and each.at is None:
@@ -57,24 +55,19 @@ def _activities(step: "RecordedStep", shift: float) -> Iterator[Event]:
             yield _slice(MEASURED, worker, name, each.cause.name, each.start + shift, each.end + shift, args)
 
 
-def _flows(step: "RecordedStep", shift: float, number: int) -> Iterator[Event]:
-    """An arrow begins with the send, and ends within the last part of the receive."""
-    begins: dict[tuple[str, int, int], tuple[int, float]] = {}
-    for worker, (order, record) in enumerate(zip(step.program.orders, step.records)):
-        for instruction, (start, _) in zip(order, record.spans()):
-            if isinstance(instruction, Send):
-                begins[instruction.value, instruction.microbatch, instruction.to] = worker, start
+def _flows(step: StepData, shift: float, number: int) -> Iterator[Event]:
+    """The arrows: each begins with its send, and ends in the last part of its receive."""
     for worker, each in ((worker, each) for worker, parts in enumerate(step.activities) for each in parts):
         receive = step.program.orders[worker][each.at] if each.at is not None else None
         if isinstance(receive, Receive) and each.cause == Cause.TRANSFER:
-            source, sent = begins[receive.value, receive.microbatch, worker]
+            sent = step.send_times[receive.value, receive.microbatch, worker]
             name = f"{receive.value}.{receive.microbatch}"
             both = {"name": name, "cat": "value", "id": f"{number}/{name}/{worker}", "pid": MEASURED}
-            yield {"ph": "s", **both, "tid": source, "ts": (sent + shift) * 1e6}
+            yield {"ph": "s", **both, "tid": receive.source, "ts": (sent + shift) * 1e6}
             yield {"ph": "f", "bp": "e", **both, "tid": worker, "ts": ((each.start + each.end) / 2 + shift) * 1e6}
 
 
-def _prediction(step: "RecordedStep", shift: float) -> Iterator[Event]:
+def _prediction(step: StepData, shift: float) -> Iterator[Event]:
     for worker, spans in enumerate(step.predicted.timeline.spans):
         for span in spans:
             args = {"stage": span.compute.stage, "microbatch": span.compute.microbatch}

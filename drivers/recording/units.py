@@ -1,8 +1,8 @@
-"""Writes times, sizes and shares as people do."""
+"""Times, sizes and shares as text, each with a unit that suits it."""
 
 
 def duration(seconds: float) -> str:
-    """A time.
+    """A time with its unit.
 
     >>> duration(0.0000034), duration(0.00123), duration(2.5), duration(0)
     ('3.4 µs', '1.23 ms', '2.5 s', '0 s')
@@ -14,7 +14,7 @@ def duration(seconds: float) -> str:
 
 
 def size(number: float) -> str:
-    """A number of bytes.
+    """A number of bytes with its unit.
 
     >>> size(0), size(1000), size(1536), size(3 << 20)
     ('0 B', '1000 B', '1.5 KiB', '3 MiB')
@@ -25,7 +25,7 @@ def size(number: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share of a whole.
+    """A share of a whole, in percent.
 
     >>> percent(0.124), percent(0.0004)
     ('12 %', '0.04 %')
@@ -34,5 +34,5 @@ def percent(share: float) -> str:
 
 
 def _three(number: float) -> str:
-    """With three digits, and no exponent."""
+    """A number with three digits and no exponent."""
     return f"{number:.0f}" if number >= 999.5 else f"{number:.3g}"

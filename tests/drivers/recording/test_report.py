@@ -15,9 +15,9 @@ from torch import nn
 
 from pippy import PipelineDriver, pipeline
 from pippy.drivers.errors import DriverError
-from pippy.drivers.recording.drawing import ticks
 from pippy.drivers.recording.findings import off_cores
 from pippy.drivers.recording.record import Recording
+from pippy.drivers.recording.svg import ticks
 from pippy.drivers.schedules import add_communication, make_schedule
 from pippy.drivers.schedules.programs.instructions import Compute, Receive, Send
 from tests.drivers.models import Chain

@@ -1,28 +1,25 @@
-"""Draws a recorded step: a row a worker, all its time in boxes; and below, the computations as predicted, on the same scale.
+"""Draws a recorded step as SVG: a row for each worker, with a box for all that it did; below, the prediction to the same scale.
 
-Colours are attributes, so that a drawing looks the same wherever it is shown; a page can set others by class. All text goes
-through ElementTree, so it is escaped.
+Colours are attributes, so a drawing looks the same wherever it is shown. A page can set other colours by class. All text goes
+through ElementTree, which escapes it.
 """
 
 from collections.abc import Iterator
 from math import floor, log10
-from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
 from pippy.drivers.recording.activity import Activity, Cause
+from pippy.drivers.recording.step_data import StepData
 from pippy.drivers.recording.units import duration, size
 from pippy.drivers.schedules.drawings.svg import COLOURS
 from pippy.drivers.schedules.programs.instructions import Compute, Instruction, Send
 
-if TYPE_CHECKING:
-    from pippy.drivers.recording.record import RecordedStep
-
 WIDTH, LEFT, RIGHT, TOP = 1200, 110, 16, 26
 ROW, GAP = 26, 5
-LONGEST = 15  # letters of a worker's name
-NARROWEST_NAMED = 20  # pixels; a box that is narrower has its name in its tooltip only
-THINNEST = 0.2  # pixels; of what is thinner and no computation, nothing would be seen
+LONGEST = 15  # letters of a worker's name that are shown
+NARROWEST_NAMED = 20  # pixels; a narrower box shows its name in its tooltip only
+THINNEST = 0.2  # pixels; thinner boxes are left out, unless they are computations
 TICKS = 10
 INK, FAINT, GROUND = "#1f2328", "#d0d7de", "#ffffff"
 FILLS = {
@@ -51,15 +48,15 @@ LEGEND = {
 }
 
 
-def svg(step: "RecordedStep") -> str:
-    """The drawing as a file of its own."""
+def svg(step: StepData) -> str:
+    """The drawing, as the text of an SVG file."""
     root = draw(step)
     root.insert(0, Element("rect", {"width": "100%", "height": "100%", "fill": GROUND}))
     return ElementTree.tostring(root, encoding="unicode")
 
 
-def draw(step: "RecordedStep", page: bool = False) -> Element:
-    """The drawing. With ``page`` every box has its times, for a script that zooms."""
+def draw(step: StepData, page: bool = False) -> Element:
+    """The drawing. With ``page``, every box has its times as attributes, for the script that zooms."""
     rows = len(step.workers)
     span = max(step.makespan, float(step.predicted.makespan)) or 1.0
     second = TOP + rows * (ROW + GAP) + TOP
@@ -84,39 +81,54 @@ def draw(step: "RecordedStep", page: bool = False) -> Element:
     clip = SubElement(SubElement(root, "clipPath", {"id": "plot"}), "rect")
     clip.attrib |= {"x": str(LEFT), "y": "0", "width": str(plot), "height": str(bottom)}
     _axis(root, span, bottom)
-    for top, title in ((TOP, "measured"), (second, "predicted")):
-        heading = SubElement(root, "text", {"x": "4", "y": str(top - 8), "font-weight": "bold"})
-        heading.text = title
-        for worker in range(rows):
-            SubElement(root, "text", {"x": "4", "y": str(top + worker * (ROW + GAP) + 17)}).text = _short(
-                step.workers[worker], worker
-            )
+    _row_names(root, step, TOP, "measured")
+    _row_names(root, step, second, "predicted")
     boxes = SubElement(root, "g", {"clip-path": "url(#plot)", "class": "boxes"})
-    scale = plot / span
     for worker in range(rows):
-        several = len(step.stages_of(worker)) > 1
-        for each in step.activities[worker]:
-            instruction = step.program.orders[worker][each.at] if each.at is not None else None
-            if page or isinstance(instruction, Compute) or each.duration * scale >= THINNEST:
-                kind = str(instruction.op) if isinstance(instruction, Compute) else each.cause
-                name = _name(instruction, several) if isinstance(instruction, Compute) else ""
-                title = _title(step, worker, each, instruction)
-                _box(boxes, TOP + worker * (ROW + GAP), (each.start, each.end), scale, (kind, name, title), page)
-        for span_ in step.predicted.timeline.spans[worker]:
-            start, end = float(span_.start), float(span_.end)
-            title = f"{span_.compute} as predicted\n{duration(end - start)}, from {duration(start)}"
-            what = str(span_.compute.op), _name(span_.compute, several), title
-            _box(boxes, second + worker * (ROW + GAP), (start, end), scale, what, page)
+        _measured(boxes, step, worker, plot / span, page)
+        _predicted(boxes, step, worker, second, plot / span, page)
     if not page:
-        for index, (kind, words) in enumerate(legend.items()):
-            x, y = LEFT + 134 * (index % 8), bottom + 8 + 18 * (index // 8)
-            SubElement(root, "rect", {"x": str(x), "y": str(y), "width": "12", "height": "12", "fill": FILLS[kind]})
-            SubElement(root, "text", {"x": str(x + 17), "y": str(y + 10)}).text = words
+        _legend(root, legend, bottom)
     return root
 
 
-def used(step: "RecordedStep") -> dict[str, str]:
-    """The lines of the legend that a step needs."""
+def _row_names(root: Element, step: StepData, top: int, title: str) -> None:
+    heading = SubElement(root, "text", {"x": "4", "y": str(top - 8), "font-weight": "bold"})
+    heading.text = title
+    for worker, name in enumerate(step.workers):
+        place = {"x": "4", "y": str(top + worker * (ROW + GAP) + 17)}
+        SubElement(root, "text", place).text = _short(name, worker)
+
+
+def _measured(boxes: Element, step: StepData, worker: int, scale: float, page: bool) -> None:
+    several = len(step.stages_of(worker)) > 1
+    for each in step.activities[worker]:
+        instruction = step.program.orders[worker][each.at] if each.at is not None else None
+        if page or isinstance(instruction, Compute) or each.duration * scale >= THINNEST:
+            kind = str(instruction.op) if isinstance(instruction, Compute) else each.cause
+            name = _name(instruction, several) if isinstance(instruction, Compute) else ""
+            what = kind, name, _title(step, worker, each, instruction)
+            _box(boxes, TOP + worker * (ROW + GAP), (each.start, each.end), scale, what, page)
+
+
+def _predicted(boxes: Element, step: StepData, worker: int, top: int, scale: float, page: bool) -> None:
+    several = len(step.stages_of(worker)) > 1
+    for span in step.predicted.timeline.spans[worker]:
+        start, end = float(span.start), float(span.end)
+        title = f"{span.compute} as predicted\n{duration(end - start)}, from {duration(start)}"
+        what = str(span.compute.op), _name(span.compute, several), title
+        _box(boxes, top + worker * (ROW + GAP), (start, end), scale, what, page)
+
+
+def _legend(root: Element, legend: dict[str, str], bottom: int) -> None:
+    for index, (kind, words) in enumerate(legend.items()):
+        x, y = LEFT + 134 * (index % 8), bottom + 8 + 18 * (index // 8)
+        SubElement(root, "rect", {"x": str(x), "y": str(y), "width": "12", "height": "12", "fill": FILLS[kind]})
+        SubElement(root, "text", {"x": str(x + 17), "y": str(y + 10)}).text = words
+
+
+def used(step: StepData) -> dict[str, str]:
+    """The entries of the legend that a step needs."""
     there = {str(each.compute.op) for spans in step.timeline.spans for each in spans}
     there |= {str(each.cause) for worker in step.activities for each in worker}
     if Cause.DRAIN in there:
@@ -144,7 +156,7 @@ def _box(
 
 
 def _short(name: str, worker: int) -> str:
-    """The name of a row, short enough to stand before it."""
+    """The name of a row, cut to fit in front of it."""
     if name == f"worker{worker}":
         return f"worker {worker}"
     return name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
@@ -154,7 +166,7 @@ def _name(compute: Compute, several: bool) -> str:
     return f"{compute.stage}.{compute.microbatch}" if several else str(compute.microbatch)
 
 
-def _title(step: "RecordedStep", worker: int, each: Activity, instruction: Instruction | None) -> str:
+def _title(step: StepData, worker: int, each: Activity, instruction: Instruction | None) -> str:
     lines = [str(instruction) if isinstance(instruction, Compute) else each.label]
     if instruction is not None and not isinstance(instruction, Compute):
         lines.append(str(instruction))
@@ -173,7 +185,7 @@ def _axis(root: Element, span: float, bottom: int) -> None:
 
 
 def ticks(span: float) -> Iterator[float]:
-    """Round times from 0 to ``span``, few enough to read.
+    """Round times from 0 to ``span``: at most about ten.
 
     >>> [f"{at:g}" for at in ticks(0.05)]
     ['0', '0.005', '0.01', '0.015', '0.02', '0.025', '0.03', '0.035', '0.04', '0.045', '0.05']
