@@ -28,7 +28,7 @@ from pippy.drivers.schedules.programs.instructions import Op
 from pippy.drivers.schedules.programs.placement import Placement
 from pippy.drivers.shipping import Shipment
 from pippy.drivers.workers.compiling import compile_options
-from pippy.ir.pipe import Pipe
+from pippy.ir.pipe import Pipe, compiled_of
 from pippy.ir.trees import describe, tensors
 
 _PLAIN = Part("")  # a step that nothing is to be learnt from
@@ -96,7 +96,7 @@ class PipelineDriverBase:
                 f"cluster={cluster!r} is a {type(cluster).__name__}; give what `with local_cluster(n) as cluster:` gives, and "
                 "numbers of workers as world_size="
             )
-        self.pipe = pipe
+        self.pipe, self.compiled = pipe, compiled_of(pipe)
         self.cluster = current_cluster() if cluster is None else cluster
         self.chunk_spec, self.batch_dims, self.output_spec = chunk_spec, batch_dims, output_spec
         self.loss_reduction, self.single_loss = loss_reduction, single_loss
@@ -106,15 +106,17 @@ class PipelineDriverBase:
         chosen = self._chosen_workers(world_size, all_ranks)
         first = self._make(chunks=1 if isinstance(self.schedule, str) else self.schedule.chunks, workers=len(chosen))
         self.placement = first.placement
-        if self.placement.stages != pipe.num_stages:
+        if self.placement.stages != self.compiled.num_stages:
             raise DriverError(
                 f"the {'placement' if isinstance(self.schedule, str) else 'program'} is for {self.placement.stages} stages, "
-                f"and the Pipe has {pipe.num_stages}; give each of them a worker"
+                f"and the Pipe has {self.compiled.num_stages}; give each of them a worker"
             )
         self.ranks = tuple(chosen[: self.placement.workers])
         if self._auto is not None:
             self._auto.check(self.placement)
-        self._shipment = Shipment(pipe, [self.ranks[worker] for worker in self.placement.worker_of], self.compile)
+        self._shipment = Shipment(
+            self.compiled, [self.ranks[worker] for worker in self.placement.worker_of], self.compile
+        )
         self._check_single_loss()
         self._programs: dict[tuple[int, bool | str], tuple[int, Lowered]] = {}
         self._optimizers = 0
@@ -146,7 +148,7 @@ class PipelineDriverBase:
                 raise DriverError(f"world_size={world_size} and all_ranks={ranks} disagree; give one of them")
             return ranks
         if world_size is None:
-            return list(range(min(there, self.pipe.num_stages)))
+            return list(range(min(there, self.compiled.num_stages)))
         if not isinstance(world_size, int) or not 0 < world_size <= there:
             raise DriverError(f"world_size={world_size!r}: the cluster has {there} workers; ask for 1 to {there}")
         return list(range(world_size))
@@ -164,7 +166,7 @@ class PipelineDriverBase:
                     "another program"
                 )
             return self.schedule
-        stages = self.pipe.num_stages
+        stages = self.compiled.num_stages
         if workers > stages:
             raise DriverError(
                 f"{workers} workers for {stages} stages; name {stages} workers, or cut the model into more stages"
@@ -209,7 +211,7 @@ class PipelineDriverBase:
         return self._sent((chunks, part.name), program)[1].program
 
     def _trains(self) -> bool:
-        return self.pipe.loss is not None and torch.is_grad_enabled()
+        return self.compiled.loss is not None and torch.is_grad_enabled()
 
     def _lowered(self, chunks: int, trains: bool) -> tuple[int, Lowered]:
         key = chunks, trains
@@ -251,11 +253,11 @@ class PipelineDriverBase:
             raise DriverError(
                 f"chunks={describe(chunks)}: give the number of micro-batches first, as in driver.run(4, x, target)"
             )
-        self.pipe.check_mode()
+        self.compiled.check_mode()
         trains = self._trains()
         if trains:
             _refuse_inputs_with_gradients([*args, *kwargs.values()])
-        division = divide_call(self.pipe, chunks, args, kwargs, self.chunk_spec, self.batch_dims, self.mask)
+        division = divide_call(self.compiled, chunks, args, kwargs, self.chunk_spec, self.batch_dims, self.mask)
         part = _PLAIN
         if self._auto is None or not trains:
             number, lowered = self._lowered(chunks, trains)
@@ -408,7 +410,7 @@ class PipelineDriverBase:
         return state
 
     def _places(self, name: str) -> list[tuple[int, Place]]:
-        known = self.pipe.qualnames.canonical
+        known = self.compiled.qualnames.canonical
         return self._shipment.places(name) if name in known else []
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:

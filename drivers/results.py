@@ -22,26 +22,26 @@ class Results:
     """How the values that workers return become what the user is given."""
 
     def __init__(self, driver: "PipelineDriverBase", division: Division) -> None:
-        self.pipe, self.spec, self.single = driver.pipe, driver.output_spec, driver.single_loss
+        self.compiled, self.spec, self.single = driver.compiled, driver.output_spec, driver.single_loss
         self.division = division
         self.names = driver._shipment.names
         self.weights = self._weights(driver, division)
 
     def _weights(self, driver: "PipelineDriverBase", division: Division) -> tuple[float, ...]:
-        if self.pipe.loss is None or self.single:
+        if self.compiled.loss is None or self.single:
             return (1.0,) * division.chunks
-        loss = driver.pipe.stage(LOSS) if LOSS in driver.pipe.split_gm._modules else None
-        return loss_weights(loss, division, driver.pipe.target_name, driver.loss_reduction)
+        loss = driver.compiled.stage(LOSS) if LOSS in driver.compiled.split_gm._modules else None
+        return loss_weights(loss, division, driver.compiled.target_name, driver.loss_reduction)
 
     def assemble(self, returned: Mapping[str, Any]) -> Any:
         """The whole mini-batch's result."""
-        output = self.pipe.split_gm.graph.output_node().args[0]
+        output = self.compiled.split_gm.graph.output_node().args[0]
         if isinstance(output, fx.Node) and self._is_loss(output) and not isinstance(self.loss_seed, list):
             return self._total(returned[self.names[output]])
         chunks = range(self.division.chunks)
         values = {name: self._listed(name, packed) for name, packed in returned.items()}
         parts = [map_nodes(partial(self._value, values, each), output) for each in chunks]
-        if self.pipe.loss is None:
+        if self.compiled.loss is None:
             return merge_outputs(parts, self.division.sizes, self.spec, mask=self.division.mask)
         losses = values[LOSS] if self.single else [next(self._losses(output, part)) for part in parts]
         total = self._total(list(losses))
@@ -50,12 +50,12 @@ class Results:
         return self._with_loss(output, merged, total)
 
     def _is_loss(self, node: fx.Node) -> bool:
-        return self.pipe.loss is not None and node.name == self.pipe.loss.value
+        return self.compiled.loss is not None and node.name == self.compiled.loss.value
 
     @property
     def loss_seed(self) -> Any:
         """Where in its value the loss is: nested lists, if it is inside of something."""
-        return None if self.pipe.loss is None else self.pipe.loss.seed
+        return None if self.compiled.loss is None else self.compiled.loss.seed
 
     def _total(self, losses: Any) -> torch.Tensor:
         """The loss of the mini-batch. A micro-batch in which nothing counts has a loss that is no number: left out."""
@@ -84,9 +84,9 @@ class Results:
     def _with_loss(self, output: Any, value: Any, loss: Any, found: list[Any] | None = None) -> Any:
         """``value``, which the graph's ``output`` stands for, with another loss in it."""
         if isinstance(output, fx.Node):
-            assert self.pipe.loss is not None
-            is_loss = output.name == self.pipe.loss.value
-            return _replaced(self.pipe.loss.seed, value, loss, found) if is_loss else value
+            assert self.compiled.loss is not None
+            is_loss = output.name == self.compiled.loss.value
+            return _replaced(self.compiled.loss.seed, value, loss, found) if is_loss else value
         if isinstance(output, Mapping):
             return {key: self._with_loss(item, value[key], loss, found) for key, item in output.items()}
         if isinstance(output, (tuple, list)):

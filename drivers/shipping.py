@@ -13,9 +13,9 @@ from pippy.drivers.lowering.lower import Lowered
 from pippy.drivers.schedules.programs.instructions import Compute
 from pippy.drivers.schedules.programs.placement import Placement
 from pippy.drivers.transport.packing import pack
+from pippy.ir.compiled import Compiled
 from pippy.ir.names import stage_index
 from pippy.ir.nodes import map_nodes
-from pippy.ir.pipe import Pipe
 
 
 class Shipment:
@@ -24,10 +24,10 @@ class Shipment:
     ``compile`` has the options of torch.compile, if the stages are to be compiled.
     """
 
-    def __init__(self, pipe: Pipe, ranks: Sequence[int], compile: Mapping[str, Any] | None = None) -> None:
-        self.pipe, self.ranks, self.compile = pipe, tuple(ranks), compile
-        self.loss_stage = loss_stage(pipe)
-        self.nodes = {str(node.target): node for node in pipe.split_gm.graph.find_nodes(op="call_module")}
+    def __init__(self, compiled: Compiled, ranks: Sequence[int], compile: Mapping[str, Any] | None = None) -> None:
+        self.compiled, self.ranks, self.compile = compiled, tuple(ranks), compile
+        self.loss_stage = loss_stage(compiled)
+        self.nodes = {str(node.target): node for node in compiled.split_gm.graph.find_nodes(op="call_module")}
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -50,9 +50,9 @@ class Shipment:
 
     def _load(self, worker: int, seed: int) -> Load:
         calls = self.calls_on(worker)
-        constant = self.pipe.qualnames.read_by_several
+        constant = self.compiled.qualnames.read_by_several
         return Load(
-            modules=pack({call: self.pipe.stage(call) for call in calls}),
+            modules=pack({call: self.compiled.stage(call) for call in calls}),
             constant={call: tuple(constant[call]) for call in calls if call in constant},
             replicated=self.replicated,
             seed=seed,
@@ -63,22 +63,22 @@ class Shipment:
     @cached_property
     def names(self) -> dict[fx.Node, str]:
         """The name of every value of the top-level graph."""
-        return RemoteInterpreter(self.pipe).names
+        return RemoteInterpreter(self.compiled).names
 
     @cached_property
     def replicated(self) -> tuple[Copies, ...]:
         """The replicated parameters, and where their copies are."""
-        return tuple(map(self._copies, self.pipe.replicated_params))
+        return tuple(map(self._copies, self.compiled.replicated_params))
 
     def _copies(self, group: Mapping[str, str]) -> Copies:
         stage, local = next(iter(group.items()))
-        name = self.pipe.qualnames.canonical[self.pipe.remap_qualname(f"{stage}.{local}")]
+        name = self.compiled.qualnames.canonical[self.compiled.remap_qualname(f"{stage}.{local}")]
         return Copies(name, tuple((self.worker_of(call), Place(call, name)) for call, name in group.items()))
 
     def places(self, name: str) -> list[tuple[int, Place]]:
         """Where a parameter or buffer of the user's lives: nowhere, if no stage uses it."""
         found = []
-        for place in self.pipe.stage_qualnames(name):
+        for place in self.compiled.stage_qualnames(name):
             call, _, local = place.partition(".")
             found.append((self.worker_of(call), Place(call, local)))
         return found
@@ -119,7 +119,7 @@ class Shipment:
     @cached_property
     def _modules(self) -> dict[str, list[nn.Module]]:
         """All modules of every stage; which they are was settled when they were sent."""
-        return {call: list(self.pipe.stage(call).modules()) for call in self.nodes}
+        return {call: list(self.compiled.stage(call).modules()) for call in self.nodes}
 
 
 def _overtaking(placement: Placement, worker: int, out_of_order: bool | int) -> Overtaking:

@@ -1,33 +1,23 @@
-"""A Pipe: a model cut into stages, with its loss and its backward pass in one small graph."""
+"""What the user holds: the user's model, compiled. A Pipe has the names of the model, and shows what was compiled."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
-from pippy.ir.adopt import adopt, adopt_loss, all_tensors, check_still_shared
+from pippy.ir.compiled import Compiled
+from pippy.ir.compiler import Cut, check_loss, compile_traced
 from pippy.ir.cut.params import MultiUseParamSpec
-from pippy.ir.cut.split import Split, split
-from pippy.ir.errors import LossError, ModeError, NameLookupError
 from pippy.ir.front.sequential import trace_sequential
 from pippy.ir.front.trace import Traced, TracerLike, trace
-from pippy.ir.names import LOSS, stage_name
-from pippy.ir.passes.backward import attach_backward
-from pippy.ir.passes.loss import (
-    Loss,
-    LossSpec,
-    attach_loss_function,
-    check_loss_function,
-    default_loss_spec,
-    find_returned_loss,
-)
-from pippy.ir.passes.verify import verify
+from pippy.ir.model_parts import all_tensors, check_still_shared, put_loss_parameters, put_model_parts
+from pippy.ir.passes.loss import LossSpec
+from pippy.ir.passes.verify import check_rules
 from pippy.ir.reference import run_reference
 from pippy.ir.run.copies import follow_owners
-from pippy.ir.run.graph_module import PipeGraphModule
-from pippy.ir.run.shared_tensors import get_tensor
 from pippy.ir.show.diagrams import dot, mermaid
 from pippy.ir.show.graph_text import graph_text
 from pippy.ir.show.notebook import html
@@ -37,7 +27,9 @@ from pippy.ir.show.svg import svg
 from pippy.ir.signature import bind
 from pippy.ir.state import load_state
 
-Cut = Callable[[Traced], Any]
+_COMPILED = "pippy.compiled"  # no part of a model can have this name, since it has a dot
+_FIELDS = frozenset(field.name for field in dataclasses.fields(Compiled))
+_SHOWN = _FIELDS | {name for name in vars(Compiled) if not name.startswith("_")}
 
 
 class Pipe(nn.Module):
@@ -47,7 +39,8 @@ class Pipe(nn.Module):
     beside it) and leaves gradients in its parameters' `.grad`. Print it to see the stages and the graph.
 
     As a module it is the user's model: the same names, parameters, buffers and state dict, in the same order. Copies of
-    replicated parameters are not listed: they follow the model's own at each run.
+    replicated parameters are not listed: they follow the model's own at each run. What was compiled, `pipe.split_gm` or
+    `pipe.stages()`, can be read from it too, unless a part of the model has that name: the part comes first.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
@@ -57,28 +50,13 @@ class Pipe(nn.Module):
     torch.Size([8, 4])
     """
 
-    def __init__(self, traced: Traced, parts: Split) -> None:
+    def __init__(self, traced: Traced, compiled: Compiled) -> None:
         super().__init__()
-        self.split_gm: PipeGraphModule
-        self.__dict__["split_gm"] = parts.split_gm  # no child: what torch sees of a Pipe are the model's own parts
-        adopt(self, traced.model, {id(value) for value in traced.attributes.values()})
-        self.qualnames = parts.qualnames
-        self.replicated_params = parts.replicated_params
-        self.wiring = parts.wiring
-        self.signature, self.concrete_args, self.given = traced.signature, traced.concrete_args, traced.given
-        self.modes = traced.modes
-        self.mode: bool | None = None  # what train() or eval() was called for last
+        self.__dict__[_COMPILED] = compiled
+        put_model_parts(self, traced.model, {id(value) for value in traced.attributes.values()})
+        if compiled.target_name is not None:
+            put_loss_parameters(self, compiled)
         self.training = traced.model.training
-        self.loss: Loss | None = None
-        self.target_name: str | None = None
-        self.balance: Any = None  # what the ``cut`` of `from_tracing` found
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # As in adopt: a part of the model may have the name of one of the Pipe's own attributes.
-        if isinstance(value, (nn.Module, torch.Tensor)):
-            super().__setattr__(name, value)
-        else:
-            self.__dict__[name] = value
 
     @staticmethod
     def from_tracing(
@@ -96,10 +74,10 @@ class Pipe(nn.Module):
 
         ``cut`` may mark the traced graph itself; what it gives becomes ``balance`` of the Pipe.
         """
-        _check_loss(loss_fn, output_loss_value_spec)
+        check_loss(loss_fn, output_loss_value_spec)
         with torch.inference_mode(False):
             traced = trace(copy.deepcopy(model) if deep_copy_module else model, tracer, concrete_args)
-            return _cut_and_compile(traced, multi_use_param_spec, loss_fn, output_loss_value_spec, cut)
+            return Pipe(traced, compile_traced(traced, multi_use_param_spec, loss_fn, output_loss_value_spec, cut))
 
     @staticmethod
     def from_sequential(
@@ -117,90 +95,53 @@ class Pipe(nn.Module):
         >>> pipe.num_stages
         2
         """
-        _check_loss(loss_fn, None)
+        check_loss(loss_fn, None)
         traced = trace_sequential(copy.deepcopy(model) if deep_copy_module else model, marked=cut is None)
-        return _cut_and_compile(traced, None, loss_fn, None, cut)
+        return Pipe(traced, compile_traced(traced, loss_fn=loss_fn, cut=cut))
 
-    @property
-    def num_stages(self) -> int:
-        """How many stages the Pipe has; `_loss` is not one of them."""
-        return sum(1 for _ in self.stages())
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)  # a part of the model
+        except AttributeError:
+            if name in _SHOWN and _COMPILED in self.__dict__:
+                return getattr(compiled_of(self), name)
+            raise
 
-    def stages(self) -> Iterator[tuple[str, PipeGraphModule]]:
-        """Every stage with its name, in order."""
-        for name, module in self.split_gm.named_children():
-            if name != LOSS:
-                yield name, module  # type: ignore[misc]
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _FIELDS and name not in self._parts() and not isinstance(value, (nn.Module, torch.Tensor)):
+            setattr(compiled_of(self), name, value)
+        else:
+            super().__setattr__(name, value)
 
-    def placeholders(self) -> list[fx.Node]:
-        """The inputs of the top-level graph, in order."""
-        return list(self.split_gm.graph.find_nodes(op="placeholder"))
+    def __dir__(self) -> Iterable[str]:
+        return sorted((set(super().__dir__()) | _SHOWN) - {_COMPILED})
 
-    def stage(self, name: str | int) -> Any:
-        """A stage by its name or number; `_loss` too, by its name."""
-        wanted = stage_name(name) if isinstance(name, int) else name
-        if wanted not in self.split_gm._modules:
-            raise NameLookupError(f"the Pipe has no stage {name!r}; it has {', '.join(self.split_gm._modules)}")
-        return self.split_gm._modules[wanted]
+    def _parts(self) -> set[str]:
+        return {*self._parameters, *self._buffers, *self._modules}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run in this process: outputs or loss, and gradients if there is a loss and gradients are on."""
-        self.check_mode()
-        check_still_shared(self)
-        follow_owners(self.replicas())
-        return run_reference(self, bind(self, args, kwargs))
-
-    def check_mode(self) -> None:
-        """Raise if the graph is not right in the mode that `train()` or `eval()` has set."""
-        if self.mode is not None and not self.modes.allows(self.mode):
-            now, other = ("train", "eval") if self.mode else ("eval", "train")
-            raise ModeError(
-                f"this Pipe was not traced in {now} mode, in which the model does something else from here on:\n"
-                f"{self.modes.fixed_at}\nWhat to do: make another Pipe from the model in {now} mode, or call pipe.{other}()"
-            )
-
-    def remap_qualname(self, qualname: str) -> str:
-        """The user's name for a name inside a stage: of a parameter, a buffer or a module.
-
-        >>> pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-        >>> pipe.remap_qualname("submod_0.0.weight")
-        '0.weight'
-        """
-        return self.qualnames.remap(qualname)
-
-    def stage_qualnames(self, name: str) -> tuple[str, ...]:
-        """Where the user's parameter or buffer lives: the inverse of `remap_qualname`. One used by no stage: nowhere.
-
-        >>> pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-        >>> pipe.stage_qualnames("0.weight")
-        ('submod_0.0.weight',)
-        """
-        return self.qualnames.locate(name)
+        compiled = compiled_of(self)
+        compiled.check_mode()
+        check_still_shared(self, compiled)
+        follow_owners(compiled.copies())
+        return run_reference(compiled, bind(compiled, args, kwargs))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict, which has the model's names, into every copy; nothing is written unless all of it fits."""
-        return load_state(self, state_dict, strict, assign)
-
-    def get_grad(self, name: str) -> torch.Tensor | None:
-        """The gradient of the parameter that the user calls ``name``."""
-        places = self.stage_qualnames(name)
-        return get_tensor(self.split_gm, places[0]).grad if places else None
+        return load_state(self, compiled_of(self), state_dict, strict, assign)
 
     def train(self, mode: bool = True) -> "Pipe":
         """Set every stage to training or evaluation, as `train` of the user's model would."""
         super().train(mode)
-        self.split_gm.train(mode)
-        self.mode = mode
-        for stage, module in self.stages() if self.modes.after else ():
+        compiled = compiled_of(self)
+        compiled.split_gm.train(mode)
+        compiled.mode = mode
+        for stage, module in compiled.stages() if compiled.modes.after else ():
             for path, part in module.named_modules():
-                part.training = self.modes.flag(self.remap_qualname(f"{stage}.{path}") if path else "", mode)
+                user_name = compiled.remap_qualname(f"{stage}.{path}") if path else ""
+                part.training = compiled.modes.flag(user_name, mode)
         return self
-
-    def replicas(self) -> list[list[torch.Tensor]]:
-        """The copies of each replicated parameter, in the order of `replicated_params`; the first is the model's own."""
-        return [
-            [get_tensor(self.stage(stage), name) for stage, name in group.items()] for group in self.replicated_params
-        ]
 
     def graph_text(self, *args: Any, **kwargs: Any) -> str:
         """Who sends what to whom, as a drawing in text.
@@ -219,7 +160,7 @@ class Pipe(nn.Module):
         ▼ [output]
         backward: none, as the Pipe has no loss
         """
-        return graph_text(picture_of(self, args, kwargs))
+        return graph_text(picture_of(compiled_of(self), args, kwargs))
 
     def stages_table(self, *args: Any, **kwargs: Any) -> str:
         """The size of every stage; with the arguments of a call, what it receives, sends and computes in one forward.
@@ -234,7 +175,7 @@ class Pipe(nn.Module):
         total              15    60 B       0 B
         backward: none, as the Pipe has no loss
         """
-        return stages_table(picture_of(self, args, kwargs))
+        return stages_table(picture_of(compiled_of(self), args, kwargs))
 
     def to_mermaid(self, *args: Any, **kwargs: Any) -> str:
         """A Mermaid flowchart, for Markdown pages.
@@ -250,7 +191,7 @@ class Pipe(nn.Module):
             n2 -->|"_1"| n3
         <BLANKLINE>
         """
-        return mermaid(picture_of(self, args, kwargs))
+        return mermaid(picture_of(compiled_of(self), args, kwargs))
 
     def to_dot(self, *args: Any, **kwargs: Any) -> str:
         """A Graphviz digraph, in the DOT language.
@@ -259,7 +200,7 @@ class Pipe(nn.Module):
         >>> print(dot.splitlines()[5])
             n1 [shape=box, label="submod_0\\n15 parameters"];
         """
-        return dot(picture_of(self, args, kwargs))
+        return dot(picture_of(compiled_of(self), args, kwargs))
 
     def to_svg(self, *args: Any, **kwargs: Any) -> str:
         """A drawing for a browser or a document.
@@ -267,7 +208,7 @@ class Pipe(nn.Module):
         >>> Pipe.from_sequential(nn.Sequential(nn.Linear(2, 5), nn.ReLU())).to_svg()[:39]
         '<svg xmlns="http://www.w3.org/2000/svg"'
         """
-        return svg(picture_of(self, args, kwargs))
+        return svg(picture_of(compiled_of(self), args, kwargs))
 
     def _repr_html_(self) -> str:
         """What a notebook shows.
@@ -275,11 +216,11 @@ class Pipe(nn.Module):
         >>> "submod_1" in Pipe.from_sequential(nn.Sequential(nn.Linear(2, 5), nn.ReLU()))._repr_html_()
         True
         """
-        return html(picture_of(self))
+        return html(picture_of(compiled_of(self)))
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Pipe":
         """Convert or move every tensor where it is, so that stages, model and optimizer go on sharing it."""
-        for tensor in all_tensors(self):
+        for tensor in all_tensors(self, compiled_of(self)):
             gradient = tensor.grad
             tensor.data = fn(tensor.data)
             if gradient is not None:
@@ -287,47 +228,31 @@ class Pipe(nn.Module):
         return self
 
     def __str__(self) -> str:
-        return str(self.split_gm)
+        return str(compiled_of(self).split_gm)
 
     def __repr__(self) -> str:
         return str(self)
 
 
-def _check_loss(loss_fn: object, output_loss_value_spec: LossSpec) -> None:
-    if loss_fn is None:
-        return
-    check_loss_function(loss_fn)
-    if output_loss_value_spec is not None:
-        raise LossError(
-            f"both loss_fn and output_loss_value_spec={output_loss_value_spec!r} are given; a loss function computes the "
-            "loss from the outputs, and the specification says which output already is the loss: give one of them"
-        )
+def compiled_of(pipe: Pipe) -> Compiled:
+    """What a Pipe shows: the record of what was compiled."""
+    return pipe.__dict__[_COMPILED]
 
 
-def _cut_and_compile(
-    traced: Traced,
-    spec: MultiUseParamSpec,
-    loss_fn: Callable[..., Any] | None,
-    loss_spec: LossSpec,
-    cut: Cut | None,
-) -> Pipe:
-    found = None if cut is None else cut(traced)
-    pipe = _compile(traced, spec, loss_fn, loss_spec)
-    pipe.balance = found
-    return pipe
+def verify(pipe: Pipe) -> None:
+    """Check a Pipe against the rules of the IR, and raise once with all violations.
 
-
-def _compile(traced: Traced, spec: MultiUseParamSpec, loss_fn: Callable[..., Any] | None, loss_spec: LossSpec) -> Pipe:
-    """The passes, in order. Each takes a verified Pipe and leaves one."""
-    pipe = Pipe(traced, split(traced, spec))
-    verify(pipe)
-    if loss_fn is not None:
-        attach_loss_function(pipe, loss_fn)
-        adopt_loss(pipe)
-    else:
-        find_returned_loss(pipe, default_loss_spec(pipe, traced.model) if loss_spec is None else loss_spec)
-    if pipe.loss is not None:
-        verify(pipe, before_backward=True)
-        attach_backward(pipe)
-        verify(pipe)
-    return pipe
+    >>> pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    >>> verify(pipe)
+    >>> pipe.split_gm.graph.output_node().args = (None,)
+    >>> verify(pipe)
+    Traceback (most recent call last):
+      ...
+    pippy.ir.errors.VerificationError: the Pipe breaks 1 rule:
+        input_1
+        submod_0 = submod_0(input_1)
+        submod_1 = submod_1(submod_0)
+        return None
+        ^^^ returns None; the model returns _1
+    """
+    check_rules(compiled_of(pipe))

@@ -1,11 +1,12 @@
 """Runs a Pipe in this process, node by node: the oracle that every driver is held to."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
+from pippy.ir.compiled import Compiled
 from pippy.ir.nodes import is_getitem, map_nodes, seeded
 from pippy.ir.run.copies import owners_in_place_of_copies, whole_gradients
 from pippy.ir.run.shared_tensors import check_unchanged
@@ -13,30 +14,27 @@ from pippy.ir.run.stage_backward import add_gradients, gradient_pairs, stage_bac
 from pippy.ir.run.stage_run import StageRun, as_leaf, run_backward, run_stage
 from pippy.ir.trees import map_tensors
 
-if TYPE_CHECKING:
-    from pippy.ir.pipe import Pipe
 
-
-def run_reference(pipe: "Pipe", inputs: Mapping[str, Any]) -> Any:
+def run_reference(compiled: Compiled, inputs: Mapping[str, Any]) -> Any:
     """The outputs of ``pipe``; its backward has been run too, if it has one and gradients are on."""
-    return run_microbatches(pipe, [inputs])[0]
+    return run_microbatches(compiled, [inputs])[0]
 
 
 def run_microbatches(
-    pipe: "Pipe", microbatches: Sequence[Mapping[str, Any]], weights: Sequence[float] | None = None
+    compiled: Compiled, microbatches: Sequence[Mapping[str, Any]], weights: Sequence[float] | None = None
 ) -> list[Any]:
     """The outputs for each of several micro-batches, whose gradients add up.
 
     ``weights`` are what their losses count; 0 means that a loss, which may be no number then, has no gradient.
     """
     runs = [
-        _Reference(pipe, inputs, 1.0 if weights is None else weights[index])
+        _Reference(compiled, inputs, 1.0 if weights is None else weights[index])
         for index, inputs in enumerate(microbatches)
     ]
     if not runs[0].trains:
-        with owners_in_place_of_copies(pipe.replicated_params, pipe.stage):
+        with owners_in_place_of_copies(compiled.replicated_params, compiled.stage):
             return [run.run() for run in runs]
-    with whole_gradients(pipe.replicas()):
+    with whole_gradients(compiled.copies()):
         outputs = [run.run() for run in runs]
     return map_tensors(torch.Tensor.detach, outputs)
 
@@ -44,15 +42,15 @@ def run_microbatches(
 class _Reference:
     """One run of the top-level graph: the values of its nodes, and each call's leaves for its backward."""
 
-    def __init__(self, pipe: "Pipe", inputs: Mapping[str, Any], weight: float = 1.0) -> None:
-        self.pipe, self.inputs, self.weight = pipe, inputs, weight
-        self.trains = pipe.loss is not None and torch.is_grad_enabled()
+    def __init__(self, compiled: Compiled, inputs: Mapping[str, Any], weight: float = 1.0) -> None:
+        self.compiled, self.inputs, self.weight = compiled, inputs, weight
+        self.trains = compiled.loss is not None and torch.is_grad_enabled()
         self.values: dict[fx.Node, Any] = {}
         self.input_gradients: dict[str, Any] = {}
         self.runs: dict[fx.Node, StageRun] = {}
 
     def run(self) -> Any:
-        for node in self.pipe.split_gm.graph.nodes:
+        for node in self.compiled.split_gm.graph.nodes:
             if node.op == "output":
                 self._give_to_caller()
                 return map_nodes(self.values.__getitem__, node.args[0])
@@ -79,8 +77,8 @@ class _Reference:
             return leaves[-1]
 
         args = map_nodes(take, node.args)
-        name, module = str(node.target), self.pipe.stage(str(node.target))
-        with check_unchanged(name, module, self.pipe.qualnames.read_by_several.get(name, ())):
+        name, module = str(node.target), self.compiled.stage(str(node.target))
+        with check_unchanged(name, module, self.compiled.qualnames.read_by_several.get(name, ())):
             outputs = run_stage(name, module, args)
         self.runs[node] = StageRun(outputs, tuple(leaves))
         return outputs
@@ -90,7 +88,7 @@ class _Reference:
         assert isinstance(call, fx.Node)
         given = weighted(map_nodes(self.values.__getitem__, seeded(node.kwargs["output_grads"])), self.weight)
         run = self.runs.pop(call)
-        gradients = run_backward(str(call.target), self.pipe.stage(str(call.target)), run, given)
+        gradients = run_backward(str(call.target), self.compiled.stage(str(call.target)), run, given)
         for value, gradient in zip(node.kwargs["input_values"], gradients):  # type: ignore[arg-type]
             if value.op == "placeholder":
                 before = self.input_gradients.get(value.name)

@@ -1,26 +1,25 @@
 """Loading a state dict into a Pipe: all of it or nothing, and into every copy."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from pippy.ir.compiled import Compiled
 from pippy.ir.errors import StateDictError
 from pippy.ir.run.shared_tensors import get_tensor
 from pippy.ir.trees import describe
 
-if TYPE_CHECKING:
-    from pippy.ir.pipe import Pipe
 
-
-def load_state(pipe: "Pipe", state: Mapping[str, Any], strict: bool, assign: bool) -> Any:
+def load_state(pipe: nn.Module, compiled: Compiled, state: Mapping[str, Any], strict: bool, assign: bool) -> Any:
     """Copy ``state`` into every copy of each tensor, after checking that all of it fits."""
     if assign:
         raise StateDictError("assign=True would take the tensors of the stages away from the model; load without it")
     if not isinstance(state, Mapping):
         raise StateDictError(f"the state dict is a {type(state).__name__}; give a dict from names to tensors")
-    tensors = _tensors(pipe)
+    tensors = _tensors(pipe, compiled)
     missing = [name for name in tensors if name not in state]
     extra = {name for name in pipe.state_dict() if name.endswith("_extra_state")}
     unexpected = [name for name in state if name not in tensors and name not in extra]
@@ -40,11 +39,11 @@ def load_state(pipe: "Pipe", state: Mapping[str, Any], strict: bool, assign: boo
     return _IncompatibleKeys(missing, unexpected)
 
 
-def _tensors(pipe: "Pipe") -> dict[str, list[torch.Tensor]]:
+def _tensors(pipe: nn.Module, compiled: Compiled) -> dict[str, list[torch.Tensor]]:
     """What a state dict holds, by the user's names: the model's own tensor, and the copies of it."""
-    names, found = pipe.qualnames, {}
+    names, found = compiled.qualnames, {}
     for name, tensor in pipe.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor):
             places = names.places.get(names.canonical.get(name, ""), ())
-            found[name] = [tensor, *(get_tensor(pipe.split_gm, place) for place in places[1:])]
+            found[name] = [tensor, *(get_tensor(compiled.split_gm, place) for place in places[1:])]
     return found

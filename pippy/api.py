@@ -16,8 +16,7 @@ from pippy.ir.errors import PippyError, PippyWarning
 from pippy.ir.front.tracer import PipeTracer
 from pippy.ir.marks import PipeSplitWrapper, SplitPoint, annotate_split_points, clear_split_points, pipe_split
 from pippy.ir.passes.loss import LossWrapper, TrivialLossWrapper
-from pippy.ir.passes.verify import verify
-from pippy.ir.pipe import Pipe
+from pippy.ir.pipe import Pipe, verify
 from pippy.pipeline import pipeline
 
 __all__ = [

@@ -17,8 +17,9 @@ LAYERS = """
     drivers/schedules/simulation drivers/schedules/orders drivers/schedules/search drivers/schedules/drawings
     drivers/schedules/make drivers/schedules/choose drivers/schedules
 
-    ir/errors ir/near_names ir/trees ir/names ir/source ir/random_state ir/marks ir/modes ir/run ir/nodes ir/signature ir/wiring
-    ir/front ir/cut ir/adopt ir/passes ir/reference ir/show ir/state ir/pipe ir
+    ir/errors ir/trees ir/near_names ir/names ir/source ir/random_state ir/marks ir/modes ir/signature ir/run ir/nodes
+    ir/wiring ir/compiled ir/values ir/front ir/cut ir/passes ir/compiler ir/reference ir/show ir/state ir/model_parts
+    ir/pipe ir
 
     drivers/errors drivers/interrupts drivers/lowering drivers/batches drivers/transport drivers/control drivers/workers
     drivers/recording drivers/clusters drivers/shipping drivers/auto drivers/results drivers/optimizer drivers/driver_base

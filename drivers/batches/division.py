@@ -27,7 +27,7 @@ from pippy.drivers.batches.specs import (
     specs_inside,
 )
 from pippy.drivers.errors import MicrobatchError
-from pippy.ir.pipe import Pipe
+from pippy.ir.compiled import Compiled
 from pippy.ir.signature import bind, signature_of
 from pippy.ir.trees import children, describe, map_tensors, tensors, with_children
 
@@ -135,7 +135,7 @@ class Division:
 
 
 def divide_call(
-    pipe: Pipe,
+    compiled: Compiled,
     chunks: int,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -151,10 +151,10 @@ def divide_call(
     >>> division.sizes, division.take("target", 1).shape, division.take("input_1", 1).shape
     ((3, 2), torch.Size([2, 2]), torch.Size([3, 2]))
     """
-    values = bind(pipe, args, kwargs)
-    users = {node.name: str(node.target).lstrip("*") for node in pipe.split_gm.graph.find_nodes(op="placeholder")}
-    found = _specs_of_call(pipe, args, kwargs, specs, "specs")
-    for name, dim in _specs_of_call(pipe, args, kwargs, _without_zero(batch_dims), "batch_dims").items():
+    values = bind(compiled, args, kwargs)
+    users = {node.name: str(node.target).lstrip("*") for node in compiled.split_gm.graph.find_nodes(op="placeholder")}
+    found = _specs_of_call(compiled, args, kwargs, specs, "specs")
+    for name, dim in _specs_of_call(compiled, args, kwargs, _without_zero(batch_dims), "batch_dims").items():
         found[name] = _either(name, found.get(name), dim)
     by_input = {name: found[user] for name, user in users.items() if user in found}
     return divide(values, chunks, by_input, mask=mask, names={user: name for name, user in users.items()})
@@ -181,29 +181,31 @@ def _either(name: str, spec: Any, dim: Any) -> Any:
     return dim if spec is None else spec
 
 
-def _specs_of_call(pipe: Pipe, args: Sequence[Any], kwargs: Mapping[str, Any], specs: Any, what: str) -> dict[str, Any]:
+def _specs_of_call(
+    compiled: Compiled, args: Sequence[Any], kwargs: Mapping[str, Any], specs: Any, what: str
+) -> dict[str, Any]:
     """Specs by the names of the model's arguments: bound as the arguments are."""
     if specs is None:
         return {}
     if isinstance(specs, Mapping):
-        return _by_name(pipe, specs, what)
+        return _by_name(compiled, specs, what)
     if not isinstance(specs, (list, tuple)) or len(specs) > len(args):
         raise MicrobatchError(
             f"{what} is {specs!r}, and the call has {len(args)} positional arguments; give one for each, in order, or a dict "
             "by name"
         )
     given, found = [*specs, *[None] * (len(args) - len(specs))], {}
-    if pipe.target_name is not None and pipe.target_name not in kwargs:
-        found[pipe.target_name] = given.pop()
-    found.update(signature_of(pipe).bind_partial(*given).arguments)
+    if compiled.target_name is not None and compiled.target_name not in kwargs:
+        found[compiled.target_name] = given.pop()
+    found.update(signature_of(compiled).bind_partial(*given).arguments)
     return {name: spec for name, spec in found.items() if spec is not None}
 
 
-def _by_name(pipe: Pipe, specs: Mapping[str, Any], what: str) -> dict[str, Any]:
+def _by_name(compiled: Compiled, specs: Mapping[str, Any], what: str) -> dict[str, Any]:
     """What ``**kwargs`` takes may be named as in the call."""
-    parameters = signature_of(pipe).parameters
+    parameters = signature_of(compiled).parameters
     rest = next((name for name, each in parameters.items() if each.kind is each.VAR_KEYWORD), None)
-    known = [*parameters, *([pipe.target_name] if pipe.target_name else [])]
+    known = [*parameters, *([compiled.target_name] if compiled.target_name else [])]
     found = {name: spec for name, spec in specs.items() if name in known and spec is not None}
     unknown = {name: spec for name, spec in specs.items() if name not in known and spec is not None}
     if unknown and rest is None:

@@ -18,11 +18,11 @@ import torch
 from torch import fx
 
 from pippy.drivers.errors import LoweringError
+from pippy.ir.compiled import Compiled
 from pippy.ir.names import LOSS, stage_index
 from pippy.ir.nodes import flat_inputs, is_getitem, output_items, seeded
-from pippy.ir.pipe import Pipe
 from pippy.ir.run.stage_backward import stage_backward
-from pippy.ir.wiring import value_name
+from pippy.ir.values import value_name
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ class RemoteInterpreter:
     ['F1.3 submod_1(_0)', 'F1.3 _loss(_1, target)']
     """
 
-    def __init__(self, pipe: Pipe, microbatch: int = 0) -> None:
-        self.pipe, self.microbatch = pipe, microbatch
-        self.nodes = list(pipe.split_gm.graph.nodes)
+    def __init__(self, compiled: Compiled, microbatch: int = 0) -> None:
+        self.compiled, self.microbatch = compiled, microbatch
+        self.nodes = list(compiled.split_gm.graph.nodes)
         self.position = 0
-        self.names = {node: safe_name(pipe, node) for node in self.nodes if value_name(pipe, node) is not None}
+        self.names = {node: safe_name(compiled, node) for node in self.nodes if value_name(compiled, node) is not None}
         self.gradients: dict[fx.Node, tuple[str, ...]] = {}  # what each gradient node is the sum of
-        self.loss_stage = loss_stage(pipe)
+        self.loss_stage = loss_stage(compiled)
 
     def run_until(self, predicate: Callable[[fx.Node], bool]) -> list[Work]:
         """Go on until ``predicate`` holds for the next node, or the graph ends; gives the work on the way."""
@@ -121,14 +121,14 @@ def outputs_of(call: fx.Node) -> list[fx.Node]:
     return [items[index] for index in sorted(items)] or [call]
 
 
-def safe_name(pipe: Pipe, node: fx.Node) -> str:
+def safe_name(compiled: Compiled, node: fx.Node) -> str:
     """The name of a value, in the letters that a program's text allows."""
-    return re.sub(r"\W", "_", str(value_name(pipe, node)), flags=re.ASCII)
+    return re.sub(r"\W", "_", str(value_name(compiled, node)), flags=re.ASCII)
 
 
-def loss_stage(pipe: Pipe) -> int:
+def loss_stage(compiled: Compiled) -> int:
     """The stage that computes `_loss`: the last one that makes an input of it; -1 where there is none."""
-    for node in pipe.split_gm.graph.find_nodes(op="call_module", target=LOSS):
+    for node in compiled.split_gm.graph.find_nodes(op="call_module", target=LOSS):
         makers = [value.args[0] if is_getitem(value) else value for value in flat_inputs(node)]
         indices = [stage_index(str(maker.target)) for maker in makers if isinstance(maker, fx.Node)]
         found = [index for index in indices if index is not None]

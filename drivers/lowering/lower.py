@@ -13,9 +13,10 @@ from pippy.drivers.schedules.checks.validate import validate
 from pippy.drivers.schedules.communicate import add_communication
 from pippy.drivers.schedules.programs.edges import Edge, Pass, Replicated
 from pippy.drivers.schedules.programs.program import Program
+from pippy.ir.compiled import Compiled
 from pippy.ir.names import stage_index
-from pippy.ir.passes.verify import verify
-from pippy.ir.pipe import Pipe
+from pippy.ir.passes.verify import check_rules
+from pippy.ir.pipe import Pipe, compiled_of
 
 
 @dataclass(frozen=True)
@@ -60,16 +61,17 @@ def lower(pipe: Pipe, schedule: Program, buffer: int | None = None) -> Lowered:
             f"lower takes a Pipe and a program, as make_schedule gives it; these are a {type(pipe).__name__} and a "
             f"{type(schedule).__name__}"
         )
-    if schedule.stages != pipe.num_stages:
+    compiled = compiled_of(pipe)
+    if schedule.stages != compiled.num_stages:
         raise LoweringError(
-            f"{schedule.schedule} is for {schedule.stages} stages, and the Pipe has {pipe.num_stages}; make a schedule with "
-            f"as many stages (workers times stages_per_worker), or cut the model into {schedule.stages} stages"
+            f"{schedule.schedule} is for {schedule.stages} stages, and the Pipe has {compiled.num_stages}; make a schedule "
+            f"with as many stages (workers times stages_per_worker), or cut the model into {schedule.stages} stages"
         )
-    verify(pipe)
-    interpreter = RemoteInterpreter(pipe)
-    training = bool(schedule.backward) and pipe.loss is not None
+    check_rules(compiled)
+    interpreter = RemoteInterpreter(compiled)
+    training = bool(schedule.backward) and compiled.loss is not None
     work = _by_pass(interpreter.run_until(lambda node: node.op == "output"), training)
-    replicated = _replicated(pipe, interpreter) if training else ()
+    replicated = _replicated(compiled, interpreter) if training else ()
     _check_backward(schedule, work)
     edges = tuple(_edges(work))
     program = _fitted(schedule, edges, work, replicated)
@@ -140,12 +142,12 @@ def _check_same(what: str, theirs: set[str], ours: set[str]) -> None:
         raise LoweringError("the program was made for another Pipe:\n" + "\n".join(lines))
 
 
-def _replicated(pipe: Pipe, interpreter: RemoteInterpreter) -> tuple[Replicated, ...]:
+def _replicated(compiled: Compiled, interpreter: RemoteInterpreter) -> tuple[Replicated, ...]:
     groups = []
-    for group in pipe.replicated_params:
+    for group in compiled.replicated_params:
         stages = {index if (index := stage_index(stage)) is not None else interpreter.loss_stage for stage in group}
         stage, local = next(iter(group.items()))
-        name = pipe.qualnames.canonical[pipe.remap_qualname(f"{stage}.{local}")]
+        name = compiled.qualnames.canonical[compiled.remap_qualname(f"{stage}.{local}")]
         groups.append(Replicated(name, tuple(sorted(stages))))
     return tuple(groups)
 
@@ -153,15 +155,15 @@ def _replicated(pipe: Pipe, interpreter: RemoteInterpreter) -> tuple[Replicated,
 def _inputs(
     interpreter: RemoteInterpreter, work: Mapping[Pass, tuple[Work, ...]], worker_of: tuple[int, ...]
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for node in interpreter.pipe.split_gm.graph.find_nodes(op="placeholder"):
+    for node in interpreter.compiled.split_gm.graph.find_nodes(op="placeholder"):
         name = interpreter.names[node]
         users = {key.stage for key, calls in work.items() for call in calls if key.phase == "F" and name in call.takes}
         yield name, tuple(sorted({worker_of[stage] for stage in users}))
 
 
 def _outputs(interpreter: RemoteInterpreter, worker_of: tuple[int, ...]) -> Iterator[tuple[str, int]]:
-    returned = set(interpreter.pipe.split_gm.graph.output_node().all_input_nodes)
-    for call in interpreter.pipe.split_gm.graph.find_nodes(op="call_module"):
+    returned = set(interpreter.compiled.split_gm.graph.output_node().all_input_nodes)
+    for call in interpreter.compiled.split_gm.graph.find_nodes(op="call_module"):
         for value in outputs_of(call):
             if value in returned:
                 yield interpreter.names[value], worker_of[interpreter.stage_of(call)]

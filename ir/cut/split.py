@@ -3,12 +3,12 @@
 import copy
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from pippy.ir.compiled import Compiled
 from pippy.ir.cut.params import MultiUseParamSpec, replicas, replicated_names
 from pippy.ir.cut.plan import Plan, StagePlan, make_plan
 from pippy.ir.errors import SharedParameterError
@@ -20,17 +20,7 @@ from pippy.ir.run.graph_module import KEPT_META, PipeGraphModule, empty_graph_mo
 from pippy.ir.wiring import ValueName, Wiring
 
 
-@dataclass
-class Split:
-    """The parts of a forward-only Pipe."""
-
-    split_gm: PipeGraphModule
-    qualnames: Qualnames
-    replicated_params: list[dict[str, str]]
-    wiring: Wiring
-
-
-def split(traced: Traced, spec: MultiUseParamSpec = None) -> Split:
+def split(traced: Traced, spec: MultiUseParamSpec = None) -> Compiled:
     """Cut a marked graph into stages."""
     plan = make_plan(traced, spec)
     copies = replicas(plan.sharing)
@@ -39,7 +29,16 @@ def split(traced: Traced, spec: MultiUseParamSpec = None) -> Split:
     place(names, traced.model, stages)
     by_index = {stage.index: stages[stage.name] for stage in plan.stages}
     replicated = replicated_names(plan.sharing, by_index, copies)
-    return Split(_top_level(plan, stages), names, replicated, _wiring(plan))
+    return Compiled(
+        split_gm=_top_level(plan, stages),
+        qualnames=names,
+        replicated_params=replicated,
+        wiring=_wiring(plan),
+        signature=traced.signature,
+        concrete_args=traced.concrete_args,
+        given=traced.given,
+        modes=traced.modes,
+    )
 
 
 def _wiring(plan: Plan) -> Wiring:

@@ -6,9 +6,9 @@ import torch
 from torch import fx, nn
 
 from pippy.ir import source
+from pippy.ir.compiled import Compiled
 from pippy.ir.errors import TracingError
 from pippy.ir.front.proxies import changes_in_place
-from pippy.ir.run.graph_module import PipeGraphModule
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -51,7 +51,7 @@ def check_model(model: object) -> None:
         raise TracingError(
             f"this is a {type(model).__name__}, not an nn.Module; put the function in a module's forward"
         )
-    if any(isinstance(node, PipeGraphModule) for node in model.__dict__.values()):
+    if any(isinstance(value, Compiled) for value in model.__dict__.values()):
         raise TracingError("this is a Pipe already; give the model that it was made from")
     if "forward" in model.__dict__:
         raise TracingError(

@@ -11,26 +11,24 @@ Only what the loss depends on gets a backward; an output that it does not depend
 """
 
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
+from pippy.ir.compiled import Compiled
 from pippy.ir.nodes import ancestors, flat_inputs, output_items
 from pippy.ir.run.stage_backward import SEED, stage_backward
 
-if TYPE_CHECKING:
-    from pippy.ir.pipe import Pipe
 
-
-def attach_backward(pipe: "Pipe") -> None:
+def attach_backward(compiled: Compiled) -> None:
     """Write the backward pass of a Pipe that has a loss."""
-    graph = pipe.split_gm.graph
-    assert pipe.loss is not None
-    loss = next(node for node in graph.nodes if node.name == pipe.loss.value)
+    graph = compiled.split_gm.graph
+    assert compiled.loss is not None
+    loss = next(node for node in graph.nodes if node.name == compiled.loss.value)
     with graph.inserting_before(graph.output_node()):
-        _Backward(graph, loss, pipe.loss.seed).emit()
-    pipe.split_gm.recompile()
+        _Backward(graph, loss, compiled.loss.seed).emit()
+    compiled.split_gm.recompile()
 
 
 class _Backward:

@@ -4,17 +4,15 @@ import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 from torch import fx, nn
 
+from pippy.ir.compiled import Compiled, Loss
 from pippy.ir.errors import LossError
 from pippy.ir.names import LOSS, named_state, stage_index
 from pippy.ir.run.stage_backward import SEED
-
-if TYPE_CHECKING:
-    from pippy.ir.pipe import Pipe
 
 TARGET = "target"
 
@@ -67,17 +65,6 @@ class FunctionLoss(nn.Module):
         return getattr(self.function, "__qualname__", repr(self.function))
 
 
-@dataclass(frozen=True)
-class Loss:
-    """Which value of the top-level graph is the loss: its name, and the gradient to start from.
-
-    The seed is `SEED` where the value is the loss, or nested lists where the loss lies inside of it.
-    """
-
-    value: str
-    seed: Any = SEED
-
-
 def check_loss_function(loss_fn: object) -> None:
     """Refuse what cannot be called as ``loss_fn(output, target)``."""
     if isinstance(loss_fn, type):
@@ -102,10 +89,10 @@ def check_loss_function(loss_fn: object) -> None:
         ) from None
 
 
-def attach_loss_function(pipe: "Pipe", loss_fn: Callable[..., Any]) -> None:
+def attach_loss_function(compiled: Compiled, loss_fn: Callable[..., Any]) -> None:
     """Make the Pipe compute ``loss_fn(output, target)``, with ``target`` as a further input."""
     module = loss_fn if isinstance(loss_fn, nn.Module) else FunctionLoss(loss_fn)
-    top, graph = pipe.split_gm, pipe.split_gm.graph
+    top, graph = compiled.split_gm, compiled.split_gm.graph
     output = graph.output_node()
     if not output.all_input_nodes:
         raise LossError("the model returns nothing that is computed, so there is nothing to compute a loss of")
@@ -115,10 +102,10 @@ def attach_loss_function(pipe: "Pipe", loss_fn: Callable[..., Any]) -> None:
     with graph.inserting_before(output):
         loss = graph.create_node("call_module", LOSS, (output.args[0], target), name=LOSS)
     output.args = (loss,)
-    top.add_module(LOSS, _with_own_parameters(pipe, module))
+    top.add_module(LOSS, _with_own_parameters(compiled, module))
     top.recompile()
-    pipe.target_name, pipe.loss = target.name, Loss(loss.name)
-    pipe.wiring = replace(pipe.wiring, inputs=tuple(node.name for node in graph.find_nodes(op="placeholder")))
+    compiled.target_name, compiled.loss = target.name, Loss(loss.name)
+    compiled.wiring = replace(compiled.wiring, inputs=tuple(node.name for node in graph.find_nodes(op="placeholder")))
 
 
 def _after_inputs(graph: fx.Graph) -> fx.Node:
@@ -126,9 +113,9 @@ def _after_inputs(graph: fx.Graph) -> fx.Node:
     return next(node for node in graph.nodes if node.op != "placeholder" or str(node.target).startswith("**"))
 
 
-def _with_own_parameters(pipe: "Pipe", module: nn.Module) -> nn.Module:
+def _with_own_parameters(compiled: Compiled, module: nn.Module) -> nn.Module:
     """A loss that shares a parameter with a stage gets a replica, as another stage would."""
-    held = {id(tensor): (stage, name) for stage, part in pipe.stages() for name, tensor in part.named_parameters()}
+    held = {id(tensor): (stage, name) for stage, part in compiled.stages() for name, tensor in part.named_parameters()}
     shared = {id(tensor): name for name, tensor in module.named_parameters() if id(tensor) in held}
     if not shared:
         return module
@@ -139,28 +126,28 @@ def _with_own_parameters(pipe: "Pipe", module: nn.Module) -> nn.Module:
     for key, name in shared.items():
         assert copies[name] is not None
         stage, local = held[key]
-        group = next((group for group in pipe.replicated_params if group.get(stage) == local), None)
+        group = next((group for group in compiled.replicated_params if group.get(stage) == local), None)
         if group is None:
             group = {stage: local}
-            pipe.replicated_params.append(group)
+            compiled.replicated_params.append(group)
         group[LOSS] = name
-        canonical = pipe.qualnames.canonical[pipe.qualnames.remap(f"{stage}.{local}")]
-        pipe.qualnames.places[canonical] += (f"{LOSS}.{name}",)
+        canonical = compiled.qualnames.canonical[compiled.qualnames.remap(f"{stage}.{local}")]
+        compiled.qualnames.places[canonical] += (f"{LOSS}.{name}",)
     return own
 
 
 LossSpec = bool | str | int | Sequence[Any] | Mapping[str, Any] | None
 
 
-def default_loss_spec(pipe: "Pipe", model: nn.Module) -> LossSpec:
+def default_loss_spec(compiled: Compiled, model: nn.Module) -> LossSpec:
     """Which output is the loss where the user did not say: all of a LossWrapper's, or a dict's "loss"."""
-    output = pipe.split_gm.graph.output_node().args[0]
+    output = compiled.split_gm.graph.output_node().args[0]
     declared = getattr(model, "loss_spec", None) if isinstance(model, LossWrapper) else None
     if declared is not None:
         return declared
     if isinstance(output, Mapping) and "loss" in output:
         return "loss"
-    if isinstance(output, fx.Node) and "loss" in _fields_inside(pipe, output, Mapping):
+    if isinstance(output, fx.Node) and "loss" in _fields_inside(compiled, output, Mapping):
         return "loss"
     if isinstance(model, LossWrapper):
         if isinstance(output, fx.Node):
@@ -172,11 +159,11 @@ def default_loss_spec(pipe: "Pipe", model: nn.Module) -> LossSpec:
     return None
 
 
-def find_returned_loss(pipe: "Pipe", spec: LossSpec) -> None:
+def find_returned_loss(compiled: Compiled, spec: LossSpec) -> None:
     """Mark as the loss that output of the Pipe which ``spec`` says."""
     if spec is None or spec is False:
         return
-    output = pipe.split_gm.graph.output_node().args[0]
+    output = compiled.split_gm.graph.output_node().args[0]
     found = list(_selected(output, spec, spec))
     if len(found) != 1:
         raise LossError(
@@ -185,7 +172,7 @@ def find_returned_loss(pipe: "Pipe", spec: LossSpec) -> None:
     value, inner = found[0]
     if not isinstance(value, fx.Node) or value.op == "placeholder":
         raise LossError(f"output_loss_value_spec {spec!r} marks {value!r} as the loss, which no stage computes")
-    pipe.loss = Loss(value.name, SEED if inner is True else _inner_seed(pipe, value, inner, spec))
+    compiled.loss = Loss(value.name, SEED if inner is True else _inner_seed(compiled, value, inner, spec))
 
 
 def _selected(output: Any, spec: Any, whole: Any) -> list[tuple[Any, Any]]:
@@ -224,9 +211,9 @@ def _as_structure(output: Any, key: str | int, whole: Any) -> Any:
     raise LossError(f"output_loss_value_spec {whole!r} names nothing in what the model returns, {_shape(output)}")
 
 
-def _inner_seed(pipe: "Pipe", value: fx.Node, spec: Any, whole: Any) -> list[Any]:
+def _inner_seed(compiled: Compiled, value: fx.Node, spec: Any, whole: Any) -> list[Any]:
     """The seed for a loss inside a dataclass, named tuple or mapping that the last stage makes."""
-    names = _fields_inside(pipe, value, object)
+    names = _fields_inside(compiled, value, object)
     if not names:
         raise LossError(
             f"output_loss_value_spec {whole!r} looks inside {value.name!r}, but tracing does not know what that is made of; "
@@ -247,9 +234,9 @@ def _field_flags(names: list[str], spec: Any) -> list[Any]:
     return [spec in (name, index, index - len(names)) for index, name in enumerate(names)]
 
 
-def _fields_inside(pipe: "Pipe", value: fx.Node, kind: type) -> list[str]:
+def _fields_inside(compiled: Compiled, value: fx.Node, kind: type) -> list[str]:
     """The names of what a value of class ``kind`` holds, where a stage makes it by calling its class."""
-    made = _maker(pipe, value)
+    made = _maker(compiled, value)
     if made is None or not isinstance(made.target, type) or not issubclass(made.target, kind):
         return []
     if dataclasses.is_dataclass(made.target):
@@ -259,12 +246,12 @@ def _fields_inside(pipe: "Pipe", value: fx.Node, kind: type) -> list[str]:
     return list(made.args[0]) if made.args and isinstance(made.args[0], Mapping) else []
 
 
-def _maker(pipe: "Pipe", value: fx.Node) -> fx.Node | None:
+def _maker(compiled: Compiled, value: fx.Node) -> fx.Node | None:
     """The node inside a stage that makes a value of the top-level graph."""
     call, index = (value, None) if value.op == "call_module" else value.args
     if not isinstance(call, fx.Node) or stage_index(str(call.target)) is None:
         return None
-    made: Any = pipe.stage(str(call.target)).graph.output_node().args[0]
+    made: Any = compiled.stage(str(call.target)).graph.output_node().args[0]
     return made[index] if index is not None else made
 
 

@@ -18,18 +18,16 @@ import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
+from pippy.ir.compiled import Compiled
 from pippy.ir.names import LOSS, stage_index, stage_name
 from pippy.ir.nodes import ancestors, flat_inputs, is_getitem
 from pippy.ir.run.stage_backward import SEED, stage_backward
-from pippy.ir.wiring import names_of, stage_outputs, value_name
-
-if TYPE_CHECKING:
-    from pippy.ir.pipe import Pipe
+from pippy.ir.values import names_of, stage_outputs, value_name
 
 
 class Fault(NamedTuple):
@@ -46,12 +44,12 @@ Faults = Iterator[Fault]
 class Subject:
     """A Pipe under examination, with what several rules need to know about it."""
 
-    pipe: "Pipe"
+    compiled: Compiled
     before_backward: bool
 
     @cached_property
     def nodes(self) -> list[fx.Node]:
-        return list(self.pipe.split_gm.graph.nodes)
+        return list(self.compiled.split_gm.graph.nodes)
 
     @cached_property
     def position(self) -> dict[fx.Node, int]:
@@ -63,11 +61,11 @@ class Subject:
 
     @cached_property
     def modules(self) -> dict[str, fx.GraphModule]:
-        return {name: module for name, module in self.pipe.stages() if isinstance(module, fx.GraphModule)}
+        return {name: module for name, module in self.compiled.stages() if isinstance(module, fx.GraphModule)}
 
     @cached_property
     def loss_node(self) -> fx.Node | None:
-        loss = self.pipe.loss
+        loss = self.compiled.loss
         return next((node for node in self.nodes if loss is not None and node.name == loss.value), None)
 
     @cached_property
@@ -96,8 +94,8 @@ class Subject:
 
 
 def check_placeholder(subject: Subject, node: fx.Node) -> Faults:
-    if node.name not in subject.pipe.wiring.inputs:
-        yield Fault(node, f"is no input of the model; its inputs are {list(subject.pipe.wiring.inputs)}")
+    if node.name not in subject.compiled.wiring.inputs:
+        yield Fault(node, f"is no input of the model; its inputs are {list(subject.compiled.wiring.inputs)}")
 
 
 def check_stage(subject: Subject, node: fx.Node) -> Faults:
@@ -118,20 +116,22 @@ def check_stage(subject: Subject, node: fx.Node) -> Faults:
 def _name(subject: Subject, argument: Any) -> str:
     if not isinstance(argument, fx.Node):
         return repr(argument)
-    return value_name(subject.pipe, argument) or f"no value: {argument.name}"
+    return value_name(subject.compiled, argument) or f"no value: {argument.name}"
 
 
 def check_loss(subject: Subject, node: fx.Node) -> Faults:
-    pipe = subject.pipe
-    if node.name != LOSS or pipe.loss is None or pipe.loss.value != LOSS:
+    compiled = subject.compiled
+    if node.name != LOSS or compiled.loss is None or compiled.loss.value != LOSS:
         yield Fault(node, "the Pipe was made without a loss function")
-    if LOSS not in pipe.split_gm._modules:
+    if LOSS not in compiled.split_gm._modules:
         yield Fault(node, "the Pipe has no module _loss")
     target = node.args[1] if len(node.args) == 2 else None
-    if len(node.args) != 2 or node.kwargs or getattr(target, "name", None) != pipe.target_name:
+    if len(node.args) != 2 or node.kwargs or getattr(target, "name", None) != compiled.target_name:
         yield Fault(node, "must be called with what the model returns and the target")
-    elif names_of(subject.pipe, node.args[0]) != pipe.wiring.outputs:
-        yield Fault(node, f"is given {names_of(subject.pipe, node.args[0])}; the model returns {pipe.wiring.outputs}")
+    elif names_of(subject.compiled, node.args[0]) != compiled.wiring.outputs:
+        yield Fault(
+            node, f"is given {names_of(subject.compiled, node.args[0])}; the model returns {compiled.wiring.outputs}"
+        )
 
 
 def check_getitem(subject: Subject, node: fx.Node) -> Faults:
@@ -145,7 +145,7 @@ def check_getitem(subject: Subject, node: fx.Node) -> Faults:
     if source.op == "call_function" and source.target is stage_backward:
         size = len(source.kwargs.get("input_values") or ())  # type: ignore[arg-type]
     elif str(source.target) in subject.modules:
-        made = stage_outputs(subject.pipe, str(source.target))
+        made = stage_outputs(subject.compiled, str(source.target))
         size = len(made) if isinstance(made, tuple) else 0
         if not node.users:
             yield Fault(node, "is used by nothing")
@@ -177,7 +177,7 @@ def check_backward(subject: Subject, node: fx.Node) -> Faults:
 
 def _check_output_gradients(subject: Subject, node: fx.Node, call: fx.Node) -> Faults:
     given = node.kwargs["output_grads"]
-    made = stage_outputs(subject.pipe, str(call.target)) if str(call.target) in subject.modules else None
+    made = stage_outputs(subject.compiled, str(call.target)) if str(call.target) in subject.modules else None
     if not isinstance(made, tuple):
         yield from _check_gradient(subject, node, call, given)
         return
@@ -195,8 +195,8 @@ def _check_output_gradients(subject: Subject, node: fx.Node, call: fx.Node) -> F
 def _check_gradient(subject: Subject, node: fx.Node, value: fx.Node, given: Any) -> Faults:
     """The gradient of a value must be the sum of those of all its uses; that of the loss, its seed."""
     if value is subject.loss_node:
-        assert subject.pipe.loss is not None
-        seed = subject.pipe.loss.seed
+        assert subject.compiled.loss is not None
+        seed = subject.compiled.loss.seed
         if given != (None if value is node.kwargs["stage_output"] and seed == SEED else seed):
             yield Fault(node, f"must start from the loss's own gradient, {seed}, not from {given}")
         return
@@ -234,12 +234,14 @@ def check_add(subject: Subject, node: fx.Node) -> Faults:
 
 
 def check_output(subject: Subject, node: fx.Node) -> Faults:
-    pipe = subject.pipe
-    if pipe.loss is not None and pipe.loss.value == LOSS:
+    compiled = subject.compiled
+    if compiled.loss is not None and compiled.loss.value == LOSS:
         if getattr(node.args[0], "name", None) != LOSS:
             yield Fault(node, f"must return _loss, not {node.args[0]}")
-    elif names_of(subject.pipe, node.args[0]) != pipe.wiring.outputs:
-        yield Fault(node, f"returns {names_of(subject.pipe, node.args[0])}; the model returns {pipe.wiring.outputs}")
+    elif names_of(subject.compiled, node.args[0]) != compiled.wiring.outputs:
+        yield Fault(
+            node, f"returns {names_of(subject.compiled, node.args[0])}; the model returns {compiled.wiring.outputs}"
+        )
 
 
 class NodeRule(NamedTuple):
@@ -302,13 +304,13 @@ def check_order(subject: Subject) -> Faults:
 def check_inputs(subject: Subject) -> Faults:
     """The placeholders are the model's inputs, in order."""
     names = tuple(node.name for node in subject.nodes if node.op == "placeholder")
-    if names != subject.pipe.wiring.inputs:
-        yield Fault(None, f"the inputs are {list(names)}; the model's are {list(subject.pipe.wiring.inputs)}")
+    if names != subject.compiled.wiring.inputs:
+        yield Fault(None, f"the inputs are {list(names)}; the model's are {list(subject.compiled.wiring.inputs)}")
 
 
 def check_calls(subject: Subject) -> Faults:
     """Every stage is called once, in the order of the numbers; then `_loss`, if there is a loss function."""
-    loss = subject.pipe.loss
+    loss = subject.compiled.loss
     wanted = [stage_name(index) for index in range(len(subject.modules))]
     wanted += [LOSS] if loss is not None and loss.value == LOSS else []
     called = [str(call.target) for call in subject.calls]
@@ -316,7 +318,7 @@ def check_calls(subject: Subject) -> Faults:
         yield Fault(None, f"the calls are {called}; they must be {wanted}")
     if loss is not None and subject.loss_node is None:
         yield Fault(None, f"the loss is the value of {loss.value!r}, which the graph does not have")
-    if (LOSS in subject.pipe.split_gm._modules) != (LOSS in wanted):
+    if (LOSS in subject.compiled.split_gm._modules) != (LOSS in wanted):
         yield Fault(None, "the module _loss is there if and only if the Pipe was made with a loss function")
 
 

@@ -16,7 +16,7 @@ from pippy.ir.run.stage_backward import stage_backward
 
 def check_stage_graphs(subject: Subject) -> Faults:
     """A stage computes from its inputs and what it holds; it contains no mark and no backward, and ends in its output."""
-    for name, module in subject.pipe.stages():
+    for name, module in subject.compiled.stages():
         if not isinstance(module, fx.GraphModule):
             yield Fault(None, f"{name} is a {type(module).__name__}, not a graph module")
             continue
@@ -49,9 +49,9 @@ def _has(module: Any, target: str) -> bool:
 
 def check_names(subject: Subject) -> Faults:
     """Every tensor of the user's model is in one known place, or in copies that are written down, or used by nobody."""
-    names = subject.pipe.qualnames
+    names = subject.compiled.qualnames
     actual: dict[str, list[str]] = {}
-    for stage, module in subject.pipe.stages():
+    for stage, module in subject.compiled.stages():
         for local, tensor in named_state(module):
             canonical = _canonical(subject, f"{stage}.{local}")
             if canonical is None and isinstance(tensor, nn.Parameter):
@@ -72,36 +72,38 @@ def check_names(subject: Subject) -> Faults:
 
 def _canonical(subject: Subject, place: str) -> str | None:
     try:
-        return subject.pipe.qualnames.canonical.get(subject.pipe.remap_qualname(place))
+        return subject.compiled.qualnames.canonical.get(subject.compiled.remap_qualname(place))
     except NameLookupError:
         return None
 
 
 def check_sharing(subject: Subject) -> Faults:
     """No two stages hold one parameter; copies are written down in `replicated_params`, alike and apart."""
-    pipe = subject.pipe
+    compiled = subject.compiled
     holders: dict[int, list[str]] = {}
-    for stage, module in pipe.split_gm.named_children():
+    for stage, module in compiled.split_gm.named_children():
         for name, parameter in module.named_parameters():
             holders.setdefault(id(parameter), []).append(f"{stage}.{name}")
     for places in holders.values():
         if len(places) > 1:
             yield Fault(None, f"{' and '.join(places)} are one and the same parameter; each stage must have a copy")
-    written = Counter(frozenset(f"{stage}.{name}" for stage, name in group.items()) for group in pipe.replicated_params)
+    written = Counter(
+        frozenset(f"{stage}.{name}" for stage, name in group.items()) for group in compiled.replicated_params
+    )
     wanted = Counter(frozenset(places) for places in _copied(subject))
     for group_places in written - wanted:
         yield Fault(None, f"replicated_params has {sorted(group_places)}, which are not the copies of one parameter")
     for group_places in wanted - written:
         yield Fault(None, f"{sorted(group_places)} are copies of one parameter; replicated_params does not say so")
-    for group in pipe.replicated_params:
+    for group in compiled.replicated_params:
         yield from _check_copies(subject, group)
 
 
 def _copied(subject: Subject) -> list[tuple[str, ...]]:
     """The places of everything with a gradient that has several."""
-    state = dict(named_state(subject.pipe.split_gm))
+    state = dict(named_state(subject.compiled.split_gm))
     copied = []
-    for places in subject.pipe.qualnames.places.values():
+    for places in subject.compiled.qualnames.places.values():
         held = [state.get(place) for place in places]
         if len(places) > 1 and any(
             isinstance(each, nn.Parameter) or (each is not None and each.requires_grad) for each in held
@@ -111,7 +113,7 @@ def _copied(subject: Subject) -> list[tuple[str, ...]]:
 
 
 def _check_copies(subject: Subject, group: dict[str, str]) -> Faults:
-    state = dict(named_state(subject.pipe.split_gm))
+    state = dict(named_state(subject.compiled.split_gm))
     held = [state.get(f"{stage}.{name}") for stage, name in group.items()]
     if any(tensor is None for tensor in held):
         return  # said already: it is no copy of anything

@@ -1,38 +1,19 @@
 """The verifier: every rule, every violation, one error that prints the graph with the faults marked."""
 
-from typing import TYPE_CHECKING
-
 from torch import fx
 
+from pippy.ir.compiled import Compiled
 from pippy.ir.errors import VerificationError
 from pippy.ir.passes.rules import GRAPH_RULES, Fault, Subject, examined
 from pippy.ir.passes.stage_rules import STAGE_RULES
 
-if TYPE_CHECKING:
-    from pippy.ir.pipe import Pipe
 
+def check_rules(compiled: Compiled, before_backward: bool = False) -> None:
+    """Check what was compiled against the rules of the IR, and raise once with all violations.
 
-def verify(pipe: "Pipe", before_backward: bool = False) -> None:
-    """Check a Pipe against the rules of the IR, and raise once with all violations.
-
-    ``before_backward`` is for a Pipe that has its loss and awaits its backward pass.
-
-    >>> from torch import nn
-    >>> from pippy.ir.pipe import Pipe
-    >>> pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-    >>> verify(pipe)
-    >>> pipe.split_gm.graph.output_node().args = (None,)
-    >>> verify(pipe)
-    Traceback (most recent call last):
-      ...
-    pippy.ir.errors.VerificationError: the Pipe breaks 1 rule:
-        input_1
-        submod_0 = submod_0(input_1)
-        submod_1 = submod_1(submod_0)
-        return None
-        ^^^ returns None; the model returns _1
+    ``before_backward`` is for one that has its loss and awaits its backward pass.
     """
-    subject = Subject(pipe, before_backward)
+    subject = Subject(compiled, before_backward)
     faults = [fault for rule in (*GRAPH_RULES, *STAGE_RULES) for fault in examined(rule, subject)]
     if faults:
         count = "1 rule" if len(faults) == 1 else f"{len(faults)} rules"

@@ -7,18 +7,16 @@ The backward is not drawn: every value that needs a gradient gets it along the s
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx, nn
 
+from pippy.ir.compiled import Compiled
 from pippy.ir.names import LOSS, stage_index
 from pippy.ir.nodes import is_getitem
 from pippy.ir.run.functions import own_copy
 from pippy.ir.run.stage_backward import stage_backward
-from pippy.ir.wiring import stage_outputs, value_name
-
-if TYPE_CHECKING:
-    from pippy.ir.pipe import Pipe
+from pippy.ir.values import stage_outputs, value_name
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class Flow:
     backward: frozenset[str]
 
 
-def flow_of(pipe: "Pipe") -> Flow:
+def flow_of(compiled: Compiled) -> Flow:
     """Read the flow off a Pipe's graph.
 
     >>> from torch import nn
@@ -72,13 +70,15 @@ def flow_of(pipe: "Pipe") -> Flow:
     >>> [box.name for box in flow.boxes], [(value.name, value.source, value.users) for value in flow.values]
     (['input_1', 'submod_0', 'submod_1', 'output'], [('input_1', 0, (1,)), ('_0', 1, (2,)), ('_1', 2, (3,))])
     """
-    nodes = list(pipe.split_gm.graph.nodes)
+    nodes = list(compiled.split_gm.graph.nodes)
     boxed = [node for node in nodes if node.op in ("placeholder", "call_module", "output")]
     index = {node: number for number, node in enumerate(boxed)}
-    values = tuple(_value(pipe, node, name, index) for node in nodes if (name := value_name(pipe, node)) is not None)
+    values = tuple(
+        _value(compiled, node, name, index) for node in nodes if (name := value_name(compiled, node)) is not None
+    )
     boxes = tuple(_box(node) for node in boxed)
     calls: list[Any] = [node.kwargs["stage_output"] for node in nodes if node.target is stage_backward]
-    return Flow(boxes, values, tuple(_replicas(pipe, boxes)), frozenset(str(call.target) for call in calls))
+    return Flow(boxes, values, tuple(_replicas(compiled, boxes)), frozenset(str(call.target) for call in calls))
 
 
 def _box(node: fx.Node) -> Box:
@@ -87,44 +87,44 @@ def _box(node: fx.Node) -> Box:
     return Box(*((node.name, "input") if node.op == "placeholder" else ("output", "output")))
 
 
-def _value(pipe: "Pipe", node: fx.Node, name: str, index: dict[fx.Node, int]) -> Value:
+def _value(compiled: Compiled, node: fx.Node, name: str, index: dict[fx.Node, int]) -> Value:
     source: Any = node.args[0] if is_getitem(node) else node
     users = tuple(sorted(index[user] for user in node.users if user in index))
-    kind, origin = _kind(pipe, node, source)
+    kind, origin = _kind(compiled, node, source)
     return Value(name, node.name, kind, index[source], users, origin)
 
 
-def _kind(pipe: "Pipe", node: fx.Node, source: fx.Node) -> tuple[str, str]:
-    if pipe.loss is not None and node.name == pipe.loss.value:
+def _kind(compiled: Compiled, node: fx.Node, source: fx.Node) -> tuple[str, str]:
+    if compiled.loss is not None and node.name == compiled.loss.value:
         return "loss", ""
-    if node.name == pipe.target_name:
+    if node.name == compiled.target_name:
         return "target", ""
-    made = _maker(pipe, node, source)
+    made = _maker(compiled, node, source)
     if made is None or made.op != "get_attr":
         return "value", ""
     local = f"{source.target}.{made.target}"
-    held = dict(pipe.split_gm.named_parameters(remove_duplicate=False)).get(local)
-    return "parameter" if isinstance(held, nn.Parameter) else "buffer", pipe.remap_qualname(local)
+    held = dict(compiled.split_gm.named_parameters(remove_duplicate=False)).get(local)
+    return "parameter" if isinstance(held, nn.Parameter) else "buffer", compiled.remap_qualname(local)
 
 
-def _maker(pipe: "Pipe", node: fx.Node, source: fx.Node) -> fx.Node | None:
+def _maker(compiled: Compiled, node: fx.Node, source: fx.Node) -> fx.Node | None:
     """The node inside a stage that makes a value; for a copy of a tensor of the model, the tensor."""
     if stage_index(str(source.target)) is None or source.op != "call_module":
         return None
-    outputs: Any = stage_outputs(pipe, str(source.target))
+    outputs: Any = stage_outputs(compiled, str(source.target))
     made = outputs[node.args[1]] if is_getitem(node) else outputs
     if made.target is own_copy and made.args[0].op == "get_attr":
         return made.args[0]
     return made
 
 
-def _replicas(pipe: "Pipe", boxes: tuple[Box, ...]) -> Iterator[Replicas]:
+def _replicas(compiled: Compiled, boxes: tuple[Box, ...]) -> Iterator[Replicas]:
     """One for each set of boxes, with all that they share."""
     at = {box.name: number for number, box in enumerate(boxes) if box.kind in ("stage", "loss")}
     together: dict[tuple[int, ...], list[str]] = {}
-    for group in pipe.replicated_params:
+    for group in compiled.replicated_params:
         stage, name = next(iter(group.items()))
         holders = tuple(sorted(at[stage] for stage in group))
-        together.setdefault(holders, []).append(pipe.remap_qualname(f"{stage}.{name}"))
+        together.setdefault(holders, []).append(compiled.remap_qualname(f"{stage}.{name}"))
     for holders, names in together.items():
         yield Replicas(tuple(names), holders)

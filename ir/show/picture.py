@@ -5,19 +5,17 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from pippy.ir.compiled import Compiled
 from pippy.ir.names import user_name
 from pippy.ir.show.flow import Box, Flow, Replicas, Value, flow_of
 from pippy.ir.show.shapes import Amount, Shape, Shapes, propagate
 from pippy.ir.show.units import bytes_text, count_text, shortened
-
-if TYPE_CHECKING:
-    from pippy.ir.pipe import Pipe
 
 _LONGEST_WAY = 6
 
@@ -69,12 +67,12 @@ class Picture:
         return words + ([f"{amount_text(row.flops, count_text)} FLOPs"] if row.flops else [])
 
 
-def picture_of(pipe: "Pipe", args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Picture:
+def picture_of(compiled: Compiled, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Picture:
     """The picture of a Pipe; with arguments, as the Pipe is called with them, it has shapes, bytes and FLOPs."""
-    flow = flow_of(pipe)
-    shapes = propagate(pipe, args, kwargs or {}) if args or kwargs else None
+    flow = flow_of(compiled)
+    shapes = propagate(compiled, args, kwargs or {}) if args or kwargs else None
     boxes = [(index, box) for index, box in enumerate(flow.boxes) if box.kind in ("stage", "loss")]
-    rows = {box.name: _row(pipe.stage(box.name), index, box, flow, shapes) for index, box in boxes}
+    rows = {box.name: _row(compiled.stage(box.name), index, box, flow, shapes) for index, box in boxes}
     return Picture(flow, shapes, rows)
 
 

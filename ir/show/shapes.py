@@ -10,22 +10,20 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from pippy.ir.compiled import Compiled
 from pippy.ir.nodes import is_getitem, map_nodes
 from pippy.ir.random_state import untouched_random_state
 from pippy.ir.run.graph_module import PipeGraphModule
 from pippy.ir.signature import bind
 from pippy.ir.trees import describe, leaves, map_tensors, tensors
-from pippy.ir.wiring import value_name
-
-if TYPE_CHECKING:
-    from pippy.ir.pipe import Pipe
+from pippy.ir.values import value_name
 
 
 class Unknown:
@@ -70,7 +68,7 @@ class Shapes:
     unknown: list[Unknown] = field(default_factory=list)
 
 
-def propagate(pipe: "Pipe", args: Sequence[Any], kwargs: Mapping[str, Any]) -> Shapes:
+def propagate(compiled: Compiled, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Shapes:
     """The shapes that the values of a forward would have. Arguments are those of the Pipe, the loss's target included.
 
     >>> from torch import nn
@@ -80,9 +78,9 @@ def propagate(pipe: "Pipe", args: Sequence[Any], kwargs: Mapping[str, Any]) -> S
     >>> shapes.values["submod_0"], shapes.flops["submod_0"]
     (Shape(text='float32[3, 5]', nbytes=60), Amount(count=60, complete=True))
     """
-    inputs = bind(pipe, args, kwargs)
+    inputs = bind(compiled, args, kwargs)
     with untouched_random_state(), _quiet(), torch.inference_mode(False), torch.enable_grad():
-        return _Propagation(pipe, FakeTensorMode(allow_non_fake_inputs=True)).run(inputs)
+        return _Propagation(compiled, FakeTensorMode(allow_non_fake_inputs=True)).run(inputs)
 
 
 def measure(value: Any) -> Shape:
@@ -104,12 +102,12 @@ def unknown_in(value: Any) -> Unknown | None:
 class _Propagation:
     """One walk over the forward part of the top-level graph."""
 
-    def __init__(self, pipe: "Pipe", mode: FakeTensorMode) -> None:
-        self.pipe, self.mode, self.shapes = pipe, mode, Shapes()
+    def __init__(self, compiled: Compiled, mode: FakeTensorMode) -> None:
+        self.compiled, self.mode, self.shapes = compiled, mode, Shapes()
         self.values: dict[fx.Node, Any] = {}
 
     def run(self, inputs: Mapping[str, Any]) -> Shapes:
-        for node in self.pipe.split_gm.graph.nodes:
+        for node in self.compiled.split_gm.graph.nodes:
             if node.op == "placeholder":
                 self.values[node] = map_tensors(self._fake, inputs[node.name])
             elif node.op == "call_module":
@@ -117,7 +115,7 @@ class _Propagation:
             elif is_getitem(node) and node.args[0] in self.values:
                 made = self.values[node.args[0]]
                 self.values[node] = made if isinstance(made, Unknown) else made[node.args[1]]
-            if node in self.values and value_name(self.pipe, node) is not None:
+            if node in self.values and value_name(self.compiled, node) is not None:
                 self.shapes.values[node.name] = measure(self.values[node])
         return self.shapes
 
@@ -131,7 +129,7 @@ class _Propagation:
         name, args = str(node.target), map_nodes(self.values.__getitem__, node.args)
         run = _StageOnFakes(name)
         with FlopCounterMode(display=False) as counter:
-            outputs = run.run(self.pipe.stage(name), self.mode, args)
+            outputs = run.run(self.compiled.stage(name), self.mode, args)
         complete = not run.found and unknown_in(args) is None
         self.shapes.flops[name] = Amount(counter.get_total_flops(), complete)
         self.shapes.unknown += run.found

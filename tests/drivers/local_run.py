@@ -52,7 +52,7 @@ class LocalRun:
                 while positions[worker] < len(order) and self.step(worker, order[positions[worker]]):
                     positions[worker] += 1
             assert positions != before, f"all workers wait, at {positions}"
-        for copies in self.pipe.replicas():
+        for copies in self.pipe.copies():
             sum_gradients(copies)
 
     def step(self, worker: int, instruction: Instruction) -> bool:

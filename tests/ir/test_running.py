@@ -191,13 +191,13 @@ def test_after_an_error_gradients_and_modes_are_as_before(config):
     plain, x = copy.deepcopy(model), torch.randn(6, 8)
     pipe = pipeline(model, nn.MSELoss(), multi_use_param_spec=config)
     pipe(x, x)
-    before = [None if p.grad is None else p.grad.clone() for p in (t for group in pipe.replicas() for t in group)]
+    before = [None if p.grad is None else p.grad.clone() for p in (t for group in pipe.copies() for t in group)]
     with pytest.raises(StageError, match="backward of _loss"):
         failing = pipeline(plain, nn.MSELoss(reduction="none"), multi_use_param_spec=config)
         failing(x, x)
     with pytest.raises(StageError):
         pipe(torch.randn(6, 7), x)
-    after = [p.grad for group in pipe.replicas() for p in group]
+    after = [p.grad for group in pipe.copies() for p in group]
     assert all(torch.equal(one, other) for one, other in zip(before, after))
     assert torch.is_grad_enabled()
 

@@ -19,6 +19,7 @@ from pippy.ir.errors import (
     SharedParameterError,
     SplitError,
 )
+from pippy.ir.pipe import compiled_of
 from tests.compare import assert_same, assert_same_gradients, assert_same_state
 from tests.regressions.common import REPLICATE, TRANSMIT, Base, TwoLayers, X, check, half_square
 
@@ -83,7 +84,7 @@ def test_attributes_of_a_parameter_are_on_its_copies():
     model = Tied()
     model.a.weight.no_decay = True
     pipe = pipeline(model, multi_use_param_spec=REPLICATE)
-    assert [parameter.no_decay for parameter in pipe.replicas()[0]] == [True, True]
+    assert [parameter.no_decay for parameter in pipe.copies()[0]] == [True, True]
 
 
 class Renormalizing(Base):
@@ -257,7 +258,7 @@ def test_converting_keeps_buffers_shared(convert):
     pipe = pipeline(tied, half_square, multi_use_param_spec=REPLICATE)
     {"model": tied, "pipe": pipe}[convert].float()
     pipe(X.float(), X.float())
-    assert {parameter.grad.dtype for copies in pipe.replicas() for parameter in copies} == {torch.float32}
+    assert {parameter.grad.dtype for copies in pipe.copies() for parameter in copies} == {torch.float32}
 
 
 def test_a_parameter_replaced_by_another_is_refused():
@@ -313,4 +314,5 @@ def test_a_model_whose_parts_have_the_names_of_a_pipes_own_attributes():
     names = list(model.state_dict())
     assert list(check(model, X).state_dict()) == names
     pipe = pipeline(model)
-    assert (list(pipe.state_dict()), pipe.loss, pipe.mode) == (names, None, None)
+    compiled = compiled_of(pipe)
+    assert (list(pipe.state_dict()), compiled.loss, compiled.mode) == (names, None, None)

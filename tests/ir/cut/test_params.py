@@ -277,4 +277,4 @@ def test_without_a_loss_a_backward_of_ones_own_leaves_gradients_where_the_model_
             torch.testing.assert_close(pipe.get_grad(name), parameter.grad)
         for optimizer in optimizers:
             optimizer.step()
-    assert all(mine is not theirs for copies in pipe.replicas() for mine, theirs in itertools.pairwise(copies))
+    assert all(mine is not theirs for copies in pipe.copies() for mine, theirs in itertools.pairwise(copies))

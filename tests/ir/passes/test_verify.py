@@ -13,8 +13,8 @@ import torch
 from torch import fx, nn
 
 from pippy import MultiUseParameterConfig, Pipe, pipe_split, pipeline, verify
+from pippy.ir.compiled import Loss
 from pippy.ir.errors import VerificationError
-from pippy.ir.passes.loss import Loss
 from pippy.ir.run.stage_backward import stage_backward
 from tests.zoo import exhibits
 
@@ -251,7 +251,7 @@ def record_mutants(pipe):
             yield f"forge {stage} of {index}", lambda p, i=index, s=stage: p.replicated_params[i].update({s: "forged"})
         yield f"twice group {index}", lambda p, i=index: p.replicated_params.append(dict(p.replicated_params[i]))
         yield f"other shape in group {index}", lambda p, i=index: reshape_copy(p, i)
-        yield f"one frozen in group {index}", lambda p, i=index: p.replicas()[i][0].requires_grad_(False)
+        yield f"one frozen in group {index}", lambda p, i=index: p.copies()[i][0].requires_grad_(False)
         yield f"one tensor in group {index}", lambda p, i=index: unify(p, i)
     yield "an invented group", lambda p: p.replicated_params.append({"submod_0": "forged", "submod_1": "forged"})
     for name in pipe.qualnames.places:
@@ -272,7 +272,7 @@ def record_mutants(pipe):
 
 
 def reshape_copy(pipe, index):
-    tensor = pipe.replicas()[index][-1]
+    tensor = pipe.copies()[index][-1]
     tensor.data = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)
 
 

@@ -15,7 +15,7 @@ from pippy.ir.reference import _Reference
 from pippy.ir.show.shapes import Amount, propagate
 from pippy.ir.signature import bind
 from pippy.ir.trees import describe, tensors
-from pippy.ir.wiring import value_name
+from pippy.ir.values import value_name
 from tests.ir.show.shown import Convolutions, ExampleCode, Guessing, Language, Structured
 from tests.zoo import exhibits
 

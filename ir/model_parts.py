@@ -5,21 +5,18 @@ the model. The stages hold the same tensors; their copies of replicated paramete
 """
 
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from pippy.ir.compiled import Compiled
 from pippy.ir.errors import ModeError
 from pippy.ir.names import LOSS, named_state
 from pippy.ir.run.graph_module import install
 from pippy.ir.run.shared_tensors import get_tensor
 
-if TYPE_CHECKING:
-    from pippy.ir.pipe import Pipe
 
-
-def adopt(pipe: nn.Module, model: nn.Module, whole: Collection[int]) -> None:
+def put_model_parts(pipe: nn.Module, model: nn.Module, whole: Collection[int]) -> None:
     """Put the parts of ``model`` into ``pipe``.
 
     Modules whose ids are in ``whole`` are called by stages, and are there themselves. What was taken apart by tracing is
@@ -48,28 +45,28 @@ def _part(child: nn.Module, whole: Collection[int], made: dict[int, nn.Module]) 
     return made[id(child)]
 
 
-def adopt_loss(pipe: "Pipe") -> None:
+def put_loss_parameters(pipe: nn.Module, compiled: Compiled) -> None:
     """The parameters that only the loss has. Its buffers are settings (class weights, say), not the model's state."""
-    shared = {group.get(LOSS) for group in pipe.replicated_params}
-    own = [(name, parameter) for name, parameter in pipe.stage(LOSS).named_parameters() if name not in shared]
+    shared = {group.get(LOSS) for group in compiled.replicated_params}
+    own = [(name, parameter) for name, parameter in compiled.stage(LOSS).named_parameters() if name not in shared]
     if own and LOSS not in pipe._modules:
         pipe._modules[LOSS] = holder = nn.Module()
         for name, parameter in own:
             install(holder, name, parameter, holder)
 
 
-def check_still_shared(pipe: "Pipe") -> None:
+def check_still_shared(pipe: nn.Module, compiled: Compiled) -> None:
     """Raise if a parameter of the Pipe was replaced by another tensor, which its stages do not have."""
     ours = dict(named_state(pipe))
-    for name, places in pipe.qualnames.places.items():
-        if name in ours and ours[name] is not get_tensor(pipe.split_gm, places[0]):
+    for name, places in compiled.qualnames.places.items():
+        if name in ours and ours[name] is not get_tensor(compiled.split_gm, places[0]):
             raise ModeError(
                 f"{name!r} of the Pipe was replaced by another tensor, which its stages do not see (functional_call and "
                 "assigning a new Parameter do so); change the tensor in place, or replace it in the model and make a new Pipe"
             )
 
 
-def all_tensors(pipe: "Pipe") -> Iterator[torch.Tensor]:
+def all_tensors(pipe: nn.Module, compiled: Compiled) -> Iterator[torch.Tensor]:
     """Every tensor of the Pipe once: the model's, and those of its stages and loss."""
-    tensors = {id(tensor): tensor for module in (pipe, pipe.split_gm) for _, tensor in named_state(module)}
+    tensors = {id(tensor): tensor for module in (pipe, compiled.split_gm) for _, tensor in named_state(module)}
     return iter(tensors.values())

@@ -1,0 +1,124 @@
+"""The record of what was compiled: the graph, its stages, its names and its loss. A `Pipe` shows it to the user."""
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from pippy.ir.errors import ModeError, NameLookupError
+from pippy.ir.modes import Modes
+from pippy.ir.names import LOSS, Qualnames, stage_name
+from pippy.ir.run.graph_module import PipeGraphModule
+from pippy.ir.run.shared_tensors import get_tensor
+from pippy.ir.run.stage_backward import SEED
+from pippy.ir.wiring import Wiring
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Which value of the top-level graph is the loss: its name, and the gradient to start from.
+
+    The seed is `SEED` where the value is the loss, or nested lists where the loss lies inside of it.
+    """
+
+    value: str
+    seed: Any = SEED
+
+
+@dataclass(eq=False)
+class Compiled:
+    """A model cut into stages, as plain data. The passes change it; all that reads a compiled model reads this.
+
+    ``split_gm`` is the top-level graph, which holds the stages. ``replicated_params`` lists for every replicated parameter
+    the stages that hold a copy and its name there; the first is the model's own. ``given`` names the inputs that may not be
+    None. ``mode`` is what `train()` or `eval()` was called for last. ``balance`` is what the ``cut`` of
+    `Pipe.from_tracing` found.
+    """
+
+    split_gm: PipeGraphModule
+    qualnames: Qualnames
+    replicated_params: list[dict[str, str]]
+    wiring: Wiring
+    signature: inspect.Signature
+    concrete_args: dict[str, Any]
+    given: tuple[str, ...]
+    modes: Modes
+    mode: bool | None = None
+    loss: Loss | None = None
+    target_name: str | None = None
+    balance: Any = None
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages the Pipe has; `_loss` is not one of them."""
+        return sum(1 for _ in self.stages())
+
+    def stages(self) -> Iterator[tuple[str, PipeGraphModule]]:
+        """Every stage with its name, in order."""
+        for name, module in self.split_gm.named_children():
+            if name != LOSS:
+                yield name, module  # type: ignore[misc]
+
+    def stage(self, name: str | int) -> Any:
+        """A stage by its name or number; `_loss` too, by its name."""
+        wanted = stage_name(name) if isinstance(name, int) else name
+        if wanted not in self.split_gm._modules:
+            raise NameLookupError(f"the Pipe has no stage {name!r}; it has {', '.join(self.split_gm._modules)}")
+        return self.split_gm._modules[wanted]
+
+    def placeholders(self) -> list[fx.Node]:
+        """The inputs of the top-level graph, in order."""
+        return list(self.split_gm.graph.find_nodes(op="placeholder"))
+
+    def check_mode(self) -> None:
+        """Raise if the graph is not right in the mode that `train()` or `eval()` has set."""
+        if self.mode is not None and not self.modes.allows(self.mode):
+            now, other = ("train", "eval") if self.mode else ("eval", "train")
+            raise ModeError(
+                f"this Pipe was not traced in {now} mode, in which the model does something else from here on:\n"
+                f"{self.modes.fixed_at}\nWhat to do: make another Pipe from the model in {now} mode, or call pipe.{other}()"
+            )
+
+    def set_mode(self, mode: bool) -> None:
+        """Set every stage to training or evaluation, as `train` of the user's model would."""
+        self.split_gm.train(mode)
+        self.mode = mode
+        for stage, module in self.stages() if self.modes.after else ():
+            for path, part in module.named_modules():
+                part.training = self.modes.flag(self.remap_qualname(f"{stage}.{path}") if path else "", mode)
+
+    def remap_qualname(self, qualname: str) -> str:
+        """The user's name for a name inside a stage: of a parameter, a buffer or a module.
+
+        >>> from torch import nn
+        >>> from pippy import Pipe
+        >>> pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+        >>> pipe.remap_qualname("submod_0.0.weight")
+        '0.weight'
+        """
+        return self.qualnames.remap(qualname)
+
+    def stage_qualnames(self, name: str) -> tuple[str, ...]:
+        """Where the user's parameter or buffer lives: the inverse of `remap_qualname`. One used by no stage: nowhere.
+
+        >>> from torch import nn
+        >>> from pippy import Pipe
+        >>> pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+        >>> pipe.stage_qualnames("0.weight")
+        ('submod_0.0.weight',)
+        """
+        return self.qualnames.locate(name)
+
+    def copies(self) -> list[list[torch.Tensor]]:
+        """The copies of each replicated parameter, in the order of `replicated_params`; the first is the model's own."""
+        return [
+            [get_tensor(self.stage(stage), name) for stage, name in group.items()] for group in self.replicated_params
+        ]
+
+    def get_grad(self, name: str) -> torch.Tensor | None:
+        """The gradient of the parameter that the user calls ``name``."""
+        places = self.stage_qualnames(name)
+        return get_tensor(self.split_gm, places[0]).grad if places else None

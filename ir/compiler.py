@@ -1,0 +1,59 @@
+"""The compiler: the passes in their order."""
+
+from collections.abc import Callable
+from typing import Any
+
+from pippy.ir.compiled import Compiled
+from pippy.ir.cut.params import MultiUseParamSpec
+from pippy.ir.cut.split import split
+from pippy.ir.errors import LossError
+from pippy.ir.front.trace import Traced
+from pippy.ir.passes.backward import attach_backward
+from pippy.ir.passes.loss import (
+    LossSpec,
+    attach_loss_function,
+    check_loss_function,
+    default_loss_spec,
+    find_returned_loss,
+)
+from pippy.ir.passes.verify import check_rules
+
+Cut = Callable[[Traced], Any]
+
+
+def compile_traced(
+    traced: Traced,
+    multi_use_param_spec: MultiUseParamSpec = None,
+    loss_fn: Callable[..., Any] | None = None,
+    loss_spec: LossSpec = None,
+    cut: Cut | None = None,
+) -> Compiled:
+    """From a marked graph to stages with their loss and backward. Each pass takes a verified record and leaves one.
+
+    ``cut`` may mark the graph first; what it gives is kept as ``balance``.
+    """
+    balance = None if cut is None else cut(traced)
+    compiled = split(traced, multi_use_param_spec)
+    compiled.balance = balance
+    check_rules(compiled)
+    if loss_fn is not None:
+        attach_loss_function(compiled, loss_fn)
+    else:
+        find_returned_loss(compiled, default_loss_spec(compiled, traced.model) if loss_spec is None else loss_spec)
+    if compiled.loss is not None:
+        check_rules(compiled, before_backward=True)
+        attach_backward(compiled)
+        check_rules(compiled)
+    return compiled
+
+
+def check_loss(loss_fn: object, output_loss_value_spec: LossSpec) -> None:
+    """Refuse a loss that cannot be compiled, before anything is traced."""
+    if loss_fn is None:
+        return
+    check_loss_function(loss_fn)
+    if output_loss_value_spec is not None:
+        raise LossError(
+            f"both loss_fn and output_loss_value_spec={output_loss_value_spec!r} are given; a loss function computes the "
+            "loss from the outputs, and the specification says which output already is the loss: give one of them"
+        )

@@ -1,0 +1,35 @@
+"""The values of the top-level graph and their names."""
+
+from typing import Any
+
+from torch import fx
+
+from pippy.ir.compiled import Compiled
+from pippy.ir.names import LOSS
+from pippy.ir.nodes import is_getitem, map_nodes
+from pippy.ir.wiring import ValueName
+
+
+def value_name(compiled: Compiled, node: fx.Node) -> str | None:
+    """The name of the value of a top-level node: the input's, or that of the node in its stage which makes it."""
+    if node.op == "placeholder":
+        return node.name
+    call, index = (node.args[0], node.args[1]) if is_getitem(node) else (node, None)
+    if not isinstance(call, fx.Node) or call.op != "call_module":
+        return None
+    if call.target == LOSS:
+        return LOSS if index is None else None
+    made = stage_outputs(compiled, str(call.target))
+    if isinstance(made, fx.Node):
+        return made.name if index is None else None
+    return made[index].name if isinstance(index, int) and 0 <= index < len(made) else None
+
+
+def stage_outputs(compiled: Compiled, stage: str) -> Any:
+    """The node in a stage's graph that makes its output, or the tuple of them."""
+    return compiled.stage(stage).graph.output_node().args[0]
+
+
+def names_of(compiled: Compiled, argument: Any) -> Any:
+    """An argument of the top-level graph with each node replaced by the name of its value."""
+    return map_nodes(lambda node: ValueName(value_name(compiled, node) or f"?{node.name}"), argument)
