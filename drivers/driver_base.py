@@ -16,7 +16,17 @@ from pippy.drivers.auto import Auto, Part, auto_placement
 from pippy.drivers.batches.division import divide_call
 from pippy.drivers.clusters.cluster import Cluster, current_cluster
 from pippy.drivers.control.dispatch import Dispatch, Posted
-from pippy.drivers.control.messages import Fetch, Norms, Place, ReduceGradients, Scale, Step, StepResult, Store, Unload
+from pippy.drivers.control.messages import (
+    Fetch,
+    GradientNorms,
+    ReduceGradients,
+    ScaleGradients,
+    Step,
+    StepResult,
+    Store,
+    TensorLocation,
+    Unload,
+)
 from pippy.drivers.errors import DriverError
 from pippy.drivers.interrupts import uninterrupted
 from pippy.drivers.lowering.lower import Lowered, lower
@@ -355,7 +365,7 @@ class PipelineDriverBase:
         return self._fetch(wanted, gradients=True)
 
     def _fetch(self, names: Sequence[str], gradients: bool = False) -> dict[str, Any]:
-        by_worker: dict[int, dict[str, Place]] = {}
+        by_worker: dict[int, dict[str, TensorLocation]] = {}
         found: dict[str, Any] = {}
         for name in names:
             places = self._shipment.places(name)
@@ -380,18 +390,20 @@ class PipelineDriverBase:
                 f"the norm of the gradients is {total.item()}; pass error_if_nonfinite=False to clip anyway"
             )
         factor = float(torch.clamp(max_norm / (total + 1e-6), max=1.0))  # min() would take 1.0 for a norm that is NaN
-        self._call(dict.fromkeys(self._shipment.workers, Scale(factor)))
+        self._call(dict.fromkeys(self._shipment.workers, ScaleGradients(factor)))
         return total
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of all gradients together."""
-        owners: dict[int, dict[str, Place]] = {worker: {} for worker in self._shipment.workers}
+        owners: dict[int, dict[str, TensorLocation]] = {worker: {} for worker in self._shipment.workers}
         names = [name for name, _ in self.pipe.named_parameters()]
         for name in names:
             for worker, place in self._shipment.places(name)[:1]:
                 owners[worker][name] = place
         wanted = {worker: tuple(places.values()) for worker, places in owners.items()}
-        answers = self._call_reducing(lambda reduce: {w: Norms(own, norm_type, reduce) for w, own in wanted.items()})
+        answers = self._call_reducing(
+            lambda reduce: {w: GradientNorms(own, norm_type, reduce) for w, own in wanted.items()}
+        )
         norms: dict[str, Any] = {}
         for worker, values in answers.items():
             norms.update(zip(owners[worker], values))
@@ -409,14 +421,14 @@ class PipelineDriverBase:
             state[name] = fetched.get(name, value)
         return state
 
-    def _places(self, name: str) -> list[tuple[int, Place]]:
+    def _places(self, name: str) -> list[tuple[int, TensorLocation]]:
         known = self.compiled.qualnames.canonical
         return self._shipment.places(name) if name in known else []
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load a state dict, in the model's names, into the Pipe and into all workers."""
         loaded = self.pipe.load_state_dict(state_dict, strict)
-        stores: dict[int, dict[Place, torch.Tensor]] = {worker: {} for worker in self._shipment.workers}
+        stores: dict[int, dict[TensorLocation, torch.Tensor]] = {worker: {} for worker in self._shipment.workers}
         for name in state_dict:
             for worker, place in self._places(name):
                 stores[worker][place] = state_dict[name].detach().cpu()

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from pippy.drivers.control.messages import LoadOptimizerState, MakeOptimizer, OptimizerState, OptimizerStep, Place
+from pippy.drivers.control.messages import (
+    LoadOptimizerState,
+    MakeOptimizer,
+    OptimizerState,
+    OptimizerStep,
+    TensorLocation,
+)
 from pippy.drivers.errors import OptimizerError
 from pippy.drivers.transport.packing import pack
 
@@ -94,7 +100,7 @@ class PipelineOptimizer(Optimizer):
         shipment = self.driver._shipment
         groups: dict[int, list[Any]] = {worker: [] for worker in shipment.workers}
         for group, options in zip(self.param_groups, self._sent):
-            places: dict[int, list[Place]] = {worker: [] for worker in shipment.workers}
+            places: dict[int, list[TensorLocation]] = {worker: [] for worker in shipment.workers}
             for parameter in group["params"]:
                 for worker, place in shipment.places(self.names[id(parameter)]):
                     places[worker].append(place)
@@ -149,8 +155,8 @@ class PipelineOptimizer(Optimizer):
             "param_groups": groups,
         }
 
-    def _first_places(self) -> dict[int, dict[str, Place]]:
-        owners: dict[int, dict[str, Place]] = {}
+    def _first_places(self) -> dict[int, dict[str, TensorLocation]]:
+        owners: dict[int, dict[str, TensorLocation]] = {}
         for name in self.names.values():
             for worker, place in self.driver._shipment.places(name)[:1]:
                 owners.setdefault(worker, {})[name] = place
@@ -169,7 +175,7 @@ class PipelineOptimizer(Optimizer):
                 odd = sorted(set(map(str, renamed)) ^ set(renamed.values()))
                 raise OptimizerError(f"the state is of other parameters: {', '.join(odd)} are on one side only")
             renamed = {name: name for name in renamed}
-        stores: dict[int, dict[Place, Any]] = {worker: {} for worker in self.driver._shipment.workers}
+        stores: dict[int, dict[TensorLocation, Any]] = {worker: {} for worker in self.driver._shipment.workers}
         for key, its in state.items():
             for worker, place in self.driver._shipment.places(renamed[key]):
                 stores[worker][place] = its

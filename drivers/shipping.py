@@ -7,7 +7,16 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pippy.drivers.control.messages import AddProgram, Call, Copies, Load, Overtaking, Place, Settings, Slot
+from pippy.drivers.control.messages import (
+    AddProgram,
+    Call,
+    InputIndex,
+    Load,
+    OutOfOrderLimits,
+    ReplicatedParameter,
+    Settings,
+    TensorLocation,
+)
 from pippy.drivers.lowering.flow import RemoteInterpreter, loss_stage
 from pippy.drivers.lowering.lower import Lowered
 from pippy.drivers.schedules.programs.instructions import Compute
@@ -66,21 +75,23 @@ class Shipment:
         return RemoteInterpreter(self.compiled).names
 
     @cached_property
-    def replicated(self) -> tuple[Copies, ...]:
+    def replicated(self) -> tuple[ReplicatedParameter, ...]:
         """The replicated parameters, and where their copies are."""
         return tuple(map(self._copies, self.compiled.replicated_params))
 
-    def _copies(self, group: Mapping[str, str]) -> Copies:
+    def _copies(self, group: Mapping[str, str]) -> ReplicatedParameter:
         stage, local = next(iter(group.items()))
         name = self.compiled.qualnames.canonical[self.compiled.remap_qualname(f"{stage}.{local}")]
-        return Copies(name, tuple((self.worker_of(call), Place(call, name)) for call, name in group.items()))
+        return ReplicatedParameter(
+            name, tuple((self.worker_of(call), TensorLocation(call, name)) for call, name in group.items())
+        )
 
-    def places(self, name: str) -> list[tuple[int, Place]]:
+    def places(self, name: str) -> list[tuple[int, TensorLocation]]:
         """Where a parameter or buffer of the user's lives: nowhere, if no stage uses it."""
         found = []
         for place in self.compiled.stage_qualnames(name):
             call, _, local = place.partition(".")
-            found.append((self.worker_of(call), Place(call, local)))
+            found.append((self.worker_of(call), TensorLocation(call, local)))
         return found
 
     def programs(
@@ -89,18 +100,18 @@ class Shipment:
         """Every worker's part of a program. ``out_of_order`` is what the driver was given."""
         placement = lowered.program.placement
         ranks = tuple(self.ranks[placement.stages_of(worker)[0]] for worker in range(placement.workers))
-        slots = {edge.value: slot for slot, edge in enumerate(lowered.program.flow)}
+        value_numbers = {edge.value: number for number, edge in enumerate(lowered.program.flow)}
         return {
             rank: AddProgram(
                 program=number,
                 order=order,
                 work=(work := dict(_own_work(lowered, order))),
                 calls={each.call: self._call(each.call) for calls in work.values() for each in calls},
-                slots=slots,
+                value_numbers=value_numbers,
                 ranks=ranks,
                 returns=tuple(name for name, maker in lowered.outputs.items() if maker == worker),
                 single_loss=single_loss,
-                overtaking=None if out_of_order is False else _overtaking(placement, worker, out_of_order),
+                out_of_order=None if out_of_order is False else _limits(placement, worker, out_of_order),
             )
             for worker, (rank, order) in enumerate(zip(ranks, lowered.program.orders))
         }
@@ -110,7 +121,7 @@ class Shipment:
         if all(isinstance(arg, fx.Node) for arg in args):
             return Call(call)
         numbers = iter(range(len(args) + sum(1 for _ in _nodes(args))))
-        return Call(call, map_nodes(lambda node: Slot(next(numbers)), args))
+        return Call(call, map_nodes(lambda node: InputIndex(next(numbers)), args))
 
     def flags(self, worker: int) -> dict[str, tuple[bool, ...]]:
         """The training flags of all modules that a worker holds."""
@@ -122,9 +133,9 @@ class Shipment:
         return {call: list(self.compiled.stage(call).modules()) for call in self.nodes}
 
 
-def _overtaking(placement: Placement, worker: int, out_of_order: bool | int) -> Overtaking:
+def _limits(placement: Placement, worker: int, out_of_order: bool | int) -> OutOfOrderLimits:
     to_pass = placement.worker_of[placement.stages_of(worker)[0] :]
-    return Overtaking(None if out_of_order is True else out_of_order, depth=len(set(to_pass)))
+    return OutOfOrderLimits(None if out_of_order is True else out_of_order, depth=len(set(to_pass)))
 
 
 def _nodes(argument: Any) -> Iterator[fx.Node]:

@@ -10,14 +10,14 @@ from typing import Any, NoReturn
 
 import torch
 
-from pippy.drivers.control.messages import Abandon, Command, Load
+from pippy.drivers.control.messages import Command, GiveUp, Load
 from pippy.drivers.transport import rpc
 from pippy.drivers.transport.inbox import Ended, Inbox
 from pippy.drivers.transport.rpc_transport import RpcTransport
 from pippy.drivers.workers.seat import Seat
 from pippy.drivers.workers.worker import Worker
 
-EVERYTHING = Abandon(first=0, last=1 << 62)
+EVERYTHING = GiveUp(first=0, last=1 << 62)
 
 
 @dataclass(frozen=True)

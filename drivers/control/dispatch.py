@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pippy.drivers.control.messages import Abandon, Answer, Command, Dump, Failure, OptimizerStep
+from pippy.drivers.control.messages import Answer, Command, Dump, Failure, GiveUp, OptimizerStep
 from pippy.drivers.errors import ClusterError, StepError
 from pippy.drivers.interrupts import uninterrupted
 
@@ -181,9 +181,9 @@ class Dispatch:
     def _tell(self) -> None:
         if not self.outstanding:
             return
-        abandon = Abandon(self.outstanding[0].number, self.number)
+        give_up = GiveUp(self.outstanding[0].number, self.number)
         self.leaving += [pending for posted in self.outstanding for pending in posted.waited()]
-        self.leaving += [self.control.urgent(worker, abandon) for worker in range(len(self.control.workers))]
+        self.leaving += [self.control.urgent(worker, give_up) for worker in range(len(self.control.workers))]
 
     def let_go(self, limit: float | None) -> None:
         """Wait until the workers have let go of what was given up. Ctrl-C may interrupt it; the next command goes on."""

@@ -1,7 +1,8 @@
-"""Everything that the controller and the workers say to one another.
+"""All messages between the controller and the workers.
 
-The controller numbers its commands, for all workers of a cluster alike; the numbers name the steps in which values
-travel, and what is to be given up after a failure. A worker obeys its commands in order and answers each of them.
+The controller numbers its commands. All workers of a cluster see the same numbers, so a number also says in which step a
+value was sent, and which commands to give up after a failure. A worker carries out its commands in order, and answers
+each of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,9 +20,10 @@ from pippy.drivers.transport.packing import Packed
 
 @dataclass(frozen=True)
 class Command:
-    """What a worker is to do for one driver. Commands up to ``settled`` have succeeded on all workers.
+    """What a worker does for one driver. Commands up to ``settled`` have succeeded on all workers.
 
-    ``zero_grad`` says to drop the driver's gradients first, ``dropped`` which drivers are gone.
+    With ``zero_grad`` the worker drops the driver's gradients first. ``dropped`` lists drivers that are gone: the worker
+    forgets them.
     """
 
     number: int
@@ -33,24 +35,24 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a parameter or buffer lives: the call of a stage (or of the loss), and its name in there."""
+class TensorLocation:
+    """Where a worker finds a parameter or buffer: the name of the stage (or `_loss`), and the tensor's name in that stage."""
 
     call: str
     name: str
 
 
 @dataclass(frozen=True)
-class Copies:
-    """A replicated parameter: its user's name, and the worker and place of every copy, in the order of the stages."""
+class ReplicatedParameter:
+    """The user's name of a replicated parameter, and the worker and location of each copy, in the order of the stages."""
 
     name: str
-    copies: tuple[tuple[int, Place], ...]
+    copies: tuple[tuple[int, TensorLocation], ...]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is set in the controller's process for all of torch, and bears on the numbers."""
+    """Settings of torch in the controller's process that change the numbers."""
 
     dtype: torch.dtype
     precision: str
@@ -58,12 +60,12 @@ class Settings:
 
     @staticmethod
     def current() -> "Settings":
-        """Those of this process."""
+        """The settings of this process."""
         precision = torch.get_float32_matmul_precision()
         return Settings(torch.get_default_dtype(), precision, torch.are_deterministic_algorithms_enabled())
 
     def apply(self) -> None:
-        """Make them those of this process."""
+        """Set them in this process."""
         torch.set_default_dtype(self.dtype)
         torch.set_float32_matmul_precision(self.precision)
         torch.use_deterministic_algorithms(self.deterministic)
@@ -73,14 +75,14 @@ class Settings:
 class Load:
     """The stages that a worker will run.
 
-    ``modules`` holds them by the names that the graph calls them by, ``constant`` the names of their tensors that other
-    stages hold too, and ``replicated`` every replicated parameter of the Pipe. ``compile`` has the options of torch.compile,
-    where the stages are to be compiled.
+    ``modules`` holds the stages by their names in the graph. ``constant`` names the tensors of each stage that other stages
+    read too. ``replicated`` lists all replicated parameters of the Pipe. ``compile`` has the options of torch.compile, or
+    None if the stages are not compiled.
     """
 
     modules: Packed
     constant: Mapping[str, Sequence[str]]
-    replicated: tuple[Copies, ...]
+    replicated: tuple[ReplicatedParameter, ...]
     seed: int
     settings: Settings
     compile: Packed | None = None
@@ -88,23 +90,26 @@ class Load:
 
 @dataclass(frozen=True)
 class Call:
-    """How the graph calls a stage: with its inputs in order, or as ``template`` arranges them, by number."""
+    """How the graph calls a stage: with its inputs in order, or as ``template`` has them, with an `InputIndex` for each."""
 
     name: str
     template: Any = None
 
 
 @dataclass(frozen=True)
-class Slot:
-    """The place of an input in a template."""
+class InputIndex:
+    """Stands for an input in the template of a `Call`."""
 
     index: int
 
 
 @dataclass(frozen=True)
-class Overtaking:
-    """A worker's computations may overtake one another: with at most ``limit`` stage-micro-batches alive, or for None as many
-    as the program has at its peak. ``depth`` is how many keep the workers busy that a micro-batch has yet to pass."""
+class OutOfOrderLimits:
+    """Limits for a worker that runs out of order.
+
+    It holds at most ``limit`` micro-batches of its stages at a time; None stands for the program's own peak. ``depth`` is
+    the number of workers that a micro-batch visits from here to the last stage: as many micro-batches keep them all busy.
+    """
 
     limit: int | None
     depth: int
@@ -114,26 +119,31 @@ class Overtaking:
 class AddProgram:
     """A worker's part of a program, under a number: sent once, run in many steps.
 
-    ``slots`` numbers the values that travel, and ``ranks`` are the workers of the cluster that the program's workers
-    are. ``returns`` are the values that go back to the controller. Without ``overtaking`` the order is kept.
+    ``value_numbers`` numbers the values that are sent between workers. ``ranks`` has the cluster's worker for each worker of
+    the program. ``returns`` lists the values that go back to the controller. Without ``out_of_order``, the worker keeps the
+    order of its instructions.
     """
 
     program: int
     order: tuple[Instruction, ...]
     work: Mapping[Pass, tuple[Work, ...]]
     calls: Mapping[str, Call]
-    slots: Mapping[str, int]
+    value_numbers: Mapping[str, int]
     ranks: tuple[int, ...]
     returns: tuple[str, ...]
     single_loss: bool
-    overtaking: Overtaking | None = None
+    out_of_order: OutOfOrderLimits | None = None
 
 
 @dataclass(frozen=True)
 class Step:
-    """Run a program once. ``weights`` are what the losses of the micro-batches count, ``flags`` the training flags of
-    every module where they changed, and ``reduce`` says to add up the gradients of replicated parameters on the way,
-    ``record`` to note the times of all instructions, ``weigh`` to weigh what each stage keeps for its backward."""
+    """Run a program once.
+
+    ``weights`` has the weight of each micro-batch's loss. ``flags`` has the training flags of all modules, or None if they
+    did not change. With ``reduce``, the gradients of replicated parameters are added up at the end. With ``record``, the
+    times of all instructions are recorded. With ``weigh``, the worker measures how many bytes each stage keeps for its
+    backward.
+    """
 
     program: int
     trains: bool
@@ -147,12 +157,13 @@ class Step:
 
 @dataclass(frozen=True)
 class WorkerRecord:
-    """What a worker noted of a recorded step, in seconds of its monotonic clock. ``clock`` tells clocks apart: by host.
+    """One worker's times in a recorded step, in seconds of its monotonic clock. ``clock`` names the clock: one for each host.
 
-    The step was there at ``began`` and done at ``ended``. The first instruction began at ``started``, every other when the
-    one before it ended; ``ends`` go by the number of the instruction. ``sizes`` are the bytes that each send handed over.
-    Adding up the gradients of replicated parameters began at ``adding``. ``memory`` is what was used at most, in bytes,
-    and ``memory_of`` says of what. ``cpu`` is how long the worker's thread had a core; None where it waits for a device.
+    The worker took up the step at ``began``, and was done at ``ended``. The first instruction began at ``started``, and each
+    of the others when the one before it ended. ``ends`` has the end of each instruction, by the instruction's number, and
+    ``sizes`` the bytes of each send. At ``adding`` the worker began to add up the gradients of replicated parameters.
+    ``memory`` is the peak in bytes, and ``memory_of`` says what was measured. ``cpu`` is the processor time of the worker's
+    thread; None where the thread waits for a device.
     """
 
     clock: str
@@ -176,7 +187,7 @@ class WorkerRecord:
         return found
 
     def shifted(self, by: float) -> "WorkerRecord":
-        """The same, by a clock that is so much ahead."""
+        """The same times on a clock that is ``by`` seconds ahead."""
         return replace(
             self,
             began=self.began + by,
@@ -189,9 +200,10 @@ class WorkerRecord:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a worker gives back after a step: the returned values by name, and the most stage-micro-batches held.
+    """What a worker gives back after a step: the returned values by name.
 
-    ``kept`` has the bytes that a micro-batch of each stage keeps, in a step that was to weigh them.
+    ``peak_live`` is the largest number of micro-batches that its stages held at a time. ``kept`` has the bytes that one
+    micro-batch of each stage keeps, if the step was asked to measure them.
     """
 
     values: Mapping[str, Any]
@@ -202,40 +214,40 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Unload:
-    """Drop all that belongs to the driver."""
+    """Drop everything that belongs to the driver."""
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """Give the tensors at some places, or their gradients."""
+    """Give the tensors at these locations, or their gradients."""
 
-    places: tuple[Place, ...]
+    locations: tuple[TensorLocation, ...]
     gradients: bool = False
 
 
 @dataclass(frozen=True)
 class Store:
-    """Copy tensors to places."""
+    """Copy these values into the tensors at their locations."""
 
-    tensors: Mapping[Place, torch.Tensor]
+    tensors: Mapping[TensorLocation, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class ReduceGradients:
-    """Add up the gradients of replicated parameters, where that was not done yet."""
+    """Add up the gradients of replicated parameters, unless that was done."""
 
 
 @dataclass(frozen=True)
-class Norms:
-    """Give the norm of each gradient at some places."""
+class GradientNorms:
+    """Give the norm of each gradient at these locations. With ``reduce``, add up those of replicated parameters first."""
 
-    places: tuple[Place, ...]
+    locations: tuple[TensorLocation, ...]
     norm_type: float
     reduce: bool
 
 
 @dataclass(frozen=True)
-class Scale:
+class ScaleGradients:
     """Multiply all gradients by a number."""
 
     factor: float
@@ -243,16 +255,16 @@ class Scale:
 
 @dataclass(frozen=True)
 class MakeOptimizer:
-    """Make an optimizer under a number. A group is the places of its parameters and its options."""
+    """Make an optimizer, and keep it under a number. A group has the locations of its parameters, and its options."""
 
     optimizer: int
     factory: Packed
-    groups: tuple[tuple[tuple[Place, ...], Mapping[str, Any]], ...]
+    groups: tuple[tuple[tuple[TensorLocation, ...], Mapping[str, Any]], ...]
 
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """Let an optimizer step, with the options of each group where they changed."""
+    """Run an optimizer's step. ``groups`` has the options of each group, or None if they did not change."""
 
     optimizer: int
     groups: tuple[Mapping[str, Any], ...] | None
@@ -261,23 +273,23 @@ class OptimizerStep:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """Give the state that an optimizer has for the parameters at some places."""
+    """Give an optimizer's state for the parameters at these locations."""
 
     optimizer: int
-    places: tuple[Place, ...]
+    locations: tuple[TensorLocation, ...]
 
 
 @dataclass(frozen=True)
 class LoadOptimizerState:
-    """Replace the state of an optimizer."""
+    """Replace an optimizer's state."""
 
     optimizer: int
-    state: Mapping[Place, Mapping[str, Any]]
+    state: Mapping[TensorLocation, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Abandon:
-    """Urgent: give up the commands from ``first`` to ``last``, as far as they are not done."""
+class GiveUp:
+    """Urgent: give up those of the commands from ``first`` to ``last`` that are not done yet."""
 
     first: int
     last: int
@@ -285,12 +297,12 @@ class Abandon:
 
 @dataclass(frozen=True)
 class Dump:
-    """Urgent: say what the worker does, and what it waits for."""
+    """Urgent: say what the worker is doing, or waiting for."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong on a worker. ``peer`` is the other worker, where that one seems to be dead."""
+    """What went wrong on a worker. ``peer`` is another worker that seems to be dead, if that is the reason."""
 
     message: str
     traceback: str
@@ -299,7 +311,6 @@ class Failure:
     stage: int | None = None
     microbatch: int | None = None
     peer: int | None = None
-    abandoned: bool = False
 
 
 @dataclass(frozen=True)

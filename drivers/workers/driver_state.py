@@ -11,19 +11,19 @@ from pippy.drivers.control.messages import (
     AddProgram,
     Command,
     Fetch,
+    GradientNorms,
     Load,
     LoadOptimizerState,
     MakeOptimizer,
-    Norms,
     OptimizerState,
     OptimizerStep,
-    Place,
     ReduceGradients,
-    Scale,
+    ScaleGradients,
     Settings,
     Step,
     StepResult,
     Store,
+    TensorLocation,
 )
 from pippy.drivers.transport.interface import Transport
 from pippy.drivers.transport.packing import unpack
@@ -69,8 +69,8 @@ class DriverState:
             Fetch: self._fetch,
             Store: self._store,
             ReduceGradients: self._reduce,
-            Norms: self._norms,
-            Scale: self._scale,
+            GradientNorms: self._norms,
+            ScaleGradients: self._scale,
             MakeOptimizer: self._make_optimizer,
             OptimizerStep: self._optimizer_step,
             OptimizerState: self._optimizer_state,
@@ -86,14 +86,14 @@ class DriverState:
             self.gradients.zero()
         return self.handlers[type(command.body)](command.body, command.number)
 
-    def tensor(self, place: Place) -> torch.Tensor:
-        """The parameter or buffer at a place."""
+    def tensor(self, place: TensorLocation) -> torch.Tensor:
+        """The parameter or buffer at a location."""
         return get_tensor(self.modules[place.call], place.name)
 
     def _add_program(self, program: AddProgram, number: int) -> None:
         given = program, self.modules, self.constant, self.transport, self.device
-        overtaking = program.overtaking
-        self.programs[program.program] = OutOfOrderExecutor(*given, overtaking) if overtaking else Executor(*given)
+        limits = program.out_of_order
+        self.programs[program.program] = OutOfOrderExecutor(*given, limits) if limits else Executor(*given)
 
     def _step(self, step: Step, number: int) -> StepResult:
         if step.record:
@@ -116,7 +116,7 @@ class DriverState:
         return replace(result, record=executor.recorder.record()) if step.record else result
 
     def _fetch(self, fetch: Fetch, number: int) -> list[torch.Tensor | None]:
-        tensors = map(self.tensor, fetch.places)
+        tensors = map(self.tensor, fetch.locations)
         found = [self.gradients.of(id(each)) for each in tensors] if fetch.gradients else list(tensors)
         return [None if tensor is None else tensor.detach().cpu() for tensor in found]
 
@@ -128,13 +128,13 @@ class DriverState:
     def _reduce(self, body: ReduceGradients, number: int) -> None:
         self.gradients.reduce(number)
 
-    def _norms(self, norms: Norms, number: int) -> list[torch.Tensor | None]:
+    def _norms(self, norms: GradientNorms, number: int) -> list[torch.Tensor | None]:
         if norms.reduce:
             self.gradients.reduce(number)
-        found = [self.gradients.of(id(self.tensor(place))) for place in norms.places]
+        found = [self.gradients.of(id(self.tensor(place))) for place in norms.locations]
         return [None if grad is None else torch.linalg.vector_norm(grad, norms.norm_type).cpu() for grad in found]
 
-    def _scale(self, scale: Scale, number: int) -> None:
+    def _scale(self, scale: ScaleGradients, number: int) -> None:
         self.gradients.scale(number, scale.factor)
 
     def _make_optimizer(self, make: MakeOptimizer, number: int) -> None:
@@ -158,7 +158,7 @@ class DriverState:
 
     def _optimizer_state(self, body: OptimizerState, number: int) -> list[dict[str, Any] | None]:
         optimizer = self.optimizers.get(body.optimizer)
-        states = [optimizer.state.get(self.tensor(place)) if optimizer else None for place in body.places]
+        states = [optimizer.state.get(self.tensor(place)) if optimizer else None for place in body.locations]
         return [None if state is None else map_tensors(torch.Tensor.cpu, dict(state)) for state in states]
 
     def _load_optimizer_state(self, body: LoadOptimizerState, number: int) -> None:

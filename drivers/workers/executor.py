@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pippy.drivers.control.messages import AddProgram, Slot, StepResult
+from pippy.drivers.control.messages import AddProgram, InputIndex, StepResult
 from pippy.drivers.lowering.flow import Work
 from pippy.drivers.schedules.programs.edges import Pass
 from pippy.drivers.schedules.programs.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
@@ -58,10 +58,10 @@ class StageCall:
 def filled(template: Any, inputs: Sequence[Any]) -> Any:
     """A template with its slots filled.
 
-    >>> filled((Slot(1), [Slot(0), "x"]), inputs=["a", "b"])
+    >>> filled((InputIndex(1), [InputIndex(0), "x"]), inputs=["a", "b"])
     ('b', ['a', 'x'])
     """
-    if isinstance(template, Slot):
+    if isinstance(template, InputIndex):
         return inputs[template.index]
     if isinstance(template, tuple) and hasattr(template, "_fields"):
         return type(template)(*(filled(item, inputs) for item in template))
@@ -171,10 +171,10 @@ class Executor:
             case Compute(op, stage, microbatch):
                 return self._bound_computation(op, stage, microbatch)
             case Send(value, microbatch, to):
-                slot, rank = self.program.slots[value], self.program.ranks[to]
+                slot, rank = self.program.value_numbers[value], self.program.ranks[to]
                 return self._send, ((value, microbatch), rank, slot, microbatch)
             case Receive(value, microbatch, source):
-                slot, rank = self.program.slots[value], self.program.ranks[source]
+                slot, rank = self.program.value_numbers[value], self.program.ranks[source]
                 return self._receive, ((value, microbatch), rank, slot, microbatch)
             case Free(value, microbatch):
                 return self._free, ((value, microbatch),)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pippy.drivers.control.messages import Copies
+from pippy.drivers.control.messages import ReplicatedParameter
 from pippy.drivers.transport.interface import Transport
 from pippy.ir.run.stage_backward import add_gradients
 
@@ -39,7 +39,7 @@ class Gradients:
     def __init__(
         self,
         parameters: Sequence[torch.Tensor],
-        groups: Sequence[tuple[Copies, Mapping[int, torch.Tensor]]],
+        groups: Sequence[tuple[ReplicatedParameter, Mapping[int, torch.Tensor]]],
         index: int,
         transport: Transport,
     ) -> None:

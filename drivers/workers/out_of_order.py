@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pippy.drivers.control.messages import AddProgram, Overtaking
+from pippy.drivers.control.messages import AddProgram, OutOfOrderLimits
 from pippy.drivers.lowering.lower import taken
 from pippy.drivers.schedules.programs.edges import Pass, produced_by
 from pippy.drivers.schedules.programs.instructions import Compute, Op, Receive
@@ -46,14 +46,14 @@ class OutOfOrderExecutor(Executor):
         constant: Mapping[str, Sequence[str]],
         transport: Transport,
         device: torch.device,
-        overtaking: Overtaking,
+        limits: OutOfOrderLimits,
     ) -> None:
         super().__init__(program, modules, constant, transport, device)
-        self.overtaking = overtaking
+        self.limits = limits
         backward = [key.stage for key in program.work if key.phase == "B"]
         gathers = [key.stage for key, work in program.work.items() if self.single and LOSS in [w.call for w in work]]
         self.queues = ComputationQueues(
-            program.order, backward, self._taken, self._made, overtaking.limit, gathers[0] if gathers else None
+            program.order, backward, self._taken, self._made, limits.limit, gathers[0] if gathers else None
         )
         self._kinds = [f"{each.op}{each.stage}" if isinstance(each, Compute) else "" for each in program.order]
         self._keys = {at: self._key(at) for at, each in enumerate(program.order) if isinstance(each, Receive)}
@@ -109,7 +109,7 @@ class OutOfOrderExecutor(Executor):
         first, other = self.program.order[head], self.program.order[at]
         assert isinstance(first, Compute) and isinstance(other, Compute)
         shrinks = first.op == Op.FORWARD and other.op in (Op.BACKWARD, Op.BACKWARD_INPUT)
-        return (not shrinks or self.queues.live > self.overtaking.depth) and self._kinds[at] in self.durations
+        return (not shrinks or self.queues.live > self.limits.depth) and self._kinds[at] in self.durations
 
     def _patience(self, head: int, at: int, free: float) -> float:
         """How many more seconds to wait for the head before this computation overtakes it."""
@@ -140,7 +140,7 @@ class OutOfOrderExecutor(Executor):
         """The slot, micro-batch and source of a receive."""
         instruction = self.program.order[receive]
         assert isinstance(instruction, Receive)
-        slot = self.program.slots[instruction.value]
+        slot = self.program.value_numbers[instruction.value]
         return (slot, instruction.microbatch), self.program.ranks[instruction.source]
 
     def _wanted(self, receive: int) -> tuple[Key, int]:

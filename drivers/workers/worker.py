@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pippy.drivers.control.messages import Abandon, Answer, Command, Dump, Failure, Load, Unload
+from pippy.drivers.control.messages import Answer, Command, Dump, Failure, GiveUp, Load, Unload
 from pippy.drivers.errors import PeerLost
 from pippy.drivers.schedules.programs.instructions import Compute, Free, Receive, Send
 from pippy.drivers.transport.interface import Interrupted
@@ -27,7 +27,7 @@ class Worker:
         self.seat = seat
         self.device = torch.device(seat.device or "cpu")
         self.drivers: dict[int, DriverState] = {}
-        self.abandoned: deque[Abandon] = deque()  # what is yet to be cleaned up after; urgent messages add to it
+        self.abandoned: deque[GiveUp] = deque()  # what is yet to be cleaned up after; urgent messages add to it
         self.given_up_through = -1
         self.command: Command | None = None
 
@@ -48,12 +48,12 @@ class Worker:
         """Obey one command. What goes wrong is part of the answer."""
         self._clean_up(command.number)
         if command.number <= self.given_up_through:
-            return Answer(failure=Failure("given up", "", abandoned=True))
+            return Answer(failure=Failure("given up", ""))
         self.command = command
         try:
             return Answer(self._obey(command))
         except Interrupted:
-            failure = Failure("given up", "", abandoned=True)
+            failure = Failure("given up", "")
         except PeerLost as error:
             failure = self._failure(command, error, peer=error.peer)
         except BaseException as error:  # whatever a user's model or optimizer raises, sys.exit() too
@@ -69,7 +69,7 @@ class Worker:
 
     def urgent(self, message: Any) -> Any:
         """Answer at once, on a thread that is not the worker's own."""
-        if isinstance(message, Abandon):
+        if isinstance(message, GiveUp):
             self.abandoned.append(message)
             self.given_up_through = message.last
             self.seat.transport.interrupt()
@@ -97,7 +97,7 @@ class Worker:
             return state.gradients.named(slot, microbatch)
         instruction = executor.current()
         source = executor.program.ranks[instruction.source] if isinstance(instruction, Receive) else "?"
-        names = {slot: name for name, slot in executor.program.slots.items()}
+        names = {slot: name for name, slot in executor.program.value_numbers.items()}
         return f"{names.get(slot)} of micro-batch {microbatch} of step {number}, from worker {source}"
 
     def _obey(self, command: Command) -> Any:
