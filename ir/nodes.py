@@ -1,4 +1,4 @@
-"""How to read the nodes of a graph: what they take, and what is taken out of them."""
+"""Reading the nodes of the top-level graph: their inputs, and the `getitem` nodes of their outputs."""
 
 import operator
 from typing import Any
@@ -9,7 +9,7 @@ from pippy.ir.run.stage_backward import SEED
 
 
 def flat_inputs(call: fx.Node) -> list[fx.Node]:
-    """The nodes that a call takes, in order; one that it takes twice is there twice."""
+    """The nodes among the arguments of a call, in order; a node that is there twice is in the list twice."""
     found: list[fx.Node] = []
 
     def note(node: fx.Node) -> fx.Node:
@@ -21,7 +21,7 @@ def flat_inputs(call: fx.Node) -> list[fx.Node]:
 
 
 def ancestors(loss: fx.Node) -> set[fx.Node]:
-    """Everything that the loss depends on, the loss included."""
+    """The nodes that the loss depends on, and the loss."""
     seen, pending = {loss}, [loss]
     while pending:
         for node in pending.pop().all_input_nodes:
@@ -32,23 +32,26 @@ def ancestors(loss: fx.Node) -> set[fx.Node]:
 
 
 def output_items(call: fx.Node) -> dict[int, fx.Node]:
-    """The getitem nodes that take out the outputs of a call, by index; empty where the call has one output."""
+    """The `getitem` nodes of a call's outputs, by index; empty if the call has one output."""
     return {user.args[1]: user for user in call.users if is_getitem(user)}  # type: ignore[misc]
 
 
 def is_getitem(node: fx.Node) -> bool:
-    """Whether a node takes one entry out of another node's value."""
+    """Whether a node is a `getitem`."""
     return node.op == "call_function" and node.target is operator.getitem
 
 
 def seeded(output_grads: Any) -> Any:
-    """What a written ``output_grads = None`` means: the output is the loss. (A value that is None at run time means that
-    there is no gradient.)"""
+    """The argument ``output_grads`` of a backward node, with `SEED` for None: in the graph, None says that the output is
+    the loss. (A value that is None when the graph runs says that there is no gradient.)"""
     return SEED if output_grads is None else output_grads
 
 
 def map_nodes(function: Any, argument: Any) -> Any:
-    """``argument`` with every node in it replaced, in plain tuples, lists and dicts."""
+    """``argument`` with ``function(node)`` in place of each node.
+
+    The containers are plain ones, which the user may get. `fx.node.map_arg` makes them immutable.
+    """
     if isinstance(argument, fx.Node):
         return function(argument)
     if isinstance(argument, tuple) and hasattr(argument, "_fields"):

@@ -1,1 +1,1 @@
-"""A model becomes a marked graph."""
+"""From a model to a marked graph."""

@@ -1,4 +1,4 @@
-"""The arguments of a model's forward that a graph is specialized to, and those that it was traced as given."""
+"""The arguments of a model's forward: which of them are constants of the graph, and which are optional."""
 
 import inspect
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from pippy.ir.near_names import did_you_mean
 
 
 def check_concrete_args(model: nn.Module, concrete_args: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The arguments to specialize to, or why they cannot be."""
+    """``concrete_args`` as a dict. Raises if a name or a value in it cannot be used."""
     if concrete_args is not None and not isinstance(concrete_args, Mapping):
         raise TracingError(
             f"concrete_args is {concrete_args!r}; give a dict from names of forward's arguments to values"
@@ -30,20 +30,20 @@ def check_concrete_args(model: nn.Module, concrete_args: Mapping[str, Any] | Non
 
 
 def signature_of(model: nn.Module) -> inspect.Signature:
-    """The signature of forward; without annotations, which need not pickle."""
+    """The signature of forward, without its annotations: not every annotation can be pickled."""
     parameters = inspect.signature(model.forward).parameters.values()
     return inspect.Signature([each.replace(annotation=inspect.Parameter.empty) for each in parameters])
 
 
 def _named_arguments(model: nn.Module) -> list[str]:
-    """The names of forward's arguments, in the order in which fx makes placeholders of them."""
+    """The names of forward's arguments, in the order of the placeholders that fx makes."""
     star = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(model.forward).parameters.values()
     return [parameter.name for parameter in parameters if parameter.kind not in star]
 
 
 def drop_concrete_inputs(model: nn.Module, graph: fx.Graph, concrete_args: Mapping[str, Any]) -> None:
-    """fx leaves a placeholder and an assertion for every argument that it specialized; calls are checked elsewhere."""
+    """Remove the placeholder and the assertion that fx leaves for each concrete argument. `ir/signature.py` checks calls."""
     for node, name in zip(graph.find_nodes(op="placeholder"), _named_arguments(model)):
         if name in concrete_args:
             for checked in [user for first in node.users for user in (*first.users, first)]:
@@ -52,7 +52,7 @@ def drop_concrete_inputs(model: nn.Module, graph: fx.Graph, concrete_args: Mappi
 
 
 def optional_inputs(model: nn.Module, graph: fx.Graph) -> list[str]:
-    """The inputs that are None where the caller leaves them out: a forward may do something else then."""
+    """The inputs whose default is None. A forward may do something else where the caller leaves one out."""
     parameters = inspect.signature(model.forward).parameters
     placeholders = {str(node.target) for node in graph.find_nodes(op="placeholder")}
     return [name for name, each in parameters.items() if each.default is None and name in placeholders]

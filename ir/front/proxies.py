@@ -1,4 +1,4 @@
-"""Stand-ins for tensors that know more than torch.fx's own: in-place operators, assertions, questions for the type."""
+"""Proxies that record more than those of torch.fx: in-place operators, assertions, and `isinstance`."""
 
 import dis
 import operator
@@ -18,7 +18,10 @@ _PROXY_STATE = frozenset(("tracer", "node", "root", "attr", "_node", "tensor"))
 
 
 class RecordingProxy(fx.Proxy):
-    """A proxy that records `x += y`, `x[i] = y` and `assert x` for what they are, and is a tensor to who asks."""
+    """A proxy that records `x += y`, `x[i] = y` and `assert x`, and for which `isinstance(x, torch.Tensor)` is True.
+
+    A proxy of torch.fx makes `x += y` a new value, refuses `x[i] = y` and `assert x`, and is no tensor.
+    """
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
@@ -48,7 +51,7 @@ class RecordingProxy(fx.Proxy):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """A tensor, to `isinstance(x, ...)` in the user's code; to C code that would take it for one, what it is."""
+        """`torch.Tensor` where the user's code calls `isinstance(x, ...)`; elsewhere the real class, as C code needs it."""
         if not source.calls(sys._getframe(1), "isinstance"):
             return type(self)
         self.tracer.create_proxy("call_function", check_tensor, (self,), {})
@@ -56,7 +59,7 @@ class RecordingProxy(fx.Proxy):
 
 
 class StateProxy(RecordingProxy):
-    """A parameter or buffer of the model: its shape is known while tracing, so a forward may count and branch on it."""
+    """A parameter or buffer of the model. Its shape is known while tracing, so a forward may branch on it."""
 
     def __init__(self, node: fx.Node, tracer: fx.Tracer, tensor: torch.Tensor) -> None:
         super().__init__(node, tracer)
@@ -84,7 +87,7 @@ class StateProxy(RecordingProxy):
 
 
 class RecordingAttribute(RecordingProxy, fx.proxy.Attribute):
-    """An attribute of a proxy (`x.T`, `x.data`) that records like one. It becomes a node when it is used."""
+    """An attribute of a proxy, such as `x.T`. It becomes a node when it is used."""
 
 
 def _in_place_method(name: str) -> Callable[[fx.Proxy, Any], fx.Proxy]:
@@ -107,7 +110,7 @@ def _is_in_place_on(value: Any, owner: fx.Proxy, name: str) -> bool:
 
 
 def _is_assertion(frame: Any) -> bool:
-    """Whether the frame is at the test of an `assert` statement."""
+    """Whether the frame is evaluating the condition of an `assert` statement."""
     instructions = [each for each in dis.get_instructions(frame.f_code) if each.opname != "CACHE"]
     at = next((index for index, each in enumerate(instructions) if each.offset == frame.f_lasti), None)
     if at is None or "IF_TRUE" not in instructions[at].opname:

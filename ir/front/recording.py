@@ -1,9 +1,14 @@
-"""What torch.fx would lose while it traces, recorded: operations without a traced input, custom autograd functions,
-source lines, and the regions where gradients are off.
+"""Records what plain torch.fx does not record while it traces. Each row is a graph that would silently be another model.
 
-Plain symbolic tracing runs `torch.arange(n)`, `torch.rand(3)` or `self.weight.norm()` once, at trace time, and bakes the
-result in; it traces through an `autograd.Function` and so forgets its backward; and it does not see `torch.no_grad()`.
-Each of these gives a graph that is silently another model.
+in forward                              plain torch.fx                      here
+──────────────────────────────────────────────────────────────────────────────────────────────────────
+torch.arange(n), torch.rand(3),         runs it once, and keeps the         a node
+  self.weight.norm()                      result as a constant
+an autograd.Function                    traces its forward, and             a node (`AutogradFunction`)
+                                          forgets its backward
+with torch.no_grad():                   does not see it                     a mark on each node in it
+with torch.autocast(...):               does not see it                     refused
+random.random()                         keeps the number                    refused
 """
 
 import random
@@ -21,20 +26,20 @@ from torch.overrides import TorchFunctionMode
 from pippy.ir import source
 from pippy.ir.errors import TracingError
 
-# Questions about a tensor that is there, whose answers a forward may branch on.
+# These are answered at once: a forward may branch on what they say of a parameter.
 _QUERIES = frozenset(
     """__format__ __get__ __hash__ __len__ __repr__ data_ptr dim element_size get_device is_complex is_conj is_contiguous
     is_floating_point is_inference is_neg is_pinned is_shared is_signed nelement numel size storage_offset stride
     untyped_storage""".split()
 )
-# Tensors of given numbers: constants, as long as nothing traced is in them.
+# These make a tensor of given numbers, so the result is a constant if no proxy is among the numbers.
 _CONSTANTS = frozenset((torch.tensor, torch.as_tensor, torch.from_numpy, torch.asarray))
-# Their C parsers take sizes as several numbers, or a dtype, and refuse a proxy among them.
+# The C parsers of these functions refuse a proxy among the sizes, or in place of the dtype.
 _TAKING_SIZES = ("empty", "ones", "rand", "randn", "zeros", "finfo", "iinfo")
 
 
 class AutogradFunction:
-    """The `apply` of a custom autograd function, as something that a graph can call by name."""
+    """The `apply` of a custom autograd function, in a form that a graph can call."""
 
     def __init__(self, function: type[torch.autograd.Function]) -> None:
         self.function = function
@@ -56,7 +61,7 @@ class AutogradFunction:
 
 @contextmanager
 def recording(tracer: fx.Tracer) -> Iterator[None]:
-    """Inside, ``tracer`` records what the head of this file says."""
+    """A context in which ``tracer`` records what the table above says."""
     with ExitStack() as stack:
         stack.enter_context(_no_random_numbers())
         stack.enter_context(patch.object(torch.autograd.Function, "apply", _recorded_apply(tracer)))
@@ -71,7 +76,7 @@ def recording(tracer: fx.Tracer) -> Iterator[None]:
 
 
 def _given_proxies(tracer: fx.Tracer, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function whose argument parser refuses proxies before anyone can record the call."""
+    """``function``, which refuses proxies, in a form that records a call with proxies."""
 
     def record(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(arg, fx.Proxy) for arg in (*args, *kwargs.values())):
@@ -82,7 +87,7 @@ def _given_proxies(tracer: fx.Tracer, function: Callable[..., Any]) -> Callable[
 
 
 class _RecordUntraced(TorchFunctionMode):
-    """Records what is computed from no traced value: new tensors, and operations on the model's own."""
+    """Records operations that no proxy takes part in: on new tensors, and on parameters and buffers."""
 
     def __init__(self, tracer: fx.Tracer) -> None:
         super().__init__()
@@ -106,10 +111,9 @@ def _recorded_apply(tracer: fx.Tracer) -> Any:
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        if (
-            cls is torch.utils.checkpoint.CheckpointFunction
-        ):  # trace what is checkpointed: (function, preserve, *inputs)
-            return args[0](*args[2:])
+        if cls is torch.utils.checkpoint.CheckpointFunction:
+            function, _, *inputs = args
+            return function(*inputs)  # trace what is checkpointed
         if cls.__module__.startswith("torch."):
             return original.__func__(cls, *args, **kwargs)
         return tracer.create_proxy("call_function", AutogradFunction(cls), args, kwargs)
@@ -126,7 +130,7 @@ def _refuse_autocast(_: Any) -> None:
 
 @contextmanager
 def _no_random_numbers() -> Iterator[None]:
-    """Whatever was drawn while tracing would be the same for ever after."""
+    """Refuse random numbers that are drawn while tracing: every run would use the same ones."""
     python, tensor = random.getstate(), torch.get_rng_state()
     try:
         yield
@@ -151,7 +155,7 @@ def _same_state(before: torch.Tensor) -> bool:
 
 @contextmanager
 def _annotated_nodes(tracer: fx.Tracer) -> Iterator[None]:
-    """Every node knows its source line, its module, and whether gradients were off."""
+    """Write into each new node its source line, its module, and whether gradients were off."""
     create_node, inference = tracer.create_node, torch.is_inference_mode_enabled()
 
     def create(*args: Any, **kwargs: Any) -> fx.Node:

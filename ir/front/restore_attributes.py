@@ -1,4 +1,4 @@
-"""What pippy runs of the user's on its own account leaves no trace: on the model's attributes, on the random state."""
+"""Tracing and measuring run the user's forward. Afterwards, the model has the attributes that it had before."""
 
 import copy
 from collections.abc import Iterator
@@ -16,7 +16,10 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 
 @contextmanager
 def restoring_attributes(model: nn.Module, silent: bool = False) -> Iterator[None]:
-    """Leave every module of ``model`` with the attributes that it had, and say what its forward tried to set."""
+    """A context after which every module of ``model`` has its attributes again.
+
+    Warns, unless ``silent``, of attributes that were set inside.
+    """
     modules = [
         (path, module) for path, module in model.named_modules() if not isinstance(module, torch.jit.ScriptModule)
     ]
@@ -34,7 +37,11 @@ def restoring_attributes(model: nn.Module, silent: bool = False) -> Iterator[Non
 
 @dataclass
 class _Attributes:
-    """What a module held: its attributes by table, and the contents of those that are lists, dicts and sets."""
+    """The attributes of a module.
+
+    ``tables`` has its parameters, buffers and modules by the names of those dictionaries, and all other attributes under
+    the empty name. ``contents`` has copies of the attributes that are lists, dicts or sets.
+    """
 
     tables: dict[str, dict[str, Any]]
     contents: dict[str, Any]
@@ -47,18 +54,20 @@ def _attributes(module: nn.Module) -> _Attributes:
 
 
 def _restore(module: nn.Module, before: _Attributes) -> list[str]:
+    """Set a module's attributes to those of ``before``, and give the names of those that had changed."""
     changed = _restore_contents(before)
     for table, old in before.tables.items():
         now = module.__dict__ if table == "" else module.__dict__[table]
         names = [name for name in now if not (table == "" and name in _TABLES)]
         stale = [name for name in names if name not in old or now[name] is not old[name]]
-        # An in-place change of a buffer is recorded, and its result assigned; tracing refuses any other assignment.
+        # `self.count += 1` changes a buffer in place, which is recorded, and then assigns the result. Tracing refuses
+        # any other assignment to a buffer.
         changed += [name for name in stale if not name.startswith("_tensor_constant") and table != "_buffers"]
         if table == "":
             for name in stale:
                 del now[name]
             now.update(old)
-        elif stale:  # as they were, in their order
+        elif stale:  # this also restores the order
             now.clear()
             now.update(old)
     return changed

@@ -1,4 +1,4 @@
-"""An `nn.Sequential` as a graph that calls each child as a whole, with a mark between every two."""
+"""An `nn.Sequential` as a graph that calls each child, with a mark between two children."""
 
 import inspect
 
@@ -11,7 +11,7 @@ from pippy.ir.marks import pipe_split
 
 
 def trace_sequential(model: nn.Sequential, marked: bool = True) -> Traced:
-    """The graph of a Sequential. Each child is a layer, whether it has parameters or not."""
+    """The graph of a Sequential. The balancer takes each child for a layer, even one without parameters."""
     if not isinstance(model, nn.Sequential):
         raise TracingError(
             f"from_sequential takes an nn.Sequential; this is a {type(model).__name__}: call pipeline(model) for any module"

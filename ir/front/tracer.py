@@ -22,7 +22,7 @@ class PipeTracer(fx.Tracer):
     ...         return module_qualified_name == "encoder" or super().is_leaf_module(m, module_qualified_name)
     """
 
-    # A buffer that is changed in place must be changed when the graph runs, not when it is traced.
+    # Otherwise an in-place change of a buffer would happen while tracing, and not when the graph runs.
     proxy_buffer_attributes = True
 
     def trace(self, root: nn.Module, concrete_args: dict[str, Any] | None = None) -> fx.Graph:  # type: ignore[override]
@@ -51,7 +51,7 @@ class PipeTracer(fx.Tracer):
 
     def create_arg(self, a: Any) -> Any:
         numpy = sys.modules.get("numpy")
-        if numpy is not None and isinstance(a, numpy.generic):  # a number that generated code cannot write
+        if numpy is not None and isinstance(a, numpy.generic):  # generated code cannot contain such a number
             return a.item()
         if numpy is not None and isinstance(a, numpy.ndarray):
             return super().create_arg(torch.from_numpy(a.copy()))
@@ -60,7 +60,7 @@ class PipeTracer(fx.Tracer):
         return super().create_arg(a)
 
     def _create_mapping(self, mapping: dict[str, Any]) -> fx.Node:
-        """A dict of a class of its own, an OrderedDict or a model's output class, stays of that class."""
+        """Record an OrderedDict, or the output class of a model, as a call of its class. fx would make it a plain dict."""
         if dataclasses.is_dataclass(mapping):
             return self.create_node("call_function", type(mapping), (), super().create_arg(dict(mapping)))
         return self.create_node("call_function", type(mapping), (super().create_arg(dict(mapping)),), {})

@@ -1,4 +1,4 @@
-"""What symbolic tracing cannot follow, or would leave out without a word: each refused, with the line and a remedy."""
+"""Refuses what symbolic tracing cannot follow, or would silently leave out. Each error has the line and a remedy."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ from pippy.ir.front.proxies import changes_in_place
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-# What Python or fx says, and why that is.
+# A part of the message of Python or torch.fx, and the reason to add.
 _REASONS = (
     ("cannot be iterated", "tracing sees no values, so a loop over a tensor or an input cannot be followed"),
     ("control flow", "tracing sees no values, so an `if`, a `while` or a `bool()` on a tensor cannot be followed"),
@@ -32,7 +32,7 @@ _ADVICE = (
 
 
 def explained(error: Exception, model: nn.Module) -> TracingError:
-    """The error to raise for one that came out of the user's forward while it was traced."""
+    """The error to raise for ``error``, which the user's forward raised while it was traced."""
     text = str(error)
     reasons = [reason for clue, reason in _REASONS if clue in text]
     where = source.of_traceback(error.__traceback__, below="trace")
@@ -44,7 +44,7 @@ def explained(error: Exception, model: nn.Module) -> TracingError:
 
 
 def check_model(model: object) -> None:
-    """Refuse what is no module, or does things around its forward that tracing never calls."""
+    """Refuse what is no module, and a module that does something outside of its forward, which is all that is traced."""
     if isinstance(model, type):
         raise TracingError(f"{model.__name__} is a class; give an instance of it: pipeline({model.__name__}(...))")
     if not isinstance(model, nn.Module):
@@ -72,7 +72,7 @@ def hooks_of(module: nn.Module) -> list[str]:
 
 
 def check_backward_hooks(tracer: fx.Tracer, module: nn.Module) -> None:
-    """Refuse backward hooks on a module that is traced through: it is no module any more when the stage runs."""
+    """Refuse backward hooks on a module that is no leaf: a stage has its operations, and does not call the module."""
     path = tracer.path_of_module(module)
     if not tracer.is_leaf_module(module, path):
         raise TracingError(
@@ -82,7 +82,7 @@ def check_backward_hooks(tracer: fx.Tracer, module: nn.Module) -> None:
 
 
 def check_assigned_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a buffer that forward assigned anew; an in-place change (`self.count += 1`) is recorded as such."""
+    """Refuse a buffer that forward assigns. An in-place change (`self.count += 1`) is recorded, and allowed."""
     for path, module in model.named_modules():
         for name, value in module._buffers.items():
             full = f"{path}.{name}".lstrip(".")

@@ -1,1 +1,1 @@
-"""What a process needs to run a stage: its graph, its forward and its backward. Nothing here traces."""
+"""Running a stage: its graph, its forward and its backward. Nothing here imports the tracer."""

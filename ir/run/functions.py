@@ -1,4 +1,4 @@
-"""The functions of pippy's own that the graphs of stages call."""
+"""Functions of pippy that the graphs of stages call."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from pippy.ir.trees import map_tensors
 
 
 def set_grad_mode(enabled: bool) -> bool:
-    """Turn gradients on or off, as a step of a graph; gives the mode before."""
+    """`torch.set_grad_enabled` as a node of a graph. Returns the mode before."""
     before = torch.is_grad_enabled()
     torch.set_grad_enabled(enabled)
     return before
 
 
 def check_tensor(value: Any) -> None:
-    """What tracing answered to `isinstance(x, ...)` must be so when the graph runs."""
+    """Raise if a value is no tensor. While tracing, `isinstance(x, torch.Tensor)` was True for it."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(
             f"forward asked for the type of a value, and tracing took it for a tensor; it is a {type(value).__name__}. Ask for "
@@ -24,7 +24,7 @@ def check_tensor(value: Any) -> None:
 
 
 def by_mode(training: bool, in_training: Any, in_eval: Any) -> Any:
-    """The value for the mode that the model is in.
+    """One of two constants, chosen by the training flag.
 
     >>> by_mode(False, 0.1, 0.0)
     0.0
@@ -33,7 +33,7 @@ def by_mode(training: bool, in_training: Any, in_eval: Any) -> Any:
 
 
 def own_copy(value: Any) -> Any:
-    """The same value in memory of its own, so that it can be changed in place; gradients flow through.
+    """A copy of a value, which can be changed in place. Gradients flow through it.
 
     >>> x = torch.zeros(2)
     >>> own_copy(x).add_(1), x

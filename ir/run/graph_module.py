@@ -1,13 +1,14 @@
 """The graph modules of a Pipe: its stages and its top level.
 
-They pickle as a flat list of nodes. torch's own way writes generated code and traces it again when it is read, which
-loses source lines, folds constants and cannot call `stage_backward`; pickling the linked nodes would recurse once per
-node.
+They pickle as a flat list of nodes. A graph module of torch pickles its generated code, and traces that again when it is
+loaded: this loses source lines, folds constants and cannot call `stage_backward`. To pickle the nodes themselves, which
+refer to one another, would recurse once per node.
 """
 
 import importlib
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from pippy.ir.run.functions import by_mode, check_tensor, own_copy, set_grad_mod
 from pippy.ir.run.stage_backward import stage_backward
 
 _STATE = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training")
-_OURS = (stage_backward, set_grad_mode, check_tensor, by_mode, own_copy)  # what pippy puts into graphs
-KEPT_META = ("source", "module_path")  # what a stage's nodes still know of how they were traced
+_OURS = (stage_backward, set_grad_mode, check_tensor, by_mode, own_copy)  # pippy puts calls of these into graphs
+KEPT_META = ("source", "module_path")  # the entries of `meta` that the nodes of a stage keep
 
 
 class PipeGraphModule(fx.GraphModule):
@@ -79,27 +80,19 @@ def unflatten_graph(flat: list[tuple[Any, ...]]) -> fx.Graph:
     nodes: dict[str, fx.Node] = {}
     for op, name, target, args, kwargs, meta in flat:
         found = target.resolve() if isinstance(target, _Named) else target
-        node = graph.create_node(op, found, _resolved(args, nodes), _resolved(kwargs, nodes), name)
+        args, kwargs = fx.node.map_aggregate((args, kwargs), partial(_resolved, nodes))
+        node = graph.create_node(op, found, args, kwargs, name)
         node.meta.update(meta)
         nodes[name] = node
     return graph
 
 
-def _resolved(argument: Any, nodes: dict[str, fx.Node]) -> Any:
-    if isinstance(argument, _Ref):
-        return nodes[str(argument)]
-    if isinstance(argument, (tuple, list)):
-        items = [_resolved(item, nodes) for item in argument]
-        return type(argument)(*items) if hasattr(argument, "_fields") else type(argument)(items)
-    if isinstance(argument, dict):
-        return {key: _resolved(item, nodes) for key, item in argument.items()}
-    if isinstance(argument, slice):
-        return slice(*(_resolved(getattr(argument, end), nodes) for end in ("start", "stop", "step")))
-    return argument
+def _resolved(nodes: Mapping[str, fx.Node], argument: Any) -> Any:
+    return nodes[str(argument)] if isinstance(argument, _Ref) else argument
 
 
 class _Named:
-    """A function that pickle cannot find by itself, as the place where it is found."""
+    """The module and the name of a function that pickle cannot find by itself."""
 
     def __init__(self, module: str, name: str) -> None:
         self.module, self.name = module, name
@@ -120,9 +113,9 @@ def _portable(function: Callable[..., Any]) -> Any:
 
 
 def install(module: nn.Module, name: str, value: Any, original: nn.Module, persistent: bool = True) -> None:
-    """Put a module, tensor or training flag into ``module`` under the user's qualified name ``name``.
+    """Set a module, tensor or training flag in ``module``, under the user's qualified name ``name``.
 
-    The modules on the way are plain containers that follow the training flag of ``original``'s.
+    The modules on the path to it are made as plain `nn.Module`s, with the training flags that they have in ``original``.
     """
     *path, leaf = local_name(name).split(".")
     holder, theirs = module, original

@@ -1,4 +1,4 @@
-"""Tensors that several stages hold, as buffers or as replicas: none may change them while it runs."""
+"""Tensors that several stages hold: buffers, and copies of replicated parameters. A stage must not change them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from pippy.ir.errors import SharedParameterError
 
 @contextmanager
 def check_unchanged(stage: str, module: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Raise if ``module`` changes one of its tensors called ``names`` in the meantime."""
+    """A context that raises at its end if ``module`` has changed one of these tensors in place."""
     versions = {name: get_tensor(module, name)._version for name in names}
     yield
     changed = [name for name, before in versions.items() if get_tensor(module, name)._version != before]
@@ -23,11 +23,11 @@ def check_unchanged(stage: str, module: nn.Module, names: Sequence[str]) -> Iter
 
 
 def get_tensor(module: nn.Module, name: str) -> torch.Tensor:
-    """The parameter or buffer of ``module`` with a qualified name."""
+    """The parameter or buffer of ``module`` with this qualified name."""
     path, _, leaf = name.rpartition(".")
     return getattr(module.get_submodule(path), leaf)
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Whether something waits for the whole gradient of a tensor, of which each copy would have a part."""
+    """Whether a tensor has hooks on its gradient. The hooks of a copy would be called with a part of the gradient."""
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))

@@ -1,4 +1,4 @@
-"""What the backward nodes of a Pipe's graph call."""
+"""`stage_backward`, which the backward nodes of a Pipe's graph call, and the sums of its gradients."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,17 +9,17 @@ from torch.autograd import Variable
 from pippy.ir.errors import StageError
 from pippy.ir.trees import children, describe, tensors
 
-# The gradient of the loss with respect to itself; stands in ``output_grads`` for the value that is the loss. Any other
-# number in its place is what the loss counts, where it is one of several.
+# The gradient of the loss with respect to itself. In ``output_grads`` it stands at the place of the loss. Another number
+# there is the weight of this loss, where the loss of a step is the weighted sum of several.
 SEED = 1.0
 
 
 def stage_backward(stage_output: Any, output_grads: Any, input_values: Sequence[Any]) -> tuple[Any, ...]:
-    """Run the backward pass of one stage: gradients add up in its parameters' `.grad`, and come back for its inputs.
+    """Run the backward pass of one stage: add to its parameters' `.grad`, and return the gradients of its inputs.
 
-    ``output_grads`` has the shape of ``stage_output``: a gradient for each tensor, None where there is none, `SEED`
-    for the loss. ``input_values`` are the leaves that the stage was called with. A gradient is returned for each of
-    them, None where there is none; that of a container is the tuple of its children's.
+    ``output_grads`` has the shape of ``stage_output``: a gradient for each tensor, None where there is none, and `SEED`
+    for the loss. ``input_values`` are the leaves that the stage was called with. The result has a gradient for each of
+    them, or None; the gradient of a container is the tuple of its children's.
 
     >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
     >>> stage_backward(stage_output=(x * 3, "text"), output_grads=[torch.ones(2), None], input_values=[x, 7])
@@ -28,7 +28,7 @@ def stage_backward(stage_output: Any, output_grads: Any, input_values: Sequence[
     _check_leaves(input_values)
     pairs = list(gradient_pairs(stage_output, output_grads))
     if pairs:
-        # torch.autograd.backward takes as long again to check what was checked where the gradients were made
+        # torch.autograd.backward calls this after checks that take as long again.
         Variable._execution_engine.run_backward(*zip(*pairs), False, False, (), True, True)
     return tuple([_gradient(value) for value in input_values])
 
@@ -48,7 +48,7 @@ def gradient_pairs(output: Any, gradient: Any) -> Iterator[tuple[torch.Tensor, t
 
 
 def weighted(output_grads: Any, weight: float) -> Any:
-    """``output_grads`` for a loss that counts ``weight``; one that counts 0, and may be no number, has no gradient.
+    """``output_grads`` for a loss of this weight. A loss of weight 0 gets no gradient, since it may be NaN.
 
     >>> weighted([SEED, None], 0.25)
     [0.25, None]
@@ -88,7 +88,9 @@ def _gradient(value: Any) -> Any:
 
 
 def add_gradients(one: Any, other: Any) -> Any:
-    """What `torch.add` means where the gradients of a value with several uses meet: either may be None or a tuple.
+    """The sum of two gradients of one value, which the `torch.add` nodes of a Pipe's graph stand for.
+
+    Both may be None, which is no gradient, or tuples, which are the gradients of containers.
 
     >>> add_gradients((torch.tensor(1.0), None), (torch.tensor(2.0), None))
     (tensor(3.), None)

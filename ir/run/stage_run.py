@@ -1,4 +1,4 @@
-"""Running one stage: its inputs become leaves of its own, and what goes wrong says where."""
+"""Running one stage: on leaves that it has for itself, and with errors that name the stage and the user's line."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,14 +25,14 @@ _CONSTANTS = (str, bytes, bool, int, float, complex, type(None), torch.Size, tor
 
 @dataclass
 class StageRun:
-    """One call of a stage: what it gave, and the leaves that it was given, in the order of its graph arguments."""
+    """One call of a stage: its outputs, and the leaves that it was called with, in the order of the node's arguments."""
 
     outputs: Any
     inputs: tuple[Any, ...]
 
 
 def as_leaf(value: Any) -> Any:
-    """A value cut off from the graph that made it. Each consumer takes its own, so that none is counted twice."""
+    """A value detached from the graph that made it. Each stage that uses it takes a leaf, so no gradient is counted twice."""
     return _leaf(value) if type(value) is torch.Tensor else map_leaves(_leaf, value)
 
 
@@ -46,9 +46,9 @@ def _leaf(value: Any) -> Any:
 
 
 def _dense(value: torch.Tensor) -> torch.Tensor:
-    """A tensor without gaps or repetitions in memory, which is how it would arrive from another process.
+    """A tensor without gaps or repetitions in memory, as it would arrive from another process.
 
-    Kernels may round differently for other strides, and a Pipe computes the same wherever its stages are.
+    For other strides a kernel may round differently, and a Pipe computes the same bits wherever its stages are.
     """
     if value.layout != torch.strided:
         return value
@@ -75,21 +75,21 @@ def _check_opaque(value: Any) -> None:
 
 
 def run_stage(name: str, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Any:
-    """Call a stage; an exception comes back as a `StageError` that names the stage, its inputs and the user's line."""
+    """Call a stage. If it raises, raise a `StageError` that names the stage, its inputs and the user's line."""
     grad_mode = torch.is_grad_enabled()
     try:
         with recording_splits(lambda: source.warn(_UNSEEN_MARK.format(name))):
-            return nn.Module.__call__(module, *args, **(kwargs or {}))  # a GraphModule's own call drops the traceback
+            return nn.Module.__call__(module, *args, **(kwargs or {}))  # GraphModule.__call__ drops the traceback
     except Exception as error:
         raise StageError(_explained("forward", name, module, args, error)) from error
     finally:
-        torch.set_grad_enabled(grad_mode)  # a stage that raised inside a torch.no_grad() region
+        torch.set_grad_enabled(grad_mode)  # the stage may have raised under torch.no_grad()
 
 
 def run_backward(
     name: str, module: nn.Module, run: StageRun, output_grads: Any, backward: Backward = stage_backward
 ) -> tuple[Any, ...]:
-    """Call `stage_backward`, or another ``backward``, for an earlier run of a stage, with the same care for errors."""
+    """Call `stage_backward`, or another ``backward``, for an earlier run of a stage. Errors are as those of `run_stage`."""
     try:
         return backward(run.outputs, output_grads, run.inputs)
     except Exception as error:
@@ -111,6 +111,7 @@ def _explained(
 
 
 def _where(module: nn.Module, error: Exception, direction: str) -> Iterator[str]:
+    """The user's lines that ``error`` comes from."""
     if not isinstance(module, fx.GraphModule):
         return
     if direction == "backward":

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree
 
 from pippy import MultiUseParameterConfig, Pipe, pipe_split, pipeline, verify
 from pippy.ir.errors import SplitError, StageError, TracingError
@@ -118,6 +119,21 @@ def test_sizes_and_frozen_dataclasses():
 
     assert list(leaves(torch.Size([2, 3]))) == [torch.Size([2, 3])]
     assert map_tensors(torch.neg, Frozen(torch.ones(1))).x == -1
+
+
+class OwnDict(dict):
+    pass
+
+
+class OwnList(list):
+    pass
+
+
+@pytest.mark.parametrize("value", [Result(torch.ones(1), None), OwnDict(a=torch.ones(1)), OwnList([torch.ones(1)])])
+def test_containers_that_torch_takes_for_one_leaf(value):
+    """That is why `ir/trees.py` does not use torch's pytrees alone."""
+    assert _pytree.tree_leaves(value) == [value]
+    assert list(tensors(value)) == [torch.ones(1)]
 
 
 class Breaks(nn.Module):
