@@ -33,8 +33,8 @@ class Compiled:
     """A model cut into stages, as plain data. The passes change it; all that reads a compiled model reads this.
 
     ``split_gm`` is the top-level graph, which holds the stages. ``replicated_params`` lists for every replicated parameter
-    the stages that hold a copy and its name there; the first is the model's own. ``given`` names the inputs that may not be
-    None. ``mode`` is what `train()` or `eval()` was called for last. ``balance`` is what the ``cut`` of
+    the stages that hold a copy and its name there; the first is the model's own. ``required_inputs`` names the inputs that
+    must not be None. ``mode`` is what `train()` or `eval()` was called for last. ``balance`` is what the ``cut`` of
     `Pipe.from_tracing` found.
     """
 
@@ -44,7 +44,7 @@ class Compiled:
     wiring: Wiring
     signature: inspect.Signature
     concrete_args: dict[str, Any]
-    given: tuple[str, ...]
+    required_inputs: tuple[str, ...]
     modes: Modes
     mode: bool | None = None
     loss: Loss | None = None

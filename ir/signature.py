@@ -1,4 +1,4 @@
-"""The arguments of a Pipe: those of the model, and the loss's target."""
+"""Binds the arguments of a call of a Pipe: those of the model's forward, and the target of the loss."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -11,21 +11,21 @@ from pippy.ir.trees import describe
 
 
 class Callee(Protocol):
-    """What is called: a Pipe, or a traced graph that is to be one.
+    """Something to bind the arguments of a call to: a Pipe, or a traced graph that will be one.
 
-    ``given`` names inputs that may not be None, ``target_name`` the loss's target, where there is one.
+    ``required_inputs`` names inputs that may not be None, ``target_name`` the loss's target, where there is one.
     """
 
     signature: inspect.Signature
     concrete_args: dict[str, Any]
-    given: tuple[str, ...]
+    required_inputs: tuple[str, ...]
     target_name: str | None
 
     def placeholders(self) -> Sequence[fx.Node]: ...
 
 
 def signature_of(pipe: Callee) -> inspect.Signature:
-    """The signature of the model's forward. An argument that the graph is specialized to may be left out where it can."""
+    """The signature of the model's forward, in which each concrete argument has its value for a default where Python allows."""
     parameters = list(pipe.signature.parameters.values())
     for index, parameter in enumerate(parameters):
         last = parameter.kind is parameter.KEYWORD_ONLY or not any(map(_is_required, parameters[index + 1 :]))
@@ -41,7 +41,7 @@ def _is_required(parameter: inspect.Parameter) -> bool:
 def bind(pipe: Callee, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The value of each placeholder of the top-level graph, by the placeholder's name.
 
-    The target may be given by name; else it is the last positional argument.
+    The target is a keyword argument, or the last positional one.
     """
     args, kwargs = list(args), dict(kwargs)
     values: dict[str, Any] = {}
@@ -63,7 +63,7 @@ def bind(pipe: Callee, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[s
         ) from None
     _check_concrete(pipe, bound.arguments)
     bound.apply_defaults()
-    _check_given(pipe, bound.arguments)
+    _check_required(pipe, bound.arguments)
     values.update(
         {
             node.name: bound.arguments[str(node.target).lstrip("*")]
@@ -74,8 +74,8 @@ def bind(pipe: Callee, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[s
     return values
 
 
-def _check_given(pipe: Callee, arguments: Mapping[str, Any]) -> None:
-    missing = [name for name in pipe.given if arguments.get(name) is None]
+def _check_required(pipe: Callee, arguments: Mapping[str, Any]) -> None:
+    missing = [name for name in pipe.required_inputs if arguments.get(name) is None]
     if missing:
         fixed = ", ".join(f"{name!r}: None" for name in missing)
         raise InputError(

@@ -36,7 +36,7 @@ def split(traced: Traced, spec: MultiUseParamSpec = None) -> Compiled:
         wiring=_wiring(plan),
         signature=traced.signature,
         concrete_args=traced.concrete_args,
-        given=traced.given,
+        required_inputs=traced.required_inputs,
         modes=traced.modes,
     )
 

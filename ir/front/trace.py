@@ -27,16 +27,16 @@ from pippy.ir.names import named_state
 class Traced:
     """A marked graph, and what the names in it stand for.
 
-    ``attributes`` has the value of each target of a `get_attr` or `call_module` node. ``given`` names the inputs that
-    must not be None, because forward does something else without them. ``balanced`` is True if a pass has placed the
-    marks, or has decided that there are none.
+    ``attributes`` has the value of each target of a `get_attr` or `call_module` node. ``required_inputs`` names
+    the inputs that must not be None, because forward does something else without them. ``balanced`` is True if a pass has
+    placed the marks, or has decided that there are none.
     """
 
     model: nn.Module
     graph: fx.Graph
     attributes: dict[str, Any] = field(default_factory=dict)
     concrete_args: dict[str, Any] = field(default_factory=dict)
-    given: tuple[str, ...] = ()
+    required_inputs: tuple[str, ...] = ()
     signature: inspect.Signature = field(default_factory=inspect.Signature)
     modes: Modes = field(default_factory=Modes)
     balanced: bool = False
@@ -54,7 +54,7 @@ def trace(model: nn.Module, tracer: TracerLike | None = None, concrete_args: Map
         graph = _record(model, _tracer(tracer), concrete)
         attributes = _attributes(model, graph, state)
     traced = Traced(model, graph, attributes, concrete, signature=signature_of(model))
-    traced.given = _inputs_traced_as_given(traced, tracer)
+    traced.required_inputs = _find_required_inputs(traced, tracer)
     traced.modes.after = flags_after_train(model)
     if reads:
         _follow_modes(traced, tracer, {id(module) for module in reads})
@@ -156,8 +156,11 @@ def _walk(value: Any, path: str) -> Any:
     return value
 
 
-def _inputs_traced_as_given(traced: Traced, tracer: TracerLike | None) -> tuple[str, ...]:
-    """The optional inputs without which forward does something else. While it was traced, each was a proxy and not None."""
+def _find_required_inputs(traced: Traced, tracer: TracerLike | None) -> tuple[str, ...]:
+    """The optional inputs that a call of the Pipe must give: without them, forward does something else.
+
+    While forward was traced, each of its inputs was a proxy, so none was None.
+    """
     optional = optional_inputs(traced.model, traced.graph)
     if not optional or not _differs_without(traced, tracer, optional):
         return ()

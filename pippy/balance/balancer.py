@@ -37,7 +37,7 @@ class _Call:
 
     signature: inspect.Signature
     concrete_args: dict[str, Any]
-    given: tuple[str, ...]
+    required_inputs: tuple[str, ...]
     target_name: str | None
     graph: fx.Graph
 
@@ -114,7 +114,7 @@ class Balancer:
         inputs = traced.graph.find_nodes(op="placeholder")
         target = f"{TARGET}_1" if any(node.name == TARGET for node in inputs) else TARGET
         name = None if self.loss_fn is None else target
-        call = _Call(traced.signature, traced.concrete_args, traced.given, name, traced.graph)
+        call = _Call(traced.signature, traced.concrete_args, traced.required_inputs, name, traced.graph)
         try:
             values = bind(call, self.args, self.kwargs)
         except InputError as error:
