@@ -1,9 +1,9 @@
-"""Stages compiled by `torch.compile`: the options, checked where the driver is made, and their use on a worker.
+"""Stages compiled by `torch.compile`: checks the options where the driver is made, and uses them on a worker.
 
-A stage is compiled when it is first called, and again for what it has not seen yet: another size of micro-batch, another
-mode. Its backward is compiled as one function, so a backward in halves does all of it in I and nothing in W. Autograd gets
-one node for the whole stage, and what of it is a weight's gradient cannot be told apart from outside; compiling each stage
-twice, with its weights and without, would run the forward's saved values through two graphs and keep more of them.
+A stage is compiled when it is first called, and again for another size of micro-batch or another mode. Its backward is
+compiled as one function. So when a backward comes in halves, I does all of it and W does nothing: autograd has one node for
+the whole stage, and nothing outside can tell which part of it makes the gradients of weights. To compile each stage twice, with
+its weights and without them, would run two graphs and keep more values from the forward.
 """
 
 import os
@@ -18,7 +18,7 @@ from pippy.drivers.errors import DriverError
 
 
 def compile_options(given: Any) -> dict[str, Any] | None:
-    """The options of torch.compile; None where nothing is to be compiled.
+    """The options of torch.compile, or None if stages are not compiled.
 
     >>> compile_options(True), compile_options(False)
     ({}, None)
@@ -52,7 +52,7 @@ def compile_options(given: Any) -> dict[str, Any] | None:
 
 
 def compile_modules(modules: Iterable[nn.Module], options: Mapping[str, Any]) -> None:
-    """Have modules compiled at their first calls.
+    """Set modules up to be compiled when they are first called.
 
     >>> module = nn.Linear(1, 1)
     >>> compile_modules([module], {"backend": "eager"})
@@ -62,6 +62,8 @@ def compile_modules(modules: Iterable[nn.Module], options: Mapping[str, Any]) ->
     if options.get("backend", "inductor") == "inductor" and "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         from torch._inductor import config  # slow to import
 
-        config.compile_threads = torch.get_num_threads()  # this worker's share of the cores: all compile at once
+        config.compile_threads = (
+            torch.get_num_threads()
+        )  # a worker's share of the cores: all compile at the same time
     for module in modules:
         module.compile(**options)

@@ -1,4 +1,4 @@
-"""What a worker holds for one driver: stages, programs, gradients, optimizers; and what it does when told."""
+"""What a worker holds for one driver: stages, programs, gradients, optimizers. It carries out the driver's commands on them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -36,7 +36,7 @@ from pippy.ir.trees import map_tensors
 
 
 class DriverState:
-    """One driver's share of a worker."""
+    """The stages, programs, gradients and optimizers of one driver on one worker, and a handler for each command."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class DriverState:
         self.optimizers: dict[int, torch.optim.Optimizer] = {}
         self.running: Executor | None = None
         self.handlers: Mapping[type, Callable[[Any, int], Any]] = {
-            type(None): lambda body, number: None,  # the command was to drop the gradients
+            type(None): lambda body, number: None,  # the command only drops gradients, or drivers
             AddProgram: self._add_program,
             Step: self._step,
             Fetch: self._fetch,
@@ -78,8 +78,8 @@ class DriverState:
         }
 
     def obey(self, command: Command) -> Any:
-        """Carry out a command, and give its result."""
-        if self.settings != Settings.current():  # another driver's
+        """Carry out a command, and return its result."""
+        if self.settings != Settings.current():  # the last command was of another driver
             self.settings.apply()
         self.gradients.settle(command.settled)
         if command.zero_grad:
@@ -104,7 +104,7 @@ class DriverState:
         self.running = executor = self.programs[step.program]
         inputs = {name: step.inputs.microbatches(name) for name in step.inputs.arguments}
         own_rows = step.inputs.own_rows if step.inputs.mask else None
-        self.gradients.hide()
+        self.gradients.clear_grad()
         result = executor.run(
             number, inputs, step.weights, step.trains, self.given_up, own_rows, step.record, step.weigh
         )
@@ -146,15 +146,15 @@ class DriverState:
         if step.reduce:
             self.gradients.reduce(number)
         optimizer = self.optimizers.get(step.optimizer)
-        if optimizer is None:  # no stage here has parameters
+        if optimizer is None:  # no stage on this worker has parameters
             return
         for group, options in zip(optimizer.param_groups, step.groups or ()):
             group.update(options)
-        self.gradients.expose()
+        self.gradients.set_grad()
         try:
             optimizer.step()
         finally:
-            self.gradients.hide()
+            self.gradients.clear_grad()
 
     def _optimizer_state(self, body: OptimizerState, number: int) -> list[dict[str, Any] | None]:
         optimizer = self.optimizers.get(body.optimizer)
@@ -168,7 +168,7 @@ class DriverState:
         numbered = optimizer.state_dict()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         numbers = {id(parameter): index for index, parameter in enumerate(parameters)}
-        # Two copies of a parameter must not share what was one tensor in the message.
+        # Two copies of a parameter must not share one tensor of the message.
         own = {place: map_tensors(torch.clone, dict(state)) for place, state in body.state.items()}
         numbered["state"] = {numbers[id(self.tensor(place))]: state for place, state in own.items()}
         optimizer.load_state_dict(numbered)

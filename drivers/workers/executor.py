@@ -1,6 +1,13 @@
 """Runs a worker's part of a program: a handler for each kind of instruction, and no scheduling.
 
-The instructions are bound to what they work on once, when the program arrives; a step then goes through the list.
+When the program arrives, each instruction is bound to its handler and arguments. A step then goes through the list:
+
+    F  forward   takes values, runs the stage, keeps the run (its inputs and outputs) for the backward
+    B  backward  takes the run and the gradients of its outputs, gives the gradients of its inputs
+    I  the half  as B, but the gradients of the weights are put off
+    W  the half  computes those
+    send, receive, free      move and drop values, by name and micro-batch
+    reduce                   does nothing here: Gradients adds up when the step ends
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,13 +36,13 @@ from pippy.ir.trees import describe, map_tensors
 
 OwnRows = Callable[[Any, int], Any]
 Handle = Callable[..., None]
-_PUT_OFF = StageRun((), ())  # the second half of a backward has neither
+_PUT_OFF = StageRun((), ())  # the half W has neither inputs nor outputs
 Key = tuple[str, int]  # a value, by its name and micro-batch
 
 
 @dataclass(frozen=True)
 class StageCall:
-    """A stage that can be run: its module, how the graph calls it, and what of it must not change."""
+    """A stage that can be run: its module, how the graph calls it, and which of its tensors must not change."""
 
     name: str
     module: nn.Module
@@ -44,7 +51,7 @@ class StageCall:
 
     @cached_property
     def deferral(self) -> WeightDeferral:
-        """Puts off the gradients of its weights."""
+        """Puts off the computation of its weights' gradients."""
         return WeightDeferral(self.module)
 
     def run(self, inputs: Sequence[Any]) -> Any:
@@ -115,10 +122,10 @@ class Executor:
         record: bool = False,
         weigh: bool = False,
     ) -> StepResult:
-        """Go through the instructions once, or until the step is given up.
+        """Run all instructions once, or until the step is given up.
 
-        ``own_rows`` takes from the inputs of the loss what is a micro-batch's own, where each is the whole mini-batch. With
-        ``record``, the recorder notes the times of the instructions; with ``weigh``, the scales what stages keep.
+        ``own_rows`` takes a micro-batch's rows from the inputs of the loss, if each of those is the whole mini-batch. With
+        ``record``, the times of the instructions are noted; with ``weigh``, the bytes that stages keep are measured.
         """
         self.own_rows = own_rows
         self.number, self.weights, self.trains = number, weights, trains
@@ -150,17 +157,17 @@ class Executor:
 
     @cached_property
     def recorder(self) -> Recorder:
-        """Notes what is done when, in the steps that are recorded."""
+        """Notes the times of instructions, in the steps that are recorded."""
         return Recorder(self.program.order, self.code, self.program.ranks, self.transport, self.device)
 
     @cached_property
     def saved_memory(self) -> SavedMemory:
-        """Weighs what stages keep for their backwards, in the steps that are to."""
+        """Measures the bytes that stages keep for their backwards, in the steps that ask for it."""
         modules = {name: call.module for name, call in self.calls.items()}
         return SavedMemory(self.program.order, modules, lambda: self.runs)
 
     def current(self) -> Instruction:
-        """The instruction that is being carried out."""
+        """The instruction that runs now."""
         return self.program.order[self.at]
 
     def _here(self, value: Any) -> Any:
@@ -178,7 +185,7 @@ class Executor:
                 return self._receive, ((value, microbatch), rank, slot, microbatch)
             case Free(value, microbatch):
                 return self._free, ((value, microbatch),)
-            case Reduce():  # the sums are made when the step ends, in the same order on all workers
+            case Reduce():  # gradients are added up when the step ends, in the same order on all workers
                 return _nothing, ()
         raise AssertionError(instruction)
 
@@ -234,7 +241,7 @@ class Executor:
                 self.returned[key[0]][microbatch] = map_tensors(_detached, value)
 
     def _given(self, takes: Sequence[Any], microbatch: int) -> Any:
-        """The gradients of the outputs of a call: sums of what came back from their uses, or the loss's own."""
+        """The gradients of a call's outputs: the sum over the uses of each output, or the weight of the loss."""
         totals = [
             reduce(add_gradients, [self.values[key] for key in each], None)
             if isinstance(each, tuple)
@@ -304,7 +311,7 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _packed(values: list[Any]) -> Any:
-    """Numbers as one tensor: a message with a tensor for each of many micro-batches is slow."""
+    """Numbers as one tensor. A message with one tensor for each of many micro-batches would be slow."""
     if all(isinstance(value, torch.Tensor) and value.dim() == 0 for value in values):
         return torch.stack(values).cpu()
     return [map_tensors(torch.Tensor.cpu, value) for value in values]

@@ -1,10 +1,29 @@
 """The gradients that a worker holds for one driver.
 
-During a step `.grad` starts from nothing, so that a step that fails can be forgotten; a step's gradients count once the
-controller says that it succeeded everywhere. The gradients of the copies of a replicated parameter are added up once per
-update, worker to worker:
+A step may fail on another worker after it has ended here. So its gradients stay pending until the controller says, in a later
+command, that the step succeeded everywhere. Then they are settled. A gradient is in one of these places:
 
-    copy on worker 2 ──part──▶ first copy's worker: adds the parts in the order of the stages ──sum──▶ every copy's worker
+| place               | gradients of               | from                                                     |
+|---------------------|----------------------------|----------------------------------------------------------|
+| ``.grad``           | all parameters             | the step that runs now                                   |
+| ``pending[i].own``  | all parameters             | a step that may still be given up                        |
+| ``pending[i].sums`` | copies, summed over copies | a step or command that may still be given up             |
+| ``unsummed``        | copies, each its own       | settled steps                                            |
+| ``total``           | all parameters             | settled steps: what users and optimizers see             |
+
+"Copies" are those of replicated parameters.
+
+                     end_step                settle
+    a parameter   .grad ─────▶ pending.own ─────────▶ total
+
+    a copy        .grad ─────▶ pending.own ─────────▶ unsummed ─┐
+                                    │                           ▼                   settle
+                                    └──────────────────────▶ added up ─▶ pending.sums ─────▶ total, of every copy
+
+The gradients of copies are added up once per update: at the end of a step, or in a command of their own. The worker of the
+first copy adds them, in the order of the stages, and sends the sum back:
+
+    worker of another copy ──its gradient──▶ worker of the first copy ──the sum──▶ worker of another copy
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,24 +36,24 @@ from pippy.drivers.transport.interface import Transport
 from pippy.ir.run.stage_backward import add_gradients
 
 Gradient = torch.Tensor | None
-FIRST_SLOT = 1 << 24  # of the replicated parameters; no program has as many values
+FIRST_NUMBER = 1 << 24  # of the replicated parameters in the keys of messages; no program has as many values
 
 
 @dataclass
-class _Step:
-    """What a command that may still be given up did to the gradients, by parameter.
+class _Pending:
+    """What a command that may still be given up did to the gradients, by the id of the parameter.
 
-    ``fresh`` came new, ``sums`` were added up over all copies, and then everything was multiplied by ``factor``.
+    ``own`` are new gradients, ``sums`` were added up over all copies. After that, everything is multiplied by ``factor``.
     """
 
     number: int
-    fresh: Mapping[int, Gradient]
+    own: Mapping[int, Gradient]
     sums: Mapping[int, Gradient] = field(default_factory=dict)
     factor: float = 1.0
 
 
 class Gradients:
-    """``parameters`` are all of a worker's by id; ``groups`` every replicated parameter, its local copies as tensors."""
+    """The gradients of ``parameters``. ``groups`` are all replicated parameters, each with its copies on this worker."""
 
     def __init__(
         self,
@@ -46,79 +65,79 @@ class Gradients:
         self.parameters = {id(parameter): parameter for parameter in parameters}
         self.groups, self.index, self.transport = groups, index, transport
         self.copies = {id(tensor) for _, local in groups for tensor in local.values()}
-        self.total: dict[int, Gradient] = {}  # what counts
-        self.parts: dict[int, Gradient] = {}  # of copies: what has not been added up yet
-        self.steps: list[_Step] = []
-        self.adding = False  # up, the gradients of the copies: for messages
+        self.total: dict[int, Gradient] = {}
+        self.unsummed: dict[int, Gradient] = {}
+        self.pending: list[_Pending] = []
+        self.adding_up = False  # says what a failure interrupted
 
     def zero(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
         self.total.clear()
-        self.parts.clear()
-        self.steps.clear()
-        self.hide()
+        self.unsummed.clear()
+        self.pending.clear()
+        self.clear_grad()
 
-    def hide(self) -> None:
-        """Let `.grad` start from nothing."""
+    def clear_grad(self) -> None:
+        """Set `.grad` to None, so that a step or an optimizer starts from nothing."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def expose(self) -> None:
-        """Put what counts into `.grad`."""
+    def set_grad(self) -> None:
+        """Set `.grad` to the gradients that the user sees."""
         for key, parameter in self.parameters.items():
             parameter.grad = self.of(key)
 
-    def end_step(self, number: int, reduce: bool) -> None:
-        """Set the gradients of a step aside, until it is settled or dropped."""
-        fresh = {key: p.grad for key, p in self.parameters.items() if p.grad is not None}
-        step = _Step(number, fresh)
-        if reduce:
-            step.sums = self._sums(number, {key: self._part(key, fresh) for key in self.copies})
-        self.steps.append(step)
-        self.hide()
-
-    def _part(self, key: int, fresh: Mapping[int, Gradient]) -> Gradient:
-        """What a copy has gathered since its gradients were last added up."""
-        part = self.parts.get(key)
-        for step in self.steps:
-            part = None if key in step.sums else add_gradients(part, step.fresh.get(key))
-        return add_gradients(part, fresh.get(key))
-
     def of(self, key: int) -> Gradient:
-        """The gradient of a parameter, by its id, with what the command that is being carried out added up."""
+        """The gradient of a parameter, by its id. What the current command added up is in it."""
         total = self.total.get(key)
-        for step in self.steps:
-            total = add_gradients(total, step.sums.get(key))
+        for command in self.pending:
+            total = add_gradients(total, command.sums.get(key))
         return total
 
-    def settle(self, through: int) -> None:
-        """Count the gradients of all steps up to a number."""
-        self.adding = False
-        while self.steps and self.steps[0].number <= through:
-            step = self.steps.pop(0)
-            for key, gradient in step.fresh.items():
-                if key not in self.copies:
-                    _add(self.total, key, gradient)
-                elif key not in step.sums:
-                    _add(self.parts, key, gradient)
-            for key, gradient in step.sums.items():
-                self.parts.pop(key, None)
-                _add(self.total, key, gradient)
-            self._multiply(step.factor)
+    def end_step(self, number: int, reduce: bool) -> None:
+        """Move the gradients of a step from `.grad` to the pending ones. With ``reduce``, add up those of copies."""
+        own = {key: p.grad for key, p in self.parameters.items() if p.grad is not None}
+        step = _Pending(number, own)
+        if reduce:
+            step.sums = self._sums(number, {key: self._since_last_sum(key, own) for key in self.copies})
+        self.pending.append(step)
+        self.clear_grad()
 
-    def drop(self, first: int, last: int) -> None:
-        """Forget what the commands from a number to another did."""
-        self.steps = [step for step in self.steps if not first <= step.number <= last]
-        self.hide()
+    def _since_last_sum(self, key: int, own: Mapping[int, Gradient]) -> Gradient:
+        """The gradient of a copy from all steps since its gradients were last added up, the one that ends included."""
+        gradient = self.unsummed.get(key)
+        for command in self.pending:
+            gradient = None if key in command.sums else add_gradients(gradient, command.own.get(key))
+        return add_gradients(gradient, own.get(key))
 
     def reduce(self, number: int) -> None:
-        """Add up what the copies have gathered."""
-        sums = self._sums(number, {key: self.parts.get(key) for key in self.copies})
-        self.steps.append(_Step(number, {}, sums))
+        """Add up the gradients of copies, in a command of its own."""
+        sums = self._sums(number, {key: self.unsummed.get(key) for key in self.copies})
+        self.pending.append(_Pending(number, {}, sums))
 
     def scale(self, number: int, factor: float) -> None:
-        """Multiply all gradients, once it is known that all workers do."""
-        self.steps.append(_Step(number, {}, factor=factor))
+        """Multiply all gradients, once all workers are known to do so."""
+        self.pending.append(_Pending(number, {}, factor=factor))
+
+    def settle(self, through: int) -> None:
+        """Settle the commands up to a number: they succeeded on all workers."""
+        self.adding_up = False
+        while self.pending and self.pending[0].number <= through:
+            command = self.pending.pop(0)
+            for key, gradient in command.own.items():
+                if key not in self.copies:
+                    _add(self.total, key, gradient)
+                elif key not in command.sums:
+                    _add(self.unsummed, key, gradient)
+            for key, gradient in command.sums.items():
+                self.unsummed.pop(key, None)
+                _add(self.total, key, gradient)
+            self._multiply(command.factor)
+
+    def drop(self, first: int, last: int) -> None:
+        """Drop what the commands from ``first`` to ``last`` did: they were given up."""
+        self.pending = [command for command in self.pending if not first <= command.number <= last]
+        self.clear_grad()
 
     def _multiply(self, factor: float) -> None:
         if factor != 1.0:
@@ -126,44 +145,55 @@ class Gradients:
                 if gradient is not None:
                     gradient.mul_(factor)
 
-    def _sums(self, number: int, parts: Mapping[int, Gradient]) -> dict[int, Gradient]:
-        """The sum over the copies of each replicated parameter, for every copy that is here."""
-        self.adding = True  # until the next command; whoever explains a failure asks
-        for slot, (group, local) in enumerate(self.groups):
+    def _sums(self, number: int, gradients: Mapping[int, Gradient]) -> dict[int, Gradient]:
+        """Add up the gradients of all copies of each replicated parameter. Returns the sum for every copy that is here."""
+        self.adding_up = True  # until the next command, because a failure is explained after this returns
+        for group_index, (group, local) in enumerate(self.groups):
             owner = group.copies[0][0]
             for copy, tensor in local.items():
                 if owner != self.index:
-                    self.transport.send(owner, (number, FIRST_SLOT + slot, copy), parts[id(tensor)])
+                    self.transport.send(owner, _key(number, group_index, copy), gradients[id(tensor)])
         sums: dict[int, Gradient] = {}
-        for owned in (True, False):  # what others wait for first
-            for slot, (group, local) in enumerate(self.groups):
+        for owned in (True, False):  # first the sums that other workers wait for
+            for group_index, (group, local) in enumerate(self.groups):
                 if local and (group.copies[0][0] == self.index) == owned:
-                    total = self._add_up(number, slot, parts) if owned else self._receive_sum(number, slot)
+                    total = (
+                        self._add_up(number, group_index, gradients)
+                        if owned
+                        else self._receive_sum(number, group_index)
+                    )
                     for tensor in local.values():
                         sums[id(tensor)] = None if total is None else total.clone()
         return sums
 
-    def named(self, slot: int, copy: int) -> str:
-        """What a slot of `_sums` carries, and from whom it comes."""
-        group = self.groups[slot - FIRST_SLOT][0]
+    def _add_up(self, number: int, group_index: int, gradients: Mapping[int, Gradient]) -> Gradient:
+        group, local = self.groups[group_index]
+        total: Gradient = None
+        for copy, (worker, _) in enumerate(group.copies):
+            if copy in local:
+                gradient = gradients[id(local[copy])]
+            else:
+                gradient = self.transport.receive(_key(number, group_index, copy), worker)
+            total = add_gradients(total, gradient)
+        for worker in sorted({worker for worker, _ in group.copies} - {self.index}):
+            self.transport.send(worker, _key(number, group_index, len(group.copies) + worker), total)
+        return total
+
+    def _receive_sum(self, number: int, group_index: int) -> Gradient:
+        copies = self.groups[group_index][0].copies
+        return self.transport.receive(_key(number, group_index, len(copies) + self.index), copies[0][0])
+
+    def named(self, value_number: int, copy: int) -> str:
+        """What a message of `_sums` carries, and which worker sends it. The arguments are the last two parts of its key."""
+        group = self.groups[value_number - FIRST_NUMBER][0]
         if copy < len(group.copies):
             return f"the gradient of copy {copy} of {group.name!r}, from worker {group.copies[copy][0]}"
         return f"the sum of the gradients of {group.name!r}, from worker {group.copies[0][0]}"
 
-    def _add_up(self, number: int, slot: int, parts: Mapping[int, Gradient]) -> Gradient:
-        group, local = self.groups[slot]
-        total: Gradient = None
-        for copy, (worker, _) in enumerate(group.copies):
-            here = copy in local
-            part = parts[id(local[copy])] if here else self.transport.receive((number, FIRST_SLOT + slot, copy), worker)
-            total = add_gradients(total, part)
-        for worker in sorted({worker for worker, _ in group.copies} - {self.index}):
-            self.transport.send(worker, (number, FIRST_SLOT + slot, len(group.copies) + worker), total)
-        return total
 
-    def _receive_sum(self, number: int, slot: int) -> Gradient:
-        copies = self.groups[slot][0].copies
-        return self.transport.receive((number, FIRST_SLOT + slot, len(copies) + self.index), copies[0][0])
+def _key(number: int, group_index: int, copy: int) -> tuple[int, int, int]:
+    """The key of a message: the gradient of a copy. The sum for a worker has the number of copies plus the worker."""
+    return number, FIRST_NUMBER + group_index, copy
 
 
 def _add(gradients: dict[int, Gradient], key: int, more: Gradient) -> None:

@@ -1,7 +1,7 @@
-"""Notes what a worker does when, in steps that are recorded; in all others it has no part.
+"""Notes when each instruction of a worker ends, in steps that are recorded. Other steps run without it.
 
-An instruction begins when the one before it ends, so one look at the clock does for each. On an accelerator a computation
-is waited for before its end is noted, so that its time is its own, and not that of what waits for it next.
+An instruction begins when the one before it ends, so the clock is read once for each. On an accelerator, the worker waits for
+a computation before it notes its end. Otherwise its time would be counted for the next instruction that waits for it.
 """
 
 import os
@@ -22,7 +22,7 @@ from pippy.drivers.control.messages import WorkerRecord
 from pippy.drivers.schedules.programs.instructions import Compute, Instruction, Send
 from pippy.drivers.transport.interface import Sent, Transport
 
-Bound = tuple[Callable[..., None], tuple[Any, ...]]  # an instruction: what carries it out, and with what
+Bound = tuple[Callable[..., None], tuple[Any, ...]]  # an instruction: its handler and the arguments
 _NOTHING = Sent()
 
 
@@ -44,22 +44,22 @@ class Recorder:
         self.code = [self._timed(at, each, *bound) for at, (each, bound) in enumerate(zip(order, code))]
 
     def begin(self) -> None:
-        """A step begins now."""
+        """Note that a step begins."""
         self.began, self.cpu = time.monotonic(), time.thread_time()
         self.adding: float | None = None
         self.memory.begin()
 
     def timed(self) -> Sequence[Bound]:
-        """Instructions that do as the program's own, and note when they ended. The first begins now."""
+        """The program's instructions, changed to note when they end. The first of them begins now."""
         self.started = time.monotonic()
         return self.code
 
     def note_adding(self) -> None:
-        """Now the gradients of replicated parameters begin to be added up."""
+        """Note that the worker begins to add up the gradients of replicated parameters."""
         self.adding = time.monotonic()
 
     def record(self) -> WorkerRecord:
-        """What was noted of the step, which ends now."""
+        """What was noted. The step ends now."""
         return WorkerRecord(
             clock(),
             self.began,
@@ -109,7 +109,7 @@ class Recorder:
 
 @cache
 def clock() -> str:
-    """A name of this process's monotonic clock: processes of one running kernel share it.
+    """The name of this process's monotonic clock. Processes of one running kernel share the clock and the name.
 
     >>> clock() == clock()
     True
@@ -120,7 +120,7 @@ def clock() -> str:
 
 
 class DeviceMemory:
-    """The most memory that torch allocates on a GPU in a step."""
+    """The peak of the memory that torch has allocated on a GPU in a step."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.of = device, f"allocated on {device}"
@@ -133,7 +133,7 @@ class DeviceMemory:
 
 
 class ProcessMemory:
-    """The most memory that this process has resident in a step; or since it began, where the system keeps no other peak.
+    """The peak of this process's resident memory in a step; or since it began, on systems that keep no other peak.
 
     >>> memory = ProcessMemory()
     >>> memory.begin()
@@ -150,7 +150,7 @@ class ProcessMemory:
             self.of = "resident since the worker began"
             return
         try:
-            os.write(file, b"5")  # the peak begins anew; nothing else is cleared
+            os.write(file, b"5")  # resets the peak, and nothing else
         except OSError:
             self.of = "resident since the worker began"
         finally:

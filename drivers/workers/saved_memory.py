@@ -1,8 +1,8 @@
-"""Weighs what the first micro-batch of each stage keeps from its forward for its backward, in a step that is told to.
+"""Measures how many bytes a stage keeps from its forward for its backward, for the first micro-batch of a step.
 
-That is what autograd saves, and the stage's inputs and outputs; parameters and buffers, which are there anyway, do not
-count. A compiled stage is measured as it is before it is compiled: compiled ones mostly keep less, and the hooks that see
-what is saved would have it compiled for themselves.
+Counted are the tensors that autograd saves, and the inputs and outputs of the stage. Parameters and buffers do not count,
+because they are there anyway. A compiled stage is measured without torch.compile: the hooks that see saved tensors would
+compile it once more. Compiled, it mostly keeps less.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ Bound = tuple[Callable[..., None], tuple[Any, ...]]
 
 
 class SavedMemory:
-    """Weighs for one program on one worker. ``runs`` gives the runs of stages that wait for their backward.
+    """Measures the stages of one program on one worker. ``runs`` returns the runs of stages that wait for their backward.
 
     >>> linear = nn.Linear(4, 4)
     >>> x = torch.zeros(2, 4, requires_grad=True)
@@ -42,7 +42,7 @@ class SavedMemory:
         self.kept: dict[int, int] = {}
 
     def measured(self, code: Sequence[Bound]) -> list[Bound]:
-        """The same instructions; the first forward of each stage is measured."""
+        """The instructions, changed so that the first forward of each stage is measured."""
         return [self._measured(instruction, *bound) for instruction, bound in zip(self.order, code)]
 
     def _measured(self, instruction: Instruction, handle: Callable[..., None], operands: tuple[Any, ...]) -> Bound:
@@ -62,27 +62,27 @@ class SavedMemory:
 
 
 class ByteCounter:
-    """Counts bytes: of each piece of memory the largest tensor, and nothing of the modules' own."""
+    """Counts the bytes of tensors: each piece of memory once, and none that belongs to the modules."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         own = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         self._own = {_memory(tensor) for tensor in own}
         self._found: dict[int, int] = {}
-        self._held: list[torch.Tensor] = []  # while a tensor is held, no other has its memory
+        self._held: list[torch.Tensor] = []  # a held tensor keeps its memory from being used again
 
     @property
     def bytes(self) -> int:
-        """What was counted."""
+        """The sum."""
         return sum(self._found.values())
 
     def add(self, values: Any) -> None:
-        """Count the tensors in some values."""
+        """Count the tensors in these values."""
         for tensor in tensors(values):
             self._count(tensor)
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        """Inside, what autograd saves is counted."""
+        """Inside, the tensors that autograd saves are counted."""
         with torch.autograd.graph.saved_tensors_hooks(self._count, lambda tensor: tensor):
             yield
 
@@ -100,7 +100,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 @contextmanager
 def uncompiled(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """While it lasts, modules run as they are, not as torch.compile made them."""
+    """Inside, the modules run without torch.compile."""
     compiled = [(module, module._compiled_call_impl) for module in modules]
     try:
         for module, _ in compiled:

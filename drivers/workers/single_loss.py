@@ -1,4 +1,4 @@
-"""One loss over the whole mini-batch: micro-batches meet in it, and part again on the way back."""
+"""One loss over the whole mini-batch: the micro-batches are joined before it, and its gradients are divided again."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ class Runnable(Protocol):
 class SingleLoss:
     """Gathers the inputs of the loss from all micro-batches, and computes it once.
 
-    Tensors are concatenated along their first dimension, where their rows are; what is no batch must be the same in all.
+    Tensors are concatenated along their first dimension. Inputs without rows must be the same in all micro-batches.
 
     >>> class Mean:
     ...     def run(self, inputs):
@@ -38,14 +38,14 @@ class SingleLoss:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the micro-batches of a step."""
+        """Drop the micro-batches of a step."""
         self.gathered: dict[int, tuple[Any, ...]] = {}
         self.merged: tuple[Any, ...] = ()
         self.output: Any = None
         self.gradients: list[list[Any]] | None = None  # by micro-batch, then leaf
 
     def gather(self, microbatch: int, inputs: tuple[Any, ...]) -> None:
-        """Note the inputs of one micro-batch."""
+        """Keep the inputs of one micro-batch."""
         self.gathered[microbatch] = inputs
 
     def loss(self) -> torch.Tensor:
@@ -95,7 +95,7 @@ def _merged(parts: Sequence[Any]) -> Any:
 
 
 def _arranged(value: Any, gradients: Iterator[Any]) -> Any:
-    """The gradients of the leaves of a value in the value's shape, as `stage_backward` gives them."""
+    """The gradients of a value's leaves in the structure of the value, as `stage_backward` returns them."""
     held = children(value)
     if held is None:
         return next(gradients)

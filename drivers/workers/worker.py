@@ -142,7 +142,7 @@ class Worker:
         message = f"{type(error).__name__}: {_said(error)}"
         if executor is None:
             what = type(command.body).__name__
-            if state and state.gradients.adding:
+            if state and state.gradients.adding_up:
                 what += ", adding up the gradients of replicated parameters"
             return Failure(message, text, where=what, peer=peer)
         instruction = executor.current()

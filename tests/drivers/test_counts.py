@@ -21,7 +21,7 @@ from pippy import (
 from pippy.drivers.schedules import make_schedule, simulate
 from pippy.drivers.schedules.orders.registry import REGISTRY
 from pippy.drivers.schedules.programs.instructions import Send
-from pippy.drivers.workers.gradients import FIRST_SLOT
+from pippy.drivers.workers.gradients import FIRST_NUMBER
 from tests.drivers.models import Chain, TiedLanguage
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
@@ -215,7 +215,7 @@ def test_the_sums_of_replicated_gradients_begin_while_others_drain(threads, monk
         backwards.append(1)
         if len(backwards) == 6:  # the last micro-batch of the second step
             deadline = time.monotonic() + 20
-            while not transport.ready((threads.dispatch.number, FIRST_SLOT, 1)):
+            while not transport.ready((threads.dispatch.number, FIRST_NUMBER, 1)):
                 assert time.monotonic() < deadline, "the part is sent after the drain"
             arrived.append(1)
 
