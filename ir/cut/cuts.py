@@ -21,7 +21,7 @@ from pippy.ir.run.shared_tensors import has_gradient_hooks
 
 
 @dataclass(frozen=True)
-class Together:
+class Constraint:
     """The operations from number ``first`` to number ``last`` must be in one stage, and why."""
 
     first: int
@@ -85,7 +85,7 @@ def _once(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers()
 
 
-def kept_together(traced: Traced, spec: MultiUseParamSpec = None, changed: Collection[int] = ()) -> list[Together]:
+def constraints(traced: Traced, spec: MultiUseParamSpec = None, changed: Collection[int] = ()) -> list[Constraint]:
     """The runs of operations that cannot be cut.
 
     ``changed`` has ids of tensors that some module was seen to change when it ran, which no graph shows.
@@ -95,7 +95,7 @@ def kept_together(traced: Traced, spec: MultiUseParamSpec = None, changed: Colle
     return [each for each in found if each.first < each.last]
 
 
-def _around_mutations(traced: Traced, uses: Mapping[int, Uses]) -> Iterator[Together]:
+def _around_mutations(traced: Traced, uses: Mapping[int, Uses]) -> Iterator[Constraint]:
     number = {node: index for index, node in enumerate(operations(traced))}
     for mutation in find_mutations(traced.graph, traced.attributes)[0]:
         root, last = mutation.root, number[mutation.node]
@@ -104,12 +104,12 @@ def _around_mutations(traced: Traced, uses: Mapping[int, Uses]) -> Iterator[Toge
             tensor = uses[id(traced.attributes[str(root.target)])]
             # Later stages can be given the new value, but not a leaf module's own copy of it.
             after = tensor.all if is_constant(root) else tensor.by_leaf
-            yield Together(min([last, *tensor.all]), max([last, *after]), why)
+            yield Constraint(min([last, *tensor.all]), max([last, *after]), why)
         elif root.op == "placeholder":
             users = [number[user] for user in root.users if user in number]
-            yield Together(min([last, *users]), max([last, *users]), why)
+            yield Constraint(min([last, *users]), max([last, *users]), why)
         else:
-            yield Together(number[root], last, why)
+            yield Constraint(number[root], last, why)
 
 
 def is_constant(node: fx.Node) -> bool:
@@ -119,23 +119,23 @@ def is_constant(node: fx.Node) -> bool:
 
 def _of_shared_tensors(
     traced: Traced, uses: Mapping[int, Uses], spec: MultiUseParamSpec, changed: Collection[int]
-) -> Iterator[Together]:
+) -> Iterator[Constraint]:
     config = config_by_tensor(traced.model, spec)
     written = {*changed, *_running_statistics(traced)}
     for key, each in uses.items():
         if not each.by_leaf or len(each.all) < 2:
             if len(each.all) > 1 and has_gradient_hooks(each.tensor) and _replicates(spec, config.get(key)):
-                yield Together(each.all[0], each.all[-1], f"{each.name} has gradient hooks")
+                yield Constraint(each.all[0], each.all[-1], f"{each.name} has gradient hooks")
             continue
         transmitted = config.get(key, ("", None))[1] is MultiUseParameterConfig.TRANSMIT
         if key in written:
-            yield Together(each.all[0], each.all[-1], f"a module changes {each.name} at each call")
+            yield Constraint(each.all[0], each.all[-1], f"a module changes {each.name} at each call")
         elif has_gradient_hooks(each.tensor):
-            yield Together(each.all[0], each.all[-1], f"{each.name} has gradient hooks")
+            yield Constraint(each.all[0], each.all[-1], f"{each.name} has gradient hooks")
         elif transmitted:
-            yield Together(each.all[0], each.by_leaf[-1], f"{each.name} is to be transmitted, out of a leaf module")
+            yield Constraint(each.all[0], each.by_leaf[-1], f"{each.name} is to be transmitted, out of a leaf module")
         elif each.tensor.requires_grad and not isinstance(each.tensor, nn.Parameter):
-            yield Together(each.all[0], each.by_leaf[-1], f"{each.name} requires a gradient and is no parameter")
+            yield Constraint(each.all[0], each.by_leaf[-1], f"{each.name} requires a gradient and is no parameter")
 
 
 def _replicates(spec: MultiUseParamSpec, chosen: tuple[str, MultiUseParameterConfig] | None) -> bool:

@@ -37,7 +37,7 @@ class StagePlan:
 
 
 @dataclass
-class Plan:
+class CutPlan:
     """All stages, how they share the model's tensors, and which get_attr nodes stand for the same tensor."""
 
     traced: Traced
@@ -60,13 +60,13 @@ class Plan:
         return self.traced.attributes[str(node.target)]
 
 
-def make_plan(traced: Traced, spec: MultiUseParamSpec) -> Plan:
-    """Plan the stages of a marked graph, or say why it cannot be cut there."""
+def make_plan(traced: Traced, spec: MultiUseParamSpec) -> CutPlan:
+    """CutPlan the stages of a marked graph, or say why it cannot be cut there."""
     stages = _assign_nodes(traced)
     mutations, roots = find_mutations(traced.graph, traced.attributes)
     used = _used_tensors(traced, stages)
     sharing = decide(traced.model, used.values(), mutations, spec)
-    plan = Plan(traced, stages, sharing, _same_attributes(traced), mutations, roots, used)
+    plan = CutPlan(traced, stages, sharing, _same_attributes(traced), mutations, roots, used)
     _connect(plan)
     _isolate_mutations(plan)
     return plan
@@ -155,7 +155,7 @@ def _same_attributes(traced: Traced) -> dict[fx.Node, fx.Node]:
     return same
 
 
-def _connect(plan: Plan) -> None:
+def _connect(plan: CutPlan) -> None:
     parameters: dict[int, list[fx.Node]] = {stage.index: [] for stage in plan.stages}
     for stage in plan.stages:
         for node in stage.nodes:
@@ -179,14 +179,14 @@ def _connect(plan: Plan) -> None:
                 stage.inputs[value] = None
 
 
-def _send(plan: Plan, value: fx.Node, consumer: StagePlan) -> None:
+def _send(plan: CutPlan, value: fx.Node, consumer: StagePlan) -> None:
     producer = stage_of(value)
     if producer is not None:
         plan.stages[producer].outputs[value] = None
     consumer.inputs[value] = None
 
 
-def _isolate_mutations(plan: Plan) -> None:
+def _isolate_mutations(plan: CutPlan) -> None:
     """Let a stage change a value that it was given only where nobody else relies on seeing, or not seeing, the change."""
     families: dict[fx.Node, list[fx.Node]] = {}
     for node, root in plan.roots.items():

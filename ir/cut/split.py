@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from pippy.ir.compiled import Compiled
 from pippy.ir.cut.params import MultiUseParamSpec, replicas, replicated_names
-from pippy.ir.cut.plan import Plan, StagePlan, make_plan
+from pippy.ir.cut.plan import CutPlan, StagePlan, make_plan
 from pippy.ir.errors import SharedParameterError
 from pippy.ir.front.trace import Traced
 from pippy.ir.names import LOSS, Qualnames, local_name, named_state, place, qualnames_of, stage_index
@@ -41,14 +41,14 @@ def split(traced: Traced, spec: MultiUseParamSpec = None) -> Compiled:
     )
 
 
-def _wiring(plan: Plan) -> Wiring:
+def _wiring(plan: CutPlan) -> Wiring:
     placeholders = plan.traced.graph.find_nodes(op="placeholder")
     outputs = map_nodes(lambda node: ValueName(value_name(plan, plan.first_of(node))), plan.output)
     return Wiring(tuple(value_name(plan, node) for node in placeholders), outputs)
 
 
 def _stage_module(
-    plan: Plan, stage: StagePlan, copies: Mapping[int, torch.Tensor], names: Qualnames
+    plan: CutPlan, stage: StagePlan, copies: Mapping[int, torch.Tensor], names: Qualnames
 ) -> PipeGraphModule:
     module = empty_graph_module()
     module.training = plan.traced.model.training
@@ -86,7 +86,7 @@ def _for_stage(target: str, value: Any, copies: Mapping[int, torch.Tensor], memo
 class _StageGraph:
     """Builds the graph of one stage."""
 
-    def __init__(self, plan: Plan, stage: StagePlan) -> None:
+    def __init__(self, plan: CutPlan, stage: StagePlan) -> None:
         self.plan, self.stage, self.graph = plan, stage, fx.Graph()
         self.values: dict[fx.Node, fx.Node] = {}
         self.targets: dict[str, None] = {}  # in the order of their first use
@@ -158,13 +158,13 @@ class _StageGraph:
         return self.graph.create_node("call_function", own_copy, (made,), name=value_name(self.plan, value))
 
 
-def is_snapshot(plan: Plan, value: fx.Node) -> bool:
+def is_snapshot(plan: CutPlan, value: fx.Node) -> bool:
     """Whether a value shares memory with a tensor of the model that its stage changes in place."""
     root = plan.roots[value]
     return root.op == "get_attr" and any(plan.same.get(change.root) is plan.same[root] for change in plan.mutations)
 
 
-def value_name(plan: Plan, value: fx.Node) -> str:
+def value_name(plan: CutPlan, value: fx.Node) -> str:
     """The name of a value: of the placeholder that takes it, and of the node in its stage that gives it."""
     if value.op == "placeholder" and (value.name == LOSS or stage_index(value.name) is not None):
         return f"{value.name}_input"  # the name as it is belongs to a call
@@ -175,7 +175,7 @@ def _kept_meta(node: fx.Node) -> dict[str, Any]:
     return {key: node.meta[key] for key in KEPT_META if node.meta.get(key) is not None}
 
 
-def _top_level(plan: Plan, stages: Mapping[str, PipeGraphModule]) -> PipeGraphModule:
+def _top_level(plan: CutPlan, stages: Mapping[str, PipeGraphModule]) -> PipeGraphModule:
     graph, values = fx.Graph(), {}
     for node in plan.traced.graph.find_nodes(op="placeholder"):
         values[node] = graph.create_node("placeholder", node.target, name=value_name(plan, node))

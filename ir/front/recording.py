@@ -11,7 +11,6 @@ with torch.autocast(...):               does not see it                     refu
 random.random()                         keeps the number                    refused
 """
 
-import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from pippy.ir import source
 from pippy.ir.errors import TracingError
+from pippy.ir.random_state import untouched_random_state
 
 # These are answered at once: a forward may branch on what they say of a parameter.
 _QUERIES = frozenset(
@@ -131,26 +131,14 @@ def _refuse_autocast(_: Any) -> None:
 @contextmanager
 def _no_random_numbers() -> Iterator[None]:
     """Refuse random numbers that are drawn while tracing: every run would use the same ones."""
-    python, tensor = random.getstate(), torch.get_rng_state()
-    try:
+    with untouched_random_state() as changed:
         yield
-        drawn = [
-            where
-            for where, same in (("Python's random", random.getstate() == python), ("torch", _same_state(tensor)))
-            if not same
-        ]
-    finally:
-        random.setstate(python)
-        torch.set_rng_state(tensor)
+        drawn = changed()
     if drawn:
         raise TracingError(
             f"forward() draws or seeds random numbers ({', '.join(drawn)}) in a way that cannot be recorded, so each run "
             "would repeat those of tracing; draw them with torch functions (torch.rand(()) < p and torch.where)"
         )
-
-
-def _same_state(before: torch.Tensor) -> bool:
-    return torch.equal(torch.get_rng_state(), before)
 
 
 @contextmanager

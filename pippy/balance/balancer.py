@@ -21,7 +21,7 @@ from pippy.balance.profile import Clock, Profile, profile
 from pippy.balance.report import Balance
 from pippy.balance.weighing import Weighing
 from pippy.ir import source
-from pippy.ir.cut.cuts import Together, crossing, kept_together, mark, marks
+from pippy.ir.cut.cuts import Constraint, constraints, crossing, mark, marks
 from pippy.ir.cut.params import MultiUseParamSpec
 from pippy.ir.errors import BalanceError, InputError
 from pippy.ir.front.trace import Traced
@@ -92,7 +92,7 @@ class Balancer:
         found = self._profile(traced) if self.with_examples else None
         if found is not None:
             figures.crossing = crossing(traced, found.sizes, self.spec)
-            figures.together = [*kept_together(traced, self.spec, found.changed), *_untravelling(figures, found)]
+            figures.constraints = [*constraints(traced, self.spec, found.changed), *_untravelling(figures, found)]
         weighing = Weighing(traced, figures, found, self.policy, self.in_flight)
         if self.policy.names:
             cuts = named_cuts(traced, self.policy.names)
@@ -176,11 +176,11 @@ def _check_unmarked(traced: Traced) -> None:
         )
 
 
-def _untravelling(figures: Figures, found: Profile) -> list[Together]:
+def _untravelling(figures: Figures, found: Profile) -> list[Constraint]:
     """What no other stage can be given stays with all its users."""
     number = {node: index for index, node in enumerate(figures.nodes)}
-    together = []
+    kept = []
     for node in found.untravelling:
         last = max((number[user] for user in node.users if user in number), default=number[node])
-        together.append(Together(number[node], last, f"{node.name} cannot travel to another stage"))
-    return [each for each in together if each.first < each.last]
+        kept.append(Constraint(number[node], last, f"{node.name} cannot travel to another stage"))
+    return [each for each in kept if each.first < each.last]

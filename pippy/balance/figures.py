@@ -7,7 +7,7 @@ import torch
 from torch import fx
 from torch.nn.parameter import is_lazy
 
-from pippy.ir.cut.cuts import Together, crossing, kept_together, nbytes, operations, uses_of_tensors
+from pippy.ir.cut.cuts import Constraint, constraints, crossing, nbytes, operations, uses_of_tensors
 from pippy.ir.cut.params import MultiUseParamSpec
 from pippy.ir.errors import BalanceError
 from pippy.ir.front.trace import Traced
@@ -29,7 +29,7 @@ class Figures:
     bytes: list[int]
     held: list[dict[Hashable, int]]
     crossing: list[int]
-    together: list[Together]
+    constraints: list[Constraint]
 
 
 def figures_of(traced: Traced, spec: MultiUseParamSpec = None, param_scale: float = 1.0) -> Figures:
@@ -52,7 +52,7 @@ def figures_of(traced: Traced, spec: MultiUseParamSpec = None, param_scale: floa
         [0] * count,
         [{} for _ in nodes],
         crossing(traced, spec=spec),
-        kept_together(traced, spec),
+        constraints(traced, spec),
     )
     for key, uses in uses_of_tensors(traced).items():
         if is_lazy(uses.tensor):

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from pippy.ir.cut.cuts import Together, scopes
+from pippy.ir.cut.cuts import Constraint, scopes
 from pippy.ir.errors import BalanceError
 from pippy.ir.front.trace import Traced
 from pippy.ir.names import unknown_name
@@ -108,16 +108,16 @@ def _by_hand(split: list[Any], num_stages: int | None) -> Policy:
     return policy
 
 
-def matching_layers(traced: Traced, pattern: re.Pattern[str]) -> list[Together]:
+def matching_layers(traced: Traced, pattern: re.Pattern[str]) -> list[Constraint]:
     """The operations of each call of a module whose class name matches; of modules inside each other, the outermost."""
-    found: list[Together] = []
+    found: list[Constraint] = []
     inside: set[int] = set()
     kinds: dict[str, None] = {}
     for (_, path), (kind, numbers) in scopes(traced).items():
         kinds[kind.__name__] = None
         if pattern.search(kind.__name__) and not inside & set(numbers):
             inside.update(numbers)
-            found.append(Together(numbers[0], numbers[-1], f"{path} ({kind.__name__}) is one layer"))
+            found.append(Constraint(numbers[0], numbers[-1], f"{path} ({kind.__name__}) is one layer"))
     if not found:
         raise BalanceError(
             f"split='type:{pattern.pattern}' matches the class of no module that the model calls; it calls "

@@ -20,7 +20,7 @@ from torch import fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pippy.balance.progress import Progress
-from pippy.balance.undisturbed import Undisturbed, undisturbed
+from pippy.balance.restoring import ChangedTensors, restoring
 from pippy.ir import source
 from pippy.ir.cut.cuts import nbytes, operations
 from pippy.ir.cut.effects import find_mutations
@@ -83,7 +83,7 @@ def profile(
     [128, 64]
     """
     modules = [traced.model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
-    with undisturbed(*modules) as state, torch.inference_mode(False), torch.set_grad_enabled(trains):
+    with restoring(*modules) as state, torch.inference_mode(False), torch.set_grad_enabled(trains):
         run = _Run(traced, state, _Stopwatch(modules, clock) if timed else None)
         return run.run(inputs, loss_fn, target, progress)
 
@@ -127,7 +127,7 @@ class _Stopwatch:
 class _Run:
     """One walk over the operations. ``values`` are detached; ``flags`` say which of their tensors want a gradient."""
 
-    def __init__(self, traced: Traced, state: Undisturbed, stopwatch: _Stopwatch | None) -> None:
+    def __init__(self, traced: Traced, state: ChangedTensors, stopwatch: _Stopwatch | None) -> None:
         self.traced, self.state, self.stopwatch = traced, state, stopwatch
         self.values: dict[fx.Node, Any] = {}
         self.flags: dict[fx.Node, list[bool]] = {}

@@ -1,4 +1,4 @@
-"""A model's operations under one policy: what each costs, which belong together, and where the best cuts are."""
+"""A model's operations under one policy: what each costs, which must be in one stage, and where the best cuts are."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
@@ -29,11 +29,11 @@ class Weighing:
     ) -> None:
         self.figures, self.found, self.policy = figures, found, policy
         self.count, self.stages = len(figures.nodes), policy.stages
-        self.layers, self.together = figures.layers, list(figures.together)
+        self.layers, self.constraints = figures.layers, list(figures.constraints)
         if policy.pattern is not None:
             matches = matching_layers(traced, policy.pattern)
             begins = {match.first for match in matches}
-            self.together += [match for match in matches if match.first < match.last]
+            self.constraints += [match for match in matches if match.first < match.last]
             self.layers = [int(index in begins) for index in range(self.count)]
         # Under 1F1B the stage before the last holds one micro-batch more than the last, and so on.
         waiting = [self.stages - stage if in_flight is None else in_flight for stage in range(self.stages)]
@@ -69,7 +69,7 @@ class Weighing:
     def _allowed_edges(self) -> list[int]:
         """The operations before which a cut is allowed, with both ends."""
         steps = [0] * (self.count + 1)
-        for each in self.together:
+        for each in self.constraints:
             steps[each.first + 1] += 1
             steps[each.last + 1] -= 1
         depth, edges = 0, [0]
@@ -142,7 +142,7 @@ class Weighing:
                 if counts
                 else f"of {layers} {noun} no more than {apart} can be cut apart, as"
             )
-            reasons = dict.fromkeys(each.why for each in self.together)
+            reasons = dict.fromkeys(each.why for each in self.constraints)
             shown = "".join(f"\n  {why}" for why in list(reasons)[:_REASONS_SHOWN])
             return f"the model cannot be cut into {self.stages} stages: {what} operations must stay together:{shown}"
         assert memory_limit is not None

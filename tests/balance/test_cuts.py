@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pippy import MultiUseParameterConfig, PippyWarning
-from pippy.ir.cut.cuts import crossing, kept_together, mark, marks, operations, scopes
+from pippy.ir.cut.cuts import constraints, crossing, mark, marks, operations, scopes
 from pippy.ir.cut.split import split
 from pippy.ir.errors import SharedParameterError, SplitError
 from pippy.ir.front.trace import trace
@@ -27,7 +27,7 @@ def unmarked(model):
 
 
 def allowed(traced, config=None):
-    forbidden = {number for each in kept_together(traced, config) for number in range(each.first + 1, each.last + 1)}
+    forbidden = {number for each in constraints(traced, config) for number in range(each.first + 1, each.last + 1)}
     return [number for number in range(1, len(operations(traced))) if number not in forbidden]
 
 
@@ -124,13 +124,13 @@ class ChangesWhatALeafReads(Whole):
 
 
 def test_what_is_changed_stays_with_those_who_would_not_see_it():
-    together = [(each.first, each.last) for each in kept_together(trace_silently(ChangesItsInput()))]
+    together = [(each.first, each.last) for each in constraints(trace_silently(ChangesItsInput()))]
     assert together == [(0, 3)]  # first, clamp_, relu, add
     model = ChangesWhatALeafReads().eval()
     traced = trace_silently(model)
     names = [node.name for node in operations(traced)]
     assert names == ["first", "add_", "relu", "norm", "last"]
-    assert [(each.first, each.last) for each in kept_together(traced)] == [(1, 3)]
+    assert [(each.first, each.last) for each in constraints(traced)] == [(1, 3)]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_what_is_changed_stays_with_those_who_would_not_see_it():
 )
 def test_what_must_stay_together_says_why(model, why):
     traced = trace_silently(model)
-    found = kept_together(traced)
+    found = constraints(traced)
     assert any(why in each.why for each in found)
     names = [node.name for node in operations(traced)]
     places = allowed(traced)

@@ -1,4 +1,4 @@
-"""Running parts of a model for the sake of measuring, after which it is as if they had not been run."""
+"""Parts of a model are run to measure them; afterwards the model holds again what it held before."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,10 +11,10 @@ from pippy.ir.names import named_state
 from pippy.ir.random_state import untouched_random_state
 
 
-class Undisturbed:
-    """What `undisturbed` gives: the tensors that were seen to change, and how to watch those of one part.
+class ChangedTensors:
+    """The tensors that changed while they were watched, with copies of what they held before.
 
-    Copies are made of one part at a time, and kept only of what has changed, so that a large model needs no twin.
+    A copy is kept only of what has changed, and one part is watched at a time, so a large model is never copied whole.
     """
 
     def __init__(self) -> None:
@@ -38,17 +38,18 @@ class Undisturbed:
                     self._before[id(tensor)] = (tensor, copy)
 
     def restore(self) -> None:
-        """Put the old numbers back."""
+        """Copy the old numbers back."""
         for tensor, copy in self._before.values():
             tensor.data.copy_(copy)
 
 
 @contextmanager
-def undisturbed(*modules: nn.Module) -> Iterator[Undisturbed]:
-    """Inside, parts of ``modules`` may be run; parameters, buffers, gradients, attributes and random states come back.
+def restoring(*modules: nn.Module) -> Iterator[ChangedTensors]:
+    """Inside, parts of ``modules`` may be run; afterwards parameters, buffers, gradients, attributes and random states are
+    what they were.
 
     >>> norm = nn.BatchNorm1d(2)
-    >>> with undisturbed(norm) as state, state.watching(norm.buffers()):
+    >>> with restoring(norm) as state, state.watching(norm.buffers()):
     ...     _ = norm(torch.randn(8, 2))
     >>> norm.running_mean, norm.num_batches_tracked
     (tensor([0., 0.]), tensor(0))
@@ -56,7 +57,7 @@ def undisturbed(*modules: nn.Module) -> Iterator[Undisturbed]:
     tensors = {id(tensor): tensor for module in modules for _, tensor in named_state(module)}
     flags = [(part, part.training) for module in modules for part in module.modules()]
     gradients = [(tensor, tensor.grad) for tensor in tensors.values() if tensor.is_leaf]
-    state = Undisturbed()
+    state = ChangedTensors()
     with ExitStack() as stack:
         stack.enter_context(untouched_random_state())
         for module in modules:
@@ -64,7 +65,7 @@ def undisturbed(*modules: nn.Module) -> Iterator[Undisturbed]:
         stack.callback(state.restore)
         try:
             for tensor, _ in gradients:
-                tensor.grad = None  # whatever a part adds by a backward of its own, it adds to nothing of the user's
+                tensor.grad = None  # a part that runs a backward of its own adds to no gradient of the user's
             yield state
         finally:
             for tensor, gradient in gradients:
