@@ -5,19 +5,16 @@ comes back through the graph. A REPLICATEd one has a copy in each stage. A leaf 
 what several stages need from leaf modules can only be replicated.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
-from pippy.ir.cut.effects import Mutation
 from pippy.ir.errors import SharedParameterError
 from pippy.ir.names import first_names, stage_name, unknown_name
-from pippy.ir.run.shared_tensors import has_gradient_hooks
-from pippy.ir.source import excerpt_of
 
 
 class MultiUseParameterConfig(Enum):
@@ -62,28 +59,24 @@ class Sharing:
 
 
 def decide(
-    model: nn.Module, used: Iterable[SharedTensor], mutations: Iterable[Mutation], spec: MultiUseParamSpec
+    model: nn.Module, used: Iterable[SharedTensor], changed: Collection[int], spec: MultiUseParamSpec
 ) -> Sharing:
-    """Say for each tensor that several stages use how they share it."""
+    """Say for each tensor that several stages use how they share it.
+
+    The constraints on where a model is cut hold already. ``changed`` has the ids of the tensors that the graph changes in
+    place: later stages get them as values from the stage that changes them.
+    """
     config = config_by_tensor(model, spec)
-    changed = {str(mutation.root.target): mutation.node for mutation in mutations if mutation.root.op == "get_attr"}
     sharing = Sharing()
     for shared in used:
+        key = id(shared.tensor)
         if len(shared.stages) < 2:
             continue
-        if shared.name in changed:
-            _check_single_writer(shared, changed[shared.name])
-            sharing.transmitted[id(shared.tensor)] = shared
-        elif isinstance(shared.tensor, nn.Parameter):
-            kind = _kind(shared, config.get(id(shared.tensor)), spec)
-            table = sharing.transmitted if kind is MultiUseParameterConfig.TRANSMIT else sharing.replicated
-            table[id(shared.tensor)] = shared
-        elif shared.tensor.requires_grad:
-            if not shared.can_travel:
-                raise SharedParameterError(
-                    f"{shared.name!r} requires a gradient but is no nn.Parameter, and {_users(shared)} use it; make it one"
-                )
-            sharing.transmitted[id(shared.tensor)] = shared
+        if key not in changed and isinstance(shared.tensor, nn.Parameter):
+            copied = is_to_replicate(config.get(key), spec) or not shared.can_travel
+            (sharing.replicated if copied else sharing.transmitted)[key] = shared
+        elif key in changed or shared.tensor.requires_grad:
+            sharing.transmitted[key] = shared
     return sharing
 
 
@@ -114,49 +107,9 @@ def config_by_tensor(model: nn.Module, spec: MultiUseParamSpec) -> dict[int, tup
     return config
 
 
-def _kind(
-    shared: SharedTensor, chosen: tuple[str, MultiUseParameterConfig] | None, spec: MultiUseParamSpec
-) -> MultiUseParameterConfig:
-    transmit, replicate = MultiUseParameterConfig.TRANSMIT, MultiUseParameterConfig.REPLICATE
-    if chosen is not None:
-        name, kind = chosen
-        if kind is transmit and not shared.can_travel:
-            raise SharedParameterError(
-                f"multi_use_param_spec asks to TRANSMIT {name!r}, but {_users(shared)} use it inside a leaf module, which "
-                "cannot take a parameter as a value; say REPLICATE, or trace through that module with a tracer of your own"
-            )
-        return kind
-    if spec is replicate or not shared.can_travel:
-        return replicate
-    return transmit
-
-
-def _users(shared: SharedTensor) -> str:
-    return ", ".join(map(stage_name, shared.stages))
-
-
-def _check_single_writer(shared: SharedTensor, writer: fx.Node) -> None:
-    """A tensor that changes in place can be followed only from the first stage that uses it to later ones."""
-    stage = writer.meta["stage"]
-    if stage != shared.stages[0] or not shared.can_travel:
-        raise SharedParameterError(
-            f"{shared.name!r} is changed in place in {stage_name(stage)} and used in {_users(shared)}: each stage works on "
-            f"another micro-batch, so they cannot see each other's change.\n{excerpt_of(writer)}\n"
-            "What to do: move the split so that one stage holds every use, or use it only at and after the stage that "
-            "changes it, outside of leaf modules"
-        )
-
-
-def check_leaf(path: str, module: nn.Module, stages: list[int]) -> None:
-    """Refuse a module that several stages call and that is known to change its buffers at each call."""
-    norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats]
-    if norms and any(norm.training for norm in norms):
-        users = ", ".join(map(stage_name, stages))
-        raise SharedParameterError(
-            f"{path!r} ({type(module).__name__}) updates its running statistics at each call, and {users} all call it: their "
-            "copies would drift apart. Move the split so that one stage makes every call, or give each call a module of "
-            "its own"
-        )
+def is_to_replicate(chosen: tuple[str, MultiUseParameterConfig] | None, spec: MultiUseParamSpec) -> bool:
+    """Whether the user asked for copies of a parameter. ``chosen`` is what `config_by_tensor` has for it."""
+    return MultiUseParameterConfig.REPLICATE in (spec, chosen[1] if chosen else None)
 
 
 def replicas(sharing: Sharing) -> dict[int, dict[int, torch.Tensor]]:
@@ -164,17 +117,11 @@ def replicas(sharing: Sharing) -> dict[int, dict[int, torch.Tensor]]:
     copies: dict[int, dict[int, torch.Tensor]] = {}
     for key, shared in sharing.replicated.items():
         for stage in shared.stages[1:]:
-            copies.setdefault(stage, {})[key] = _copy(shared)
+            copies.setdefault(stage, {})[key] = _copy(shared.tensor)
     return copies
 
 
-def _copy(shared: SharedTensor) -> torch.Tensor:
-    tensor = shared.tensor
-    if has_gradient_hooks(tensor):
-        raise SharedParameterError(
-            f"{shared.name!r} has gradient hooks, and {_users(shared)} would each have a copy of it, with a part of the "
-            "gradient: say TRANSMIT for it, or take the hooks off"
-        )
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
     replica = nn.Parameter(tensor.detach().clone(), requires_grad=tensor.requires_grad)
     replica.__dict__.update(tensor.__dict__)
     return replica

@@ -13,12 +13,14 @@ import torch
 from torch import fx
 
 from pippy.ir import source
+from pippy.ir.cut.constraints import check_constraints
 from pippy.ir.cut.effects import Mutation, find_mutations
-from pippy.ir.cut.params import MultiUseParamSpec, SharedTensor, Sharing, check_leaf, decide
+from pippy.ir.cut.params import MultiUseParamSpec, SharedTensor, Sharing, decide
+from pippy.ir.cut.uses import is_constant, is_operation, operations, uses_of_tensors
 from pippy.ir.errors import MarkError, SplitError
 from pippy.ir.front.trace import Traced
 from pippy.ir.marks import pipe_split
-from pippy.ir.names import named_state, stage_name
+from pippy.ir.names import stage_name
 
 
 @dataclass
@@ -63,18 +65,15 @@ class CutPlan:
 def make_plan(traced: Traced, spec: MultiUseParamSpec) -> CutPlan:
     """CutPlan the stages of a marked graph, or say why it cannot be cut there."""
     stages = _assign_nodes(traced)
+    check_constraints(traced, [node.meta["stage"] for node in operations(traced)], spec)
     mutations, roots = find_mutations(traced.graph, traced.attributes)
-    used = _used_tensors(traced, stages)
-    sharing = decide(traced.model, used.values(), mutations, spec)
+    changed = {id(traced.attributes[str(each.root.target)]) for each in mutations if each.root.op == "get_attr"}
+    used = _used_tensors(traced, len(stages))
+    sharing = decide(traced.model, used.values(), changed, spec)
     plan = CutPlan(traced, stages, sharing, _same_attributes(traced), mutations, roots, used)
     _connect(plan)
-    _isolate_mutations(plan)
+    _mark_copied(plan)
     return plan
-
-
-def is_operation(node: fx.Node) -> bool:
-    """Whether a node computes something; inputs, attributes and marks have no stage of their own."""
-    return node.op.startswith("call_") and node.target is not pipe_split
 
 
 def _assign_nodes(traced: Traced) -> list[StagePlan]:
@@ -118,31 +117,16 @@ def stage_of(node: fx.Node) -> int | None:
     return node.meta.get("stage")
 
 
-def _used_tensors(traced: Traced, stages: list[StagePlan]) -> dict[int, SharedTensor]:
-    used: dict[int, SharedTensor] = {}
-    for name, tensor in named_state(traced.model):
-        used.setdefault(id(tensor), SharedTensor(name, tensor))
-    for node in traced.graph.find_nodes(op="get_attr"):
-        tensor = traced.attributes[str(node.target)]
-        if not isinstance(tensor, torch.Tensor):  # a training flag: each stage has its own
-            continue
-        shared = used.setdefault(id(tensor), SharedTensor(str(node.target), tensor))
-        shared.by_name.update(user.meta["stage"] for user in node.users if is_operation(user))
-    calls: dict[str, set[int]] = {}
-    for stage in stages:
-        for node in stage.nodes:
-            if node.op == "call_module":
-                calls.setdefault(str(node.target), set()).add(stage.index)
-    for target, callers in calls.items():
-        module = traced.attributes[target]
-        if len(callers) > 1:
-            check_leaf(target, module, sorted(callers))
-        for _, tensor in named_state(module):
-            used.setdefault(id(tensor), SharedTensor(target, tensor)).by_leaf.update(callers)
+def _used_tensors(traced: Traced, stages: int) -> dict[int, SharedTensor]:
+    stage = [node.meta["stage"] for node in operations(traced)]
+    used = {
+        key: SharedTensor(uses.name, uses.tensor, {stage[i] for i in uses.by_name}, {stage[i] for i in uses.by_leaf})
+        for key, uses in uses_of_tensors(traced).items()
+    }
     for node in traced.graph.output_node().all_input_nodes:
         if node.op == "get_attr":  # what the model returns is handed out by its first user, or else by the last stage
             shared = used[id(traced.attributes[str(node.target)])]
-            shared.by_name.add(min(shared.stages, default=len(stages) - 1))
+            shared.by_name.add(min(shared.stages, default=stages - 1))
     return used
 
 
@@ -186,36 +170,11 @@ def _send(plan: CutPlan, value: fx.Node, consumer: StagePlan) -> None:
     consumer.inputs[value] = None
 
 
-def _isolate_mutations(plan: CutPlan) -> None:
-    """Let a stage change a value that it was given only where nobody else relies on seeing, or not seeing, the change."""
-    families: dict[fx.Node, list[fx.Node]] = {}
-    for node, root in plan.roots.items():
-        families.setdefault(root, []).append(node)
+def _mark_copied(plan: CutPlan) -> None:
+    """Let each stage copy what it changes in place and was given: values of earlier stages, inputs, constants."""
     for mutation in plan.mutations:
-        stage = plan.stages[mutation.node.meta["stage"]]
-        if mutation.root.op == "get_attr":
-            if str(mutation.root.target).rpartition(".")[2].startswith("_tensor_constant"):
-                _check_alone(mutation, families[mutation.root], stage)
-                stage.copied.add(plan.same[mutation.root])
-        elif stage_of(mutation.root) != stage.index:
-            _check_alone(mutation, families[mutation.root], stage)
-            stage.copied.update(value for value in families[mutation.root] if value in stage.inputs)
-
-
-def _check_alone(mutation: Mutation, family: list[fx.Node], stage: StagePlan) -> None:
-    given = [value for value in family if value in stage.inputs]
-    seen_later = [
-        user for value in family if stage_of(value) != stage.index for user in value.users if _is_after(user, stage)
-    ]
-    if len(given) > 1 or any(user is not mutation.node for user in seen_later):
-        other = next(iter(seen_later), mutation.node)
-        raise SplitError(
-            f"{stage.name} changes {mutation.target.name!r} in place, which another stage made and more than this stage "
-            "uses; stages hold copies of their own, so the others would not see the change.\n"
-            f"changed here:\n{source.excerpt_of(mutation.node)}\nused here:\n{source.excerpt_of(other)}\n"
-            "What to do: use the operation that makes a new tensor (x = x + y, inplace=False), or move the split"
-        )
-
-
-def _is_after(user: fx.Node, stage: StagePlan) -> bool:
-    return user.op == "output" or (is_operation(user) and user.meta["stage"] > stage.index)
+        root, stage = mutation.root, plan.stages[mutation.node.meta["stage"]]
+        if is_constant(root):
+            stage.copied.add(plan.same[root])
+        elif root.op != "get_attr" and stage_of(root) != stage.index:
+            stage.copied.update(value for value in stage.inputs if plan.roots[value] is root)

@@ -21,7 +21,8 @@ from pippy.balance.profile import Clock, Profile, profile
 from pippy.balance.report import Balance
 from pippy.balance.weighing import Weighing
 from pippy.ir import source
-from pippy.ir.cut.cuts import Constraint, constraints, crossing, mark, marks
+from pippy.ir.cut.constraints import Constraint, constraints
+from pippy.ir.cut.cuts import crossing, mark, marks
 from pippy.ir.cut.params import MultiUseParamSpec
 from pippy.ir.errors import BalanceError, InputError
 from pippy.ir.front.trace import Traced

@@ -7,8 +7,10 @@ import torch
 from torch import fx
 from torch.nn.parameter import is_lazy
 
-from pippy.ir.cut.cuts import Constraint, constraints, crossing, nbytes, operations, uses_of_tensors
+from pippy.ir.cut.constraints import Constraint, constraints
+from pippy.ir.cut.cuts import crossing, nbytes
 from pippy.ir.cut.params import MultiUseParamSpec
+from pippy.ir.cut.uses import operations, uses_of_tensors
 from pippy.ir.errors import BalanceError
 from pippy.ir.front.trace import Traced
 
@@ -55,6 +57,8 @@ def figures_of(traced: Traced, spec: MultiUseParamSpec = None, param_scale: floa
         constraints(traced, spec),
     )
     for key, uses in uses_of_tensors(traced).items():
+        if not uses.all:
+            continue
         if is_lazy(uses.tensor):
             raise BalanceError(
                 f"{uses.name!r} has no size yet: a lazy module gets its parameters in its first forward. Call the model once, "
@@ -68,10 +72,9 @@ def figures_of(traced: Traced, spec: MultiUseParamSpec = None, param_scale: floa
         if isinstance(uses.tensor, torch.nn.Parameter):
             for index in uses.all:
                 figures.layers[index] = 1
-        if uses.all:
-            first = uses.all[0]
-            figures.parameters[first] += uses.tensor.numel() if isinstance(uses.tensor, torch.nn.Parameter) else 0
-            figures.bytes[first] += 0 if copied else size
+        first = uses.all[0]
+        figures.parameters[first] += uses.tensor.numel() if isinstance(uses.tensor, torch.nn.Parameter) else 0
+        figures.bytes[first] += 0 if copied else size
     if not any(figures.layers):
         figures.layers = [1] * count
     return figures

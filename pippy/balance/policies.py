@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from pippy.ir.cut.cuts import Constraint, scopes
+from pippy.ir.cut.constraints import Constraint
+from pippy.ir.cut.cuts import scopes
 from pippy.ir.errors import BalanceError
 from pippy.ir.front.trace import Traced
 from pippy.ir.names import unknown_name

@@ -20,11 +20,11 @@ from torch import fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pippy.balance.progress import Progress
-from pippy.balance.restoring import ChangedTensors, restoring
+from pippy.balance.restore_model import ChangedTensors, restoring_model
 from pippy.ir import source
-from pippy.ir.cut.cuts import nbytes, operations
+from pippy.ir.cut.cuts import nbytes
 from pippy.ir.cut.effects import find_mutations
-from pippy.ir.cut.plan import is_operation
+from pippy.ir.cut.uses import is_operation, operations
 from pippy.ir.errors import BalanceError, StageError
 from pippy.ir.front.trace import Traced
 from pippy.ir.names import named_state
@@ -83,7 +83,7 @@ def profile(
     [128, 64]
     """
     modules = [traced.model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
-    with restoring(*modules) as state, torch.inference_mode(False), torch.set_grad_enabled(trains):
+    with restoring_model(*modules) as state, torch.inference_mode(False), torch.set_grad_enabled(trains):
         run = _Run(traced, state, _Stopwatch(modules, clock) if timed else None)
         return run.run(inputs, loss_fn, target, progress)
 

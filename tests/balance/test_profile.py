@@ -12,8 +12,9 @@ from torch import nn
 from pippy import pipeline
 from pippy.balance.balancer import Balancer
 from pippy.balance.profile import profile
-from pippy.balance.restoring import restoring
-from pippy.ir.cut.cuts import marks, operations
+from pippy.balance.restore_model import restoring_model
+from pippy.ir.cut.cuts import marks
+from pippy.ir.cut.uses import operations
 from pippy.ir.errors import BalanceError
 from pippy.ir.front.trace import trace
 from pippy.ir.names import named_state
@@ -430,7 +431,7 @@ def test_gradients_that_a_part_makes_by_itself_reach_nobody(seeded):
     gradient = layer.weight.grad
     assert gradient is not None
     before = gradient.clone()
-    with restoring(layer):
+    with restoring_model(layer):
         layer(torch.ones(1, 2)).sum().backward()
     assert layer.weight.grad is gradient
     assert torch.equal(gradient, before)

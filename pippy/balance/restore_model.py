@@ -44,12 +44,12 @@ class ChangedTensors:
 
 
 @contextmanager
-def restoring(*modules: nn.Module) -> Iterator[ChangedTensors]:
+def restoring_model(*modules: nn.Module) -> Iterator[ChangedTensors]:
     """Inside, parts of ``modules`` may be run; afterwards parameters, buffers, gradients, attributes and random states are
     what they were.
 
     >>> norm = nn.BatchNorm1d(2)
-    >>> with restoring(norm) as state, state.watching(norm.buffers()):
+    >>> with restoring_model(norm) as state, state.watching(norm.buffers()):
     ...     _ = norm(torch.randn(8, 2))
     >>> norm.running_mean, norm.num_batches_tracked
     (tensor([0., 0.]), tensor(0))

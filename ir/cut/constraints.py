@@ -1,0 +1,248 @@
+"""Which operations must be in one stage, and why. This is the only list of these rules.
+
+The balancer cuts where no constraint forbids it. The splitter raises the refusal of a constraint that a mark cuts apart.
+
+    these operations must be in one stage                    because
+    ─────────────────────────────────────────────────────    ───────────────────────────────────────────────────────────
+    the uses of a buffer that a module changes when called   each stage would change a copy of its own
+    the uses of a tensor up to its change in place, and      a stage sees no change that a later stage makes, and no
+      all modules that hold it                                 module takes the changed tensor as a value
+    the uses of an input, and its change in place            every stage gets the input as it was given
+    what makes a value, and what changes it in place         between stages a value is a copy
+    the uses of a parameter, up to the last module that      a module cannot take a parameter as a value, so it cannot be
+      holds it, if it must not be copied                       transmitted; and a gradient hook, or the user, forbids copies
+
+A stage may change a value that an earlier stage made, if nobody else relies on the change: then the stage takes a copy first.
+The constraint says so by a refusal that is None for such marks; the balancer avoids the copy all the same.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import fx, nn
+
+from pippy.ir.cut.effects import Mutation, find_mutations
+from pippy.ir.cut.params import MultiUseParameterConfig, MultiUseParamSpec, config_by_tensor, is_to_replicate
+from pippy.ir.cut.uses import TensorUses, is_constant, operations, uses_of_tensors
+from pippy.ir.errors import PippyError, SharedParameterError, SplitError
+from pippy.ir.front.trace import Traced
+from pippy.ir.names import stage_name
+from pippy.ir.run.shared_tensors import has_gradient_hooks
+from pippy.ir.source import excerpt_of
+
+Stages = Sequence[int]  # the stage of each operation
+
+
+def _never(_: Stages) -> None:
+    """The refusal of a constraint that only the balancer knows of."""
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """The operations from number ``first`` to number ``last`` must be in one stage, and why.
+
+    ``refusal`` takes the stage of each operation, and gives the error for stages that cut them apart; None if these stages
+    are possible.
+    """
+
+    first: int
+    last: int
+    why: str
+    refusal: Callable[[Stages], PippyError | None] = _never
+
+    def is_cut(self, stages: Stages) -> bool:
+        """Whether the operations are in more than one stage."""
+        return stages[self.first] != stages[self.last]
+
+
+def constraints(traced: Traced, spec: MultiUseParamSpec = None, changed: Collection[int] = ()) -> list[Constraint]:
+    """The constraints on where a traced graph is cut.
+
+    ``changed`` has ids of tensors that some module was seen to change when it ran, which no graph shows.
+    """
+    found = _Constraints(traced, spec, changed)
+    every = [
+        *found.of_buffers_that_modules_change(),
+        *found.of_tensors_changed_in_place(),
+        *found.of_tensors_that_only_travel(),
+        *found.of_values_changed_in_place(),
+        *found.of_gradient_hooks(),
+    ]
+    return [each for each in every if each.first < each.last]
+
+
+def check_constraints(traced: Traced, stages: Stages, spec: MultiUseParamSpec = None) -> None:
+    """Raise the refusal of the first constraint that these stages cut apart."""
+    for constraint in constraints(traced, spec):
+        refusal = constraint.refusal(stages) if constraint.is_cut(stages) else None
+        if refusal is not None:
+            raise refusal
+
+
+class _Constraints:
+    """The rules, one method each."""
+
+    def __init__(self, traced: Traced, spec: MultiUseParamSpec, changed: Collection[int]) -> None:
+        self.traced, self.spec = traced, spec
+        self.nodes = operations(traced)
+        self.number = {node: index for index, node in enumerate(self.nodes)}
+        self.uses = uses_of_tensors(traced)
+        self.config = config_by_tensor(traced.model, spec)
+        self.changed_by_modules = {*changed, *_running_statistics(traced)}
+        self.mutations, self.roots = find_mutations(traced.graph, traced.attributes)
+        self.changed_by_nodes = {
+            id(traced.attributes[str(each.root.target)]) for each in self.mutations if each.root.op == "get_attr"
+        }
+
+    def of_buffers_that_modules_change(self) -> Iterator[Constraint]:
+        for key, uses in self.uses.items():
+            if uses.by_leaf and key in self.changed_by_modules:
+                why = f"a module changes {uses.name} at each call"
+                yield Constraint(uses.all[0], uses.all[-1], why, self._refused_statistics(uses))
+
+    def of_tensors_changed_in_place(self) -> Iterator[Constraint]:
+        for mutation in self.mutations:
+            if mutation.root.op == "get_attr":
+                at, uses = self.number[mutation.node], self.uses[id(self.traced.attributes[str(mutation.root.target)])]
+                first, last = min([at, *uses.all]), max([at, *uses.by_leaf])
+                yield Constraint(first, last, _changes(mutation), self._refused_writer(uses, mutation))
+
+    def of_tensors_that_only_travel(self) -> Iterator[Constraint]:
+        for key, uses in self.uses.items():
+            if not uses.by_leaf or key in self.changed_by_nodes:
+                continue
+            chosen, first, last = self.config.get(key), uses.all[0], uses.by_leaf[-1]
+            if chosen is not None and chosen[1] is MultiUseParameterConfig.TRANSMIT:
+                why = f"{uses.name} is to be transmitted, out of a leaf module"
+                yield Constraint(first, last, why, _refused_transmission(uses, chosen[0]))
+            elif uses.tensor.requires_grad and not isinstance(uses.tensor, nn.Parameter):
+                why = f"{uses.name} requires a gradient and is no parameter"
+                yield Constraint(first, last, why, _refused_no_parameter(uses))
+
+    def of_values_changed_in_place(self) -> Iterator[Constraint]:
+        for mutation in self.mutations:
+            root, at = mutation.root, self.number[mutation.node]
+            if is_constant(
+                root
+            ):  # it is the same at each call of the model, so it is changed like a value, not for ever
+                users = [at, *self.uses[id(self.traced.attributes[str(root.target)])].all]
+            elif root.op == "get_attr":
+                continue
+            elif root.op == "placeholder":
+                users = [at, *(self.number[user] for user in root.users if user in self.number)]
+            else:
+                users = [at, self.number[root]]
+            yield Constraint(min(users), max(users), _changes(mutation), self._refused_change(mutation))
+
+    def of_gradient_hooks(self) -> Iterator[Constraint]:
+        for key, uses in self.uses.items():
+            is_parameter = isinstance(uses.tensor, nn.Parameter) and has_gradient_hooks(uses.tensor)
+            if not is_parameter or not uses.all or key in self.changed_by_nodes:
+                continue
+            users = uses.all if is_to_replicate(self.config.get(key), self.spec) else uses.by_leaf
+            if users:
+                why = f"{uses.name} has gradient hooks"
+                yield Constraint(uses.all[0], users[-1], why, _refused_hooks(uses))
+
+    def _refused_statistics(self, uses: TensorUses) -> Callable[[Stages], PippyError]:
+        def refusal(stages: Stages) -> PippyError:
+            callers: dict[str, set[int]] = {}
+            for index in uses.by_leaf:
+                callers.setdefault(str(self.nodes[index].target), set()).add(stages[index])
+            path = next((path for path, found in callers.items() if len(found) > 1), None)
+            if path is None:
+                return SharedParameterError(
+                    f"{uses.name!r} is changed by a module at each call, and {_users(uses, stages)} use it: their copies "
+                    "would drift apart. Move the split so that one stage makes every use, or give each use a buffer of "
+                    "its own"
+                )
+            users = ", ".join(map(stage_name, sorted(callers[path])))
+            return SharedParameterError(
+                f"{path!r} ({type(self.traced.attributes[path]).__name__}) updates its running statistics at each call, and "
+                f"{users} all call it: their copies would drift apart. Move the split so that one stage makes every call, or "
+                "give each call a module of its own"
+            )
+
+        return refusal
+
+    def _refused_writer(self, uses: TensorUses, mutation: Mutation) -> Callable[[Stages], PippyError | None]:
+        """A tensor that changes in place can be followed only from the first stage that uses it to later ones."""
+
+        def refusal(stages: Stages) -> PippyError | None:
+            if is_constant(mutation.root) and len({stages[index] for index in uses.all}) < 2:
+                return None
+            return SharedParameterError(
+                f"{uses.name!r} is changed in place in {stage_name(stages[self.number[mutation.node]])} and used in "
+                f"{_users(uses, stages)}: each stage works on another micro-batch, so they cannot see each other's change.\n"
+                f"{excerpt_of(mutation.node)}\n"
+                "What to do: move the split so that one stage holds every use, or use it only at and after the stage that "
+                "changes it, outside of leaf modules"
+            )
+
+        return refusal
+
+    def _refused_change(self, mutation: Mutation) -> Callable[[Stages], PippyError | None]:
+        """A stage may change what it was given only where nobody else relies on seeing, or not seeing, the change."""
+        family = [node for node, root in self.roots.items() if root is mutation.root]
+
+        def refusal(stages: Stages) -> PippyError | None:
+            def stage_of(node: fx.Node) -> int | None:
+                return stages[self.number[node]] if node in self.number else None
+
+            here = stages[self.number[mutation.node]]
+            if stage_of(mutation.root) == here:
+                return None
+            foreign = [value for value in family if stage_of(value) != here]
+            given = [value for value in foreign if value.op != "get_attr" and here in map(stage_of, value.users)]
+            later = [
+                user
+                for value in foreign
+                for user in value.users
+                if user.op == "output" or (user in self.number and stages[self.number[user]] > here)
+            ]
+            if len(given) < 2 and all(user is mutation.node for user in later):
+                return None
+            return SplitError(
+                f"{stage_name(here)} changes {mutation.target.name!r} in place, which another stage made and more than this "
+                "stage uses; stages hold copies of their own, so the others would not see the change.\n"
+                f"changed here:\n{excerpt_of(mutation.node)}\nused here:\n{excerpt_of(next(iter(later), mutation.node))}\n"
+                "What to do: use the operation that makes a new tensor (x = x + y, inplace=False), or move the split"
+            )
+
+        return refusal
+
+
+def _changes(mutation: Mutation) -> str:
+    return f"{mutation.node.name} changes {mutation.target.name} in place"
+
+
+def _users(uses: TensorUses, stages: Stages) -> str:
+    return ", ".join(map(stage_name, sorted({stages[index] for index in uses.all})))
+
+
+def _refused_transmission(uses: TensorUses, name: str) -> Callable[[Stages], PippyError]:
+    return lambda stages: SharedParameterError(
+        f"multi_use_param_spec asks to TRANSMIT {name!r}, but {_users(uses, stages)} use it inside a leaf module, which "
+        "cannot take a parameter as a value; say REPLICATE, or trace through that module with a tracer of your own"
+    )
+
+
+def _refused_no_parameter(uses: TensorUses) -> Callable[[Stages], PippyError]:
+    return lambda stages: SharedParameterError(
+        f"{uses.name!r} requires a gradient but is no nn.Parameter, and {_users(uses, stages)} use it; make it one"
+    )
+
+
+def _refused_hooks(uses: TensorUses) -> Callable[[Stages], PippyError]:
+    return lambda stages: SharedParameterError(
+        f"{uses.name!r} has gradient hooks, and {_users(uses, stages)} would each have a copy of it, with a part of the "
+        "gradient: say TRANSMIT for it, or take the hooks off"
+    )
+
+
+def _running_statistics(traced: Traced) -> Iterator[int]:
+    """The ids of the buffers that batch norms change whenever they are called."""
+    for value in traced.attributes.values():
+        for module in value.modules() if isinstance(value, nn.Module) else ():
+            if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats and module.training:
+                yield from (id(buffer) for buffer in module.buffers())
