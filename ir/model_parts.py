@@ -1,10 +1,12 @@
 """What torch sees of a Pipe: the modules, parameters and buffers of the user's model, by its names and in its order.
 
 So `parameters()`, `state_dict()`, `modules()`, `apply()`, clipping, optimizers, averaging and nesting are what they are for
-the model. The stages hold the same tensors; their copies of replicated parameters are nobody's business but the Pipe's.
+the model. The stages hold the same tensors; their copies of replicated parameters are not listed.
 """
 
+import functools
 from collections.abc import Collection, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -14,6 +16,30 @@ from pippy.ir.errors import ModeError
 from pippy.ir.names import LOSS, named_state
 from pippy.ir.run.graph_module import install
 from pippy.ir.run.shared_tensors import get_tensor
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class _PartFirst:
+    """A method of a module, unless a part of the module has the method's name: then that part."""
+
+    def __init__(self, method: Any, name: str) -> None:
+        functools.update_wrapper(self, method)  # type: ignore[arg-type]
+        self.method, self.name = method, name
+
+    def __get__(self, module: nn.Module | None, owner: type | None = None) -> Any:
+        for parts in () if module is None else (module._parameters, module._buffers, module._modules):
+            if self.name in parts:
+                return parts[self.name]
+        return self.method.__get__(module, owner)
+
+
+def parts_come_first(cls: type[Module]) -> type[Module]:
+    """A class of modules in which a part comes before a method of the same name, where `nn.Module` has no such method."""
+    for name in vars(cls).keys() - dir(nn.Module()):
+        if not name.startswith("__"):
+            setattr(cls, name, _PartFirst(vars(cls)[name], name))
+    return cls
 
 
 def put_model_parts(pipe: nn.Module, model: nn.Module, whole: Collection[int]) -> None:
@@ -26,7 +52,7 @@ def put_model_parts(pipe: nn.Module, model: nn.Module, whole: Collection[int]) -
 
 
 def _fill(holder: nn.Module, theirs: nn.Module, whole: Collection[int], made: dict[int, nn.Module]) -> None:
-    # Written past setattr, since a name of the model's may be one of the Pipe's own attributes too.
+    # Written past add_module, which refuses a name that the Pipe has as an attribute.
     holder._parameters.update(theirs._parameters)
     holder._buffers.update(theirs._buffers)
     holder._non_persistent_buffers_set |= theirs._non_persistent_buffers_set

@@ -13,7 +13,7 @@ from pippy.ir.compiler import Cut, check_loss, compile_traced
 from pippy.ir.cut.params import MultiUseParamSpec
 from pippy.ir.front.sequential import trace_sequential
 from pippy.ir.front.trace import Traced, TracerLike, trace
-from pippy.ir.model_parts import all_tensors, check_still_shared, put_loss_parameters, put_model_parts
+from pippy.ir.model_parts import all_tensors, check_still_shared, parts_come_first, put_loss_parameters, put_model_parts
 from pippy.ir.passes.loss import LossSpec
 from pippy.ir.passes.verify import check_rules
 from pippy.ir.reference import run_reference
@@ -32,6 +32,7 @@ _FIELDS = frozenset(field.name for field in dataclasses.fields(Compiled))
 _SHOWN = _FIELDS | {name for name in vars(Compiled) if not name.startswith("_")}
 
 
+@parts_come_first
 class Pipe(nn.Module):
     """A model cut into stages. Make one with `pipeline`, `Pipe.from_tracing` or `Pipe.from_sequential`.
 
@@ -108,16 +109,14 @@ class Pipe(nn.Module):
             raise
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _FIELDS and name not in self._parts() and not isinstance(value, (nn.Module, torch.Tensor)):
+        parts = {**self._parameters, **self._buffers, **self._modules} if name in _FIELDS else {}
+        if name in _FIELDS and name not in parts and not isinstance(value, (nn.Module, torch.Tensor)):
             setattr(compiled_of(self), name, value)
         else:
             super().__setattr__(name, value)
 
     def __dir__(self) -> Iterable[str]:
         return sorted((set(super().__dir__()) | _SHOWN) - {_COMPILED})
-
-    def _parts(self) -> set[str]:
-        return {*self._parameters, *self._buffers, *self._modules}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run in this process: outputs or loss, and gradients if there is a loss and gradients are on."""
