@@ -1,4 +1,10 @@
-"""Every test runs on one intra-op thread, so that its numbers do not depend on the machine's size."""
+"""What holds for every test.
+
+Each runs on one intra-op thread, so that its numbers do not depend on the machine's size. Each may send Ctrl-C to itself and to
+the processes that it starts, though a shell ignores it for commands in the background, as `make test &` in a script.
+"""
+
+import signal
 
 import hypothesis
 import pytest
@@ -7,6 +13,8 @@ import torch
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("default")
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # which Python leaves so, and processes inherit
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

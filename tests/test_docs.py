@@ -1,17 +1,16 @@
 """The documentation is true: its blocks run and print what it says, and its links lead somewhere."""
 
 import doctest
-from contextlib import suppress
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
-from pippy import current_cluster, errors
+from pippy import errors
 from pippy.drivers import errors as driver_errors
-from pippy.drivers.errors import ClusterError
 from pippy.drivers.schedules.orders.registry import REGISTRY
 from tests import pages
+from tests.drivers.processes import close_open_cluster
 from tests.pages import PageError, blocks_of, broken_links, check_page, links, written
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,8 +27,7 @@ def test_the_blocks_of_a_page_do_what_it_says(path):
         with patch.dict(REGISTRY):  # a page may register a schedule of its own
             check_page(name_of(path), path.read_text())
     finally:
-        with suppress(ClusterError):  # that of a page which stopped half-way
-            current_cluster().close()
+        close_open_cluster()  # that of a page which stopped half-way
 
 
 @pytest.mark.parametrize("path", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)

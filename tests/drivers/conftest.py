@@ -3,32 +3,31 @@
 import pytest
 
 from pippy.drivers.clusters.cluster import local_cluster
+from tests.drivers.processes import close_open_cluster
 from tests.drivers.threads import thread_cluster
 
 
 @pytest.fixture(scope="package")
 def shared():
-    """The cluster of processes, opened again after a test that broke it; closed before other folders open theirs."""
-    held = {}
+    """The cluster of processes: opened again after a test that broke it or closed it; closed after the last test."""
+    held = []
     yield held
-    if "cluster" in held:
-        held["cluster"].close()
+    while held:
+        held.pop().close()
 
 
 @pytest.fixture
 def cluster(shared):
-    if "cluster" in shared and shared["cluster"].control.broken:
-        shared.pop("cluster").close()
-    if "cluster" not in shared:
-        shared["cluster"] = local_cluster(4, threads=1)
-    return shared["cluster"]
+    if not shared or shared[0].control.broken:
+        close_open_cluster()
+        shared[:] = [local_cluster(4, threads=1)]
+    return shared[0]
 
 
 @pytest.fixture
-def alone(shared):
+def alone():
     """No cluster is open: for tests that open their own."""
-    if "cluster" in shared:
-        shared.pop("cluster").close()
+    close_open_cluster()
 
 
 @pytest.fixture

@@ -4,8 +4,17 @@ import os
 import select
 import signal
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+
+from pippy import current_cluster
+from pippy.drivers.errors import ClusterError
+
+
+def close_open_cluster():
+    """End the cluster that is open in this process, if there is one: another can be opened then."""
+    with suppress(ClusterError):
+        current_cluster().close()
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 import copy
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -366,6 +368,26 @@ def test_ctrl_c_waits_for_the_end_of_a_block():
         done.append(1)
     assert done
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_stays_ignored_where_it_was():
+    """As in a script that was started in the background: Python leaves it so, and a step changes nothing about it."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with uninterrupted():
+            os.kill(os.getpid(), signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_these_tests_pass_in_the_background():
+    """A shell starts `make test &` with Ctrl-C ignored, and all that is started from there inherits it."""
+    one = f"{__file__}::{test_ctrl_c_waits_for_the_end_of_a_block.__name__}"
+    ignoring = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
+    command = [*ignoring, sys.executable, "-m", "pytest", "-p", "no:cacheprovider", one]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.fixture

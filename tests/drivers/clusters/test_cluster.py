@@ -15,7 +15,7 @@ import pytest
 
 from pippy.drivers.clusters.cluster import current_cluster, local_cluster
 from pippy.drivers.errors import ClusterError, WorkerLostError
-from tests.drivers.processes import listeners, watched
+from tests.drivers.processes import close_open_cluster, listeners, watched
 
 ROOT = Path(__file__).parents[3]
 STAND_IN = "tests.drivers.stand_in:Worker"
@@ -36,18 +36,10 @@ def held():
 
 @pytest.fixture
 def cluster(held):
-    if not held or held[0].closed or held[0].control.broken:
-        while held:
-            held.pop().close()
-        held.append(start())
+    if not held or held[0].control.broken:
+        close_open_cluster()
+        held[:] = [start()]
     return held[0]
-
-
-@pytest.fixture
-def alone(held):
-    """For tests that open clusters of their own."""
-    while held:
-        held.pop().close()
 
 
 def ask(cluster, worker, *message):
