@@ -169,10 +169,10 @@ def test_ctrl_c_breaks_a_wait_and_nothing_else(cluster):
 
 
 @pytest.mark.usefixtures("alone")
-def test_options_reach_the_workers_and_no_directory_is_left():
-    before = set(Path(tempfile.gettempdir()).glob("pippy-*"))
+def test_options_reach_the_workers_and_no_directory_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with start(2, names=("front", "back"), pin=True) as cluster:
-        assert set(Path(tempfile.gettempdir()).glob("pippy-*")) <= before
+        assert list(tmp_path.iterdir()) == []
         about = [ask(cluster, worker, "about") for worker in range(2)]
     assert [each["name"] for each in about] == ["front", "back"]
     assert all(each["threads"] == 1 and len(each["cores"]) == 1 for each in about)

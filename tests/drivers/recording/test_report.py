@@ -331,7 +331,7 @@ def test_the_page_works_in_a_browser(tmp_path):
     page = tmp_path / "report.html"
     recorded(slow_stage(2.0, flight=0.1, names=[NASTY, "worker1", "worker2", "worker3"])).report(page, title=NASTY)
     page.write_text(page.read_text().replace("</body>", ACTS))
-    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1300,900"]
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1300,900"]
     options += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={tmp_path / 'profile'}"]
     command = [BROWSER, *options, "--dump-dom", f"{page.as_uri()}#view=2,6"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
