@@ -31,23 +31,24 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Part:
-    """What a step is for: it runs the program of this name, and is recorded or weighed on the way."""
+class StepPurpose:
+    """What a step is for: it runs the program of this name, and may be recorded, or weigh what stages keep."""
 
-    name: str
+    program: str
     record: bool = False
     weigh: bool = False
 
 
-_PARTS = (
-    Part("first", weigh=True),
-    Part("whole", record=True),
-    Part("whole", record=True),
-    Part("halves"),
-    Part("halves", record=True),
-    Part("halves", record=True),
+UNMEASURED = StepPurpose("")  # a step of any other schedule
+_MEASURED = (
+    StepPurpose("first", weigh=True),
+    StepPurpose("whole", record=True),
+    StepPurpose("whole", record=True),
+    StepPurpose("halves"),
+    StepPurpose("halves", record=True),
+    StepPurpose("halves", record=True),
 )
-_CHOSEN = Part("chosen")
+_CHOSEN = StepPurpose("chosen")
 
 Answers = Callable[[], Mapping[int, StepResult]]  # waits for a step, and gives what the workers answered
 
@@ -98,7 +99,7 @@ one number or one for each worker
                 )
         _each("memory_limit", self._bytes, placement)
 
-    def next(self, chunks: int, make: Callable[[], Program]) -> tuple[Part, Program]:
+    def next(self, chunks: int, make: Callable[[], Program]) -> tuple[StepPurpose, Program]:
         """What the next step of so many micro-batches is for, and its program. A measured step is waited for first.
 
         ``make`` makes the program of 1F1B.
@@ -108,7 +109,7 @@ one number or one for each worker
             self._go_on(measuring)
         return _step(measuring)
 
-    def peek(self, chunks: int, make: Callable[[], Program]) -> tuple[Part, Program]:
+    def peek(self, chunks: int, make: Callable[[], Program]) -> tuple[StepPurpose, Program]:
         """What the next step would be, as far as is known now; nothing is waited for."""
         return _step(self._of(chunks, make))
 
@@ -117,13 +118,13 @@ one number or one for each worker
         measuring = self._measured[chunks]
         if measuring.choice is not None:
             return lambda answers: None
-        part = _PARTS[measuring.done]
+        purpose = _MEASURED[measuring.done]
         note = measuring.recording.begin(program, ranks, [str(rank) for rank in ranks])
 
         def take_in(results: Mapping[int, StepResult]) -> None:
-            if part.record:
+            if purpose.record:
                 note(results)
-            if part.weigh:
+            if purpose.weigh:
                 self._weighed(measuring, [results[rank] for rank in ranks])
 
         def sent(answers: Answers) -> None:
@@ -153,7 +154,7 @@ one number or one for each worker
             measuring.done += 1
             try:
                 take_in(results)
-                if measuring.done == len(_PARTS):
+                if measuring.done == len(_MEASURED):
                     _choose(measuring)
             except DriverError as error:
                 measuring.error = error
@@ -175,14 +176,14 @@ one number or one for each worker
             measuring.programs = _programs(plain, measuring.limits)
 
 
-def _step(measuring: _Measuring) -> tuple[Part, Program]:
+def _step(measuring: _Measuring) -> tuple[StepPurpose, Program]:
     """What the next step is for. The first step has a program of its own only under a limit of bytes."""
     if measuring.choice is not None:
         return _CHOSEN, measuring.choice.program
-    part = _PARTS[min(measuring.done, len(_PARTS) - 1)]
-    if part.name == "first" and measuring.limits.bytes is None:
-        part = replace(part, name="whole")
-    return part, measuring.programs["whole" if part.name == "first" else part.name]
+    purpose = _MEASURED[min(measuring.done, len(_MEASURED) - 1)]
+    if purpose.program == "first" and measuring.limits.bytes is None:
+        purpose = replace(purpose, program="whole")
+    return purpose, measuring.programs["whole" if purpose.program == "first" else purpose.program]
 
 
 def _choose(measuring: _Measuring) -> None:

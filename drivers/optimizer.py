@@ -7,34 +7,30 @@ step the options that changed go to the workers.
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from pippy.drivers.control.messages import (
-    LoadOptimizerState,
-    MakeOptimizer,
-    OptimizerState,
-    OptimizerStep,
-    TensorLocation,
-)
+from pippy.drivers.commands import Commands
+from pippy.drivers.control.messages import LoadOptimizerState, MakeOptimizer, OptimizerState, OptimizerStep
 from pippy.drivers.errors import OptimizerError
+from pippy.drivers.placed_pipe import PlacedPipe
 from pippy.drivers.transport.packing import pack
-
-if TYPE_CHECKING:
-    from pippy.drivers.driver import PipelineDriverBase
 
 
 class PipelineOptimizer(Optimizer):
     """What `driver.instantiate_optimizer` gives.
 
-    ``param_groups`` hold the model's parameters as they are in this process: the names of what lives on the workers.
+    ``param_groups`` hold the model's parameters in this process. They only stand for those on the workers, which the
+    optimizer updates. ``number`` is what the workers know it by.
     """
 
     def __init__(
         self,
-        driver: "PipelineDriverBase",
+        parameters: Mapping[str, torch.nn.Parameter],
+        placed: PlacedPipe,
+        commands: Commands,
         number: int,
         optimizer_class: type,
         args: Sequence[Any],
@@ -49,17 +45,18 @@ class PipelineOptimizer(Optimizer):
                 "LBFGS calls the model again within a step, which the workers cannot do; use another class"
             )
         options = dict(kwargs)
-        self.driver, self.number = driver, number
-        self.names = {id(parameter): name for name, parameter in driver.pipe.named_parameters()}
-        groups = self._groups(options.pop("param_groups", None))
+        self.placed, self.commands, self.number = placed, commands, number
+        self.names = {id(parameter): name for name, parameter in parameters.items()}
+        groups = self._groups(parameters, options.pop("param_groups", None))
         # The same class here, over the same parameters: it checks the arguments and fills in its defaults.
         here = optimizer_class(groups, *args, **options)
         super().__init__(here.param_groups, here.defaults)
         self._sent = self._options()
         self._make(pack(partial(_make, optimizer_class, tuple(args), options)))
 
-    def _groups(self, given: Iterable[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
-        parameters = dict(self.driver.pipe.named_parameters())
+    def _groups(
+        self, parameters: Mapping[str, torch.nn.Parameter], given: Iterable[Mapping[str, Any]] | None
+    ) -> list[dict[str, Any]]:
         if not parameters:
             raise OptimizerError("the model has no parameters, so there is nothing to optimize")
         groups = [{**group, "params": self._named(group)} for group in given or ()]
@@ -97,16 +94,12 @@ class PipelineOptimizer(Optimizer):
         return found
 
     def _make(self, factory: Any) -> None:
-        shipment = self.driver._shipment
-        groups: dict[int, list[Any]] = {worker: [] for worker in shipment.workers}
+        groups: dict[int, list[Any]] = {worker: [] for worker in self.placed.workers}
         for group, options in zip(self.param_groups, self._sent):
-            places: dict[int, list[TensorLocation]] = {worker: [] for worker in shipment.workers}
-            for parameter in group["params"]:
-                for worker, place in shipment.places(self.names[id(parameter)]):
-                    places[worker].append(place)
-            for worker in shipment.workers:
-                groups[worker].append((tuple(places[worker]), options))
-        self.driver._call({w: MakeOptimizer(self.number, factory, tuple(own)) for w, own in groups.items()})
+            by_worker = self.placed.for_all_copies({self.names[id(each)]: None for each in group["params"]})
+            for worker, locations in by_worker.items():
+                groups[worker].append((tuple(locations), options))
+        self.commands.call({w: MakeOptimizer(self.number, factory, tuple(own)) for w, own in groups.items()})
 
     def _options(self) -> tuple[dict[str, Any], ...]:
         """The options of every group, as they are now. A tensor is copied: a scheduler changes it in place."""
@@ -125,15 +118,16 @@ class PipelineOptimizer(Optimizer):
             raise OptimizerError("a closure would run here, not on the workers; call driver.run before step()")
         options = self._options()
         changed = None if _same(options, self._sent) else options
-        self._sent = ()  # if it fails, nobody knows which workers have them
-        workers = self.driver._shipment.workers
-        self.driver._call_reducing(lambda reduce: dict.fromkeys(workers, OptimizerStep(self.number, changed, reduce)))
+        self._sent = ()  # if it fails, it is not known which workers have them
+        self.commands.call_reducing(
+            lambda reduce: dict.fromkeys(self.placed.workers, OptimizerStep(self.number, changed, reduce))
+        )
         self._sent = options
-        self.driver._updated()
+        self.commands.parameters_updated()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients on all workers, of the whole model."""
-        self.driver.zero_grad()
+        self.commands.zero_grad()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while the optimizer is made: groups are given to `instantiate_optimizer`."""
@@ -143,24 +137,17 @@ class PipelineOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state by the names of the parameters, and the groups with names for parameters."""
-        owners = self._first_places()
-        bodies = {w: OptimizerState(self.number, tuple(places.values())) for w, places in owners.items()}
+        by_worker = self.placed.first_locations(self.names.values())
+        bodies = {worker: OptimizerState(self.number, tuple(own.values())) for worker, own in by_worker.items()}
         found: dict[str, Any] = {}
-        for worker, states in self.driver._call(bodies).items():
-            found.update(zip(owners[worker], states))
+        for worker, states in self.commands.call(bodies).items():
+            found.update(zip(by_worker[worker], states))
         names = [[self.names[id(parameter)] for parameter in group["params"]] for group in self.param_groups]
         groups = [{**options, "params": own} for options, own in zip(self._options(), names)]
         return {
             "state": {name: found[name] for own in names for name in own if found.get(name)},
             "param_groups": groups,
         }
-
-    def _first_places(self) -> dict[int, dict[str, TensorLocation]]:
-        owners: dict[int, dict[str, TensorLocation]] = {}
-        for name in self.names.values():
-            for worker, place in self.driver._shipment.places(name)[:1]:
-                owners.setdefault(worker, {})[name] = place
-        return owners
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` gave, or a plain optimizer's state, whose parameters are numbered group by group."""
@@ -175,13 +162,10 @@ class PipelineOptimizer(Optimizer):
                 odd = sorted(set(map(str, renamed)) ^ set(renamed.values()))
                 raise OptimizerError(f"the state is of other parameters: {', '.join(odd)} are on one side only")
             renamed = {name: name for name in renamed}
-        stores: dict[int, dict[TensorLocation, Any]] = {worker: {} for worker in self.driver._shipment.workers}
-        for key, its in state.items():
-            for worker, place in self.driver._shipment.places(renamed[key]):
-                stores[worker][place] = its
+        stores = self.placed.for_all_copies({renamed[key]: its for key, its in state.items()})
         for mine, group in zip(self.param_groups, groups):
             mine.update({key: value for key, value in group.items() if key != "params"})
-        self.driver._call({worker: LoadOptimizerState(self.number, own) for worker, own in stores.items()})
+        self.commands.call({worker: LoadOptimizerState(self.number, own) for worker, own in stores.items()})
         self._sent = ()  # the next step sends the options
 
     def __reduce__(self) -> Any:

@@ -1,8 +1,8 @@
 """What a step gives back: micro-batches' losses weighted and added, outputs put together."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -10,28 +10,37 @@ from torch import fx
 from pippy.drivers.batches.division import Division
 from pippy.drivers.batches.loss_weights import loss_weights
 from pippy.drivers.batches.merge import merge_outputs
+from pippy.ir.compiled import Compiled
 from pippy.ir.names import LOSS
 from pippy.ir.nodes import map_nodes
 from pippy.ir.trees import children, with_children
 
-if TYPE_CHECKING:
-    from pippy.drivers.driver import PipelineDriverBase
-
 
 class Results:
-    """How the values that workers return become what the user is given."""
+    """Turns the values that the workers return for one step into what the user is given.
 
-    def __init__(self, driver: "PipelineDriverBase", division: Division) -> None:
-        self.compiled, self.spec, self.single = driver.compiled, driver.output_spec, driver.single_loss
-        self.division = division
-        self.names = driver._shipment.names
-        self.weights = self._weights(driver, division)
+    ``names`` has the names of the top-level graph's values, by which the workers return them. The other arguments are what
+    the driver was given.
+    """
 
-    def _weights(self, driver: "PipelineDriverBase", division: Division) -> tuple[float, ...]:
-        if self.compiled.loss is None or self.single:
-            return (1.0,) * division.chunks
-        loss = driver.compiled.stage(LOSS) if LOSS in driver.compiled.split_gm._modules else None
-        return loss_weights(loss, division, driver.compiled.target_name, driver.loss_reduction)
+    def __init__(
+        self,
+        compiled: Compiled,
+        names: Mapping[fx.Node, str],
+        division: Division,
+        output_spec: Any = None,
+        loss_reduction: str | Callable[..., Any] | None = None,
+        single_loss: bool = False,
+    ) -> None:
+        self.compiled, self.names, self.division = compiled, names, division
+        self.output_spec, self.single_loss = output_spec, single_loss
+        self.weights = self._weights(loss_reduction)
+
+    def _weights(self, loss_reduction: str | Callable[..., Any] | None) -> tuple[float, ...]:
+        if self.compiled.loss is None or self.single_loss:
+            return (1.0,) * self.division.chunks
+        loss = self.compiled.stage(LOSS) if LOSS in self.compiled.split_gm._modules else None
+        return loss_weights(loss, self.division, self.compiled.target_name, loss_reduction)
 
     def assemble(self, returned: Mapping[str, Any]) -> Any:
         """The whole mini-batch's result."""
@@ -42,11 +51,11 @@ class Results:
         values = {name: self._listed(name, packed) for name, packed in returned.items()}
         parts = [map_nodes(partial(self._value, values, each), output) for each in chunks]
         if self.compiled.loss is None:
-            return merge_outputs(parts, self.division.sizes, self.spec, mask=self.division.mask)
-        losses = values[LOSS] if self.single else [next(self._losses(output, part)) for part in parts]
+            return merge_outputs(parts, self.division.sizes, self.output_spec, mask=self.division.mask)
+        losses = values[LOSS] if self.single_loss else [next(self._losses(output, part)) for part in parts]
         total = self._total(list(losses))
         others = [self._with_loss(output, part, None) for part in parts]
-        merged = merge_outputs(others, self.division.sizes, self.spec, mask=self.division.mask)
+        merged = merge_outputs(others, self.division.sizes, self.output_spec, mask=self.division.mask)
         return self._with_loss(output, merged, total)
 
     def _is_loss(self, node: fx.Node) -> bool:
@@ -73,7 +82,7 @@ class Results:
         if node.op == "placeholder":
             return self.division.take(node.name, microbatch)
         name = self.names[node]
-        return values[name][0 if self.single and name == LOSS else microbatch]
+        return values[name][0 if self.single_loss and name == LOSS else microbatch]
 
     def _losses(self, output: Any, part: Any) -> Iterator[Any]:
         """The loss inside of what one micro-batch returns."""

@@ -129,7 +129,7 @@ class Training:
 
     def _stays(self, kind: str, trap: int) -> bool:
         """Whether the value that cannot be sent need not be."""
-        return kind == "send" and self.driver._shipment.ranks[trap] == self.driver._shipment.ranks[trap + 1]
+        return kind == "send" and self.driver.placed.ranks[trap] == self.driver.placed.ranks[trap + 1]
 
     def check(self) -> None:
         """The gradients are those of the good steps."""

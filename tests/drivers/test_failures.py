@@ -274,7 +274,7 @@ def test_the_mode_that_a_step_given_up_was_to_set(cluster):
     training.driver.eval()
     with pytest.raises(StepError):
         training.fail(FORWARD, trap=0, microbatch=0)
-    assert training.driver._flags
+    assert training.driver.commands.flags_due
     training.driver.train()
     training.check()
     training.driver.close()

@@ -91,9 +91,9 @@ def test_copies_of_a_replicated_parameter_stay_alike(cluster):
 def copies(driver, name):
     from pippy.drivers.control.messages import Fetch
 
-    places = driver._shipment.places(name)
+    places = driver.placed.locations(name)
     assert len(places) > 1
-    return [driver._call({worker: Fetch((place,))})[worker][0] for worker, place in places]
+    return [driver.commands.call({worker: Fetch((place,))})[worker][0] for worker, place in places]
 
 
 @pytest.mark.parametrize("looks", [False, True])

@@ -1,6 +1,6 @@
-"""What each worker is sent of a Pipe and of a program."""
+"""A Pipe whose stages have their workers: where everything is, and what each worker is sent."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -27,8 +27,8 @@ from pippy.ir.names import stage_index
 from pippy.ir.nodes import map_nodes
 
 
-class Shipment:
-    """A Pipe dealt out to workers: ``ranks`` has the worker of the cluster for every stage.
+class PlacedPipe:
+    """A Pipe whose stages are placed on workers. ``ranks`` has the worker of the cluster for each stage.
 
     ``compile`` has the options of torch.compile, if the stages are to be compiled.
     """
@@ -44,16 +44,16 @@ class Shipment:
         return tuple(dict.fromkeys(self.ranks))
 
     def worker_of(self, call: str) -> int:
-        """The worker that holds a stage, or the loss."""
+        """The worker that holds a stage, or `_loss`."""
         index = stage_index(call)
         return self.ranks[self.loss_stage if index is None else index]
 
     def calls_on(self, worker: int) -> list[str]:
-        """The stages, and the loss, that a worker holds."""
+        """The stages that a worker holds, and `_loss`."""
         return [call for call in self.nodes if self.worker_of(call) == worker]
 
     def loads(self) -> dict[int, Load]:
-        """The stages of every worker."""
+        """The message with its stages for each worker."""
         seed = torch.initial_seed() % 2**62
         return {worker: self._load(worker, seed) for worker in self.workers}
 
@@ -70,8 +70,8 @@ class Shipment:
         )
 
     @cached_property
-    def names(self) -> dict[fx.Node, str]:
-        """The name of every value of the top-level graph."""
+    def value_names(self) -> dict[fx.Node, str]:
+        """The name of each value of the top-level graph."""
         return RemoteInterpreter(self.compiled).names
 
     @cached_property
@@ -86,18 +86,34 @@ class Shipment:
             name, tuple((self.worker_of(call), TensorLocation(call, name)) for call, name in group.items())
         )
 
-    def places(self, name: str) -> list[tuple[int, TensorLocation]]:
-        """Where a parameter or buffer of the user's lives: nowhere, if no stage uses it."""
+    def locations(self, name: str) -> list[tuple[int, TensorLocation]]:
+        """Where a parameter or buffer of the user's is: the worker and location of each copy. None if no stage uses it."""
         found = []
-        for place in self.compiled.stage_qualnames(name):
-            call, _, local = place.partition(".")
+        for qualname in self.compiled.stage_qualnames(name):
+            call, _, local = qualname.partition(".")
             found.append((self.worker_of(call), TensorLocation(call, local)))
+        return found
+
+    def first_locations(self, names: Iterable[str]) -> dict[int, dict[str, TensorLocation]]:
+        """Where to read each of these parameters and buffers, by worker: one copy of each."""
+        found: dict[int, dict[str, TensorLocation]] = {}
+        for name in names:
+            for worker, location in self.locations(name)[:1]:
+                found.setdefault(worker, {})[name] = location
+        return found
+
+    def for_all_copies(self, values: Mapping[str, Any]) -> dict[int, dict[TensorLocation, Any]]:
+        """A value for each of some parameters and buffers, by name, becomes one for each copy of it, by worker."""
+        found: dict[int, dict[TensorLocation, Any]] = {worker: {} for worker in self.workers}
+        for name, value in values.items():
+            for worker, location in self.locations(name):
+                found[worker][location] = value
         return found
 
     def programs(
         self, number: int, lowered: Lowered, single_loss: bool, out_of_order: bool | int = False
     ) -> dict[int, AddProgram]:
-        """Every worker's part of a program. ``out_of_order`` is what the driver was given."""
+        """Each worker's part of a program. ``out_of_order`` is what the driver was given."""
         placement = lowered.program.placement
         ranks = tuple(self.ranks[placement.stages_of(worker)[0]] for worker in range(placement.workers))
         value_numbers = {edge.value: number for number, edge in enumerate(lowered.program.flow)}
@@ -123,13 +139,16 @@ class Shipment:
         numbers = iter(range(len(args) + sum(1 for _ in _nodes(args))))
         return Call(call, map_nodes(lambda node: InputIndex(next(numbers)), args))
 
-    def flags(self, worker: int) -> dict[str, tuple[bool, ...]]:
-        """The training flags of all modules that a worker holds."""
-        return {call: tuple([module.training for module in self._modules[call]]) for call in self.calls_on(worker)}
+    def training_flags(self) -> dict[int, dict[str, tuple[bool, ...]]]:
+        """The training flags of all modules, by worker and stage."""
+        return {
+            worker: {call: tuple([each.training for each in self._modules[call]]) for call in self.calls_on(worker)}
+            for worker in self.workers
+        }
 
     @cached_property
     def _modules(self) -> dict[str, list[nn.Module]]:
-        """All modules of every stage; which they are was settled when they were sent."""
+        """All modules of each stage, as they were when the stages were sent."""
         return {call: list(self.compiled.stage(call).modules()) for call in self.nodes}
 
 

@@ -1,0 +1,149 @@
+"""The commands of one driver, and what the controller knows of the gradients on its workers."""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from functools import partial
+from typing import Any
+
+from pippy.drivers.control.dispatch import Dispatch, Posted
+from pippy.drivers.control.messages import Load, Step, Unload
+from pippy.drivers.errors import DriverError
+from pippy.drivers.interrupts import uninterrupted
+
+TrainingFlags = Mapping[int, Mapping[str, tuple[bool, ...]]]  # by worker and stage, for each module
+
+
+class GradientState(Enum):
+    """What the workers have to do before their gradients can be read.
+
+    >>> GradientState.TO_DROP.value
+    'zero_grad() was called, and the next command tells the workers'
+    """
+
+    REDUCED = "there are none, or those of replicated parameters have been added up"
+    UNREDUCED = "each copy of a replicated parameter has a gradient of its own"
+    TO_DROP = "zero_grad() was called, and the next command tells the workers"
+
+
+class Commands:
+    """Sends the commands of one driver to its workers, and follows what becomes of the gradients there.
+
+    A command that fails, or that Ctrl-C or a time limit ends, is given up. The workers then have the gradients of before
+    it, and the controller goes back to the state of before it. ``gradients`` is one of three states:
+
+        what happens                               REDUCED       UNREDUCED     TO_DROP
+        -----------------------------------------  ------------  ------------  ------------
+        zero_grad()                                TO_DROP       TO_DROP       TO_DROP
+        a training step                            UNREDUCED *   UNREDUCED     UNREDUCED *
+        a training step that adds up copies        REDUCED       REDUCED       REDUCED
+        another step                               REDUCED       UNREDUCED     REDUCED
+        a call that adds up copies first           REDUCED       REDUCED       REDUCED
+        another call                               REDUCED       UNREDUCED     REDUCED
+        a command is given up                      the state before it; TO_DROP if zero_grad() was called since
+
+        * REDUCED if the Pipe has no replicated parameters
+
+    In TO_DROP every command goes to all workers, and has them drop their gradients first.
+
+    Copies are best added up in the last step before an update. Which step that is nobody says beforehand, so it is taken to
+    be as many steps as last time: `last_before_update` says whether the next one is it.
+
+    The training flags of modules go along with a step if they are not those that the workers were told last, or if the
+    step that told them was given up: ``flags_due``.
+    """
+
+    def __init__(self, dispatch: Dispatch, driver: int, workers: Sequence[int], has_copies: bool) -> None:
+        self.dispatch, self.driver, self.workers, self.has_copies = dispatch, driver, tuple(workers), has_copies
+        self.gradients = GradientState.REDUCED
+        self.steps = self.steps_of_last_update = 0
+        self.flags: TrainingFlags = {}
+        self.flags_due = False
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+
+    def load(self, loads: Mapping[int, Load], flags: TrainingFlags) -> None:
+        """Send the workers their stages, with these training flags. They are dropped when this object is."""
+        self.flags = flags
+        try:
+            self.call(loads)
+        except BaseException:  # some workers may hold their stages already
+            self.dispatch.forget(self.driver, self.workers)
+            raise
+        self._finalizer = weakref.finalize(self, self.dispatch.forget, self.driver, self.workers)
+        self._finalizer.atexit = False
+
+    def close(self) -> None:
+        """Have the workers drop all that belongs to the driver."""
+        if self._finalizer is not None and self._finalizer.detach() and not self.dispatch.control.broken:
+            self.dispatch.call(self.driver, dict.fromkeys(self.workers, Unload()))
+
+    # Steps
+
+    @property
+    def last_before_update(self) -> bool:
+        """Whether the next step is taken to be the last before the parameters are updated."""
+        return self.steps + 1 == self.steps_of_last_update
+
+    def flags_to_send(self, flags: TrainingFlags) -> TrainingFlags | None:
+        """The training flags for the next step; None if the workers have these."""
+        if flags != self.flags:
+            self.flags, self.flags_due = flags, True
+        return flags if self.flags_due else None
+
+    def post_step(self, steps: Mapping[int, Step], trains: bool, reduce: bool, limit: float | None) -> Posted:
+        """Send a step to the workers; `Dispatch.wait` waits for it. ``reduce`` says that it adds up copies."""
+        with uninterrupted():
+            zero, told = self._with_zero(steps)
+            posted = self.dispatch.post(self.driver, told, zero, self._undo_to_now(), limit)
+            self.flags_due = False
+            self.gradients = self._after_step(trains, reduce)
+            self.steps += 1
+        return posted
+
+    def _after_step(self, trains: bool, reduce: bool) -> GradientState:
+        unreduced = self.gradients is GradientState.UNREDUCED or (trains and self.has_copies)
+        return GradientState.UNREDUCED if unreduced and not reduce else GradientState.REDUCED
+
+    # Other commands
+
+    def call(self, bodies: Mapping[int, Any]) -> dict[int, Any]:
+        """Send each worker its part of a command, and wait for the answers."""
+        if self.dispatch.outstanding:  # it may fail, and change the state
+            self.dispatch.wait(self.dispatch.outstanding[-1])
+        zero, told = self._with_zero(bodies)
+        answers = self.dispatch.call(self.driver, told, zero, self._undo_to_now())
+        if zero:
+            self.gradients = GradientState.REDUCED
+        return {worker: answers[worker] for worker in bodies}  # the others only dropped their gradients
+
+    def call_reducing(self, command: Callable[[bool], Mapping[int, Any]]) -> dict[int, Any]:
+        """Like `call`, for a command that adds up the copies' gradients first if it is told to: it is made with that flag."""
+        answers = self.call(command(self.gradients is GradientState.UNREDUCED))
+        self.gradients = GradientState.REDUCED
+        return answers
+
+    def zero_grad(self) -> None:
+        """Drop all gradients: the next command says so."""
+        self.gradients = GradientState.TO_DROP
+        self.parameters_updated()
+
+    def parameters_updated(self) -> None:
+        """The steps so far made one update."""
+        if self.steps:
+            self.steps_of_last_update, self.steps = self.steps, 0
+
+    def _with_zero(self, bodies: Mapping[int, Any]) -> tuple[bool, Mapping[int, Any]]:
+        """Whether gradients are to be dropped, and the command for all workers if they are."""
+        if self._finalizer is not None and not self._finalizer.alive:
+            raise DriverError("this driver was closed; make another")
+        zero = self.gradients is GradientState.TO_DROP
+        return zero, {**dict.fromkeys(self.workers), **bodies} if zero else bodies
+
+    def _undo_to_now(self) -> Callable[[], None]:
+        """What to call if a command that is sent now is given up."""
+        return partial(self._undo, self.gradients, self.steps, self.flags_due)
+
+    def _undo(self, gradients: GradientState, steps: int, flags_due: bool) -> None:
+        self.flags_due = self.flags_due or flags_due
+        if self.gradients is not GradientState.TO_DROP:
+            self.gradients, self.steps = gradients, steps

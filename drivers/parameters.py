@@ -1,0 +1,95 @@
+"""The parameters of one driver's Pipe where they are, on the workers, and their gradients."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from pippy.drivers.commands import Commands, GradientState
+from pippy.drivers.control.messages import Fetch, GradientNorms, ReduceGradients, ScaleGradients, Store
+from pippy.drivers.errors import DriverError
+from pippy.drivers.placed_pipe import PlacedPipe
+from pippy.ir.pipe import Pipe
+
+
+class RemoteParameters:
+    """Reads and changes the parameters, buffers and gradients on the workers, by the user's names."""
+
+    def __init__(self, pipe: Pipe, placed: PlacedPipe, commands: Commands) -> None:
+        self.pipe, self.placed, self.commands = pipe, placed, commands
+
+    def fetch(self, names: Iterable[str], gradients: bool = False) -> dict[str, Any]:
+        """Parameters and buffers, or their gradients. None for one that no stage uses."""
+        wanted = list(names)
+        by_worker = self.placed.first_locations(wanted)
+        found: dict[str, Any] = dict.fromkeys(wanted)
+        bodies = {worker: Fetch(tuple(own.values()), gradients) for worker, own in by_worker.items()}
+        for worker, tensors in self.commands.call(bodies).items():
+            found.update(zip(by_worker[worker], tensors))
+        return found
+
+    # Gradients
+
+    def reduce_gradients(self) -> None:
+        """Add up the gradients of replicated parameters, if that was not done."""
+        if self.commands.gradients is GradientState.UNREDUCED:
+            self.commands.call_reducing(lambda _: dict.fromkeys(self.commands.workers, ReduceGradients()))
+
+    def gradients(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor | None]:
+        """The gradients of these parameters, or of all."""
+        wanted = self._names() if names is None else names
+        self.reduce_gradients()
+        return self.fetch(wanted, gradients=True)
+
+    def grad_norm(self, norm_type: float) -> torch.Tensor:
+        """The norm of all gradients together."""
+        names = self._names()
+        by_worker = self.placed.first_locations(names)
+        locations = {worker: tuple(by_worker.get(worker, {}).values()) for worker in self.commands.workers}
+        answers = self.commands.call_reducing(
+            lambda reduce: {worker: GradientNorms(own, norm_type, reduce) for worker, own in locations.items()}
+        )
+        norms: dict[str, Any] = {}
+        for worker, values in answers.items():
+            norms.update(zip(by_worker.get(worker, {}), values))
+        there = [norms[name] for name in names if norms.get(name) is not None]
+        return torch.linalg.vector_norm(torch.stack(there), norm_type) if there else torch.tensor(0.0)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+        """Scale all gradients so that their norm is at most ``max_norm``, and give the norm."""
+        total = self.grad_norm(norm_type)
+        if error_if_nonfinite and not bool(torch.isfinite(total)):
+            raise DriverError(
+                f"the norm of the gradients is {total.item()}; pass error_if_nonfinite=False to clip anyway"
+            )
+        factor = float(torch.clamp(max_norm / (total + 1e-6), max=1.0))  # min() would take 1.0 for a norm that is NaN
+        self.commands.call(dict.fromkeys(self.commands.workers, ScaleGradients(factor)))
+        return total
+
+    # State dicts
+
+    def state_dict(self) -> dict[str, Any]:
+        """The model's state dict, with the parameters and buffers as they are on the workers."""
+        state = self.pipe.state_dict()
+        state.update(self.fetch(self._on_workers(state)))
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool) -> Any:
+        """Load a state dict into the Pipe and into all workers."""
+        loaded = self.pipe.load_state_dict(state_dict, strict)
+        values = {name: state_dict[name].detach().cpu() for name in self._on_workers(state_dict)}
+        stores = self.placed.for_all_copies(values)
+        self.commands.call({worker: Store(tensors) for worker, tensors in stores.items()})
+        return loaded
+
+    def _names(self) -> list[str]:
+        return [name for name, _ in self.pipe.named_parameters()]
+
+    def _on_workers(self, state: Mapping[str, Any]) -> list[str]:
+        """The names of the tensors in a state dict that some stage uses."""
+        known = self.placed.compiled.qualnames.canonical
+        return [
+            name
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor) and name in known and self.placed.locations(name)
+        ]

@@ -1,0 +1,149 @@
+"""The programs of one driver: made by its schedule, lowered, sent to the workers once, and kept."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from pippy.drivers.auto import UNMEASURED, Auto, StepPurpose, auto_placement
+from pippy.drivers.commands import Commands
+from pippy.drivers.errors import DriverError
+from pippy.drivers.lowering.lower import Lowered, lower
+from pippy.drivers.placed_pipe import PlacedPipe
+from pippy.drivers.schedules import Program, make_schedule
+from pippy.drivers.schedules.programs.instructions import Op
+from pippy.drivers.schedules.programs.placement import Placement
+from pippy.ir.pipe import Pipe
+
+
+@dataclass(frozen=True)
+class RequestedSchedule:
+    """The schedule that the user asked for: a name with its options, or a program. ``stages`` is how many the Pipe has.
+
+    >>> RequestedSchedule("1f1b", {}, stages=4).make(chunks=2, workers=2).placement.worker_of
+    (0, 0, 1, 1)
+    """
+
+    schedule: str | Program
+    options: Mapping[str, Any]
+    stages: int
+    auto: Auto | None = None  # chooses the schedule
+
+    def make(self, chunks: int, workers: int) -> Program:
+        """The program for a number of micro-batches and workers, not lowered yet."""
+        if isinstance(self.schedule, Program):
+            return self._given(self.schedule, chunks, workers)
+        if workers > self.stages:
+            raise DriverError(
+                f"{workers} workers for {self.stages} stages; name {self.stages} workers, or cut the model into more stages"
+            )
+        per_worker = [self.stages // workers + (worker < self.stages % workers) for worker in range(workers)]
+        if self.auto is not None:
+            return make_schedule("1f1b", workers=workers, chunks=chunks, **auto_placement(self.options, per_worker))
+        placed = isinstance(self.options.get("placement"), Mapping | Placement)
+        options = {**({} if placed else {"stages_per_worker": per_worker}), **self.options}
+        return make_schedule(self.schedule, workers=workers, chunks=chunks, **options)
+
+    def example(self, chunks: int, workers: int) -> Program:
+        """A program for ``chunks`` micro-batches, or the user's own, which is for one number of them only."""
+        return self.make(self.schedule.chunks if isinstance(self.schedule, Program) else chunks, workers)
+
+    def _given(self, program: Program, chunks: int, workers: int) -> Program:
+        if program.workers > workers:
+            raise DriverError(
+                f"the program is for {program.workers} workers, and there are {workers}; start a larger cluster"
+            )
+        if chunks != program.chunks:
+            raise DriverError(
+                f"chunks={chunks}, and the program was made for {program.chunks}; run it with as many, or make another program"
+            )
+        return program
+
+
+@dataclass(frozen=True)
+class SentProgram:
+    """A program that the workers have, and its number there."""
+
+    number: int
+    lowered: Lowered
+
+
+class DriverPrograms:
+    """Makes, lowers, sends and keeps the programs of one driver, one for each number of micro-batches.
+
+    ``out_of_order`` and ``single_loss`` are what the driver was given.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipe,
+        schedule: RequestedSchedule,
+        placed: PlacedPipe,
+        commands: Commands,
+        workers: int,
+        single_loss: bool,
+        out_of_order: bool | int,
+    ) -> None:
+        self.pipe, self.schedule, self.placed, self.commands = pipe, schedule, placed, commands
+        self.workers, self.single_loss, self.out_of_order = workers, single_loss, out_of_order
+        self.sent: dict[tuple[int, str], SentProgram] = {}  # by the number of micro-batches, and what it is for
+
+    def for_display(self, chunks: int, trains: bool) -> Program:
+        """The program of the next step with ``chunks`` micro-batches, as far as is known now."""
+        auto = self.schedule.auto
+        if auto is None or not trains:
+            return self._plain(chunks, trains).lowered.program
+        purpose, program = auto.peek(chunks, partial(self.schedule.make, chunks, self.workers))
+        return self._send(chunks, purpose.program, program).lowered.program
+
+    def for_step(self, chunks: int, trains: bool) -> tuple[StepPurpose, SentProgram]:
+        """The program of the step that comes now, and what it is measured for."""
+        auto = self.schedule.auto
+        if auto is None or not trains:
+            return UNMEASURED, self._plain(chunks, trains)
+        purpose, program = auto.next(chunks, partial(self.schedule.make, chunks, self.workers))
+        return purpose, self._send(chunks, purpose.program, program)
+
+    def _plain(self, chunks: int, trains: bool) -> SentProgram:
+        name = "training" if trains else "forward only"
+        if (chunks, name) in self.sent:
+            return self.sent[chunks, name]
+        program = self.schedule.make(chunks, self.workers)
+        if not trains:
+            program = make_schedule("forward_only", workers=program.workers, chunks=chunks, placement=program.placement)
+        return self._send(chunks, name, program, trains)
+
+    def _send(self, chunks: int, name: str, program: Program, trains: bool = True) -> SentProgram:
+        """Lower a program and send it to the workers, unless they have it."""
+        key = chunks, name
+        if key not in self.sent:
+            lowered, number = lower(self.pipe, program), len(self.sent)
+            out_of_order = self.out_of_order if trains else False
+            _check_limit(out_of_order, lowered.program)
+            self.commands.call(self.placed.programs(number, lowered, self.single_loss, out_of_order))
+            self.sent[key] = SentProgram(number, lowered)
+        return self.sent[key]
+
+
+def _check_limit(out_of_order: bool | int, program: Program) -> None:
+    peak = max(program.peak_live)
+    if not isinstance(out_of_order, bool) and out_of_order < peak:
+        raise DriverError(
+            f"out_of_order={out_of_order}: worker {program.peak_live.index(peak)} holds up to {peak} micro-batches of a stage "
+            f"in {program.schedule} with {program.chunks} micro-batches, in order; give at least {peak}, or True"
+        )
+
+
+def check_single_loss(example: Program, loss_stage: int, mask: bool) -> None:
+    """Raise unless all forwards come before the loss in an example of the driver's programs, and there is a loss."""
+    if mask:
+        raise DriverError("single_loss=True and _debug_mask_minibatches=True do not go together; leave one of them out")
+    if loss_stage < 0:
+        raise DriverError("single_loss=True, and the Pipe has no loss function; give one: pipeline(model, loss_fn)")
+    computations = example.computations[example.placement.worker_of[loss_stage]]
+    ops = [each.op for each in computations if each.stage == loss_stage]
+    if sorted(ops, key=lambda op: op != Op.FORWARD) != ops:
+        raise DriverError(
+            f"single_loss=True needs all forwards before the loss, and {example.schedule} begins backwards earlier; "
+            "use PipelineDriverFillDrain"
+        )
