@@ -9,13 +9,8 @@ from pippy.ir.cut.split import split
 from pippy.ir.errors import LossError
 from pippy.ir.front.trace import Traced
 from pippy.ir.passes.backward import attach_backward
-from pippy.ir.passes.loss import (
-    LossSpec,
-    attach_loss_function,
-    check_loss_function,
-    default_loss_spec,
-    find_returned_loss,
-)
+from pippy.ir.passes.loss_function import attach_loss_function, check_loss_function
+from pippy.ir.passes.returned_loss import LossSpec, default_loss_spec, find_returned_loss
 from pippy.ir.passes.verify import check_rules
 
 Cut = Callable[[Traced], Any]

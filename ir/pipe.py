@@ -14,7 +14,7 @@ from pippy.ir.cut.params import MultiUseParamSpec
 from pippy.ir.front.sequential import trace_sequential
 from pippy.ir.front.trace import Traced, TracerLike, trace
 from pippy.ir.model_parts import all_tensors, check_still_shared, parts_come_first, put_loss_parameters, put_model_parts
-from pippy.ir.passes.loss import LossSpec
+from pippy.ir.passes.returned_loss import LossSpec
 from pippy.ir.passes.verify import check_rules
 from pippy.ir.reference import run_reference
 from pippy.ir.run.copies import follow_owners

@@ -15,7 +15,7 @@ from pippy.ir.cut.params import MultiUseParameterConfig
 from pippy.ir.errors import PippyError, PippyWarning
 from pippy.ir.front.tracer import PipeTracer
 from pippy.ir.marks import PipeSplitWrapper, SplitPoint, annotate_split_points, clear_split_points, pipe_split
-from pippy.ir.passes.loss import LossWrapper, TrivialLossWrapper
+from pippy.ir.passes.loss_wrappers import LossWrapper, TrivialLossWrapper
 from pippy.ir.pipe import Pipe, verify
 from pippy.pipeline import pipeline
 

@@ -10,7 +10,7 @@ from pippy.balance.policies import Split
 from pippy.ir.cut.params import MultiUseParamSpec
 from pippy.ir.errors import BalanceError
 from pippy.ir.front.trace import TracerLike
-from pippy.ir.passes.loss import LossSpec
+from pippy.ir.passes.returned_loss import LossSpec
 from pippy.ir.pipe import Pipe
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from pippy.drivers.batches.division import Cut, Division
 from pippy.drivers.errors import MicrobatchError
 from pippy.ir.errors import PippyWarning
-from pippy.ir.passes.loss import FunctionLoss
+from pippy.ir.passes.loss_function import FunctionLoss
 from pippy.ir.trees import describe, leaves
 
 _COUNTING_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.LinearCrossEntropyLoss)

@@ -26,7 +26,7 @@ from pippy.ir.cut.cuts import crossing, mark, marks
 from pippy.ir.cut.params import MultiUseParamSpec
 from pippy.ir.errors import BalanceError, InputError
 from pippy.ir.front.trace import Traced
-from pippy.ir.passes.loss import TARGET, check_loss_function
+from pippy.ir.passes.loss_function import TARGET, check_loss_function
 from pippy.ir.signature import bind
 
 PARAM_SCALE = 4.0  # a parameter, its gradient, and the two moments of Adam

@@ -14,7 +14,7 @@ from pippy.drivers.batches.division import divide
 from pippy.drivers.batches.loss_weights import loss_weights, reduction_of
 from pippy.drivers.batches.specs import MicroBatches
 from pippy.drivers.errors import MicrobatchError
-from pippy.ir.passes.loss import FunctionLoss
+from pippy.ir.passes.loss_function import FunctionLoss
 
 CLASS_WEIGHTS = torch.tensor([0.5, 2.0, 0.0, 1.0], dtype=torch.float64)
 COUNTING = {
