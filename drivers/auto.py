@@ -21,7 +21,7 @@ from pippy.drivers.errors import DriverError, StepError
 from pippy.drivers.recording.measured import measured_costs
 from pippy.drivers.recording.record import Recording
 from pippy.drivers.schedules import make_schedule
-from pippy.drivers.schedules.choose import Choice, Limits, choose, peak_weight
+from pippy.drivers.schedules.choose import Choice, Limits, choose, peak_bytes
 from pippy.drivers.schedules.errors import ScheduleError
 from pippy.drivers.schedules.programs.instructions import Compute, Op
 from pippy.drivers.schedules.programs.placement import Placement
@@ -164,7 +164,7 @@ one number or one for each worker
         kept = {stage: weight for result in results for stage, weight in (result.kept or {}).items()}
         plain = measuring.programs["plain"]
         weights = tuple(kept.get(stage, 0) for stage in range(plain.stages))
-        measuring.limits = replace(measuring.limits, weights=weights)
+        measuring.limits = replace(measuring.limits, stage_bytes=weights)
         for worker, limit in enumerate(measuring.limits.bytes or ()):
             least = sum(weights[stage] for stage in plain.placement.stages_of(worker))
             if least > limit:
@@ -211,9 +211,9 @@ def _programs(plain: Program, limits: Limits) -> dict[str, Program]:
 
 
 def _fits(program: Program, counts: Sequence[int], limits: Limits) -> bool:
-    if limits.bytes is None or limits.weights is None:
+    if limits.bytes is None or limits.stage_bytes is None:
         return all(peak <= count for peak, count in zip(program.peak_live, counts))
-    peaks = [peak_weight(order, limits.weights) for order in program.computations]
+    peaks = [peak_bytes(order, limits.stage_bytes) for order in program.computations]
     live = limits.live or program.peak_live
     return all(map(int.__le__, peaks, limits.bytes)) and all(map(int.__le__, program.peak_live, live))
 

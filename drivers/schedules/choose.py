@@ -1,7 +1,7 @@
-"""Chooses the schedule for a placement: every one that fits is simulated, and the fastest is taken.
+"""Chooses the schedule for a placement: each one that fits is simulated, and the fastest is chosen.
 
-What differs by less than `TIE` is the same for practical purposes; among such schedules the one that holds least is taken.
-Costs are in seconds.
+Schedules whose times differ by less than `TIE` count as equally fast. Of those, the one that holds least is chosen. Costs are
+in seconds.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,26 +19,26 @@ from pippy.drivers.schedules.simulation.costs import Costs
 from pippy.drivers.schedules.simulation.simulate import simulate_with
 
 TIE = 0.02
-SEARCHED = 2000  # computations, beyond which the list scheduler takes many seconds
+SEARCHED = 2000  # with more computations than this, the list scheduler takes many seconds
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What every worker may hold: so many live stage-micro-batches, and so many bytes of them; None for no limit.
+    """The most that each worker may hold: live stage-micro-batches, and bytes of them. None stands for no limit.
 
-    ``weights`` are the bytes of one micro-batch of each stage.
+    ``stage_bytes`` are the bytes of one micro-batch of each stage.
 
-    >>> limits = Limits(bytes=(100, 100), weights=(30, 40))
+    >>> limits = Limits(bytes=(100, 100), stage_bytes=(30, 40))
     >>> limits.counts(Placement((0, 1)))
     [3, 2]
     """
 
     live: tuple[int, ...] | None = None
     bytes: tuple[int, ...] | None = None
-    weights: tuple[int, ...] | None = None
+    stage_bytes: tuple[int, ...] | None = None
 
     def counts(self, placement: Placement) -> list[int] | None:
-        """How many stage-micro-batches each worker may hold at most, whichever they are; never less than it has stages."""
+        """How many stage-micro-batches each worker may hold, whichever they are. It is never less than its number of stages."""
         if self.live is None and self.bytes is None:
             return None
         found = []
@@ -47,13 +47,13 @@ class Limits:
             least = len(stages)
             counts = [] if self.live is None else [self.live[worker]]
             if self.bytes is not None:
-                heaviest = max((self.weights[stage] for stage in stages), default=0) if self.weights else 0
-                counts.append(self.bytes[worker] // heaviest if heaviest else least)
+                largest = max((self.stage_bytes[stage] for stage in stages), default=0) if self.stage_bytes else 0
+                counts.append(self.bytes[worker] // largest if largest else least)
             found.append(max(least, min(counts)))
         return found
 
     def broken_by(self, candidate: "Candidate") -> str:
-        """What a program holds that is too much; nothing, if it fits."""
+        """Says what a program holds that is too much. It is empty if the program fits."""
         for name, peaks, limits in (
             ("stage-micro-batches", candidate.peak_live, self.live),
             ("bytes", candidate.peak_bytes, self.bytes),
@@ -66,7 +66,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A schedule that could be taken: its program, what it is predicted to take, and what its workers hold at most."""
+    """A schedule that could be chosen: its program, its predicted time, and the most that its workers hold."""
 
     program: Program
     seconds: float
@@ -84,17 +84,17 @@ class Candidate:
 
     @property
     def memory(self) -> tuple[int, int]:
-        """What the fullest worker holds, then what all hold: to be compared."""
+        """What the fullest worker holds, and what all workers hold. Candidates are compared by this."""
         peaks = self.peak_bytes or self.peak_live
         return max(peaks), sum(peaks)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, from what, and why: print it.
+    """What was chosen, from which candidates, and why. Print it to read it.
 
-    ``candidates`` fit the placement and the limits, the fastest first. ``left_out`` says of the others why they do not.
-    ``elsewhere`` are the fastest on other placements of the same stages.
+    ``candidates`` are the schedules that fit the placement and the limits, the fastest first. ``left_out`` lists the others,
+    with the reason. ``elsewhere`` lists the fastest on other placements of the same stages.
 
     >>> from pippy.drivers.schedules import make_schedule
     >>> slow = Costs(forward=[0.001, 0.003], backward_input=0.001, backward_weight=0.001)
@@ -120,7 +120,7 @@ class Choice:
 
     @property
     def why(self) -> str:
-        """The sentence."""
+        """Why this schedule was chosen, in a sentence."""
         fastest = self.candidates[0]
         predicted = f"its step is predicted to take {_milliseconds(self.chosen.seconds)}"
         if len(self.candidates) == 1:
@@ -187,7 +187,7 @@ def choose(program: Program, costs: Costs, limits: Limits = Limits()) -> Choice:
 def candidates(
     program: Program, placement: Placement, costs: Costs, limits: Limits, search: bool = True
 ) -> tuple[list[Candidate], list[tuple[str, str]]]:
-    """All schedules that can be had on a placement within the limits, and why the others cannot."""
+    """The schedules that work on a placement within the limits; and the others, each with the reason."""
     fitting, left_out = [], []
     for name, entry in REGISTRY.items():
         if not entry.training or (name == "list" and not search):
@@ -213,31 +213,31 @@ def _candidate(name: str, program: Program, placement: Placement, costs: Costs, 
     made = make_schedule(name, workers=placement.workers, chunks=program.chunks, placement=placement, **options)
     if program.edges is not None:
         made = made.for_graph(program.edges, program.backward, program.replicated)
-    weights = limits.weights
-    peaks = None if weights is None else tuple(peak_weight(order, weights) for order in made.computations)
+    stage_bytes = limits.stage_bytes
+    peaks = None if stage_bytes is None else tuple(peak_bytes(order, stage_bytes) for order in made.computations)
     return Candidate(made, float(simulate_with(made, costs).makespan), peaks)
 
 
-def peak_weight(order: Sequence[Compute], weights: Sequence[int]) -> int:
-    """The most that a worker holds if a micro-batch of a stage weighs so much, from its forward to the end of its backward.
+def peak_bytes(order: Sequence[Compute], stage_bytes: Sequence[int]) -> int:
+    """The most bytes that a worker holds. A micro-batch counts from its forward to the end of its backward.
 
     >>> program = make_schedule("1f1b", workers=2, chunks=4)
-    >>> [peak_weight(order, weights=[10, 100]) for order in program.computations]
+    >>> [peak_bytes(order, stage_bytes=[10, 100]) for order in program.computations]
     [20, 100]
     """
     ends = {compute.stage for compute in order if compute.op != Op.FORWARD}
     held = peak = 0
     for compute in order:
         if compute.op == Op.FORWARD:
-            peak = max(peak, held + weights[compute.stage])
-            held += weights[compute.stage] if compute.stage in ends else 0
+            peak = max(peak, held + stage_bytes[compute.stage])
+            held += stage_bytes[compute.stage] if compute.stage in ends else 0
         elif compute.op != Op.BACKWARD_INPUT:
-            held -= weights[compute.stage]
+            held -= stage_bytes[compute.stage]
     return peak
 
 
 def _elsewhere(program: Program, costs: Costs, limits: Limits, chosen: Candidate) -> Iterator[tuple[str, Candidate]]:
-    """The fastest on each other placement, where it is faster than what was chosen."""
+    """The fastest schedule on each other placement, if it is faster than the chosen one."""
     placement = program.placement
     seen = {placement}
     counts = [len(placement.stages_of(worker)) for worker in range(placement.workers)]

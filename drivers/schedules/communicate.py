@@ -1,15 +1,14 @@
-"""Says explicitly what a program of computations implies: sends, receives, frees and reductions.
+"""Adds to a program of computations what it implies: sends, receives, frees and reductions.
 
-A pass over data: it takes a program of computations and leaves a lowered program of the same computations in the same
-order.
+This is a pass over data. It takes a program of computations and returns a lowered program, with the same computations in the
+same order:
 
     worker 0: F0.0  send a.0 to 1  free a.0                     worker 1: receive a.0 from 0  F1.0  free a.0
 
-A value is sent as soon as it is made, to every worker that needs it, once each. It is received right before its first
-use, or before that of a value sent after it, because channels deliver in order. It is freed right after its last use;
-what a stage keeps of its inputs for its backward, or for the weight half of it, is the stage's own affair. A
-reduction comes right after the last backward that touches the worker's copies, so that it runs while the pipeline
-drains.
+A value is sent as soon as it is made, once to each worker that needs it. It is received right before its first use, or before
+that of a value that is sent after it, because channels deliver in order. It is freed right after its last use. A stage itself
+keeps what it needs of its inputs for its backward. A reduction comes right after the last backward that uses the worker's
+copies, so that it runs while the pipeline drains.
 """
 
 from collections import defaultdict
@@ -29,7 +28,7 @@ from pippy.drivers.schedules.programs.program import Program
 
 
 def add_communication(program: Program) -> Program:
-    """Lower a valid program, for its own edges and replicated parameters; one that is lowered already is lowered anew.
+    """Lower a valid program for its edges and replicated parameters. A lowered program is lowered again.
 
     >>> from pippy.drivers.schedules import make_schedule
     >>> lowered = add_communication(make_schedule("forward_only", workers=2, chunks=1))
@@ -44,12 +43,12 @@ def add_communication(program: Program) -> Program:
     return replace(program, orders=tuple(Communication(computations).orders()), lowered=True)
 
 
-# What comes first of what is due at the same computation.
+# The order of what belongs to the same computation.
 RECEIVE, COMPUTE, SEND, FREE, REDUCE = range(5)
 
 
 class Communication:
-    """The instructions of each worker, in any order, each with the computation it belongs to and its place there."""
+    """The instructions of each worker, each with the index of the computation it belongs to, and its rank there."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -70,7 +69,7 @@ class Communication:
             yield tuple(instruction for _, _, instruction in due)
 
     def add_transfers(self, worker: int, order: Iterable[Compute], edges: Mapping[Pass, Iterable[Edge]]) -> None:
-        """Move and free what this worker makes."""
+        """Send, receive and free what this worker makes."""
         channels: dict[int, list[tuple[Receive, int]]] = defaultdict(list)
         for index, compute in enumerate(order):
             done, chunk = produced_by(compute), compute.microbatch
@@ -89,7 +88,7 @@ class Communication:
             self.add_receives(to, channel)
 
     def add_receives(self, worker: int, channel: Sequence[tuple[Receive, int]]) -> None:
-        """Receive in the order of sending, each value no later than its first use and all that come behind it."""
+        """Receive in the order of sending: each value before its first use, and before those that are sent after it."""
         latest = accumulate((first_use for _, first_use in reversed(channel)), min)
         for (receive, _), index in zip(channel, reversed(list(latest))):
             self.due[worker].append((index, RECEIVE, receive))
@@ -103,7 +102,7 @@ class Communication:
 
 
 def targets_by_worker(program: Program, edge: Edge) -> list[tuple[int, list[Pass]]]:
-    """The workers where the value is needed, and what needs it there."""
+    """The workers that need the value, each with the passes that need it there."""
     found: dict[int, list[Pass]] = defaultdict(list)
     for target in edge.targets:
         found[program.placement.worker_of[target.stage]].append(target)

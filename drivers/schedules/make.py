@@ -11,7 +11,7 @@ from pippy.drivers.schedules.programs.placement import Placement, make_placement
 from pippy.drivers.schedules.programs.program import Program
 from pippy.drivers.schedules.search.list_scheduler import list_schedule
 
-register("list", list_schedule)  # not in registry.py, because it tries the schedules that are there
+register("list", list_schedule)  # not in registry.py, because it uses the registry itself
 
 
 def make_schedule(
@@ -25,9 +25,9 @@ def make_schedule(
 ) -> Program:
     """The program of a named schedule, validated: computations only, with communication implied.
 
-    ``stages_per_worker`` is one number, or one for each worker; left out it is 1, or 2 for the V-shaped schedules.
-    ``placement`` is "linear", "looped", "v", or a dict from stage to worker; left out it is what the schedule is made
-    for. Further options are the schedule's own.
+    ``stages_per_worker`` is one number, or one for each worker. Its default is 1, or 2 for the V-shaped schedules.
+    ``placement`` is "linear", "looped", "v", or a dict from stage to worker. Its default is the schedule's usual one. Other
+    options go to the schedule.
 
     >>> print(make_schedule("1f1b", workers=2, chunks=1))
     pippy program 1
@@ -59,23 +59,23 @@ def make_schedule(
         entry.placement if placement is None else placement,
     )
     refuse_unknown_options(name, entry, options)
-    plan = entry.schedule(placed, chunks, **options)
-    if not isinstance(plan, WorkerOrders):
-        raise ArgumentError(f"schedule {name} returned {plan!r}; it must return a WorkerOrders")
+    result = entry.schedule(placed, chunks, **options)
+    if not isinstance(result, WorkerOrders):
+        raise ArgumentError(f"schedule {name} returned {result!r}; it must return a WorkerOrders")
     program = Program(
         schedule=name,
         placement=placed,
         chunks=chunks,
-        orders=tuple(map(tuple, plan.orders)),
+        orders=tuple(map(tuple, result.orders)),
         backward=tuple(range(placed.stages)) if entry.training else (),
-        memory=None if plan.memory is None else tuple(plan.memory),
+        memory=None if result.memory is None else tuple(result.memory),
     )
     validate(program)
     return program
 
 
 def default_stages(entry: RegisteredSchedule, placement: object) -> int:
-    """A dict or a Placement says itself how many stages each worker has."""
+    """The schedule's usual number, unless a dict or a Placement says it."""
     return entry.stages_per_worker if placement is None or isinstance(placement, str) else 1
 
 

@@ -62,8 +62,6 @@ def compile_modules(modules: Iterable[nn.Module], options: Mapping[str, Any]) ->
     if options.get("backend", "inductor") == "inductor" and "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         from torch._inductor import config  # slow to import
 
-        config.compile_threads = (
-            torch.get_num_threads()
-        )  # a worker's share of the cores: all compile at the same time
+        config.compile_threads = torch.get_num_threads()  # a worker's share of the cores: all compile at the same time
     for module in modules:
         module.compile(**options)

@@ -10,7 +10,7 @@ from exps.bubbles import ROWS, WIDTH, Sleeper
 from pippy import Pipe, PipelineDriver, pipeline
 from pippy.drivers.errors import DriverError, StepError
 from pippy.drivers.schedules import Costs, make_schedule, simulate_with
-from pippy.drivers.schedules.choose import peak_weight
+from pippy.drivers.schedules.choose import peak_bytes
 from pippy.drivers.schedules.errors import ScheduleError
 from pippy.drivers.schedules.orders.registry import REGISTRY
 from tests.drivers.models import Chain, TiedLanguage
@@ -119,10 +119,10 @@ def test_no_step_holds_more_bytes_than_memory_limit(threads, in_float64):
     for _ in range(MEASURED + 1):
         driver.run(8, x, x)
         found.append(driver.program(8))
-    weights = weights.limits.weights
+    weights = weights.limits.stage_bytes
     assert weights[:3] == (256, 256, 256) and 256 < weights[3] < 800
     for program in found:
-        assert max(peak_weight(order, weights) for order in program.computations) <= 900
+        assert max(peak_bytes(order, weights) for order in program.computations) <= 900
     assert max(max(program.peak_live) for program in found) == 3
     assert driver.choice.chosen.peak_bytes is not None
     driver.close()

@@ -5,7 +5,7 @@ from collections import Counter
 import networkx
 
 from pippy.drivers.schedules.checks.faults import Faults
-from pippy.drivers.schedules.checks.waits import Channel, DryRun, Location, Transferred, Transfers, implied_waits
+from pippy.drivers.schedules.checks.waits import Channel, ChannelOrder, DryRun, Location, Transfers, implied_waits
 from pippy.drivers.schedules.programs.program import Program
 
 
@@ -30,7 +30,7 @@ def check_waits(program: Program, buffer: int | None, faults: Faults) -> None:
 def draw_circle(
     program: Program, workers: list[int], positions: list[int], stuck: dict[int, Location], faults: Faults
 ) -> None:
-    """Who waits for whom, one line a worker, round to where it began."""
+    """Note a circle: one line for each worker, with the worker it waits for."""
     chain = []
     for worker in workers:
         here, (other, index) = program.orders[worker][positions[worker]], stuck[worker]
@@ -41,19 +41,19 @@ def draw_circle(
 
 
 def check_channels(transfers: Transfers, faults: Faults) -> None:
-    for channel in sorted(transfers.sent.keys() | transfers.taken.keys()):
-        sent, taken = transfers.sent.get(channel, []), transfers.taken.get(channel, [])
-        if [key for key, _ in sent] != [key for key, _ in taken]:
-            check_pairs(channel, sent, taken, faults)
+    for channel in sorted(transfers.sent.keys() | transfers.received.keys()):
+        sent, received = transfers.sent.get(channel, []), transfers.received.get(channel, [])
+        if [key for key, _ in sent] != [key for key, _ in received]:
+            check_pairs(channel, sent, received, faults)
 
 
-def check_pairs(channel: Channel, sent: Transferred, taken: Transferred, faults: Faults) -> None:
-    """Note what one end of a channel does and the other does not, or not in that order."""
+def check_pairs(channel: Channel, sent: ChannelOrder, received: ChannelOrder, faults: Faults) -> None:
+    """Note the sends without a receive, the receives without a send, and the first one that is out of order."""
     source, to = channel
-    unmatched = note_unmatched(source, sent, taken, f"is never received by worker {to}", faults)
-    unmatched += note_unmatched(to, taken, sent, f"is never sent by worker {source}", faults)
+    unmatched = note_unmatched(source, sent, received, f"is never received by worker {to}", faults)
+    unmatched += note_unmatched(to, received, sent, f"is never sent by worker {source}", faults)
     if not unmatched:
-        for (key, _), (other, index) in zip(sent, taken):
+        for (key, _), (other, index) in zip(sent, received):
             if key != other:
                 faults.at(to, index, f"comes out of order: worker {source} sends {key[0]}.{key[1]} first")
                 return
@@ -61,8 +61,8 @@ def check_pairs(channel: Channel, sent: Transferred, taken: Transferred, faults:
 
 def note_unmatched(
     worker: int,
-    these: Transferred,
-    those: Transferred,
+    these: ChannelOrder,
+    those: ChannelOrder,
     message: str,
     faults: Faults,
 ) -> int:

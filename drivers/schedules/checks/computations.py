@@ -1,4 +1,4 @@
-"""Checks that a program computes every pass once, on its worker, after what it builds on, in the stated memory."""
+"""Checks that a program computes each pass once, on the right worker, after what it needs, within the memory limit."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ from pippy.drivers.schedules.checks.faults import Faults
 from pippy.drivers.schedules.programs.instructions import Compute, Op
 from pippy.drivers.schedules.programs.program import Program
 
-# What must have been computed before each kind of computation, and what must not: a backward is whole or in two halves.
+# What must be computed before each kind of computation, and what excludes it: a backward is whole, or comes in two halves.
 BUILDS_ON = {
     Op.FORWARD: (),
     Op.BACKWARD: (Op.FORWARD,),

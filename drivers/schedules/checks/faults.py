@@ -8,12 +8,12 @@ from pippy.drivers.schedules.programs.program import Program
 
 MARK = "    <-- "
 CONTEXT = 2  # lines shown around a fault
-WHOLE = 200  # a program of so many lines is shown whole
+WHOLE = 200  # programs of up to this many lines are shown whole
 
 
 @dataclass
 class Faults:
-    """What is wrong, and where: on a worker's instruction, at the end of a worker's list, or in the program as a whole.
+    """The faults of a program: at an instruction, at the end of a worker's list, or in the program as a whole.
 
     >>> from pippy.drivers.schedules import make_schedule
     >>> faults = Faults(make_schedule("fill_drain", workers=1, chunks=1))
@@ -36,14 +36,14 @@ class Faults:
         self.at(worker, len(self.program.orders[worker]), message)
 
     def mark(self, worker: int, index: int, message: str) -> None:
-        """Show a message at an instruction, besides what is found."""
+        """Show a message at an instruction. It does not count as a fault."""
         self.marks[worker, index].append(message)
 
     def overall(self, message: str) -> None:
         self.found.append(message)
 
     def raise_if_any(self) -> None:
-        """One error with every fault, and the program with the faults marked."""
+        """Raise one error with all faults, and the program with the faults marked."""
         if not self.found:
             return
         count = f"{len(self.found)} fault{'s' if len(self.found) > 1 else ''}"

@@ -1,15 +1,15 @@
-"""Proves that a program can run: it computes everything once, in an order that works, and no worker waits forever.
+"""Proves that a program can run: it computes each pass once, in an order that works, and no worker waits forever.
 
 What is refused (worker 0 on the left, worker 1 on the right; time runs down):
 
-    (1) incomplete   (2) out of order   (3) circular wait   (4) a jam, if a channel holds one value
+    (1) incomplete   (2) out of order   (3) circular wait   (4) full channels, if each holds one value
         F0.0  F1.0       B0.0  F1.0         F0.0  F1.1          send x.0 to 1       send y.0 to 0
         F0.1  F1.1       F0.0  B1.0         B0.0  F1.0          send x.1 to 1       send y.1 to 0
         B0.0  B1.0                          F0.1  B1.0          receive y.0 from 1  receive x.0 from 0
               B1.1                          B0.1  B1.1          receive y.1 from 1  receive x.1 from 0
 
-A program that only orders computations is checked against the edges of its stages. One that sends and receives is
-checked instruction by instruction: every value is made or received before it is used, and freed only after.
+A program that only orders computations is checked against the edges between its stages. A program that sends and receives is
+checked instruction by instruction: each value is made or received before it is used, and freed after that.
 """
 
 from pippy.drivers.schedules.checks.circular_waits import check_waits
@@ -24,8 +24,8 @@ from pippy.drivers.schedules.programs.program import Program
 def validate(program: Program, buffer: int | None = None) -> None:
     """Raise one ProgramError that lists every fault of the program, or do nothing.
 
-    ``buffer`` is how many sent values a channel from one worker to another can hold before the sender has to wait;
-    None means that senders never wait. Channels deliver in order.
+    ``buffer`` is how many values a channel from one worker to another can hold before the sender has to wait. None means
+    that senders never wait. Channels deliver in order.
 
     >>> from pippy.drivers.schedules import make_schedule
     >>> program = make_schedule("fill_drain", workers=1, chunks=1)

@@ -1,4 +1,4 @@
-"""Checks a lowered program worker by worker: every value is there when it is used, and gone when it is not."""
+"""Checks a lowered program worker by worker: each value is there when it is used, and is freed at the end."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -8,11 +8,11 @@ from pippy.drivers.schedules.programs.edges import Edge, Pass, produced_by
 from pippy.drivers.schedules.programs.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
 from pippy.drivers.schedules.programs.program import Program
 
-ValueKey = tuple[str, int]  # a value and its micro-batch
+MicrobatchValue = tuple[str, int]  # a value and its micro-batch
 
 
 def check_values(program: Program, faults: Faults) -> None:
-    """Note every value used too early or too late, sent to a wrong worker or never freed, and every wrong reduction."""
+    """Note values that are used too early or too late, sent to a wrong worker or never freed, and wrong reductions."""
     frees = any(isinstance(instruction, Free) for order in program.orders for instruction in order)
     for worker in range(program.workers):
         WorkerValues(program, worker, faults).check(frees)
@@ -20,7 +20,7 @@ def check_values(program: Program, faults: Faults) -> None:
 
 
 class WorkerValues:
-    """The values that one worker holds, instruction by instruction."""
+    """Goes through one worker's instructions, and knows which values it holds."""
 
     def __init__(self, program: Program, worker: int, faults: Faults) -> None:
         self.program = program
@@ -28,8 +28,8 @@ class WorkerValues:
         self.faults = faults
         worker_of = program.placement.worker_of
         self.ends = {edge.value: (worker_of[edge.source.stage], takers(program, edge)) for edge in program.flow}
-        self.held: set[ValueKey] = set()
-        self.gone: set[ValueKey] = set()
+        self.held: set[MicrobatchValue] = set()
+        self.gone: set[MicrobatchValue] = set()
         self.made: dict[Pass, list[str]] = defaultdict(list)
         self.used: dict[Pass, list[str]] = defaultdict(list)
         for edge in program.flow:
@@ -68,24 +68,24 @@ class WorkerValues:
         self.held.update((value, compute.microbatch) for value in self.made.get(done, ()))
         return problems
 
-    def absent(self, held: ValueKey) -> list[str]:
+    def absent(self, held: MicrobatchValue) -> list[str]:
         if held in self.held:
             return []
         return [f"needs {held[0]}.{held[1]}, which {'was freed' if held in self.gone else 'is not here yet'}"]
 
-    def arrive(self, held: ValueKey) -> list[str]:
+    def arrive(self, held: MicrobatchValue) -> list[str]:
         if held in self.held or held in self.gone:
             return ["was received before"]
         self.held.add(held)
         return []
 
-    def free(self, held: ValueKey) -> list[str]:
+    def free(self, held: MicrobatchValue) -> list[str]:
         problems = self.absent(held)
         self.held.discard(held)
         self.gone.add(held)
         return problems
 
-    def wrong_way(self, held: ValueKey, source: int, to: int) -> list[str]:
+    def wrong_way(self, held: MicrobatchValue, source: int, to: int) -> list[str]:
         """What is wrong with moving the value between these workers."""
         value, chunk = held
         if not 0 <= chunk < self.program.chunks:
@@ -101,13 +101,13 @@ class WorkerValues:
 
 
 def takers(program: Program, edge: Edge) -> list[int]:
-    """The workers that a value has to be sent to."""
+    """The workers to which a value has to be sent."""
     worker_of = program.placement.worker_of
     return sorted({worker_of[target.stage] for target in edge.targets} - {worker_of[edge.source.stage]})
 
 
 def check_reductions(program: Program, worker: int, faults: Faults) -> None:
-    """Every worker with a copy hands in its gradient once, after the last backward of its copies."""
+    """Each worker with a copy must reduce its gradient once, after the last backward of its copies."""
     held = set(program.placement.stages_of(worker)).intersection(program.backward)
     last = last_backward(program.orders[worker])
     due = {
@@ -131,7 +131,7 @@ def check_reductions(program: Program, worker: int, faults: Faults) -> None:
 
 
 def last_backward(order: Iterable[Instruction]) -> dict[int, int]:
-    """Where the last backward, or weight half of one, of each stage is."""
+    """The index of each stage's last backward, whole or its weight half."""
     return {
         instruction.stage: index
         for index, instruction in enumerate(order)

@@ -1,4 +1,4 @@
-"""What each instruction has to wait for on other workers, and the order in which a program then runs."""
+"""What each instruction waits for on other workers, and an order in which the program can run."""
 
 from collections import defaultdict, deque
 from itertools import product
@@ -10,11 +10,11 @@ from pippy.drivers.schedules.programs.program import Program
 Location = tuple[int, int]  # a worker and an index into its order
 Waits = dict[Location, tuple[Location, ...]]
 Channel = tuple[int, int]  # from a worker to a worker
-Transferred = list[tuple[tuple[str, int], int]]  # values with their micro-batches, and where in the worker's order
+ChannelOrder = list[tuple[tuple[str, int], int]]  # values, their micro-batches, and where in the worker's order
 
 
 def production(program: Program) -> dict[tuple[Pass, int], Location]:
-    """Where each pass first makes its values, by micro-batch."""
+    """Where each pass makes its values, by micro-batch: the worker, and the index in its order."""
     places: dict[tuple[Pass, int], Location] = {}
     passes = {
         (op, stage): Pass("F" if op == "F" else "B", stage) for op, stage in product("FBI", range(program.stages))
@@ -27,7 +27,7 @@ def production(program: Program) -> dict[tuple[Pass, int], Location]:
 
 
 def implied_waits(program: Program) -> Waits:
-    """In a program that only orders computations: each waits for those that make its inputs, wherever they are."""
+    """The waits of a program that only orders computations: each waits for those that make its inputs."""
     places = production(program)
     inputs: dict[Pass, list[Pass]] = defaultdict(list)
     for edge in program.flow:
@@ -42,7 +42,7 @@ def implied_waits(program: Program) -> Waits:
 
 
 class Transfers:
-    """What a lowered program sends into every channel, and what it takes out, in order.
+    """What a lowered program sends into each channel, and what it receives from it, in order.
 
     >>> from pippy.drivers.schedules import add_communication, make_schedule
     >>> Transfers(add_communication(make_schedule("forward_only", workers=2, chunks=1))).sent[0, 1]
@@ -50,33 +50,35 @@ class Transfers:
     """
 
     def __init__(self, program: Program) -> None:
-        self.sent: dict[Channel, Transferred] = defaultdict(list)
-        self.taken: dict[Channel, Transferred] = defaultdict(list)
+        self.sent: dict[Channel, ChannelOrder] = defaultdict(list)
+        self.received: dict[Channel, ChannelOrder] = defaultdict(list)
         for worker, order in enumerate(program.orders):
             for index, instruction in enumerate(order):
                 if isinstance(instruction, Send):
                     self.sent[worker, instruction.to].append(((instruction.value, instruction.microbatch), index))
                 elif isinstance(instruction, Receive):
-                    self.taken[instruction.source, worker].append(((instruction.value, instruction.microbatch), index))
+                    self.received[instruction.source, worker].append(
+                        ((instruction.value, instruction.microbatch), index)
+                    )
 
     def waits(self, buffer: int | None = None) -> Waits:
-        """A receive waits for its send, and a send for a free slot in its channel, if those are limited."""
+        """A receive waits for its send. A send waits for room in its channel, if channels hold only ``buffer`` values."""
         waits: Waits = {}
-        for (source, to), taken in self.taken.items():
+        for (source, to), received in self.received.items():
             sent = dict(reversed(self.sent.get((source, to), [])))
-            waits.update({(to, index): ((source, sent[key]),) for key, index in taken if key in sent})
+            waits.update({(to, index): ((source, sent[key]),) for key, index in received if key in sent})
         for (source, to), sent_in_order in self.sent.items() if buffer else ():
-            taken = self.taken.get((source, to), [])
-            for (_, index), (_, freed_by) in zip(sent_in_order[buffer:], taken):
+            received = self.received.get((source, to), [])
+            for (_, index), (_, freed_by) in zip(sent_in_order[buffer:], received):
                 waits[source, index] = ((to, freed_by),)
         return waits
 
 
 class DryRun:
-    """The program, run without a clock, each worker as far as it gets before it has to wait.
+    """Runs a program without a clock and without computing: each worker goes on until it has to wait.
 
-    ``stretches`` are what workers do in one go, (worker, first, end), in an order that works; ``positions`` is where
-    they end up.
+    ``stretches`` lists what workers do without a wait, as (worker, first, end), in an order that works. ``positions`` is
+    where each worker ends.
 
     >>> from pippy.drivers.schedules import make_schedule
     >>> program = make_schedule("1f1b", workers=2, chunks=1)
@@ -116,11 +118,11 @@ class DryRun:
         return [waiting for index, waiting in parked if index < self.positions[worker]]
 
     def awaited(self, location: Location) -> Location | None:
-        """What has not happened yet of all that this instruction waits for."""
+        """The first of the instructions that this one waits for which is not done yet."""
         return next((source for source in self.waits.get(location, ()) if self.positions[source[0]] <= source[1]), None)
 
     def stuck(self) -> dict[int, Location]:
-        """What the workers wait for that never get to their end."""
+        """For each worker that never ends, what it waits for."""
         found = {}
         for worker, position in enumerate(self.positions):
             if position < self.lengths[worker] and (awaited := self.awaited((worker, position))):

@@ -1,1 +1,1 @@
-"""The schedules: each a function that gives the order of the passes of every worker."""
+"""The schedules. Each is a function that gives the order of every worker's computations."""

@@ -1,7 +1,7 @@
-"""DualPipeV: the V-shaped half of DualPipe, where a forward and a backward of different micro-batches come in pairs.
+"""DualPipeV: the V-shaped half of DualPipe. A forward and a backward of different micro-batches come in pairs.
 
-A runtime may overlap the communication of one with the computation of the other; the order here names the forward
-first. Halves of backwards appear only where they fill the ends. A worker holds 2p+1 stage-micro-batches at most.
+A runtime may overlap the communication of one with the computation of the other. The order here has the forward first.
+Backwards come in halves only where they fill gaps at the ends. A worker holds at most 2p+1 stage-micro-batches.
 """
 
 from pippy.drivers.schedules.orders.pattern import RepeatedPasses, require_v, write_out
@@ -13,8 +13,8 @@ from pippy.drivers.schedules.programs.placement import Placement
 def dualpipe_v(placement: Placement, chunks: int) -> WorkerOrders:
     """For two stages on each worker, placed in a V.
 
-    >>> plan = dualpipe_v(Placement((0, 1, 1, 0)), chunks=1)
-    >>> " ".join(map(str, plan.orders[1]))
+    >>> result = dualpipe_v(Placement((0, 1, 1, 0)), chunks=1)
+    >>> " ".join(map(str, result.orders[1]))
     'F1.0 F2.0 B2.0 B1.0'
     """
     orders: list[list[Compute]] = [[] for _ in range(placement.workers)]
@@ -41,7 +41,7 @@ def phases(p: int, w: int, chunks: int) -> list[RepeatedPasses]:
 
 
 def drain(pairs: int) -> list[RepeatedPasses]:
-    """Pairs of backwards: whole ones in the first half, then half ones, whose W is put off to the end."""
+    """Pairs of backwards: whole ones first, then halves whose W is put off to the end."""
     if pairs % 2:
         return [(pairs // 2, "B1 B0"), (1, "B1 I0"), (pairs // 2, "I1 I0")]
     return [(pairs // 2, "B1 B0"), (pairs // 2, "I1 I0")]

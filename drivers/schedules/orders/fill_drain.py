@@ -1,7 +1,7 @@
 """Fill-drain (GPipe): all forwards, then all backwards.
 
-With one stage on each of p workers a worker idles (p-1)(F+B), however many the chunks, and holds every chunk at its
-peak. On a looped placement this is looped breadth-first: see looped_bfs.py.
+With one stage on each of p workers, a worker idles for (p-1)(F+B), whatever the number of chunks, and holds all chunks at its
+peak. On a looped placement this is looped breadth-first; see looped_bfs.py.
 """
 
 from pippy.drivers.schedules.orders.schedule import B, F, WorkerOrders, passes
@@ -10,10 +10,10 @@ from pippy.drivers.schedules.programs.placement import Placement, Run
 
 
 def fill_drain(placement: Placement, chunks: int) -> WorkerOrders:
-    """All micro-batches up through a run of stages before the worker's next run; then all back down.
+    """All micro-batches go up through a run of stages, then through the worker's next run; then all go back down.
 
-    >>> plan = fill_drain(Placement((0, 1)), chunks=2)
-    >>> [str(compute) for compute in plan.orders[0]]
+    >>> result = fill_drain(Placement((0, 1)), chunks=2)
+    >>> [str(compute) for compute in result.orders[0]]
     ['F0.0', 'F0.1', 'B0.0', 'B0.1']
     """
     orders: list[list[Compute]] = [[] for _ in range(placement.workers)]

@@ -1,4 +1,4 @@
-"""Forward only, for inference: nothing is kept for a backward, so a worker holds one stage-micro-batch at a time."""
+"""Forward only, for inference. Nothing is kept for a backward, so a worker holds one stage-micro-batch at a time."""
 
 from pippy.drivers.schedules.orders.fill_drain import forwards
 from pippy.drivers.schedules.orders.schedule import WorkerOrders
@@ -9,8 +9,8 @@ from pippy.drivers.schedules.programs.placement import Placement
 def forward_only(placement: Placement, chunks: int) -> WorkerOrders:
     """The forwards of fill-drain.
 
-    >>> plan = forward_only(Placement((0, 1)), chunks=2)
-    >>> [str(compute) for compute in plan.orders[1]]
+    >>> result = forward_only(Placement((0, 1)), chunks=2)
+    >>> [str(compute) for compute in result.orders[1]]
     ['F1.0', 'F1.1']
     """
     orders: list[list[Compute]] = [[] for _ in range(placement.workers)]

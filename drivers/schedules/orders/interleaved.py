@@ -1,10 +1,9 @@
-"""Interleaved 1F1B: several stages on each worker, so that a worker waits for a stage's time instead of a worker's.
+"""Interleaved 1F1B: several stages on each worker, so that a worker waits for a stage's time and not for a worker's.
 
-With v stages on each of p workers, dealt round and round, a worker idles (p-1)(F+B)/v, for any number of chunks from
-p on. Micro-batches go through in groups: a group passes the worker's first stage, then its second, and so on. A group
-of p is just long enough to come round without a gap, so when p does not divide the chunks, the groups are a little
-larger, never smaller. The price is memory: worker w warms up with (v-1)g + 2(p-1-w) forwards, where g is the size of
-the first group, and holds one more.
+With v stages on each of p workers, placed round and round, a worker idles for (p-1)(F+B)/v, for p or more chunks.
+Micro-batches go through in groups: a group passes the worker's first stage, then its second, and so on. A group of p comes
+round without a gap. If p does not divide the chunks, the groups are a little larger, never smaller. The price is memory:
+worker w warms up with (v-1)g + 2(p-1-w) forwards, where g is the size of the first group, and then holds one more.
 """
 
 from itertools import accumulate, chain, pairwise
@@ -17,8 +16,8 @@ from pippy.drivers.schedules.programs.placement import Placement
 def interleaved_1f1b(placement: Placement, chunks: int) -> WorkerOrders:
     """Any number of stages a worker, any number of chunks.
 
-    >>> plan = interleaved_1f1b(Placement((0, 1, 0, 1)), chunks=2)
-    >>> [str(compute) for compute in plan.orders[1]]
+    >>> result = interleaved_1f1b(Placement((0, 1, 0, 1)), chunks=2)
+    >>> [str(compute) for compute in result.orders[1]]
     ['F1.0', 'F1.1', 'F3.0', 'B3.0', 'F3.1', 'B3.1', 'B1.0', 'B1.1']
     """
     loops = loops_of(placement)
@@ -33,7 +32,7 @@ def interleaved_1f1b(placement: Placement, chunks: int) -> WorkerOrders:
 
 
 def group_sizes(chunks: int, workers: int) -> list[int]:
-    """As many groups as can have a micro-batch for each worker, as equal as can be, the larger ones first.
+    """As many groups as possible with a micro-batch for each worker, of nearly equal size, the larger ones first.
 
     >>> group_sizes(11, 4)
     [6, 5]
@@ -43,11 +42,10 @@ def group_sizes(chunks: int, workers: int) -> list[int]:
 
 
 def loops_of(placement: Placement) -> list[list[int | None]]:
-    """Each worker's stage in every loop through the workers, None where a loop passes the worker by.
+    """Each worker's stage in every loop through the workers; None where a loop skips the worker.
 
-    A placement that is not dealt round and round takes more loops, with gaps. The order is made as if there were
-    stages in the gaps; leaving those out again leaves an order that works, because whatever depends through them
-    stays in order.
+    A placement that does not go round and round takes more loops, with gaps. The order is made as if there were stages in
+    the gaps, which are then left out. What remains works, because whatever depends through a gap stays in order.
     """
     loops: list[list[int | None]] = [[] for _ in range(placement.workers)]
     last = placement.workers
@@ -61,7 +59,7 @@ def loops_of(placement: Placement) -> list[list[int | None]]:
 
 
 def worker_order(loops: list[int | None], groups: list[int], warm_up: int) -> list[Compute]:
-    """The warm-up, then a forward and a backward in turn, then the backwards that are left."""
+    """The warm-up, then forwards and backwards in turn, then the remaining backwards."""
     firsts = list(accumulate(groups, initial=0))
     up = [(F, stage, chunk) for first, end in pairwise(firsts) for stage in loops for chunk in range(first, end)]
     down = [

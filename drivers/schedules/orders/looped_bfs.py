@@ -1,7 +1,7 @@
 """Looped breadth-first: each worker takes every micro-batch through one of its stages before it turns to its next.
 
-With v stages on each of p workers a worker idles (p-1)(F+B)/v as in interleaved 1F1B, with the peak of fill-drain;
-what it gains is that a stage's weights are needed for one stretch of time only, and its gradients are complete early.
+With v stages on each of p workers, a worker idles for (p-1)(F+B)/v as in interleaved 1F1B, and its peak is that of fill-drain.
+A stage's weights are needed without interruption, and its gradients are complete early.
 """
 
 from pippy.drivers.schedules.orders.fill_drain import fill_drain
@@ -12,8 +12,8 @@ from pippy.drivers.schedules.programs.placement import Placement
 def looped_bfs(placement: Placement, chunks: int) -> WorkerOrders:
     """Fill-drain, meant for a looped placement.
 
-    >>> plan = looped_bfs(Placement((0, 1, 0, 1)), chunks=2)
-    >>> [str(compute) for compute in plan.orders[0]]
+    >>> result = looped_bfs(Placement((0, 1, 0, 1)), chunks=2)
+    >>> [str(compute) for compute in result.orders[0]]
     ['F0.0', 'F0.1', 'F2.0', 'F2.1', 'B2.0', 'B2.1', 'B0.0', 'B0.1']
     """
     return fill_drain(placement, chunks)

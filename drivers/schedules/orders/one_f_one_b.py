@@ -1,8 +1,7 @@
-"""1F1B: a backward as soon as there is one, so that no stage holds more micro-batches than lie between it and the end.
+"""1F1B: a backward runs as soon as it can, so a stage holds no more micro-batches than there are stages from it to the end.
 
-Run i of r runs of adjacent stages (i of r stages, with one stage a worker) begins with min(chunks, r - i) forwards
-and then takes a backward and a forward in turn. It idles as much as fill-drain and holds r - i micro-batches instead
-of all.
+Run i of r runs of adjacent stages (stage i of r, with one stage on each worker) begins with min(chunks, r - i) forwards. Then
+it takes a backward and a forward in turn. It idles as long as fill-drain, and holds r - i micro-batches instead of all.
 """
 
 from operator import itemgetter
@@ -15,10 +14,10 @@ TimeSlot = tuple[int, list[Compute]]
 
 
 def one_f_one_b(placement: Placement, chunks: int) -> WorkerOrders:
-    """Every run of stages follows its own 1F1B order; a worker with several runs takes them as their time slots come.
+    """Each run of stages follows its own 1F1B order. A worker with several runs takes the passes by their time slots.
 
-    >>> plan = one_f_one_b(Placement((0, 1)), chunks=3)
-    >>> [str(compute) for compute in plan.orders[0]]
+    >>> result = one_f_one_b(Placement((0, 1)), chunks=3)
+    >>> [str(compute) for compute in result.orders[0]]
     ['F0.0', 'F0.1', 'B0.0', 'F0.2', 'B0.1', 'B0.2']
     """
     slots: list[list[TimeSlot]] = [[] for _ in range(placement.workers)]
@@ -35,9 +34,9 @@ def one_f_one_b(placement: Placement, chunks: int) -> WorkerOrders:
 
 
 def forward_slot(index: int, ahead: int, chunk: int) -> int:
-    """When a run is due its forward, in slots of one pass: at once while it warms up, later every second slot.
+    """The time slot of a run's forward, one slot for each pass: every slot while the run warms up, later every second one.
 
-    The slots grow along every dependency, so no order of the workers that follows them can deadlock.
+    The slots grow along every dependency, so workers that follow them cannot wait for one another in a circle.
     """
     return index + (chunk if chunk < ahead else 2 * chunk)
 

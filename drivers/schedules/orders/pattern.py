@@ -1,4 +1,4 @@
-"""Orders written as papers write them: phases, each a few passes that repeat."""
+"""Orders written as papers write them: a few passes, repeated some times, then others."""
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ RepeatedPasses = tuple[int, str]
 
 
 def write_out(stages: Sequence[int], phases: Iterable[RepeatedPasses]) -> list[Compute]:
-    """Repeat every phase's passes; "F1" is the next forward of the worker's second stage, "W" the oldest W put off.
+    """Write out repeated passes. "F1" is the next forward of the worker's second stage, "W" the oldest W that is put off.
 
     >>> order = write_out((0, 3), [(2, "F0"), (1, "F1 I1 I0"), (2, "W")])
     >>> " ".join(map(str, order))
@@ -27,7 +27,7 @@ def write_out(stages: Sequence[int], phases: Iterable[RepeatedPasses]) -> list[C
                 order.append(put_off.popleft())
                 continue
             op, stage = Op(name[0]), stages[int(name[1])]
-            counted = I if op == B else op  # a whole backward and a half one count as the same
+            counted = I if op == B else op  # a whole backward and its half I count as the same
             order.append(Compute(op, stage, begun[counted, stage]))
             begun[counted, stage] += 1
             if op == I:
@@ -36,7 +36,7 @@ def write_out(stages: Sequence[int], phases: Iterable[RepeatedPasses]) -> list[C
 
 
 def require_v(placement: Placement, schedule: str) -> list[int]:
-    """The workers in the order in which a V-shaped placement first passes them; any other placement is refused."""
+    """The workers in the order in which a V-shaped placement first visits them. Any other placement is refused."""
     way_down = placement.worker_of[: placement.workers]
     if placement.worker_of != (*way_down, *reversed(way_down)) or len(set(way_down)) != placement.workers:
         raise PlacementError(

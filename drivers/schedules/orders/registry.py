@@ -18,7 +18,7 @@ from pippy.drivers.schedules.orders.zb_v import zb_v
 
 @dataclass(frozen=True)
 class RegisteredSchedule:
-    """A schedule, how it is placed and how many stages a worker gets unless the user says, and whether it trains."""
+    """A schedule, its usual placement and number of stages on each worker, and whether it trains."""
 
     schedule: Schedule
     placement: str = "linear"
@@ -42,7 +42,7 @@ REGISTRY = {
 def register(
     name: str, schedule: Schedule, placement: str = "linear", stages_per_worker: int = 1, training: bool = True
 ) -> None:
-    """Make a schedule of your own known by name.
+    """Give a schedule of your own a name.
 
     >>> from pippy.drivers.schedules import make_schedule
     >>> from pippy.drivers.schedules.programs.instructions import Compute

@@ -1,4 +1,4 @@
-"""What a schedule is: a function from a placement and a number of chunks to a plan."""
+"""What a schedule is: a function from a placement and a number of chunks to the orders of all workers."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ F, B, I, W = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT  # n
 
 @dataclass(frozen=True)
 class WorkerOrders:
-    """Each worker's order of computations, and the promise of how many stage-micro-batches each holds at most.
+    """Each worker's order of computations, and how many stage-micro-batches each promises to hold at most.
 
     >>> WorkerOrders([[Compute(F, 0, 0), Compute(B, 0, 0)]], memory=[1]).memory
     [1]
@@ -25,7 +25,7 @@ Schedule = Callable[..., WorkerOrders]
 
 
 def passes(op: Op, stages: Sequence[int], microbatch: int) -> list[Compute]:
-    """One pass of adjacent stages over a micro-batch: up the stages for a forward, else down.
+    """One pass of adjacent stages over a micro-batch: a forward goes up the stages, a backward down.
 
     >>> [str(compute) for compute in passes(B, (2, 3), 0)]
     ['B3.0', 'B2.0']
@@ -36,7 +36,7 @@ def passes(op: Op, stages: Sequence[int], microbatch: int) -> list[Compute]:
 def keep(order: Iterable[Compute], chunks: int) -> list[Compute]:
     """Leave out micro-batches from ``chunks`` on.
 
-    What is left of a schedule that works still works: no computation needs one of another micro-batch. So a pattern
-    that is regular only for some numbers of chunks serves all smaller ones.
+    The rest of a schedule that works still works, because no computation needs one of another micro-batch. So a pattern
+    that is regular only for some numbers of chunks can be used for all smaller ones.
     """
     return [compute for compute in order if compute.microbatch < chunks]

@@ -1,6 +1,6 @@
-"""ZB-H1: the gaps of 1F1B down to (p-1)(F+I-W), in no more memory than 1F1B's first worker needs.
+"""ZB-H1: a worker idles for (p-1)(F+I-W) only, and needs no more memory than the first worker of 1F1B.
 
-Worker w warms up with p - w forwards and puts its W off by w micro-batches, so that every worker holds p.
+Worker w warms up with p - w forwards and puts its W off by w micro-batches, so each worker holds p of them.
 """
 
 from pippy.drivers.schedules.orders.schedule import WorkerOrders
@@ -11,8 +11,8 @@ from pippy.drivers.schedules.programs.placement import Placement
 def zb_h1(placement: Placement, chunks: int) -> WorkerOrders:
     """For one run of adjacent stages on each worker.
 
-    >>> plan = zb_h1(Placement((0, 1)), chunks=3)
-    >>> " ".join(map(str, plan.orders[1]))
+    >>> result = zb_h1(Placement((0, 1)), chunks=3)
+    >>> " ".join(map(str, result.orders[1]))
     'F1.0 I1.0 F1.1 I1.1 W1.0 F1.2 I1.2 W1.1 W1.2'
     """
     return zero_bubble(placement, chunks, depth=1, schedule="zb_h1")

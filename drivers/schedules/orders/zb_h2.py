@@ -1,6 +1,6 @@
-"""ZB-H2: no gap between a worker's first and last pass if F, I and W take equally long, for twice the memory of ZB-H1.
+"""ZB-H2: no gap between a worker's first and last pass if F, I and W take the same time, for twice the memory of ZB-H1.
 
-Worker w warms up with 2(p-w) - 1 forwards and puts its W off by 2w micro-batches, so that every worker holds 2p-1.
+Worker w warms up with 2(p-w) - 1 forwards and puts its W off by 2w micro-batches, so each worker holds 2p-1 of them.
 """
 
 from pippy.drivers.schedules.orders.schedule import WorkerOrders
@@ -11,8 +11,8 @@ from pippy.drivers.schedules.programs.placement import Placement
 def zb_h2(placement: Placement, chunks: int) -> WorkerOrders:
     """For one run of adjacent stages on each worker.
 
-    >>> plan = zb_h2(Placement((0, 1)), chunks=3)
-    >>> " ".join(map(str, plan.orders[0]))
+    >>> result = zb_h2(Placement((0, 1)), chunks=3)
+    >>> " ".join(map(str, result.orders[0]))
     'F0.0 F0.1 F0.2 I0.0 W0.0 I0.1 W0.1 I0.2 W0.2'
     """
     return zero_bubble(placement, chunks, depth=2, schedule="zb_h2")

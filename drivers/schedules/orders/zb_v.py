@@ -1,8 +1,7 @@
-"""ZB-V: halves of backwards on a V-shaped placement; when F, I and W take equally long, no gap but the fill.
+"""ZB-V: backwards in halves on a V-shaped placement. If F, I and W take the same time, there is no gap but the fill.
 
-Worker w of p holds stage w and, on the way back, stage 2p-1-w. The last worker turns a micro-batch round without
-waiting, so backwards begin early, and every worker holds 2p stage-micro-batches at most: as much as the first worker
-of 1F1B.
+Worker w of p holds stage w and, on the way back, stage 2p-1-w. The last worker goes from its first stage to its second without
+a wait, so backwards begin early. Each worker holds at most 2p stage-micro-batches, as much as the first worker of 1F1B.
 """
 
 from pippy.drivers.schedules.orders.pattern import RepeatedPasses, require_v, write_out
@@ -14,8 +13,8 @@ from pippy.drivers.schedules.programs.placement import Placement
 def zb_v(placement: Placement, chunks: int) -> WorkerOrders:
     """For two stages on each worker, placed in a V.
 
-    >>> plan = zb_v(Placement((0, 1, 1, 0)), chunks=1)
-    >>> " ".join(map(str, plan.orders[1]))
+    >>> result = zb_v(Placement((0, 1, 1, 0)), chunks=1)
+    >>> " ".join(map(str, result.orders[1]))
     'F1.0 F2.0 I2.0 W2.0 I1.0 W1.0'
     """
     orders: list[list[Compute]] = [[] for _ in range(placement.workers)]

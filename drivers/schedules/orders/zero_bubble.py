@@ -1,8 +1,7 @@
-"""The order that ZB-H1 and ZB-H2 share: 1F1B with backwards in halves, the weight half put off until it costs nothing.
+"""The order that ZB-H1 and ZB-H2 share: 1F1B with backwards in halves, where W waits for idle time.
 
-Only the input half (I) of a backward is waited for by another worker; the weight half (W) can fill gaps. Worker w
-puts its W off by so many micro-batches that it holds as many at a time as every other worker, and spends them while
-the pipeline drains.
+Another worker waits only for the input half (I) of a backward, so the weight half (W) can fill gaps. Worker w puts its W off by
+so many micro-batches that it holds as many as every other worker, and runs them while the pipeline drains.
 """
 
 from itertools import chain
@@ -24,13 +23,13 @@ def one_run_each(placement: Placement, schedule: str) -> tuple[Run, ...]:
 
 
 def zero_bubble(placement: Placement, chunks: int, depth: int, schedule: str) -> WorkerOrders:
-    """Warm up with depth x (runs to the end) - (depth - 1) forwards, and hold no more than the first worker does."""
+    """Warm up with depth x (runs to the end) - (depth - 1) forwards. No worker holds more than the first one."""
     runs = one_run_each(placement, schedule)
     orders: list[list[Compute]] = [[] for _ in runs]
     memory = [0] * len(runs)
     for index, run in enumerate(runs):
         warm_up = depth * (len(runs) - index) - (depth - 1)
-        # with few chunks there is more time than work, and a W that is put off too far comes too late
+        # with few chunks there is more time than work, and a W that is put off too far ends too late
         put_off = index + min((depth - 1) * index, max(0, chunks - len(runs)))
         orders[run.worker] = run_order(run, chunks, warm_up, put_off)
         memory[run.worker] = len(run.stages) * min(chunks, warm_up + depth * index)
@@ -38,7 +37,7 @@ def zero_bubble(placement: Placement, chunks: int, depth: int, schedule: str) ->
 
 
 def run_order(run: Run, chunks: int, warm_up: int, put_off: int) -> list[Compute]:
-    """Forwards to warm up; I, W and F in turn; I and W in turn; and the W that are left."""
+    """Forwards to warm up; I, W and F in turn; I and W in turn; and the remaining W."""
     order = [(F, chunk) for chunk in range(min(warm_up, chunks))]
     for chunk in range(chunks):
         order.append((I, chunk))

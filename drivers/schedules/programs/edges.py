@@ -1,4 +1,4 @@
-"""What the stages hand to one another: the edges that a schedule has to respect."""
+"""The passes of stages, and the edges between them: the values that one pass makes and others need."""
 
 import re
 from collections.abc import Collection
@@ -48,7 +48,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """A parameter of which each of these stages has a copy; the copies' gradients are added up once.
+    """A parameter of which each of these stages has a copy. The gradients of the copies are added up once per step.
 
     >>> str(Replicated("emb.weight", (0, 3)))
     'emb.weight 0 3'
@@ -62,7 +62,7 @@ class Replicated:
 
 
 def chain(stages: int, backward: Collection[int]) -> tuple[Edge, ...]:
-    """The edges of stages in a row: activations go up, and gradients down between stages that have a backward.
+    """The edges of stages in a row: activations go up, and gradients go down between stages that have a backward.
 
     >>> [str(edge) for edge in chain(2, {0, 1})]
     ['activation_0 F0 -> F1', 'gradient_0 B1 -> B0']
@@ -77,7 +77,7 @@ def chain(stages: int, backward: Collection[int]) -> tuple[Edge, ...]:
 
 
 def produced_by(compute: Compute) -> Pass | None:
-    """The pass whose outgoing values exist once ``compute`` is done: none for the weight half of a backward."""
+    """The pass whose values exist once ``compute`` is done. The weight half of a backward makes none."""
     if compute.op == Op.BACKWARD_WEIGHT:
         return None
     return Pass("F" if compute.op == Op.FORWARD else "B", compute.stage)

@@ -1,17 +1,16 @@
-"""What a worker can be told to do. Every instruction is a small frozen value with one exact text.
+"""The instructions of a worker. Each is a small frozen value with one exact text.
 
 | text                     | meaning                                                                                |
 |--------------------------|----------------------------------------------------------------------------------------|
 | ``F2.0``                 | the forward pass of stage 2 on micro-batch 0                                           |
 | ``B2.0``                 | its whole backward pass                                                                |
 | ``I2.0``, ``W2.0``       | the halves of its backward pass: gradients of the inputs, gradients of the weights     |
-| ``send x.0 to 3``        | hand value ``x`` of micro-batch 0 to the channel that leads to worker 3, and go on     |
-| ``receive x.0 from 1``   | take value ``x`` of micro-batch 0 from the channel that comes from worker 1, or wait   |
+| ``send x.0 to 3``        | put value ``x`` of micro-batch 0 into the channel to worker 3, and go on               |
+| ``receive x.0 from 1``   | take value ``x`` of micro-batch 0 from the channel from worker 1, or wait for it       |
 | ``free x.0``             | drop value ``x`` of micro-batch 0                                                      |
-| ``reduce emb.weight``    | hand this worker's gradient of a replicated parameter to its sum over all copies       |
+| ``reduce emb.weight``    | add this worker's gradient of a replicated parameter to the sum over all copies        |
 
-Sends and reductions do not make the worker wait, unless a channel is full. The sum of a reduction is there when the
-step ends.
+A worker does not wait for a send or a reduction, unless a channel is full. The sum of a reduction is there when the step ends.
 """
 
 from collections.abc import Callable
@@ -52,7 +51,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Hand a value to the channel that leads to another worker.
+    """Put a value into the channel to another worker.
 
     >>> str(Send("activation_1", microbatch=0, to=2))
     'send activation_1.0 to 2'
@@ -68,7 +67,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Take a value from the channel that comes from another worker.
+    """Take a value from the channel from another worker.
 
     >>> str(Receive("activation_1", microbatch=0, source=1))
     'receive activation_1.0 from 1'
@@ -84,7 +83,7 @@ class Receive:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Drop a value that this worker made or received and needs no more.
+    """Drop a value that this worker made or received and does not need any more.
 
     >>> str(Free("activation_1", microbatch=0))
     'free activation_1.0'
@@ -99,7 +98,7 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Hand this worker's gradient of a replicated parameter to its sum over all copies, and go on.
+    """Add this worker's gradient of a replicated parameter to the sum over all copies, and go on.
 
     >>> str(Reduce("emb.weight"))
     'reduce emb.weight'
@@ -171,7 +170,7 @@ def scan_reduce(scanner: Scanner) -> Reduce:
     return Reduce(scanner.take(QUALIFIED_NAME, "the qualified name of a parameter"))
 
 
-# How each kind of instruction begins, and what reads the rest of it.
+# How the text of each kind of instruction begins, and the function that reads the rest.
 GRAMMAR: dict[str, Callable[[Scanner], Instruction]] = {
     **{op.value: scan_compute(op) for op in Op},
     "send ": scan_send,

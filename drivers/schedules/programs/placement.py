@@ -10,7 +10,7 @@ from pippy.drivers.schedules.errors import ArgumentError, PlacementError
 
 @dataclass(frozen=True)
 class Run:
-    """Adjacent stages on one worker: what flows between them never leaves it, so they work as one."""
+    """Adjacent stages on one worker. Values between them stay on the worker, so they work as one stage."""
 
     worker: int
     stages: tuple[int, ...]
@@ -91,7 +91,7 @@ def linear(counts: Sequence[int]) -> Placement:
 
 
 def looped(counts: Sequence[int]) -> Placement:
-    """Deal the stages round and round, each worker as many as it has room for.
+    """Give the workers a stage each, round and round, until each has its number.
 
     >>> print(looped([2, 2, 1]))
     0 1 2 0 1
@@ -100,7 +100,7 @@ def looped(counts: Sequence[int]) -> Placement:
 
 
 def v_shaped(counts: Sequence[int]) -> Placement:
-    """Deal the stages to and fro, so that the last worker holds two adjacent stages, and the first both ends.
+    """Give out the stages to the workers in order, then in reverse order: the first worker holds both ends of the V.
 
     >>> print(v_shaped([2, 2, 2]))
     0 1 2 2 1 0

@@ -1,4 +1,4 @@
-"""The instructions of all workers, and how they are written."""
+"""A program: the instructions of all workers, and the text in which it is written."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,13 +18,12 @@ INDENT = "  "
 
 @dataclass(frozen=True)
 class Program:
-    """What every worker does, in order, and what has to be known to check it.
+    """What each worker does, in order, and what has to be known to check it.
 
-    ``backward`` are the stages that have a backward pass: none in a program for inference. ``memory`` is the stated
-    limit of live stage-micro-batches per worker, if there is one. ``edges`` is what the stages hand to one another;
-    None means that they form a chain. A ``lowered`` program says what is sent, received, freed and reduced; any other
-    only orders computations, and the edges imply the rest. ``str(program)`` is the text of its file, and
-    ``parse_program`` the way back.
+    ``backward`` lists the stages that have a backward pass: none in a program for inference. ``memory`` is the limit of live
+    stage-micro-batches on each worker, if there is one. ``edges`` are the values that pass between stages; None means that the
+    stages form a chain. A ``lowered`` program says what is sent, received, freed and reduced. Any other program only orders
+    computations, and the edges imply the rest. ``str(program)`` is the text of its file, and ``parse_program`` reads it.
 
     >>> from pippy.drivers.schedules import make_schedule
     >>> program = make_schedule("1f1b", workers=2, chunks=2)
@@ -153,7 +152,7 @@ class Program:
     def for_graph(
         self, edges: Iterable[Edge], backward: Iterable[int] | None = None, replicated: Iterable[Replicated] = ()
     ) -> "Program":
-        """The same schedule for stages that are no chain: backwards of stages that have none are left out.
+        """The same schedule for stages that do not form a chain. Backwards are left out for stages that have none.
 
         >>> from pippy.drivers.schedules import make_schedule
         >>> program = make_schedule("1f1b", workers=2, chunks=1).for_graph(edges=[], backward=[1])

@@ -1,4 +1,4 @@
-"""Reads the one file format that holds a program, and names the line and column of whatever is not written that way."""
+"""Reads a program from its text. An error names the line and column of what cannot be read."""
 
 from collections.abc import Iterable
 from pathlib import Path

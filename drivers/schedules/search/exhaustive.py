@@ -1,7 +1,7 @@
-"""Tries every order that could be better than the best one known: for tiny programs only.
+"""Tries all orders that could be better than the best known one. This is for tiny programs only.
 
-Every schedule is written in one way: its passes in the order of their starts, each as early as it can be. A beginning
-is given up as soon as no way to go on can beat the best known makespan.
+Each schedule is written in one way: its passes in the order of their starts, and each starts as early as it can. A beginning is
+dropped as soon as no continuation can beat the best known makespan (branch and bound).
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ Orders = Sequence[Sequence[Compute]]
 
 
 def search_all(problem: SearchProblem, makespan: Number, orders: Orders) -> tuple[Number, Orders]:
-    """The shortest makespan that any orders have, and orders that have it: those given, if none is shorter.
+    """The shortest makespan, and orders that have it. If none is shorter than that of the given orders, those are returned.
 
     >>> from pippy.drivers.schedules import Costs, make_schedule
     >>> program = make_schedule("fill_drain", workers=1, chunks=2)

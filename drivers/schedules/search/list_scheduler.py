@@ -1,9 +1,9 @@
-"""The list scheduler: for given costs and memory, the best order that schedules, rules of thumb and search can find.
+"""The list scheduler: the best order that it finds for given costs and memory.
 
-It tries (1) every named schedule that works on the placement and fits the memory, (2) a greedy order by each of a few
-rules, and (3) for tiny programs every order that could be better. So it is never worse than a named schedule, and
-exact when tiny: among orders whose backwards are all whole or all in halves, which are the best unless a whole
-backward costs less than its halves.
+It tries (1) each named schedule that works on the placement and fits the memory, (2) a greedy order for each of a few rules,
+and (3) for tiny programs, all orders that could be better. So it is never worse than a named schedule. For tiny programs it
+finds the optimum of the orders whose backwards are all whole or all in halves. Those are the best, unless a whole backward
+costs less than its halves.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,14 +23,14 @@ from pippy.drivers.schedules.search.partial_schedule import PartialSchedule, Sea
 from pippy.drivers.schedules.simulation.costs import Costs, Number
 from pippy.drivers.schedules.simulation.simulate import simulate_with
 
-TINY = 16  # computations; the number of orders grows faster than exponentially
+TINY = 16  # with up to this many computations, all orders are tried; their number grows faster than exponentially
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a worker does first of what it could start at the same time, and how long it waits for something better.
+    """Which pass a worker starts first, of those that it could start at the same time.
 
-    ``priority`` ranks kinds of passes; ``patient`` lets a weight half wait if it would hold up what is on its way;
+    ``priority`` ranks the kinds of passes. ``patient`` lets a weight half wait if it would delay what other workers wait for.
     ``memory_share`` is how much of the memory to fill, because too many forwards make the first backwards late.
     """
 
@@ -53,7 +53,8 @@ def list_schedule(
 ) -> WorkerOrders:
     """The order with the shortest makespan that is found for these costs and this placement.
 
-    ``memory`` limits the stage-micro-batches on every worker, or on each; ``halves`` allows backwards in halves.
+    ``memory`` limits the stage-micro-batches: one number for all workers, or one for each. ``halves`` allows backwards in
+    halves.
 
     >>> from pippy.drivers.schedules import make_schedule, simulate
     >>> program = make_schedule("list", workers=4, chunks=8, memory=4)
@@ -113,20 +114,20 @@ def named_orders(placement: Placement, chunks: int, limits: Sequence[int], halve
         if entry.schedule is list_schedule or not entry.training:
             continue
         try:
-            plan = entry.schedule(placement, chunks)
+            result = entry.schedule(placement, chunks)
         except PlacementError:
             continue
-        split = any(compute.op == Op.BACKWARD_INPUT for order in plan.orders for compute in order)
-        peaks = [peak_live(order, frozenset(range(placement.stages))) for order in plan.orders]
+        split = any(compute.op == Op.BACKWARD_INPUT for order in result.orders for compute in order)
+        peaks = [peak_live(order, frozenset(range(placement.stages))) for order in result.orders]
         if (halves or not split) and all(peak <= limit for peak, limit in zip(peaks, limits)):
-            yield plan.orders
+            yield result.orders
 
 
 Ranked = tuple[Number, int, int, int, Compute]
 
 
 def greedy(problem: SearchProblem, rule: Rule) -> tuple[Number, Orders]:
-    """Always start what can start first; of what could start at the same time, what the rule ranks first."""
+    """Always start the pass that can start first. Of those that can start at the same time, the rule chooses."""
     partial = PartialSchedule(problem, rule.memory_share)
     ranked = {worker: rank(partial, worker, rule) for worker in range(partial.workers)}
     while found := min((best for best in ranked.values() if best), default=None):
@@ -137,7 +138,7 @@ def greedy(problem: SearchProblem, rule: Rule) -> tuple[Number, Orders]:
 
 
 def rank(partial: PartialSchedule, worker: int, rule: Rule) -> Ranked | None:
-    """What the worker should do next, to be compared with others: when, how urgent, and the deeper stage first."""
+    """What the worker should do next, as a tuple to compare: the start, the priority, the deeper stage first."""
     options = list(partial.options(worker))
     if rule.patient:
         options = [option for option in options if not holds_up(partial, option, options)]
@@ -150,7 +151,7 @@ def rank(partial: PartialSchedule, worker: int, rule: Rule) -> Ranked | None:
 def holds_up(
     partial: PartialSchedule, option: tuple[Number, Compute], options: Sequence[tuple[Number, Compute]]
 ) -> bool:
-    """Whether a weight half would still run when something that others wait for could start."""
+    """Whether a weight half would still run when a pass that other workers wait for could start."""
     start, compute = option
     if compute.op != Op.BACKWARD_WEIGHT:
         return False

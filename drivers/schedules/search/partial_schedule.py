@@ -1,4 +1,4 @@
-"""A schedule that is being made: which passes each worker could do next, and when they would start."""
+"""A schedule that is being built: the passes that each worker could do next, and when each would start."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ HALVES = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 
 class SearchProblem:
-    """What is to be scheduled: an empty program, its costs, each worker's memory, and whether backwards come in halves.
+    """What to schedule: an empty program, its costs, each worker's memory, and whether backwards come in halves.
 
     >>> from pippy.drivers.schedules import make_schedule
     >>> problem = SearchProblem(make_schedule("1f1b", workers=1, chunks=3), Costs(), memory=[2], halves=True)
@@ -43,10 +43,10 @@ class SearchProblem:
 
 
 class PartialSchedule:
-    """The beginning of a schedule: the passes in it, and the state of every worker after them.
+    """The beginning of a schedule: its passes, and the state of each worker after them.
 
-    Micro-batches are alike, so every pass of a stage takes them in order: any other schedule can be renamed into such
-    a one.
+    All micro-batches are alike, so each stage takes them in order. Any other schedule becomes such a one if its micro-batches
+    are renumbered.
 
     >>> from pippy.drivers.schedules import make_schedule
     >>> partial = PartialSchedule(SearchProblem(make_schedule("1f1b", workers=1, chunks=3), Costs(), memory=[2], halves=True))
@@ -88,11 +88,11 @@ class PartialSchedule:
 
     @property
     def bound(self) -> Number:
-        """No way to go on ends before this."""
+        """A lower bound: no continuation ends before this."""
         return max(free + left for free, left in zip(self.free_at, self.left))
 
     def options(self, worker: int) -> Iterator[tuple[Number, Compute]]:
-        """The passes that a worker could do next, and when each would start."""
+        """The passes that a worker could do next, each with its start."""
         for stage in self.problem.program.placement.stages_of(worker):
             before = self.problem.program.chunks
             for op in self.problem.ops:
@@ -102,10 +102,10 @@ class PartialSchedule:
                     start = self.start(worker, compute)
                     if start is not None and (op != Op.FORWARD or self.has_room(worker, compute)):
                         yield start, compute
-                before = chunk  # a pass can do no more micro-batches than the one it builds on
+                before = chunk  # a pass cannot be ahead of the pass that it needs
 
     def start(self, worker: int, compute: Compute) -> Number | None:
-        """When the pass would start, if all that it needs is on its way."""
+        """When the pass would start. None if something that it needs was not sent yet."""
         start = self.free_at[worker]
         done = produced_by(compute)
         for value in self.problem.inputs.get(done, ()) if done else ():
@@ -116,9 +116,9 @@ class PartialSchedule:
         return start
 
     def has_room(self, worker: int, forward: Compute) -> bool:
-        """Whether, after this forward, the worker could still finish its micro-batches one by one, oldest first.
+        """Whether, after this forward, the worker could still finish its micro-batches one by one, the oldest first.
 
-        That keeps memory from filling up with micro-batches none of which can go on.
+        Otherwise memory could fill up with micro-batches none of which can go on.
         """
         stages = self.problem.program.placement.stages_of(worker)
         last = self.problem.ops[-1]
@@ -133,7 +133,7 @@ class PartialSchedule:
         return True
 
     def add(self, worker: int, compute: Compute, start: Number) -> list[int]:
-        """Let the worker do one of its options; says which other workers get something from it."""
+        """Let the worker do one of its options. Returns the other workers that receive something from it."""
         cost = self.problem.costs.compute(compute)
         end = start + cost
         self.orders[worker].append(compute)

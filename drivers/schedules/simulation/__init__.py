@@ -1,1 +1,1 @@
-"""Programs run on a clock, without computing anything."""
+"""Simulates programs: how long they take, without computing anything."""

@@ -1,4 +1,4 @@
-"""Runs a program on a clock: discrete events, one worker's computations at a time, transfers beside them."""
+"""Simulates a program: a clock for each worker and each channel, and nothing is computed."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from pippy.drivers.schedules.simulation.timeline import Span, Timeline
 
 @dataclass(frozen=True)
 class Idle:
-    """Why a worker idles: before its first computation, after its last, and in between for values of other workers.
+    """How long a worker idles: before its first computation, after its last, and in between, by the worker it waits for.
 
     >>> Idle(fill=1.0, drain=2.0, waiting={2: 6.0}).total
     9.0
@@ -31,7 +31,7 @@ class Idle:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a simulation finds: the timeline, why each worker idles, and the most stage-micro-batches it holds.
+    """The result of a simulation: the timeline, why each worker idles, and the most stage-micro-batches that it holds.
 
     >>> from pippy.drivers.schedules import make_schedule
     >>> result = simulate(make_schedule("fill_drain", workers=2, chunks=3))
@@ -49,7 +49,7 @@ class Simulation:
 
     @property
     def idle(self) -> tuple[Number, ...]:
-        """How long each worker does nothing, up to the makespan."""
+        """How long each worker does nothing, until the last worker is done."""
         return tuple(parts.total for parts in self.idle_parts)
 
 
@@ -64,7 +64,7 @@ def simulate(
     size: PerEdge = 0,
     bandwidth: Number = 1,
 ) -> Simulation:
-    """The timeline of a valid program. ``Costs`` says what the costs mean; channels never make a sender wait.
+    """Simulate a valid program. ``Costs`` says what the costs mean. A sender never waits for its channel.
 
     >>> from pippy.drivers.schedules import make_schedule
     >>> result = simulate(make_schedule("1f1b", workers=4, chunks=8))
@@ -78,7 +78,7 @@ def simulate(
 
 
 def simulate_with(program: Program, costs: Costs) -> Simulation:
-    """Simulate with costs that are at hand as one object.
+    """Simulate with costs that are given as one object.
 
     >>> from pippy.drivers.schedules import make_schedule
     >>> simulate_with(make_schedule("1f1b", workers=1, chunks=2), Costs(backward=1.5)).makespan
@@ -122,7 +122,7 @@ class Simulator:
     def receive(self, worker: int, receive: Receive) -> None:
         arrival = self.arrivals[receive.value, receive.microbatch, worker]
         if arrival > self.now[worker]:
-            if self.spans[worker]:  # before that it is fill
+            if self.spans[worker]:  # else it is fill
                 self.waited[worker][receive.source] += arrival - self.now[worker]
             self.now[worker] = arrival
 
