@@ -6,7 +6,7 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from pippy.drivers.control.dispatch import Dispatch, Posted
+from pippy.drivers.control.dispatch import Dispatch, PendingCommand
 from pippy.drivers.control.messages import Load, Step, Unload
 from pippy.drivers.errors import DriverError
 from pippy.drivers.interrupts import uninterrupted
@@ -67,9 +67,9 @@ class Commands:
         try:
             self.call(loads)
         except BaseException:  # some workers may hold their stages already
-            self.dispatch.forget(self.driver, self.workers)
+            self.dispatch.drop(self.driver, self.workers)
             raise
-        self._finalizer = weakref.finalize(self, self.dispatch.forget, self.driver, self.workers)
+        self._finalizer = weakref.finalize(self, self.dispatch.drop, self.driver, self.workers)
         self._finalizer.atexit = False
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class Commands:
             self.flags, self.flags_due = flags, True
         return flags if self.flags_due else None
 
-    def post_step(self, steps: Mapping[int, Step], trains: bool, reduce: bool, limit: float | None) -> Posted:
+    def post_step(self, steps: Mapping[int, Step], trains: bool, reduce: bool, limit: float | None) -> PendingCommand:
         """Send a step to the workers; `Dispatch.wait` waits for it. ``reduce`` says that it adds up copies."""
         with uninterrupted():
             zero, told = self._with_zero(steps)

@@ -149,7 +149,7 @@ class PipelineDriverBase:
         try:
             return self.run_async(chunks, *args, **kwargs).result()
         except KeyboardInterrupt as interrupt:
-            self.dispatch.stop(interrupt)
+            self.dispatch.give_up(interrupt)
             raise
 
     def run_async(self, chunks: int, *args: Any, **kwargs: Any) -> RunningStep:
@@ -175,7 +175,7 @@ class PipelineDriverBase:
         program = sent.lowered.program
         reduce = trains and bool(program.replicated) and self.commands.last_before_update
         steps = self._steps(sent, purpose, division, results.weights, trains, reduce)
-        self.dispatch.let_go(self.step_timeout)
+        self.dispatch.wait_given_up(self.step_timeout)
         note = None
         if self._recording is not None:
             names = [self.cluster.workers[rank] for rank in self.ranks]

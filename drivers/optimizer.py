@@ -16,7 +16,7 @@ from pippy.drivers.commands import Commands
 from pippy.drivers.control.messages import LoadOptimizerState, MakeOptimizer, OptimizerState, OptimizerStep
 from pippy.drivers.errors import OptimizerError
 from pippy.drivers.placed_pipe import PlacedPipe
-from pippy.drivers.transport.packing import pack
+from pippy.drivers.transport.pickling import pickle_by_value
 
 
 class PipelineOptimizer(Optimizer):
@@ -52,7 +52,7 @@ class PipelineOptimizer(Optimizer):
         here = optimizer_class(groups, *args, **options)
         super().__init__(here.param_groups, here.defaults)
         self._sent = self._options()
-        self._make(pack(partial(_make, optimizer_class, tuple(args), options)))
+        self._make(pickle_by_value(partial(_make, optimizer_class, tuple(args), options)))
 
     def _groups(
         self, parameters: Mapping[str, torch.nn.Parameter], given: Iterable[Mapping[str, Any]] | None

@@ -21,7 +21,7 @@ from pippy.drivers.lowering.flow import RemoteInterpreter, loss_stage
 from pippy.drivers.lowering.lower import Lowered
 from pippy.drivers.schedules.programs.instructions import Compute
 from pippy.drivers.schedules.programs.placement import Placement
-from pippy.drivers.transport.packing import pack
+from pippy.drivers.transport.pickling import pickle_by_value
 from pippy.ir.compiled import Compiled
 from pippy.ir.names import stage_index
 from pippy.ir.nodes import map_nodes
@@ -61,12 +61,12 @@ class PlacedPipe:
         calls = self.calls_on(worker)
         constant = self.compiled.qualnames.read_by_several
         return Load(
-            modules=pack({call: self.compiled.stage(call) for call in calls}),
+            modules=pickle_by_value({call: self.compiled.stage(call) for call in calls}),
             constant={call: tuple(constant[call]) for call in calls if call in constant},
             replicated=self.replicated,
             seed=seed,
             settings=Settings.current(),
-            compile=None if self.compile is None else pack(self.compile),
+            compile=None if self.compile is None else pickle_by_value(self.compile),
         )
 
     @cached_property

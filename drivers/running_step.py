@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pippy.drivers.control.dispatch import Dispatch, Posted
+from pippy.drivers.control.dispatch import Dispatch, PendingCommand
 from pippy.drivers.control.messages import StepResult
 from pippy.drivers.results import Results
 
@@ -14,7 +14,7 @@ class RunningStep:
     def __init__(
         self,
         dispatch: Dispatch,
-        posted: Posted,
+        posted: PendingCommand,
         results: Results,
         note: Callable[[Mapping[int, StepResult]], None] | None,
     ) -> None:

@@ -3,13 +3,13 @@
 Command: ``python -m exps.faults --count 200 --seed 1``
 
 Finding: ``--count 208 --seed 5 --deadly 0.1`` on two cores: none hung, none left a process or a file, all were told of
-rightly. The slowest, in seconds: exceptions 0.03, in the optimizer 0.71; Ctrl-C 0.00; a killed worker 0.02, nursery 0.09,
+rightly. The slowest, in seconds: exceptions 0.03, in the optimizer 0.71; Ctrl-C 0.00; a killed worker 0.02, fork server 0.09,
 controller 0.01 until all its processes were gone; a stopped worker 4.20. At a load of 13 to 17, 149 faults before: 0.16,
 4.66, and 4.20.
 
 A controller, in a process of its own, trains a model on 2 to 4 workers by a schedule chosen at random. A fault is an
 exception in an instruction, in the optimizer or while stages are loaded; Ctrl-C; SIGKILL or SIGSTOP of a worker or of
-the nursery at a random moment of a step; or SIGKILL of the controller. After each the controller must have raised the
+the fork server at a random moment of a step; or SIGKILL of the controller. After each the controller must have raised the
 right error, and, where the cluster survives, have the plain model's gradients and loss in a further step. A process
 that says nothing for 60 s hangs; one of the cluster that is there 5 s after its controller is an orphan. Clusters have
 ``timeout=3.0``, so a stopped worker is noticed after 4 s.
@@ -55,7 +55,7 @@ RAISES = {
     "loss": faulty.LOSS,
 }
 GENTLE = [*RAISES, "optimizer", "load", "ctrl-c"]  # the cluster survives them
-DEADLY = ["kill worker", "stop worker", "kill nursery", "stop nursery", "kill controller"]
+DEADLY = ["kill worker", "stop worker", "kill fork server", "stop fork server", "kill controller"]
 
 
 @dataclass
@@ -187,7 +187,7 @@ def deadly(training: Training, kind: str) -> Report:
     training.step()
     number = signal.SIGKILL if kind.startswith("kill") else signal.SIGSTOP
     victim = training.rng.choice(training.cluster.control.workers).pid
-    if kind.endswith("nursery"):
+    if kind.endswith("fork server"):
         victim = int(Path(f"/proc/{victim}/stat").read_text().rsplit(")", 1)[1].split()[1])
     sent: list[float] = []
 
@@ -197,10 +197,10 @@ def deadly(training: Training, kind: str) -> Report:
 
     threading.Timer(training.rng.uniform(0, 0.1), strike).start()
     try:
-        while kind != "stop nursery" or not sent or time.monotonic() < sent[0] + 0.5:
+        while kind != "stop fork server" or not sent or time.monotonic() < sent[0] + 0.5:
             training.driver.run(training.chunks, torch.randn(ROWS, 8), faulty.no_orders(ROWS), torch.randn(ROWS, 8))
     except WorkerLostError:
-        return Report(kind, time.monotonic() - sent[0], "a worker was lost" if kind == "stop nursery" else "")
+        return Report(kind, time.monotonic() - sent[0], "a worker was lost" if kind == "stop fork server" else "")
     except (StepError, ClusterError) as error:
         return Report(kind, time.monotonic() - sent[0], f"{type(error).__name__}: {error}")
     return Report(kind, 0.0)

@@ -24,7 +24,7 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from pippy.drivers.transport.shared_memory import SharedMemoryTransport
+from pippy.drivers.transport.shared_memory_transport import SharedMemoryTransport
 
 SIZES = {"1 KB": 1 << 10, "64 KB": 1 << 16, "256 KB": 1 << 18, "1 MB": 1 << 20, "4 MB": 1 << 22}
 BURST = 32

@@ -12,9 +12,9 @@ from typing import Any, Literal, NoReturn, Protocol
 
 import torch
 
-from pippy.drivers.clusters.local import Processes
-from pippy.drivers.clusters.nursery import Plan
-from pippy.drivers.clusters.standby import standing_by
+from pippy.drivers.clusters.fork_server import LaunchConfig
+from pippy.drivers.clusters.lazy_cluster import current_lazy_cluster
+from pippy.drivers.clusters.local_processes import LocalProcesses
 from pippy.drivers.control.control import Control
 from pippy.drivers.control.dispatch import Dispatch
 from pippy.drivers.errors import ClusterError
@@ -103,8 +103,8 @@ def current_cluster() -> Cluster:
     pippy.drivers.errors.ClusterError: no cluster is open; open one: with local_cluster(2) as cluster: ...
     """
     found = _in_force[-1] if _in_force else _opened()
-    if found is None and (standby := standing_by()) is not None:
-        found = standby.current()
+    if found is None and (lazy := current_lazy_cluster()) is not None:
+        found = lazy.current()
     if found is None:
         raise ClusterError("no cluster is open; open one: with local_cluster(2) as cluster: ...")
     return found
@@ -146,7 +146,7 @@ def local_cluster(
     check_seconds(timeout=timeout, start_timeout=start_timeout)
     check_none_open()
     shared = _can_share_memory(transport)
-    plan = Plan(
+    config = LaunchConfig(
         worker=_worker,
         names=names,
         devices=devices,
@@ -159,18 +159,22 @@ def local_cluster(
         bound=threading.current_thread() is threading.main_thread(),
         patience=_patience(patience, crowded=n * threads > len(cores)),
     )
-    return _started(plan, timeout, start_timeout)
+    return _started(config, timeout, start_timeout)
 
 
-def _started(plan: Plan, timeout: float, start_timeout: float) -> Cluster:
-    processes = Processes(plan)
+def _started(config: LaunchConfig, timeout: float, start_timeout: float) -> Cluster:
+    processes = LocalProcesses(config)
     try:
         addresses = processes.start(start_timeout)
     except BaseException:
         processes.close()
         raise
     return opened(
-        Cluster(plan.names, Control(addresses, timeout, deaths=processes.deaths, lines=processes.lines), processes)
+        Cluster(
+            config.names,
+            Control(addresses, timeout, deaths=processes.deaths, connections=processes.connections),
+            processes,
+        )
     )
 
 

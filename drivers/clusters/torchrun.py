@@ -25,9 +25,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from pippy.drivers.clusters import cluster as clusters
 from pippy.drivers.clusters.cluster import Cluster, local_cluster
-from pippy.drivers.clusters.nursery import CONTROLLER
-from pippy.drivers.clusters.resident import Leave, Resident
-from pippy.drivers.clusters.standby import standing_by
+from pippy.drivers.clusters.fork_server import CONTROLLER
+from pippy.drivers.clusters.lazy_cluster import current_lazy_cluster
+from pippy.drivers.clusters.torchrun_worker import Leave, TorchrunWorker
 from pippy.drivers.control.control import Address, Control
 from pippy.drivers.errors import ClusterError
 from pippy.drivers.transport import rpc
@@ -37,40 +37,40 @@ _SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """This process among those that torchrun has started. Workers are numbered by rank, without the rank that hosts none.
 
-    >>> place = Place(rank=2, processes=3, local_rank=2, local_processes=3, hosting=False)
-    >>> place.index, place.workers, place.rpc_name(place.index)
+    >>> rank_info = RankInfo(rank=2, world_size=3, local_rank=2, local_world_size=3, controller_hosts=False)
+    >>> rank_info.index, rank_info.workers, rank_info.rpc_name(rank_info.index)
     (1, 2, 'worker1')
     """
 
     rank: int
-    processes: int
+    world_size: int
     local_rank: int
-    local_processes: int
-    hosting: bool
+    local_world_size: int
+    controller_hosts: bool
 
     @staticmethod
-    def here(hosting: bool) -> "Place":
+    def from_environment(controller_hosts: bool) -> "RankInfo":
         """As the environment says."""
-        said = os.environ
-        local = int(said.get("LOCAL_RANK", "0")), int(said.get("LOCAL_WORLD_SIZE", "1"))
-        return Place(int(said["RANK"]), int(said["WORLD_SIZE"]), *local, hosting)
+        environment = os.environ
+        local = int(environment.get("LOCAL_RANK", "0")), int(environment.get("LOCAL_WORLD_SIZE", "1"))
+        return RankInfo(int(environment["RANK"]), int(environment["WORLD_SIZE"]), *local, controller_hosts)
 
     @property
     def workers(self) -> int:
         """How many workers there are."""
-        return self.processes - (not self.hosting)
+        return self.world_size - (not self.controller_hosts)
 
     @property
     def index(self) -> int:
         """The number of the worker in this process; -1 if there is none."""
-        return self.rank - (not self.hosting)
+        return self.rank - (not self.controller_hosts)
 
     def rank_of(self, worker: int) -> int:
         """The rank that hosts a worker."""
-        return worker + (not self.hosting)
+        return worker + (not self.controller_hosts)
 
     def rpc_name(self, worker: int) -> str:
         """The name for RPC of the process that hosts a worker."""
@@ -104,23 +104,23 @@ def cluster(
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         options: dict[str, Any] = {"threads": threads, "devices": devices, "device": device, "names": names}
         given = {name: value for name, value in options.items() if value is not None}
-        if (standby := standing_by()) is not None:
-            return standby.asked(n, given, timeout=timeout, start_timeout=start_timeout)
+        if (lazy := current_lazy_cluster()) is not None:
+            return lazy.asked(n, given, timeout=timeout, start_timeout=start_timeout)
         return local_cluster(_number(n), timeout=timeout, start_timeout=start_timeout, **given)
-    place = Place.here(controller_hosts)
-    names = _checked(place, n, names)
+    rank_info = RankInfo.from_environment(controller_hosts)
+    names = _checked(rank_info, n, names)
     clusters.check_seconds(timeout=timeout, start_timeout=start_timeout)
     clusters.check_threads(threads)
-    own_device = _device(place, devices, device)
+    own_device = _device(rank_info, devices, device)
     _check_first()
-    addresses = _meet(place, names, start_timeout)
+    addresses = _meet(rank_info, names, start_timeout)
     worker = None
-    if place.index >= 0:
-        worker = Resident(place.index, names, own_device, place.rpc_name, threads)
-    if place.rank:
+    if rank_info.index >= 0:
+        worker = TorchrunWorker(rank_info.index, names, own_device, rank_info.rpc_name, threads)
+    if rank_info.rank:
         assert worker is not None
-        _work(worker, place, timeout, start_timeout)
-    return _control(worker, place, addresses, timeout, start_timeout)
+        _work(worker, rank_info, timeout, start_timeout)
+    return _control(worker, rank_info, addresses, timeout, start_timeout)
 
 
 def _number(n: int | None) -> int:
@@ -136,18 +136,18 @@ def _number(n: int | None) -> int:
     return int(given)
 
 
-def _checked(place: Place, n: int | None, names: Sequence[str] | None) -> tuple[str, ...]:
+def _checked(rank_info: RankInfo, n: int | None, names: Sequence[str] | None) -> tuple[str, ...]:
     """The workers' names, and no doubt about their number."""
-    if place.workers < 1:
+    if rank_info.workers < 1:
         raise ClusterError(
             "controller_hosts=False, and torchrun started no process beside the controller; start 2 or more"
         )
-    if n is not None and n != place.workers:
+    if n is not None and n != rank_info.workers:
         raise ClusterError(
-            f"n={n}, and torchrun started {place.processes} processes, for {place.workers} workers; leave out n, or start "
-            f"{n + place.processes - place.workers} processes"
+            f"n={n}, and torchrun started {rank_info.world_size} processes, for {rank_info.workers} workers; leave out n, or "
+            f"start {n + rank_info.world_size - rank_info.workers} processes"
         )
-    return clusters.named(place.workers, names)
+    return clusters.named(rank_info.workers, names)
 
 
 def _check_first() -> None:
@@ -160,52 +160,56 @@ def _check_first() -> None:
     clusters.check_none_open()
 
 
-def _device(place: Place, devices: Sequence[str | torch.device] | None, device: str | torch.device | None) -> str:
+def _device(
+    rank_info: RankInfo, devices: Sequence[str | torch.device] | None, device: str | torch.device | None
+) -> str:
     """The device of the worker in this process. Those of others may be of other hosts, and are not looked for here."""
     if devices is not None and device is not None:
         raise ClusterError("devices names one device for each worker, device one for all; give one of the two")
-    if devices is not None and (isinstance(devices, str) or len(devices) != place.workers):
-        raise ClusterError(f"devices must name one device for each of the {place.workers} workers; this is {devices!r}")
-    if devices is not None and place.index >= 0:
-        device = devices[place.index]
+    if devices is not None and (isinstance(devices, str) or len(devices) != rank_info.workers):
+        raise ClusterError(
+            f"devices must name one device for each of the {rank_info.workers} workers; this is {devices!r}"
+        )
+    if devices is not None and rank_info.index >= 0:
+        device = devices[rank_info.index]
     if device is None:
-        device = f"cuda:{place.local_rank}" if torch.cuda.is_available() else "cpu"
+        device = f"cuda:{rank_info.local_rank}" if torch.cuda.is_available() else "cpu"
     return clusters.known(device)
 
 
-def _meet(place: Place, names: Sequence[str], timeout: float) -> list[Address]:
+def _meet(rank_info: RankInfo, names: Sequence[str], timeout: float) -> list[Address]:
     """Wait for all ranks at torchrun's store, then join them; gives where each worker is."""
     try:
-        store = PrefixStore("pippy", next(rendezvous("env://", place.rank, place.processes))[0])
-        store.set(str(place.rank), json.dumps([socket.gethostname(), os.getpid()]))
-        ranks = [str(rank) for rank in range(place.processes)]
+        store = PrefixStore("pippy", next(rendezvous("env://", rank_info.rank, rank_info.world_size))[0])
+        store.set(str(rank_info.rank), json.dumps([socket.gethostname(), os.getpid()]))
+        ranks = [str(rank) for rank in range(rank_info.world_size)]
         try:
             store.wait(ranks, timedelta(seconds=timeout))
         except DistStoreError as error:
             missing = ", ".join(rank for rank in ranks if not store.check([rank]))
             raise ClusterError(
-                f"rank {place.rank} waited {timeout:g} s, and these ranks did not call cluster(): {missing}; all must, with "
-                f"the same arguments, and start_timeout says how long to wait for them"
+                f"rank {rank_info.rank} waited {timeout:g} s, and these ranks did not call cluster(): {missing}; all must, "
+                f"with the same arguments, and start_timeout says how long to wait for them"
             ) from error
         found = [json.loads(store.get(rank)) for rank in ranks]
     except (RuntimeError, OSError) as error:
         if isinstance(error, ClusterError):
             raise
-        raise ClusterError(f"rank {place.rank} cannot reach torchrun's store: {error}") from error
-    return [Address(name, place.rpc_name(i), *found[place.rank_of(i)]) for i, name in enumerate(names)]
+        raise ClusterError(f"rank {rank_info.rank} cannot reach torchrun's store: {error}") from error
+    return [Address(name, rank_info.rpc_name(i), *found[rank_info.rank_of(i)]) for i, name in enumerate(names)]
 
 
-def _join(place: Place, timeout: float) -> None:
-    name = place.rpc_name(place.index) if place.rank else CONTROLLER
-    rpc.join(name, place.rank, place.processes, "env://", "uv", interface(place), timeout)
+def _join(rank_info: RankInfo, timeout: float) -> None:
+    name = rank_info.rpc_name(rank_info.index) if rank_info.rank else CONTROLLER
+    rpc.join(name, rank_info.rank, rank_info.world_size, "env://", "uv", interface(rank_info), timeout)
 
 
-def interface(place: Place) -> str | None:
+def interface(rank_info: RankInfo) -> str | None:
     """Where this process is to listen: the interface that leads to rank 0, and loopback if all are on one host.
 
     The name of a host often stands for an address that other hosts cannot reach, so torch's own choice would not do.
     """
-    if place.local_processes == place.processes:
+    if rank_info.local_world_size == rank_info.world_size:
         return "lo"
     for name in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         if name in os.environ:
@@ -220,11 +224,11 @@ def interface(place: Place) -> str | None:
     return None
 
 
-def _work(worker: Resident, place: Place, timeout: float, start_timeout: float) -> NoReturn:
+def _work(worker: TorchrunWorker, rank_info: RankInfo, timeout: float, start_timeout: float) -> NoReturn:
     """Be a worker until the controller is done with it."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's
-    _join(place, start_timeout)
+    _join(rank_info, start_timeout)
     worker.watch(CONTROLLER, timeout)
     worker.run()
     rpc.leave()
@@ -232,23 +236,25 @@ def _work(worker: Resident, place: Place, timeout: float, start_timeout: float) 
 
 
 def _control(
-    worker: Resident | None, place: Place, addresses: list[Address], timeout: float, start_timeout: float
+    worker: TorchrunWorker | None, rank_info: RankInfo, addresses: list[Address], timeout: float, start_timeout: float
 ) -> Cluster:
     if worker is None:
         rpc.serve_answers()
-    _join(place, start_timeout)
+    _join(rank_info, start_timeout)
     global _was_open
     _was_open = True
-    joined = Joined(worker, [address.rpc_name for address in addresses if address.rpc_name != CONTROLLER], timeout)
+    joined = TorchrunProcesses(
+        worker, [address.rpc_name for address in addresses if address.rpc_name != CONTROLLER], timeout
+    )
     if worker is not None:
         worker.start()
     return clusters.opened(Cluster([address.name for address in addresses], Control(addresses, timeout), joined))
 
 
-class Joined:
+class TorchrunProcesses:
     """The processes that torchrun started, as the controller sees them: they are told to leave, not ended."""
 
-    def __init__(self, worker: Resident | None, others: Sequence[str], timeout: float) -> None:
+    def __init__(self, worker: TorchrunWorker | None, others: Sequence[str], timeout: float) -> None:
         self.worker, self.others, self.timeout = worker, others, timeout
         self.owner, self.left = os.getpid(), False
 
@@ -257,7 +263,7 @@ class Joined:
         if self.left or os.getpid() != self.owner:
             return
         self.left = True
-        rpc.hush.start()
+        rpc.stderr_filter.start()
         if self.worker is not None:
             self.worker.end()
         for last in (False, True):  # first all learn that connections will break, and then they break

@@ -1,4 +1,4 @@
-"""The controller's side of the calls: post, wait, and notice the workers that are lost."""
+"""How the controller calls workers and waits for their answers, and how it notices that a worker is lost."""
 
 import threading
 import time
@@ -10,9 +10,10 @@ from typing import Any
 
 from pippy.drivers.errors import ClusterError, WorkerLostError
 from pippy.drivers.transport import rpc
-from pippy.drivers.transport.bell import Bell
-from pippy.drivers.transport.lines import Lines
-from pippy.drivers.transport.wire import Undone, pack, unpack
+from pippy.drivers.transport.controller_connections import ControllerConnections
+from pippy.drivers.transport.message_queue import DeliveryFailure
+from pippy.drivers.transport.pickling import pickle_message, unpickle
+from pippy.drivers.transport.pollable_event import PollableEvent
 
 
 @dataclass(frozen=True)
@@ -30,16 +31,16 @@ class Address:
 
 
 @dataclass(eq=False)
-class Pending:
-    """A call that a worker has yet to answer. ``done`` says whether it has; ``answer`` is the answer of one that has.
+class PendingCall:
+    """A call to one worker. ``done`` says whether the worker has answered, and ``answer`` is what it answered.
 
     >>> import torch
     >>> future = torch.futures.Future()
-    >>> pending = Pending(0, "Ping", future)
-    >>> pending.done
+    >>> call = PendingCall(0, "Ping", future)
+    >>> call.done
     False
-    >>> future.set_result(pack("pong"))
-    >>> pending.done, pending.answer
+    >>> future.set_result(pickle_message("pong"))
+    >>> call.done, call.answer
     (True, 'pong')
     """
 
@@ -56,8 +57,8 @@ class Pending:
     def answer(self) -> Any:
         """What the worker answered."""
         assert self.done, "only a call that completed() has yielded has an answer"
-        value = unpack(self.future.value())
-        if isinstance(value, Undone):
+        value = unpickle(self.future.value())
+        if isinstance(value, DeliveryFailure):
             raise ClusterError(f"worker {self.worker} could not take a message of type {self.what}:\n{value.text}")
         return value
 
@@ -69,8 +70,8 @@ class Control:
     for; a worker that leaves a ping unanswered for ``timeout`` seconds is lost. So a worker that was killed is noticed
     within milliseconds, and one that is stopped, or out of reach, within ``interval + timeout``.
 
-    ``deaths`` tells of the workers that the operating system says have died, and how. ``lines`` carry what is posted to
-    the workers of this host, unless it is large; all else goes by RPC.
+    ``deaths`` returns the workers that the operating system says have died, and how. ``connections`` carry what is posted
+    to the workers of this host, unless it is large; all else goes by RPC.
     """
 
     def __init__(
@@ -79,127 +80,127 @@ class Control:
         timeout: float = 5.0,
         interval: float = 1.0,
         deaths: Callable[[float], Mapping[int, str]] = lambda wait: {},
-        lines: Lines | None = None,
+        connections: ControllerConnections | None = None,
     ) -> None:
         self.workers = tuple(workers)
         self.timeout, self.interval = timeout, interval
         self.counts = [0] * len(self.workers)
         self.broken: str | None = None
         self._deaths = deaths
-        self.lines = lines or Lines()
+        self.connections = connections or ControllerConnections()
         self._lock = threading.Lock()
 
-    def post(self, worker: int, message: Any) -> Pending:
-        """Put a message into a worker's inbox. The call is answered when the worker's main thread replies."""
+    def post(self, worker: int, message: Any) -> PendingCall:
+        """Put a message into a worker's queue. The call is answered when the worker's main thread replies."""
         self.check()
-        packed = pack(message)
+        pickled = pickle_message(message)
         with self._lock:  # the numbers must have no holes: one is used only by a message that is on its way
             number = self.counts[worker]
-            if self.lines.carry(packed):
-                future = self._start(worker, lambda: self.lines.post(worker, number, packed))
+            if self.connections.can_carry(pickled):
+                future = self._start(worker, lambda: self.connections.post(worker, number, pickled))
             else:
-                future = self._start(worker, lambda: rpc.post(self.workers[worker].rpc_name, number, packed))
+                future = self._start(worker, lambda: rpc.post(self.workers[worker].rpc_name, number, pickled))
             self.counts[worker] += 1
-        return Pending(worker, type(message).__name__, future)
+        return PendingCall(worker, type(message).__name__, future)
 
-    def urgent(self, worker: int, message: Any) -> Pending:
+    def urgent(self, worker: int, message: Any) -> PendingCall:
         """Ask a worker something that it answers even while it computes."""
         self.check()
         rpc_name = self.workers[worker].rpc_name
-        return Pending(worker, type(message).__name__, self._start(worker, lambda: rpc.urgent(rpc_name, message)))
+        return PendingCall(worker, type(message).__name__, self._start(worker, lambda: rpc.urgent(rpc_name, message)))
 
-    def completed(self, pendings: Iterable[Pending], timeout: float | None = None) -> Iterator[Pending]:
-        """Yield each call when it is answered; raise WorkerLostError if one never will be.
+    def completed(self, calls: Iterable[PendingCall], timeout: float | None = None) -> Iterator[PendingCall]:
+        """Yield each call when it is answered; raise WorkerLostError if its worker is lost.
 
         Ctrl-C interrupts the wait and breaks nothing: the calls go on, and can be waited for again. With a ``timeout`` the
         iteration just ends that many seconds after it began.
         """
         self.check()
-        with closing(_Wait(self, pendings, timeout)) as wait:
-            while (pending := wait.next()) is not None:
-                self._inspect(pending)
-                yield pending
+        with closing(_Wait(self, calls, timeout)) as wait:
+            while (call := wait.next()) is not None:
+                self._inspect(call)
+                yield call
 
-    def wait(self, pending: Pending) -> Any:
+    def wait(self, call: PendingCall) -> Any:
         """The answer of one call, when it comes."""
-        (done,) = self.completed([pending])
+        (done,) = self.completed([call])
         return done.answer
 
     def check(self) -> None:
-        """Raise if the cluster is of no use any more."""
+        """Raise if the cluster is broken or closed."""
         if self.broken:
             raise ClusterError(self.broken)
 
-    def lost(self, worker: int, how: str) -> WorkerLostError:
-        """The error for a worker that is lost; from now on the cluster is broken."""
+    def mark_lost(self, worker: int, how: str) -> WorkerLostError:
+        """Note that a worker is lost: from now on the cluster is broken. Returns the error to raise."""
         address = self.workers[worker]
         how = self._deaths(0.2).get(worker, how)
         error = WorkerLostError(address.name, worker, address.host, address.pid, how)
         self.broken = f"this cluster lost a worker and cannot go on ({error})"
         return error
 
-    def ping(self, worker: int) -> Pending:
+    def ping(self, worker: int) -> PendingCall:
         """Ask whether a worker lives."""
-        return Pending(worker, "ping", self._start(worker, lambda: rpc.ping(self.workers[worker].rpc_name)))
+        return PendingCall(worker, "ping", self._start(worker, lambda: rpc.ping(self.workers[worker].rpc_name)))
 
     def _start(self, worker: int, call: Callable[[], Any]) -> Any:
         """Make a call. For a peer that RPC knows to be gone it fails at once."""
         try:
             return call()
         except ConnectionError as error:
-            raise self.lost(worker, f"the connection to it broke: {str(error).strip().splitlines()[-1]}") from None
+            raise self.mark_lost(worker, f"the connection to it broke: {str(error).strip().splitlines()[-1]}") from None
 
-    def _inspect(self, pending: Pending) -> None:
+    def _inspect(self, call: PendingCall) -> None:
         try:
-            pending.future.value()
+            call.future.value()
         except Exception as error:
-            self._explain(pending, error)
+            self._explain(call, error)
 
-    def _explain(self, pending: Pending, error: Exception) -> None:
+    def _explain(self, call: PendingCall, error: Exception) -> None:
         """A call failed. A worker that answers a ping after it lives, and the call itself was at fault."""
         broken = f"the connection to it broke: {str(error).strip().splitlines()[-1]}"
-        if pending.worker in self._deaths(0):
-            raise self.lost(pending.worker, broken) from None
-        with closing(_Wait(self, [self.ping(pending.worker)], self.timeout)) as wait:
+        if call.worker in self._deaths(0):
+            raise self.mark_lost(call.worker, broken) from None
+        with closing(_Wait(self, [self.ping(call.worker)], self.timeout)) as wait:
             ping = wait.next()
         try:
             if ping is not None:
                 ping.future.value()
-                raise ClusterError(f"a call to worker {pending.worker} ({pending.what}) failed:\n{error}") from None
+                raise ClusterError(f"a call to worker {call.worker} ({call.what}) failed:\n{error}") from None
         except ClusterError:
             raise
         except Exception:
             pass
-        raise self.lost(pending.worker, broken) from None
+        raise self.mark_lost(call.worker, broken) from None
 
 
 class _Wait:
     """One wait for several calls, with the pings that it sends if it lasts."""
 
-    def __init__(self, control: Control, pendings: Iterable[Pending], timeout: float | None) -> None:
+    def __init__(self, control: Control, calls: Iterable[PendingCall], timeout: float | None) -> None:
         self.control = control
-        self.waiting = set(pendings)
-        self.arrived: deque[Pending] = deque()
-        self.bell, self.thread = Bell(), threading.get_ident()
+        self.waiting = set(calls)
+        self.arrived: deque[PendingCall] = deque()
+        self.wakeup, self.thread = PollableEvent(), threading.get_ident()
         self.end = None if timeout is None else time.monotonic() + timeout
-        self.pings: dict[int, tuple[Pending, float]] = {}
-        for pending in self.waiting:
-            self._watch(pending)
+        self.pings: dict[int, tuple[PendingCall, float]] = {}
+        for call in self.waiting:
+            self._watch(call)
 
-    def next(self) -> Pending | None:
-        """The next call that is over; None if there is none left, or the time is."""
+    def next(self) -> PendingCall | None:
+        """The next call that is done; None if there is none left, or the time is up."""
         since = time.monotonic()
         while self.waiting:
             if self.arrived:
-                pending = self.arrived.popleft()
-                if pending in self.waiting:
-                    self.waiting.remove(pending)
-                    return pending
-                self._pong(pending)
+                call = self.arrived.popleft()
+                if call in self.waiting:
+                    self.waiting.remove(call)
+                    return call
+                self._pong(call)
                 since = time.monotonic()
                 continue
             due = self._due(since)
-            self.control.lines.wait(self.bell, max(0.0, due - time.monotonic()))
+            self.control.connections.wait(self.wakeup, max(0.0, due - time.monotonic()))
             now = time.monotonic()
             if self.arrived or now < due:
                 continue
@@ -210,17 +211,17 @@ class _Wait:
         return None
 
     def close(self) -> None:
-        """No longer wait."""
-        self.bell.close()
+        """Close the event."""
+        self.wakeup.close()
 
-    def _watch(self, pending: Pending) -> None:
+    def _watch(self, call: PendingCall) -> None:
         # torch would print what a callback raises and go on; this one cannot raise
-        pending.future.add_done_callback(lambda _: self._came(pending))
+        call.future.add_done_callback(lambda _: self._done(call))
 
-    def _came(self, pending: Pending) -> None:
-        self.arrived.append(pending)
+    def _done(self, call: PendingCall) -> None:
+        self.arrived.append(call)
         if threading.get_ident() != self.thread:
-            self.bell.ring()
+            self.wakeup.set()
 
     def _due(self, since: float) -> float:
         """Until when to wait: the next round of pings, the first deadline of one, or the end."""
@@ -228,18 +229,18 @@ class _Wait:
         return min(due if self.end is None else [*due, self.end])
 
     def _ping(self, now: float) -> None:
-        for worker in {pending.worker for pending in self.waiting}:
+        for worker in {call.worker for call in self.waiting}:
             if worker not in self.pings:
                 ping = self.control.ping(worker)
                 self.pings[worker] = ping, now
                 self._watch(ping)
             elif now - self.pings[worker][1] >= self.control.timeout:
-                raise self.control.lost(worker, f"it left a ping unanswered for {self.control.timeout:g} s")
+                raise self.control.mark_lost(worker, f"it left a ping unanswered for {self.control.timeout:g} s")
 
-    def _pong(self, ping: Pending) -> None:
+    def _pong(self, ping: PendingCall) -> None:
         self.pings.pop(ping.worker, None)
         try:
             ping.future.value()
         except Exception as error:
             how = f"the connection to it broke: {str(error).strip().splitlines()[-1]}"
-            raise self.control.lost(ping.worker, how) from None
+            raise self.control.mark_lost(ping.worker, how) from None

@@ -15,7 +15,7 @@ from pippy.drivers.batches.division import Division
 from pippy.drivers.lowering.flow import Work
 from pippy.drivers.schedules.programs.edges import Pass
 from pippy.drivers.schedules.programs.instructions import Instruction
-from pippy.drivers.transport.packing import Packed
+from pippy.drivers.transport.pickling import Pickled
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,12 @@ class Load:
     None if the stages are not compiled.
     """
 
-    modules: Packed
+    modules: Pickled
     constant: Mapping[str, Sequence[str]]
     replicated: tuple[ReplicatedParameter, ...]
     seed: int
     settings: Settings
-    compile: Packed | None = None
+    compile: Pickled | None = None
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ class MakeOptimizer:
     """Make an optimizer, and keep it under a number. A group has the locations of its parameters, and its options."""
 
     optimizer: int
-    factory: Packed
+    factory: Pickled
     groups: tuple[tuple[tuple[TensorLocation, ...], Mapping[str, Any]], ...]
 
 

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from pippy.drivers.transport.interface import Key, Transport
+from pippy.drivers.transport.received_values import ValueKey
 from pippy.drivers.transport.rpc_transport import RpcTransport
+from pippy.drivers.transport.transport import Transport
 
 
 def in_process(workers: int) -> list[Transport]:
@@ -17,7 +18,7 @@ def in_process(workers: int) -> list[Transport]:
     """
     transports: list[Transport] = []
 
-    def post(to: int, key: Key, value: Any) -> None:
+    def post(to: int, key: ValueKey, value: Any) -> None:
         transports[to].deliver(key, value)
 
     transports.extend(RpcTransport(index, post) for index in range(workers))

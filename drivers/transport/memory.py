@@ -4,13 +4,12 @@ import errno
 import fcntl
 import mmap
 import os
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from pippy.drivers.transport.layout import Layout, Slot, rebuild
+from pippy.drivers.transport.value_layout import LeafIndex, ValueLayout, rebuild, rest_from_bytes
 
 _F_ADD_SEALS, _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1033, 1, 2, 4
 
@@ -18,7 +17,7 @@ _F_ADD_SEALS, _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1033, 1, 2, 4
 class Memory:
     """Bytes that tensors are copied to and from.
 
-    >>> from pippy.drivers.transport.layout import layout_of
+    >>> from pippy.drivers.transport.value_layout import layout_of
     >>> memory, value = Memory(mmap.mmap(-1, 4096)), (torch.arange(3), None)
     >>> memory.write(128, layout_of(value), [value[0]], b"")
     >>> memory.read(128, layout_of(value), 0, None)
@@ -31,32 +30,32 @@ class Memory:
         self._storage = torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()
         self._windows: dict[torch.dtype, torch.Tensor] = {}
 
-    def write(self, start: int, layout: Layout, tensors: Sequence[torch.Tensor], rest: bytes) -> None:
+    def write(self, start: int, layout: ValueLayout, tensors: Sequence[torch.Tensor], rest: bytes) -> None:
         """Write the bytes of a value at ``start``."""
-        for place, tensor in zip(layout.places, tensors):
-            window = self._window(place.dtype).set_(
-                self._storage, (start + place.offset) // place.dtype.itemsize, place.shape, place.stride
+        for part, tensor in zip(layout.tensors, tensors):
+            window = self._window(part.dtype).set_(
+                self._storage, (start + part.offset) // part.dtype.itemsize, part.shape, part.stride
             )
             window.copy_(tensor.detach() if tensor.requires_grad else tensor)
         if rest:
             start += layout.size
             self.bytes[start : start + len(rest)] = rest
 
-    def read(self, start: int, layout: Layout, rest: int, device: torch.device | None) -> Any:
-        """A new value from the bytes at ``start``, of which the last ``rest`` are pickled."""
+    def read(self, start: int, layout: ValueLayout, rest: int, device: torch.device | None) -> Any:
+        """A new value from the bytes at ``start``, of which the last ``rest`` are those of its other leaves."""
         tensors = []
-        for place in layout.places:
-            window = self._window(place.dtype).set_(
-                self._storage, (start + place.offset) // place.dtype.itemsize, place.shape, place.stride
+        for part in layout.tensors:
+            window = self._window(part.dtype).set_(
+                self._storage, (start + part.offset) // part.dtype.itemsize, part.shape, part.stride
             )
             # not a view of anything: a stage may change it in place and have its gradient
-            tensor = torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device=device)
+            tensor = torch.empty_strided(part.shape, part.stride, dtype=part.dtype, device=device)
             tensor.copy_(window)
-            tensors.append(tensor.requires_grad_() if place.requires_grad else tensor)
-        if not rest and type(layout.skeleton) is Slot:
+            tensors.append(tensor.requires_grad_() if part.requires_grad else tensor)
+        if tensors and type(layout.structure) is LeafIndex:
             return tensors[0]
         start += layout.size
-        return rebuild(layout, tensors, pickle.loads(self.bytes[start : start + rest]) if rest else ())
+        return rebuild(layout, tensors, rest_from_bytes(layout, self.bytes[start : start + rest]))
 
     def _window(self, dtype: torch.dtype) -> torch.Tensor:
         # set_ moves one tensor about: making one for each value takes longer than copying a small value

@@ -1,18 +1,19 @@
-"""Where in a ring the next bytes go, and what of it is free again. Only the sender has this; the receiver is told."""
+"""Where in a ring of shared memory the next bytes go, and what of it is free again. Only the sender keeps this."""
 
 MINIMUM = 1 << 20
 
 
 class Ring:
-    """Places in ``size`` bytes, given in order and freed in order.
+    """Places in ``size`` bytes, allocated in order and freed in order.
 
-    Positions only grow: one modulo the size is an offset. A place never goes around the end; what is left there is skipped.
+    Positions only grow; a position modulo the size is an offset. A place never goes around the end; what is left there is
+    skipped.
 
     >>> ring = Ring(100)
-    >>> ring.place(60), ring.place(60)
+    >>> ring.allocate(60), ring.allocate(60)
     (0, None)
     >>> ring.free(60)
-    >>> ring.place(60), ring.head
+    >>> ring.allocate(60), ring.head
     (0, 160)
     """
 
@@ -20,7 +21,7 @@ class Ring:
         self.size = size
         self.head = self.tail = self.asked = 0
 
-    def place(self, size: int) -> int | None:
+    def allocate(self, size: int) -> int | None:
         """The offset of free space; None if there is not enough now. The place ends at ``head``, as a position."""
         head = self.head
         offset = head % self.size
@@ -38,7 +39,7 @@ class Ring:
         self.tail = max(self.tail, until)
 
     def should_ask(self) -> bool:
-        """Is it time to ask the receiver how far it is? Once in a quarter of the ring keeps answers rare."""
+        """Whether to ask the receiver how far it is: once in a quarter of the ring, so that answers are rare."""
         return self.head - self.asked >= self.size // 4
 
 

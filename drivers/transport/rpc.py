@@ -13,41 +13,40 @@ from typing import Any
 import torch
 from torch.distributed import rpc
 
-from pippy.drivers.transport import wire
-from pippy.drivers.transport.hush import Hush
-from pippy.drivers.transport.inbox import Inbox
-from pippy.drivers.transport.wire import Packed, Undone, pack, unpack
+from pippy.drivers.stderr_filter import StderrFilter
+from pippy.drivers.transport.message_queue import DeliveryFailure, MessageQueue
+from pippy.drivers.transport.pickling import Pickled, pickle_message, unpickle
 
 
 @dataclass(frozen=True)
 class Served:
     """What the calls that arrive in this process are handed to.
 
-    >>> Served(Inbox(), urgent=str, deliver=print).urgent(1)
+    >>> Served(MessageQueue(), urgent=str, deliver=print).urgent(1)
     '1'
     """
 
-    inbox: Inbox
+    messages: MessageQueue
     urgent: Callable[[Any], Any]
     deliver: Callable[[Any, Any], None]
 
 
 _served: Served | None = None
-_held: list["torch.futures.Future[None]"] = []
+_never_answered: list["torch.futures.Future[None]"] = []
 
-# RPC warns of each pipe that closes, also of those that it closes itself when it is told to leave.
-hush = Hush(b"tensorpipe_agent.cpp")
+# RPC warns of each pipe that closes, also of those that it closes itself when this process leaves.
+stderr_filter = StderrFilter(b"tensorpipe_agent.cpp")
 
 
 def serve(served: Served) -> None:
-    """Hand the calls that arrive to this inbox, this worker and this transport. Before joining: calls arrive at once."""
+    """Hand the calls that arrive to this messages, this worker and this transport. Before joining: calls arrive at once."""
     global _served
     _served = served
 
 
 def serve_answers(deliver: Callable[[Any, Any], None] = lambda key, value: None) -> None:
     """No worker is here; but workers may have answers to deliver."""
-    serve(Served(Inbox(), urgent=lambda message: None, deliver=deliver))
+    serve(Served(MessageQueue(), urgent=lambda message: None, deliver=deliver))
 
 
 def join(
@@ -98,43 +97,43 @@ def _listening_on(interface: str | None) -> Iterator[None]:
 
 def leave() -> None:
     """Leave the group at once. A graceful shutdown would wait for ever for a peer that has died."""
-    hush.start()
+    stderr_filter.start()
     try:
         rpc.shutdown(graceful=False)
     finally:
-        hush.stop()
-        _held.clear()
+        stderr_filter.stop()
+        _never_answered.clear()
 
 
-def post(to: str, sequence: int, packed: Packed) -> "torch.futures.Future[Packed]":
-    """Put a message into the inbox of another process; the future has what its main thread answers."""
-    return _call(to, _arrive, sequence, packed)
+def post(to: str, sequence: int, pickled: Pickled) -> "torch.futures.Future[Pickled]":
+    """Put a message into the queue of another process; the future has what its main thread answers."""
+    return _call(to, _arrive, sequence, pickled)
 
 
-def urgent(to: str, message: Any) -> "torch.futures.Future[Packed]":
+def urgent(to: str, message: Any) -> "torch.futures.Future[Pickled]":
     """Ask another process something that it answers even while it computes."""
-    return _call(to, _answer, pack(message))
+    return _call(to, _answer, pickle_message(message))
 
 
-def ping(to: str) -> "torch.futures.Future[Packed]":
+def ping(to: str) -> "torch.futures.Future[Pickled]":
     """Ask whether another process lives."""
     return _call(to, _pong)
 
 
 def deliver(to: str, key: Any, value: Any) -> None:
     """Hand a value to the transport of another worker. That a worker is gone is the controller's to notice."""
-    packed = pack((key, value))
+    pickled = pickle_message((key, value))
     with suppress(ConnectionError):
-        _call(to, _take, packed)
+        _call(to, _take, pickled)
 
 
-def hold(to: str, broken: Callable[[], None]) -> None:
-    """Make a call that is never answered, so that ``broken`` is called, on any thread, when the other process is gone."""
-    _call(to, _hold).add_done_callback(lambda _: broken())
+def watch(to: str, broken: Callable[[], None]) -> None:
+    """Have ``broken`` called, on any thread, when another process is gone: by a call that is never answered."""
+    _call(to, _wait_for_ever).add_done_callback(lambda _: broken())
 
 
 def wait_all(futures: Iterable["torch.futures.Future[Any]"], timeout: float) -> None:
-    """Wait until all of these are over, well or ill, or the time is."""
+    """Wait until all of these are done or have failed, or the time is up."""
     waiting = list(futures)
     over = threading.Semaphore(0)
     for future in waiting:
@@ -145,7 +144,7 @@ def wait_all(futures: Iterable["torch.futures.Future[Any]"], timeout: float) -> 
             return
 
 
-def _call(to: str, function: Callable[..., Any], *arguments: Any) -> "torch.futures.Future[Packed]":
+def _call(to: str, function: Callable[..., Any], *arguments: Any) -> "torch.futures.Future[Pickled]":
     try:
         return rpc.rpc_async(to, function, args=arguments, timeout=0)
     except RuntimeError as error:  # of a peer that is known to be gone
@@ -158,29 +157,29 @@ def _serving() -> Served:
 
 
 @rpc.functions.async_execution
-def _arrive(sequence: int, packed: Packed) -> "torch.futures.Future[Packed]":
-    answer: torch.futures.Future[Packed] = torch.futures.Future()
-    wire.put(_serving().inbox, sequence, packed, answer.set_result)
+def _arrive(sequence: int, pickled: Pickled) -> "torch.futures.Future[Pickled]":
+    answer: torch.futures.Future[Pickled] = torch.futures.Future()
+    _serving().messages.put_pickled(sequence, pickled, answer.set_result)
     return answer
 
 
-def _answer(packed: Packed) -> Packed:
+def _answer(pickled: Pickled) -> Pickled:
     try:
-        return pack(_serving().urgent(unpack(packed)))
+        return pickle_message(_serving().urgent(unpickle(pickled)))
     except Exception:
-        return pack(Undone(traceback.format_exc()))
+        return pickle_message(DeliveryFailure(traceback.format_exc()))
 
 
 @rpc.functions.async_execution
-def _hold() -> "torch.futures.Future[None]":
+def _wait_for_ever() -> "torch.futures.Future[None]":
     answer: torch.futures.Future[None] = torch.futures.Future()
-    _held.append(answer)
+    _never_answered.append(answer)
     return answer
 
 
-def _pong() -> Packed:
-    return pack(os.getpid())
+def _pong() -> Pickled:
+    return pickle_message(os.getpid())
 
 
-def _take(packed: Packed) -> None:
-    _serving().deliver(*unpack(packed))
+def _take(pickled: Pickled) -> None:
+    _serving().deliver(*unpickle(pickled))

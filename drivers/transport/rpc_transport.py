@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from pippy.drivers.transport.interface import Key, Sent
-from pippy.drivers.transport.layout import TensorPlace, is_plain_tensor, layout_of
-from pippy.drivers.transport.mailbox import Mailbox, MailboxTransport
+from pippy.drivers.transport.received_values import ReceivedValues, ValueKey
+from pippy.drivers.transport.transport import SentCount, Transport
+from pippy.drivers.transport.value_layout import TensorLayout, is_plain_tensor, layout_of
 from pippy.ir.trees import map_leaves, map_tensors, tensors
 
 
-class RpcTransport(MailboxTransport):
+class RpcTransport(Transport):
     """The transport of worker ``index``. ``post(to, key, value)`` carries a value; at its end ``deliver`` is called.
 
-    ``post`` must not wait for the receiver. What it gets is a copy on the CPU that nobody changes. Peers that are lost must
-    be told with ``lose``.
+    ``post`` must not wait for the receiver. What it gets is a copy on the CPU that nobody changes. ``mark_lost`` must be
+    called for a peer that is lost.
 
     >>> there = RpcTransport(1, post=print)
     >>> here = RpcTransport(0, post=lambda to, key, value: there.deliver(key, value))
@@ -27,43 +27,43 @@ class RpcTransport(MailboxTransport):
     """
 
     def __init__(
-        self, index: int, post: Callable[[int, Key, Any], None], device: torch.device | str | None = None
+        self, index: int, post: Callable[[int, ValueKey, Any], None], device: torch.device | str | None = None
     ) -> None:
         self.index, self.post = index, post
         self.device = torch.device(device) if device is not None else None
-        self.sent: dict[int, Sent] = {}
-        self.mailbox = Mailbox()
+        self.sent: dict[int, SentCount] = {}
+        self.received = ReceivedValues()
         self._poll = select.poll()
-        self._bell = self.mailbox.bell.fileno()
-        self._poll.register(self._bell, select.POLLIN)
+        self._wakeup = self.received.wakeup.fileno()
+        self._poll.register(self._wakeup, select.POLLIN)
 
-    def send(self, to: int, key: Key, value: Any) -> None:
+    def send(self, to: int, key: ValueKey, value: Any) -> None:
         own = copied(value)
-        sent = self.sent.setdefault(to, Sent())
+        sent = self.sent.setdefault(to, SentCount())
         sent.values += 1
         sent.bytes += sum(tensor.numel() * tensor.itemsize for tensor in tensors(own) if is_plain_tensor(tensor))
         if to == self.index:
-            self.mailbox.put(key, own)
-        elif not self.mailbox.lost(to):
+            self.received.put(key, own)
+        elif not self.received.is_lost(to):
             self.post(to, key, own)
 
-    def receive(self, key: Key, source: int) -> Any:
-        box = self.mailbox
-        box.check(key)
-        while not box.has(key):
-            box.check_source(key, source)
-            box.waits = key
+    def receive(self, key: ValueKey, source: int) -> Any:
+        received = self.received
+        received.check(key)
+        while not received.has(key):
+            received.check_source(key, source)
+            received.waiting_for = key
             try:
-                box.check(key)
+                received.check(key)
                 self._wait()
-                box.check(key)
+                received.check(key)
             finally:
-                box.waits = None
-        value = box.take(key)
+                received.waiting_for = None
+        value = received.take(key)
         return value if self.device is None else map_tensors(self._on_device, value)
 
-    def ready(self, key: Key) -> bool:
-        return self.mailbox.has(key)
+    def ready(self, key: ValueKey) -> bool:
+        return self.received.has(key)
 
     def wait_for(self, fd: int) -> None:
         self._poll.register(fd, select.POLLIN)
@@ -73,19 +73,19 @@ class RpcTransport(MailboxTransport):
         finally:
             self._poll.unregister(fd)
 
-    def forget(self, below: int) -> None:
-        self.mailbox.forget(below)
+    def discard_before(self, step: int) -> None:
+        self.received.discard_before(step)
 
     def close(self) -> None:
-        self.mailbox.close()
+        self.received.close()
 
-    def _wait_for_something(self, seconds: float | None) -> None:
+    def _wait_for_traffic(self, seconds: float | None) -> None:
         self._wait(seconds)
 
     def _wait(self, seconds: float | None = None) -> set[int]:
         found = {fd for fd, _ in self._poll.poll(None if seconds is None else seconds * 1e3)}
-        if self._bell in found:
-            self.mailbox.bell.quiet()
+        if self._wakeup in found:
+            self.received.wakeup.clear()
         return found
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -100,11 +100,11 @@ def copied(value: Any) -> Any:
     >>> twos.zero_().sum(), copy[0].sum(), copy[0].stride()
     (tensor(0.), tensor(12.), (1, 3))
     """
-    places = iter(layout_of(value).places)
+    layouts = iter(layout_of(value).tensors)
 
     def own(leaf: Any) -> Any:
         if is_plain_tensor(leaf):
-            return _copied_tensor(leaf, next(places))
+            return _copied_tensor(leaf, next(layouts))
         if isinstance(leaf, torch.Tensor):
             return leaf.detach().clone().requires_grad_(leaf.requires_grad)
         return copy.deepcopy(leaf)
@@ -112,7 +112,7 @@ def copied(value: Any) -> Any:
     return map_leaves(own, value)
 
 
-def _copied_tensor(tensor: torch.Tensor, place: TensorPlace) -> torch.Tensor:
-    own = torch.empty_strided(place.shape, place.stride, dtype=place.dtype)
+def _copied_tensor(tensor: torch.Tensor, layout: TensorLayout) -> torch.Tensor:
+    own = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype)
     own.copy_(tensor.detach())
-    return own.requires_grad_(place.requires_grad)
+    return own.requires_grad_(layout.requires_grad)

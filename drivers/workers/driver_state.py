@@ -25,8 +25,8 @@ from pippy.drivers.control.messages import (
     Store,
     TensorLocation,
 )
-from pippy.drivers.transport.interface import Transport
-from pippy.drivers.transport.packing import unpack
+from pippy.drivers.transport.pickling import unpickle
+from pippy.drivers.transport.transport import Transport
 from pippy.drivers.workers.compiling import compile_modules
 from pippy.drivers.workers.executor import Executor
 from pippy.drivers.workers.gradients import Gradients
@@ -48,11 +48,11 @@ class DriverState:
     ) -> None:
         self.given_up, self.settings = given_up, load.settings
         self.transport, self.device, self.constant = transport, device, load.constant
-        self.modules: dict[str, nn.Module] = unpack(load.modules)
+        self.modules: dict[str, nn.Module] = unpickle(load.modules)
         for module in self.modules.values():
             module.to(device)
         if load.compile is not None:
-            compile_modules(self.modules.values(), unpack(load.compile))
+            compile_modules(self.modules.values(), unpickle(load.compile))
         unique = {id(p): p for module in self.modules.values() for p in module.parameters()}
         groups = [
             (group, {n: self.tensor(place) for n, (worker, place) in enumerate(group.copies) if worker == index})
@@ -140,7 +140,7 @@ class DriverState:
     def _make_optimizer(self, make: MakeOptimizer, number: int) -> None:
         groups = [{"params": [self.tensor(place) for place in places], **options} for places, options in make.groups]
         if any(group["params"] for group in groups):
-            self.optimizers[make.optimizer] = unpack(make.factory)(groups)
+            self.optimizers[make.optimizer] = unpickle(make.factory)(groups)
 
     def _optimizer_step(self, step: OptimizerStep, number: int) -> None:
         if step.reduce:

@@ -22,7 +22,8 @@ from pippy.drivers.control.messages import AddProgram, InputIndex, StepResult
 from pippy.drivers.lowering.flow import Work
 from pippy.drivers.schedules.programs.edges import Pass
 from pippy.drivers.schedules.programs.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
-from pippy.drivers.transport.interface import Interrupted, Transport
+from pippy.drivers.transport.received_values import Interrupted
+from pippy.drivers.transport.transport import Transport
 from pippy.drivers.workers.recorder import Recorder
 from pippy.drivers.workers.saved_memory import SavedMemory
 from pippy.drivers.workers.single_loss import SingleLoss

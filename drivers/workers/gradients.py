@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 import torch
 
 from pippy.drivers.control.messages import ReplicatedParameter
-from pippy.drivers.transport.interface import Transport
+from pippy.drivers.transport.transport import Transport
 from pippy.ir.run.stage_backward import add_gradients
 
 Gradient = torch.Tensor | None

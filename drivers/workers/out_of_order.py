@@ -26,7 +26,8 @@ from pippy.drivers.control.messages import AddProgram, OutOfOrderLimits
 from pippy.drivers.lowering.lower import taken
 from pippy.drivers.schedules.programs.edges import Pass, produced_by
 from pippy.drivers.schedules.programs.instructions import Compute, Op, Receive
-from pippy.drivers.transport.interface import Interrupted, Key, Transport
+from pippy.drivers.transport.received_values import Interrupted, ValueKey
+from pippy.drivers.transport.transport import Transport
 from pippy.drivers.workers.executor import Executor, Handle
 from pippy.drivers.workers.queues import ComputationQueues
 from pippy.ir.names import LOSS
@@ -143,7 +144,7 @@ class OutOfOrderExecutor(Executor):
         slot = self.program.value_numbers[instruction.value]
         return (slot, instruction.microbatch), self.program.ranks[instruction.source]
 
-    def _wanted(self, receive: int) -> tuple[Key, int]:
+    def _wanted(self, receive: int) -> tuple[ValueKey, int]:
         """The same for the current step, as the transport is asked for it."""
         key, source = self._keys[receive]
         return (self.number, *key), source

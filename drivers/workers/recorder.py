@@ -20,10 +20,10 @@ import torch
 
 from pippy.drivers.control.messages import WorkerRecord
 from pippy.drivers.schedules.programs.instructions import Compute, Instruction, Send
-from pippy.drivers.transport.interface import Sent, Transport
+from pippy.drivers.transport.transport import SentCount, Transport
 
 Bound = tuple[Callable[..., None], tuple[Any, ...]]  # an instruction: its handler and the arguments
-_NOTHING = Sent()
+_NOTHING = SentCount()
 
 
 class Recorder:

@@ -12,31 +12,31 @@ import torch
 from pippy.drivers.control.messages import Answer, Command, Dump, Failure, GiveUp, Load, Unload
 from pippy.drivers.errors import PeerLost
 from pippy.drivers.schedules.programs.instructions import Compute, Free, Receive, Send
-from pippy.drivers.transport.interface import Interrupted
+from pippy.drivers.transport.received_values import Interrupted
 from pippy.drivers.workers.driver_state import DriverState
 from pippy.drivers.workers.executor import Executor
 
 if TYPE_CHECKING:
-    from pippy.drivers.workers.seat import Seat
+    from pippy.drivers.workers.worker_context import WorkerContext
 
 
 class Worker:
-    """Takes commands from its seat's inbox until there are no more."""
+    """Takes commands from its queue of messages until there are no more."""
 
-    def __init__(self, seat: "Seat") -> None:
-        self.seat = seat
-        self.device = torch.device(seat.device or "cpu")
+    def __init__(self, context: "WorkerContext") -> None:
+        self.context = context
+        self.device = torch.device(context.device or "cpu")
         self.drivers: dict[int, DriverState] = {}
         self.abandoned: deque[GiveUp] = deque()  # what is yet to be cleaned up after; urgent messages add to it
         self.given_up_through = -1
         self.command: Command | None = None
 
     def run(self) -> None:
-        """Obey until the inbox is closed."""
-        inbox, transport = self.seat.inbox, self.seat.transport
+        """Obey until there are no more messages."""
+        messages, transport = self.context.messages, self.context.transport
         while True:
-            transport.wait_for(inbox.fileno())
-            command, reply = inbox.get()
+            transport.wait_for(messages.fileno())
+            command, reply = messages.get()
             answer = self.answer(command)
             try:
                 reply(answer)
@@ -72,7 +72,7 @@ class Worker:
         if isinstance(message, GiveUp):
             self.abandoned.append(message)
             self.given_up_through = message.last
-            self.seat.transport.interrupt()
+            self.context.transport.interrupt()
         elif isinstance(message, Dump):
             return self.dump()
         return None
@@ -81,15 +81,15 @@ class Worker:
         """What the worker does now."""
         command = self.command
         if command is None:
-            return f"worker {self.seat.index} (pid {os.getpid()}) waits for a command"
+            return f"worker {self.context.index} (pid {os.getpid()}) waits for a command"
         doing = f"command {command.number}, {type(command.body).__name__}"
         state = self.drivers.get(command.driver)
         executor = state.running if state else None
         if executor is not None:
             doing += f", instruction {executor.at + 1} of {len(executor.code)}: {executor.current()}"
-        waiting = self.seat.transport.waiting_for()
+        waiting = self.context.transport.waiting_for()
         waits = f"; waits for {self._named(state, executor, waiting)}" if state and waiting else ""
-        return f"worker {self.seat.index} (pid {os.getpid()}): {doing}{waits}"
+        return f"worker {self.context.index} (pid {os.getpid()}): {doing}{waits}"
 
     def _named(self, state: DriverState, executor: Executor | None, key: tuple[int, int, int]) -> str:
         number, slot, microbatch = key
@@ -104,9 +104,9 @@ class Worker:
         body = command.body
         self._drop(command.dropped)
         if isinstance(body, Load):
-            torch.manual_seed(body.seed + self.seat.index)
+            torch.manual_seed(body.seed + self.context.index)
             self.drivers[command.driver] = DriverState(
-                body, self.seat.index, self.seat.transport, self.device, self.given_up
+                body, self.context.index, self.context.transport, self.device, self.given_up
             )
             return None
         if isinstance(body, Unload):
@@ -126,8 +126,8 @@ class Worker:
             abandoned = self.abandoned.popleft()
             for state in self.drivers.values():
                 state.gradients.drop(abandoned.first, abandoned.last)
-            self.seat.transport.forget(abandoned.last + 1)
-            self.seat.transport.clear_interrupt()
+            self.context.transport.discard_before(abandoned.last + 1)
+            self.context.transport.clear_interrupt()
 
     def _forget(self, command: Command) -> None:
         state = self.drivers.get(command.driver)

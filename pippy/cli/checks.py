@@ -122,10 +122,10 @@ def packages() -> Outcome:
             return Outcome(
                 found[-1], f"pippy needs {name} {wanted} or newer; pip install '{name}>={wanted}'", fatal=True
             )
-    from pippy.drivers.transport.packing import pack, unpack
+    from pippy.drivers.transport.pickling import pickle_by_value, unpickle
 
     three = 3
-    if unpack(pack(lambda: three))() != 3:
+    if unpickle(pickle_by_value(lambda: three))() != 3:
         return Outcome(
             f"{', '.join(found)}, and a function did not come back as it was", REMEDIES["packages"], fatal=True
         )

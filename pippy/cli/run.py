@@ -87,9 +87,9 @@ def _check_exists(script: str, module: bool) -> None:
 
 def _run(script: str, module: bool, workers: int, options: dict[str, Any]) -> int:
     from pippy.drivers.clusters.cluster import local_cluster
-    from pippy.drivers.clusters.standby import stand_by
+    from pippy.drivers.clusters.lazy_cluster import lazy_cluster
 
-    with stand_by(workers, local_cluster, **options):
+    with lazy_cluster(workers, local_cluster, **options):
         try:
             if module:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from pippy.drivers.clusters.cluster import current_cluster, local_cluster
-from pippy.drivers.clusters.standby import Standby, stand_by, standing_by
+from pippy.drivers.clusters.lazy_cluster import LazyCluster, current_lazy_cluster, lazy_cluster
 from pippy.drivers.clusters.torchrun import cluster
 from pippy.drivers.errors import ClusterError
 from tests.drivers.processes import watched
@@ -165,7 +165,10 @@ def test_mistakes(pippy, tmp_path, command, status, words):
 
 
 def test_the_number_of_workers_from_the_environment(pippy, tmp_path, monkeypatch):
-    as_script(tmp_path, "from pippy.drivers.clusters.standby import standing_by\nprint(standing_by().n)")
+    as_script(
+        tmp_path,
+        "from pippy.drivers.clusters.lazy_cluster import current_lazy_cluster\nprint(current_lazy_cluster().n)",
+    )
     monkeypatch.setenv("PIPPY_WORKERS", "3")
     assert pippy("run script.py") == "3\n"
     assert pippy("run script.py -n 2") == "2\n"
@@ -191,36 +194,36 @@ class Started:
 
 
 def test_a_cluster_is_started_when_it_is_asked_for_and_closed_in_the_end():
-    with stand_by(2, Started, threads=1) as standby:
-        assert standing_by() is standby and standby.started is None
+    with lazy_cluster(2, Started, threads=1) as lazy:
+        assert current_lazy_cluster() is lazy and lazy.started is None
         first = current_cluster()
         assert first is current_cluster() is cluster() is cluster(2)
         assert first.options == {"n": 2, "threads": 1}
         first.close()
         second = cluster(timeout=3.0)
         assert second.options == {"n": 2, "threads": 1, "timeout": 3.0, "start_timeout": 60.0}
-    assert second.closed and standing_by() is None
+    assert second.closed and current_lazy_cluster() is None
 
 
 def test_options_of_the_script_count_more():
-    with stand_by(2, Started, threads=1, device="cpu"):
+    with lazy_cluster(2, Started, threads=1, device="cpu"):
         options = cluster(threads=4, names=["a", "b"]).options
     assert options["threads"] == 4 and options["names"] == ["a", "b"] and options["device"] == "cpu"
 
 
 def test_another_number_of_workers_is_refused():
     with (
-        stand_by(2, Started),
+        lazy_cluster(2, Started),
         pytest.raises(ClusterError, match=r"started for 2 workers; leave out n, or start it with: .* -n 3"),
     ):
         cluster(3)
 
 
-def test_a_standby_that_raises_is_forgotten():
-    with pytest.raises(KeyError), stand_by(2, Started):
+def test_a_lazy_cluster_that_raises_is_forgotten():
+    with pytest.raises(KeyError), lazy_cluster(2, Started):
         raise KeyError
-    assert standing_by() is None
-    assert isinstance(Standby(1, {}, local_cluster), Standby)
+    assert current_lazy_cluster() is None
+    assert isinstance(LazyCluster(1, {}, local_cluster), LazyCluster)
 
 
 WAITING = """

@@ -6,21 +6,21 @@ import time
 from typing import Any
 
 from pippy.drivers.control.messages import Dump
-from pippy.drivers.workers.seat import Seat
+from pippy.drivers.workers.worker_context import WorkerContext
 
 
 class Worker:
     """Takes tuples: the name of a method, and its arguments."""
 
-    def __init__(self, seat: Seat) -> None:
-        self.seat = seat
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
         self.log: list[Any] = []
         self.now = "waits for a message"
         self.begun, self.released = threading.Event(), threading.Event()
 
     def run(self) -> None:
         while True:
-            message, reply = self.seat.inbox.get()
+            message, reply = self.context.messages.get()
             self.now = f"does {message}"
             reply(self.do(*message))
             self.now = "waits for a message"
@@ -81,15 +81,15 @@ class Worker:
         return {
             "threads": torch.get_num_threads(),
             "cores": os.sched_getaffinity(0),
-            "name": self.seat.name,
+            "name": self.context.name,
             "environment": dict(os.environ),
         }
 
 
 class Broken(Worker):
-    """Fails to start, on the last seat only."""
+    """Fails to start, on the last worker only."""
 
-    def __init__(self, seat: Seat) -> None:
-        super().__init__(seat)
-        if seat.index == seat.workers - 1:
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        if context.index == context.workers - 1:
             raise ValueError("this worker cannot be made")

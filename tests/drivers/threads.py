@@ -6,12 +6,12 @@ from contextlib import contextmanager, suppress
 import torch
 
 from pippy.drivers.clusters.cluster import Cluster
-from pippy.drivers.control.control import Address, Control, Pending
+from pippy.drivers.control.control import Address, Control, PendingCall
 from pippy.drivers.transport.in_process import in_process
-from pippy.drivers.transport.inbox import Inbox
-from pippy.drivers.transport.wire import pack, unpack
-from pippy.drivers.workers.seat import Seat
+from pippy.drivers.transport.message_queue import MessageQueue
+from pippy.drivers.transport.pickling import pickle_message, unpickle
 from pippy.drivers.workers.worker import Worker
+from pippy.drivers.workers.worker_context import WorkerContext
 
 
 class Stop(Exception):
@@ -27,16 +27,16 @@ class ThreadControl(Control):
 
     def post(self, worker, message):
         future = torch.futures.Future()
-        self.threads[worker].seat.inbox.put(
-            self.counts[worker], travelled(message), lambda answer: future.set_result(pack(travelled(answer)))
+        self.threads[worker].context.messages.put(
+            self.counts[worker], travelled(message), lambda answer: future.set_result(pickle_message(travelled(answer)))
         )
         self.counts[worker] += 1
-        return Pending(worker, type(message).__name__, future)
+        return PendingCall(worker, type(message).__name__, future)
 
     def urgent(self, worker, message):
         future = torch.futures.Future()
-        future.set_result(pack(self.threads[worker].urgent(message)))
-        return Pending(worker, type(message).__name__, future)
+        future.set_result(pickle_message(self.threads[worker].urgent(message)))
+        return PendingCall(worker, type(message).__name__, future)
 
     def ping(self, worker):
         return self.urgent(worker, None)
@@ -44,8 +44,8 @@ class ThreadControl(Control):
 
 def travelled(message):
     """A message as it arrives in another process: nothing of it is shared."""
-    data, tensors = pack(message)
-    return unpack((data, [tensor.clone() for tensor in tensors]))
+    data, tensors = pickle_message(message)
+    return unpickle((data, [tensor.clone() for tensor in tensors]))
 
 
 class NoProcesses:
@@ -57,7 +57,7 @@ class NoProcesses:
 def thread_cluster(n):
     names = tuple(f"worker{index}" for index in range(n))
     transports = in_process(n)
-    workers = [Worker(Seat(index, names, Inbox(), transports[index], "cpu", 1)) for index in range(n)]
+    workers = [Worker(WorkerContext(index, names, MessageQueue(), transports[index], "cpu", 1)) for index in range(n)]
     for worker in workers:
         inner = worker.answer
         worker.answer = lambda command, inner=inner: _stop() if command is None else inner(command)
@@ -71,13 +71,13 @@ def thread_cluster(n):
             yield cluster
     finally:
         for worker, count in zip(workers, control.counts):
-            worker.seat.inbox.put(count, None, lambda _: None)
+            worker.context.messages.put(count, None, lambda _: None)
         for thread in threads:
             thread.join(10)
             assert not thread.is_alive()
         for worker in workers:
-            worker.seat.transport.close()
-            worker.seat.inbox.close()
+            worker.context.transport.close()
+            worker.context.messages.close()
 
 
 def _stop():

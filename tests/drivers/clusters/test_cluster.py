@@ -133,9 +133,9 @@ def test_a_dump_names_the_silent(cluster):
 @pytest.mark.usefixtures("alone")
 def test_the_nursery_dies_or_stops(how):
     with start() as cluster:
-        nursery = ask(cluster, 0, "parent")
-        with watched(nursery, *pids(cluster)):
-            os.kill(nursery, how)
+        fork_server = ask(cluster, 0, "parent")
+        with watched(fork_server, *pids(cluster)):
+            os.kill(fork_server, how)
             if how == signal.SIGKILL:
                 with pytest.raises(WorkerLostError):
                     ask(cluster, 0, "block")
@@ -150,7 +150,7 @@ def test_a_worker_that_cannot_start():
     ):
         start(worker="tests.drivers.stand_in:Broken")
     assert time.monotonic() - began < 30
-    with pytest.raises(ClusterError, match=r"nursery failed to start:(.|\n)*No module named 'nowhere'"):
+    with pytest.raises(ClusterError, match=r"fork server failed to start:(.|\n)*No module named 'nowhere'"):
         start(worker="nowhere:Worker")
 
 
@@ -217,8 +217,8 @@ SCRIPT = f"""
 import os, sys
 from pippy.drivers.clusters.cluster import local_cluster
 cluster = local_cluster(2, transport="none", _worker="{STAND_IN}")
-nursery = cluster.control.wait(cluster.control.post(0, ("parent",)))
-print(nursery, *[each.pid for each in cluster.control.workers], flush=True)
+fork_server = cluster.control.wait(cluster.control.post(0, ("parent",)))
+print(fork_server, *[each.pid for each in cluster.control.workers], flush=True)
 """
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pippy.drivers.clusters.torchrun import Place, cluster, interface
+from pippy.drivers.clusters.torchrun import RankInfo, cluster, interface
 from pippy.drivers.errors import ClusterError
 from tests.drivers.processes import listeners, watched
 
@@ -246,7 +246,7 @@ def test_where_to_listen(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.delenv("TP_SOCKET_IFNAME", raising=False)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    assert interface(Place(0, 2, 0, 2, True)) == "lo"
-    assert interface(Place(0, 2, 0, 1, True)) == "lo"  # as that is where 127.0.0.1 is
+    assert interface(RankInfo(0, 2, 0, 2, True)) == "lo"
+    assert interface(RankInfo(0, 2, 0, 1, True)) == "lo"  # as that is where 127.0.0.1 is
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    assert interface(Place(0, 2, 0, 1, True)) == "eth7"
+    assert interface(RankInfo(0, 2, 0, 1, True)) == "eth7"

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from pippy.drivers.errors import PeerLost
 from pippy.drivers.transport.in_process import in_process
-from pippy.drivers.transport.interface import Interrupted, Sent
+from pippy.drivers.transport.received_values import Interrupted
 from pippy.drivers.transport.rpc_transport import RpcTransport
-from pippy.drivers.transport.shared_memory import SharedMemoryTransport
+from pippy.drivers.transport.shared_memory_transport import SharedMemoryTransport
+from pippy.drivers.transport.transport import SentCount
 
 Point = namedtuple("Point", "x y")
 
@@ -46,7 +47,7 @@ def by_messages(count, **options):
         carrier.submit(lambda: transports[to].deliver(key, value))
 
     transports.extend(RpcTransport(index, post, **options) for index in range(count))
-    transports[0].mailbox.carrier = carrier
+    transports[0].received.carrier = carrier
     return transports
 
 
@@ -71,7 +72,7 @@ def three(kind):
 
 
 def close(transports):
-    carrier = getattr(transports[0].mailbox, "carrier", None)
+    carrier = getattr(transports[0].received, "carrier", None)
     if carrier is not None:
         carrier.shutdown()
     for transport in transports:
@@ -259,7 +260,7 @@ def test_counts_are_those_of_the_tensors(three):
     three[0].send(1, (0, 0, 0), (torch.ones(3), "text", None, torch.ones(2, 2, dtype=torch.float64)))
     three[0].send(2, (0, 0, 0), torch.ones(100).expand(50, 100))
     three[0].send(2, (0, 0, 1), None)
-    assert three[0].sent[1] == Sent(1, 12 + 32) and three[0].sent[2] == Sent(2, 20_000)
+    assert three[0].sent[1] == SentCount(1, 12 + 32) and three[0].sent[2] == SentCount(2, 20_000)
 
 
 def wait_until_waiting(transport, thread):
@@ -320,12 +321,12 @@ def test_an_abandoned_step_is_forgotten(three):
     three[0].send(1, (1, 0, 0), "old, arrived")
     while not three[1].ready((1, 0, 0)):
         os.sched_yield()
-    three[1].forget(below=2)
+    three[1].discard_before(2)
     assert not three[1].ready((1, 0, 0))
     three[0].send(1, (1, 0, 1), torch.ones(70_000))
     three[0].send(1, (2, 0, 0), torch.ones(2))
     assert three[1].receive((2, 0, 0), 0).sum() == 2
-    assert not three[1].ready((1, 0, 1)) and not three[1].mailbox.arrived
+    assert not three[1].ready((1, 0, 1)) and not three[1].received.values
     with pytest.raises(Interrupted):
         three[1].receive((1, 0, 1), 0)
 
@@ -340,7 +341,7 @@ def test_a_lost_peer_ends_the_receive_but_what_had_arrived_counts(three):
     three[0].send(1, (0, 0, 0), "before")
     assert three[1].receive((0, 0, 0), 0) == "before"
     receiving = Receiving(three[1], (0, 9, 1))
-    three[1].lose(0)
+    three[1].mark_lost(0)
     error = receiving.result()
     assert isinstance(error, PeerLost) and error.peer == 0
     assert "slot 9 of micro-batch 1 of step 0" in str(error)
@@ -356,7 +357,7 @@ def test_waiting_for_a_file_serves_the_traffic(three):
     flushing, flushed = os.pipe()
     serving = threading.Thread(target=three[0].wait_for, args=(flushing,), daemon=True)
     serving.start()
-    while (0, 2000, 0) not in three[1].mailbox.arrived and not three[1].mailbox._delivered:
+    while (0, 2000, 0) not in three[1].received.values and not three[1].received._delivered:
         os.sched_yield()
     os.write(writing, b"x")
     os.write(flushed, b"x")
@@ -423,7 +424,7 @@ def test_waiting_for_any_does_not_wait_for_the_lost(three):
     """One of the sources is gone: the step cannot end well, whatever else comes."""
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(three[1].wait_any, [((0, 0, 0), 0), ((0, 1, 0), 2)])
-        three[1].lose(2)
+        three[1].mark_lost(2)
         with pytest.raises(PeerLost) as caught:
             waits.result(10)
     assert caught.value.peer == 2

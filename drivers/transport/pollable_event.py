@@ -5,18 +5,18 @@ from contextlib import suppress
 from threading import Lock
 
 
-class Bell:
-    """A file descriptor that is readable from ``ring`` to ``quiet``.
+class PollableEvent:
+    """A `threading.Event` that `select` can wait for: its file descriptor is readable from ``set`` to ``clear``.
 
     >>> import select
-    >>> bell = Bell()
-    >>> bell.ring()
-    >>> select.select([bell], [], [], 0)[0] == [bell]
+    >>> event = PollableEvent()
+    >>> event.set()
+    >>> select.select([event], [], [], 0)[0] == [event]
     True
-    >>> bell.quiet()
-    >>> select.select([bell], [], [], 0)[0]
+    >>> event.clear()
+    >>> select.select([event], [], [], 0)[0]
     []
-    >>> bell.close()
+    >>> event.close()
     """
 
     def __init__(self) -> None:
@@ -27,19 +27,19 @@ class Bell:
         """The file descriptor; -1 once it is closed."""
         return self._fd
 
-    def ring(self) -> None:
-        """Wake whoever waits. A bell that is closed is silent."""
+    def set(self) -> None:
+        """Wake whoever waits. Does nothing once it is closed."""
         with self._closing:  # or the number may be another file's by now
             if self._fd >= 0:
                 os.eventfd_write(self._fd, 1)
 
-    def quiet(self) -> None:
-        """Make it unreadable until it rings again."""
+    def clear(self) -> None:
+        """Make it unreadable until it is set again."""
         with suppress(BlockingIOError):
             os.eventfd_read(self._fd)
 
     def close(self) -> None:
-        """Give up the file descriptor."""
+        """Close the file descriptor."""
         with self._closing:
             fd, self._fd = self._fd, -1
             if fd >= 0:

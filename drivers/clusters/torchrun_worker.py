@@ -12,10 +12,10 @@ import torch
 
 from pippy.drivers.control.messages import Command, GiveUp, Load
 from pippy.drivers.transport import rpc
-from pippy.drivers.transport.inbox import Ended, Inbox
+from pippy.drivers.transport.message_queue import Ended, MessageQueue
 from pippy.drivers.transport.rpc_transport import RpcTransport
-from pippy.drivers.workers.seat import Seat
 from pippy.drivers.workers.worker import Worker
+from pippy.drivers.workers.worker_context import WorkerContext
 
 EVERYTHING = GiveUp(first=0, last=1 << 62)
 
@@ -31,7 +31,7 @@ class Leave:
     now: bool
 
 
-class Resident:
+class TorchrunWorker:
     """A worker, on the thread that calls ``run``, or on one of its own after ``start``.
 
     ``peer`` gives the RPC name of the process that hosts a worker.
@@ -40,14 +40,16 @@ class Resident:
     def __init__(
         self, index: int, names: Sequence[str], device: str, peer: Callable[[int], str], threads: int | None = None
     ) -> None:
-        self.inbox, self.threads = Inbox(), threads
+        self.messages, self.threads = MessageQueue(), threads
         torch.empty(0, device=device)  # a device that does not work is told of now
         self.transport = RpcTransport(index, lambda to, key, value: rpc.deliver(peer(to), key, value), device=device)
-        seat = Seat(index, tuple(names), self.inbox, self.transport, device, threads or torch.get_num_threads())
-        self.worker = Worker(seat)
+        context = WorkerContext(
+            index, tuple(names), self.messages, self.transport, device, threads or torch.get_num_threads()
+        )
+        self.worker = Worker(context)
         self.name = names[index]
         self.thread: threading.Thread | None = None
-        rpc.serve(rpc.Served(self.inbox, self.urgent, self.transport.deliver))
+        rpc.serve(rpc.Served(self.messages, self.urgent, self.transport.deliver))
 
     def run(self) -> None:
         """Obey until the controller says to leave."""
@@ -71,7 +73,7 @@ class Resident:
     def end(self) -> None:
         """Give up what is under way and let ``run`` return; waits a little for a thread that `start` has started."""
         self.worker.urgent(EVERYTHING)
-        self.inbox.end()
+        self.messages.end()
         if self.thread is not None and self.thread is not threading.current_thread():
             self.thread.join(1.0)
 
@@ -79,7 +81,7 @@ class Resident:
         """Answer at once, on a thread that is not the worker's own."""
         if not isinstance(message, Leave):
             return self.worker.urgent(message)
-        rpc.hush.start()
+        rpc.stderr_filter.start()
         if message.now:
             self.end()
             # Whatever a stage computes, the process ends soon.
@@ -95,7 +97,7 @@ class Resident:
         controller is there, and after 3 × timeout + 10 s at the most it knows. An idle worker asks nothing and waits
         for as long as the controller likes.
         """
-        rpc.hold(controller, lambda: self._gone("the connection to the controller broke"))
+        rpc.watch(controller, lambda: self._gone("the connection to the controller broke"))
         threading.Thread(target=self._ask, args=(controller, timeout), daemon=True).start()
 
     def _ask(self, controller: str, timeout: float) -> None:
@@ -106,7 +108,7 @@ class Resident:
                 self._gone(f"the controller left a ping unanswered for {timeout:g} s")
 
     def _gone(self, why: str) -> None:
-        if not self.inbox.ended:
+        if not self.messages.ended:
             end_process(f"worker {self.name!r} (pid {os.getpid()}) ends itself: {why}")
 
 
@@ -122,6 +124,6 @@ def answers(controller: str, timeout: float) -> bool:
 
 def end_process(why: str) -> NoReturn:
     """At once: the main thread may compute, or wait for what will never come."""
-    rpc.hush.stop()
+    rpc.stderr_filter.stop()
     print(f"pippy: {why}", file=sys.stderr, flush=True)
     os._exit(1)

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Standby:
+class LazyCluster:
     """How many workers a script is to have, what starts them, and the cluster that has been started last.
 
-    >>> Standby(2, {"threads": 1}, dict).asked(2, {"device": "cpu"}, timeout=3.0)
+    >>> LazyCluster(2, {"threads": 1}, dict).asked(2, {"device": "cpu"}, timeout=3.0)
     {'n': 2, 'threads': 1, 'device': 'cpu', 'timeout': 3.0}
     """
 
@@ -45,26 +45,26 @@ class Standby:
         return self.started
 
 
-_standby: Standby | None = None
+_current: LazyCluster | None = None
 
 
-def standing_by() -> Standby | None:
+def current_lazy_cluster() -> LazyCluster | None:
     """What stands by in this process.
 
-    >>> standing_by() is None
+    >>> current_lazy_cluster() is None
     True
     """
-    return _standby
+    return _current
 
 
 @contextmanager
-def stand_by(n: int, start: Callable[..., "Cluster"], **options: Any) -> Iterator[Standby]:
+def lazy_cluster(n: int, start: Callable[..., "Cluster"], **options: Any) -> Iterator[LazyCluster]:
     """Inside, ``start(n=n, **options)`` starts the cluster that is asked for; in the end it is closed."""
-    global _standby
-    _standby = standby = Standby(n, options, start)
+    global _current
+    _current = lazy = LazyCluster(n, options, start)
     try:
-        yield standby
+        yield lazy
     finally:
-        _standby = None
-        if standby.started is not None:
-            standby.started.close()
+        _current = None
+        if lazy.started is not None:
+            lazy.started.close()

@@ -3,21 +3,21 @@
 from dataclasses import dataclass
 from typing import Any
 
-from pippy.drivers.transport.inbox import Inbox
+from pippy.drivers.transport.message_queue import MessageQueue
 
 
 @dataclass(frozen=True)
-class Seat:
+class WorkerContext:
     """A worker's place in its cluster. ``threads`` and the core, if pinned, are set already.
 
-    >>> seat = Seat(0, ("first", "last"), Inbox(), None, "cpu", 1)
-    >>> seat.name, seat.workers
+    >>> context = WorkerContext(0, ("first", "last"), MessageQueue(), None, "cpu", 1)
+    >>> context.name, context.workers
     ('first', 2)
     """
 
     index: int
     names: tuple[str, ...]
-    inbox: Inbox
+    messages: MessageQueue
     transport: Any
     device: str
     threads: int

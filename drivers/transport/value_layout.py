@@ -1,8 +1,10 @@
 """What a value looks like without its bytes, so that bytes alone need to travel.
 
-A value is taken apart into plain tensors, which are written as bytes; a few constants (None, True, a dtype), which belong
-to the layout; and all else, which is pickled along with each value. The layout is the value with numbered slots for its
-tensors and the pickled rest.
+A value is taken apart into three:
+
+- plain tensors, which are written as bytes;
+- constants (None, True, a dtype) and the structure, which make the layout: it is sent once for all values that share it;
+- all other leaves, the rest, which is pickled along with each value. A rest that is one string of bytes is not pickled.
 """
 
 import dataclasses
@@ -11,9 +13,9 @@ from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-import cloudpickle
 import torch
 
+from pippy.drivers.transport.pickling import pickle_to_bytes
 from pippy.ir.trees import children, map_leaves
 
 ALIGNMENT = 64
@@ -21,12 +23,12 @@ _CONSTANTS = frozenset({type(None), bool, torch.dtype, torch.device})
 _NUMBERS = frozenset(
     {int, float, complex, str, bytes}
 )  # pickled alike by both picklers, and much faster by the plain one
-_REST = "rest"
+_REST, _BYTES = "rest", "bytes"
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
-class Slot:
-    """The place of a tensor (0 and up) or of a pickled leaf (-1 and down) in a value."""
+class LeafIndex:
+    """Stands for a leaf in the structure of a value: for a tensor (0 and up) or for one of the rest (-1 and down)."""
 
     __slots__ = ("index",)
 
@@ -35,7 +37,7 @@ class Slot:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class TensorPlace:
+class TensorLayout:
     """What a tensor is and where its bytes begin."""
 
     dtype: torch.dtype
@@ -46,13 +48,18 @@ class TensorPlace:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Layout:
-    """A value without its bytes. ``size`` is what they take in memory, ``payload`` what they are without gaps."""
+class ValueLayout:
+    """A value without its bytes.
 
-    skeleton: Any
-    places: tuple[TensorPlace, ...]
+    ``structure`` is the value with a LeafIndex for each tensor and each leaf of the rest. ``size`` is what the tensors take
+    in memory, ``payload`` their bytes without gaps. ``rest_is_bytes`` says that the rest is one string of bytes.
+    """
+
+    structure: Any
+    tensors: tuple[TensorLayout, ...]
     size: int
     payload: int
+    rest_is_bytes: bool = False
 
 
 @dataclasses.dataclass(slots=True)
@@ -65,7 +72,7 @@ class Parts:
 
 
 def take_apart(value: Any) -> Parts:
-    """The tensors of a value, the leaves to be pickled, and the signature of all else.
+    """The tensors of a value, the rest of its leaves, and the signature of its structure and constants.
 
     >>> take_apart((torch.zeros(2), True)).signature == take_apart((torch.ones(2), True)).signature
     True
@@ -77,50 +84,59 @@ def take_apart(value: Any) -> Parts:
     return parts
 
 
-def layout_of(value: Any) -> Layout:
+def layout_of(value: Any) -> ValueLayout:
     """The layout of a value.
 
-    >>> layout_of({"a": torch.zeros(2, 3).t()}).places[0].stride
+    >>> layout_of({"a": torch.zeros(2, 3).t()}).tensors[0].stride
     (1, 3)
     """
-    places: list[TensorPlace] = []
-    rest = end = payload = 0
+    tensors: list[TensorLayout] = []
+    rest: list[Any] = []
+    end = payload = 0
 
-    def slot(leaf: Any) -> Any:
-        nonlocal rest, end, payload
+    def stand_in(leaf: Any) -> Any:
+        nonlocal end, payload
         if is_plain_tensor(leaf):
             stride = tuple(leaf.stride()) if _is_dense(leaf) else tuple(torch.empty(leaf.shape, device="meta").stride())
-            places.append(TensorPlace(leaf.dtype, tuple(leaf.shape), stride, leaf.requires_grad, end))
-            size = leaf.numel() * leaf.itemsize
-            payload, end = payload + size, end + aligned(size)
-            return Slot(len(places) - 1)
+            tensors.append(TensorLayout(leaf.dtype, tuple(leaf.shape), stride, leaf.requires_grad, end))
+            payload, end = payload + leaf.nbytes, end + aligned(leaf.nbytes)
+            return LeafIndex(len(tensors) - 1)
         if type(leaf) in _CONSTANTS:
             return leaf
-        rest += 1
-        return Slot(-rest)
+        rest.append(leaf)
+        return LeafIndex(-len(rest))
 
-    skeleton = map_leaves(slot, value)
-    return Layout(skeleton, tuple(places), end, payload)
+    structure = map_leaves(stand_in, value)
+    return ValueLayout(structure, tuple(tensors), end, payload, _is_bytes(rest))
 
 
-def rebuild(layout: Layout, tensors: Sequence[torch.Tensor], rest: Sequence[Any]) -> Any:
+def rebuild(layout: ValueLayout, tensors: Sequence[torch.Tensor], rest: Sequence[Any]) -> Any:
     """The value from its parts."""
 
     def fill(leaf: Any) -> Any:
-        if type(leaf) is not Slot:
+        if type(leaf) is not LeafIndex:
             return leaf
         return tensors[leaf.index] if leaf.index >= 0 else rest[-1 - leaf.index]
 
-    return map_leaves(fill, layout.skeleton)
+    return map_leaves(fill, layout.structure)
 
 
-def pickled(rest: list[Any]) -> bytes:
-    """The leaves that are no tensors, as bytes; classes of a script or notebook by value."""
+def rest_to_bytes(rest: list[Any]) -> bytes:
+    """The leaves that are neither tensors nor constants, as bytes; classes of a script or notebook by value."""
     if not rest:
         return b""
+    if _is_bytes(rest):
+        return rest[0]
     if all(type(leaf) in _NUMBERS for leaf in rest):
         return pickle.dumps(rest, pickle.HIGHEST_PROTOCOL)
-    return cloudpickle.dumps(rest, pickle.HIGHEST_PROTOCOL)
+    return pickle_to_bytes(rest)
+
+
+def rest_from_bytes(layout: ValueLayout, data: memoryview) -> Sequence[Any]:
+    """What ``rest_to_bytes`` was given."""
+    if layout.rest_is_bytes:
+        return (bytes(data),)
+    return pickle.loads(data) if data else ()
 
 
 def aligned(size: int) -> int:
@@ -133,12 +149,16 @@ def aligned(size: int) -> int:
 
 
 def is_plain_tensor(leaf: Any) -> bool:
-    """Is it a tensor whose bytes and strides say all? Others (sparse, quantized, subclasses) are pickled by torch."""
+    """Whether bytes and strides are all of a tensor. Others (sparse, quantized, subclasses) are pickled by torch."""
     return type(leaf) in _PLAIN and leaf.layout is torch.strided and not leaf.is_quantized and not leaf.is_meta
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     return torch.ops.aten.is_non_overlapping_and_dense(tensor)
+
+
+def _is_bytes(rest: list[Any]) -> bool:
+    return len(rest) == 1 and type(rest[0]) is bytes
 
 
 def _signature(value: Any, parts: Parts) -> Hashable:
@@ -151,7 +171,7 @@ def _signature(value: Any, parts: Parts) -> Hashable:
     items = children(value)
     if items is None:
         parts.rest.append(value)
-        return _REST
+        return _BYTES if kind is bytes else _REST
     return kind, _form(value), tuple([_signature(item, parts) for item in items])
 
 

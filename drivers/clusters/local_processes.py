@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
-from pippy.drivers.clusters.nursery import BOOT, CONTROLLER, Died, Failed, Plan, Ready
+from pippy.drivers.clusters.fork_server import BOOT, CONTROLLER, Died, Failed, LaunchConfig, Ready
 from pippy.drivers.control.control import Address
 from pippy.drivers.errors import ClusterError
 from pippy.drivers.transport import rpc
-from pippy.drivers.transport.lines import Lines
+from pippy.drivers.transport.controller_connections import ControllerConnections
 
 # glibc keeps what it has: fresh memory costs a page fault for every 4 KB, and a training step frees and takes gigabytes
 MEMORY = {
@@ -30,13 +30,13 @@ MEMORY = {
 }
 
 
-class Processes:
-    """The nursery and, through it, the workers. ``close()`` ends them all, and may be called twice."""
+class LocalProcesses:
+    """The fork server and, through it, the workers. ``close()`` ends them all, and may be called twice."""
 
-    def __init__(self, plan: Plan) -> None:
-        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in plan.names if plan.has_lines]
-        self.lines = Lines([ours for ours, _ in pairs])
-        self.plan = plan = replace(plan, lines=tuple(theirs.fileno() for _, theirs in pairs))
+    def __init__(self, config: LaunchConfig) -> None:
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in config.names if config.has_sockets]
+        self.connections = ControllerConnections([ours for ours, _ in pairs])
+        self.config = config = replace(config, sockets=tuple(theirs.fileno() for _, theirs in pairs))
         self.owner = os.getpid()
         self.joined = False
         self.pids: dict[int, int] = {}
@@ -46,25 +46,25 @@ class Processes:
         with ExitStack() as handed_over:
             for end in (theirs, *(end for _, end in pairs)):
                 handed_over.enter_context(end)
-            self.nursery = subprocess.Popen(
-                [sys.executable, "-c", BOOT, str(theirs.fileno()), "pippy-nursery"],
+            self.fork_server = subprocess.Popen(
+                [sys.executable, "-c", BOOT, str(theirs.fileno()), "pippy-fork-server"],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                pass_fds=[theirs.fileno(), *plan.lines],
-                env=os.environ | MEMORY | {"OMP_NUM_THREADS": str(plan.threads), "TORCH_CPP_LOG_LEVEL": "ERROR"},
+                pass_fds=[theirs.fileno(), *config.sockets],
+                env=os.environ | MEMORY | {"OMP_NUM_THREADS": str(config.threads), "TORCH_CPP_LOG_LEVEL": "ERROR"},
             )
         self.socket.send(pickle.dumps(sys.path), socket.MSG_NOSIGNAL)
-        self.socket.send(pickle.dumps(plan), socket.MSG_NOSIGNAL)
+        self.socket.send(pickle.dumps(config), socket.MSG_NOSIGNAL)
 
     def start(self, timeout: float) -> list[Address]:
         """Wait for the workers and join them."""
         deadline = time.monotonic() + timeout
-        while len(self.pids) < len(self.plan.names):
+        while len(self.pids) < len(self.config.names):
             self._await(deadline, timeout)
         self._join(deadline, timeout)
-        shutil.rmtree(self.plan.directory, ignore_errors=True)
+        shutil.rmtree(self.config.directory, ignore_errors=True)
         host = socket.gethostname()
-        return [Address(name, self.plan.rpc_name(i), host, self.pids[i]) for i, name in enumerate(self.plan.names)]
+        return [Address(name, self.config.rpc_name(i), host, self.pids[i]) for i, name in enumerate(self.config.names)]
 
     def deaths(self, wait: float = 0.0) -> Mapping[int, str]:
         """The workers that the system says have died, and how; waits for the first so many seconds."""
@@ -76,7 +76,8 @@ class Processes:
                     packet = b""
                 if not packet:
                     return {
-                        i: self._died.get(i, "its nursery ended, and it with it") for i in range(len(self.plan.names))
+                        i: self._died.get(i, "its fork server ended, and it with it")
+                        for i in range(len(self.config.names))
                     }
                 word = pickle.loads(packet)
                 if isinstance(word, Died):
@@ -92,25 +93,25 @@ class Processes:
                 rpc.leave()
         finally:
             self.socket.close()
-            self.lines.close()
+            self.connections.close()
             self._end()
-            shutil.rmtree(self.plan.directory, ignore_errors=True)
+            shutil.rmtree(self.config.directory, ignore_errors=True)
 
     def _end(self) -> None:
-        """The nursery ends its workers and itself when the socket is closed; one that cannot is killed with all of them."""
+        """The fork server ends its workers and itself when the socket is closed; one that cannot is killed with all of them."""
         try:
-            self.nursery.wait(2.0)
+            self.fork_server.wait(2.0)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.nursery.pid, signal.SIGKILL)
-            self.nursery.wait()
+                os.killpg(self.fork_server.pid, signal.SIGKILL)
+            self.fork_server.wait()
 
     def _await(self, deadline: float, timeout: float, *others: int) -> None:
-        """Take in one word from the nursery, or return when one of the other file descriptors is readable."""
+        """Take in one word from the fork server, or return when one of the other file descriptors is readable."""
         found = select.select([self.socket.fileno(), *others], [], [], max(0.0, deadline - time.monotonic()))[0]
         if not found:
             raise ClusterError(
-                f"the workers did not start within {timeout:g} s ({len(self.pids)} of {len(self.plan.names)} are ready); "
+                f"the workers did not start within {timeout:g} s ({len(self.pids)} of {len(self.config.names)} are ready); "
                 f"give local_cluster a larger start_timeout, or fewer workers"
             )
         if self.socket.fileno() in found:
@@ -122,12 +123,12 @@ class Processes:
             case Ready(index, pid):
                 self.pids[index] = pid
             case Failed(index, text):
-                who = "the workers' nursery" if index is None else f"worker {self.plan.names[index]!r}"
+                who = "the workers' fork server" if index is None else f"worker {self.config.names[index]!r}"
                 raise ClusterError(f"{who} failed to start:\n{text}")
             case Died(index, _):
-                raise ClusterError(f"worker {self.plan.names[index]!r} died while it started: {word.how}")
+                raise ClusterError(f"worker {self.config.names[index]!r} died while it started: {word.how}")
             case None:
-                raise ClusterError("the workers' nursery ended while it started; what it wrote to stderr says why")
+                raise ClusterError("the workers' fork server ended while it started; what it wrote to stderr says why")
 
     def _join(self, deadline: float, timeout: float) -> None:
         """Join the group on a thread: the call waits for the others without a bound, and Ctrl-C would not reach it."""
@@ -136,8 +137,10 @@ class Processes:
 
         def join() -> None:
             try:
-                rpc.serve_answers(lambda key, packed: self.lines.answered(key[0], key[1], packed))
-                rpc.join(CONTROLLER, 0, len(self.plan.names) + 1, self.plan.meeting, self.plan.rpc_transport, "lo")
+                rpc.serve_answers(lambda key, packed: self.connections.answered(key[0], key[1], packed))
+                rpc.join(
+                    CONTROLLER, 0, len(self.config.names) + 1, self.config.meeting, self.config.rpc_transport, "lo"
+                )
                 self.joined = True
             except BaseException as error:
                 errors.append(error)

@@ -1,10 +1,10 @@
-"""A hush holds back what it should, and nothing else; a script with a cluster writes nothing to stderr."""
+"""The filter holds back what it should, and nothing else; a script with a cluster writes nothing to stderr."""
 
 import os
 import subprocess
 import sys
 
-from pippy.drivers.transport.hush import Hush
+from pippy.drivers.stderr_filter import StderrFilter
 
 SCRIPT = """
 from pippy import local_cluster
@@ -14,20 +14,20 @@ with local_cluster(2) as cluster:
 
 
 def test_only_lines_with_the_word_are_held_back(capfd):
-    hush = Hush(b"noise")
-    hush.start()
-    hush.start()
+    stderr_filter = StderrFilter(b"noise")
+    stderr_filter.start()
+    stderr_filter.start()
     os.write(2, b"first\nsome noise\nsecond\n")
     assert capfd.readouterr().err == ""
-    hush.stop()
-    hush.stop()
+    stderr_filter.stop()
+    stderr_filter.stop()
     os.write(2, b"third noise\n")
     assert capfd.readouterr().err == "first\nsecond\nthird noise\n"
 
 
 def test_without_a_standard_error():
-    code = "import os; from pippy.drivers.transport.hush import Hush; os.close(2)\n"
-    code += "h = Hush(b'x'); h.start(); h.stop(); print('fine')"
+    code = "import os; from pippy.drivers.stderr_filter import StderrFilter; os.close(2)\n"
+    code += "h = StderrFilter(b'x'); h.start(); h.stop(); print('fine')"
     assert (
         subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60).stdout == "fine\n"
     )

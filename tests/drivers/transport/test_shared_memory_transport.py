@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pippy.drivers.errors import PeerLost
-from pippy.drivers.transport import channel as channels
+from pippy.drivers.transport import connection, packet, pickling
 from pippy.drivers.transport.ring import MINIMUM, Ring
-from pippy.drivers.transport.shared_memory import SharedMemoryTransport
+from pippy.drivers.transport.shared_memory_transport import SharedMemoryTransport
 
 MEGABYTE = 1 << 20
 
@@ -52,7 +52,7 @@ def receive_all(here, there, numbers, sizes):
 def test_places_of_a_ring_never_overlap(actions):
     ring, used, freed = Ring(100), [], 0
     for size, frees in actions:
-        start = ring.place(size)
+        start = ring.allocate(size)
         if start is None:
             assert used, "an empty ring has place for anything"
         else:
@@ -81,7 +81,7 @@ def test_any_mix_of_sizes_through_a_ring_that_cannot_grow(values):
                 waiting.clear()
         if waiting:
             receive_all(here, there, *zip(*waiting))
-        assert here.channels[1]._rings_made <= 1
+        assert here.connections[1]._rings_made <= 1
 
 
 def test_the_ring_wraps_many_times():
@@ -89,16 +89,16 @@ def test_the_ring_wraps_many_times():
         for number in range(200):
             here.send(1, (0, number, 0), filled(number, 100_000))
             assert holds(there.receive((0, number, 0), 0), number, 100_000)
-        assert here.channels[1]._rings_made == 1 and here.channels[1]._ring.head > 10 * MINIMUM
+        assert here.connections[1]._rings_made == 1 and here.connections[1]._ring.head > 10 * MINIMUM
 
 
 def test_the_ring_grows_to_its_limit_and_no_further():
     with two(limit=4 * MEGABYTE) as (here, there):
         for number in range(30):
             here.send(1, (0, number, 0), filled(number, 512 * 1024))
-        assert here.channels[1]._ring.size == 4 * MEGABYTE and here.channels[1].queue
+        assert here.connections[1]._ring.size == 4 * MEGABYTE and here.connections[1].queue
         receive_all(here, there, range(30), [512 * 1024] * 30)
-        assert not here.channels[1].queue
+        assert not here.connections[1].queue
 
 
 def test_one_value_may_be_larger_than_the_limit():
@@ -114,7 +114,7 @@ def test_thousands_of_sends_without_a_receiver(size):
         value = torch.empty(size // 4, dtype=torch.int32)
         for number in range(3000):
             here.send(1, (0, number, 0), value.fill_(number))
-        assert here.channels[1].queue
+        assert here.connections[1].queue
         receive_all(here, there, range(3000), [size] * 3000)
 
 
@@ -123,13 +123,13 @@ def test_one_who_only_sends_learns_what_is_free():
         for number in range(400):
             here.send(1, (0, number, 0), filled(number, 100_000))
             there.receive((0, number, 0), 0)
-        assert here.channels[1]._ring.size == MINIMUM and not here.channels[1].queue
+        assert here.connections[1]._ring.size == MINIMUM and not here.connections[1].queue
 
 
 def test_answers_are_rare():
     with two() as (here, there):
-        answers, answer = [], there.channels[0]._answer
-        there.channels[0]._answer = lambda end: (answers.append(end), answer(end))
+        answers, answer = [], there.connections[0]._answer
+        there.connections[0]._answer = lambda end: (answers.append(end), answer(end))
         for number in range(160):
             here.send(1, (0, number, 0), filled(number, 16 * 1024))
             there.receive((0, number, 0), 0)
@@ -141,9 +141,9 @@ def test_forgotten_steps_leave_the_queue():
         for step in range(3):
             for number in range(5):
                 here.send(1, (step, number, 0), filled(number, 300_000 + 4 * step))
-        here.forget(below=2)
-        assert {record.key[0] for record in here.channels[1].queue if record.kind == channels.VALUE} == {2}
-        there.forget(below=2)
+        here.discard_before(2)
+        assert {record.key[0] for record in here.connections[1].queue if record.kind == packet.VALUE} == {2}
+        there.discard_before(2)
         for number in range(5):
             while not there.ready((2, number, 0)):
                 here.ready((9, 0, 0))
@@ -155,15 +155,15 @@ def test_no_code_is_pickled_in_the_steady_state(monkeypatch):
         for number in range(3):
             here.send(1, (0, number, 0), (torch.ones(5), {"a": torch.ones(2, 3).t(), "b": None}, number, True))
             there.receive((0, number, 0), 0)
-            monkeypatch.setattr(channels.cloudpickle, "dumps", None)
+            monkeypatch.setattr(pickling.cloudpickle, "dumps", None)
 
 
 def test_shapes_that_never_repeat_do_not_fill_the_memory():
     with two() as (here, there):
-        for number in range(2 * channels._LAYOUTS + 50):
+        for number in range(2 * connection._LAYOUTS + 50):
             here.send(1, (0, number, 0), torch.empty(number % 1500))
             assert there.receive((0, number, 0), 0).numel() == number % 1500
-        assert len(here.channels[1]._numbers) == channels._LAYOUTS == len(there.channels[0]._layouts)
+        assert len(here.connections[1]._numbers) == connection._LAYOUTS == len(there.connections[0]._layouts)
 
 
 def test_too_little_memory_is_an_error(monkeypatch):
@@ -266,7 +266,7 @@ def test_a_killed_peer_is_seen_at_once():
         assert time.monotonic() - started < 1 and caught.value.peer == 1
         for number in range(1000):  # dropped
             here.send(1, (0, number, 0), torch.ones(1000))
-        assert not here.channels[1].queue
+        assert not here.connections[1].queue
         reading, writing = os.pipe()
         os.write(writing, b"x")
         here.wait_for(reading)  # and not a spin on a dead socket, nor an error

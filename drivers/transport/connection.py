@@ -1,0 +1,317 @@
+"""How two processes of one host pass values: packets on a socket, and larger bytes in rings of memory that both see.
+
+                    sender                                        receiver
+        value ──▶ 1 layout, if new        ── LAYOUT ──▶  keeps it under its number
+                  2 a place in the ring                  (the ring came as a file descriptor: RING)
+                  3 copies the bytes there
+                  4 one packet             ── VALUE ───▶  5 copies the bytes out, at once
+                  6 frees the place        ◀── FREED ───  if the packet asked; one answer covers all before it
+
+A small value travels inside its packet. What finds no place, or a socket that is full, waits in a queue of the sender, as
+a copy of its own. The queue is sent, in order, whenever the connection gets a turn. Nothing here waits.
+"""
+
+import mmap
+import os
+import pickle
+import socket
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from pippy.drivers.transport.memory import Memory, create_shared, map_shared, private_memory
+from pippy.drivers.transport.packet import (
+    ASK,
+    FREED,
+    HEADER,
+    INLINE,
+    LAYOUT,
+    NO_KEY,
+    RING,
+    START,
+    VALUE,
+    write_header,
+)
+from pippy.drivers.transport.pickling import pickle_to_bytes
+from pippy.drivers.transport.received_values import Unreadable, ValueKey
+from pippy.drivers.transport.ring import Ring, ring_size
+from pippy.drivers.transport.value_layout import Parts, ValueLayout, aligned, layout_of, rest_to_bytes, take_apart
+
+_LAYOUTS = 1024  # numbers are used again, the oldest first: shapes that never repeat must not fill the memory
+_NO_LAYOUT = ValueLayout(None, (), 0, 0)
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    """What is to be sent: a value, or a layout (which has its pickled form as ``rest``)."""
+
+    kind: int
+    number: int
+    key: ValueKey
+    layout: ValueLayout
+    tensors: list[torch.Tensor]
+    rest: bytes
+
+    def own(self) -> "_Outgoing":
+        """The same, in memory of its own."""
+        copies = [tensor.detach().clone() for tensor in self.tensors]
+        return _Outgoing(self.kind, self.number, self.key, self.layout, copies, self.rest)
+
+
+class Receiver(Protocol):
+    """Where the values go that arrive, but for those of steps before ``first_step``."""
+
+    first_step: int
+
+    def put(self, key: ValueKey, value: Any) -> None:
+        """Keep a value."""
+
+
+class Connection:
+    """One process's end of its connection with another. ``limit`` bounds the shared memory that it sends through.
+
+    >>> from pippy.drivers.transport.received_values import ReceivedValues
+    >>> sockets = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    >>> received = ReceivedValues(), ReceivedValues()
+    >>> here, there = (Connection(end, values) for end, values in zip(sockets, received))
+    >>> here.send((0, 0, 0), torch.ones(2))
+    8
+    >>> while there.step(): pass
+    >>> received[1].take((0, 0, 0))
+    tensor([1., 1.])
+    >>> for each in (here, there, *received):
+    ...     each.close()
+    """
+
+    def __init__(
+        self, end: socket.socket, receiver: Receiver, limit: int = 1 << 26, device: torch.device | None = None
+    ) -> None:
+        end.setblocking(False)
+        self.socket, self.receiver, self.limit, self.device = end, receiver, limit, device
+        self.fd = end.fileno()
+        self.socket_full = self.ended = False
+        self.queue: deque[_Outgoing] = deque()
+        self._packet, self._arrival = (private_memory(mmap.ALLOCATIONGRANULARITY * 2) for _ in range(2))
+        self._buffers = [self._arrival.bytes]
+        # to send
+        self._numbers: dict[Any, tuple[int, ValueLayout]] = {}  # of the layouts that the other end has, by signature
+        self._next_number = 0
+        self._ring: Ring | None = None
+        self._out: Memory | None = None
+        self._rings_made = 0
+        # to receive
+        self._layouts: list[ValueLayout | Unreadable] = [_NO_LAYOUT] * _LAYOUTS
+        self._in: Memory | None = None
+        self._rings_received = 0
+        self._unanswered: int | None = None  # up to where a FREED is to be sent that found the socket full
+
+    # -- sending
+
+    def send(self, key: ValueKey, value: Any) -> int:
+        """Send a value, or queue it. Returns the bytes of its tensors."""
+        parts = take_apart(value)
+        known = self._numbers.get(parts.signature)
+        number, layout = known if known is not None else self._introduce(value, parts)
+        if not self.ended:
+            rest = rest_to_bytes(parts.rest) if parts.rest else b""
+            self._post(_Outgoing(VALUE, number, key, layout, parts.tensors, rest))
+        return layout.payload
+
+    def flush(self) -> None:
+        """Send what is queued, as far as it goes."""
+        self.socket_full = False
+        if self._unanswered is not None:
+            self._answer(self._unanswered)
+        while self.queue and not self.socket_full and self._try(self.queue[0]):
+            if self.queue:
+                self.queue.popleft()
+
+    def discard_before(self, step: int) -> None:
+        """Drop queued values of earlier steps. Layouts stay: later values may need them."""
+        self.queue = deque(each for each in self.queue if each.kind != VALUE or each.key[0] >= step)
+
+    def close(self) -> None:
+        """End the connection; the other end sees that. A second call does nothing."""
+        self.ended = True
+        self.socket_full = False
+        self.queue.clear()
+        self.socket.close()
+        self._ring = self._out = self._in = None
+
+    def _introduce(self, value: Any, parts: Parts) -> tuple[int, ValueLayout]:
+        """Send a layout that is new."""
+        number, self._next_number = self._next_number, (self._next_number + 1) % _LAYOUTS
+        if len(self._numbers) == _LAYOUTS:
+            del self._numbers[next(iter(self._numbers))]
+        layout = layout_of(value)
+        code = pickle_to_bytes(layout)
+        self._numbers[parts.signature] = number, layout
+        if not self.ended:
+            self._post(_Outgoing(LAYOUT, number, NO_KEY, _NO_LAYOUT, [], code))
+        return number, layout
+
+    def _post(self, outgoing: _Outgoing) -> None:
+        if self.queue:
+            self.flush()
+        if (self.queue or not self._try(outgoing)) and not self.ended:
+            self.queue.append(outgoing.own())
+
+    def _try(self, outgoing: _Outgoing) -> bool:
+        """Send something; False if it has to wait."""
+        kind, number, key, layout = outgoing.kind, outgoing.number, outgoing.key, outgoing.layout
+        rest = len(outgoing.rest)
+        size = layout.size + rest
+        if size <= INLINE:
+            self._packet.write(START, layout, outgoing.tensors, outgoing.rest)
+            write_header(self._packet.bytes, kind, 0, number, rest, key, size)
+            return self._send(START + size)
+        start = self._allocate(aligned(size))
+        if start is None or self._ring is None or self._out is None:
+            return False
+        ring = self._ring
+        self._out.write(start, layout, outgoing.tensors, outgoing.rest)
+        asks = ring.should_ask()
+        write_header(self._packet.bytes, kind, asks, number, rest, key, size, end=ring.head)
+        if not self._send():
+            ring.head -= aligned(size)  # given back
+            return False
+        if asks:
+            ring.asked = ring.head
+        return True
+
+    def _send(self, size: int = START) -> bool:
+        """Send the packet; False if the socket is full."""
+        try:
+            self.socket.send(self._packet.bytes[:size])
+        except BlockingIOError:
+            self.socket_full = True
+            return False
+        except ConnectionError:
+            self._drop_all()
+        return True
+
+    def _allocate(self, size: int) -> int | None:
+        """The offset of a place in the ring; None if there is none now."""
+        start = self._ring.allocate(size) if self._ring else None
+        if start is None and self._ring:
+            self._read_answers()
+            start = self._ring.allocate(size)
+        if start is None and (self._ring is None or size > self._ring.size or self._ring.size < self.limit):
+            ring = self._grow(size)
+            start = ring.allocate(size) if ring else None
+        if start is None:
+            self._ask()
+        return start
+
+    def _read_answers(self) -> None:
+        """Take in packets here, too: a worker that only sends would not see what is free again."""
+        try:
+            while self.step():
+                pass
+        except ConnectionError:
+            pass  # the next step raises it again
+
+    def _grow(self, size: int) -> Ring | None:
+        """A new, larger ring, handed over. The receiver empties the old one before it sees the new one."""
+        made = ring_size(size, self._ring.size if self._ring else 0, self.limit)
+        try:
+            fd, memory = create_shared(made)
+        except OSError:
+            if self._ring is None or size > self._ring.size:
+                raise
+            self.limit = self._ring.size
+            return None
+        try:
+            write_header(self._packet.bytes, RING, size=made, ring=self._rings_made + 1)
+            socket.send_fds(self.socket, [self._packet.bytes[:START]], [fd])
+        except BlockingIOError:
+            self.socket_full = True
+            return None
+        except ConnectionError:
+            self._drop_all()
+            return None
+        finally:
+            os.close(fd)
+        self._rings_made += 1
+        self._ring, self._out = Ring(made), memory
+        return self._ring
+
+    def _ask(self) -> None:
+        """Ask the receiver for a FREED, if none is on its way."""
+        ring = self._ring
+        if ring is None or self.socket_full or ring.asked == ring.head:
+            return
+        write_header(self._packet.bytes, ASK, asks=1, end=ring.head)
+        if self._send():
+            ring.asked = ring.head
+
+    def _drop_all(self) -> None:
+        """The other end is closed. What it had sent can still be read."""
+        self.queue.clear()
+        self.ended = True
+
+    # -- receiving
+
+    def step(self) -> bool:
+        """Take in one packet; False if there is none now. Raises ConnectionError when the other end is closed."""
+        try:
+            received, ancillary, _, _ = self.socket.recvmsg_into(self._buffers, 64)
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            return True  # raised once; what had been sent before can still be read, and then comes the end
+        if not received:
+            raise ConnectionError("closed")
+        kind, asks, layout, rest, step, slot, microbatch, size, end, ring = HEADER.unpack_from(self._arrival.bytes)
+        if kind == VALUE:
+            if step >= self.receiver.first_step:
+                self.receiver.put((step, slot, microbatch), self._read(layout, rest, size, end))
+        elif kind == LAYOUT:
+            self._learn(layout, rest, size, end)
+        elif kind == RING:
+            self._take_ring(ancillary, ring)
+        elif kind == FREED:
+            self._freed(end, ring)
+        if asks:
+            self._answer(end)
+        return True
+
+    def _bytes_of(self, size: int, end: int) -> tuple[Memory, int]:
+        if size <= INLINE:
+            return self._arrival, START
+        assert self._in is not None
+        return self._in, (end - aligned(size)) % self._in.size
+
+    def _read(self, number: int, rest: int, size: int, end: int) -> Any:
+        layout = self._layouts[number]
+        if isinstance(layout, Unreadable):
+            return layout
+        memory, start = self._bytes_of(size, end)
+        try:
+            return memory.read(start, layout, rest, self.device)
+        except Exception as error:  # whoever takes this value gets it, not whoever waits for another
+            return Unreadable(error)
+
+    def _learn(self, number: int, rest: int, size: int, end: int) -> None:
+        memory, start = self._bytes_of(size, end)
+        try:
+            self._layouts[number] = pickle.loads(memory.bytes[start : start + rest])
+        except Exception as error:  # as in _read
+            self._layouts[number] = Unreadable(error)
+
+    def _take_ring(self, ancillary: list[tuple[int, int, bytes]], ring: int) -> None:
+        fd = int.from_bytes(ancillary[0][2][:4], "little", signed=True)
+        try:
+            self._in, self._rings_received, self._unanswered = map_shared(fd), ring, None
+        finally:
+            os.close(fd)
+
+    def _answer(self, end: int) -> None:
+        write_header(self._packet.bytes, FREED, end=end, ring=self._rings_received)
+        self._unanswered = None if self._send() else end
+
+    def _freed(self, end: int, ring: int) -> None:
+        if self._ring and ring == self._rings_made:
+            self._ring.free(end)

@@ -1,0 +1,102 @@
+"""The controller's connections to the workers of its host.
+
+A call of RPC takes several threads on either side, one after the other. What a step needs is one message and one answer
+for each worker: here the thread that sends is the one that reads the answer, and the worker's is the one that computes.
+"""
+
+import select
+import socket
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from pippy.drivers.interrupts import uninterrupted
+from pippy.drivers.transport.message_connection import LARGE, MessageConnection
+from pippy.drivers.transport.pickling import Pickled
+from pippy.drivers.transport.pollable_event import PollableEvent
+
+Future = torch.futures.Future
+
+
+class ControllerConnections:
+    """``sockets`` has one for each worker, or is empty: then there are no connections.
+
+    >>> from pippy.drivers.transport.pickling import pickle_message, unpickle
+    >>> here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    >>> worker = MessageConnection(there, lambda n, message: worker.send(n, pickle_message(f"{unpickle(message)}?")))
+    >>> connections, wakeup = ControllerConnections([here]), PollableEvent()
+    >>> future = connections.post(0, 3, pickle_message("a message"))
+    >>> while worker.connection.step(): pass
+    >>> while not future.done():
+    ...     connections.wait(wakeup, 1.0)
+    >>> unpickle(future.value())
+    'a message?'
+    >>> connections.close(), wakeup.close(), worker.connection.close()
+    (None, None, None)
+    """
+
+    def __init__(self, sockets: Sequence[socket.socket] = ()) -> None:
+        self._lock = threading.RLock()  # one thread may wait for a step while another asks for something else
+        self._ends = [MessageConnection(end, partial(self.answered, worker)) for worker, end in enumerate(sockets)]
+        self._open = {end.connection.fd: worker for worker, end in enumerate(self._ends)}
+        self._unanswered: list[dict[int, Future[Pickled]]] = [{} for _ in self._ends]
+
+    def can_carry(self, pickled: Pickled) -> bool:
+        """Whether a message should be posted here."""
+        return bool(self._ends) and pickled.nbytes <= LARGE
+
+    def post(self, worker: int, number: int, pickled: Pickled) -> "Future[Pickled]":
+        """Send a message to a worker; the future has its answer, once a thread that waits has read it."""
+        with self._lock:
+            if self._ends[worker].connection.ended:
+                raise ConnectionError("its end of the socket is closed")
+            future = self._unanswered[worker][number] = Future()
+            self._ends[worker].send(number, pickled)
+        return future
+
+    def answered(self, worker: int, number: int, answer: Pickled | Any) -> None:
+        """A worker's answer, however it came."""
+        future = self._unanswered[worker].pop(number, None)
+        if future is not None:
+            future.set_result(answer)
+
+    def wait(self, wakeup: PollableEvent, timeout: float) -> None:
+        """Sleep until an answer comes, or the event is set, or the time is up; take in what there is."""
+        poll = select.poll()
+        poll.register(wakeup, select.POLLIN)
+        for fd, worker in list(self._open.items()):
+            full = self._ends[worker].connection.socket_full
+            poll.register(fd, select.POLLIN | (select.POLLOUT if full else 0))
+        found = poll.poll(timeout * 1000)
+        for fd, _ in found:
+            if fd == wakeup.fileno():
+                wakeup.clear()
+        self._serve([self._open[fd] for fd, _ in found if fd in self._open])
+
+    def close(self) -> None:
+        """Close all; the calls that are not answered fail."""
+        with self._lock:
+            for worker in list(self._open.values()):
+                self._mark_lost(worker)
+
+    def _serve(self, workers: Sequence[int]) -> None:
+        with self._lock, uninterrupted():
+            for worker in workers:
+                connection = self._ends[worker].connection
+                try:
+                    while connection.step():
+                        pass
+                    connection.flush()
+                except ConnectionError:
+                    self._mark_lost(worker)
+
+    def _mark_lost(self, worker: int) -> None:
+        connection = self._ends[worker].connection
+        self._open.pop(connection.fd, None)
+        connection.close()
+        unanswered, self._unanswered[worker] = self._unanswered[worker], {}
+        for future in unanswered.values():
+            future.set_exception(ConnectionError("it closed its end of the socket"))  # type: ignore[arg-type]

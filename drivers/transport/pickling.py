@@ -1,0 +1,196 @@
+"""Objects as bytes that another process can read, with their tensors beside the bytes.
+
+Tensors are not pickled: a pickler sets them aside, and whoever carries the bytes carries the tensors as they are. Classes
+and functions of a script, a notebook or a REPL travel by value, as their code (cloudpickle); those of installed or
+importable modules by name.
+
+    ===================  ==========================  ==========================================================
+    what is pickled      by                          what of a tensor is set aside
+    ===================  ==========================  ==========================================================
+    a message            `pickle_message`            the tensor: the elements that it shows
+    modules and code     `pickle_by_value`           its storage, each storage once: tied parameters stay tied
+    part of a value      `pickle_to_bytes`           nothing: torch pickles it (a sparse tensor, for instance)
+    ===================  ==========================  ==========================================================
+
+What `pickle_by_value` returns may be part of a message. It is not pickled again: its bytes are set aside, too.
+"""
+
+import io
+import pickle
+import threading
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import cloudpickle
+import torch
+from torch import nn
+
+from pippy.drivers.errors import PackingError
+
+_EVERYWHERE = ("builtins", "collections", "pippy", "torch")  # every process has these packages
+_unpickling = threading.local()  # has the tensors that were set aside, while this thread unpickles
+
+
+class Pickled(NamedTuple):
+    """An object as bytes, and the tensors that were set aside.
+
+    >>> Pickled(b"four", [torch.zeros(2)]).nbytes
+    12
+    """
+
+    data: bytes
+    tensors: list[torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes there are to carry."""
+        return len(self.data) + sum(tensor.nbytes for tensor in self.tensors)
+
+
+def pickle_message(message: Any) -> Pickled:
+    """A message, to be sent. Raises if it cannot be pickled.
+
+    >>> unpickle(pickle_message({"a": torch.ones(1)}))
+    {'a': tensor([1.])}
+    """
+    try:
+        return _pickled(_ByNamePickler, message)
+    except Exception:  # also what only the other pickler can do
+        return _pickled(_ByValuePickler, message)
+
+
+def pickle_by_value(value: Any) -> Pickled:
+    """Modules and code, for a worker that cannot import all of their classes. Raises PackingError if it cannot be pickled.
+
+    >>> linear = nn.Linear(2, 2)
+    >>> twice = unpickle(pickle_by_value([linear, linear]))
+    >>> twice[0] is twice[1], torch.equal(twice[0].weight, linear.weight)
+    (True, True)
+    """
+    try:
+        return _pickled(_ModulePickler, value)
+    except Exception as error:  # pickle has no one error for what it cannot write
+        raise PackingError(
+            f"a {type(value).__name__} cannot be sent to the workers: {type(error).__name__}: {error}. Something in it "
+            "belongs to this process (a file, a lock, a generator, a cluster); keep that out of the model and its arguments"
+        ) from error
+
+
+def pickle_to_bytes(value: Any) -> bytes:
+    """Anything, by value, in one string of bytes: `pickle.loads` reads it.
+
+    >>> pickle.loads(pickle_to_bytes(lambda: 3))()
+    3
+    """
+    return cloudpickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+
+
+def unpickle(pickled: tuple[bytes, list[torch.Tensor]]) -> Any:
+    """The object that was pickled. It shares memory with the tensors that were set aside."""
+    data, tensors = pickled
+    before, _unpickling.tensors = getattr(_unpickling, "tensors", None), tensors
+    try:
+        return pickle.loads(data)
+    finally:
+        _unpickling.tensors = before
+
+
+def _pickled(kind: "type[_ByNamePickler] | type[_ByValuePickler]", value: Any) -> Pickled:
+    stream = io.BytesIO()
+    pickler = kind(stream)
+    pickler.dump(value)
+    return Pickled(stream.getvalue(), pickler.tensors)
+
+
+class _NotEverywhere(Exception):
+    """The other process may lack a class or function."""
+
+
+class _ByNamePickler(pickle.Pickler):
+    """Raises at a class or function that only the controller's process may have.
+
+    Nearly all messages are made of pippy's own classes. For them this takes half the time of pickling by value.
+    """
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[torch.Tensor] = []
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is torch.Tensor or kind is Pickled:
+            return _set_aside(obj, self.tensors)
+        if isinstance(obj, (type, FunctionType)) and obj.__module__.partition(".")[0] not in _EVERYWHERE:
+            raise _NotEverywhere
+        return NotImplemented
+
+
+class _ByValuePickler(cloudpickle.Pickler):
+    """Classes and functions of ``__main__`` travel as their code."""
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[torch.Tensor] = []
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is torch.Tensor or kind is Pickled:
+            return _set_aside(obj, self.tensors)
+        return super().reducer_override(obj)
+
+
+class _ModulePickler(_ByValuePickler):
+    """Sets storages aside, of parameters too, so that tensors that share memory share it after they are unpickled."""
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream)
+        self.numbers: dict[int, int] = {}  # of the storages that were set aside
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) not in (torch.Tensor, nn.Parameter):
+            return super().reducer_override(obj)
+        if obj.layout != torch.strided or obj.is_quantized:
+            return NotImplemented
+        view = (obj.dtype, tuple(obj.shape), obj.stride(), obj.storage_offset())
+        flags = (obj.requires_grad, obj.is_conj(), obj.is_neg())
+        return _tensor_of_storage, (self._number(obj), type(obj) is nn.Parameter, view, flags)
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.numbers:
+            self.numbers[storage._cdata] = len(self.tensors)
+            self.tensors.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage).cpu())
+        return self.numbers[storage._cdata]
+
+
+def _set_aside(obj: torch.Tensor | Pickled, tensors: list[torch.Tensor]) -> tuple[Callable[..., Any], tuple[int, ...]]:
+    """Append a tensor, or something pickled before, to the tensors; returns what stands for it in the bytes."""
+    number = len(tensors)
+    if isinstance(obj, torch.Tensor):
+        tensors.append(obj)
+        return _tensor, (number,)
+    tensors += [torch.frombuffer(bytearray(obj.data), dtype=torch.uint8), *obj.tensors]
+    return _pickled_before, (number, len(tensors))
+
+
+def _tensor(number: int) -> torch.Tensor:
+    """A tensor that was set aside."""
+    return _unpickling.tensors[number]
+
+
+def _pickled_before(start: int, end: int) -> Pickled:
+    """Something that was pickled before the message that it is part of."""
+    data, *tensors = _unpickling.tensors[start:end]
+    return Pickled(data.numpy().tobytes(), tensors)
+
+
+def _tensor_of_storage(number: int, is_parameter: bool, view: tuple[Any, ...], flags: tuple[bool, ...]) -> torch.Tensor:
+    """A tensor that shows a storage that was set aside."""
+    dtype, shape, stride, offset = view
+    requires_grad, conjugate, negative = flags
+    storage = _unpickling.tensors[number].untyped_storage()
+    tensor = torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
+    tensor = torch._conj(tensor) if conjugate else tensor
+    tensor = torch._neg_view(tensor) if negative else tensor
+    return nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)

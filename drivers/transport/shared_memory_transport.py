@@ -1,0 +1,174 @@
+"""Values between the processes of one host, through memory that both ends see. connection.py shows how."""
+
+import os
+import select
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from pippy.drivers.transport.connection import Connection
+from pippy.drivers.transport.received_values import ReceivedValues, ValueKey
+from pippy.drivers.transport.rpc_transport import copied
+from pippy.drivers.transport.transport import SentCount, Transport
+
+_CONTROLLER = -1  # its number among the peers
+_TURN = 64  # packets of one peer that are taken in before the other peers are looked at
+
+
+class SharedMemoryTransport(Transport):
+    """The transport of one process, ``index``, with a connected socket for each peer.
+
+    The sockets are AF_UNIX and SOCK_SEQPACKET, one pair for each pair of workers, made by their parent. ``limit`` bounds
+    the shared memory of each direction (a single value may be larger); what does not fit waits in the sender's own. While
+    rings grow, old ones that the receiver has not emptied count beside it, so that twice the limit can be in use.
+    Nothing has a name in the file system, so nothing is left behind, however a process ends.
+
+    A connection to the ``controller`` is served along with those of the peers. A receive polls for its value for
+    ``patience`` seconds before it sleeps: to wake a process takes longer than to send it a small value.
+
+    >>> first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    >>> here, there = SharedMemoryTransport(0, {1: first}), SharedMemoryTransport(1, {0: second})
+    >>> here.send(1, (0, 0, 0), torch.arange(3))
+    >>> there.receive((0, 0, 0), source=0)
+    tensor([0, 1, 2])
+    >>> here.close(), there.close()
+    (None, None)
+    """
+
+    def __init__(
+        self,
+        index: int,
+        peers: Mapping[int, socket.socket],
+        limit: int = 1 << 26,
+        device: torch.device | str | None = None,
+        controller: Connection | None = None,
+        patience: float = 0.0,
+    ) -> None:
+        self.index, self.patience = index, patience
+        self.device = torch.device(device) if device is not None else None
+        self.sent = {peer: SentCount() for peer in peers}
+        self.received = ReceivedValues()
+        self.connections = {peer: Connection(end, self.received, limit, self.device) for peer, end in peers.items()}
+        if controller is not None:
+            self.connections[_CONTROLLER] = controller
+        self._peer_of = {connection.fd: peer for peer, connection in self.connections.items()}
+        self._epoll = select.epoll()
+        self._wakeup = self.received.wakeup.fileno()
+        self._epoll.register(self._wakeup, select.EPOLLIN)
+        for fd in self._peer_of:
+            self._epoll.register(fd, select.EPOLLIN)
+        self._full: set[int] = set()  # the sockets that epoll watches for room to write
+
+    def send(self, to: int, key: ValueKey, value: Any) -> None:
+        if to == self.index:
+            self.received.put(key, copied(value))
+            return
+        connection, sent = self.connections[to], self.sent[to]
+        payload = connection.send(key, value)
+        sent.values += 1
+        sent.bytes += payload
+
+    def receive(self, key: ValueKey, source: int) -> Any:
+        received, connection = self.received, self.connections.get(source)
+        received.check(key)
+        while not received.has(key):
+            if connection is not None and connection.fd in self._peer_of and self._step(connection):
+                continue
+            received.check_source(key, source)
+            if self.patience and connection is not None and self._poll(connection):
+                continue
+            received.waiting_for = key
+            try:
+                received.check(key)
+                self._wait()
+                received.check(key)
+            finally:
+                received.waiting_for = None
+        return received.take(key)
+
+    def ready(self, key: ValueKey) -> bool:
+        while not self.received.has(key) and self._serve(0):
+            pass
+        return self.received.has(key)
+
+    def wait_for(self, fd: int) -> None:
+        self._epoll.register(fd, select.EPOLLIN)
+        try:
+            while not self._wait(fd):
+                pass
+        finally:
+            self._epoll.unregister(fd)
+
+    def discard_before(self, step: int) -> None:
+        self.received.discard_before(step)
+        for peer in self.sent:  # not the controller's: messages have other numbers
+            self.connections[peer].discard_before(step)
+
+    def close(self) -> None:
+        for connection in self.connections.values():
+            if not connection.ended:
+                connection.flush()
+            connection.close()
+        self._peer_of.clear()
+        self._epoll.close()
+        self.received.close()
+
+    def _wait_for_traffic(self, seconds: float | None) -> None:
+        self._serve(-1 if seconds is None else seconds)
+
+    def _wait(self, fd: int = -1) -> bool:
+        """Sleep until something happens, and serve it. True if ``fd`` is readable."""
+        return self._serve(-1, fd) == fd
+
+    def _serve(self, timeout: float, wanted: int = -1) -> int | None:
+        """Serve all that is there. Returns ``wanted`` if it is readable, else -2 if anything was, else None."""
+        self._watch_full_sockets()
+        found = None
+        for fd, _ in self._epoll.poll(timeout):
+            if fd == wanted:
+                found = fd
+                continue
+            found = found if found == wanted else -2
+            if fd == self._wakeup:
+                self.received.wakeup.clear()
+            elif fd in self._peer_of:
+                connection = self.connections[self._peer_of[fd]]
+                if connection.queue or connection.socket_full:
+                    connection.flush()
+                for _ in range(_TURN):
+                    if not self._step(connection):
+                        break
+        return found
+
+    def _step(self, connection: Connection) -> bool:
+        """Take in one packet, if there is one."""
+        try:
+            more = connection.step()
+            if connection.queue and not connection.socket_full:
+                connection.flush()
+            return more
+        except ConnectionError:
+            peer = self._peer_of.pop(connection.fd)
+            self._epoll.unregister(connection.fd)
+            self._full.discard(connection.fd)
+            connection.close()
+            self.received.mark_lost(peer)
+            return False
+
+    def _poll(self, connection: Connection) -> bool:
+        """Keep looking for a packet of this peer for ``patience`` seconds; True if one came."""
+        end = time.monotonic() + self.patience
+        while connection.fd in self._peer_of and time.monotonic() < end:
+            if self._step(connection):
+                return True
+            os.sched_yield()  # to whoever else has work for this core
+        return False
+
+    def _watch_full_sockets(self) -> None:
+        full = {fd for fd, peer in self._peer_of.items() if self.connections[peer].socket_full}
+        for fd in full ^ self._full:
+            self._epoll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if fd in full else 0))
+        self._full = full
