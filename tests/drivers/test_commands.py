@@ -46,7 +46,7 @@ class FakeDispatch:
             posted.undo()
         self.outstanding.clear()
 
-    def forget(self, driver, workers) -> None:
+    def drop(self, driver, workers) -> None:
         self.forgotten.append(driver)
 
 
