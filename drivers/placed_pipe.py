@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import count
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from pippy.drivers.control.messages import (
     Settings,
     TensorLocation,
 )
-from pippy.drivers.lowering.flow import RemoteInterpreter, loss_stage
+from pippy.drivers.lowering.flow import loss_stage, value_names
 from pippy.drivers.lowering.lower import Lowered
 from pippy.drivers.schedules.programs.instructions import Compute
 from pippy.drivers.schedules.programs.placement import Placement
@@ -72,7 +73,7 @@ class PlacedPipe:
     @cached_property
     def value_names(self) -> dict[fx.Node, str]:
         """The name of each value of the top-level graph."""
-        return RemoteInterpreter(self.compiled).names
+        return value_names(self.compiled)
 
     @cached_property
     def replicated(self) -> tuple[ReplicatedParameter, ...]:
@@ -136,7 +137,7 @@ class PlacedPipe:
         args = self.nodes[call].args
         if all(isinstance(arg, fx.Node) for arg in args):
             return Call(call)
-        numbers = iter(range(len(args) + sum(1 for _ in _nodes(args))))
+        numbers = count()
         return Call(call, map_nodes(lambda node: InputIndex(next(numbers)), args))
 
     def training_flags(self) -> dict[int, dict[str, tuple[bool, ...]]]:
@@ -155,12 +156,6 @@ class PlacedPipe:
 def _limits(placement: Placement, worker: int, out_of_order: bool | int) -> OutOfOrderLimits:
     to_pass = placement.worker_of[placement.stages_of(worker)[0] :]
     return OutOfOrderLimits(None if out_of_order is True else out_of_order, depth=len(set(to_pass)))
-
-
-def _nodes(argument: Any) -> Iterator[fx.Node]:
-    found: list[fx.Node] = []
-    map_nodes(found.append, argument)
-    return iter(found)
 
 
 def _own_work(lowered: Lowered, order: Sequence[Any]) -> Iterator[tuple[Any, Any]]:

@@ -69,6 +69,10 @@ class Compiled:
             raise NameLookupError(f"the Pipe has no stage {name!r}; it has {', '.join(self.split_gm._modules)}")
         return self.split_gm._modules[wanted]
 
+    def stage_outputs(self, name: str) -> Any:
+        """The node in a stage's graph that makes its output, or the tuple of them."""
+        return self.stage(name).graph.output_node().args[0]
+
     def placeholders(self) -> list[fx.Node]:
         """The inputs of the top-level graph, in order."""
         return list(self.split_gm.graph.find_nodes(op="placeholder"))

@@ -18,7 +18,7 @@ LAYERS = """
     drivers/schedules/make drivers/schedules/choose drivers/schedules
 
     ir/errors ir/trees ir/near_names ir/names ir/source ir/random_state ir/marks ir/modes ir/signature ir/run ir/nodes
-    ir/wiring ir/compiled ir/values ir/front ir/cut ir/passes ir/compiler ir/reference ir/show ir/state ir/model_parts
+    ir/wiring ir/compiled ir/front ir/cut ir/passes ir/compiler ir/reference ir/show ir/state ir/model_parts
     ir/pipe ir
 
     drivers/errors drivers/interrupts drivers/stderr_filter drivers/lowering drivers/batches drivers/transport

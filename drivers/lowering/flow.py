@@ -22,7 +22,6 @@ from pippy.ir.compiled import Compiled
 from pippy.ir.names import LOSS, stage_index
 from pippy.ir.nodes import flat_inputs, is_getitem, output_items, seeded
 from pippy.ir.run.stage_backward import stage_backward
-from pippy.ir.values import value_name
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class RemoteInterpreter:
         self.compiled, self.microbatch = compiled, microbatch
         self.nodes = list(compiled.split_gm.graph.nodes)
         self.position = 0
-        self.names = {node: safe_name(compiled, node) for node in self.nodes if value_name(compiled, node) is not None}
+        self.names = value_names(compiled)
         self.gradients: dict[fx.Node, tuple[str, ...]] = {}  # what each gradient node is the sum of
         self.loss_stage = loss_stage(compiled)
 
@@ -121,9 +120,11 @@ def outputs_of(call: fx.Node) -> list[fx.Node]:
     return [items[index] for index in sorted(items)] or [call]
 
 
-def safe_name(compiled: Compiled, node: fx.Node) -> str:
-    """The name of a value, in the letters that a program's text allows."""
-    return re.sub(r"\W", "_", str(value_name(compiled, node)), flags=re.ASCII)
+def value_names(compiled: Compiled) -> dict[fx.Node, str]:
+    """The name of every value by its node, in the letters that a program's text allows."""
+    names = compiled.wiring.values
+    nodes = [node for node in compiled.split_gm.graph.nodes if node.name in names]
+    return {node: re.sub(r"\W", "_", names[node.name], flags=re.ASCII) for node in nodes}
 
 
 def loss_stage(compiled: Compiled) -> int:

@@ -14,7 +14,6 @@ from pippy.ir.cut.plan import CutPlan, StagePlan, make_plan
 from pippy.ir.errors import SharedParameterError
 from pippy.ir.front.trace import Traced
 from pippy.ir.names import LOSS, Qualnames, local_name, named_state, place, qualnames_of, stage_index
-from pippy.ir.nodes import map_nodes
 from pippy.ir.run.functions import own_copy, set_grad_mode
 from pippy.ir.run.graph_module import KEPT_META, PipeGraphModule, empty_graph_module, install
 from pippy.ir.wiring import ValueName, Wiring
@@ -29,22 +28,17 @@ def split(traced: Traced, spec: MultiUseParamSpec = None) -> Compiled:
     place(names, traced.model, stages)
     by_index = {stage.index: stages[stage.name] for stage in plan.stages}
     replicated = replicated_names(plan.sharing, by_index, copies)
+    top, wiring = _top_level(plan, stages)
     return Compiled(
-        split_gm=_top_level(plan, stages),
+        split_gm=top,
         qualnames=names,
         replicated_params=replicated,
-        wiring=_wiring(plan),
+        wiring=wiring,
         signature=traced.signature,
         concrete_args=traced.concrete_args,
         required_inputs=traced.required_inputs,
         modes=traced.modes,
     )
-
-
-def _wiring(plan: CutPlan) -> Wiring:
-    placeholders = plan.traced.graph.find_nodes(op="placeholder")
-    outputs = map_nodes(lambda node: ValueName(value_name(plan, plan.first_of(node))), plan.output)
-    return Wiring(tuple(value_name(plan, node) for node in placeholders), outputs)
 
 
 def _stage_module(
@@ -175,8 +169,9 @@ def _kept_meta(node: fx.Node) -> dict[str, Any]:
     return {key: node.meta[key] for key in KEPT_META if node.meta.get(key) is not None}
 
 
-def _top_level(plan: CutPlan, stages: Mapping[str, PipeGraphModule]) -> PipeGraphModule:
-    graph, values = fx.Graph(), {}
+def _top_level(plan: CutPlan, stages: Mapping[str, PipeGraphModule]) -> tuple[PipeGraphModule, Wiring]:
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
     for node in plan.traced.graph.find_nodes(op="placeholder"):
         values[node] = graph.create_node("placeholder", node.target, name=value_name(plan, node))
     for stage in plan.stages:
@@ -189,7 +184,9 @@ def _top_level(plan: CutPlan, stages: Mapping[str, PipeGraphModule]) -> PipeGrap
     for name, module in stages.items():
         top.add_module(name, module)
     top.graph = graph
-    return top
+    names = {node.name: value_name(plan, value) for value, node in values.items()}
+    outputs = fx.node.map_arg(plan.output, lambda node: ValueName(value_name(plan, plan.first_of(node))))
+    return top, Wiring(tuple(node.name for node in graph.find_nodes(op="placeholder")), outputs, names)
 
 
 def _unpacked(graph: fx.Graph, call: fx.Node, outputs: list[fx.Node]) -> dict[fx.Node, fx.Node]:

@@ -13,7 +13,6 @@ return submod_1                        return _loss
 import copy
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from torch import fx, nn
@@ -22,6 +21,7 @@ from pippy.ir.compiled import Compiled, Loss
 from pippy.ir.errors import LossError
 from pippy.ir.names import LOSS, named_state
 from pippy.ir.passes.loss_wrappers import LossWrapper
+from pippy.ir.wiring import Wiring
 
 TARGET = "target"
 
@@ -80,7 +80,11 @@ def attach_loss_function(compiled: Compiled, loss_fn: Callable[..., Any]) -> Non
     top.add_module(LOSS, _with_own_parameters(compiled, module))
     top.recompile()
     compiled.target_name, compiled.loss = target.name, Loss(loss.name)
-    compiled.wiring = replace(compiled.wiring, inputs=tuple(node.name for node in graph.find_nodes(op="placeholder")))
+    compiled.wiring = Wiring(
+        inputs=tuple(node.name for node in graph.find_nodes(op="placeholder")),
+        outputs=compiled.wiring.outputs,
+        values={**compiled.wiring.values, target.name: target.name, loss.name: loss.name},
+    )
 
 
 def _after_inputs(graph: fx.Graph) -> fx.Node:

@@ -157,7 +157,7 @@ def _maker(compiled: Compiled, value: fx.Node) -> fx.Node | None:
     call, index = (value, None) if value.op == "call_module" else value.args
     if not isinstance(call, fx.Node) or stage_index(str(call.target)) is None:
         return None
-    made: Any = compiled.stage(str(call.target)).graph.output_node().args[0]
+    made: Any = compiled.stage_outputs(str(call.target))
     return made[index] if index is not None else made
 
 

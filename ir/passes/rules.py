@@ -26,8 +26,8 @@ from torch import fx
 from pippy.ir.compiled import Compiled
 from pippy.ir.names import LOSS, stage_index, stage_name
 from pippy.ir.nodes import ancestors, flat_inputs, is_getitem
+from pippy.ir.passes.value_names import names_of, value_name
 from pippy.ir.run.stage_backward import SEED, stage_backward
-from pippy.ir.values import names_of, stage_outputs, value_name
 
 
 class Fault(NamedTuple):
@@ -145,7 +145,7 @@ def check_getitem(subject: Subject, node: fx.Node) -> Faults:
     if source.op == "call_function" and source.target is stage_backward:
         size = len(source.kwargs.get("input_values") or ())  # type: ignore[arg-type]
     elif str(source.target) in subject.modules:
-        made = stage_outputs(subject.compiled, str(source.target))
+        made = subject.compiled.stage_outputs(str(source.target))
         size = len(made) if isinstance(made, tuple) else 0
         if not node.users:
             yield Fault(node, "is used by nothing")
@@ -177,7 +177,7 @@ def check_backward(subject: Subject, node: fx.Node) -> Faults:
 
 def _check_output_gradients(subject: Subject, node: fx.Node, call: fx.Node) -> Faults:
     given = node.kwargs["output_grads"]
-    made = stage_outputs(subject.compiled, str(call.target)) if str(call.target) in subject.modules else None
+    made = subject.compiled.stage_outputs(str(call.target)) if str(call.target) in subject.modules else None
     if not isinstance(made, tuple):
         yield from _check_gradient(subject, node, call, given)
         return
@@ -308,6 +308,17 @@ def check_inputs(subject: Subject) -> Faults:
         yield Fault(None, f"the inputs are {list(names)}; the model's are {list(subject.compiled.wiring.inputs)}")
 
 
+def check_values(subject: Subject) -> Faults:
+    """Every value is recorded by its name."""
+    recorded = dict(subject.compiled.wiring.values)
+    for node in subject.nodes:
+        name, written = value_name(subject.compiled, node), recorded.pop(node.name, None)
+        if written != name:
+            yield Fault(node, f"stands for the value {name}, but is recorded as {written}")
+    if recorded:
+        yield Fault(None, f"there are no nodes {list(recorded)}, for which values are recorded")
+
+
 def check_calls(subject: Subject) -> Faults:
     """Every stage is called once, in the order of the numbers; then `_loss`, if there is a loss function."""
     loss = subject.compiled.loss
@@ -337,6 +348,7 @@ GRAPH_RULES: tuple[Callable[[Subject], Faults], ...] = (
     check_nodes,
     check_order,
     check_inputs,
+    check_values,
     check_calls,
     check_backwards,
 )

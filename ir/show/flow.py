@@ -16,7 +16,6 @@ from pippy.ir.names import LOSS, stage_index
 from pippy.ir.nodes import is_getitem
 from pippy.ir.run.functions import own_copy
 from pippy.ir.run.stage_backward import stage_backward
-from pippy.ir.values import stage_outputs, value_name
 
 
 @dataclass(frozen=True)
@@ -73,9 +72,8 @@ def flow_of(compiled: Compiled) -> Flow:
     nodes = list(compiled.split_gm.graph.nodes)
     boxed = [node for node in nodes if node.op in ("placeholder", "call_module", "output")]
     index = {node: number for number, node in enumerate(boxed)}
-    values = tuple(
-        _value(compiled, node, name, index) for node in nodes if (name := value_name(compiled, node)) is not None
-    )
+    names = compiled.wiring.values
+    values = tuple(_value(compiled, node, names[node.name], index) for node in nodes if node.name in names)
     boxes = tuple(_box(node) for node in boxed)
     calls: list[Any] = [node.kwargs["stage_output"] for node in nodes if node.target is stage_backward]
     return Flow(boxes, values, tuple(_replicas(compiled, boxes)), frozenset(str(call.target) for call in calls))
@@ -111,7 +109,7 @@ def _maker(compiled: Compiled, node: fx.Node, source: fx.Node) -> fx.Node | None
     """The node inside a stage that makes a value; for a copy of a tensor of the model, the tensor."""
     if stage_index(str(source.target)) is None or source.op != "call_module":
         return None
-    outputs: Any = stage_outputs(compiled, str(source.target))
+    outputs: Any = compiled.stage_outputs(str(source.target))
     made = outputs[node.args[1]] if is_getitem(node) else outputs
     if made.target is own_copy and made.args[0].op == "get_attr":
         return made.args[0]

@@ -23,7 +23,6 @@ from pippy.ir.random_state import untouched_random_state
 from pippy.ir.run.graph_module import PipeGraphModule
 from pippy.ir.signature import bind
 from pippy.ir.trees import describe, leaves, map_tensors, tensors
-from pippy.ir.values import value_name
 
 
 class Unknown:
@@ -115,7 +114,7 @@ class _Propagation:
             elif is_getitem(node) and node.args[0] in self.values:
                 made = self.values[node.args[0]]
                 self.values[node] = made if isinstance(made, Unknown) else made[node.args[1]]
-            if node in self.values and value_name(self.compiled, node) is not None:
+            if node.name in self.compiled.wiring.values:
                 self.shapes.values[node.name] = measure(self.values[node])
         return self.shapes
 

@@ -260,6 +260,10 @@ def record_mutants(pipe):
         yield f"{name} unused too", lambda p, n=name: p.qualnames.unused.update({n: torch.zeros(1)})
     yield "an invented name", lambda p: p.qualnames.places.update({"forged": ("submod_0.forged",)})
     yield "an invented saved name", lambda p: setattr(p.qualnames, "saved", (*p.qualnames.saved, "forged"))
+    for node in pipe.wiring.values:
+        yield f"another value for {node}", lambda p, n=node: p.wiring.values.update({n: "forged"})
+        yield f"no value for {node}", lambda p, n=node: p.wiring.values.pop(n)
+    yield "an invented value", lambda p: p.wiring.values.update(forged="forged")
     if pipe.loss is not None:
         yield "no such loss", lambda p: setattr(p, "loss", Loss("forged"))
         yield "another seed", lambda p: setattr(p, "loss", Loss(p.loss.value, [1.0]))

@@ -1,4 +1,4 @@
-"""The values of the top-level graph and their names."""
+"""The names of values, computed from the graphs once more: the verifier holds the recorded names to them."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from torch import fx
 
 from pippy.ir.compiled import Compiled
 from pippy.ir.names import LOSS
-from pippy.ir.nodes import is_getitem, map_nodes
+from pippy.ir.nodes import is_getitem
 from pippy.ir.wiring import ValueName
 
 
@@ -19,17 +19,12 @@ def value_name(compiled: Compiled, node: fx.Node) -> str | None:
         return None
     if call.target == LOSS:
         return LOSS if index is None else None
-    made = stage_outputs(compiled, str(call.target))
+    made = compiled.stage_outputs(str(call.target))
     if isinstance(made, fx.Node):
         return made.name if index is None else None
     return made[index].name if isinstance(index, int) and 0 <= index < len(made) else None
 
 
-def stage_outputs(compiled: Compiled, stage: str) -> Any:
-    """The node in a stage's graph that makes its output, or the tuple of them."""
-    return compiled.stage(stage).graph.output_node().args[0]
-
-
 def names_of(compiled: Compiled, argument: Any) -> Any:
     """An argument of the top-level graph with each node replaced by the name of its value."""
-    return map_nodes(lambda node: ValueName(value_name(compiled, node) or f"?{node.name}"), argument)
+    return fx.node.map_arg(argument, lambda node: ValueName(value_name(compiled, node) or f"?{node.name}"))
