@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from pippy.drivers.auto import Auto, StepPurpose
-from pippy.drivers.batches.division import Division, divide_call
+from pippy.drivers.batches.divide_call import divide_call
+from pippy.drivers.batches.division import Division
 from pippy.drivers.clusters.cluster import Cluster, current_cluster
 from pippy.drivers.commands import Commands
 from pippy.drivers.control.messages import Step

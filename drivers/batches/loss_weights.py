@@ -1,8 +1,8 @@
-"""What the loss of each micro-batch counts in the loss of the mini-batch.
+"""The weight of each micro-batch's loss in the loss of the mini-batch.
 
 The loss of the mini-batch is the sum of weight times loss over the micro-batches, and so are its gradients. For a mean over
-rows the weight is the micro-batch's share of the rows. torch's cross entropy is no mean over rows: it divides by the number,
-or the class weights, of the targets that it does not ignore, and the share is one of those.
+rows, the weight is the micro-batch's share of the rows. torch's cross entropy is not a mean over rows: it divides by the
+number of targets that it does not ignore, or by the sum of their class weights. The weight is then a share of that.
 """
 
 import functools
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pippy.drivers.batches.division import Cut, Division
+from pippy.drivers.batches.division import CutTensor, Division
 from pippy.drivers.errors import MicrobatchError
 from pippy.ir.errors import PippyWarning
 from pippy.ir.passes.loss_function import FunctionLoss
@@ -89,7 +89,7 @@ def loss_weights(
     A micro-batch in which nothing counts has weight 0, and its own loss is nan (0 / 0): leave it out of the sum, and run no
     backward for its loss. If nothing counts in any, the weights are those by rows, and the loss is nan, as the model's is.
 
-    >>> from pippy.drivers.batches.division import divide
+    >>> from pippy.drivers.batches.divide import divide
     >>> division = divide({"target": torch.tensor([1, 0, -100, -100, 2])}, chunks=2)
     >>> loss_weights(nn.CrossEntropyLoss(), division, "target")  # two targets count, and one
     (0.6666666666666666, 0.3333333333333333)
@@ -140,13 +140,14 @@ def _shares(counts: Sequence[float], division: Division) -> tuple[float, ...]:
 
 
 def _counted(reduction: Reduction, division: Division, target: str) -> list[float] | None:
-    """How many targets count in each micro-batch, or their class weights; None for targets that are no class indices."""
-    plan = division.arguments[target]
-    if isinstance(plan, Cut) and not division.mask and division.sizes is not None:
-        if plan.value.is_floating_point():
+    """How many targets count in each micro-batch, or the sum of their class weights; None if targets are not class indices."""
+    divided = division.arguments[target]
+    if isinstance(divided, CutTensor) and not division.mask and division.sizes is not None:
+        if divided.value.is_floating_point():
             return None
         # one pass over the whole: the work must not grow with the number of micro-batches
-        rows = _weights_of(plan.value, reduction).movedim(plan.dim, 0).reshape(plan.value.shape[plan.dim], -1).sum(1)
+        weights, count = _weights_of(divided.value, reduction), divided.value.shape[divided.dim]
+        rows = weights.movedim(divided.dim, 0).reshape(count, -1).sum(1)
         owner = torch.arange(division.chunks).repeat_interleave(torch.tensor(division.sizes)).to(rows.device)
         return torch.zeros(division.chunks, dtype=rows.dtype, device=rows.device).index_add_(0, owner, rows).tolist()
     pieces = [division.own_rows(piece, index) for index, piece in enumerate(division.microbatches(target))]
@@ -156,7 +157,7 @@ def _counted(reduction: Reduction, division: Division, target: str) -> list[floa
 
 
 def _check_smooth(reduction: Reduction, division: Division, target: str, weights: list[float]) -> None:
-    """Smoothing spreads a target over classes that weigh something; divided by its own weight of 0 that is infinite."""
+    """Refuse smoothed targets that all weigh 0: smoothing gives them a loss, and their mean divides it by 0."""
     if not reduction.smooth or reduction.weight is None or all(weights):
         return
     counts = _counted(replace(reduction, weight=None), division, target) or []
@@ -169,7 +170,7 @@ def _check_smooth(reduction: Reduction, division: Division, target: str, weights
 
 
 def _weights_of(target: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-    """What each target counts."""
+    """The weight of each target: 0 or 1, or that of its class."""
     counts = target != reduction.ignore_index
     if reduction.weight is None:
         return counts.long()
@@ -213,9 +214,9 @@ def _named_parameters(how: Callable[..., Any], division: Division) -> dict[str, 
 
 
 def _warn_of_ignored(division: Division, weights: tuple[float, ...]) -> None:
-    """A loss that nobody can look into, and targets as torch's losses ignore them: by rows may be wrong."""
+    """Warn if targets hold -100, which torch's losses ignore, and it is not known whether this loss does."""
     for user, name in division.names.items():
-        for leaf in _cut_leaves(division.arguments.get(name)):
+        for leaf in _cut_tensors(division.arguments.get(name)):
             if leaf.is_floating_point() or leaf.dtype == torch.bool or not bool((leaf == IGNORED).any()):
                 continue
             warnings.warn(
@@ -228,7 +229,7 @@ def _warn_of_ignored(division: Division, weights: tuple[float, ...]) -> None:
             return
 
 
-def _cut_leaves(plan: Any) -> list[torch.Tensor]:
-    if isinstance(plan, Cut):
-        return [plan.value]
-    return [each for each in leaves(plan) if isinstance(each, torch.Tensor)]
+def _cut_tensors(divided: Any) -> list[torch.Tensor]:
+    if isinstance(divided, CutTensor):
+        return [divided.value]
+    return [each for each in leaves(divided) if isinstance(each, torch.Tensor)]

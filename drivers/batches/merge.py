@@ -4,7 +4,7 @@
     a float tensor without dimensions (a loss, say)          the mean, weighted by rows
     anything else                                            returned once, if all micro-batches gave the same
 
-A spec says otherwise: see chunk_specs.py.
+A spec says otherwise: see specs.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +21,11 @@ from pippy.drivers.batches.specs import (
     Replicate,
     Sum,
     TensorChunkSpec,
+    as_spec,
     is_spec,
-    normal,
-    parts,
-    refuse,
-    specs_inside,
+    items_with_paths,
+    specs_of_items,
+    unsuitable_spec,
 )
 from pippy.drivers.errors import MicrobatchError
 from pippy.ir.trees import describe, with_children
@@ -58,10 +58,10 @@ class _Merge:
 
     def tree(self, values: list[Any], spec: Any, path: str, outer: bool = True) -> Any:
         """``outer``: the spec is meant for this very output, not for a container of it."""
-        spec = normal(spec)
+        spec = as_spec(spec)
         if isinstance(spec, ChunkSpec):
             return spec.merge(values)
-        held = [parts(value, path) for value in values]
+        held = [items_with_paths(value, path) for value in values]
         if callable(spec) and not is_spec(spec):
             return spec(values)
         if held[0] is None or any(type(value) is not type(values[0]) for value in values):
@@ -73,7 +73,7 @@ class _Merge:
                 "give a function of the list of values that puts them together"
             )
         columns = zip(*[[item for _, item in each or ()] for each in held])
-        specs, whole = specs_inside(spec, values[0], path), is_spec(spec)
+        specs, whole = specs_of_items(spec, values[0], path), is_spec(spec)
         merged = [self.tree(list(each), its, where, not whole) for each, its, where in zip(columns, specs, names[0])]
         return with_children(values[0], merged) if merged else values[0]
 
@@ -85,7 +85,7 @@ class _Merge:
         for kind, merge in _MERGES.items():
             if isinstance(spec, kind):
                 return merge(self, values, spec, path)
-        raise refuse(spec, path, values[0])
+        raise unsuitable_spec(spec, path, values[0])
 
     def default(self, values: list[Any], path: str) -> Any:
         if len(values) == 1:

@@ -11,7 +11,7 @@ A spec is given for an argument or an output as a whole, or for parts of it, in 
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,19 +112,19 @@ def is_spec(spec: Any) -> bool:
     return isinstance(spec, _BUILT_IN)
 
 
-def normal(spec: Any) -> Any:
+def as_spec(spec: Any) -> Any:
     """A spec with an int spelled out.
 
-    >>> normal(1), normal(None)
+    >>> as_spec(1), as_spec(None)
     (TensorChunkSpec(dim=1), None)
     """
     return TensorChunkSpec(spec) if isinstance(spec, int) and not isinstance(spec, bool) else spec
 
 
-def parts(value: Any, path: str) -> list[tuple[str, Any]] | None:
+def items_with_paths(value: Any, path: str) -> list[tuple[str, Any]] | None:
     """What a container holds, each with its path for messages; None for a leaf.
 
-    >>> parts({"a": 1}, "x")
+    >>> items_with_paths({"a": 1}, "x")
     [("x['a']", 1)]
     """
     held = None if isinstance(value, MicroBatches) else children(value)
@@ -152,12 +152,12 @@ def _names(value: Any) -> list[Any] | None:
     return list(value) if isinstance(value, Mapping) else None
 
 
-def specs_inside(spec: Any, value: Any, path: str) -> list[Any]:
+def specs_of_items(spec: Any, value: Any, path: str) -> list[Any]:
     """The spec of each value in a container: the spec's own for it, or one that holds for all of it.
 
-    >>> specs_inside({"b": Replicate()}, {"a": 1, "b": 2}, "x")
+    >>> specs_of_items({"b": Replicate()}, {"a": 1, "b": 2}, "x")
     [None, Replicate()]
-    >>> specs_inside(1, (1, 2), "x")
+    >>> specs_of_items(1, (1, 2), "x")
     [1, 1]
     """
     held = children(value) or ()
@@ -184,12 +184,9 @@ def _by_name(spec: Any) -> dict[Any, Any] | None:
     return None if names is None else dict(zip(names, children(spec) or ()))
 
 
-def refuse(spec: Any, path: str, value: Any) -> MicrobatchError:
+def unsuitable_spec(spec: Any, path: str, value: Any) -> MicrobatchError:
     """The error for a spec that does not suit a value."""
     return MicrobatchError(
         f"the spec for {path} is {spec!r}, and {path} is {describe(value)}; a spec is a dimension, TensorChunkSpec(dim), "
         "Replicate() or a ChunkSpec of your own, and for outputs also Sum(), Mean() or a function of the list of values"
     )
-
-
-Reducer = Callable[[list[Any]], Any]

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pippy import pipe_split, pipeline
-from pippy.drivers.batches.division import divide, divide_call
+from pippy.drivers.batches.divide import divide
+from pippy.drivers.batches.divide_call import divide_call
 from pippy.drivers.batches.specs import ChunkSpec, MicroBatches, Replicate, TensorChunkSpec
 from pippy.drivers.errors import MicrobatchError
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pippy import PippyWarning
-from pippy.drivers.batches.division import divide
+from pippy.drivers.batches.divide import divide
 from pippy.drivers.batches.loss_weights import loss_weights, reduction_of
 from pippy.drivers.batches.specs import MicroBatches
 from pippy.drivers.errors import MicrobatchError

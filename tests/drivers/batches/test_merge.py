@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pippy.drivers.batches.division import divide
+from pippy.drivers.batches.divide import divide
 from pippy.drivers.batches.merge import merge_outputs
 from pippy.drivers.batches.specs import ChunkSpec, Mean, Replicate, Sum, TensorChunkSpec
 from pippy.drivers.errors import MicrobatchError

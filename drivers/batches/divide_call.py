@@ -1,0 +1,94 @@
+"""Dividing the arguments of a call: specs are found by the names of the model's arguments, as the arguments are."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pippy.drivers.batches.divide import divide
+from pippy.drivers.batches.division import Division
+from pippy.drivers.errors import MicrobatchError
+from pippy.ir.compiled import Compiled
+from pippy.ir.signature import bind, signature_of
+
+
+def divide_call(
+    compiled: Compiled,
+    chunks: int,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    specs: Sequence[Any] | Mapping[str, Any] | None = None,
+    batch_dims: Sequence[int | None] | Mapping[str, int | None] | None = None,
+    mask: bool = False,
+) -> Division:
+    """Divide the arguments of a call of the Pipe. ``specs`` and ``batch_dims`` are given by name, or in order as ``args``.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from pippy.ir.pipe import Pipe, compiled_of
+    >>> pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(3, 2), nn.ReLU()), nn.MSELoss())
+    >>> args = torch.ones(3, 5), torch.ones(5, 2)
+    >>> division = divide_call(compiled_of(pipe), 2, args, {}, batch_dims=[1])
+    >>> division.sizes, division.take("target", 1).shape, division.take("input_1", 1).shape
+    ((3, 2), torch.Size([2, 2]), torch.Size([3, 2]))
+    """
+    values = bind(compiled, args, kwargs)
+    users = {node.name: str(node.target).lstrip("*") for node in compiled.split_gm.graph.find_nodes(op="placeholder")}
+    found = _specs_of_call(compiled, args, kwargs, specs, "specs")
+    for name, dim in _specs_of_call(compiled, args, kwargs, _without_zero(batch_dims), "batch_dims").items():
+        found[name] = _either(name, found.get(name), dim)
+    by_input = {name: found[user] for name, user in users.items() if user in found}
+    return divide(values, chunks, by_input, mask=mask, names={user: name for name, user in users.items()})
+
+
+def _without_zero(dims: Sequence[int | None] | Mapping[str, int | None] | None) -> Any:
+    """0 is the default, and users of PiPPy write it for values without rows too."""
+    if isinstance(dims, Mapping):
+        return {name: dim or None for name, dim in dims.items()}
+    return None if dims is None else [dim or None for dim in dims]
+
+
+def _either(name: str, spec: Any, dim: Any) -> Any:
+    if isinstance(dim, dict):  # of **kwargs
+        spec = spec or {}
+        return {key: _either(f"{name}[{key!r}]", spec.get(key), dim.get(key)) for key in {**spec, **dim}}
+    if isinstance(dim, tuple):  # of *args
+        spec = spec if isinstance(spec, tuple) else (spec,) * len(dim)
+        longest = max(len(spec), len(dim))
+        padded = [(*each, *(None,) * (longest - len(each))) for each in (spec, dim)]
+        return tuple(_either(f"{name}[{index}]", *both) for index, both in enumerate(zip(*padded)))
+    if spec is not None and dim is not None:
+        raise MicrobatchError(f"{name} has a spec, {spec!r}, and a batch dim, {dim!r}; give one of them")
+    return dim if spec is None else spec
+
+
+def _specs_of_call(
+    compiled: Compiled, args: Sequence[Any], kwargs: Mapping[str, Any], specs: Any, what: str
+) -> dict[str, Any]:
+    """Specs by the names of the model's arguments: bound as the arguments are."""
+    if specs is None:
+        return {}
+    if isinstance(specs, Mapping):
+        return _by_name(compiled, specs, what)
+    if not isinstance(specs, (list, tuple)) or len(specs) > len(args):
+        raise MicrobatchError(
+            f"{what} is {specs!r}, and the call has {len(args)} positional arguments; give one for each, in order, or a dict "
+            "by name"
+        )
+    given, found = [*specs, *[None] * (len(args) - len(specs))], {}
+    if compiled.target_name is not None and compiled.target_name not in kwargs:
+        found[compiled.target_name] = given.pop()
+    found.update(signature_of(compiled).bind_partial(*given).arguments)
+    return {name: spec for name, spec in found.items() if spec is not None}
+
+
+def _by_name(compiled: Compiled, specs: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """What ``**kwargs`` takes may be named as in the call."""
+    parameters = signature_of(compiled).parameters
+    rest = next((name for name, each in parameters.items() if each.kind is each.VAR_KEYWORD), None)
+    known = [*parameters, *([compiled.target_name] if compiled.target_name else [])]
+    found = {name: spec for name, spec in specs.items() if name in known and spec is not None}
+    unknown = {name: spec for name, spec in specs.items() if name not in known and spec is not None}
+    if unknown and rest is None:
+        raise MicrobatchError(f"{what} names {list(unknown)}, which are no inputs; the inputs are {', '.join(known)}")
+    if unknown and rest is not None:
+        found[rest] = {**found.get(rest, {}), **unknown}
+    return found
