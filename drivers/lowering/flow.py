@@ -48,8 +48,9 @@ class RemoteInterpreter:
     """Interprets the top-level graph of a Pipe for one micro-batch, and emits work in place of computing it.
 
     >>> from torch import nn
+    >>> from pippy.ir.pipe import Pipe, compiled_of
     >>> pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.MSELoss())
-    >>> interpreter = RemoteInterpreter(pipe, microbatch=3)
+    >>> interpreter = RemoteInterpreter(compiled_of(pipe), microbatch=3)
     >>> [str(work) for work in interpreter.run_until(lambda node: node.target == "submod_1")]
     ['F0.3 submod_0(input_1)']
     >>> [str(work) for work in interpreter.run_until(lambda node: node.op == "output")][:2]
