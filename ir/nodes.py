@@ -1,22 +1,18 @@
 """Reading the nodes of the top-level graph: their inputs, and the `getitem` nodes of their outputs."""
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
 
-from pippy.ir.run.stage_backward import SEED
+from pippy.ir.run.stage_backward import SEED, stage_backward
 
 
 def flat_inputs(call: fx.Node) -> list[fx.Node]:
     """The nodes among the arguments of a call, in order; a node that is there twice is in the list twice."""
     found: list[fx.Node] = []
-
-    def note(node: fx.Node) -> fx.Node:
-        found.append(node)
-        return node
-
-    fx.node.map_arg(call.args, note)
+    fx.node.map_arg(call.args, found.append)
     return found
 
 
@@ -39,6 +35,42 @@ def output_items(call: fx.Node) -> dict[int, fx.Node]:
 def is_getitem(node: fx.Node) -> bool:
     """Whether a node is a `getitem`."""
     return node.op == "call_function" and node.target is operator.getitem
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Whether a node of the top-level graph belongs to the backward pass."""
+    if is_getitem(node):
+        return is_backward(node.args[0])  # type: ignore[arg-type]
+    return node.op == "call_function"
+
+
+def forward_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes of the top-level graph without its backward pass, in order."""
+    return [node for node in graph.nodes if not is_backward(node)]
+
+
+def values_read(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose values a node reads when it runs.
+
+    A backward reads gradients only: whoever runs a stage keeps the outputs and inputs of that run for it.
+    """
+    if node.target is not stage_backward:
+        return node.all_input_nodes
+    found: list[fx.Node] = []
+    fx.node.map_arg(node.kwargs["output_grads"], found.append)
+    return found
+
+
+def values_to_free(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """The values that can be freed after each node: those that it is the last to read, and its own if nothing reads it."""
+    last_reader: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        last_reader[node] = node
+        last_reader.update(dict.fromkeys(values_read(node), node))
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for value, reader in last_reader.items():
+        found.setdefault(reader, []).append(value)
+    return found
 
 
 def seeded(output_grads: Any) -> Any:

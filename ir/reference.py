@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from pippy.ir.compiled import Compiled
-from pippy.ir.nodes import is_getitem, map_nodes, seeded
+from pippy.ir.nodes import forward_nodes, is_getitem, map_nodes, seeded, values_to_free
 from pippy.ir.run.copies import owners_in_place_of_copies, whole_gradients
 from pippy.ir.run.shared_tensors import check_unchanged
 from pippy.ir.run.stage_backward import add_gradients, gradient_pairs, stage_backward, weighted
@@ -40,22 +40,27 @@ def run_microbatches(
 
 
 class _Reference:
-    """One run of the top-level graph: the values of its nodes, and each call's leaves for its backward."""
+    """One run of the top-level graph: the values that are still to be read, and each call's leaves for its backward."""
 
     def __init__(self, compiled: Compiled, inputs: Mapping[str, Any], weight: float = 1.0) -> None:
         self.compiled, self.inputs, self.weight = compiled, inputs, weight
         self.trains = compiled.loss is not None and torch.is_grad_enabled()
+        graph = compiled.split_gm.graph
+        self.nodes = list(graph.nodes) if self.trains else forward_nodes(graph)
+        self.free_after = values_to_free(self.nodes)
+        self.with_backward = {node.kwargs["stage_output"] for node in self.nodes if node.target is stage_backward}
         self.values: dict[fx.Node, Any] = {}
         self.input_gradients: dict[str, Any] = {}
         self.runs: dict[fx.Node, StageRun] = {}
 
     def run(self) -> Any:
-        for node in self.compiled.split_gm.graph.nodes:
+        for node in self.nodes:
             if node.op == "output":
                 self._give_to_caller()
                 return map_nodes(self.values.__getitem__, node.args[0])
-            if self.trains or not _is_backward(node):
-                self.values[node] = self._value(node)
+            self.values[node] = self._value(node)
+            for value in self.free_after.get(node, ()):
+                del self.values[value]
         raise AssertionError("a graph ends in its output")
 
     def _value(self, node: fx.Node) -> Any:
@@ -80,7 +85,8 @@ class _Reference:
         name, module = str(node.target), self.compiled.stage(str(node.target))
         with check_unchanged(name, module, self.compiled.qualnames.read_by_several.get(name, ())):
             outputs = run_stage(name, module, args)
-        self.runs[node] = StageRun(outputs, tuple(leaves))
+        if node in self.with_backward:
+            self.runs[node] = StageRun(outputs, tuple(leaves))
         return outputs
 
     def _run_backward(self, node: fx.Node) -> Any:
@@ -102,9 +108,3 @@ class _Reference:
         if pairs:
             values, gradients = zip(*pairs)
             torch.autograd.backward(values, gradients)
-
-
-def _is_backward(node: fx.Node) -> bool:
-    if is_getitem(node):
-        return _is_backward(node.args[0])  # type: ignore[arg-type]
-    return node.op == "call_function"

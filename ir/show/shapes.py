@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMo
 from torch.utils.flop_counter import FlopCounterMode
 
 from pippy.ir.compiled import Compiled
-from pippy.ir.nodes import is_getitem, map_nodes
+from pippy.ir.nodes import forward_nodes, is_getitem, map_nodes
 from pippy.ir.random_state import untouched_random_state
 from pippy.ir.run.graph_module import PipeGraphModule
 from pippy.ir.signature import bind
@@ -106,13 +106,13 @@ class _Propagation:
         self.values: dict[fx.Node, Any] = {}
 
     def run(self, inputs: Mapping[str, Any]) -> Shapes:
-        for node in self.compiled.split_gm.graph.nodes:
+        for node in forward_nodes(self.compiled.split_gm.graph):
             if node.op == "placeholder":
                 self.values[node] = map_tensors(self._fake, inputs[node.name])
             elif node.op == "call_module":
                 self.values[node] = self._call(node)
-            elif is_getitem(node) and node.args[0] in self.values:
-                made = self.values[node.args[0]]
+            elif is_getitem(node):
+                made = self.values[node.args[0]]  # type: ignore[index]
                 self.values[node] = made if isinstance(made, Unknown) else made[node.args[1]]
             if node.name in self.compiled.wiring.values:
                 self.shapes.values[node.name] = measure(self.values[node])
