@@ -183,7 +183,7 @@ class _Constraints:
 
     def _refused_change(self, mutation: Mutation) -> Callable[[Stages], PippyError | None]:
         """A stage may change what it was given only where nobody else relies on seeing, or not seeing, the change."""
-        family = [node for node, root in self.roots.items() if root is mutation.root]
+        family = [node for node, roots in self.roots.items() if mutation.root in roots]
 
         def refusal(stages: Stages) -> PippyError | None:
             def stage_of(node: fx.Node) -> int | None:

@@ -2,79 +2,101 @@
 
 Between stages a value is a copy: what one stage changes in place, no other stage sees. The plain model may rely on
 seeing it; so every in-place operation is found before the model is cut.
+
+    what a node calls                        who says what it changes, and what its result may share memory with
+    ─────────────────────────────────────    ───────────────────────────────────────────────────────────────────
+    an operator of torch, also a method      its schemas: ``view(Tensor(a) self, …) -> Tensor(a)``; and _VIEWS_WITHOUT_SCHEMA
+    another function of torch                ``inplace=True``, a name that ends with ``_``, and _VIEWS_WITHOUT_SCHEMA
+    a function of the module `operator`      _OPERATORS
+    a module                                 ``inplace=True``, and _VIEW_MODULES
+    anything else                            nobody: the result may be a view of every argument
 """
 
 import inspect
-import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
+from types import MethodDescriptorType
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.jit._builtins import _find_builtin
 
-# Methods and functions whose result may share memory with their first tensor argument.
-_VIEWS = frozenset(
-    """T mT H mH data real imag __getitem__ getitem getattr adjoint alias as_strided atleast_1d atleast_2d atleast_3d
-    bfloat16 bool broadcast_tensors broadcast_to char chunk conj contiguous cpu cuda detach detach_ diagonal double dsplit
-    einsum expand expand_as flatten float half hsplit indices int long meshgrid moveaxis movedim mT narrow permute ravel
-    requires_grad_ reshape select short split squeeze swapaxes swapdims t tensor_split to transpose type type_as unbind
-    unflatten unfold unsqueeze values view view_as view_as_complex view_as_real vsplit
-    alpha_dropout dropout dropout1d dropout2d dropout3d feature_alpha_dropout""".split()
+# Operators and functions of torch that may return an argument or a view of it, of which no schema tells.
+_VIEWS_WITHOUT_SCHEMA = frozenset(
+    """atleast_1d atleast_2d atleast_3d broadcast_tensors cartesian_prod einsum histogramdd meshgrid sum_to_size type_as
+    unsafe_chunk unsafe_split unsafe_split_with_sizes
+    alpha_dropout dropout dropout1d dropout2d dropout3d feature_alpha_dropout feature_dropout""".split()
 )
 _VIEW_MODULES = (nn.Identity, nn.Flatten, nn.Unflatten, nn.modules.dropout._DropoutNd)
 _SHAPE_ATTRIBUTES = frozenset(
     ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "itemsize", "nbytes")
 )
-_NOT_IN_PLACE = frozenset(("requires_grad_", "retain_grad_", "detach_"))
+_NOT_IN_PLACE = frozenset(("requires_grad_", "retain_grad", "retain_grad_", "detach_"))  # they change no number
 _OPERATORS = frozenset(
     f"i{name}" for name in "add and floordiv lshift matmul mod mul or pow rshift sub truediv xor".split()
 )
 
+Roots = dict[fx.Node, tuple[fx.Node, ...]]
+
 
 @dataclass(frozen=True)
 class Mutation:
-    """``node`` changes ``target`` in place; ``root`` is the value whose memory that is."""
+    """``node`` changes ``target`` in place; ``root`` is a value whose memory that may be."""
 
     node: fx.Node
     target: fx.Node
     root: fx.Node
 
 
-def find_mutations(graph: fx.Graph, attributes: Mapping[str, Any]) -> tuple[list[Mutation], dict[fx.Node, fx.Node]]:
-    """All in-place changes in program order, and for every node the root of the memory that it may share."""
-    roots: dict[fx.Node, fx.Node] = {}
+@dataclass(frozen=True)
+class _Effect:
+    """The arguments that a call changes in place, and those whose memory its result may share."""
+
+    changed: Sequence[Any] = ()
+    shared: Sequence[Any] = ()
+
+
+def find_mutations(graph: fx.Graph, attributes: Mapping[str, Any]) -> tuple[list[Mutation], Roots]:
+    """All in-place changes in program order, and for every node the values whose memory it may share: itself, if none."""
+    roots: Roots = {}
     mutations = []
     for node in graph.nodes:
-        targets = list(_mutated(node, attributes))
-        mutations += [Mutation(node, target, roots[target]) for target in targets]
-        shared = targets[:1] if _returns_target(node, attributes) else []
-        shared = shared or list(_viewed(node, attributes))
-        roots[node] = roots[shared[0]] if shared else node
+        effect = _effect(node, attributes)
+        mutations += [Mutation(node, target, root) for target in _nodes(effect.changed) for root in roots[target]]
+        views = [each for each in _nodes(effect.shared) if not _is_no_tensor(each, attributes)]
+        shared = dict.fromkeys(root for each in views for root in roots[each])
+        roots[node] = tuple(shared) or (node,)
     return mutations, roots
 
 
-def _returns_target(node: fx.Node, attributes: Mapping[str, Any]) -> bool:
-    """An in-place operation gives back what it changed; a Sequential that only begins with one does not."""
-    return node.op != "call_module" or not isinstance(attributes[str(node.target)], nn.Sequential)
+def _nodes(arguments: Sequence[Any]) -> list[fx.Node]:
+    found: dict[fx.Node, None] = {}
+    fx.node.map_arg(tuple(arguments), lambda node: found.setdefault(node))
+    return list(found)
 
 
-def _mutated(node: fx.Node, attributes: Mapping[str, Any]) -> Iterator[fx.Node]:
-    candidates: list[Any] = [node.kwargs.get("out")]
-    if node.op == "call_method" and _is_in_place_name(str(node.target)):
-        candidates.append(node.args[0])
-    elif node.op == "call_module" and _begins_in_place(attributes[str(node.target)]):
-        candidates.append(node.args[0] if node.args else next(iter(node.kwargs.values()), None))
-    elif node.op == "call_function" and callable(node.target):
-        candidates += _mutated_arguments(node.target, node.args, node.kwargs)
-    for candidate in candidates:
-        yield from (
-            item
-            for item in (candidate if isinstance(candidate, (tuple, list)) else (candidate,))
-            if isinstance(item, fx.Node)
-        )
+def _is_no_tensor(node: fx.Node, attributes: Mapping[str, Any]) -> bool:
+    return node.op == "get_attr" and not isinstance(attributes[str(node.target)], torch.Tensor)
+
+
+def _effect(node: fx.Node, attributes: Mapping[str, Any]) -> _Effect:
+    if node.op == "call_module":
+        return _of_module(attributes[str(node.target)], [*node.args, *node.kwargs.values()])
+    if node.op == "call_method":
+        return _of_method(str(node.target), node.args, node.kwargs)
+    if node.op == "call_function" and callable(node.target):
+        return _of_function(node.target, node.args, node.kwargs, attributes)
+    return _Effect()
+
+
+def _of_module(module: nn.Module, given: list[Any]) -> _Effect:
+    changed = given[:1] if _begins_in_place(module) else []
+    # An in-place module gives back what it changed; a Sequential that only begins with one does not.
+    returns = isinstance(module, _VIEW_MODULES) or (changed and not isinstance(module, nn.Sequential))
+    return _Effect(changed, given[:1] if returns else [])
 
 
 def _begins_in_place(module: nn.Module) -> bool:
@@ -84,26 +106,106 @@ def _begins_in_place(module: nn.Module) -> bool:
     return getattr(module, "inplace", False) is True
 
 
-def _is_in_place_name(name: str) -> bool:
+def _of_method(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Effect:
     if name.startswith("__") and name.endswith("__"):
-        return name == "__setitem__" or name[2:-2] in _OPERATORS
-    return name.endswith("_") and not name.startswith("_") and name not in _NOT_IN_PLACE
+        return _of_operator(name[2:-2], args)
+    return _of_schemas(name, args, kwargs, _schemas(name)) or _unknown(name, args, kwargs)
 
 
-def _mutated_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    name = getattr(function, "__name__", "")
-    if getattr(function, "__module__", "") in ("_operator", "operator"):
-        return [args[0]] if function is operator.setitem or name in _OPERATORS else []
+def _of_operator(name: str, args: Sequence[Any]) -> _Effect:
+    changes = name == "setitem" or name in _OPERATORS
+    return _Effect(args[:1] if changes else [], args[:1] if changes or name in ("getitem", "pos") else [])
+
+
+def _of_function(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], attributes: Mapping[str, Any]
+) -> _Effect:
+    name, module = getattr(function, "__name__", ""), getattr(function, "__module__", None) or ""
+    if module in ("_operator", "operator"):
+        return _of_operator(name, args)
+    if function is getattr:
+        return _Effect([], [] if args[1] in _SHAPE_ATTRIBUTES else args[:1])
     if function in (F.batch_norm, F.instance_norm):
         bound = _bind(function, args, kwargs)
         updates = bound.get("training") or bound.get("use_input_stats")
-        return [bound.get("running_mean"), bound.get("running_var")] if updates is not False else []
-    if (name.endswith("_") and not name.startswith("_")) or _bind(function, args, kwargs).get("inplace") is True:
-        return [args[0] if args else next(iter(kwargs.values()), None)]
-    return []
+        return _Effect([bound.get("running_mean"), bound.get("running_var")] if updates is not False else [])
+    if _bind(function, args, kwargs).get("inplace") is True:
+        given = [*args, *kwargs.values()][:1]
+        return _Effect(given, given)
+    schemas = _schemas(name if isinstance(function, MethodDescriptorType) else function)
+    effect = _of_schemas(name, args, kwargs, schemas)
+    if effect is not None:
+        return effect
+    if module.partition(".")[0] == "torch":
+        given = [*args, *kwargs.values()]
+        changed = given[:1] if _is_in_place_name(name) else []
+        return _Effect([*changed, kwargs.get("out")], given if name in _VIEWS_WITHOUT_SCHEMA else changed)
+    if module in ("builtins", "math"):
+        return _Effect()
+    values = [each for each in _nodes([*args, *kwargs.values()]) if not _is_parameter(each, attributes)]
+    return _unknown(name, values, {})
 
 
-def _bind(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _is_parameter(node: fx.Node, attributes: Mapping[str, Any]) -> bool:
+    """Whether a node gets a parameter. None is changed through an unknown function's view of it: autograd forbids that."""
+    return node.op == "get_attr" and isinstance(attributes[str(node.target)], nn.Parameter)
+
+
+def _unknown(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Effect:
+    """What has no schema changes what its name says, and may return a view of everything."""
+    given = [*args, *kwargs.values()]
+    return _Effect(given[:1] if _is_in_place_name(name) else [], given)
+
+
+def _is_in_place_name(name: str) -> bool:
+    return name.endswith("_") and not name.startswith("_") and name not in _NOT_IN_PLACE
+
+
+def _of_schemas(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], schemas: Sequence[torch.FunctionSchema]
+) -> _Effect | None:
+    """What any of the overloads says; None if there is none."""
+    if not schemas:
+        return None
+    changed, shared = [], [args, *kwargs.values()] if name in _VIEWS_WITHOUT_SCHEMA else []
+    for schema in schemas:
+        returns_alias = any(result.alias_info for result in schema.returns)
+        for argument, value in _bound(schema, args, kwargs):
+            if argument.alias_info is not None:
+                changed += [value] if argument.alias_info.is_write and name not in _NOT_IN_PLACE else []
+                shared += [value] if returns_alias else []
+    return _Effect(changed, shared)
+
+
+def _bound(schema: torch.FunctionSchema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    yield from zip((each for each in schema.arguments if not each.kwarg_only), args)
+    named = {each.name: each for each in schema.arguments}
+    for name, value in kwargs.items():
+        if name not in named and name in ("input", "tensor"):  # what Python calls the argument that a schema calls self
+            yield schema.arguments[0], value
+        elif name in named:
+            yield named[name], value
+
+
+@cache
+def _schemas(function: Any) -> tuple[torch.FunctionSchema, ...]:
+    """The schemas of an operator, or of a method by its name, that take a tensor or several first."""
+    if isinstance(function, torch._ops.OpOverload):
+        found = [function._schema]
+    elif isinstance(function, torch._ops.OpOverloadPacket):
+        found = [getattr(function, overload)._schema for overload in function.overloads()]
+    else:
+        name = f"aten::{function}" if isinstance(function, str) else _find_builtin(function)
+        found = torch._C._jit_get_schemas_for_operator(name) if name else []
+    by_type: dict[str, list[torch.FunctionSchema]] = {}
+    for schema in found:
+        by_type.setdefault(str(schema.arguments[0].type) if schema.arguments else "", []).append(schema)
+    of_tensors = [*by_type.get("Tensor", []), *by_type.get("Optional[Tensor]", [])]
+    # Beside an operator on a tensor, one on a list of tensors is of TorchScript: `sort`, say, which sorts the list.
+    return tuple(of_tensors or by_type.get("List[Tensor]", []))
+
+
+def _bind(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     signature = _signature(function)
     if signature is None:
         return dict(kwargs)
@@ -121,16 +223,3 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
         return inspect.signature(function)
     except (TypeError, ValueError):  # most functions written in C
         return None
-
-
-def _viewed(node: fx.Node, attributes: Mapping[str, Any]) -> Iterator[fx.Node]:
-    if node.op == "call_module" and not isinstance(attributes[str(node.target)], _VIEW_MODULES):
-        return
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-    if node.op in ("call_method", "call_function") and name not in _VIEWS:
-        return
-    if name == "getattr" and node.args[1] in _SHAPE_ATTRIBUTES:
-        return
-    if node.op.startswith("call_"):
-        flat = chain.from_iterable(arg if isinstance(arg, (tuple, list)) else (arg,) for arg in node.args)
-        yield from [arg for arg in flat if isinstance(arg, fx.Node)][:1]

@@ -14,7 +14,7 @@ from torch import fx
 
 from pippy.ir import source
 from pippy.ir.cut.constraints import check_constraints
-from pippy.ir.cut.effects import Mutation, find_mutations
+from pippy.ir.cut.effects import Mutation, Roots, find_mutations
 from pippy.ir.cut.params import MultiUseParamSpec, SharedTensor, Sharing, decide
 from pippy.ir.cut.uses import is_constant, is_operation, operations, uses_of_tensors
 from pippy.ir.errors import MarkError, SplitError
@@ -47,7 +47,7 @@ class CutPlan:
     sharing: Sharing
     same: dict[fx.Node, fx.Node]
     mutations: list[Mutation]
-    roots: dict[fx.Node, fx.Node]
+    roots: Roots
     used: dict[int, SharedTensor]
 
     @property
@@ -177,4 +177,4 @@ def _mark_copied(plan: CutPlan) -> None:
         if is_constant(root):
             stage.copied.add(plan.same[root])
         elif root.op != "get_attr" and stage_of(root) != stage.index:
-            stage.copied.update(value for value in stage.inputs if plan.roots[value] is root)
+            stage.copied.update(value for value in stage.inputs if root in plan.roots[value])

@@ -154,8 +154,8 @@ class _StageGraph:
 
 def is_snapshot(plan: CutPlan, value: fx.Node) -> bool:
     """Whether a value shares memory with a tensor of the model that its stage changes in place."""
-    root = plan.roots[value]
-    return root.op == "get_attr" and any(plan.same.get(change.root) is plan.same[root] for change in plan.mutations)
+    changed = {plan.same.get(change.root) for change in plan.mutations}
+    return any(root.op == "get_attr" and plan.same[root] in changed for root in plan.roots[value])
 
 
 def value_name(plan: CutPlan, value: fx.Node) -> str:

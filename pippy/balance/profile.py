@@ -167,7 +167,7 @@ class _Run:
         given = [self.values[each] for each in node.all_input_nodes if each.op == "get_attr"]
         needs = [each for each in given if isinstance(each, torch.Tensor)]
         needs += [tensor for _, tensor in named_state(module)] if module is not None else []
-        roots = (self.roots[target] for target in self.targets.get(node, ()))
+        roots = {root for target in self.targets.get(node, ()) for root in self.roots[target]}
         held = [self.traced.attributes[str(root.target)] for root in roots if root.op == "get_attr"]
 
         def call(arguments: Any) -> Any:
@@ -203,9 +203,9 @@ class _Run:
         with torch.no_grad():
             value = call(fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__))
         self.values[node] = map_tensors(torch.Tensor.detach, value)
-        roots = {self.roots[target] for target in self.targets[node]}
+        roots = {root for target in self.targets[node] for root in self.roots[target]}
         for other in self.flags if wanted else ():
-            if self.roots[other] in roots:  # to write into part of a value is to make all of it depend on that
+            if roots.intersection(self.roots[other]):  # to write into part of a value is to make all of it depend on that
                 self.flags[other] = [True] * len(self.flags[other])
 
     def _loss(self, loss_fn: Callable[..., Any], output: Any, target: Any) -> None:
