@@ -1,8 +1,8 @@
-"""Parameters and buffers that several stages use: transmitted, replicated, or, where nobody changes them, just read.
+"""How several stages share a parameter or a buffer: it is transmitted, or replicated, or, if nothing changes it, just read.
 
 A parameter that is TRANSMITted lives in the first stage that uses it and travels to the others as a value; its gradient
 comes back through the graph. A REPLICATEd one has a copy in each stage. A leaf module brings its parameters with it, so
-what several stages need from leaf modules can only be replicated.
+a parameter inside leaf modules of several stages can only be replicated.
 """
 
 from collections.abc import Collection, Iterable, Mapping

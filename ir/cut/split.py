@@ -57,7 +57,7 @@ def _stage_module(
 
 
 def _copy_memo(model: nn.Module, copies: Mapping[int, torch.Tensor]) -> dict[int, Any]:
-    """A deepcopy memo under which every tensor of the model stays itself, but for the replicas."""
+    """A deepcopy memo that keeps every tensor of the model, and replaces the replicated ones by their copies."""
     if not copies:
         return {}
     return {**{id(tensor): tensor for _, tensor in named_state(model)}, **copies}
@@ -84,7 +84,7 @@ class _StageGraph:
         self.plan, self.stage, self.graph = plan, stage, fx.Graph()
         self.values: dict[fx.Node, fx.Node] = {}
         self.targets: dict[str, None] = {}  # in the order of their first use
-        self.grad_mode: fx.Node | None = None  # inside a region without gradients: the node that began it
+        self.grad_mode: fx.Node | None = None  # where gradients are off: the node that switched them off
 
     def build(self) -> fx.Graph:
         for value in self.stage.inputs:
@@ -148,7 +148,7 @@ class _StageGraph:
         made = self._value(value)
         if not is_snapshot(self.plan, value):
             return made
-        # The tensor goes on changing, micro-batch by micro-batch, while this value of it travels.
+        # The stage changes the tensor again for the next micro-batch while this value travels.
         return self.graph.create_node("call_function", own_copy, (made,), name=value_name(self.plan, value))
 
 

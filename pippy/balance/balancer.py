@@ -1,8 +1,8 @@
 """The pass that balances: from a traced graph without marks to one with marks, and a report.
 
-figures  what each operation holds       ─┐
-profile  what each takes, if it is to run ─┼▶ a row of units that cannot be cut ──▶ the best cuts ──▶ marks, report
-policy   what is to be alike             ─┘
+figures  what each operation holds        ─┐
+profile  what each takes, if measured     ─┼▶ a row of units that cannot be cut ──▶ the best cuts ──▶ marks, report
+policy   what is to be alike              ─┘
 """
 
 import inspect
@@ -17,8 +17,9 @@ from torch import fx
 from pippy.balance.figures import Figures, figures_of
 from pippy.balance.partition import runs
 from pippy.balance.policies import Split, named_cuts, read_split
-from pippy.balance.profile import Clock, Profile, profile
+from pippy.balance.profile import Profile, profile
 from pippy.balance.report import Balance
+from pippy.balance.stopwatch import Clock
 from pippy.balance.weighing import Weighing
 from pippy.ir import source
 from pippy.ir.cut.constraints import Constraint, constraints
@@ -34,7 +35,7 @@ PARAM_SCALE = 4.0  # a parameter, its gradient, and the two moments of Adam
 
 @dataclass
 class _Call:
-    """A traced graph as what it will be: a Pipe that is called."""
+    """What `bind` needs of a Pipe, for a graph that is not yet one."""
 
     signature: inspect.Signature
     concrete_args: dict[str, Any]
@@ -178,7 +179,7 @@ def _check_unmarked(traced: Traced) -> None:
 
 
 def _untravelling(figures: Figures, found: Profile) -> list[Constraint]:
-    """What no other stage can be given stays with all its users."""
+    """Constraints for values that cannot be sent: what makes one and all that use it are in one stage."""
     number = {node: index for index, node in enumerate(figures.nodes)}
     kept = []
     for node in found.untravelling:

@@ -1,4 +1,4 @@
-"""What each operation of a traced graph holds: layers, parameters, bytes. Nothing is run for it."""
+"""Counts what each operation of a traced graph holds: layers, parameters, bytes. Nothing is run."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass

@@ -1,12 +1,13 @@
-"""Cutting a row of units into stages so that the heaviest stage is as light as possible. Plain numbers; exact.
+"""Cuts a row of units into stages so that the cost of the heaviest stage is as low as possible. The result is exact.
 
-Feasibility under a ceiling is monotone in the ceiling, so the least ceiling is found by bisection over whole numbers:
+If there are cuts whose stages all cost at most some ceiling, there are cuts for every higher ceiling. So the lowest ceiling
+is found by bisection over whole numbers. One step of it, for a floor and a ceiling of the cost of each stage:
 
-    floor, ceiling ──▶ for each stage and each end of it, the starts that are allowed: a window that only moves to the right
-                   ──▶ which ends can be reached, stage by stage, at which price          (stages × units)
+    1 for each stage and each end of it: from where to where it may start      (a window that only moves to the right)
+    2 stage by stage: which ends can be reached, and at which price            (stages × units)
 
-Of all cuts under the least ceiling the cheapest are taken; of those, found by bisection again, the ones whose lightest
-stage is heaviest; and of those the latest.
+Among all cuts under the lowest ceiling, those with the lowest price are taken; among these, by a second bisection, those
+whose lightest stage is heaviest; and among these the latest.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -19,7 +20,7 @@ Window = tuple[int, int]  # the first and the last start that are allowed for an
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """What a run of units weighs: the sum of their weights, and once each what several of them hold.
+    """What a run of units weighs: the sum of their weights; what several of them hold counts once.
 
     >>> load = Load([1, 2, 3], [{"embedding": 10}, {}, {"embedding": 10}])
     >>> load.of(0, 1), load.of(0, 3), load.of(1, 3)
@@ -73,9 +74,9 @@ class Load:
 class Row:
     """Units in a row, to be cut into ``stages`` runs.
 
-    ``costs`` and ``memory`` hold a Load for each stage (they may differ), ``limits`` what each stage's memory may be.
-    ``prices[i]`` is what a cut before unit i costs beside. Each stage has at least ``least`` and at most ``most`` of the
-    ``layers`` that the units count.
+    ``costs`` and ``memory`` hold a Load for each stage (they may differ), ``limits`` the most memory of each stage.
+    ``prices[i]`` is the price of a cut before unit i. ``layers`` says how many layers each unit has; a stage has at least
+    ``least`` and at most ``most`` of them.
     """
 
     stages: int
@@ -100,7 +101,7 @@ class Row:
         return min(load.of(*run) for load, run in zip(self.costs, runs(cuts, self.units)))
 
     def price(self, cuts: Sequence[int]) -> int:
-        """What the cuts cost beside."""
+        """The price of all cuts together."""
         return sum(self.prices[cut] for cut in cuts)
 
 
@@ -115,7 +116,8 @@ def runs(cuts: Sequence[int], units: int) -> list[tuple[int, int]]:
 
 
 def best_cuts(row: Row) -> list[int] | None:
-    """Where to cut: the least greatest cost, then the least price, then the greatest least cost, then the latest cuts.
+    """The best cuts: first the heaviest stage is as light as possible, then the price is lowest, then the lightest stage is
+    as heavy as possible, then the cuts are as late as possible.
 
     None if no cut is allowed.
 
@@ -172,7 +174,7 @@ def most_stages(layers: Sequence[int]) -> int:
 
 
 def lower_bound(row: Row) -> tuple[int, int | None]:
-    """What no cut can go below: the mean of the stages, or one unit alone, which is then given too."""
+    """The lowest cost that the heaviest stage can have: the mean, or that of one unit alone, whose number is then given."""
     loads, units = _different(row.costs), range(row.units)
     weights = sum(min(load.weights[unit] for load in loads) for unit in units)
     mean = ceil((weights + min(load.total() - sum(load.weights) for load in loads)) / row.stages)
@@ -192,7 +194,7 @@ def _different(loads: Sequence[Load]) -> list[Load]:
 
 
 class _Search:
-    """The two passes over one row."""
+    """Finds cuts of one row under a ceiling."""
 
     def __init__(self, row: Row) -> None:
         self.row = row
@@ -203,7 +205,7 @@ class _Search:
         self.last = [ends[least[stage]] for stage in stages]
 
     def _fixed_starts(self, stage: int) -> list[int]:
-        """The first start for each end, as far as the ceiling does not matter."""
+        """For each end, the first start that the limits allow; the ceiling does not count here."""
         bounds = [[0] * (self.row.units + 1)]
         if self.row.limits:
             bounds.append(self.row.memory[stage].starts(self.row.limits[stage]))
@@ -232,7 +234,7 @@ class _Search:
     def cheapest(self, ceiling: int, floor: int = 0) -> list[int] | None:
         """The cheapest cuts whose stages all cost from ``floor`` to ``ceiling``; of several the latest."""
         units, stages = self.row.units, self.row.stages
-        scale = units * stages + 1  # so that all cuts together being later never outweighs a price
+        scale = units * stages + 1  # how late the cuts are counts less than any difference of prices
         prices = [price * scale + units - unit for unit, price in enumerate(self.row.prices)]
         value: list[int | None] = [0, *[None] * units]
         chosen = []

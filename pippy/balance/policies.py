@@ -1,4 +1,4 @@
-"""What `split=` may be: how to weigh a model's operations, or where to cut by hand."""
+"""Reads `split=`: a policy that says how to weigh a model's operations, or cuts by hand."""
 
 import re
 from collections.abc import Sequence

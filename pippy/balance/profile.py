@@ -1,26 +1,28 @@
 """What each operation of a model takes in time and memory, found by running it alone.
 
-For each operation, in order, on values that no other operation sees:
+    for each operation, in order                                                        who
+    ────────────────────────────────────────────────────────────────────────────────    ──────────────────
+    1 its arguments become leaves; what it changes in place, a copy                     _Trial._prepared
+    2 one run gives the value for later operations, and what autograd saves             _Trial, SavedBytes
+    3 more runs, each followed by a backward of the operation alone, give the times     _Trial, Stopwatch
+    4 its value is detached and kept until its last use                                 _Run
 
-    1 one run as in training: it gives the values for the operations after it, and shows what autograd saves
-    2 more runs, each followed by a backward of the operation alone, are timed; the median counts
-
-Values are cut off from one another, so no more than one operation's graph is alive at a time.
+Values are detached from one another, so only one operation's graph is alive at a time.
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from pippy.balance.progress import Progress
 from pippy.balance.restore_model import ChangedTensors, restoring_model
+from pippy.balance.saved_bytes import SavedBytes
+from pippy.balance.stopwatch import Clock, Stopwatch
 from pippy.ir import source
 from pippy.ir.cut.cuts import nbytes
 from pippy.ir.cut.effects import find_mutations
@@ -31,16 +33,10 @@ from pippy.ir.names import named_state
 from pippy.ir.run.stage_run import as_leaf
 from pippy.ir.trees import map_tensors, tensors
 
-Clock = Callable[[], int]
-
-_FEWEST_RUNS = 3
-_MOST_RUNS = 25
-_LONG_ENOUGH = 20_000_000  # ns for one operation, after which the fewest runs must do
-
 
 @dataclass
 class Cost:
-    """One operation: nanoseconds forward and backward, and bytes that autograd saves and no earlier one did."""
+    """One operation: nanoseconds of forward and backward, and the bytes that autograd saves for it and for no earlier one."""
 
     forward: int = 0
     backward: int = 0
@@ -49,7 +45,7 @@ class Cost:
 
 @dataclass
 class Profile:
-    """The cost of each operation in order, the bytes of its value, the loss's cost, and what the runs brought to light.
+    """The cost of each operation in order, the bytes of its value, the cost of the loss, and what the runs showed.
 
     ``changed`` has the ids of tensors of the model that changed, ``untravelling`` the operations whose values cannot be
     sent to another stage.
@@ -84,50 +80,14 @@ def profile(
     """
     modules = [traced.model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
     with restoring_model(*modules) as state, torch.inference_mode(False), torch.set_grad_enabled(trains):
-        run = _Run(traced, state, _Stopwatch(modules, clock) if timed else None)
+        run = _Run(traced, state, Stopwatch(modules, clock) if timed else None)
         return run.run(inputs, loss_fn, target, progress)
-
-
-class _Stopwatch:
-    """Times calls, without what timing itself takes; where parts of the model are on an accelerator, waits for it."""
-
-    def __init__(self, modules: Sequence[nn.Module], clock: Clock) -> None:
-        devices = {tensor.device for module in modules for _, tensor in named_state(module)}
-        self.devices = [device for device in devices if device.type not in ("cpu", "meta")]
-        self.clock = clock
-        self.own = (0, 0)
-        self.own = self.medians(self._nearly_nothing)
-
-    def now(self) -> int:
-        for device in self.devices:
-            torch.accelerator.synchronize(device)
-        return self.clock()
-
-    def medians(self, once: Callable[[], tuple[int, int]]) -> tuple[int, int]:
-        """The medians of what ``once`` says, over a number of calls that depends on how long they take."""
-        found: list[tuple[int, int]] = []
-        begin = self.now()
-        while len(found) < _FEWEST_RUNS or (len(found) < _MOST_RUNS and self.now() - begin < _LONG_ENOUGH):
-            found.append(once())
-        forward, backward = (round(median(times)) for times in zip(*found))
-        return max(0, forward - self.own[0]), max(0, backward - self.own[1])
-
-    @torch.enable_grad()
-    def _nearly_nothing(self) -> tuple[int, int]:
-        """What it takes to look at the clock, and to start autograd: for a small operation more than the operation."""
-        begin = self.now()
-        forward = self.now() - begin
-        leaf = torch.zeros(1, device=self.devices[0] if self.devices else None, requires_grad=True)
-        value, gradient = leaf.view(1), torch.ones_like(leaf)
-        begin = self.now()
-        torch.autograd.grad([value], [leaf], [gradient])
-        return forward, self.now() - begin
 
 
 class _Run:
     """One walk over the operations. ``values`` are detached; ``flags`` say which of their tensors want a gradient."""
 
-    def __init__(self, traced: Traced, state: ChangedTensors, stopwatch: _Stopwatch | None) -> None:
+    def __init__(self, traced: Traced, state: ChangedTensors, stopwatch: Stopwatch | None) -> None:
         self.traced, self.state, self.stopwatch = traced, state, stopwatch
         self.values: dict[fx.Node, Any] = {}
         self.flags: dict[fx.Node, list[bool]] = {}
@@ -136,7 +96,7 @@ class _Run:
         self.targets: dict[fx.Node, set[fx.Node]] = {}  # what each operation changes in place
         for mutation in mutations:
             self.targets.setdefault(mutation.node, set()).add(mutation.target)
-        self.saved = _Saved(tensor for _, tensor in named_state(traced.model))
+        self.saved = SavedBytes(tensor for _, tensor in named_state(traced.model))
 
     def run(self, inputs: Mapping[str, Any], loss_fn: Any, target: Any, shown: bool | None) -> Profile:
         """Walk over the graph."""
@@ -145,7 +105,7 @@ class _Run:
         expired = _last_uses(self.traced.graph)
         try:
             for node in self.traced.graph.nodes:
-                if node.op == "placeholder":  # an operation may change it in place
+                if node.op == "placeholder":  # a copy: an operation may change it in place
                     self._put(node, map_tensors(_copied, inputs[node.name]))
                 elif node.op == "get_attr":
                     self.values[node] = self.traced.attributes[str(node.target)]
@@ -199,13 +159,13 @@ class _Run:
         self.values[node] = map_tensors(torch.Tensor.detach, value)
 
     def _change(self, node: fx.Node, call: Callable[[Any], Any], wanted: bool) -> None:
-        """What was tried on copies, done to the values themselves, so that who shares their memory sees it."""
+        """Do to the values themselves what was done to copies, so that values that share their memory change too."""
         with torch.no_grad():
             value = call(fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__))
         self.values[node] = map_tensors(torch.Tensor.detach, value)
         roots = {root for target in self.targets[node] for root in self.roots[target]}
         for other in self.flags if wanted else ():
-            if roots.intersection(self.roots[other]):  # to write into part of a value is to make all of it depend on that
+            if roots.intersection(self.roots[other]):  # after a write into a part, the whole value depends on it
                 self.flags[other] = [True] * len(self.flags[other])
 
     def _loss(self, loss_fn: Callable[..., Any], output: Any, target: Any) -> None:
@@ -295,34 +255,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _nothing() -> None:
-    """The backward of what has none."""
-
-
-class _Saved:
-    """Counts what autograd saves: each memory once, and the model's own not at all."""
-
-    def __init__(self, own: Iterable[torch.Tensor]) -> None:
-        self.own = {_memory(tensor)._cdata for tensor in own}
-        self.seen: dict[int, StorageWeakRef] = {}
-        self.bytes = 0
-
-    @contextmanager
-    def counting(self) -> Iterator["_Saved"]:
-        """Inside, ``bytes`` counts from nothing."""
-        self.bytes = 0
-        with torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor):
-            yield self
-
-    def _save(self, tensor: torch.Tensor) -> torch.Tensor:
-        memory = _memory(tensor)
-        if memory._cdata not in self.own and memory._cdata not in self.seen:
-            self.seen[memory._cdata] = StorageWeakRef(memory)  # while this lives, no other memory has the key
-            self.bytes += memory.nbytes()
-        return tensor
-
-
-def _memory(tensor: torch.Tensor) -> torch.UntypedStorage:
-    return (tensor if tensor.layout == torch.strided else tensor._values()).untyped_storage()
+    """The backward of an operation that has none."""
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -336,7 +269,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 @contextmanager
 def explained(node: fx.Node | None) -> Iterator[None]:
-    """An exception while an operation is profiled says which, and where it comes from."""
+    """Turn an exception into a BalanceError that names the operation and its line in the model."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""How far a profile has come, on one line of stderr: only where somebody looks, or on demand."""
+"""The progress of a measurement, on one line of stderr: on a terminal, or where the user asks for it."""
 
 import sys
 from typing import TextIO
@@ -7,7 +7,7 @@ _LONGEST = 70
 
 
 class Progress:
-    """Counts steps. On a terminal the line is written over; elsewhere there is one for each tenth of the steps.
+    """Counts steps. A terminal shows one line that changes; a file gets a line for each tenth of the steps.
 
     >>> progress = Progress(2, shown=True, stream=sys.stdout)
     >>> progress.step("0")
@@ -36,7 +36,7 @@ class Progress:
         self.stream.flush()
 
     def end(self) -> None:
-        """Leave a clean line."""
+        """Clear the line."""
         if self.shown and self.terminal:
             self.stream.write("\r\x1b[K")
             self.stream.flush()

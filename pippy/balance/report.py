@@ -1,4 +1,4 @@
-"""What a balance has come to: a row for each stage, and how far from the best that could be."""
+"""The result of balancing: a row for each stage, and how far the heaviest is from the lower bound."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,8 +33,8 @@ COST_TEXT: dict[str, Callable[[int], str]] = {
 class StageBalance:
     """One stage: its layers, what it costs in the measure of the balance, and what it holds and sends on, in bytes.
 
-    ``sends`` is what crosses the cut behind it for one micro-batch, skips on their way to later stages included; None for
-    the last stage, and where no example arguments told the sizes.
+    ``sends`` is what crosses the cut behind it for one micro-batch, with the skips on their way to later stages; None for
+    the last stage, and where the sizes are not known for want of example arguments.
     """
 
     name: str
@@ -49,11 +49,11 @@ class StageBalance:
 
 @dataclass(frozen=True)
 class Balance:
-    """How a model was cut, and how good that is. Print it.
+    """How a model was cut, and how even the stages are. Print it.
 
-    ``measure`` says what the costs are: layers, matches, parameters, time (nanoseconds) or memory (bytes). No cut has a
-    greatest stage below ``bound``: that is the mean of the stages, or what ``alone`` names alone. ``optimal`` says that no
-    other cut has a lesser greatest stage, under the limits that were given; cuts by hand are not searched for.
+    ``measure`` says what the costs are: layers, matches, parameters, time (nanoseconds) or memory (bytes). ``bound`` is the
+    lowest cost that the heaviest stage can have: the mean, or the cost of the one layer that ``alone`` names. ``optimal``
+    says that no other cuts under the given limits have a lighter heaviest stage; it is False for cuts by hand.
 
     >>> stages = (StageBalance("submod_0", "a", "b", 2, 30, 30, 120, 64), StageBalance("submod_1", "c", "c", 1, 20, 20, 80, None))
     >>> balance = Balance("parameters", "parameters", stages, 25, None, True, "parameters once")

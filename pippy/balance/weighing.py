@@ -21,7 +21,7 @@ _REASONS_SHOWN = 6
 class Weighing:
     """The operations of ``traced``, weighed. Cuts are numbers of operations before which to cut.
 
-    ``costs`` is what the policy wants alike, ``memory`` what a stage holds in bytes; both are a Load for each stage.
+    ``costs`` is what the policy makes alike, ``memory`` what a stage holds in bytes; both have a Load for each stage.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Weighing:
     def _times(self) -> list[int]:
         assert self.found is not None
         times = [cost.forward + cost.backward for cost in self.found.costs]
-        times[-1] += self.found.loss.forward + self.found.loss.backward  # the loss runs beside the last stage
+        times[-1] += self.found.loss.forward + self.found.loss.backward  # the loss runs with the last stage
         return times
 
     def _allowed_edges(self) -> list[int]:
@@ -93,10 +93,10 @@ class Weighing:
         return {load: _merged(load, edges) for load in dict.fromkeys([*self.costs, *self.memory])}
 
     def best_cuts(self, memory_limit: int | None) -> list[int]:
-        """The best cuts under the limit; raises and says why where there are none."""
+        """The best cuts under the limit. Raises BalanceError with the reason if there are none."""
         found = self._search(memory_limit)
         if found is None and self.policy.counts and self._search(None) is None:
-            self.edges = list(range(self.count + 1))  # as it was asked; the splitter says why that cannot be, if so
+            self.edges = list(range(self.count + 1))  # cut as it was asked; the splitter refuses it if it must
             found = self._search(memory_limit)
         if found is None:
             raise BalanceError(self._why_not(memory_limit))
@@ -107,7 +107,7 @@ class Weighing:
         return self._even_cuts(row) or best_cuts(row)
 
     def _even_cuts(self, row: Row) -> list[int] | None:
-        """Where layers are counted, no stage has two more than another, if that can be."""
+        """Where layers are counted: cuts with which no stage has two layers more than another, if there are such cuts."""
         if self.policy.measure not in ("layers", "matches"):
             return None
         least, rest = divmod(sum(row.layers), self.stages)
@@ -169,7 +169,7 @@ class Weighing:
         return self.name(named[0]), self.name(named[-1])
 
     def bound(self, cuts: Sequence[int]) -> tuple[int, str | None]:
-        """What the greatest stage cannot be below, and what alone costs that, if the mean does not say it."""
+        """The lowest cost that the heaviest stage can have, and the layers that alone cost it; None if it is the mean."""
         edges = sorted({*self.edges, *cuts})
         units = self._units(edges)
         row = Row(
