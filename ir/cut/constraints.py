@@ -122,9 +122,7 @@ class _Constraints:
     def of_values_changed_in_place(self) -> Iterator[Constraint]:
         for mutation in self.mutations:
             root, at = mutation.root, self.number[mutation.node]
-            if is_constant(
-                root
-            ):  # it is the same at each call of the model, so it is changed like a value, not for ever
+            if is_constant(root):  # each call of the model begins with the same numbers, so the change does not last
                 users = [at, *self.uses[id(self.traced.attributes[str(root.target)])].all]
             elif root.op == "get_attr":
                 continue

@@ -109,7 +109,7 @@ def _begins_in_place(module: nn.Module) -> bool:
 def _of_method(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Effect:
     if name.startswith("__") and name.endswith("__"):
         return _of_operator(name[2:-2], args)
-    return _of_schemas(name, args, kwargs, _schemas(name)) or _unknown(name, args, kwargs)
+    return _of_schemas(name, args, kwargs, _overloads(name)) or _unknown(name, args, kwargs)
 
 
 def _of_operator(name: str, args: Sequence[Any]) -> _Effect:
@@ -132,8 +132,8 @@ def _of_function(
     if _bind(function, args, kwargs).get("inplace") is True:
         given = [*args, *kwargs.values()][:1]
         return _Effect(given, given)
-    schemas = _schemas(name if isinstance(function, MethodDescriptorType) else function)
-    effect = _of_schemas(name, args, kwargs, schemas)
+    overloads = _overloads(name if isinstance(function, MethodDescriptorType) else function)
+    effect = _of_schemas(name, args, kwargs, overloads)
     if effect is not None:
         return effect
     if module.partition(".")[0] == "torch":
@@ -142,8 +142,8 @@ def _of_function(
         return _Effect([*changed, kwargs.get("out")], given if name in _VIEWS_WITHOUT_SCHEMA else changed)
     if module in ("builtins", "math"):
         return _Effect()
-    values = [each for each in _nodes([*args, *kwargs.values()]) if not _is_parameter(each, attributes)]
-    return _unknown(name, values, {})
+    effect = _unknown(name, args, kwargs)
+    return _Effect(effect.changed, [each for each in _nodes(effect.shared) if not _is_parameter(each, attributes)])
 
 
 def _is_parameter(node: fx.Node, attributes: Mapping[str, Any]) -> bool:
@@ -161,48 +161,73 @@ def _is_in_place_name(name: str) -> bool:
     return name.endswith("_") and not name.startswith("_") and name not in _NOT_IN_PLACE
 
 
+@dataclass(frozen=True)
+class _Argument:
+    """What a schema says of one argument."""
+
+    name: str
+    kwarg_only: bool
+    changed: bool
+    shared: bool
+
+
+_Overload = tuple[_Argument, ...]
+
+
 def _of_schemas(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], schemas: Sequence[torch.FunctionSchema]
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], overloads: Sequence[_Overload]
 ) -> _Effect | None:
     """What any of the overloads says; None if there is none."""
-    if not schemas:
+    if not overloads:
         return None
     changed, shared = [], [args, *kwargs.values()] if name in _VIEWS_WITHOUT_SCHEMA else []
-    for schema in schemas:
-        returns_alias = any(result.alias_info for result in schema.returns)
-        for argument, value in _bound(schema, args, kwargs):
-            if argument.alias_info is not None:
-                changed += [value] if argument.alias_info.is_write and name not in _NOT_IN_PLACE else []
-                shared += [value] if returns_alias else []
+    for overload in overloads:
+        for argument, value in _bound(overload, args, kwargs):
+            changed += [value] if argument.changed and name not in _NOT_IN_PLACE else []
+            shared += [value] if argument.shared else []
     return _Effect(changed, shared)
 
 
-def _bound(schema: torch.FunctionSchema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-    yield from zip((each for each in schema.arguments if not each.kwarg_only), args)
-    named = {each.name: each for each in schema.arguments}
+def _bound(overload: _Overload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[_Argument, Any]]:
+    yield from zip((each for each in overload if not each.kwarg_only), args)
     for name, value in kwargs.items():
-        if name not in named and name in ("input", "tensor"):  # what Python calls the argument that a schema calls self
-            yield schema.arguments[0], value
-        elif name in named:
-            yield named[name], value
+        found = next((each for each in overload if each.name == name), None)
+        if found is not None:
+            yield found, value
+        elif name in ("input", "tensor"):  # what Python calls the argument that a schema calls self
+            yield overload[0], value
 
 
 @cache
-def _schemas(function: Any) -> tuple[torch.FunctionSchema, ...]:
-    """The schemas of an operator, or of a method by its name, that take a tensor or several first."""
+def _overloads(function: Any) -> tuple[_Overload, ...]:
+    """The overloads of an operator, or of a method by its name, that take a tensor or several first."""
     if isinstance(function, torch._ops.OpOverload):
-        found = [function._schema]
+        schemas = [function._schema]
     elif isinstance(function, torch._ops.OpOverloadPacket):
-        found = [getattr(function, overload)._schema for overload in function.overloads()]
+        schemas = [getattr(function, overload)._schema for overload in function.overloads()]
     else:
         name = f"aten::{function}" if isinstance(function, str) else _find_builtin(function)
-        found = torch._C._jit_get_schemas_for_operator(name) if name else []
-    by_type: dict[str, list[torch.FunctionSchema]] = {}
-    for schema in found:
-        by_type.setdefault(str(schema.arguments[0].type) if schema.arguments else "", []).append(schema)
+        schemas = torch._C._jit_get_schemas_for_operator(name) if name else []
+    by_type: dict[str, list[_Overload]] = {}
+    for schema in schemas:
+        if schema.arguments:
+            by_type.setdefault(str(schema.arguments[0].type), []).append(_arguments(schema))
     of_tensors = [*by_type.get("Tensor", []), *by_type.get("Optional[Tensor]", [])]
     # Beside an operator on a tensor, one on a list of tensors is of TorchScript: `sort`, say, which sorts the list.
     return tuple(of_tensors or by_type.get("List[Tensor]", []))
+
+
+def _arguments(schema: torch.FunctionSchema) -> _Overload:
+    returns_alias = any(result.alias_info for result in schema.returns)
+    return tuple(
+        _Argument(
+            each.name,
+            each.kwarg_only,
+            changed=each.alias_info is not None and each.alias_info.is_write,
+            shared=each.alias_info is not None and returns_alias,
+        )
+        for each in schema.arguments
+    )
 
 
 def _bind(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -161,6 +161,26 @@ def either(one, other):
     return other
 
 
+@fx.wrap
+def fill_(value):
+    return value.zero_()
+
+
+def test_a_function_whose_name_says_that_it_changes_a_parameter():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, x):
+            with torch.no_grad():
+                fill_(self.weight)
+            return x * self.weight
+
+    traced = trace(Model())
+    assert [str(each.root.target) for each in find_mutations(traced.graph, traced.attributes)[0]] == ["weight"]
+
+
 def test_a_function_that_nobody_knows_may_return_any_of_its_arguments():
     class Model(nn.Module):
         def __init__(self):
