@@ -1,4 +1,4 @@
-"""The command line. A file is a command, or what several share; torch is imported by those that need it, when they do."""
+"""The command line. Each file is a command, or what several commands share. Torch is imported only where it is needed."""
 
 import click
 

@@ -1,4 +1,4 @@
-"""The checks of `pippy doctor`. Each says what it found; one that raises has failed, and what it raised is what it found."""
+"""The checks of `pippy doctor`. Each returns an `Outcome`. A check that raises has failed, and its error is the outcome."""
 
 import importlib
 import os
@@ -22,7 +22,7 @@ _FEW_FILES, _FEW_PROCESSES, _SMALL_LOCK = 1024, 512, 64 << 10
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What a check found, and the remedy if that is not well.
+    """The result of a check, as it is printed: its name, its state, what it found, and what to do about it.
 
     >>> CheckResult("torch", "ok", "2.13.0").remedy
     ''
@@ -36,7 +36,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a check says; with a remedy it is a warning, unless it is fatal."""
+    """What a check found. With a remedy it is a warning, or a failure if it is fatal."""
 
     text: str
     remedy: str = ""
@@ -65,7 +65,7 @@ def checked(name: str, check: Check, before: Iterable[CheckResult] = ()) -> Chec
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """The numbers at the beginning of a version.
+    """The numbers at the start of a version.
 
     >>> numbers("2.13.0+cpu"), numbers("2.14.0a0")
     ((2, 13, 0), (2, 14, 0))
@@ -75,7 +75,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def least(package: str) -> str | None:
-    """The oldest version of a package that pippy declares to work with."""
+    """The oldest version of a package that pippy accepts."""
     with suppress(PackageNotFoundError):
         for line in requires(DISTRIBUTION) or ():
             found = re.match(rf"{package}\s*>=\s*([\d.]+)\s*$", line)
@@ -112,7 +112,7 @@ def torch_itself() -> Outcome:
 
 
 def packages() -> Outcome:
-    """What else is imported, and whether code travels."""
+    """The other packages that pippy imports, and whether functions can be sent to other processes."""
     found = []
     for name in ("cloudpickle", "networkx"):
         importlib.import_module(name)
@@ -133,7 +133,7 @@ def packages() -> Outcome:
 
 
 def cores() -> Outcome:
-    """How many cores this process may use, and for how much of the time."""
+    """How many cores this process may use, and whether there is a quota."""
     count = len(os.sched_getaffinity(0))
     quota = cpu_quota()
     said = f"{count} core{'s' if count > 1 else ''}"
@@ -148,7 +148,7 @@ def cores() -> Outcome:
 
 
 def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """How many cores' worth of time the control group allows; None if there is no limit."""
+    """How much time the control group allows, in cores; None if there is no limit."""
     with suppress(OSError, ValueError):
         quota, period = (root / "cpu.max").read_text().split()
         return int(quota) / int(period)
@@ -159,7 +159,7 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
 
 
 def memory() -> Outcome:
-    """How much is free, as the kernel says, or as the control group allows."""
+    """How much memory is free, by the kernel and by the control group."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, TypeError):
         free = int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024  # type: ignore[index]
@@ -174,7 +174,7 @@ def memory() -> Outcome:
 
 
 def shared_memory() -> Outcome:
-    """Whether processes can share memory, which is how tensors pass between workers of a host."""
+    """Whether processes can share memory: that is how workers of a host send tensors."""
     try:
         from pippy.drivers.transport.memory import create_shared, map_shared
 
@@ -196,7 +196,7 @@ def shared_memory() -> Outcome:
 
 
 def system_calls() -> Outcome:
-    """Those that clusters need, and old kernels or strict containers lack."""
+    """System calls that clusters need, and that old kernels or strict containers do not have."""
     os.close(os.eventfd(0))
     for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET):
         end.close()
@@ -228,7 +228,7 @@ def loopback() -> Outcome:
 
 def limits() -> Outcome:
     """Open files, processes, locked memory."""
-    import resource  # which Windows has not
+    import resource  # not on Windows
 
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     processes = resource.getrlimit(resource.RLIMIT_NPROC)[0]
@@ -253,7 +253,7 @@ def bound(value: int, unit: int = 1, word: str = "") -> str:
 
 
 def gpus() -> Outcome:
-    """What torch can compute on beside the CPU."""
+    """The GPUs that torch can use."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -273,7 +273,7 @@ def gpus() -> Outcome:
 
 
 def host_name() -> Outcome:
-    """Whether this host's name leads to it: matters to several hosts only."""
+    """Whether this host's name can be looked up. It matters only with several hosts."""
     name = socket.gethostname()
     try:
         addresses = {str(found[4][0]) for found in socket.getaddrinfo(name, None)}
@@ -318,7 +318,7 @@ _VARIABLES = (
 
 
 def workers() -> Outcome:
-    """Two workers and a training step on them, beside plain torch."""
+    """Two workers, and a training step on them whose loss is compared with plain torch."""
     import torch
     from torch import nn
 

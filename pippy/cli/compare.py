@@ -11,24 +11,24 @@ if TYPE_CHECKING:
     from pippy.drivers.schedules import Costs, Program
     from pippy.drivers.schedules.orders.registry import RegisteredSchedule
 
-SEARCHED = 1000  # computations, beyond which the list scheduler takes many seconds
+SEARCHED = 1000  # with more computations than this, the list scheduler takes many seconds
 
 
 @click.command(no_args_is_help=True, short_help="Compare all schedules.")
 @with_sizes
 @with_costs
 def compare(workers: int, chunks: int, stages_per_worker: int | None, **costs: Any) -> None:
-    """Compare all schedules for the same model: how long they take, how much of that is idle, what they hold.
+    """Compare all schedules for the same model: how long they take, how long workers idle, how much they hold.
 
     \b
     makespan   from the first forward to the end of the last backward
-    bubble     the share of it that workers are idle for
+    bubble     the share of that time in which workers idle
     peak       the most micro-batches that a worker holds, in units of all of its stages
-    sends      values that pass from worker to worker
+    sends      the number of values that are sent between workers
     steps      the most computations of a worker
 
     A single cost is for all stages of a worker together, so schedules with different numbers of stages run the same
-    model. Without -v, each schedule has the fewest stages with which it is worth anything: two a worker for those that
+    model. Without -v, each schedule gets the fewest stages that make sense for it: two on each worker for those that
     interleave.
 
     \b
@@ -60,7 +60,7 @@ def compare(workers: int, chunks: int, stages_per_worker: int | None, **costs: A
 def made(
     name: str, entry: "RegisteredSchedule", workers: int, chunks: int, stages_per_worker: int | None, costs: "Costs"
 ) -> "Program":
-    """The program of a schedule; an error says why there is none to compare."""
+    """The program of a schedule. Raises an error if there is none to compare."""
     from pippy.drivers.schedules import make_schedule
     from pippy.drivers.schedules.errors import ArgumentError
 
@@ -75,7 +75,7 @@ def made(
 
 
 def _stages(entry: "RegisteredSchedule", workers: int, costs: "Costs") -> int:
-    """As many as there are costs for, or else as few as make sense."""
+    """The number of stages on each worker: as many as there are costs for, or else as few as make sense."""
     for given in (costs.forward, costs.backward_input, costs.backward_weight, costs.backward):
         if isinstance(given, list):
             return max(1, len(given) // workers)

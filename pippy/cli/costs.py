@@ -1,4 +1,4 @@
-"""The sizes and costs that commands about schedules share: their options, and what they become."""
+"""The options for sizes and costs, which the commands about schedules share."""
 
 import re
 from collections.abc import Callable
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Cost(click.ParamType):
-    """A number, or one for each stage with commas between them."""
+    """A number, or one for each stage, with commas between them."""
 
     name = "cost"
 
@@ -66,7 +66,7 @@ def plain(name: str) -> str:
 
 
 def with_sizes(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Options for how many workers, chunks and stages."""
+    """Add the options for the numbers of workers, chunks and stages."""
     return _with(
         command,
         click.option("-p", "--workers", type=click.IntRange(1), required=True, help="How many workers."),
@@ -76,7 +76,7 @@ def with_sizes(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_costs(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Options for what computations and transfers cost. A single cost is for all stages of a worker together."""
+    """Add the options for the costs of computations and transfers. A single cost is for all stages of a worker together."""
     stage = "for a worker's stages together, or 1,2,… for each stage"
     return _with(
         command,
@@ -95,7 +95,7 @@ def _with(command: Callable[..., Any], *options: Callable[..., Any]) -> Callable
 
 
 def costs_of(forward: Any, input: Any, weight: Any, backward: Any, comm: float) -> "Costs":
-    """The costs that the options say.
+    """The costs from the options.
 
     >>> costs_of(1.0, 1.0, 2.0, None, 0.5).latency
     0.5

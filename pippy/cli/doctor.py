@@ -11,7 +11,7 @@ _MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "fails": ("FA
 
 
 @click.command(short_help="Check what works on this host.")
-@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
 @click.option("--quick", is_flag=True, help="Do not start workers.")
 def doctor(as_json: bool, quick: bool) -> None:
     """Check what pippy needs on this host: Python, torch, memory, limits, devices, and two workers for a step.
@@ -24,38 +24,38 @@ def doctor(as_json: bool, quick: bool) -> None:
       pippy doctor
       pippy doctor --json > host.json
     """
-    findings: list[CheckResult] = []
+    results: list[CheckResult] = []
     for name, check in CHECKS.items():
         if quick and name == "workers":
             continue
-        finding = checked(name, check, findings)
-        findings.append(finding)
+        result = checked(name, check, results)
+        results.append(result)
         if not as_json:
-            say(finding)
+            say(result)
     if as_json:
-        click.echo(json.dumps([asdict(each) for each in findings], indent=2))
+        click.echo(json.dumps([asdict(each) for each in results], indent=2))
     else:
-        click.echo(f"\n{conclusion(findings)}")
-    if any(each.state == "fails" for each in findings):
+        click.echo(f"\n{conclusion(results)}")
+    if any(each.state == "fails" for each in results):
         raise click.exceptions.Exit(1)
 
 
-def say(finding: CheckResult) -> None:
-    """A line or more on a check."""
-    word, colour = _MARKS[finding.state]
-    click.echo(f"{click.style(word.ljust(8), fg=colour)} {finding.name.ljust(16)} {finding.said}")
-    if finding.remedy:
-        click.echo(f"{'':26}→ {finding.remedy}")
+def say(result: CheckResult) -> None:
+    """Print a result: a line, and another for its remedy."""
+    word, colour = _MARKS[result.state]
+    click.echo(f"{click.style(word.ljust(8), fg=colour)} {result.name.ljust(16)} {result.said}")
+    if result.remedy:
+        click.echo(f"{'':26}→ {result.remedy}")
 
 
-def conclusion(findings: list[CheckResult]) -> str:
-    """The sum of it.
+def conclusion(results: list[CheckResult]) -> str:
+    """The last line: whether pippy works here.
 
     >>> conclusion([CheckResult("torch", "ok", "2.13.0"), CheckResult("limits", "warning", "few", "more")])
     'pippy works here; 1 warning'
     """
-    failing = [each.name for each in findings if each.state == "fails"]
-    warned = sum(each.state == "warning" for each in findings)
+    failing = [each.name for each in results if each.state == "fails"]
+    warned = sum(each.state == "warning" for each in results)
     also = f"; {warned} warning{'s' if warned > 1 else ''}" if warned else ""
     if failing:
         return f"pippy does not work here: {', '.join(failing)}{also}"

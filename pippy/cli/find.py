@@ -18,7 +18,7 @@ from pippy.ir.near_names import near_names
 
 
 def find(target: str) -> Any:
-    """The object that is named; modules are looked for in the folder that the user is in, too.
+    """The object with this name. Modules are searched in the current folder, too.
 
     >>> find("math:pi")
     3.141592653589793
@@ -52,7 +52,7 @@ def _inside(where: str, module: ModuleType, name: str) -> Any:
 
 
 def _own(holder: Any) -> list[str]:
-    """What is defined in a module, and not imported there."""
+    """The names that a module defines, without those that it imports."""
     return [name for name, each in vars(holder).items() if getattr(each, "__module__", "") == holder.__name__]
 
 
@@ -95,7 +95,7 @@ def _module_of_file(path: str) -> ModuleType:
 
 
 def call(what: str, function: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """What a function or class of the user gives for these arguments.
+    """Call a function or class of the user with these arguments.
 
     >>> call("m.py:double", lambda x: 2 * x, {"x": 4})
     8
@@ -130,7 +130,7 @@ def _check_arguments(what: str, function: Callable[..., Any], given: Iterable[st
 
 
 def value_of(text: str) -> Any:
-    """A value as Python writes it; anything else is a string.
+    """A value from its Python text. Other text is a string.
 
     >>> value_of("4"), value_of("[1, 2]"), value_of("relu")
     (4, [1, 2], 'relu')

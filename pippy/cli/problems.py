@@ -1,5 +1,7 @@
-"""What the command line says when something is wrong: one message for a user's mistake, a traceback of the user's own lines
-where the user's code raised, and all of the traceback for an error in pippy itself.
+"""How the command line reports what goes wrong.
+
+A user's mistake gives one message. If the user's code raises, the message has a traceback of the user's own lines. An error in
+pippy itself gives the whole traceback.
 """
 
 import sys
@@ -17,11 +19,11 @@ from pippy.ir.near_names import did_you_mean
 
 LIBRARY = Path(__file__).parents[1]
 _RUNNERS = [("importlib", "__init__.py"), (f"python{sys.version_info.major}.{sys.version_info.minor}", "runpy.py")]
-INTERRUPTED = 130  # what a shell says of a program that Ctrl-C has ended
+INTERRUPTED = 130  # the exit status that shells use after Ctrl-C
 
 
 class Commands(click.Group):
-    """A group of commands whose errors are said and not shown as tracebacks, if they are errors of what was given."""
+    """A group of commands. Errors about what the user gave are printed as messages, and not as tracebacks."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
@@ -43,7 +45,7 @@ class Commands(click.Group):
 
 @contextmanager
 def said_warnings() -> Iterator[None]:
-    """Say the warnings of pippy, without the line of pippy's code that they come from."""
+    """Inside, pippy's warnings are printed without the line of pippy's code that they come from."""
     from pippy.ir.errors import PippyWarning
 
     shown = warnings.showwarning
@@ -61,7 +63,7 @@ def said_warnings() -> Iterator[None]:
 
 
 def hint_at(name: str, known: list[str]) -> str:
-    """A hint at names like this one; or all names, if there are few.
+    """A hint: names like this one, or else the first of all names.
 
     >>> hint_at("Modle", ["Model", "Net"])
     "did you mean 'Model'?"
@@ -73,10 +75,9 @@ def hint_at(name: str, known: list[str]) -> str:
 
 
 def own_trace(trace: TracebackType | None, *, whole: bool = False) -> TracebackType | None:
-    """A traceback without what runs the user's code; unless ``whole``, without the frames of pippy at its end, too.
+    """A traceback without the frames that run the user's code; unless ``whole``, also without pippy's frames at its end.
 
-    What runs it is everything before the first frame that is neither of this folder nor of the import system; if there is no
-    such frame, nothing is left.
+    It begins at the first frame that is neither in this folder nor in the import system. If there is none, it is None.
     """
     kept = trace
     while kept is not None and _is_ours(kept):
@@ -85,7 +86,7 @@ def own_trace(trace: TracebackType | None, *, whole: bool = False) -> TracebackT
 
 
 def _without_end(trace: TracebackType) -> TracebackType:
-    """The same, up to the last frame that is not of pippy."""
+    """A traceback up to its last frame that is not in pippy."""
     links = [trace]
     while (following := links[-1].tb_next) is not None:
         links.append(following)
@@ -104,12 +105,12 @@ def _is_ours(trace: TracebackType) -> bool:
 
 
 def raised(what: str, error: BaseException) -> click.ClickException:
-    """What to say where the user's code raised: what it was to do, and the user's lines.
+    """The message after the user's code raised: what raised, and the user's lines.
 
     >>> raised("model.py", ValueError("3 layers")).message
     'model.py raised ValueError: 3 layers'
     """
-    *place, cause = traceback.format_exception_only(error)  # only a SyntaxError has a place of its own
+    *place, cause = traceback.format_exception_only(error)  # only a SyntaxError says where it is
     trace = own_trace(error.__traceback__)
     place = place or traceback.format_tb(trace)
     return click.ClickException("\n".join([f"{what} raised {cause.strip()}", *"".join(place).rstrip().splitlines()]))
@@ -125,6 +126,6 @@ def write(path: str, text: str) -> None:
 
 
 def put_first(folder: str) -> None:
-    """Let Python look for modules in a folder before all others, as it does in that of a script."""
+    """Put a folder first in ``sys.path``, as Python does with a script's folder."""
     if not sys.flags.safe_path:
         sys.path.insert(0, folder)

@@ -1,4 +1,4 @@
-"""`pippy run`: a script as Python would run it, with workers that stand by for it."""
+"""`pippy run`: runs a script as Python does, with a cluster that starts when the script asks for it."""
 
 import importlib.util
 import os
@@ -20,10 +20,10 @@ _UNDER_TORCHRUN = (
 
 
 class RunCommand(click.Command):
-    """Says where options of the script belong."""
+    """The command. If it gets an option of the script, it says where such options go."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As always."""
+        """Parse, with a better error for an unknown option."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -55,10 +55,10 @@ def run(
 ) -> None:
     """Run SCRIPT with a cluster of workers on this host.
 
-    The cluster is what cluster() gives in the script, and the one that drivers take if they are told of none. It starts
-    when it is first asked for, and it ends with the script. ARGS are the script's; its options are written behind --.
+    In the script, cluster() gives this cluster, and a driver uses it if it is given no cluster. It starts when the script
+    first asks for it, and ends with the script. ARGS go to the script; write its options after --.
 
-    The exit status is the script's: 1 if it raises, what it gives to sys.exit, 130 if Ctrl-C ends it.
+    The exit status is the script's: 1 if it raises, what it gives to sys.exit, 130 after Ctrl-C.
 
     \b
     Examples:
@@ -105,7 +105,7 @@ def _run(script: str, module: bool, workers: int, options: dict[str, Any]) -> in
 
 @contextmanager
 def as_python(script: str, args: Sequence[str], module: bool) -> Iterator[None]:
-    """Inside, ``sys.argv`` and ``sys.path`` are what Python would give to the script."""
+    """Inside, ``sys.argv`` and ``sys.path`` are as Python sets them for a script."""
     argv, path = sys.argv, list(sys.path)
     sys.argv = [script, *args]
     if not sys.flags.safe_path:
@@ -118,7 +118,7 @@ def as_python(script: str, args: Sequence[str], module: bool) -> Iterator[None]:
 
 
 def _status(code: Any) -> int:
-    """The exit status that Python would end with."""
+    """The exit status, as Python computes it from what `sys.exit` was given."""
     if code is None:
         return 0
     if isinstance(code, int):
@@ -128,9 +128,9 @@ def _status(code: Any) -> int:
 
 
 def show_raised(error: BaseException) -> None:
-    """Print a traceback as Python would, from the script's own first frame on.
+    """Print a traceback as Python does, from the script's first frame on.
 
-    An error of pippy says all there is to know, so neither the frames in pippy nor what it was made of are shown.
+    The message of a pippy error is enough, so its frames in pippy and its cause are not shown.
     """
     from pippy.ir.errors import PippyError
 

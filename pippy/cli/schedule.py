@@ -1,4 +1,4 @@
-"""`pippy schedule`: one schedule as a grid, with its figures, and as files."""
+"""`pippy schedule`: shows one schedule as a grid with its figures, and writes it to files."""
 
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,7 @@ def schedule(
     program: str | None,
     **costs: Any,
 ) -> None:
-    """Draw a schedule, and say how long it takes, how much of that is idle and what it holds.
+    """Draw a schedule, and print how long it takes, how long workers idle, and how much they hold.
 
     NAME is 1f1b, fill_drain, interleaved_1f1b, looped_bfs, zb_h1, zb_h2, zb_v, dualpipe_v, forward_only or list, in any
     case and with any punctuation.
@@ -76,7 +76,7 @@ def schedule(
 
 
 def head(program: "Program") -> str:
-    """What a program is, in a line.
+    """One line about a program.
 
     >>> from pippy.drivers.schedules import make_schedule
     >>> head(make_schedule("zb_v", workers=2, chunks=4))
@@ -89,9 +89,9 @@ def head(program: "Program") -> str:
 
 
 def grid(timeline: "Timeline", step: float | None = None) -> str:
-    """The grid, and what its columns stand for if that is not one unit of time.
+    """The grid, and the time of a column if it is not 1.
 
-    Where costs have no simple common step, half of the shortest computation is one.
+    If the costs have no simple common divisor, a column is half of the shortest computation.
     """
     from pippy.drivers.schedules import render_text
     from pippy.drivers.schedules.drawings.text import common_step
@@ -107,7 +107,7 @@ def grid(timeline: "Timeline", step: float | None = None) -> str:
 
 
 def figures(program: "Program", costs: "Costs", result: "Simulation") -> str:
-    """What the simulation finds: for each worker, and for all of them."""
+    """The results of the simulation: for all workers together, and for each of them."""
     rows = [
         [
             f"worker {worker}",

@@ -1,4 +1,4 @@
-"""`pippy show`: a model as a Pipe: its graph, its stages, and who sends what to whom."""
+"""`pippy show`: shows a model as a Pipe: its graph, its stages, and who sends what to whom."""
 
 import inspect
 import re

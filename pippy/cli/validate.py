@@ -14,13 +14,14 @@ SHOWN = 10
 
 @click.command(no_args_is_help=True, short_help="Prove that programs can run.")
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, allow_dash=True))
-@click.option("--buffer", type=click.IntRange(1), help="Prove it for channels that hold so many values.")
-@click.option("--mark", is_flag=True, help="Print the program, too, with its faults marked.")
+@click.option("--buffer", type=click.IntRange(1), help="Validate for channels that hold this many values.")
+@click.option("--mark", is_flag=True, help="Also print the program, with its faults marked.")
 def validate(files: tuple[str, ...], buffer: int | None, mark: bool) -> None:
-    """Prove that the programs in FILES can run: nothing is missing, nobody waits in a circle, memory holds.
+    """Prove that the programs in FILES can run: nothing is missing, no workers wait for one another in a circle, and the
+    memory limit holds.
 
-    The files are as `pippy schedule --program` and `Program.save` write them; - is the standard input. The exit status
-    is 1 if a program cannot run.
+    `pippy schedule --program` and `Program.save` write such files; - is the standard input. The exit status is 1 if a
+    program cannot run.
 
     \b
     Examples:
