@@ -138,3 +138,12 @@ def loss_stage(compiled: Compiled) -> int:
             raise LoweringError("the loss depends on no stage, so there is nothing to train on workers")
         return max(found)
     return -1
+
+
+def taken(work: Work) -> Iterator[str]:
+    """The names of all values that some work takes."""
+    for value in work.takes:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, tuple):
+            yield from value

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from pippy.drivers.errors import LoweringError
-from pippy.drivers.lowering.flow import RemoteInterpreter, Work, outputs_of
+from pippy.drivers.lowering.flow import RemoteInterpreter, Work, outputs_of, taken
 from pippy.drivers.schedules.checks.validate import validate
 from pippy.drivers.schedules.communicate import add_communication
 from pippy.drivers.schedules.programs.edges import Edge, Pass, Replicated
@@ -87,15 +87,6 @@ def _by_pass(work: list[Work], training: bool) -> dict[Pass, tuple[Work, ...]]:
             key = Pass(each.phase, each.stage)  # type: ignore[arg-type]
             found[key] = (*found.get(key, ()), each)
     return found
-
-
-def taken(work: Work) -> Iterator[str]:
-    """The names of all values that some work takes."""
-    for value in work.takes:
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, tuple):
-            yield from value
 
 
 def _edges(work: Mapping[Pass, tuple[Work, ...]]) -> Iterator[Edge]:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from pippy.drivers.control.messages import AddProgram, OutOfOrderLimits
-from pippy.drivers.lowering.lower import taken
+from pippy.drivers.lowering.flow import taken
 from pippy.drivers.schedules.programs.edges import Pass, produced_by
 from pippy.drivers.schedules.programs.instructions import Compute, Op, Receive
 from pippy.drivers.transport.received_values import Interrupted, ValueKey
