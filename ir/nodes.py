@@ -73,6 +73,11 @@ def values_to_free(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     return found
 
 
+def calls_stage_backward(node: fx.Node) -> bool:
+    """Whether a node is a call of `stage_backward`."""
+    return node.op == "call_function" and node.target is stage_backward
+
+
 def seeded(output_grads: Any) -> Any:
     """The argument ``output_grads`` of a backward node, with `SEED` for None: in the graph, None says that the output is
     the loss. (A value that is None when the graph runs says that there is no gradient.)"""

@@ -1,1 +1,1 @@
-"""What is added to a Pipe: its loss and its backward; and the rules that every Pipe keeps."""
+"""The passes that add a loss and a backward, and the rules that every compiled model keeps."""

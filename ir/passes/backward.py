@@ -4,7 +4,7 @@ The graph is walked from the loss backwards. Rules by kind of node:
 
     call_module   one `stage_backward` of its outputs' gradients; a gradient for each of its inputs comes out of it
     getitem       its gradient is one entry of the list of its stage's output gradients
-    placeholder   nothing: its gradient is there for whoever asks
+    placeholder   nothing: the gradient of an input is read from its `.grad`
     several uses  their gradients meet in `torch.add`, the latest use first
 
 Only what the loss depends on gets a backward; an output that it does not depend on has None for a gradient.

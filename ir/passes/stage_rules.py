@@ -1,4 +1,4 @@
-"""What the stages of a Pipe may contain, and how the names of their tensors must add up to the user's model."""
+"""The rules for the stages: what their graphs may contain, and where each tensor of the user's model must be."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from torch import fx, nn
 from pippy.ir.errors import NameLookupError
 from pippy.ir.marks import pipe_split
 from pippy.ir.names import LOSS, named_state
-from pippy.ir.passes.rules import Fault, Faults, Subject
+from pippy.ir.passes.subject import Fault, Faults, Subject
 from pippy.ir.run.stage_backward import stage_backward
 
 
@@ -48,7 +48,7 @@ def _has(module: Any, target: str) -> bool:
 
 
 def check_names(subject: Subject) -> Faults:
-    """Every tensor of the user's model is in one known place, or in copies that are written down, or used by nobody."""
+    """Every tensor of the user's model is in one stage, or in several as recorded copies, or is recorded as unused."""
     names = subject.compiled.qualnames
     actual: dict[str, list[str]] = {}
     for stage, module in subject.compiled.stages():
@@ -78,7 +78,7 @@ def _canonical(subject: Subject, place: str) -> str | None:
 
 
 def check_sharing(subject: Subject) -> Faults:
-    """No two stages hold one parameter; copies are written down in `replicated_params`, alike and apart."""
+    """No two stages hold the same parameter. Copies are in `replicated_params`, with equal shapes and dtypes."""
     compiled = subject.compiled
     holders: dict[int, list[str]] = {}
     for stage, module in compiled.split_gm.named_children():
@@ -100,7 +100,7 @@ def check_sharing(subject: Subject) -> Faults:
 
 
 def _copied(subject: Subject) -> list[tuple[str, ...]]:
-    """The places of everything with a gradient that has several."""
+    """The places of each tensor that can have a gradient and is in several stages."""
     state = dict(named_state(subject.compiled.split_gm))
     copied = []
     for places in subject.compiled.qualnames.places.values():
@@ -116,7 +116,7 @@ def _check_copies(subject: Subject, group: dict[str, str]) -> Faults:
     state = dict(named_state(subject.compiled.split_gm))
     held = [state.get(f"{stage}.{name}") for stage, name in group.items()]
     if any(tensor is None for tensor in held):
-        return  # said already: it is no copy of anything
+        return  # check_sharing has yielded a fault for it
     if len({_likeness(tensor) for tensor in held}) > 1:
         yield Fault(None, f"the copies {group} differ in shape, dtype or requires_grad")
 

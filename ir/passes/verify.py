@@ -4,8 +4,9 @@ from torch import fx
 
 from pippy.ir.compiled import Compiled
 from pippy.ir.errors import VerificationError
-from pippy.ir.passes.rules import GRAPH_RULES, Fault, Subject, examined
+from pippy.ir.passes.graph_rules import GRAPH_RULES
 from pippy.ir.passes.stage_rules import STAGE_RULES
+from pippy.ir.passes.subject import Fault, Subject, examined
 
 
 def check_rules(compiled: Compiled, before_backward: bool = False) -> None:

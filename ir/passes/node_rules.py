@@ -1,4 +1,4 @@
-"""What a Pipe may contain, as two tables: one row for each kind of node, one row for each property of the whole.
+"""The rules for each kind of node that the top-level graph may contain.
 
     kind              how it is recognized        what it must be
     ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -11,86 +11,21 @@
     add               torch.add                   two gradients of one value, the later use first
     output            op                          what the model returns, or the loss
 
-A broken Pipe breaks many rules at once: every check yields faults, and what cannot even be checked is a fault too.
+A broken graph breaks many rules at once, so a check yields all faults that it finds, and raises nothing.
 """
 
 import operator
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from pippy.ir.compiled import Compiled
-from pippy.ir.names import LOSS, stage_index, stage_name
-from pippy.ir.nodes import ancestors, flat_inputs, is_getitem
+from pippy.ir.names import LOSS, stage_index
+from pippy.ir.nodes import calls_stage_backward, flat_inputs, is_getitem
+from pippy.ir.passes.subject import Fault, Faults, Subject
 from pippy.ir.passes.value_names import names_of, value_name
 from pippy.ir.run.stage_backward import SEED, stage_backward
-
-
-class Fault(NamedTuple):
-    """A broken rule, and the node that breaks it where there is one."""
-
-    node: fx.Node | None
-    message: str
-
-
-Faults = Iterator[Fault]
-
-
-@dataclass
-class Subject:
-    """A Pipe under examination, with what several rules need to know about it."""
-
-    compiled: Compiled
-    before_backward: bool
-
-    @cached_property
-    def nodes(self) -> list[fx.Node]:
-        return list(self.compiled.split_gm.graph.nodes)
-
-    @cached_property
-    def position(self) -> dict[fx.Node, int]:
-        return {node: index for index, node in enumerate(self.nodes)}
-
-    @cached_property
-    def calls(self) -> list[fx.Node]:
-        return [node for node in self.nodes if node.op == "call_module"]
-
-    @cached_property
-    def modules(self) -> dict[str, fx.GraphModule]:
-        return {name: module for name, module in self.compiled.stages() if isinstance(module, fx.GraphModule)}
-
-    @cached_property
-    def loss_node(self) -> fx.Node | None:
-        loss = self.compiled.loss
-        return next((node for node in self.nodes if loss is not None and node.name == loss.value), None)
-
-    @cached_property
-    def live(self) -> list[fx.Node]:
-        """The calls that must have a backward, the last first."""
-        if self.loss_node is None or self.before_backward:
-            return []
-        depends = ancestors(self.loss_node)
-        return [call for call in reversed(self.calls) if call in depends]
-
-    @cached_property
-    def backwards(self) -> dict[fx.Node, fx.Node]:
-        """The backward of each call."""
-        made = [(node.kwargs.get("stage_output"), node) for node in self.nodes if _calls(stage_backward)(node)]
-        return {call: node for call, node in made if isinstance(call, fx.Node)}
-
-    @cached_property
-    def contributions(self) -> dict[fx.Node, list[tuple[fx.Node, int]]]:
-        """The gradients that meet at each value: a backward and a position in it for every use, the latest first."""
-        found: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
-        for call in self.live:
-            if call in self.backwards:
-                for index, value in enumerate(flat_inputs(call)):
-                    found.setdefault(value, []).append((self.backwards[call], index))
-        return found
 
 
 def check_placeholder(subject: Subject, node: fx.Node) -> Faults:
@@ -142,17 +77,21 @@ def check_getitem(subject: Subject, node: fx.Node) -> Faults:
     twins = [user for user in source.users if is_getitem(user) and user.args == node.args]
     if twins[0] is not node:
         yield Fault(node, f"takes the same entry as {twins[0].name}")
-    if source.op == "call_function" and source.target is stage_backward:
-        size = len(source.kwargs.get("input_values") or ())  # type: ignore[arg-type]
-    elif str(source.target) in subject.modules:
-        made = subject.compiled.stage_outputs(str(source.target))
-        size = len(made) if isinstance(made, tuple) else 0
-        if not node.users:
-            yield Fault(node, "is used by nothing")
-    else:
-        size = 0
+    if str(source.target) in subject.modules and not node.users:
+        yield Fault(node, "is used by nothing")
+    size = _entries(subject, source)
     if not 0 <= index < size:
         yield Fault(node, f"takes entry {index} of {source.name}, which has {size} to take")
+
+
+def _entries(subject: Subject, source: fx.Node) -> int:
+    """How many entries a `getitem` can take from a node."""
+    if calls_stage_backward(source):
+        return len(source.kwargs.get("input_values") or ())  # type: ignore[arg-type]
+    if str(source.target) in subject.modules:
+        made = subject.compiled.stage_outputs(str(source.target))
+        return len(made) if isinstance(made, tuple) else 0
+    return 0
 
 
 def check_backward(subject: Subject, node: fx.Node) -> Faults:
@@ -208,7 +147,7 @@ def _check_gradient(subject: Subject, node: fx.Node, value: fx.Node, given: Any)
 
 
 def _summands(gradient: Any) -> list[tuple[Any, Any]]:
-    """What a gradient is the sum of: the entries of backwards, in the order of addition."""
+    """The summands of a gradient, which are entries of backward nodes, in the order of addition."""
     found: list[tuple[Any, Any]] = []
     seen: set[fx.Node] = set()
     while isinstance(gradient, fx.Node) and gradient.target is torch.add and gradient not in seen:
@@ -245,7 +184,7 @@ def check_output(subject: Subject, node: fx.Node) -> Faults:
 
 
 class NodeRule(NamedTuple):
-    """A row of the table of nodes."""
+    """A row of the table: how a kind of node is recognized, and the check of such a node."""
 
     kind: str
     matches: Callable[[fx.Node], bool]
@@ -264,91 +203,4 @@ NODE_RULES = (
     NodeRule("backward", _calls(stage_backward), check_backward),
     NodeRule("add", _calls(torch.add), check_add),
     NodeRule("output", lambda node: node.op == "output", check_output),
-)
-
-
-def examined(check: Callable[..., Faults], subject: Subject, *node: fx.Node) -> Faults:
-    """The faults that ``check`` finds; one, if the Pipe is too broken for it to look."""
-    try:
-        yield from check(subject, *node)
-    except Exception as error:  # whatever a malformed graph makes of our assumptions
-        yield Fault(next(iter(node), None), f"cannot be checked: {type(error).__name__}: {error}")
-
-
-def check_nodes(subject: Subject) -> Faults:
-    """Every node is of a kind that the table has, and keeps its rule."""
-    for node in subject.nodes:
-        rule = next((rule for rule in NODE_RULES if rule.matches(node)), None)
-        if rule is None:
-            yield Fault(node, f"{node.op} of {node.target} is no kind of node that a Pipe may contain")
-        else:
-            yield from examined(rule.check, subject, node)
-
-
-def check_order(subject: Subject) -> Faults:
-    """Nodes have names of their own and come after what they use; the output is the last of them."""
-    seen: set[str] = set()
-    for node in subject.nodes:
-        late = [
-            arg.name for arg in node.all_input_nodes if subject.position.get(arg, len(seen)) >= subject.position[node]
-        ]
-        if late:
-            yield Fault(node, f"uses {', '.join(late)} before it is there")
-        if node.name in seen:
-            yield Fault(node, "has the name of an earlier node")
-        seen.add(node.name)
-    if not subject.nodes or subject.nodes[-1].op != "output":
-        yield Fault(None, "the graph must end in its output")
-
-
-def check_inputs(subject: Subject) -> Faults:
-    """The placeholders are the model's inputs, in order."""
-    names = tuple(node.name for node in subject.nodes if node.op == "placeholder")
-    if names != subject.compiled.wiring.inputs:
-        yield Fault(None, f"the inputs are {list(names)}; the model's are {list(subject.compiled.wiring.inputs)}")
-
-
-def check_values(subject: Subject) -> Faults:
-    """Every value is recorded by its name."""
-    recorded = dict(subject.compiled.wiring.values)
-    for node in subject.nodes:
-        name, written = value_name(subject.compiled, node), recorded.pop(node.name, None)
-        if written != name:
-            yield Fault(node, f"stands for the value {name}, but is recorded as {written}")
-    if recorded:
-        yield Fault(None, f"there are no nodes {list(recorded)}, for which values are recorded")
-
-
-def check_calls(subject: Subject) -> Faults:
-    """Every stage is called once, in the order of the numbers; then `_loss`, if there is a loss function."""
-    loss = subject.compiled.loss
-    wanted = [stage_name(index) for index in range(len(subject.modules))]
-    wanted += [LOSS] if loss is not None and loss.value == LOSS else []
-    called = [str(call.target) for call in subject.calls]
-    if called != wanted or list(subject.modules) != [name for name in wanted if name != LOSS]:
-        yield Fault(None, f"the calls are {called}; they must be {wanted}")
-    if loss is not None and subject.loss_node is None:
-        yield Fault(None, f"the loss is the value of {loss.value!r}, which the graph does not have")
-    if (LOSS in subject.compiled.split_gm._modules) != (LOSS in wanted):
-        yield Fault(None, "the module _loss is there if and only if the Pipe was made with a loss function")
-
-
-def check_backwards(subject: Subject) -> Faults:
-    """Everything that the loss depends on has a backward, the last call's first."""
-    made = [node.kwargs.get("stage_output") for node in subject.nodes if _calls(stage_backward)(node)]
-    if made != subject.live:
-        yield Fault(
-            None,
-            f"there are backwards of {[getattr(call, 'name', call) for call in made]}; "
-            f"the loss needs those of {[call.name for call in subject.live]}",
-        )
-
-
-GRAPH_RULES: tuple[Callable[[Subject], Faults], ...] = (
-    check_nodes,
-    check_order,
-    check_inputs,
-    check_values,
-    check_calls,
-    check_backwards,
 )
