@@ -1,14 +1,15 @@
 """schedule="auto": the first steps are measured, then the schedule is chosen that the measurements make the fastest.
 
-For each number of micro-batches the steps that are measured are training steps like all others:
+The steps that are measured are ordinary training steps. For each number of micro-batches:
 
-    1        1F1B; what each stage keeps for its backward is weighed
-    2, 3     1F1B, recorded: F and B of each stage, and how long values are on their way
+    1        1F1B; how many bytes each stage keeps for its backward
+    2, 3     1F1B, recorded: the times of F and B of each stage, and of each transfer
     4        the same order with backwards in halves
-    5, 6     recorded: I and W of each stage
+    5, 6     the same, recorded: the times of I and W of each stage
     then     every schedule that fits the placement and the limits is simulated, and the best is run from now on
 
-1F1B because it holds little; under limits that it breaks, an order that keeps them. A step that fails is measured again.
+1F1B is measured because it holds few activations. If it breaks the limits, an order that keeps them is measured instead. A
+step that fails is measured again.
 """
 
 import logging
@@ -54,13 +55,13 @@ Answers = Callable[[], Mapping[int, StepResult]]  # waits for a step, and gives 
 
 
 @dataclass
-class _Measuring:
-    """The measurements for one number of micro-batches, as far as they are."""
+class _Measurements:
+    """The measurements so far for one number of micro-batches."""
 
     programs: dict[str, Program]
     limits: Limits
     done: int = 0
-    under_way: tuple[Answers, Callable[[Mapping[int, StepResult]], None]] | None = None
+    step_under_way: tuple[Answers, Callable[[Mapping[int, StepResult]], None]] | None = None
     recording: Recording = field(default_factory=Recording)
     choice: Choice | None = None
     error: DriverError | None = None
@@ -78,14 +79,14 @@ one number or one for each worker
     def __init__(self, memory_limit: Any = None, max_live: Any = None) -> None:
         self._bytes = _numbers("memory_limit", memory_limit, "the bytes that the activations on each worker may take")
         self._live = _numbers("max_live", max_live, "how many stage-micro-batches each worker may hold")
-        self._measured: dict[int, _Measuring] = {}
-        self._latest: _Measuring | None = None
+        self._measured: dict[int, _Measurements] = {}
+        self._latest: _Measurements | None = None
 
     @property
     def choice(self) -> Choice | None:
         """What was chosen for the number of micro-batches of the latest step; None while that is being measured."""
         if self._latest is not None and self._latest.choice is None:
-            self._go_on(self._latest)
+            self._finish_step(self._latest)
         return None if self._latest is None else self._latest.choice
 
     def check(self, placement: Placement) -> None:
@@ -100,107 +101,107 @@ one number or one for each worker
         _each("memory_limit", self._bytes, placement)
 
     def next(self, chunks: int, make: Callable[[], Program]) -> tuple[StepPurpose, Program]:
-        """What the next step of so many micro-batches is for, and its program. A measured step is waited for first.
+        """What the next step with ``chunks`` micro-batches is for, and its program. Waits for a measured step first.
 
         ``make`` makes the program of 1F1B.
         """
-        measuring = self._latest = self._of(chunks, make)
-        if measuring.choice is None:
-            self._go_on(measuring)
-        return _step(measuring)
+        measurements = self._latest = self._measurements_for(chunks, make)
+        if measurements.choice is None:
+            self._finish_step(measurements)
+        return _step(measurements)
 
     def peek(self, chunks: int, make: Callable[[], Program]) -> tuple[StepPurpose, Program]:
-        """What the next step would be, as far as is known now; nothing is waited for."""
-        return _step(self._of(chunks, make))
+        """What the next step would be, as far as is known now. Does not wait."""
+        return _step(self._measurements_for(chunks, make))
 
     def begin(self, chunks: int, program: Program, ranks: Sequence[int]) -> Callable[[Answers], None]:
-        """The step that `next` gave is sent off now, as this lowered program; what this gives is told how to wait for it."""
-        measuring = self._measured[chunks]
-        if measuring.choice is not None:
+        """Begin to measure the step that `next` gave. Gives a function to call, after sending, with how to wait for it."""
+        measurements = self._measured[chunks]
+        if measurements.choice is not None:
             return lambda answers: None
-        purpose = _MEASURED[measuring.done]
-        note = measuring.recording.begin(program, ranks, [str(rank) for rank in ranks])
+        purpose = _MEASURED[measurements.done]
+        note = measurements.recording.begin(program, ranks, [str(rank) for rank in ranks])
 
-        def take_in(results: Mapping[int, StepResult]) -> None:
+        def use_answers(results: Mapping[int, StepResult]) -> None:
             if purpose.record:
                 note(results)
             if purpose.weigh:
-                self._weighed(measuring, [results[rank] for rank in ranks])
+                self._weighed(measurements, [results[rank] for rank in ranks])
 
         def sent(answers: Answers) -> None:
-            measuring.under_way = answers, take_in
+            measurements.step_under_way = answers, use_answers
 
         return sent
 
-    def _of(self, chunks: int, make: Callable[[], Program]) -> _Measuring:
+    def _measurements_for(self, chunks: int, make: Callable[[], Program]) -> _Measurements:
         if chunks not in self._measured:
             plain = make()
             limits = Limits(
                 _each("max_live", self._live, plain.placement), _each("memory_limit", self._bytes, plain.placement)
             )
-            self._measured[chunks] = _Measuring(_programs(plain, limits), limits)
+            self._measured[chunks] = _Measurements(_programs(plain, limits), limits)
         return self._measured[chunks]
 
-    def _go_on(self, measuring: _Measuring) -> None:
-        """Take in the step that is under way, and choose after the last."""
-        if measuring.error is not None:
-            raise measuring.error
-        if measuring.under_way is not None:
-            (answers, take_in), measuring.under_way = measuring.under_way, None
+    def _finish_step(self, measurements: _Measurements) -> None:
+        """Wait for the step that is under way and use what it measured. After the last one, choose."""
+        if measurements.error is not None:
+            raise measurements.error
+        if measurements.step_under_way is not None:
+            (answers, use_answers), measurements.step_under_way = measurements.step_under_way, None
             try:
                 results = answers()
-            except StepError:  # whoever asks for that step is told
+            except StepError:  # the caller of that step's result() gets the error
                 return
-            measuring.done += 1
+            measurements.done += 1
             try:
-                take_in(results)
-                if measuring.done == len(_MEASURED):
-                    _choose(measuring)
+                use_answers(results)
+                if measurements.done == len(_MEASURED):
+                    _choose(measurements)
             except DriverError as error:
-                measuring.error = error
+                measurements.error = error
                 raise
 
-    def _weighed(self, measuring: _Measuring, results: Sequence[StepResult]) -> None:
+    def _weighed(self, measurements: _Measurements, results: Sequence[StepResult]) -> None:
         kept = {stage: weight for result in results for stage, weight in (result.kept or {}).items()}
-        plain = measuring.programs["plain"]
+        plain = measurements.programs["plain"]
         weights = tuple(kept.get(stage, 0) for stage in range(plain.stages))
-        measuring.limits = replace(measuring.limits, stage_bytes=weights)
-        for worker, limit in enumerate(measuring.limits.bytes or ()):
+        measurements.limits = replace(measurements.limits, stage_bytes=weights)
+        for worker, limit in enumerate(measurements.limits.bytes or ()):
             least = sum(weights[stage] for stage in plain.placement.stages_of(worker))
             if least > limit:
                 raise DriverError(
                     f"memory_limit={_shown(self._bytes)} leaves worker {worker} no room for one micro-batch in each of its "
                     f"stages, which takes {least:,} bytes; raise it, or cut the mini-batch into more micro-batches"
                 )
-        if measuring.limits.bytes is not None:
-            measuring.programs = _programs(plain, measuring.limits)
+        if measurements.limits.bytes is not None:
+            measurements.programs = _programs(plain, measurements.limits)
 
 
-def _step(measuring: _Measuring) -> tuple[StepPurpose, Program]:
-    """What the next step is for. The first step has a program of its own only under a limit of bytes."""
-    if measuring.choice is not None:
-        return _CHOSEN, measuring.choice.program
-    purpose = _MEASURED[min(measuring.done, len(_MEASURED) - 1)]
-    if purpose.program == "first" and measuring.limits.bytes is None:
+def _step(measurements: _Measurements) -> tuple[StepPurpose, Program]:
+    """What the next step is for. The first step has a program of its own only if there is a limit of bytes."""
+    if measurements.choice is not None:
+        return _CHOSEN, measurements.choice.program
+    purpose = _MEASURED[min(measurements.done, len(_MEASURED) - 1)]
+    if purpose.program == "first" and measurements.limits.bytes is None:
         purpose = replace(purpose, program="whole")
-    return purpose, measuring.programs["whole" if purpose.program == "first" else purpose.program]
+    return purpose, measurements.programs["whole" if purpose.program == "first" else purpose.program]
 
 
-def _choose(measuring: _Measuring) -> None:
-    steps = measuring.recording.steps
+def _choose(measurements: _Measurements) -> None:
+    steps = measurements.recording.steps
     try:
-        choice = choose(steps[-1].program, measured_costs(steps), measuring.limits)
+        choice = choose(steps[-1].program, measured_costs(steps), measurements.limits)
     except ScheduleError as error:
         raise DriverError(
             f"{error}\nraise memory_limit or max_live, or cut the mini-batch into more micro-batches"
         ) from error
-    measuring.choice = choice
-    measuring.recording = Recording()
+    measurements.choice = choice
+    measurements.recording = Recording()
     _log.info("schedule='auto': %s", choice)
 
 
 def _programs(plain: Program, limits: Limits) -> dict[str, Program]:
-    """The programs that are measured: within the limits, as far as it is known what stages weigh."""
+    """The programs to measure. They keep the limits, as far as the bytes that stages keep are known."""
     counts = limits.counts(plain.placement)
     whole = plain
     if counts is not None and not _fits(plain, counts, limits):

@@ -22,7 +22,7 @@ class PackingError(PippyError, TypeError):
 
 
 class DriverError(PippyError, ValueError):
-    """A driver that was asked for what it cannot do.
+    """A driver cannot do what it was asked for.
 
     >>> issubclass(DriverError, ValueError)
     True
@@ -30,10 +30,10 @@ class DriverError(PippyError, ValueError):
 
 
 class StepError(PippyError, RuntimeError):
-    """An instruction that raised on a worker. The step was given up on all workers; they go on with the next.
+    """An instruction raised on a worker. The step was given up on all workers, and they can run the next one.
 
     Gradients are as before the step. Buffers that the forward changes, such as running means, may have moved on in some
-    stages. ``worker`` is the number of the worker and ``failure`` what it said, where one failed.
+    stages. If one worker failed, ``worker`` is its number and ``failure`` its message.
 
     >>> issubclass(StepError, RuntimeError)
     True

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_inside = False  # such a block, on the main thread: to change a handler takes longer than most of what is in them
+_inside = False  # whether the main thread is in such a block: changing a handler takes longer than most blocks
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits for the end of the block: half a command would leave workers waiting for ever for the other half.
+    """Ctrl-C waits for the end of the block. Half a command would leave workers waiting for ever for the other half.
 
     >>> with uninterrupted():
     ...     print("from here to there")

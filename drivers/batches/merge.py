@@ -4,7 +4,7 @@
     a float tensor without dimensions (a loss, say)          the mean, weighted by rows
     anything else                                            returned once, if all micro-batches gave the same
 
-A spec says otherwise: see specs.py.
+A spec changes that: see specs.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ def merge_outputs(
 ) -> Any:
     """One output from those of the micro-batches, which have ``sizes`` rows.
 
-    ``mask``: each has all rows of the mini-batch, and only its own count.
+    With ``mask``, each has all rows of the mini-batch, and only its own rows are used.
 
     >>> outputs = [{"y": torch.zeros(2, 1), "loss": torch.tensor(1.0)}, {"y": torch.ones(1, 1), "loss": torch.tensor(4.0)}]
     >>> merge_outputs(outputs, sizes=(2, 1))
@@ -172,7 +172,7 @@ def _same(one: Any, other: Any) -> bool:
         return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
     try:
         return one is other or (type(one) is type(other) and bool(one == other))
-    except Exception:  # what cannot be compared is not known to be equal
+    except Exception:  # values that cannot be compared count as different
         return False
 
 
