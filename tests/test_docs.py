@@ -6,9 +6,9 @@ from unittest.mock import patch
 
 import pytest
 
-from pippy import errors
 from pippy.drivers import errors as driver_errors
 from pippy.drivers.schedules.orders.registry import REGISTRY
+from pippy.ir import errors
 from tests import pages
 from tests.drivers.processes import close_open_cluster
 from tests.pages import PageError, blocks_of, broken_links, check_page, links, written
