@@ -104,6 +104,15 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
     return (leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor))
 
 
+def nbytes(value: Any) -> int:
+    """The bytes of all elements of all tensors.
+
+    >>> nbytes([torch.zeros(2, 3), "a", torch.zeros(4, dtype=torch.int64)])
+    56
+    """
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors(value))  # a sparse tensor has no .nbytes
+
+
 def describe(value: Any) -> str:
     """A value in a few characters, for error messages and tables.
 

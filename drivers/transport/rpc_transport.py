@@ -41,7 +41,7 @@ class RpcTransport(Transport):
         own = copied(value)
         sent = self.sent.setdefault(to, SentCount())
         sent.values += 1
-        sent.bytes += sum(tensor.numel() * tensor.itemsize for tensor in tensors(own) if is_plain_tensor(tensor))
+        sent.bytes += sum(tensor.nbytes for tensor in tensors(own) if is_plain_tensor(tensor))
         if to == self.index:
             self.received.put(key, own)
         elif not self.received.is_lost(to):

@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import fx
 
 from pippy.ir.cut.params import MultiUseParamSpec, config_by_tensor, is_to_replicate
 from pippy.ir.cut.uses import operations, uses_of_tensors
 from pippy.ir.front.trace import Traced
 from pippy.ir.marks import pipe_split
+from pippy.ir.trees import nbytes
 
 
 def marks(traced: Traced) -> list[fx.Node]:
@@ -53,11 +53,6 @@ def crossing(traced: Traced, sizes: Mapping[fx.Node, int] | None = None, spec: M
         ):
             add(each.by_name[0], max(each.by_name), 1 if sizes is None else nbytes(each.tensor))
     return _running_sums(steps[:-1])
-
-
-def nbytes(tensor: torch.Tensor) -> int:
-    """The bytes of what a tensor holds."""
-    return tensor.numel() * tensor.element_size()
 
 
 def _running_sums(steps: Iterable[int]) -> list[int]:

@@ -16,6 +16,7 @@ from pippy.ir.names import user_name
 from pippy.ir.show.flow import Box, Flow, Replicas, Value, flow_of
 from pippy.ir.show.shapes import Amount, Shape, Shapes, propagate
 from pippy.ir.show.units import bytes_text, count_text, shortened
+from pippy.ir.trees import nbytes
 
 _LONGEST_WAY = 6
 
@@ -79,7 +80,7 @@ def picture_of(compiled: Compiled, args: Sequence[Any] = (), kwargs: Mapping[str
 def _row(module: nn.Module, index: int, box: Box, flow: Flow, shapes: Shapes | None) -> StageRow:
     parameters, buffers = _sized(module.parameters()), _sized(module.buffers())
     holds = (type(module).__name__,) if box.kind == "loss" else tuple(map(user_name, _held(module)))
-    figures = sum(tensor.numel() for tensor in parameters), _nbytes(parameters), _nbytes(buffers)
+    figures = sum(tensor.numel() for tensor in parameters), nbytes(parameters), nbytes(buffers)
     if shapes is None:
         return StageRow(box.name, holds, *figures)
     receives = _sum(shapes.values[value.node] for value in flow.values if index in value.users)
@@ -98,10 +99,6 @@ def _held(module: nn.Module, path: str = "") -> Iterator[str]:
 def _sized(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Those that have a size: the tensors of a lazy module get theirs in its first forward."""
     return [tensor for tensor in tensors if not is_lazy(tensor)]
-
-
-def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _sum(shapes: Iterable[Shape]) -> Amount:

@@ -22,7 +22,7 @@ from pippy.ir.nodes import forward_nodes, is_getitem, map_nodes
 from pippy.ir.random_state import untouched_random_state
 from pippy.ir.run.graph_module import PipeGraphModule
 from pippy.ir.signature import bind
-from pippy.ir.trees import describe, leaves, map_tensors, tensors
+from pippy.ir.trees import describe, leaves, map_tensors, nbytes
 
 
 class Unknown:
@@ -90,7 +90,7 @@ def measure(value: Any) -> Shape:
     """
     if unknown_in(value) is not None:
         return Shape(describe(value), None)
-    return Shape(describe(value), sum(tensor.numel() * tensor.element_size() for tensor in tensors(value)))
+    return Shape(describe(value), nbytes(value))
 
 
 def unknown_in(value: Any) -> Unknown | None:

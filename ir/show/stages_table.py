@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pippy.ir.show.picture import Picture, StageRow, amount_text, notes
 from pippy.ir.show.shapes import Amount
 from pippy.ir.show.units import bytes_text, count_text, shortened
+from pippy.ir.text_table import text_table
 
 _ALWAYS = ("stage", "parameters", "bytes", "buffers")
 _WITH_SHAPES = ("receives", "sends", "FLOPs")
@@ -13,11 +14,8 @@ _HOLDS = 48
 
 def stages_table(picture: Picture) -> str:
     """The table as text, with its notes below."""
-    cells = table_cells(picture)
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    lines = [_line(row, widths) for row in cells]
-    rule = "─" * max(map(len, lines))
-    return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], *notes(picture)])
+    head, *rows, total = table_cells(picture)
+    return "\n".join([text_table(head, rows, total=total, words=(0, len(head) - 1)), *notes(picture)])
 
 
 def table_cells(picture: Picture) -> list[list[str]]:
@@ -53,8 +51,3 @@ def _total(rows: Sequence[StageRow]) -> StageRow:
 
 def _sum(amounts: Sequence[Amount]) -> Amount:
     return Amount(sum(amount.count for amount in amounts), all(amount.complete for amount in amounts))
-
-
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    numbers = [cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1])]
-    return "   ".join([row[0].ljust(widths[0]), *numbers, row[-1]]).rstrip()

@@ -8,11 +8,12 @@ from torch import fx
 from torch.nn.parameter import is_lazy
 
 from pippy.ir.cut.constraints import Constraint, constraints
-from pippy.ir.cut.cuts import crossing, nbytes
+from pippy.ir.cut.cuts import crossing
 from pippy.ir.cut.params import MultiUseParamSpec
 from pippy.ir.cut.uses import operations, uses_of_tensors
 from pippy.ir.errors import BalanceError
 from pippy.ir.front.trace import Traced
+from pippy.ir.trees import nbytes
 
 
 @dataclass

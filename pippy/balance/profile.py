@@ -24,14 +24,13 @@ from pippy.balance.restore_model import ChangedTensors, restoring_model
 from pippy.balance.saved_bytes import SavedBytes
 from pippy.balance.stopwatch import Clock, Stopwatch
 from pippy.ir import source
-from pippy.ir.cut.cuts import nbytes
 from pippy.ir.cut.effects import find_mutations
 from pippy.ir.cut.uses import is_operation, operations
 from pippy.ir.errors import BalanceError, StageError
 from pippy.ir.front.trace import Traced
 from pippy.ir.names import named_state
 from pippy.ir.run.stage_run import as_leaf
-from pippy.ir.trees import map_tensors, tensors
+from pippy.ir.trees import map_tensors, nbytes, tensors
 
 
 @dataclass
@@ -147,7 +146,7 @@ class _Run:
             if node in self.targets:
                 self._change(node, call, wanted=any(copy.requires_grad for copy in trial.copies))
         self.found.costs.append(cost)
-        self.found.sizes[node] = sum(map(nbytes, tensors(self.values[node])))
+        self.found.sizes[node] = nbytes(self.values[node])
         try:
             as_leaf(value)
         except StageError:

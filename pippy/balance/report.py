@@ -4,9 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pippy.ir.show.units import bytes_text, count_text, shortened
+from pippy.ir.text_table import text_table
 
 _LONGEST_NAME = 24
 _HEADS = ["stage", "from", "to", "layers", "share", "parameters", "memory", "sends on"]
+_NAMES = 3  # the first columns hold names, the others numbers
 _COST = 4  # the column of the costs, before that of the shares
 
 
@@ -100,9 +102,8 @@ class Balance:
         # One measure is no column twice, and a column that knows nothing is none.
         kept = [i for i, column in enumerate(columns) if any(column[1:]) and not (i == _COST and column[0] in _HEADS)]
         rows = [[columns[i][row] for i in kept] for row in range(len(self.stages) + 1)]
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        lines = ["   ".join(_aligned(row, widths)).rstrip() for row in rows]
-        return "\n".join([lines[0], "─" * max(map(len, lines)), *lines[1:], self.summary(), self.memory_note])
+        table = text_table(rows[0], rows[1:], words=range(_NAMES))
+        return "\n".join([table, self.summary(), self.memory_note])
 
     def _heads(self) -> list[str]:
         return [*_HEADS[:_COST], self.measure, *_HEADS[_COST:]]
@@ -120,8 +121,3 @@ class Balance:
             bytes_text(stage.memory),
             "" if stage.sends is None else bytes_text(stage.sends),
         ]
-
-
-def _aligned(row: list[str], widths: list[int]) -> list[str]:
-    """Names to the left, numbers to the right."""
-    return [cell.ljust(width) if i < 3 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))]

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pippy.cli.costs import costs_of, share, with_costs, with_sizes
-from pippy.cli.table import table
+from pippy.ir.text_table import text_table
 
 if TYPE_CHECKING:
     from pippy.drivers.schedules import Costs, Program
@@ -50,7 +50,7 @@ def compare(workers: int, chunks: int, stages_per_worker: int | None, **costs: A
     if rows:
         heads = ["schedule", "stages", "makespan", "bubble", "peak", "sends", "steps"]
         rows.sort(key=lambda each: each[0])
-        click.echo(table(heads, [cells for _, cells in rows]))
+        click.echo(text_table(heads, [cells for _, cells in rows]))
     if left_out:
         click.echo(("\n" if rows else "") + "\n".join(["left out:", *(f"  {line}" for line in left_out)]))
     if not rows:

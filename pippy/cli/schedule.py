@@ -7,7 +7,7 @@ import click
 
 from pippy.cli.costs import ScheduleName, costs_of, share, with_costs, with_sizes
 from pippy.cli.problems import write
-from pippy.cli.table import table
+from pippy.ir.text_table import text_table
 
 if TYPE_CHECKING:
     from pippy.drivers.schedules import Costs, Program, Simulation, Timeline
@@ -119,6 +119,6 @@ def figures(program: "Program", costs: "Costs", result: "Simulation") -> str:
         for worker, (idle, peak) in enumerate(zip(result.idle, result.peak_live))
     ]
     bubble = share(sum(result.idle), result.makespan * program.workers)
-    return f"makespan {float(result.makespan):g}, bubble {bubble}\n\n" + table(
+    return f"makespan {float(result.makespan):g}, bubble {bubble}\n\n" + text_table(
         ["", "busy", "idle", "bubble", "peak"], rows
     )

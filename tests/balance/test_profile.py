@@ -206,7 +206,7 @@ class Recorder(torch.fx.Interpreter):
     def run_node(self, node):
         value = super().run_node(node)
         if node in operations(self.traced):
-            self.seen.append(sum(t.numel() * t.element_size() for t in tensors(value)))
+            self.seen.append(sum(t.nbytes for t in tensors(value)))
         return value
 
 

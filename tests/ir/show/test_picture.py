@@ -113,8 +113,8 @@ def test_the_figures_are_the_modules(name):
     rows = picture_of(pipe, args).rows
     for stage, module in pipe.stages():
         assert rows[stage].parameters == sum(p.numel() for p in module.parameters())
-        assert rows[stage].parameter_bytes == sum(p.numel() * p.element_size() for p in module.parameters())
-        assert rows[stage].buffer_bytes == sum(b.numel() * b.element_size() for b in module.buffers())
+        assert rows[stage].parameter_bytes == sum(p.nbytes for p in module.parameters())
+        assert rows[stage].buffer_bytes == sum(b.nbytes for b in module.buffers())
 
 
 def test_what_is_sent_is_received_or_returned():

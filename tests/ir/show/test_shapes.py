@@ -46,7 +46,7 @@ def check_against_a_real_run(pipe, args):
     assert set(shapes.values) == set(values)
     for name, shape in shapes.values.items():
         assert shape.text == describe(values[name])
-        assert shape.nbytes == sum(tensor.element_size() * tensor.numel() for tensor in tensors(values[name]))
+        assert shape.nbytes == sum(tensor.nbytes for tensor in tensors(values[name]))
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -1,0 +1,32 @@
+"""Tables in text."""
+
+from collections.abc import Collection, Sequence
+
+
+def text_table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], *, total: Sequence[str] = (), words: Collection[int] = (0,)
+) -> str:
+    """A table with a line below its head, and one above its last row if there is a ``total``.
+
+    ``words`` are the columns that are aligned on the left; the others hold numbers.
+
+    >>> print(text_table(["name", "size"], [["a", "10"], ["bcdef", "9"]], total=["both", "19"]))
+    name    size
+    ────────────
+    a         10
+    bcdef      9
+    ────────────
+    both      19
+    """
+    cells = [head, *rows, *([total] if total else [])]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    lines = [_line(row, widths, words) for row in cells]
+    rule = "─" * max(map(len, lines))
+    return "\n".join([lines[0], rule, *lines[1 : 1 + len(rows)], *([rule, lines[-1]] if total else [])])
+
+
+def _line(row: Sequence[str], widths: Sequence[int], words: Collection[int]) -> str:
+    cells = zip(row, widths)
+    return "   ".join(
+        cell.ljust(width) if column in words else cell.rjust(width) for column, (cell, width) in enumerate(cells)
+    ).rstrip()
