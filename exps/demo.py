@@ -79,11 +79,12 @@ def batch_of_counting() -> tuple[torch.Tensor, torch.Tensor]:
 def show(pipe: Pipe) -> None:
     """What the compiler made of the model."""
     tokens, targets = batch_of_counting()
+    drawing = pipe.draw(tokens, targets)
     graph = "".join(str(pipe).partition("def forward")[1:])
     print(f"The Pipe, its stages called and its backward written out:\n\n{graph.strip()}\n")
-    print(f"Who sends what to whom:\n\n{pipe.graph_text(tokens, targets)}\n")
-    print(f"Its stages:\n\n{pipe.stages_table(tokens, targets)}\n")
-    _draw("demo.svg", pipe.to_svg(tokens, targets))
+    print(f"Who sends what to whom:\n\n{drawing}\n")
+    print(f"Its stages:\n\n{drawing.table()}\n")
+    _draw("demo.svg", drawing.svg())
 
 
 def show_schedule(driver: PipelineDriver1F1B) -> None:

@@ -18,12 +18,8 @@ from pippy.ir.passes.returned_loss import LossSpec
 from pippy.ir.passes.verify import check_rules
 from pippy.ir.reference import run_reference
 from pippy.ir.run.copies import follow_owners
-from pippy.ir.show.diagrams import dot, mermaid
-from pippy.ir.show.graph_text import graph_text
-from pippy.ir.show.notebook import html
-from pippy.ir.show.picture import picture_of
-from pippy.ir.show.stages_table import stages_table
-from pippy.ir.show.svg import svg
+from pippy.ir.show.content import content_of
+from pippy.ir.show.drawing import Drawing
 from pippy.ir.signature import bind
 from pippy.ir.state import load_state
 
@@ -142,15 +138,15 @@ class Pipe(nn.Module):
                 part.training = compiled.modes.flag(user_name, mode)
         return self
 
-    def graph_text(self, *args: Any, **kwargs: Any) -> str:
-        """Who sends what to whom, as a drawing in text.
+    def draw(self, *args: Any, **kwargs: Any) -> Drawing:
+        """A drawing of who sends what to whom: print it, or let a notebook show it. It has other formats, too.
 
-        With the arguments of a call (the loss's target included) it says shapes and bytes too. Nothing is computed: they
-        come from fake tensors, and no parameter, buffer, gradient or random state changes. So do the other drawings.
+        With the arguments of a call (the loss's target included) it shows shapes and bytes too. Nothing is computed: they
+        come from fake tensors, and no parameter, buffer, gradient or random state changes.
 
         >>> import torch
         >>> pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(2, 5), nn.ReLU()))
-        >>> print(pipe.graph_text(torch.zeros(3, 2)))
+        >>> print(pipe.draw(torch.zeros(3, 2)))
         ●   input_1  float32[3, 2] 24 B  ─▶ submod_0
         ▼ [submod_0]   15 parameters   60 FLOPs
         ●   _0       float32[3, 5] 60 B  ─▶ submod_1
@@ -158,14 +154,7 @@ class Pipe(nn.Module):
         ●   _1       float32[3, 5] 60 B  ─▶ output
         ▼ [output]
         backward: none, as the Pipe has no loss
-        """
-        return graph_text(picture_of(compiled_of(self), args, kwargs))
-
-    def stages_table(self, *args: Any, **kwargs: Any) -> str:
-        """The size of every stage; with the arguments of a call, what it receives, sends and computes in one forward.
-
-        >>> pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(2, 5), nn.ReLU()))
-        >>> print(pipe.stages_table())
+        >>> print(pipe.draw().table())
         stage      parameters   bytes   buffers   holds
         ───────────────────────────────────────────────
         submod_0           15    60 B       0 B   0
@@ -174,48 +163,10 @@ class Pipe(nn.Module):
         total              15    60 B       0 B
         backward: none, as the Pipe has no loss
         """
-        return stages_table(picture_of(compiled_of(self), args, kwargs))
-
-    def to_mermaid(self, *args: Any, **kwargs: Any) -> str:
-        """A Mermaid flowchart, for Markdown pages.
-
-        >>> print(Pipe.from_sequential(nn.Sequential(nn.Linear(2, 5), nn.ReLU())).to_mermaid())
-        flowchart LR
-            n0(["input_1"])
-            n1["submod_0<br/>15 parameters"]
-            n2["submod_1<br/>0 parameters"]
-            n3(["output"])
-            n0 -->|"input_1"| n1
-            n1 -->|"_0"| n2
-            n2 -->|"_1"| n3
-        <BLANKLINE>
-        """
-        return mermaid(picture_of(compiled_of(self), args, kwargs))
-
-    def to_dot(self, *args: Any, **kwargs: Any) -> str:
-        """A Graphviz digraph, in the DOT language.
-
-        >>> dot = Pipe.from_sequential(nn.Sequential(nn.Linear(2, 5), nn.ReLU())).to_dot()
-        >>> print(dot.splitlines()[5])
-            n1 [shape=box, label="submod_0\\n15 parameters"];
-        """
-        return dot(picture_of(compiled_of(self), args, kwargs))
-
-    def to_svg(self, *args: Any, **kwargs: Any) -> str:
-        """A drawing for a browser or a document.
-
-        >>> Pipe.from_sequential(nn.Sequential(nn.Linear(2, 5), nn.ReLU())).to_svg()[:39]
-        '<svg xmlns="http://www.w3.org/2000/svg"'
-        """
-        return svg(picture_of(compiled_of(self), args, kwargs))
+        return Drawing(content_of(compiled_of(self), args, kwargs))
 
     def _repr_html_(self) -> str:
-        """What a notebook shows.
-
-        >>> "submod_1" in Pipe.from_sequential(nn.Sequential(nn.Linear(2, 5), nn.ReLU()))._repr_html_()
-        True
-        """
-        return html(picture_of(compiled_of(self)))
+        return self.draw()._repr_html_()
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Pipe":
         """Convert or move every tensor where it is, so that stages, model and optimizer go on sharing it."""

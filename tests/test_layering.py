@@ -18,8 +18,8 @@ LAYERS = """
     drivers/schedules/make drivers/schedules/choose drivers/schedules
 
     ir ir/errors ir/trees ir/near_names ir/names ir/source ir/random_state ir/marks ir/modes ir/signature ir/run
-    ir/nodes ir/wiring ir/text_table ir/compiled ir/front ir/cut ir/passes ir/compiler ir/reference ir/show ir/state
-    ir/model_parts ir/pipe
+    ir/nodes ir/wiring ir/text_table ir/readable ir/compiled ir/front ir/cut ir/passes ir/compiler ir/reference
+    ir/show ir/state ir/model_parts ir/pipe
 
     drivers/errors drivers/interrupts drivers/stderr_filter drivers/lowering drivers/batches drivers/transport
     drivers/control drivers/workers drivers/recording drivers/clusters drivers/placed_pipe drivers/auto

@@ -1,1 +1,1 @@
-"""Seeing a Pipe: its flow of values, with shapes and figures, as text, table, diagram and picture."""
+"""Drawings of a Pipe: as text, as a table, as SVG, and in the languages of other tools."""

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from pippy.ir.show.flow import Box, Value
-from pippy.ir.show.picture import Picture, tag
-from pippy.ir.show.units import shortened
+from pippy.ir.readable import shortened
+from pippy.ir.show.content import Content
+from pippy.ir.show.structure import Box, Value
 
 _LONGEST = 48
 _MERMAID_SHAPES = {"input": ("([", "])"), "output": ("([", "])"), "stage": ("[", "]"), "loss": ("{{", "}}")}
@@ -12,16 +12,16 @@ _DOT_SHAPES = {"input": "ellipse", "output": "ellipse", "stage": "box", "loss": 
 _ENTITIES = {ord(character): f"#{ord(character)};" for character in '#"<>&`;\\'}
 
 
-def mermaid(picture: Picture) -> str:
+def mermaid(content: Content) -> str:
     """A Mermaid flowchart. A thick arrow is a parameter that travels, a dotted line joins copies of a parameter."""
     lines = ["flowchart LR"]
-    for index, box in enumerate(picture.flow.boxes):
+    for index, box in enumerate(content.structure.boxes):
         opening, closing = _MERMAID_SHAPES[box.kind]
-        lines.append(f'    n{index}{opening}"{_mermaid_text(_box_lines(picture, box))}"{closing}')
-    for value, user in _edges(picture):
+        lines.append(f'    n{index}{opening}"{_mermaid_text(_box_lines(content, box))}"{closing}')
+    for value, user in _edges(content):
         arrow = "==>" if value.origin else "-->"
-        lines.append(f'    n{value.source} {arrow}|"{_mermaid_text(_value_lines(picture, value))}"| n{user}')
-    for one, other, names in _copies(picture):
+        lines.append(f'    n{value.source} {arrow}|"{_mermaid_text(_value_lines(content, value))}"| n{user}')
+    for one, other, names in _copies(content):
         lines.append(f'    n{one} -. "{_mermaid_text([names, "replicated"])}" .- n{other}')
     return "\n".join(lines) + "\n"
 
@@ -34,7 +34,7 @@ def _mermaid_text(lines: list[str]) -> str:
     return "<br/>".join(line.translate(_ENTITIES) for line in lines)
 
 
-def dot(picture: Picture) -> str:
+def dot(content: Content) -> str:
     """A Graphviz digraph. A bold arrow is a parameter that travels, a dashed line joins copies of a parameter."""
     lines = [
         "digraph pipe {",
@@ -42,13 +42,13 @@ def dot(picture: Picture) -> str:
         '    node [fontname="sans-serif"];',
         '    edge [fontname="sans-serif"];',
     ]
-    for index, box in enumerate(picture.flow.boxes):
-        label = _dot_text(_box_lines(picture, box))
+    for index, box in enumerate(content.structure.boxes):
+        label = _dot_text(_box_lines(content, box))
         lines.append(f'    n{index} [shape={_DOT_SHAPES[box.kind]}, label="{label}"];')
-    for value, user in _edges(picture):
+    for value, user in _edges(content):
         style = ", style=bold" if value.origin else ""
-        lines.append(f'    n{value.source} -> n{user} [label="{_dot_text(_value_lines(picture, value))}"{style}];')
-    for one, other, names in _copies(picture):
+        lines.append(f'    n{value.source} -> n{user} [label="{_dot_text(_value_lines(content, value))}"{style}];')
+    for one, other, names in _copies(content):
         label = _dot_text([names, "replicated"])
         lines.append(f'    n{one} -> n{other} [label="{label}", style=dashed, dir=none, constraint=false];')
     return "\n".join([*lines, "}"]) + "\n"
@@ -62,21 +62,21 @@ def _dot_text(lines: list[str]) -> str:
     return "\\n".join(line.replace("\\", "\\\\").replace('"', '\\"') for line in lines)
 
 
-def _edges(picture: Picture) -> Iterator[tuple[Value, int]]:
-    return ((value, user) for value in picture.flow.values for user in value.users)
+def _edges(content: Content) -> Iterator[tuple[Value, int]]:
+    return ((value, user) for value in content.structure.values for user in value.users)
 
 
-def _copies(picture: Picture) -> Iterator[tuple[int, int, str]]:
+def _copies(content: Content) -> Iterator[tuple[int, int, str]]:
     """A line between each box with a copy and the next, and the names of what is copied."""
-    for group in picture.flow.replicas:
+    for group in content.structure.copies:
         for one, other in zip(group.boxes, group.boxes[1:]):
             yield one, other, shortened(", ".join(group.names), _LONGEST)
 
 
-def _box_lines(picture: Picture, box: Box) -> list[str]:
-    return [shortened(box.name, _LONGEST), *picture.figures(box)]
+def _box_lines(content: Content, box: Box) -> list[str]:
+    return [shortened(box.name, _LONGEST), *content.stage_texts(box)]
 
 
-def _value_lines(picture: Picture, value: Value) -> list[str]:
-    texts = [value.name, tag(value), picture.size_text(value, _LONGEST)]
+def _value_lines(content: Content, value: Value) -> list[str]:
+    texts = [value.name, value.special, content.size_text(value, _LONGEST)]
     return [shortened(text, _LONGEST) for text in texts if text]

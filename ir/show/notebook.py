@@ -6,19 +6,19 @@ The drawing brings its own light ground; the table takes the colours of the page
 from collections.abc import Sequence
 from html import escape
 
-from pippy.ir.show.picture import Picture
+from pippy.ir.show.content import Content
 from pippy.ir.show.stages_table import table_cells
 from pippy.ir.show.svg import svg
 
 _RULE = "1px solid rgba(128, 128, 128, 0.5)"
 
 
-def html(picture: Picture) -> str:
+def html(content: Content) -> str:
     """The HTML; what is wider than the page scrolls in itself."""
-    head, *stages, total = table_cells(picture)
+    head, *stages, total = table_cells(content)
     rows = [_row(head, "th", _RULE), *(_row(row, "td") for row in stages), _row(total, "td", top=_RULE)]
     table = f'<table style="border-collapse: collapse; margin-top: 8px">{"".join(rows)}</table>'
-    return f'<div style="overflow-x: auto">{svg(picture)}{table}</div>'
+    return f'<div style="overflow-x: auto">{svg(content)}{table}</div>'
 
 
 def _row(cells: Sequence[str], tag: str, bottom: str = "none", top: str = "none") -> str:

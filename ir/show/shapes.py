@@ -7,7 +7,7 @@ branch on a tensor) is unknown, and so is what depends on it; everything else is
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,19 +40,44 @@ class Unknown:
 
 
 @dataclass(frozen=True)
+class Amount:
+    """A number of bytes or FLOPs; at least that many, if not ``complete``."""
+
+    count: int
+    complete: bool = True
+
+    def text(self, unit: Callable[[int], str]) -> str:
+        """The amount in ``unit``: after a sign if it is a lower bound, and ``unknown`` if that is zero.
+
+        >>> Amount(2048).text(str), Amount(64, complete=False).text(str), Amount(0, complete=False).text(str)
+        ('2048', '≥ 64', 'unknown')
+        """
+        if not self.complete:
+            return f"≥ {unit(self.count)}" if self.count else "unknown"
+        return unit(self.count)
+
+
+def add_amounts(amounts: Iterable[Amount]) -> Amount:
+    """The sum, which is a lower bound if one of the amounts is.
+
+    >>> add_amounts([Amount(2), Amount(3, complete=False)])
+    Amount(count=5, complete=False)
+    """
+    every = list(amounts)
+    return Amount(sum(each.count for each in every), all(each.complete for each in every))
+
+
+@dataclass(frozen=True)
 class Shape:
     """What is known of a value. ``nbytes`` counts all its tensors, and is None where one of them is unknown."""
 
     text: str
     nbytes: int | None
 
-
-@dataclass(frozen=True)
-class Amount:
-    """A number of bytes or FLOPs; at least that many, if not ``complete``."""
-
-    count: int
-    complete: bool = True
+    @property
+    def size(self) -> Amount:
+        """The bytes as an amount, which can be added to others."""
+        return Amount(self.nbytes or 0, complete=self.nbytes is not None)
 
 
 @dataclass

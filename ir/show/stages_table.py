@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
-from pippy.ir.show.picture import Picture, StageRow, amount_text, notes
-from pippy.ir.show.shapes import Amount
-from pippy.ir.show.units import bytes_text, count_text, shortened
+from pippy.ir.readable import bytes_text, count_text, shortened
+from pippy.ir.show.content import Content
+from pippy.ir.show.figures import ForwardFigures, StageFigures
+from pippy.ir.show.notes import notes
+from pippy.ir.show.shapes import add_amounts
 from pippy.ir.text_table import text_table
 
 _ALWAYS = ("stage", "parameters", "bytes", "buffers")
@@ -12,42 +14,36 @@ _WITH_SHAPES = ("receives", "sends", "FLOPs")
 _HOLDS = 48
 
 
-def stages_table(picture: Picture) -> str:
+def stages_table(content: Content) -> str:
     """The table as text, with its notes below."""
-    head, *rows, total = table_cells(picture)
-    return "\n".join([text_table(head, rows, total=total, words=(0, len(head) - 1)), *notes(picture)])
+    head, *rows, total = table_cells(content)
+    return "\n".join([text_table(head, rows, total=total, words=(0, len(head) - 1)), *notes(content)])
 
 
-def table_cells(picture: Picture) -> list[list[str]]:
+def table_cells(content: Content) -> list[list[str]]:
     """A head, a row for each stage, and the totals. The first and the last column are words, the others numbers."""
-    heads = [*_ALWAYS, *(_WITH_SHAPES if picture.shapes else ()), "holds"]
-    rows = list(picture.rows.values())
-    return [heads, *(_cells(row, _held(row)) for row in rows), _cells(_total(rows), "")]
+    heads = [*_ALWAYS, *(_WITH_SHAPES if content.shapes else ()), "holds"]
+    rows = list(content.stages.values())
+    return [heads, *map(_cells, rows), _cells(_total(rows))]
 
 
-def _cells(row: StageRow, holds: str) -> list[str]:
+def _cells(row: StageFigures) -> list[str]:
+    """
+    >>> _cells(StageFigures("submod_0", ("embed", "norm"), 15, 60, 0))
+    ['submod_0', '15', '60 B', '0 B', 'embed, norm']
+    """
     cells = [row.name, f"{row.parameters:,}", bytes_text(row.parameter_bytes), bytes_text(row.buffer_bytes)]
-    if row.flops is not None:
-        cells += [amount_text(row.receives, bytes_text), amount_text(row.sends, bytes_text)]
-        cells.append(amount_text(row.flops, count_text))
-    return [*cells, holds]
+    if row.forward is not None:
+        cells += [row.forward.receives.text(bytes_text), row.forward.sends.text(bytes_text)]
+        cells.append(row.forward.flops.text(count_text))
+    return [*cells, shortened(", ".join(row.holds), _HOLDS)]
 
 
-def _held(row: StageRow) -> str:
-    """
-    >>> _held(StageRow("submod_0", ("embed", "norm"), 0, 0, 0))
-    'embed, norm'
-    """
-    return shortened(", ".join(row.holds), _HOLDS)
-
-
-def _total(rows: Sequence[StageRow]) -> StageRow:
-    figures = [sum(getattr(row, name) for row in rows) for name in ("parameters", "parameter_bytes", "buffer_bytes")]
-    if not rows or rows[0].flops is None:
-        return StageRow("total", (), *figures)
-    amounts = [_sum([getattr(row, name) for row in rows]) for name in ("receives", "sends", "flops")]
-    return StageRow("total", (), *figures, *amounts)
-
-
-def _sum(amounts: Sequence[Amount]) -> Amount:
-    return Amount(sum(amount.count for amount in amounts), all(amount.complete for amount in amounts))
+def _total(rows: Sequence[StageFigures]) -> StageFigures:
+    parameters, parameter_bytes = sum(row.parameters for row in rows), sum(row.parameter_bytes for row in rows)
+    sizes = parameters, parameter_bytes, sum(row.buffer_bytes for row in rows)
+    forwards = [row.forward for row in rows if row.forward is not None]
+    if not forwards:
+        return StageFigures("total", (), *sizes)
+    amounts = (add_amounts(getattr(each, name) for each in forwards) for name in ("receives", "sends", "flops"))
+    return StageFigures("total", (), *sizes, ForwardFigures(*amounts))

@@ -1,25 +1,195 @@
-"""A Pipe as an SVG: stages from left to right, or from top to bottom where they are many; the notes below."""
+"""A Pipe as an SVG, from top to bottom, with the notes below.
 
-from xml.etree import ElementTree
+     ( target )             (1) inputs come first: the one that is used first stands last, next to the stage that uses it
+  ┌────┘
+  │  ( x )
+  │    ▼ float32[4, 8]      (2) a value for the next box goes straight down, with its label beside it
+  │  ┌──────────┐
+  │  │ submod_0 ├╌╌┐        (3) copies of a parameter are joined on the right
+  │  └─┬─┬──────┘  ╎
+  │ ┌──┘ ▼ relu    ╎
+  │ │┌──────────┐  ╎        (4) a value for a later box has a column on the left, up to the last box that uses it;
+  │ ││ submod_1 ├╌╌┘            the shortest columns are the nearest to the boxes
 
-from pippy.ir.show.picture import Picture, notes
-from pippy.ir.show.svg_column import draw_column
-from pippy.ir.show.svg_elements import LETTER, LINE, document, group, words
-from pippy.ir.show.svg_row import draw_row
-from pippy.ir.show.units import shortened
+Each value leaves its box on a line of its own and arrives at a height of its own: lines cross, and never run along one another.
+"""
 
-_ROW = 7  # boxes that are still readable side by side
-_NOTE = 120
+from collections.abc import Iterator
+from itertools import pairwise
+from xml.etree.ElementTree import Element
+
+from pippy.ir.readable import shortened
+from pippy.ir.show.columns import columns_by_length
+from pippy.ir.show.content import Content
+from pippy.ir.show.notes import notes
+from pippy.ir.show.structure import Copies, Structure, Value
+from pippy.ir.show.svg_elements import LETTER, LINE, RADIUS, Point, arrow, document, group, line, rectangle, words
+
+_MARGIN, _COLUMN, _GAP = 16.0, 16.0, 12.0
+_BOX, _BOX_HEIGHT, _VALUE_HEIGHT, _PORT = 330.0, 30.0, 22.0, 12.0
+_INSET, _STEMS = 14.0, 80.0  # from a box's left edge to its first line down, and the most that all of them take
+_NAME, _LABEL, _COPIES, _NOTE = 24, 60, 30, 120  # the longest texts, in letters
 
 
-def svg(picture: Picture) -> str:
+def svg(content: Content) -> str:
     """The text of the SVG. A thick arrow is a parameter that travels, a dashed line joins copies of a parameter."""
-    content = ElementTree.Element("g")
-    beside = sum(box.kind != "input" for box in picture.flow.boxes)
-    width, height = (draw_row if beside <= _ROW else draw_column)(content, picture)
-    lines = notes(picture)
+    inside = Element("g")
+    width, height = _Layout(inside, content).draw()
+    lines = notes(content)
     for index, text in enumerate(lines):
-        words(group(content, text), (16, height + LINE * (index + 1)), shortened(text, _NOTE))
-    widest = max(min(len(text), _NOTE) for text in lines) * LETTER + 32
-    stages = sum(box.kind == "stage" for box in picture.flow.boxes)
-    return document(content, (max(width, widest), height + LINE * (len(lines) + 1)), f"a Pipe of {stages} stages")
+        words(group(inside, text), (_MARGIN, height + LINE * (index + 1)), shortened(text, _NOTE))
+    widest = max(min(len(text), _NOTE) for text in lines) * LETTER + 2 * _MARGIN
+    stages = sum(box.kind == "stage" for box in content.structure.boxes)
+    return document(inside, (max(width, widest), height + LINE * (len(lines) + 1)), f"a Pipe of {stages} stages")
+
+
+class _Layout:
+    """Places all boxes, lines and labels, and then draws them."""
+
+    def __init__(self, inside: Element, content: Content) -> None:
+        self.inside, self.content, self.structure = inside, content, content.structure
+        order = _drawn_order(self.structure)
+        self.row = {box: row for row, box in enumerate(order)}
+        self.straight = dict(self._straight())
+        self.columns = columns_by_length(
+            (value, self.row[value.source], max(self.row[user] for user in users))
+            for value in self.structure.values
+            if (users := self._later_users(value))
+        )
+        copies = self.structure.copies
+        # One more row for each: where one ends and another begins at the same box, they need two columns.
+        self.copies_columns = columns_by_length(
+            (each, self.row[each.boxes[0]], self.row[each.boxes[-1]] + 1) for each in copies
+        )
+        self.left = _MARGIN + _COLUMN * (max(self.columns.values(), default=-1) + 1)
+        self.tops: dict[int, float] = {}
+        self.heights: dict[int, float] = {}
+        self.stems: dict[Value, float] = {}
+        self.label_at: dict[Value, Point] = {}
+        self.bottom = _MARGIN
+        for box in order:
+            self._place(box)
+        ends = [self.label_at[value][0] + len(self._label(value)) * LETTER for value in self.structure.values]
+        self.right = max([self.left + _BOX, *ends])
+
+    def draw(self) -> Point:
+        """Draw it all; returns the width and the height."""
+        for value in self.structure.values:
+            self._draw_value(value)
+        width = self._draw_all_copies()
+        for box in range(len(self.structure.boxes)):
+            self._draw_box(box)
+        return width, self.bottom
+
+    def _straight(self) -> Iterator[tuple[Value, int]]:
+        """For each box, the value that goes straight to the next one: of several, the one with the shortest way."""
+        for box, following in pairwise(self.row):
+            candidates = [value for value in self._made_by(box) if following in value.users]
+            if candidates:
+                yield min(candidates, key=lambda value: (value.users[-1], value.origin != "")), following
+
+    def _made_by(self, box: int) -> list[Value]:
+        return [value for value in self.structure.values if value.source == box]
+
+    def _later_users(self, value: Value) -> list[int]:
+        """The users that a value reaches by a column."""
+        return [user for user in value.users if user != self.straight.get(value)]
+
+    def _place(self, box: int) -> None:
+        """A box, and under it a row for each value that it makes."""
+        ports = max(len(self._arriving(box)), len(self._copies_at(box)))
+        self.tops[box], self.heights[box] = self.bottom, max(_BOX_HEIGHT, _PORT * (ports + 1))
+        # The outermost column leaves first, and the straight line last, so that they do not cross.
+        values = sorted(self._made_by(box), key=lambda value: (value in self.straight, -self.columns.get(value, -1)))
+        apart = min(_PORT, _STEMS / max(1, len(values)))
+        y = self.bottom + self.heights[box]
+        for index, value in enumerate(values):
+            y += _VALUE_HEIGHT
+            self.stems[value] = self.left + _INSET + apart * index
+            self.label_at[value] = (self.left + _INSET + apart * len(values), y - _VALUE_HEIGHT / 2 + 2)
+        self.bottom = y + _GAP
+
+    def _arriving(self, box: int) -> list[Value]:
+        """What comes to a box by a column, the innermost first, so that the lines into a box do not cross."""
+        return sorted(
+            (value for value in self.columns if box in self._later_users(value)), key=self.columns.__getitem__
+        )
+
+    def _copies_at(self, box: int) -> list[Copies]:
+        """The copies that a box holds, in an order in which their lines do not cross beside it."""
+        columns = self.copies_columns
+        held = [each for each in columns if box in each.boxes]
+        return sorted(held, key=lambda each: -columns[each] if each.boxes[0] == box else columns[each])
+
+    def _port(self, box: int, index: int, count: int) -> float:
+        """The height at which the line with this number meets the side of a box."""
+        return self.tops[box] + self.heights[box] / 2 + (index - (count - 1) / 2) * _PORT
+
+    def _label(self, value: Value) -> str:
+        name = "" if self.structure.boxes[value.source].kind == "input" else shortened(value.name, _LABEL // 2)
+        special = "" if value.kind == "target" or not value.special else f"({value.special})"
+        room = _LABEL - len(name) - len(special) - 4
+        return shortened("  ".join(filter(None, [name, special, self.content.size_text(value, room)])), _LABEL)
+
+    def _draw_value(self, value: Value) -> None:
+        source, (label, y) = self.structure.boxes[value.source], self.label_at[value]
+        users = ", ".join(self.structure.boxes[user].name for user in value.users)
+        texts = [value.name, value.special, self.content.size_text(value), f"{source.name} → {users}"]
+        inside, style = group(self.inside, "\n".join(filter(None, texts))), "parameter" if value.origin else "value"
+        stem, start = self.stems[value], self.tops[value.source] + self.heights[value.source]
+        if value in self.straight:
+            arrow(inside, [(stem, start), (stem, self.tops[self.straight[value]])], style)
+            start = y - RADIUS  # where the line to a column branches off
+        for points in self._ways(value, (stem, start)):
+            arrow(inside, points, style)
+        words(inside, (label, y + 4), self._label(value))
+
+    def _ways(self, value: Value, start: Point) -> Iterator[list[Point]]:
+        """By a column to the last user; to the others, branches from there."""
+        users, y = self._later_users(value), self.label_at[value][1]
+        for user in users:
+            arriving, column = self._arriving(user), self.left - _COLUMN * (1 + self.columns[value])
+            port = self._port(user, arriving.index(value), len(arriving))
+            begin = [start, (start[0], y), (column, y)] if user == users[-1] else [(column, port - RADIUS)]
+            yield [*begin, (column, port), (self.left, port)]
+
+    def _draw_all_copies(self) -> float:
+        """Join all copies, and name them further right. Returns the width of the drawing."""
+        columns, below = max(self.copies_columns.values(), default=-1) + 1, 0.0
+        names = self.right + _GAP + _COLUMN * columns
+        for copies in sorted(self.copies_columns, key=self._heights_of):
+            inside, heights = group(self.inside, "\n".join(copies.names)), self._heights_of(copies)
+            edge, x = self.left + _BOX, self.right + _COLUMN * (1 + self.copies_columns[copies])
+            for start, end in pairwise(heights):
+                line(inside, [(edge, start), (x, start), (x, end), (edge, end)], "copies")
+            below = max(heights[0] + 4, below + LINE)
+            words(inside, (names, below), _copies_label(copies))
+        widest = max((len(_copies_label(copies)) for copies in self.copies_columns), default=0)
+        return max(self.right, names + widest * LETTER if columns else 0) + _MARGIN
+
+    def _heights_of(self, copies: Copies) -> list[float]:
+        """The height at which each box holds its copy."""
+        held = [(box, self._copies_at(box)) for box in copies.boxes]
+        return [self._port(box, at.index(copies), len(at)) for box, at in held]
+
+    def _draw_box(self, index: int) -> None:
+        box, texts = self.structure.boxes[index], self.content.stage_texts(self.structure.boxes[index])
+        held = self.content.stages[box.name].holds if box.computes else ()
+        inside = group(self.inside, "\n".join([box.name, *texts, *held]))
+        name = shortened(box.name, _NAME)
+        width = _BOX if box.computes else len(name) * LETTER + 2 * _INSET
+        rectangle(inside, (self.left, self.tops[index]), (width, self.heights[index]), box.kind)
+        base = self.tops[index] + self.heights[index] / 2 + 4
+        words(inside, (self.left + _INSET, base), name, bold=True)
+        words(inside, (self.left + _BOX - _INSET, base), ", ".join(texts), "end")
+
+
+def _drawn_order(structure: Structure) -> list[int]:
+    """The boxes from top to bottom: of the inputs, that which is used first comes last, and an unused one first."""
+    inputs = {value.source: value.users for value in structure.values if structure.boxes[value.source].kind == "input"}
+    others = [index for index in range(len(structure.boxes)) if index not in inputs]
+    return sorted(inputs, key=lambda box: inputs[box] or (len(structure.boxes),), reverse=True) + others
+
+
+def _copies_label(copies: Copies) -> str:
+    return shortened(", ".join(copies.names), _COPIES)

@@ -10,14 +10,14 @@ from xml.etree import ElementTree
 Point = tuple[float, float]
 
 LETTER, LINE = 6.7, 14  # the size of a letter of the labels, in pixels
-_RADIUS, _HEAD = 7.0, 7.0
+RADIUS, _HEAD = 7.0, 7.0
 _INK = "#1f2328"
 _FILLS = {"stage": "#e8f1ff", "loss": "#ffecec", "input": "#f3f4f6", "output": "#f3f4f6"}
 _RIMS = {"stage": "#3b6fb6", "loss": "#b65050", "input": "#6b7280", "output": "#6b7280"}
 _LINES = {
     "value": {"stroke": "#4b5563", "stroke-width": "1.5"},
     "parameter": {"stroke": "#b45309", "stroke-width": "3"},
-    "replicas": {"stroke": "#7c3aed", "stroke-width": "1.5", "stroke-dasharray": "5 4"},
+    "copies": {"stroke": "#7c3aed", "stroke-width": "1.5", "stroke-dasharray": "5 4"},
 }
 
 
@@ -29,7 +29,7 @@ def group(parent: ElementTree.Element, title: str) -> ElementTree.Element:
 
 
 def rectangle(parent: ElementTree.Element, corner: Point, size: Point, kind: str) -> None:
-    """A box of the flow; inputs and outputs have round ends."""
+    """A box of a drawing; inputs and outputs have round ends."""
     radius = min(size[1] / 2, 13) if kind in ("input", "output") else 6
     numbers = {"x": corner[0], "y": corner[1], "width": size[0], "height": size[1], "rx": radius}
     colours = {"fill": _FILLS[kind], "stroke": _RIMS[kind], "stroke-width": "1.5"}
@@ -77,7 +77,7 @@ def _towards(corner: Point, other: Point) -> Point:
     """The point where a round corner begins."""
     along = other[0] - corner[0], other[1] - corner[1]
     length = (along[0] ** 2 + along[1] ** 2) ** 0.5 or 1.0
-    step = min(_RADIUS, length / 2) / length
+    step = min(RADIUS, length / 2) / length
     return corner[0] + along[0] * step, corner[1] + along[1] * step
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pippy.ir.show.units import bytes_text, count_text, shortened
+from pippy.ir.readable import bytes_text, count_text, shortened
 from pippy.ir.text_table import text_table
 
 _LONGEST_NAME = 24

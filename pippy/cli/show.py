@@ -180,16 +180,17 @@ def _made(examples: list[tuple[str | None, str, list[int]]]) -> tuple[list[Any],
 
 
 def _drawn(pipe: "Pipe", kind: str, args: list[Any], kwargs: dict[str, Any]) -> str:
+    drawing = pipe.draw(*args, **kwargs)
     drawings = {
         "graph": lambda: _graph(pipe),
-        "text": lambda: pipe.graph_text(*args, **kwargs),
-        "table": lambda: pipe.stages_table(*args, **kwargs),
-        "mermaid": lambda: pipe.to_mermaid(*args, **kwargs).rstrip(),
-        "dot": lambda: pipe.to_dot(*args, **kwargs).rstrip(),
-        "svg": lambda: pipe.to_svg(*args, **kwargs),
+        "text": lambda: str(drawing),
+        "table": drawing.table,
+        "mermaid": drawing.mermaid,
+        "dot": drawing.dot,
+        "svg": drawing.svg,
     }
     kinds = ("graph", "text", "table") if kind == "all" else (kind,)
-    return "\n\n".join(drawings[each]() for each in kinds)
+    return "\n\n".join(drawings[each]().rstrip() for each in kinds)
 
 
 def _graph(pipe: "Pipe") -> str:

@@ -81,35 +81,36 @@ def test_a_model_is_found_and_shown_as_the_library_does(pippy, tmp_path, monkeyp
     pipe = pipeline(Net(layers=2), nn.MSELoss())
     code = "".join(str(pipe).partition("def forward")[1:]).strip()
     output = pippy("show", target, "--arg", "layers=2", "--loss", "torch.nn:MSELoss")
-    assert output == f"{code}\n\n{pipe.graph_text()}\n\n{pipe.stages_table()}\n"
+    assert output == f"{code}\n\n{pipe.draw()}\n\n{pipe.draw().table()}\n"
 
 
 def test_formats_and_shapes(pippy):
     pipe, x, target = pipeline(Net(width=4), nn.MSELoss()), torch.zeros(3, 8), torch.zeros(3, 1)
     command = ["nets:Net", "--arg", "width=4", "--loss", "torch.nn:MSELoss", "--input", "float32[3, 8]"]
     command += ["--input", "target=[3,1]", "--format"]
+    drawing = pipe.draw(x, target)
     for name, drawn in (
-        ("text", pipe.graph_text),
-        ("table", pipe.stages_table),
-        ("mermaid", pipe.to_mermaid),
-        ("dot", pipe.to_dot),
-        ("svg", pipe.to_svg),
+        ("text", str(drawing)),
+        ("table", drawing.table()),
+        ("mermaid", drawing.mermaid()),
+        ("dot", drawing.dot()),
+        ("svg", drawing.svg()),
     ):
-        assert pippy("show", *command, name).rstrip() == drawn(x, target).rstrip(), name
+        assert pippy("show", *command, name).rstrip() == drawn.rstrip(), name
 
 
 def test_splits_and_the_loss_by_name(pippy):
     model = Net(layers=3)
     annotate_split_points(model, {"blocks.1": SplitPoint.BEGINNING, "blocks.2": SplitPoint.END})
     output = pippy("show nets:Net --arg layers=3 --split blocks.1,blocks.2:end --loss nets:distance --format text")
-    assert output.rstrip() == pipeline(model, lambda output, target: (output - target).mean()).graph_text()
+    assert output.rstrip() == str(pipeline(model, lambda output, target: (output - target).mean()).draw())
 
 
 def test_a_pipe_and_a_sequential(pippy):
     pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 1)), nn.MSELoss())
-    assert pippy("show nets:pipe --format table").rstrip() == pipe.stages_table()
+    assert pippy("show nets:pipe --format table").rstrip() == pipe.draw().table()
     command = "show nets:chain --sequential --loss torch.nn:MSELoss --format table"
-    assert pippy(command).rstrip() == pipe.stages_table()
+    assert pippy(command).rstrip() == pipe.draw().table()
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,15 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from torch import nn
 
-from pippy import MultiUseParameterConfig, pipeline
+from pippy import MultiUseParameterConfig, Pipe, pipeline
+from pippy.ir.readable import shortened
+from pippy.ir.show.content import Content, StageFigures, content_of
 from pippy.ir.show.diagrams import dot, mermaid
-from pippy.ir.show.flow import Box, Flow, Replicas, Value, flow_of
 from pippy.ir.show.notebook import html
-from pippy.ir.show.picture import Picture, StageRow, picture_of
+from pippy.ir.show.structure import Box, Copies, Structure, Value, structure_of
 from pippy.ir.show.svg import svg
-from pippy.ir.show.units import shortened
 from tests.ir.show.shown import Named, drawn, example
 from tests.zoo import exhibits
 
@@ -71,16 +72,16 @@ NASTY = """a"b<c>&d'e`f;g\\h#i|j"""
 
 
 def nasty():
-    """A picture with names that mean something in every language that we write."""
+    """A content with names that mean something in every language that we write."""
     boxes = (Box("x", "input"), Box(NASTY, "stage"), Box("submod_1", "stage"), Box("output", "output"))
     ways = [(0, (1,)), (1, (2,)), (1, (2, 3)), (2, (3,))]
     values = tuple(Value(f"{NASTY}{i}", f"v{i}", "parameter", *way, origin=NASTY) for i, way in enumerate(ways))
-    rows = {box.name: StageRow(box.name, (NASTY,), 1, 4, 0) for box in boxes if box.kind == "stage"}
-    return Picture(Flow(boxes, values, (Replicas((NASTY,), (1, 2)),), frozenset()), None, rows)
+    stages = {box.name: StageFigures(box.name, (NASTY,), 1, 4, 0) for box in boxes if box.kind == "stage"}
+    return Content(Structure(boxes, values, (Copies((NASTY,), (1, 2)),), frozenset()), None, stages)
 
 
 def scattered(seed):
-    """Any flow that a graph may have: inputs first, then stages, values going forward, some of them copied."""
+    """Any structure that a graph may have: inputs first, then stages, values going forward, some of them copied."""
     choose = random.Random(seed)
     inputs, stages = choose.randrange(4), choose.randrange(1, 12)
     kinds = ["input"] * inputs + ["stage"] * stages + ["output"]
@@ -97,32 +98,32 @@ def scattered(seed):
     groups = [
         sorted(choose.sample(range(inputs, inputs + stages), 2)) for _ in range(choose.randrange(4)) if stages > 1
     ]
-    copies = tuple(Replicas((f"layer.{index}",), tuple(group)) for index, group in enumerate(groups))
-    rows = {box.name: StageRow(box.name, (), 1, 4, 0) for box in boxes if box.kind == "stage"}
-    return Picture(Flow(boxes, tuple(values), copies, frozenset()), None, rows)
+    copies = tuple(Copies((f"layer.{index}",), tuple(group)) for index, group in enumerate(groups))
+    stages = {box.name: StageFigures(box.name, (), 1, 4, 0) for box in boxes if box.kind == "stage"}
+    return Content(Structure(boxes, tuple(values), copies, frozenset()), None, stages)
 
 
-def pictures():
-    found = {name: picture_of(pipe, args) for name, (pipe, args) in drawn().items()}
-    bare = {f"{name} without arguments": picture_of(pipe) for name, (pipe, _) in drawn().items()}
+def contents():
+    found = {name: content_of(pipe, args) for name, (pipe, args) in drawn().items()}
+    bare = {f"{name} without arguments": content_of(pipe) for name, (pipe, _) in drawn().items()}
     return found | bare | {"nasty": nasty()} | {f"scattered {seed}": scattered(seed) for seed in range(30)}
 
 
-PICTURES = pictures()
-every_picture = pytest.mark.parametrize("name", PICTURES)
+CONTENTS = contents()
+every_content = pytest.mark.parametrize("name", CONTENTS)
 
 
 def test_mermaid():
-    assert example().to_mermaid(X, X) == MERMAID.lstrip()
+    assert example().draw(X, X).mermaid() == MERMAID.lstrip()
 
 
 def test_dot():
-    assert example().to_dot() == DOT.lstrip()
+    assert example().draw().dot() == DOT.lstrip()
 
 
-@every_picture
+@every_content
 def test_each_mermaid_line_is_a_box_or_an_arrow_with_clean_text(name):
-    head, *lines = mermaid(PICTURES[name]).splitlines()
+    head, *lines = mermaid(CONTENTS[name]).splitlines()
     assert head == "flowchart LR"
     text = r'"[^"`<>&]*"'
     box, arrow, link = (
@@ -134,43 +135,45 @@ def test_each_mermaid_line_is_a_box_or_an_arrow_with_clean_text(name):
         assert re.fullmatch(rf" {{4}}({box}|{arrow}|{link})", line.replace("<br/>", "")), line
 
 
-@every_picture
+@every_content
 def test_graphviz_reads_the_dot(name):
     if shutil.which("dot") is None:
         pytest.skip("Graphviz is not installed")
-    done = subprocess.run(["dot", "-Tplain"], input=dot(PICTURES[name]), capture_output=True, text=True, check=True)
+    done = subprocess.run(["dot", "-Tplain"], input=dot(CONTENTS[name]), capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
-    flow = PICTURES[name].flow
-    copies = sum(len(each.boxes) - 1 for each in flow.replicas)
-    assert sum(line.startswith("node") for line in lines) == len(flow.boxes)
-    assert sum(line.startswith("edge") for line in lines) == copies + sum(len(value.users) for value in flow.values)
+    structure = CONTENTS[name].structure
+    copies = sum(len(each.boxes) - 1 for each in structure.copies)
+    assert sum(line.startswith("node") for line in lines) == len(structure.boxes)
+    assert sum(line.startswith("edge") for line in lines) == copies + sum(
+        len(value.users) for value in structure.values
+    )
     assert done.stderr == ""
 
 
-@every_picture
+@every_content
 def test_dot_quotes_what_it_must(name):
-    for label in re.findall(r'label="(.*?)"[],]', dot(PICTURES[name])):
+    for label in re.findall(r'label="(.*?)"[],]', dot(CONTENTS[name])):
         assert re.fullmatch(r'([^"\\]|\\["\\n])*', label)
 
 
-@every_picture
+@every_content
 def test_the_svg_is_well_formed_and_names_everything(name):
-    picture = PICTURES[name]
-    root = ElementTree.fromstring(svg(picture))
+    content = CONTENTS[name]
+    root = ElementTree.fromstring(svg(content))
     titles = [(title.text or "").splitlines()[0] for title in root.iter(f"{SVG}title")]
-    for named in (*picture.flow.boxes, *picture.flow.values):
+    for named in (*content.structure.boxes, *content.structure.values):
         assert named.name in titles
-    for replicas in picture.flow.replicas:
-        assert replicas.names[0] in titles
+    for copies in content.structure.copies:
+        assert copies.names[0] in titles
     shown = [text.text for text in root.iter(f"{SVG}text")]
-    assert all(shortened(box.name, 20) in shown or shortened(box.name, 24) in shown for box in picture.flow.boxes)
+    assert all(shortened(box.name, 24) in shown for box in content.structure.boxes)
 
 
-@every_picture
+@every_content
 def test_every_use_has_an_arrow(name):
-    flow = PICTURES[name].flow
-    heads = list(ElementTree.fromstring(svg(PICTURES[name])).iter(f"{SVG}polygon"))
-    assert len(heads) == sum(len(value.users) for value in flow.values)
+    structure = CONTENTS[name].structure
+    heads = list(ElementTree.fromstring(svg(CONTENTS[name])).iter(f"{SVG}polygon"))
+    assert len(heads) == sum(len(value.users) for value in structure.values)
 
 
 def size_of(root):
@@ -218,9 +221,9 @@ def check_texts(drawing):
         assert not any(overlap(text, other) for other in texts[number + 1 :])
 
 
-@every_picture
+@every_content
 def test_no_text_is_crossed_or_covered(name):
-    check_texts(svg(PICTURES[name]))
+    check_texts(svg(CONTENTS[name]))
 
 
 @pytest.mark.filterwarnings("ignore:a mark after the model's last operation")
@@ -231,15 +234,15 @@ def test_the_zoo_is_drawn(name, sharing):
     spec = model.output_loss_value_spec
     pipe = pipeline(model, type(model).loss_fn, output_loss_value_spec=spec, multi_use_param_spec=sharing)
     args = (*model.inputs(), *(() if pipe.target_name is None else (model.target(),)))
-    check_texts(pipe.to_svg(*args))
-    ElementTree.fromstring(pipe._repr_html_())
-    lines = pipe.graph_text(*args).splitlines()
-    assert sum("─▶" in line or "unused" in line for line in lines) == len(flow_of(pipe).values)
+    check_texts(pipe.draw(*args).svg())
+    ElementTree.fromstring(pipe.draw()._repr_html_())
+    lines = str(pipe.draw(*args)).splitlines()
+    assert sum("─▶" in line or "unused" in line for line in lines) == len(structure_of(pipe).values)
 
 
-@every_picture
+@every_content
 def test_no_box_is_crossed_or_covered(name):
-    root = ElementTree.fromstring(svg(PICTURES[name]))
+    root = ElementTree.fromstring(svg(CONTENTS[name]))
     boxes = list(rectangles(root))
     for number, box in enumerate(boxes):
         inner = (box[0] + 1, box[1] + 1, box[2] - 1, box[3] - 1)
@@ -247,28 +250,53 @@ def test_no_box_is_crossed_or_covered(name):
         assert not any(overlap(box, other) for other in boxes[number + 1 :])
 
 
-def test_many_stages_go_from_top_to_bottom():
-    def shape(name):
-        root = ElementTree.fromstring(svg(PICTURES[name]))
-        width, height = size_of(root)
-        return width > height
+@every_content
+def test_lines_only_cross(name):
+    """No two lines run along one another, those of one value left out."""
+    root = ElementTree.fromstring(svg(CONTENTS[name]))
+    lines = [list(segments(group)) for group in root.iter(f"{SVG}g") if group.find(f"{SVG}path") is not None]
+    for number, one in enumerate(lines):
+        for other in lines[number + 1 :]:
+            assert not any(along(a, b) for a in one for b in other)
 
-    assert [shape("four"), shape("twelve")] == [True, False]
+
+def along(one, other):
+    """Whether two straight pieces run the same way on the same line, and share more than a point."""
+    for start, end, fixed in ((0, 2, 1), (1, 3, 0)):
+        if one[fixed] == one[fixed + 2] == other[fixed] == other[fixed + 2]:
+            return min(one[end], other[end]) - max(one[start], other[start]) > 0
+    return False
+
+
+def test_a_chain_goes_straight_down():
+    chain = Pipe.from_sequential(nn.Sequential(*(nn.Linear(4, 4) for _ in range(20))))
+    root = ElementTree.fromstring(chain.draw(torch.randn(2, 4)).svg())
+    assert len({(left, right) for left, _, right, _ in segments(root)}) == 1
+    assert [text.text for text in root.iter(f"{SVG}text") if text.get("font-weight")] == [
+        box.name for box in structure_of(chain).boxes
+    ]
+
+
+def test_the_input_that_is_used_first_is_next_to_its_stage():
+    root = ElementTree.fromstring(svg(CONTENTS["example"]))
+    names = [text for text in root.iter(f"{SVG}text") if text.get("font-weight")]
+    names.sort(key=lambda text: float(text.get("y")))
+    assert [text.text for text in names[:3]] == ["target", "x", "submod_0"]
 
 
 def test_a_parameter_that_travels_and_copies_look_different():
-    root = ElementTree.fromstring(svg(PICTURES["example"]))
+    root = ElementTree.fromstring(svg(CONTENTS["example"]))
     strokes = [path.get("stroke") for path in root.iter(f"{SVG}path")]
     dashed = [path.get("stroke") for path in root.iter(f"{SVG}path") if path.get("stroke-dasharray")]
     assert len(set(strokes)) == 3
     assert (len(dashed), strokes.count("#b45309")) == (1, 1)
 
 
-@every_picture
+@every_content
 def test_html_is_well_formed_and_takes_the_colours_of_the_page(name):
-    text = html(PICTURES[name])
+    text = html(CONTENTS[name])
     root = ElementTree.fromstring(text)
-    assert len(list(root.iter("tr"))) == len(PICTURES[name].rows) + 2
+    assert len(list(root.iter("tr"))) == len(CONTENTS[name].stages) + 2
     table = text[text.index("<table") :]
     assert "color:" not in table
     assert "background" not in table
@@ -280,4 +308,4 @@ def test_a_notebook_shows_names_as_they_are():
     pipe, _ = drawn()["named"]
     root = ElementTree.fromstring(pipe._repr_html_())
     assert [cell.text for cell in root.iter("td")].count(f"layers.{Named.NAME}") == 2
-    assert flow_of(pipe).replicas[0].names == (f"layers.{Named.NAME}.weight", f"layers.{Named.NAME}.bias")
+    assert structure_of(pipe).copies[0].names == (f"layers.{Named.NAME}.weight", f"layers.{Named.NAME}.bias")

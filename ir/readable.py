@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Numbers and long texts as people read them."""
 
 
 def bytes_text(count: int) -> str:

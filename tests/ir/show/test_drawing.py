@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from pippy import MultiUseParameterConfig, Pipe, pipe_split, pipeline
-from pippy.ir.show.flow import Value, flow_of
-from pippy.ir.show.lanes import assign_lanes, last_use, stacked
-from pippy.ir.show.picture import picture_of
+from pippy.ir.show.columns import columns_by_length, columns_in_order, last_use
+from pippy.ir.show.content import content_of
+from pippy.ir.show.drawing import Drawing
+from pippy.ir.show.structure import Value, structure_of
 from tests.ir.show.shown import ExampleCode, Guessing, drawn, example
 
 X = torch.randn(4, 8)
@@ -80,26 +81,26 @@ backward: none, as the Pipe has no loss
 """
 
 
-def test_graph_text():
-    assert example().graph_text(X, X) == GRAPH.strip()
+def test_the_text():
+    assert str(example().draw(X, X)) == GRAPH.strip()
 
 
-def test_stages_table():
-    assert example().stages_table(X, X) == TABLE.strip()
+def test_the_table():
+    assert example().draw(X, X).table() == TABLE.strip()
 
 
 def test_keyword_arguments_are_those_of_the_call():
-    assert example().graph_text(x=X, target=X) == GRAPH.strip()
+    assert str(example().draw(x=X, target=X)) == GRAPH.strip()
 
 
 def test_without_arguments_shapes_are_absent():
     pipe = pipeline(ExampleCode(), multi_use_param_spec=MultiUseParameterConfig.REPLICATE)
-    assert pipe.graph_text() == REPLICATED.strip()
-    assert "FLOPs" not in pipe.stages_table()
+    assert str(pipe.draw()) == REPLICATED.strip()
+    assert "FLOPs" not in pipe.draw().table()
 
 
 def test_the_unknown_is_said():
-    lines = pipeline(Guessing()).graph_text(torch.randn(3, 4)).splitlines()
+    lines = str(pipeline(Guessing()).draw(torch.randn(3, 4))).splitlines()
     assert lines[:-2] == UNKNOWN.strip().splitlines()
     assert [line.partition(" (")[0] for line in lines[-2:]] == [
         "unknown: item in submod_0: depends on the numbers in a tensor",
@@ -110,22 +111,24 @@ def test_the_unknown_is_said():
 @pytest.mark.parametrize("name", drawn())
 def test_the_figures_are_the_modules(name):
     pipe, args = drawn()[name]
-    rows = picture_of(pipe, args).rows
+    stages = content_of(pipe, args).stages
     for stage, module in pipe.stages():
-        assert rows[stage].parameters == sum(p.numel() for p in module.parameters())
-        assert rows[stage].parameter_bytes == sum(p.nbytes for p in module.parameters())
-        assert rows[stage].buffer_bytes == sum(b.nbytes for b in module.buffers())
+        assert stages[stage].parameters == sum(p.numel() for p in module.parameters())
+        assert stages[stage].parameter_bytes == sum(p.nbytes for p in module.parameters())
+        assert stages[stage].buffer_bytes == sum(b.nbytes for b in module.buffers())
 
 
 def test_what_is_sent_is_received_or_returned():
     pipe, args = drawn()["four"]
-    picture = picture_of(pipe, args)
-    values, boxes, output = picture.flow.values, picture.flow.boxes, len(picture.flow.boxes) - 1
-    sizes: dict[Value, Any] = {value: picture.shapes.values[value.node].nbytes for value in values}
+    content = content_of(pipe, args)
+    values, boxes, output = content.structure.values, content.structure.boxes, len(content.structure.boxes) - 1
+    sizes: dict[Value, Any] = {value: content.shapes.values[value.node].nbytes for value in values}
     given = sum([sizes[value] * len(value.users) for value in values if boxes[value.source].kind == "input"])
     returned = sum([sizes[value] for value in values if output in value.users])
-    rows: list[Any] = list(picture.rows.values())
-    assert sum([row.sends.count for row in rows]) + given == sum([row.receives.count for row in rows]) + returned
+    forwards = [stage.forward for stage in content.stages.values()]
+    assert (
+        sum(each.sends.count for each in forwards) + given == sum(each.receives.count for each in forwards) + returned
+    )
 
 
 class Odd(nn.Module):
@@ -146,7 +149,7 @@ class Odd(nn.Module):
 
 
 def test_what_is_odd_is_said():
-    text = pipeline(Odd()).graph_text(torch.randn(3, 4))
+    text = str(pipeline(Odd()).draw(torch.randn(3, 4)))
     assert re.search(r"unused +3 +unused", text)
     assert "(buffer count)" in text
     assert "(loss)" in text
@@ -155,14 +158,14 @@ def test_what_is_odd_is_said():
 
 def test_a_long_backward_is_cut_short():
     pipe, _ = drawn()["twelve"]
-    assert "backward: _loss → submod_11 → … → submod_1 → submod_0; gradients" in pipe.graph_text()
+    assert "backward: _loss → submod_11 → … → submod_1 → submod_0; gradients" in str(pipe.draw())
 
 
 def test_a_tied_parameter_that_travels_is_an_edge_to_each_user():
     pipe, _ = drawn()["twelve"]
-    flow = flow_of(pipe)
-    (embed,) = [value for value in flow.values if value.kind == "parameter"]
-    assert (flow.boxes[embed.source].name, [flow.boxes[user].name for user in embed.users]) == (
+    structure = structure_of(pipe)
+    (embed,) = [value for value in structure.values if value.kind == "parameter"]
+    assert (structure.boxes[embed.source].name, [structure.boxes[user].name for user in embed.users]) == (
         "submod_0",
         ["submod_11"],
     )
@@ -170,8 +173,8 @@ def test_a_tied_parameter_that_travels_is_an_edge_to_each_user():
 
 def test_every_edge_of_the_graph_is_there():
     for pipe, _ in drawn().values():
-        flow = flow_of(pipe)
-        edges = {(value.node, flow.boxes[user].name) for value in flow.values for user in value.users}
+        structure = structure_of(pipe)
+        edges = {(value.node, structure.boxes[user].name) for value in structure.values for user in value.users}
         calls = [node for node in pipe.split_gm.graph.nodes if node.op in ("call_module", "output")]
         assert edges == {(arg.name, str(call.target)) for call in calls for arg in call.all_input_nodes}
 
@@ -189,29 +192,31 @@ def some_values(seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_values_on_one_lane_do_not_meet(seed):
+def test_values_in_one_column_do_not_meet(seed):
     values = some_values(seed)
     spans = [(value, value.source, last_use(value)) for value in values]
-    for lanes in (assign_lanes(values), stacked(spans)):
-        assert set(lanes) == set(values)
+    for columns in (columns_in_order(values), columns_by_length(spans)):
+        assert set(columns) == set(values)
         for one in values:
             for other in values:
-                if one != other and lanes[one] == lanes[other] and one.users and other.users:
+                if one != other and columns[one] == columns[other] and one.users and other.users:
                     assert last_use(one) <= other.source or last_use(other) <= one.source
 
 
 def test_looking_does_not_change_a_pipe():
     pipe = example()
     before = str(pipe)
-    for show in (pipe.graph_text, pipe.stages_table, pipe.to_mermaid, pipe.to_dot, pipe.to_svg):
-        assert show(X, X) == show(X, X)
+    one, other = pipe.draw(X, X), pipe.draw(X, X)
+    assert str(one) == repr(other)
+    for show in (Drawing.table, Drawing.mermaid, Drawing.dot, Drawing.svg, Drawing._repr_html_):
+        assert show(one) == show(other)
     assert str(pipe) == before
     assert all(parameter.grad is None for parameter in pipe.parameters())
 
 
 def test_a_sequential_of_modules_that_nobody_can_trace():
     pipe = Pipe.from_sequential(nn.Sequential(nn.GRU(4, 4), nn.Identity()))
-    assert "(float32[2, 3, 4], float32[1, 3, 4]) 144 B" in pipe.graph_text(torch.randn(2, 3, 4))
+    assert "(float32[2, 3, 4], float32[1, 3, 4]) 144 B" in str(pipe.draw(torch.randn(2, 3, 4)))
 
 
 def test_the_page_shows_what_its_code_prints(capsys):
@@ -225,5 +230,5 @@ def test_the_page_shows_what_its_code_prints(capsys):
 def test_a_lazy_module_has_no_size_yet():
     lazy = nn.LazyLinear(3)
     pipe = Pipe.from_sequential(nn.Sequential(lazy, nn.Linear(3, 3)))
-    assert [row.parameters for row in picture_of(pipe, [torch.randn(2, 4)]).rows.values()] == [0, 12]
+    assert [stage.parameters for stage in content_of(pipe, [torch.randn(2, 4)]).stages.values()] == [0, 12]
     assert lazy.has_uninitialized_params()

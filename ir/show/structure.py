@@ -25,6 +25,11 @@ class Box:
     name: str
     kind: str
 
+    @property
+    def computes(self) -> bool:
+        """Whether this is a stage or the loss."""
+        return self.kind in ("stage", "loss")
+
 
 @dataclass(frozen=True)
 class Value:
@@ -41,9 +46,20 @@ class Value:
     users: tuple[int, ...]
     origin: str = ""
 
+    @property
+    def special(self) -> str:
+        """What is special about the value, in words; empty for an activation.
+
+        >>> Value("embed_weight", "getitem", "parameter", 1, (2,), "embed.weight").special
+        'parameter embed.weight'
+        """
+        if self.kind == "value" or self.name == self.kind:
+            return ""
+        return self.kind if self.origin in ("", self.name) else f"{self.kind} {self.origin}"
+
 
 @dataclass(frozen=True)
-class Replicas:
+class Copies:
     """Parameters, in the user's names, that the same boxes hold a copy of."""
 
     names: tuple[str, ...]
@@ -51,22 +67,22 @@ class Replicas:
 
 
 @dataclass(frozen=True)
-class Flow:
+class Structure:
     """All that is shown of a Pipe's structure. ``backward`` holds the names of the boxes that have a backward."""
 
     boxes: tuple[Box, ...]
     values: tuple[Value, ...]
-    replicas: tuple[Replicas, ...]
+    copies: tuple[Copies, ...]
     backward: frozenset[str]
 
 
-def flow_of(compiled: Compiled) -> Flow:
-    """Read the flow off a Pipe's graph.
+def structure_of(compiled: Compiled) -> Structure:
+    """Read the structure off a Pipe's graph.
 
     >>> from torch import nn
     >>> from pippy.ir.pipe import Pipe
-    >>> flow = flow_of(Pipe.from_sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU())))
-    >>> [box.name for box in flow.boxes], [(value.name, value.source, value.users) for value in flow.values]
+    >>> structure = structure_of(Pipe.from_sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU())))
+    >>> [box.name for box in structure.boxes], [(value.name, value.source, value.users) for value in structure.values]
     (['input_1', 'submod_0', 'submod_1', 'output'], [('input_1', 0, (1,)), ('_0', 1, (2,)), ('_1', 2, (3,))])
     """
     nodes = list(compiled.split_gm.graph.nodes)
@@ -76,7 +92,7 @@ def flow_of(compiled: Compiled) -> Flow:
     values = tuple(_value(compiled, node, names[node.name], index) for node in nodes if node.name in names)
     boxes = tuple(_box(node) for node in boxed)
     calls: list[Any] = [node.kwargs["stage_output"] for node in nodes if node.target is stage_backward]
-    return Flow(boxes, values, tuple(_replicas(compiled, boxes)), frozenset(str(call.target) for call in calls))
+    return Structure(boxes, values, tuple(_copies(compiled, boxes)), frozenset(str(call.target) for call in calls))
 
 
 def _box(node: fx.Node) -> Box:
@@ -116,13 +132,13 @@ def _maker(compiled: Compiled, node: fx.Node, source: fx.Node) -> fx.Node | None
     return made
 
 
-def _replicas(compiled: Compiled, boxes: tuple[Box, ...]) -> Iterator[Replicas]:
+def _copies(compiled: Compiled, boxes: tuple[Box, ...]) -> Iterator[Copies]:
     """One for each set of boxes, with all that they share."""
-    at = {box.name: number for number, box in enumerate(boxes) if box.kind in ("stage", "loss")}
+    at = {box.name: number for number, box in enumerate(boxes) if box.computes}
     together: dict[tuple[int, ...], list[str]] = {}
     for group in compiled.replicated_params:
         stage, name = next(iter(group.items()))
         holders = tuple(sorted(at[stage] for stage in group))
         together.setdefault(holders, []).append(compiled.remap_qualname(f"{stage}.{name}"))
     for holders, names in together.items():
-        yield Replicas(tuple(names), holders)
+        yield Copies(tuple(names), holders)

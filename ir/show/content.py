@@ -1,0 +1,53 @@
+"""What a drawing shows of a Pipe: its structure, its shapes for example arguments, and the figures of each stage."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pippy.ir.compiled import Compiled
+from pippy.ir.readable import bytes_text, count_text, shortened
+from pippy.ir.show.figures import StageFigures, stage_figures
+from pippy.ir.show.shapes import Shape, Shapes, propagate
+from pippy.ir.show.structure import Box, Structure, Value, structure_of
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a drawing shows. ``stages`` has the figures of the stages and of the loss, by their names, in order."""
+
+    structure: Structure
+    shapes: Shapes | None
+    stages: dict[str, StageFigures]
+
+    def shape(self, value: Value) -> Shape | None:
+        """The shape of a value, where it was asked for."""
+        return self.shapes.values[value.node] if self.shapes else None
+
+    def size_text(self, value: Value, longest: int = 1000) -> str:
+        """What a value is and how large, in a line; empty without example arguments. What it is gives way to how large."""
+        shape = self.shape(value)
+        if shape is None:
+            return ""
+        size = f" {bytes_text(shape.nbytes)}" if shape.nbytes else ""
+        return shortened(shape.text, longest - len(size)) + size
+
+    def stage_texts(self, box: Box) -> list[str]:
+        """A few words on a stage or the loss; none on another box."""
+        if not box.computes:
+            return []
+        stage = self.stages[box.name]
+        noun = "parameter" if stage.parameters == 1 else "parameters"
+        words = [f"{count_text(stage.parameters)} {noun}"] if stage.parameters or box.kind == "stage" else []
+        return words + ([f"{stage.forward.flops.text(count_text)} FLOPs"] if stage.forward else [])
+
+
+def content_of(compiled: Compiled, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Content:
+    """What a drawing of a Pipe shows; with the arguments of a call, also shapes, bytes and FLOPs."""
+    structure = structure_of(compiled)
+    shapes = propagate(compiled, args, kwargs or {}) if args or kwargs else None
+    stages = {
+        box.name: stage_figures(compiled.stage(box.name), index, structure, shapes)
+        for index, box in enumerate(structure.boxes)
+        if box.computes
+    }
+    return Content(structure, shapes, stages)
