@@ -22,7 +22,7 @@ class PipelineDriver(PipelineDriverBase):
 
     >>> import torch
     >>> from torch import nn
-    >>> from pippy.drivers.clusters.cluster import local_cluster
+    >>> from pippy.drivers.clusters.local_cluster import local_cluster
     >>> torch.manual_seed(0)
     <torch._C.Generator object at ...>
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))

@@ -19,7 +19,8 @@ import torch
 from pippy.drivers.auto import Auto, StepPurpose
 from pippy.drivers.batches.divide_call import divide_call
 from pippy.drivers.batches.division import Division
-from pippy.drivers.clusters.cluster import Cluster, current_cluster
+from pippy.drivers.clusters.cluster import Cluster
+from pippy.drivers.clusters.current_cluster import current_cluster
 from pippy.drivers.commands import Commands
 from pippy.drivers.control.messages import Step
 from pippy.drivers.errors import DriverError

@@ -37,7 +37,8 @@ import torch
 from torch.nn import functional as F
 
 from pippy import Pipe
-from pippy.drivers.clusters.cluster import Cluster, local_cluster
+from pippy.drivers.clusters.cluster import Cluster
+from pippy.drivers.clusters.local_cluster import local_cluster
 from pippy.drivers.driver import PipelineDriver
 from pippy.drivers.errors import ClusterError, StepError, WorkerLostError
 from tests.drivers import faulty

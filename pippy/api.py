@@ -2,7 +2,9 @@
 
 from pippy import errors
 from pippy.drivers.batches.specs import ChunkSpec, Mean, MicroBatches, Replicate, Sum, TensorChunkSpec
-from pippy.drivers.clusters.cluster import Cluster, current_cluster, local_cluster
+from pippy.drivers.clusters.cluster import Cluster
+from pippy.drivers.clusters.current_cluster import current_cluster
+from pippy.drivers.clusters.local_cluster import local_cluster
 from pippy.drivers.clusters.torchrun import cluster
 from pippy.drivers.driver import (
     PipelineDriver,

@@ -102,7 +102,6 @@ def test_every_layer_is_there():
     assert len(set(LAYERS)) == len(LAYERS)
 
 
-@pytest.mark.xfail(reason="a cluster and the one that is started when it is used name one another", strict=True)
 def test_no_files_name_one_another_in_a_circle():
     assert circles(own_files()) == []
 

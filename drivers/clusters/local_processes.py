@@ -15,7 +15,9 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
-from pippy.drivers.clusters.fork_server import BOOT, CONTROLLER, Died, Failed, LaunchConfig, Ready
+from pippy.drivers.clusters.fork_server import BOOT
+from pippy.drivers.clusters.launch_config import CONTROLLER, LaunchConfig
+from pippy.drivers.clusters.launch_reports import Died, Failed, Ready
 from pippy.drivers.control.control import Address
 from pippy.drivers.errors import ClusterError
 from pippy.drivers.transport import rpc
@@ -67,7 +69,7 @@ class LocalProcesses:
         return [Address(name, self.config.rpc_name(i), host, self.pids[i]) for i, name in enumerate(self.config.names)]
 
     def deaths(self, wait: float = 0.0) -> Mapping[int, str]:
-        """The workers that the system says have died, and how; waits for the first so many seconds."""
+        """The workers that the system says have died, and how; waits up to so many seconds for the first."""
         with self._reading:
             while select.select([self.socket], [], [], 0.0 if self._died else wait)[0]:
                 try:
@@ -76,12 +78,12 @@ class LocalProcesses:
                     packet = b""
                 if not packet:
                     return {
-                        i: self._died.get(i, "its fork server ended, and it with it")
+                        i: self._died.get(i, "the process that it was forked from ended, and it with it")
                         for i in range(len(self.config.names))
                     }
-                word = pickle.loads(packet)
-                if isinstance(word, Died):
-                    self._died[word.index] = word.how
+                report = pickle.loads(packet)
+                if isinstance(report, Died):
+                    self._died[report.index] = report.how
             return dict(self._died)
 
     def close(self) -> None:
@@ -98,7 +100,7 @@ class LocalProcesses:
             shutil.rmtree(self.config.directory, ignore_errors=True)
 
     def _end(self) -> None:
-        """The fork server ends its workers and itself when the socket is closed; one that cannot is killed with all of them."""
+        """The fork server ends its workers and itself when the socket is closed. If it does not, all of them are killed."""
         try:
             self.fork_server.wait(2.0)
         except subprocess.TimeoutExpired:
@@ -107,7 +109,7 @@ class LocalProcesses:
             self.fork_server.wait()
 
     def _await(self, deadline: float, timeout: float, *others: int) -> None:
-        """Take in one word from the fork server, or return when one of the other file descriptors is readable."""
+        """Take in one report, or return when one of the other file descriptors is readable."""
         found = select.select([self.socket.fileno(), *others], [], [], max(0.0, deadline - time.monotonic()))[0]
         if not found:
             raise ClusterError(
@@ -118,15 +120,15 @@ class LocalProcesses:
             self._take(self.socket.recv(1 << 20))
 
     def _take(self, packet: bytes) -> None:
-        word = pickle.loads(packet) if packet else None
-        match word:
+        report = pickle.loads(packet) if packet else None
+        match report:
             case Ready(index, pid):
                 self.pids[index] = pid
             case Failed(index, text):
                 who = "the workers' fork server" if index is None else f"worker {self.config.names[index]!r}"
                 raise ClusterError(f"{who} failed to start:\n{text}")
             case Died(index, _):
-                raise ClusterError(f"worker {self.config.names[index]!r} died while it started: {word.how}")
+                raise ClusterError(f"worker {self.config.names[index]!r} died while it started: {report.how}")
             case None:
                 raise ClusterError("the workers' fork server ended while it started; what it wrote to stderr says why")
 
@@ -137,7 +139,7 @@ class LocalProcesses:
 
         def join() -> None:
             try:
-                rpc.serve_answers(lambda key, packed: self.connections.answered(key[0], key[1], packed))
+                rpc.serve_answers(lambda key, pickled: self.connections.answered(key[0], key[1], pickled))
                 rpc.join(
                     CONTROLLER, 0, len(self.config.names) + 1, self.config.meeting, self.config.rpc_transport, "lo"
                 )

@@ -14,7 +14,6 @@ import struct
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from fcntl import ioctl
 from typing import Any, NoReturn
@@ -23,58 +22,21 @@ import torch
 from torch.distributed import DistStoreError, PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from pippy.drivers.clusters import cluster as clusters
-from pippy.drivers.clusters.cluster import Cluster, local_cluster
-from pippy.drivers.clusters.fork_server import CONTROLLER
+from pippy.drivers.clusters.arguments import check_devices, check_seconds, check_threads, device_name, worker_names
+from pippy.drivers.clusters.cluster import Cluster
+from pippy.drivers.clusters.current_cluster import check_none_open, opened
+from pippy.drivers.clusters.launch_config import CONTROLLER
 from pippy.drivers.clusters.lazy_cluster import current_lazy_cluster
-from pippy.drivers.clusters.torchrun_worker import Leave, TorchrunWorker
+from pippy.drivers.clusters.local_cluster import local_cluster
+from pippy.drivers.clusters.rank_info import RankInfo
+from pippy.drivers.clusters.torchrun_processes import TorchrunProcesses
+from pippy.drivers.clusters.torchrun_worker import TorchrunWorker
 from pippy.drivers.control.control import Address, Control
 from pippy.drivers.errors import ClusterError
 from pippy.drivers.transport import rpc
 
 _was_open = False
 _SIOCGIFADDR = 0x8915
-
-
-@dataclass(frozen=True)
-class RankInfo:
-    """This process among those that torchrun has started. Workers are numbered by rank, without the rank that hosts none.
-
-    >>> rank_info = RankInfo(rank=2, world_size=3, local_rank=2, local_world_size=3, controller_hosts=False)
-    >>> rank_info.index, rank_info.workers, rank_info.rpc_name(rank_info.index)
-    (1, 2, 'worker1')
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    controller_hosts: bool
-
-    @staticmethod
-    def from_environment(controller_hosts: bool) -> "RankInfo":
-        """As the environment says."""
-        environment = os.environ
-        local = int(environment.get("LOCAL_RANK", "0")), int(environment.get("LOCAL_WORLD_SIZE", "1"))
-        return RankInfo(int(environment["RANK"]), int(environment["WORLD_SIZE"]), *local, controller_hosts)
-
-    @property
-    def workers(self) -> int:
-        """How many workers there are."""
-        return self.world_size - (not self.controller_hosts)
-
-    @property
-    def index(self) -> int:
-        """The number of the worker in this process; -1 if there is none."""
-        return self.rank - (not self.controller_hosts)
-
-    def rank_of(self, worker: int) -> int:
-        """The rank that hosts a worker."""
-        return worker + (not self.controller_hosts)
-
-    def rpc_name(self, worker: int) -> str:
-        """The name for RPC of the process that hosts a worker."""
-        return f"worker{worker}" if self.rank_of(worker) else CONTROLLER
 
 
 def cluster(
@@ -105,12 +67,12 @@ def cluster(
         options: dict[str, Any] = {"threads": threads, "devices": devices, "device": device, "names": names}
         given = {name: value for name, value in options.items() if value is not None}
         if (lazy := current_lazy_cluster()) is not None:
-            return lazy.asked(n, given, timeout=timeout, start_timeout=start_timeout)
+            return lazy.requested(n, given, timeout=timeout, start_timeout=start_timeout)
         return local_cluster(_number(n), timeout=timeout, start_timeout=start_timeout, **given)
     rank_info = RankInfo.from_environment(controller_hosts)
     names = _checked(rank_info, n, names)
-    clusters.check_seconds(timeout=timeout, start_timeout=start_timeout)
-    clusters.check_threads(threads)
+    check_seconds(timeout=timeout, start_timeout=start_timeout)
+    check_threads(threads)
     own_device = _device(rank_info, devices, device)
     _check_first()
     addresses = _meet(rank_info, names, start_timeout)
@@ -137,7 +99,7 @@ def _number(n: int | None) -> int:
 
 
 def _checked(rank_info: RankInfo, n: int | None, names: Sequence[str] | None) -> tuple[str, ...]:
-    """The workers' names, and no doubt about their number."""
+    """The workers' names. Raises if their number is not what torchrun started."""
     if rank_info.workers < 1:
         raise ClusterError(
             "controller_hosts=False, and torchrun started no process beside the controller; start 2 or more"
@@ -147,34 +109,29 @@ def _checked(rank_info: RankInfo, n: int | None, names: Sequence[str] | None) ->
             f"n={n}, and torchrun started {rank_info.world_size} processes, for {rank_info.workers} workers; leave out n, or "
             f"start {n + rank_info.world_size - rank_info.workers} processes"
         )
-    return clusters.named(rank_info.workers, names)
+    return worker_names(rank_info.workers, names)
 
 
 def _check_first() -> None:
-    """RPC joins one group at a time, and torchrun's processes join one in all."""
+    """Raise unless this is the first cluster: torchrun's processes join one group of RPC, and no second one."""
     if _was_open:
         raise ClusterError(
             "this process joined torchrun's cluster before, whose workers leave the script with it; open one cluster, and use "
             "it for all of the script"
         )
-    clusters.check_none_open()
+    check_none_open()
 
 
 def _device(
     rank_info: RankInfo, devices: Sequence[str | torch.device] | None, device: str | torch.device | None
 ) -> str:
-    """The device of the worker in this process. Those of others may be of other hosts, and are not looked for here."""
-    if devices is not None and device is not None:
-        raise ClusterError("devices names one device for each worker, device one for all; give one of the two")
-    if devices is not None and (isinstance(devices, str) or len(devices) != rank_info.workers):
-        raise ClusterError(
-            f"devices must name one device for each of the {rank_info.workers} workers; this is {devices!r}"
-        )
+    """The device of the worker in this process. The others may be on other hosts, and are not checked here."""
+    check_devices(rank_info.workers, devices, device)
     if devices is not None and rank_info.index >= 0:
         device = devices[rank_info.index]
     if device is None:
         device = f"cuda:{rank_info.local_rank}" if torch.cuda.is_available() else "cpu"
-    return clusters.known(device)
+    return device_name(device)
 
 
 def _meet(rank_info: RankInfo, names: Sequence[str], timeout: float) -> list[Address]:
@@ -248,28 +205,4 @@ def _control(
     )
     if worker is not None:
         worker.start()
-    return clusters.opened(Cluster([address.name for address in addresses], Control(addresses, timeout), joined))
-
-
-class TorchrunProcesses:
-    """The processes that torchrun started, as the controller sees them: they are told to leave, not ended."""
-
-    def __init__(self, worker: TorchrunWorker | None, others: Sequence[str], timeout: float) -> None:
-        self.worker, self.others, self.timeout = worker, others, timeout
-        self.owner, self.left = os.getpid(), False
-
-    def close(self) -> None:
-        """Let all workers leave their scripts, and leave the group; a second call does nothing."""
-        if self.left or os.getpid() != self.owner:
-            return
-        self.left = True
-        rpc.stderr_filter.start()
-        if self.worker is not None:
-            self.worker.end()
-        for last in (False, True):  # first all learn that connections will break, and then they break
-            told = []
-            for name in self.others:
-                with suppress(ConnectionError):
-                    told.append(rpc.urgent(name, Leave(last)))
-            rpc.wait_all(told, min(1.0, self.timeout))
-        rpc.leave()
+    return opened(Cluster([address.name for address in addresses], Control(addresses, timeout), joined))

@@ -22,7 +22,7 @@ EVERYTHING = GiveUp(first=0, last=1 << 62)
 
 @dataclass(frozen=True)
 class Leave:
-    """Urgent: the controller closes. First all are told to expect broken connections; then, with ``now``, to go.
+    """Urgent: the controller closes the cluster. First all workers are told to expect broken connections; then to leave ``now``.
 
     >>> Leave(now=True)
     Leave(now=True)
@@ -41,7 +41,7 @@ class TorchrunWorker:
         self, index: int, names: Sequence[str], device: str, peer: Callable[[int], str], threads: int | None = None
     ) -> None:
         self.messages, self.threads = MessageQueue(), threads
-        torch.empty(0, device=device)  # a device that does not work is told of now
+        torch.empty(0, device=device)  # a device that does not work fails here
         self.transport = RpcTransport(index, lambda to, key, value: rpc.deliver(peer(to), key, value), device=device)
         context = WorkerContext(
             index, tuple(names), self.messages, self.transport, device, threads or torch.get_num_threads()

@@ -322,7 +322,7 @@ def workers() -> Outcome:
     import torch
     from torch import nn
 
-    from pippy.drivers.clusters.cluster import local_cluster
+    from pippy.drivers.clusters.local_cluster import local_cluster
     from pippy.drivers.driver import PipelineDriver1F1B
     from pippy.ir.pipe import Pipe
 

@@ -86,8 +86,8 @@ def _check_exists(script: str, module: bool) -> None:
 
 
 def _run(script: str, module: bool, workers: int, options: dict[str, Any]) -> int:
-    from pippy.drivers.clusters.cluster import local_cluster
     from pippy.drivers.clusters.lazy_cluster import lazy_cluster
+    from pippy.drivers.clusters.local_cluster import local_cluster
 
     with lazy_cluster(workers, local_cluster, **options):
         try:

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from pippy.drivers.clusters.cluster import current_cluster, local_cluster
+from pippy.drivers.clusters.current_cluster import current_cluster
 from pippy.drivers.clusters.lazy_cluster import LazyCluster, current_lazy_cluster, lazy_cluster
+from pippy.drivers.clusters.local_cluster import local_cluster
 from pippy.drivers.clusters.torchrun import cluster
 from pippy.drivers.errors import ClusterError
 from tests.drivers.processes import watched

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pippy.drivers.clusters.cluster import local_cluster
+from pippy.drivers.clusters.local_cluster import local_cluster
 from tests.drivers.processes import close_open_cluster
 from tests.drivers.threads import thread_cluster
 

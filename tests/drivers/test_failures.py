@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from pippy.drivers.clusters.cluster import local_cluster
+from pippy.drivers.clusters.local_cluster import local_cluster
 from pippy.drivers.driver import PipelineDriver, PipelineDriver1F1B
 from pippy.drivers.errors import ClusterError, DriverError, StepError, WorkerLostError
 from pippy.drivers.interrupts import uninterrupted

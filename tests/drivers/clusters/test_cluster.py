@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from pippy.drivers.clusters.cluster import current_cluster, local_cluster
+from pippy.drivers.clusters.current_cluster import current_cluster
+from pippy.drivers.clusters.local_cluster import local_cluster
 from pippy.drivers.errors import ClusterError, WorkerLostError
 from tests.drivers.processes import close_open_cluster, listeners, watched
 
@@ -215,7 +216,7 @@ def test_wrong_arguments_are_refused_before_anything_starts(options, words):
 
 SCRIPT = f"""
 import os, sys
-from pippy.drivers.clusters.cluster import local_cluster
+from pippy.drivers.clusters.local_cluster import local_cluster
 cluster = local_cluster(2, transport="none", _worker="{STAND_IN}")
 fork_server = cluster.control.wait(cluster.control.post(0, ("parent",)))
 print(fork_server, *[each.pid for each in cluster.control.workers], flush=True)

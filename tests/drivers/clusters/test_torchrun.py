@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pippy.drivers.clusters.torchrun import RankInfo, cluster, interface
+from pippy.drivers.clusters.rank_info import RankInfo
+from pippy.drivers.clusters.torchrun import cluster, interface
 from pippy.drivers.errors import ClusterError
 from tests.drivers.processes import listeners, watched
 

@@ -1,0 +1,67 @@
+"""The checks of arguments that all clusters have in common."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pippy.drivers.errors import ClusterError
+
+
+def worker_names(n: int, names: Sequence[str] | None) -> tuple[str, ...]:
+    """The names of ``n`` workers: those given, or else made up.
+
+    >>> worker_names(2, None)
+    ('worker0', 'worker1')
+    """
+    if not _is_count(n):
+        raise ClusterError(f"n is the number of workers, 1 or more; this is {n!r}")
+    if names is None:
+        return tuple(f"worker{i}" for i in range(n))
+    if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
+        raise ClusterError(f"names must be a list of {n} strings; these are {names!r}")
+    if len(names) != n or len(set(names)) != n:
+        raise ClusterError(f"names must name each of the {n} workers, and none twice; these are {list(names)}")
+    return tuple(names)
+
+
+def check_devices(n: int, devices: Sequence[str | torch.device] | None, device: str | torch.device | None) -> None:
+    """Raise unless this is one device for each of ``n`` workers, or one for all, or none is given."""
+    if devices is not None and device is not None:
+        raise ClusterError("devices names one device for each worker, device one for all; give one of the two")
+    if devices is not None and (isinstance(devices, str) or len(devices) != n):
+        raise ClusterError(f"devices must name one device for each of the {n} workers; this is {devices!r}")
+
+
+def device_name(device: str | torch.device) -> str:
+    """The name of a device of this host.
+
+    >>> device_name(torch.device("cpu"))
+    'cpu'
+    """
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ClusterError(f"{device!r} names no device of torch; a device is 'cpu', or 'cuda:0'") from error
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ClusterError(
+            f"there is no device {str(device)!r}: torch finds {torch.cuda.device_count()} CUDA devices here"
+        )
+    return str(found)
+
+
+def check_threads(threads: int | None) -> None:
+    """Raise unless this is a number of threads, or none is given."""
+    if threads is not None and not _is_count(threads):
+        raise ClusterError(f"threads is how many threads each worker computes with, 1 or more; this is {threads!r}")
+
+
+def check_seconds(**given: Any) -> None:
+    """Raise unless all of these are times."""
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ClusterError(f"{name} is a number of seconds, more than 0; this is {value!r}")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

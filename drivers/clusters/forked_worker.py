@@ -1,0 +1,110 @@
+"""A worker of a local cluster, from its fork to its end."""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from typing import Any, NoReturn
+
+from pippy.drivers.clusters.launch_config import CONTROLLER, LaunchConfig
+from pippy.drivers.clusters.launch_reports import Failed, Ready, report
+from pippy.drivers.clusters.parent_death import die_with_controller, die_with_parent
+
+
+def start_worker(
+    index: int, worker: type, config: LaunchConfig, controller: socket.socket, pairs: dict[Any, Any]
+) -> NoReturn:
+    """Be a worker, and exit."""
+    status = 1
+    try:
+        become_worker(index, config, controller)
+        peers = {
+            other: pairs[min(index, other), max(index, other)][index > other] for other in others(index, config, pairs)
+        }
+        for pair in pairs.values():
+            for end in pair:
+                if end not in peers.values():
+                    end.close()
+        for other, fd in enumerate(config.sockets):
+            if other != index:
+                os.close(fd)
+        run_worker(index, worker, config, controller, peers)
+        status = 0
+    except BaseException:
+        report(controller, Failed(index, traceback.format_exc()))
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def others(index: int, config: LaunchConfig, pairs: dict[Any, Any]) -> list[int]:
+    """The workers that this one shares a socket with."""
+    return [other for other in range(len(config.names)) if pairs and other != index]
+
+
+def become_worker(index: int, config: LaunchConfig, controller: socket.socket) -> None:
+    """What a new process sets before anything else."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    die_with_parent(os.getppid())
+    threading.Thread(target=die_with_controller, args=(controller, config), daemon=True).start()
+    if config.cores:
+        os.sched_setaffinity(0, {config.cores[index]})
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr] # so that all is written when a worker is killed
+
+
+def run_worker(
+    index: int, worker: type, config: LaunchConfig, controller: socket.socket, peers: dict[int, socket.socket]
+) -> None:
+    """Make a worker, join the group, and run it."""
+    import torch
+
+    from pippy.drivers.transport import rpc
+    from pippy.drivers.transport.message_queue import MessageQueue
+    from pippy.drivers.workers.worker_context import WorkerContext
+
+    torch.set_num_threads(config.threads)
+    device = config.devices[index]
+    torch.empty(0, device=device)  # a device that does not work fails here
+    messages = MessageQueue()
+    transport = make_transport(config, index, peers, messages)
+    running = worker(WorkerContext(index, config.names, messages, transport, device, config.threads))
+    rpc.serve(rpc.Served(messages, running.urgent, getattr(transport, "deliver", ignore)))
+    report(controller, Ready(index, os.getpid()))
+    rpc.join(config.rpc_name(index), index + 1, len(config.names) + 1, config.meeting, config.rpc_transport, "lo")
+    running.run()
+
+
+def make_transport(config: LaunchConfig, index: int, peers: dict[int, socket.socket], messages: Any) -> Any:
+    """How this worker passes tensors to the others, and answers to the controller; None if it passes none."""
+    from pippy.drivers.transport import rpc
+
+    if config.transport == "shared_memory":
+        from pippy.drivers.transport.message_connection import WorkerMessageConnection
+        from pippy.drivers.transport.shared_memory_transport import SharedMemoryTransport
+
+        end = socket.socket(fileno=config.sockets[index])
+        connection = WorkerMessageConnection(
+            end, messages, lambda number, packed: rpc.deliver(CONTROLLER, (index, number), packed)
+        )
+        return SharedMemoryTransport(
+            index, peers, device=config.devices[index], controller=connection.connection, patience=config.patience
+        )
+    if config.transport == "rpc":
+        from pippy.drivers.transport.rpc_transport import RpcTransport
+
+        return RpcTransport(
+            index, lambda to, key, value: rpc.deliver(f"worker{to}", key, value), device=config.devices[index]
+        )
+    return None
+
+
+def ignore(key: Any, value: Any) -> None:
+    """Drop what arrives by RPC for a worker whose transport takes nothing from it."""

@@ -1,0 +1,52 @@
+"""What the controller tells the fork server when it starts a local cluster."""
+
+from dataclasses import dataclass
+
+CONTROLLER = "controller"  # its name for RPC
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """What the controller tells the fork server.
+
+    Attributes:
+        worker: the dotted name of the class that the workers run.
+        transport: how workers pass tensors: "shared_memory", "rpc" or "none".
+        rpc_transport: how RPC sends bytes.
+        directory: a private one, where the processes find one another.
+        cores: the core of each worker, if they are pinned.
+        controller: the controller's process.
+        dies_with_thread: whether the fork server is to be killed when the controller's thread that starts it ends.
+        sockets: the file descriptor of each worker's socket to the controller, if there are any.
+        patience: how many seconds a worker that waits for a value polls for it before it sleeps.
+
+    >>> LaunchConfig("package.module:Class", ("a", "b"), ("cpu", "cpu"), 1, None, "none", "shm", "", 4711, False).rpc_name(0)
+    'worker0'
+    """
+
+    worker: str
+    names: tuple[str, ...]
+    devices: tuple[str, ...]
+    threads: int
+    cores: tuple[int, ...] | None
+    transport: str
+    rpc_transport: str
+    directory: str
+    controller: int
+    dies_with_thread: bool
+    sockets: tuple[int, ...] = ()
+    patience: float = 0.0
+
+    def rpc_name(self, index: int) -> str:
+        """The name that a worker has for RPC."""
+        return f"worker{index}"
+
+    @property
+    def has_sockets(self) -> bool:
+        """Whether the controller has a socket to each worker."""
+        return self.transport == "shared_memory"
+
+    @property
+    def meeting(self) -> str:
+        """Where the processes find one another."""
+        return f"file://{self.directory}/store"

@@ -1,0 +1,60 @@
+"""What the fork server and the workers report to the controller: that a worker starts, cannot start, or has died."""
+
+import contextlib
+import pickle
+import signal
+import socket
+from dataclasses import dataclass
+
+LONGEST = 1 << 16  # a traceback is cut to this many characters; one packet of the socket holds it
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A worker is about to join.
+
+    >>> Ready(0, 4711)
+    Ready(index=0, pid=4711)
+    """
+
+    index: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A worker, or the fork server (None), failed to start.
+
+    >>> Failed(None, "Traceback ...")
+    Failed(index=None, text='Traceback ...')
+    """
+
+    index: int | None
+    text: str
+
+
+@dataclass(frozen=True)
+class Died:
+    """A worker has ended; ``status`` is an exit status, or minus the number of a signal.
+
+    >>> print(Died(0, -9).how, "|", Died(0, 3).how)
+    killed by SIGKILL | it ended with status 3
+    """
+
+    index: int
+    status: int
+
+    @property
+    def how(self) -> str:
+        """In words."""
+        if self.status < 0:
+            return f"killed by {signal.Signals(-self.status).name}"
+        return f"it ended with status {self.status}"
+
+
+def report(controller: socket.socket, message: Ready | Failed | Died) -> None:
+    """Send a report, if the controller is there."""
+    if isinstance(message, Failed):
+        message = Failed(message.index, message.text[-LONGEST:])
+    with contextlib.suppress(OSError):
+        controller.send(pickle.dumps(message), socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)

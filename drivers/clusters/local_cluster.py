@@ -1,0 +1,134 @@
+"""Opens a cluster whose workers are processes of this host."""
+
+import os
+import tempfile
+import threading
+import warnings
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from pippy.drivers.clusters.arguments import check_devices, check_seconds, check_threads, device_name, worker_names
+from pippy.drivers.clusters.cluster import Cluster
+from pippy.drivers.clusters.current_cluster import check_none_open, opened
+from pippy.drivers.clusters.launch_config import LaunchConfig
+from pippy.drivers.clusters.local_processes import LocalProcesses
+from pippy.drivers.control.control import Control
+from pippy.drivers.errors import ClusterError
+from pippy.ir.errors import PippyWarning
+
+WORKER = "pippy.drivers.workers.worker:Worker"
+PATIENCE = 0.001  # seconds that a worker with a core of its own polls for a value before it sleeps
+TRANSPORTS = ("shared_memory", "rpc", "none")  # none is for workers that pass nothing, as in tests
+
+
+def local_cluster(
+    n: int,
+    *,
+    threads: int | None = None,
+    devices: Sequence[str | torch.device] | None = None,
+    device: str | torch.device | None = None,
+    pin: bool = False,
+    names: Sequence[str] | None = None,
+    timeout: float = 5.0,
+    transport: Literal["shared_memory", "rpc", "none"] | None = None,
+    start_timeout: float = 60.0,
+    patience: float | None = None,
+    _worker: str = WORKER,
+) -> Cluster:
+    """Start ``n`` workers on this host, in processes of their own.
+
+    No main guard is needed: the workers do not run your script. Nothing of the cluster can be reached from another host.
+
+    Args:
+        n: how many workers to start.
+        threads: how many threads each worker computes with. Default: the cores, divided among the workers.
+        devices: one device for each worker.
+        device: one device for all workers. Default: the CPU.
+        pin: gives each worker one core to itself.
+        names: the names of the workers in messages.
+        timeout: a worker that does not answer for so many seconds is lost. So is one whose stage holds Python's lock for
+            so long, which only a C extension does.
+        transport: how workers pass tensors to one another: through memory that both see, if this host can, or by RPC.
+        start_timeout: how many seconds the workers may take to start.
+        patience: how many seconds a worker that waits for a value polls for it before it sleeps; waking it takes longer
+            than polling. Default: 1 ms if every worker has cores of its own, else 0.
+
+    >>> with local_cluster(2) as cluster:  # doctest: +SKIP
+    ...     cluster
+    <Cluster of 2 workers, open: worker0, worker1>
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    names = worker_names(n, names)
+    check_devices(n, devices, device)
+    device_names = tuple(map(device_name, devices if devices is not None else [device or "cpu"] * n))
+    threads = _threads(n, threads, pin, len(cores))
+    _check_choice("transport", transport, (None, *TRANSPORTS))
+    check_seconds(timeout=timeout, start_timeout=start_timeout)
+    check_none_open()
+    shared = _can_share_memory(transport)
+    config = LaunchConfig(
+        worker=_worker,
+        names=names,
+        devices=device_names,
+        threads=threads,
+        cores=tuple(cores[i % len(cores)] for i in range(n)) if pin else None,
+        transport=transport or ("shared_memory" if shared else "rpc"),
+        rpc_transport="uv",  # shm would spin: its reactor never sleeps, and takes what others could compute with
+        directory=tempfile.mkdtemp(prefix="pippy-"),
+        controller=os.getpid(),
+        dies_with_thread=threading.current_thread() is threading.main_thread(),
+        patience=_patience(patience, crowded=n * threads > len(cores)),
+    )
+    return _started(config, timeout, start_timeout)
+
+
+def _started(config: LaunchConfig, timeout: float, start_timeout: float) -> Cluster:
+    processes = LocalProcesses(config)
+    try:
+        addresses = processes.start(start_timeout)
+    except BaseException:
+        processes.close()
+        raise
+    control = Control(addresses, timeout, deaths=processes.deaths, connections=processes.connections)
+    return opened(Cluster(config.names, control, processes))
+
+
+def _can_share_memory(transport: str | None) -> bool:
+    """Whether processes of this host can; if not, a warning says what is used instead. RPC and pippy both use memfd."""
+    try:
+        os.close(os.memfd_create("pippy"))
+        return True
+    except (OSError, AttributeError) as error:
+        why = f"this host cannot share memory between processes ({error})"
+    if transport == "shared_memory":
+        raise ClusterError(
+            f'transport="shared_memory" cannot be had: {why}; leave out transport, and the workers use TCP on the loopback '
+            f"interface"
+        )
+    warnings.warn(
+        f"{why}; the workers use TCP on the loopback interface instead, which is slower", PippyWarning, stacklevel=3
+    )
+    return False
+
+
+def _threads(n: int, threads: int | None, pin: bool, cores: int) -> int:
+    check_threads(threads)
+    return threads or (1 if pin else max(1, cores // n))
+
+
+def _patience(seconds: float | None, crowded: bool) -> float:
+    """A worker that polls on a core that others need takes it from them, perhaps from the one that makes the value."""
+    if seconds is None:
+        return 0.0 if crowded else PATIENCE
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= 1:
+        raise ClusterError(
+            f"patience is for how many seconds a worker looks for a value before it sleeps, 0 to 1; this is {seconds!r}"
+        )
+    return seconds
+
+
+def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    if value not in choices:
+        raise ClusterError(f"{name} must be one of {', '.join(map(repr, choices))}; this is {value!r}")

@@ -1,0 +1,32 @@
+"""The processes that torchrun started, as the controller sees them."""
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+
+from pippy.drivers.clusters.torchrun_worker import Leave, TorchrunWorker
+from pippy.drivers.transport import rpc
+
+
+class TorchrunProcesses:
+    """The worker of this process, if it hosts one, and the others by their names for RPC. ``close`` tells them to leave."""
+
+    def __init__(self, worker: TorchrunWorker | None, others: Sequence[str], timeout: float) -> None:
+        self.worker, self.others, self.timeout = worker, others, timeout
+        self.owner, self.left = os.getpid(), False
+
+    def close(self) -> None:
+        """Let all workers leave their scripts, and leave the group; a second call does nothing."""
+        if self.left or os.getpid() != self.owner:
+            return
+        self.left = True
+        rpc.stderr_filter.start()
+        if self.worker is not None:
+            self.worker.end()
+        for last in (False, True):  # first all learn that connections will break, and then they break
+            told = []
+            for name in self.others:
+                with suppress(ConnectionError):
+                    told.append(rpc.urgent(name, Leave(last)))
+            rpc.wait_all(told, min(1.0, self.timeout))
+        rpc.leave()
