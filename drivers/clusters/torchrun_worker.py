@@ -22,7 +22,9 @@ EVERYTHING = GiveUp(first=0, last=1 << 62)
 
 @dataclass(frozen=True)
 class Leave:
-    """Urgent: the controller closes the cluster. First all workers are told to expect broken connections, then to leave (``now``).
+    """Urgent: the controller closes the cluster. First all workers are told to expect broken connections.
+
+    Then, with ``now``, they are told to leave.
 
     >>> Leave(now=True)
     Leave(now=True)
