@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from pippy.drivers.control.dispatch import Dispatch, PendingCommand
-from pippy.drivers.control.messages import Load, Step, Unload
+from pippy.drivers.control.messages import Load, Step, Unload, ZeroGrad
 from pippy.drivers.errors import DriverError
 from pippy.drivers.interrupts import uninterrupted
 
@@ -44,7 +44,8 @@ class Commands:
 
         * REDUCED if the Pipe has no replicated parameters
 
-    In TO_DROP every command goes to all workers, and has them drop their gradients first.
+    In TO_DROP every command goes to all workers, and has them drop their gradients first. ``zeroed`` has the optimizers
+    that drop only the gradients of their own parameters, in the same way: no state changes by that.
 
     Copies are best added up in the last step before an update. Which step that is nobody says beforehand, so it is taken to
     be as many steps as last time: `last_before_update` says whether the next one is it.
@@ -56,6 +57,7 @@ class Commands:
     def __init__(self, dispatch: Dispatch, driver: int, workers: Sequence[int], has_copies: bool) -> None:
         self.dispatch, self.driver, self.workers, self.has_copies = dispatch, driver, tuple(workers), has_copies
         self.gradients = GradientState.REDUCED
+        self.zeroed: frozenset[int] = frozenset()
         self.steps = self.steps_of_last_update = 0
         self.flags: TrainingFlags = {}
         self.flags_due = False
@@ -95,7 +97,7 @@ class Commands:
         with uninterrupted():
             zero, told = self._with_zero(steps)
             posted = self.dispatch.post(self.driver, told, zero, self._undo_to_now(), limit)
-            self.flags_due = False
+            self.flags_due, self.zeroed = False, frozenset()
             self.gradients = self._after_step(trains, reduce)
             self.steps += 1
         return posted
@@ -112,7 +114,8 @@ class Commands:
             self.dispatch.wait(self.dispatch.outstanding[-1])
         zero, told = self._with_zero(bodies)
         answers = self.dispatch.call(self.driver, told, zero, self._undo_to_now())
-        if zero:
+        self.zeroed = frozenset()
+        if self.gradients is GradientState.TO_DROP:
             self.gradients = GradientState.REDUCED
         return {worker: answers[worker] for worker in bodies}  # the others only dropped their gradients
 
@@ -124,7 +127,13 @@ class Commands:
 
     def zero_grad(self) -> None:
         """Drop all gradients: the next command says so."""
-        self.gradients = GradientState.TO_DROP
+        self.gradients, self.zeroed = GradientState.TO_DROP, frozenset()
+        self.parameters_updated()
+
+    def zero_grad_of(self, optimizer: int) -> None:
+        """Drop the gradients of the parameters that an optimizer has: the next command says so."""
+        if self.gradients is not GradientState.TO_DROP:
+            self.zeroed |= {optimizer}
         self.parameters_updated()
 
     def parameters_updated(self) -> None:
@@ -132,18 +141,19 @@ class Commands:
         if self.steps:
             self.steps_of_last_update, self.steps = self.steps, 0
 
-    def _with_zero(self, bodies: Mapping[int, Any]) -> tuple[bool, Mapping[int, Any]]:
-        """Whether gradients are to be dropped, and the command for all workers if they are."""
+    def _with_zero(self, bodies: Mapping[int, Any]) -> tuple[ZeroGrad, Mapping[int, Any]]:
+        """Which gradients are to be dropped, and the command for all workers if there are any."""
         if self._finalizer is not None and not self._finalizer.alive:
             raise DriverError("this driver was closed; make another")
-        zero = self.gradients is GradientState.TO_DROP
+        zero: ZeroGrad = self.gradients is GradientState.TO_DROP or tuple(sorted(self.zeroed)) or False
         return zero, {**dict.fromkeys(self.workers), **bodies} if zero else bodies
 
     def _undo_to_now(self) -> Callable[[], None]:
         """What to call if a command that is sent now is given up."""
-        return partial(self._undo, self.gradients, self.steps, self.flags_due)
+        return partial(self._undo, self.gradients, self.steps, self.flags_due, self.zeroed)
 
-    def _undo(self, gradients: GradientState, steps: int, flags_due: bool) -> None:
+    def _undo(self, gradients: GradientState, steps: int, flags_due: bool, zeroed: frozenset[int]) -> None:
         self.flags_due = self.flags_due or flags_due
+        self.zeroed |= zeroed
         if self.gradients is not GradientState.TO_DROP:
             self.gradients, self.steps = gradients, steps

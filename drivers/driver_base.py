@@ -282,7 +282,9 @@ class PipelineDriverBase:
         """An optimizer of torch's, on all workers, for the parameters where they are.
 
         Takes what the class takes after its parameters. Groups are given as ``param_groups=[{"params": names, ...}]``, with
-        names, patterns as for a shell, or parameters of the model; parameters that no group names are in the first group.
+        names, patterns as for a shell, or parameters of the model, or with ``"params": ...`` for all that no other group names.
+        As in torch, it leaves alone what is in no group, so that a driver may have several optimizers. Without groups, it has
+        all parameters.
         """
         self._optimizers += 1
         parameters = dict(self.pipe.named_parameters())

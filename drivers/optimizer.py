@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from pippy.drivers.commands import Commands
 from pippy.drivers.control.messages import LoadOptimizerState, MakeOptimizer, OptimizerState, OptimizerStep
 from pippy.drivers.errors import OptimizerError
+from pippy.drivers.optimizer_check import check_separable
 from pippy.drivers.placed_pipe import PlacedPipe
 from pippy.drivers.transport.pickling import pickle_by_value
 
@@ -40,14 +41,11 @@ class PipelineOptimizer(Optimizer):
             raise OptimizerError(
                 f"{optimizer_class!r} is no optimizer class; give one, as in instantiate_optimizer(torch.optim.AdamW, lr=1e-3)"
             )
-        if optimizer_class.__name__ == "LBFGS":
-            raise OptimizerError(
-                "LBFGS calls the model again within a step, which the workers cannot do; use another class"
-            )
         options = dict(kwargs)
         self.placed, self.commands, self.number = placed, commands, number
         self.names = {id(parameter): name for name, parameter in parameters.items()}
         groups = self._groups(parameters, options.pop("param_groups", None))
+        check_separable(optimizer_class, args, options)
         # The same class here, over the same parameters: it checks the arguments and fills in its defaults.
         here = optimizer_class(groups, *args, **options)
         super().__init__(here.param_groups, here.defaults)
@@ -59,24 +57,38 @@ class PipelineOptimizer(Optimizer):
     ) -> list[dict[str, Any]]:
         if not parameters:
             raise OptimizerError("the model has no parameters, so there is nothing to optimize")
-        groups = [{**group, "params": self._named(group)} for group in given or ()]
+        if given is None:
+            return [{"params": list(parameters.values())}]
+        groups = [self._named_group(group) for group in given]
         taken: dict[str, int] = {}
         for number, group in enumerate(groups):
-            for name in group["params"]:
+            for name in group["params"] if group["params"] is not ... else ():
                 if name in taken:
                     raise OptimizerError(
                         f"{name!r} is in parameter groups {taken[name]} and {number}; name it in one of them"
                     )
                 taken[name] = number
-        rest = [name for name in parameters if name not in taken]
-        groups = ([{"params": rest}] if rest else []) + groups
+        self._fill_rest(groups, [name for name in parameters if name not in taken])
         return [{**group, "params": [parameters[name] for name in group["params"]]} for group in groups]
 
-    def _named(self, group: Mapping[str, Any]) -> list[str]:
-        """The names of the parameters that a group means."""
+    def _fill_rest(self, groups: Sequence[dict[str, Any]], rest: list[str]) -> None:
+        """Give the group whose parameters are `...` those that no other group names."""
+        open_groups = [group for group in groups if group["params"] is ...]
+        if len(open_groups) > 1 or (open_groups and not rest) or not groups:
+            raise OptimizerError(
+                f'{len(open_groups)} of {len(groups)} parameter groups are for the rest ("params": ...), which is '
+                f"{len(rest)} parameters; give at least one group, and one for the rest if there is a rest"
+            )
+        for group in open_groups:
+            group["params"] = rest
+
+    def _named_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(group, Mapping) or "params" not in group:
             raise OptimizerError(f'parameter group {group!r}: give a dict with "params", the names of its parameters')
-        params = group["params"]
+        return {**group, "params": ... if group["params"] is ... else self._named(group["params"])}
+
+    def _named(self, params: Any) -> list[str]:
+        """The names of the parameters that a group means."""
         found: list[str] = []
         for wanted in [params] if isinstance(params, (str, torch.Tensor)) else params:
             if isinstance(wanted, torch.Tensor):
@@ -126,8 +138,12 @@ class PipelineOptimizer(Optimizer):
         self.commands.parameters_updated()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients on all workers, of the whole model."""
-        self.commands.zero_grad()
+        """Drop the gradients of its parameters on all workers."""
+        own = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        if own == self.names.keys():
+            self.commands.zero_grad()
+        else:
+            self.commands.zero_grad_of(self.number)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while the optimizer is made: groups are given to `instantiate_optimizer`."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pippy.drivers.control.control import Control, PendingCall
-from pippy.drivers.control.messages import Answer, Command, Dump, Failure, GiveUp, OptimizerStep
+from pippy.drivers.control.messages import Answer, Command, Dump, Failure, GiveUp, OptimizerStep, ZeroGrad
 from pippy.drivers.errors import ClusterError, StepError
 from pippy.drivers.interrupts import uninterrupted
 
@@ -66,7 +66,7 @@ class Dispatch:
         self,
         driver: int,
         bodies: Mapping[int, Any],
-        zero_grad: bool = False,
+        zero_grad: ZeroGrad = False,
         undo: Callable[[], None] = _nothing,
         limit: float | None = None,
     ) -> PendingCommand:
@@ -106,7 +106,7 @@ class Dispatch:
         return {worker: answer.value for worker, answer in posted.answers.items()}
 
     def call(
-        self, driver: int, bodies: Mapping[int, Any], zero_grad: bool = False, undo: Callable[[], None] = _nothing
+        self, driver: int, bodies: Mapping[int, Any], zero_grad: ZeroGrad = False, undo: Callable[[], None] = _nothing
     ) -> dict[int, Any]:
         """Post a command, and wait for it. Steps that are under way are waited for first: it is to find them done."""
         try:

@@ -17,12 +17,15 @@ from pippy.drivers.schedules.programs.edges import Pass
 from pippy.drivers.schedules.programs.instructions import Instruction
 from pippy.drivers.transport.pickling import Pickled
 
+ZeroGrad = bool | tuple[int, ...]
+
 
 @dataclass(frozen=True)
 class Command:
     """What a worker does for one driver. Commands up to ``settled`` have succeeded on all workers.
 
-    With ``zero_grad`` the worker drops the driver's gradients first. ``dropped`` lists drivers that are gone: the worker
+    With ``zero_grad`` the worker drops the driver's gradients first: all, or those of the parameters that the optimizers with
+    these numbers have. ``dropped`` lists drivers that are gone: the worker
     forgets them.
     """
 
@@ -30,7 +33,7 @@ class Command:
     settled: int
     driver: int
     body: Any
-    zero_grad: bool = False
+    zero_grad: ZeroGrad = False
     dropped: tuple[int, ...] = ()
 
 

@@ -1,6 +1,6 @@
 """What a worker holds for one driver: stages, programs, gradients, optimizers. It carries out the driver's commands on them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -82,9 +82,16 @@ class DriverState:
         if self.settings != Settings.current():  # the last command was of another driver
             self.settings.apply()
         self.gradients.settle(command.settled)
-        if command.zero_grad:
+        if command.zero_grad is True:
             self.gradients.zero()
+        elif command.zero_grad:
+            self.gradients.zero_of(self._parameters_of(command.zero_grad))
         return self.handlers[type(command.body)](command.body, command.number)
+
+    def _parameters_of(self, optimizers: Sequence[int]) -> set[int]:
+        """The ids of the parameters that some optimizers have on this worker."""
+        own = [self.optimizers[number] for number in optimizers if number in self.optimizers]
+        return {id(parameter) for each in own for group in each.param_groups for parameter in group["params"]}
 
     def tensor(self, place: TensorLocation) -> torch.Tensor:
         """The parameter or buffer at a location."""

@@ -26,7 +26,7 @@ first copy adds them, in the order of the stages, and sends the sum back:
     worker of another copy ──its gradient──▶ worker of the first copy ──the sum──▶ worker of another copy
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -76,6 +76,12 @@ class Gradients:
         self.unsummed.clear()
         self.pending.clear()
         self.clear_grad()
+
+    def zero_of(self, parameters: Set[int]) -> None:
+        """Drop the gradients of some parameters, given by their ids."""
+        self.total, self.unsummed = _without(self.total, parameters), _without(self.unsummed, parameters)
+        for command in self.pending:
+            command.own, command.sums = _without(command.own, parameters), _without(command.sums, parameters)
 
     def clear_grad(self) -> None:
         """Set `.grad` to None, so that a step or an optimizer starts from nothing."""
@@ -194,6 +200,10 @@ class Gradients:
 def _key(number: int, group_index: int, copy: int) -> tuple[int, int, int]:
     """The key of a message: the gradient of a copy. The sum for a worker has the number of copies plus the worker."""
     return number, FIRST_NUMBER + group_index, copy
+
+
+def _without(gradients: Mapping[int, Gradient], parameters: Set[int]) -> dict[int, Gradient]:
+    return {key: gradient for key, gradient in gradients.items() if key not in parameters}
 
 
 def _add(gradients: dict[int, Gradient], key: int, more: Gradient) -> None:

@@ -52,7 +52,7 @@ def assert_state(driver, model):
 def test_twenty_steps_of_adamw_follow_the_plain_loss_curve(cluster, config, workers):
     plain, pipe = tied(config)
     driver = PipelineDriver1F1B(pipe, cluster, world_size=workers)
-    groups = [{"params": ["*.bias", "norm.*"], "weight_decay": 0.0}]
+    groups = [{"params": ...}, {"params": ["*.bias", "norm.*"], "weight_decay": 0.0}]
     mine = driver.instantiate_optimizer(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, param_groups=groups)
     bare = [p for name, p in plain.named_parameters() if name.endswith("bias") or name.startswith("norm.")]
     rest = [p for p in plain.parameters() if all(p is not other for other in bare)]
