@@ -1,6 +1,7 @@
 """Dividing values into micro-batches: which are cut, along which dimension, and into how many rows each."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -15,6 +16,7 @@ from pippy.drivers.batches.specs import (
     as_spec,
     is_spec,
     items_with_paths,
+    spec_of_parts,
     specs_of_items,
     unsuitable_spec,
 )
@@ -25,7 +27,7 @@ from pippy.ir.trees import describe, map_tensors, tensors, with_children
 def divide(
     values: Mapping[str, Any],
     chunks: int,
-    specs: Mapping[str, Any] | None = None,
+    chunk_spec: Mapping[str, Any] | None = None,
     *,
     mask: bool = False,
     names: Mapping[str, str] | None = None,
@@ -44,18 +46,18 @@ def divide(
     pippy.drivers.errors.MicrobatchError: what is cut into 2 micro-batches has different numbers of rows:
       x: 4 rows, dimension 0 of float32[4, 3]
       mask: 3 rows, dimension 0 of float32[3, 3]
-    Give what is no part of the batch a Replicate(), and what has its rows elsewhere a TensorChunkSpec(dim), for example specs={'mask': Replicate()}
+    Give what is no part of the batch a Replicate(), and what has its rows elsewhere a TensorChunkSpec(dim), for example chunk_spec={'mask': Replicate()}
     """  # noqa: E501
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
         raise MicrobatchError(f"chunks is {chunks!r}; it is the number of micro-batches, 1 or more")
-    specs, names = specs or {}, names or {name: name for name in values}
+    specs, names = chunk_spec or {}, names or {name: name for name in values}
     unknown = [name for name in specs if name not in values]
     if unknown:
-        raise MicrobatchError(f"specs names {unknown}, which are no inputs; the inputs are {list(values)}")
+        raise MicrobatchError(f"chunk_spec names {unknown}, which are no inputs; the inputs are {list(values)}")
     users = {name: user for user, name in names.items()}
     divider = Divider(chunks, mask)
     arguments = {name: divider.divide(value, specs.get(name), users.get(name, name)) for name, value in values.items()}
-    sizes = divider.sizes()
+    sizes = divider.sizes({users.get(name, name): value for name, value in values.items()})
     starts = tuple(accumulate(sizes[:-1], initial=0)) if sizes is not None else ()
     return Division(chunks, sizes, arguments, names, mask, starts)
 
@@ -135,8 +137,8 @@ class Divider:
                 f"{path} comes in pieces, and with a mask every micro-batch is the whole mini-batch; give it whole"
             )
 
-    def sizes(self) -> tuple[int, ...] | None:
-        """The rows of each micro-batch."""
+    def sizes(self, values: Mapping[str, Any]) -> tuple[int, ...] | None:
+        """The rows of each micro-batch. ``values`` are all that were divided, for the error's example."""
         if self.given_sizes:
             return self._agreed(self.given_sizes[0])
         counts = {rows for _, _, rows in self.rows}
@@ -145,7 +147,7 @@ class Divider:
         if not counts:
             return None
         if len(counts) > 1:
-            raise MicrobatchError(self._different())
+            raise MicrobatchError(self._different(values))
         rows = counts.pop()
         if rows < self.chunks:
             where, what, _ = self.rows[0]
@@ -166,19 +168,27 @@ class Divider:
             )
         return sizes
 
-    def _different(self) -> str:
+    def _different(self, values: Mapping[str, Any]) -> str:
         counts = [rows for _, _, rows in self.rows]
-        usual = max(counts, key=lambda rows: (counts.count(rows), rows))
-        odd = next(path for path, _, rows in self.rows if rows != usual)
+        usual = max(counts, key=counts.count)  # the first of several
+        odd = {path for path, _, rows in self.rows if rows != usual}
+        example = ", ".join(
+            f"{path!r}: {text}" for path, value in values.items() if (text := _replicating(value, path, odd)) != "None"
+        )
         lines = [f"  {path}: {rows} rows, {what}" for path, what, rows in self.rows]
         return "\n".join(
             [
                 f"what is cut into {self.chunks} micro-batches has different numbers of rows:",
                 *lines,
                 "Give what is no part of the batch a Replicate(), and what has its rows elsewhere a TensorChunkSpec(dim), "
-                f"for example specs={{{odd!r}: Replicate()}}",
+                f"for example chunk_spec={{{example}}}",
             ]
         )
+
+
+def _replicating(value: Any, path: str, odd: set[str]) -> str:
+    """A spec, as it is written, that gives the values at the paths ``odd`` a Replicate()."""
+    return "Replicate()" if path in odd else spec_of_parts(value, path, partial(_replicating, odd=odd))
 
 
 def even_sizes(rows: int, chunks: int) -> tuple[int, ...]:

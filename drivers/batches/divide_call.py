@@ -15,11 +15,11 @@ def divide_call(
     chunks: int,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    specs: Sequence[Any] | Mapping[str, Any] | None = None,
+    chunk_spec: Sequence[Any] | Mapping[str, Any] | None = None,
     batch_dims: Sequence[int | None] | Mapping[str, int | None] | None = None,
     mask: bool = False,
 ) -> Division:
-    """Divide the arguments of a call of the Pipe. ``specs`` and ``batch_dims`` are given by name, or in order as ``args``.
+    """Divide the arguments of a call of the Pipe. ``chunk_spec`` and ``batch_dims`` are given by name, or in order as ``args``.
 
     >>> import torch
     >>> from torch import nn
@@ -32,7 +32,7 @@ def divide_call(
     """
     values = bind(compiled, args, kwargs)
     users = {node.name: str(node.target).lstrip("*") for node in compiled.split_gm.graph.find_nodes(op="placeholder")}
-    found = _specs_of_call(compiled, args, kwargs, specs, "specs")
+    found = _specs_of_call(compiled, args, kwargs, chunk_spec, "chunk_spec")
     for name, dim in _specs_of_call(compiled, args, kwargs, _without_zero(batch_dims), "batch_dims").items():
         found[name] = _either(name, found.get(name), dim)
     by_input = {name: found[user] for name, user in users.items() if user in found}

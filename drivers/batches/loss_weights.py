@@ -103,8 +103,8 @@ def loss_weights(
         return (1.0,) * division.chunks
     if reduction.kind not in ("mean", "batchmean", "none"):
         raise MicrobatchError(
-            f"the loss's reduction is {reduction.kind!r}; 'mean' and 'sum' are known. Give loss_weight a function that counts "
-            "what a micro-batch holds"
+            f"the loss's reduction is {reduction.kind!r}; 'mean' and 'sum' are known. Give a function that counts what a "
+            "micro-batch holds, such as loss_reduction=lambda target: (target != -100).sum()"
         )
     if division.chunks == 1:
         return (1.0,)
@@ -123,7 +123,7 @@ def _by_rows(division: Division) -> tuple[float, ...]:
     if division.sizes is None:
         raise MicrobatchError(
             "nothing in the mini-batch has rows, so the losses of the micro-batches cannot be weighted by them; give "
-            "loss_weight: 'sum', or a function that counts what a micro-batch holds"
+            "loss_reduction='sum', or a function that counts what a micro-batch holds"
         )
     return _exact_shares(division.sizes)
 
@@ -183,12 +183,12 @@ def _count(how: Callable[..., Any], division: Division, target: str | None, inde
     names = _named_parameters(how, division)
     if names is not None:
         count = how(**{user: division.own_rows(division.take(name, index), index) for user, name in names.items()})
-    elif target is not None:
+    elif target is not None and _takes_one(how):
         count = how(division.own_rows(division.take(target, index), index))
     else:
         raise MicrobatchError(
-            f"loss_weight{inspect.signature(how)} has no parameters named after inputs, and there is no target to give it; "
-            f"the inputs are {', '.join(division.names)}"
+            f"loss_reduction{inspect.signature(how)} is called with what its parameters are named after, the inputs "
+            f"{', '.join(division.names)}, or with the target alone: name them so"
         )
     try:
         number = count.item() if isinstance(count, torch.Tensor) else count
@@ -197,8 +197,19 @@ def _count(how: Callable[..., Any], division: Division, target: str | None, inde
     except (TypeError, ValueError, RuntimeError):
         pass
     raise MicrobatchError(
-        f"loss_weight gave {describe(count)} for micro-batch {index}; it counts what the micro-batch holds: a number, 0 or more"
+        f"loss_reduction gave {describe(count)} for micro-batch {index}; it counts what the micro-batch holds: a number, "
+        "0 or more"
     )
+
+
+def _takes_one(how: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(how).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # written in C
+        return True
+    return True
 
 
 def _named_parameters(how: Callable[..., Any], division: Division) -> dict[str, str] | None:
@@ -221,8 +232,8 @@ def _warn_of_ignored(division: Division, weights: tuple[float, ...]) -> None:
                 continue
             warnings.warn(
                 f"{user!r} holds {IGNORED}, which torch's losses leave out, and this loss is taken for a mean over rows. If it "
-                f"leaves some out, say what counts: loss_weight=lambda {user}: ({user} != {IGNORED}).sum(); if not, "
-                "loss_weight='mean'",
+                f"leaves some out, say what counts: loss_reduction=lambda {user}: ({user} != {IGNORED}).sum(); if not, "
+                "loss_reduction='mean'",
                 PippyWarning,
                 stacklevel=4,
             )

@@ -11,7 +11,7 @@ A spec is given for an argument or an output as a whole, or for parts of it, in 
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,6 +182,21 @@ def specs_of_items(spec: Any, value: Any, path: str) -> list[Any]:
 def _by_name(spec: Any) -> dict[Any, Any] | None:
     names = _names(spec)
     return None if names is None else dict(zip(names, children(spec) or ()))
+
+
+def spec_of_parts(value: Any, path: str, written: Callable[[Any, str], str]) -> str:
+    """The spec for a container, as it is written: ``written`` gives the text for each value in it, by its path.
+
+    >>> spec_of_parts({"a": 1, "b": [2, 3]}, "x", lambda value, path: "Sum()" if path == "x['b']" else "None")
+    "{'b': Sum()}"
+    """
+    held = items_with_paths(value, path) or []
+    texts, names = [written(item, where) for where, item in held], _names(value)
+    if all(text == "None" for text in texts):
+        return "None"
+    if names is None:
+        return f"[{', '.join(texts)}]"
+    return f"{{{', '.join(f'{name!r}: {text}' for name, text in zip(names, texts) if text != 'None')}}}"
 
 
 def unsuitable_spec(spec: Any, path: str, value: Any) -> MicrobatchError:

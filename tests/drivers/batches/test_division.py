@@ -158,7 +158,12 @@ class Net(nn.Module):
 def test_a_call_is_divided_by_the_names_of_the_model():
     pipe = pipeline(Net(), nn.MSELoss())
     args = (torch.randn(4, 2), torch.randn(2, 4), torch.randn(4, 2))
-    for said in ({"batch_dims": [0, 1, 0]}, {"batch_dims": [None, 1]}, {"specs": {"more": [1]}}, {"specs": [0, 1]}):
+    for said in (
+        {"batch_dims": [0, 1, 0]},
+        {"batch_dims": [None, 1]},
+        {"chunk_spec": {"more": [1]}},
+        {"chunk_spec": [0, 1]},
+    ):
         division = divide_call(pipe, 2, args, {}, **said)
         taken = {user: division.take(name, 1) for user, name in division.names.items()}
         assert (
@@ -166,8 +171,8 @@ def test_a_call_is_divided_by_the_names_of_the_model():
             and taken["more"][0].tolist() == args[1][:, 2:].tolist()
         )
     with pytest.raises(MicrobatchError, match=r"'wrong'.*inputs are input"):
-        divide_call(pipe, 2, args, {}, specs={"wrong": 0})
+        divide_call(pipe, 2, args, {}, chunk_spec={"wrong": 0})
     with pytest.raises(MicrobatchError, match="call has 3 positional"):
         divide_call(pipe, 2, args, {}, batch_dims=[0] * 4)
     with pytest.raises(MicrobatchError, match=r"target has a spec.* and a batch dim"):
-        divide_call(pipe, 2, args, {}, specs={"target": 0}, batch_dims=[0, 1, 1])
+        divide_call(pipe, 2, args, {}, chunk_spec={"target": 0}, batch_dims=[0, 1, 1])

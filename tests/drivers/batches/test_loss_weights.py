@@ -124,7 +124,7 @@ def test_a_subclass_with_a_forward_of_its_own_is_not_taken_for_its_base():
 
 def test_hidden_ignored_targets_are_warned_of():
     division = divide({"labels": torch.tensor([1, -100, 2, 3])}, 2)
-    with pytest.warns(PippyWarning, match=r"'labels' holds -100.*loss_weight=lambda labels: \(labels != -100\)"):
+    with pytest.warns(PippyWarning, match=r"'labels' holds -100.*loss_reduction=lambda labels: \(labels != -100\)"):
         assert loss_weights(None, division) == (0.5, 0.5)
     assert loss_weights(None, division, how="mean") == (0.5, 0.5)
     assert loss_weights(None, division, how="sum") == (1.0, 1.0)
@@ -140,7 +140,7 @@ def test_what_is_not_known_is_refused():
     division = divide({"x": torch.ones(4)}, 2)
     with pytest.raises(MicrobatchError, match="'tokens'"):
         loss_weights(None, division, None, "tokens")
-    with pytest.raises(MicrobatchError, match="no parameters named after inputs"):
+    with pytest.raises(MicrobatchError, match="named after, the inputs x, or"):
         loss_weights(None, division, None, lambda y: 1)
     with pytest.raises(MicrobatchError, match="nothing in the mini-batch has rows"):
         loss_weights(nn.MSELoss(), divide({"x": 1}, 2))
