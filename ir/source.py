@@ -6,6 +6,7 @@ import functools
 import itertools
 import linecache
 import os
+import random
 import sys
 import warnings
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from pippy.ir.errors import PippyWarning
 
 _PIPPY = Path(__file__).parent.parent
 _FOLDERS = (Path(torch.__file__).parent, _PIPPY, (_PIPPY / "ir").resolve(), (_PIPPY / "drivers").resolve())
-_STANDARD = (contextlib.__file__, functools.__file__, mock.__file__)
+_STANDARD = (contextlib.__file__, functools.__file__, mock.__file__, random.__file__)
 _LIBRARIES = tuple(f"{folder}{os.sep}" for folder in _FOLDERS)
 
 

@@ -8,23 +8,23 @@ an autograd.Function                    traces its forward, and             a no
                                           forgets its backward
 with torch.no_grad():                   does not see it                     a mark on each node in it
 with torch.autocast(...):               does not see it                     refused
-random.random()                         keeps the number                    refused
+random.random()                         keeps the number                    refused (`random_draws.py`)
 """
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.utils.checkpoint
-from torch import fx
+from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from pippy.ir import source
 from pippy.ir.errors import TracingError
-from pippy.ir.random_state import untouched_random_state
+from pippy.ir.front.random_draws import refusing_random_draws
+from pippy.ir.front.tracing_thread import method_patched_here, patched_here
 
 # These are answered at once: a forward may branch on what they say of a parameter.
 _QUERIES = frozenset(
@@ -60,18 +60,18 @@ class AutogradFunction:
 
 
 @contextmanager
-def recording(tracer: fx.Tracer) -> Iterator[None]:
-    """A context in which ``tracer`` records what the table above says."""
+def recording(tracer: fx.Tracer, model: nn.Module) -> Iterator[None]:
+    """A context in which ``tracer`` records of ``model`` what the table above says."""
     with ExitStack() as stack:
-        stack.enter_context(_no_random_numbers())
-        stack.enter_context(patch.object(torch.autograd.Function, "apply", _recorded_apply(tracer)))
-        stack.enter_context(patch.object(torch.autocast, "__enter__", _refuse_autocast))
-        stack.enter_context(patch.object(torch, "is_tensor", lambda value: isinstance(value, (torch.Tensor, fx.Proxy))))
+        stack.enter_context(method_patched_here(torch.autograd.Function, "apply", _recorded_apply(tracer)))
+        stack.enter_context(method_patched_here(torch.autocast, "__enter__", _refuse_autocast))
+        stack.enter_context(patched_here(torch, "is_tensor", lambda value: isinstance(value, (torch.Tensor, fx.Proxy))))
         for name in _TAKING_SIZES:
-            stack.enter_context(patch.object(torch, name, _given_proxies(tracer, getattr(torch, name))))
+            stack.enter_context(patched_here(torch, name, _given_proxies(tracer, getattr(torch, name))))
         stack.enter_context(_annotated_nodes(tracer))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_RecordUntraced(tracer))
+        stack.enter_context(refusing_random_draws(tracer, model))
         yield
 
 
@@ -107,7 +107,7 @@ class _RecordUntraced(TorchFunctionMode):
         return self.tracer.create_proxy("call_function", function, args, kwargs or {})
 
 
-def _recorded_apply(tracer: fx.Tracer) -> Any:
+def _recorded_apply(tracer: fx.Tracer) -> Callable[..., Any]:
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +118,7 @@ def _recorded_apply(tracer: fx.Tracer) -> Any:
             return original.__func__(cls, *args, **kwargs)
         return tracer.create_proxy("call_function", AutogradFunction(cls), args, kwargs)
 
-    return classmethod(apply)
+    return apply
 
 
 def _refuse_autocast(_: Any) -> None:
@@ -126,19 +126,6 @@ def _refuse_autocast(_: Any) -> None:
         "the model enters torch.autocast in its forward, which a traced graph would lose; cast explicitly (x.to(dtype)), "
         "or move the region into a module that the tracer treats as a leaf"
     )
-
-
-@contextmanager
-def _no_random_numbers() -> Iterator[None]:
-    """Refuse random numbers that are drawn while tracing: every run would use the same ones."""
-    with untouched_random_state() as changed:
-        yield
-        drawn = changed()
-    if drawn:
-        raise TracingError(
-            f"forward() draws or seeds random numbers ({', '.join(drawn)}) in a way that cannot be recorded, so each run "
-            "would repeat those of tracing; draw them with torch functions (torch.rand(()) < p and torch.where)"
-        )
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from pippy.ir.front.compare_graphs import first_difference
 from pippy.ir.front.recording import recording
 from pippy.ir.front.restore_attributes import restoring_attributes
 from pippy.ir.front.tracer import PipeTracer
+from pippy.ir.front.tracing_thread import tracing_thread
 from pippy.ir.front.training_flag import flags_after_train, follow_training, recording_training_reads
 from pippy.ir.front.untraceable import check_assigned_buffers, check_backward_hooks, check_model, explained
 from pippy.ir.marks import SplitPoint, annotated_modules, pipe_split, recording_splits, split_points
@@ -49,6 +50,11 @@ def trace(model: nn.Module, tracer: TracerLike | None = None, concrete_args: Map
     """Trace ``model`` into a marked graph. The model keeps its attributes and its training flags."""
     check_model(model)
     concrete = check_concrete_args(model, concrete_args)
+    with tracing_thread():
+        return _trace(model, tracer, concrete)
+
+
+def _trace(model: nn.Module, tracer: TracerLike | None, concrete: dict[str, Any]) -> Traced:
     state = dict(named_state(model))  # forward may assign buffers while it is traced
     with recording_training_reads() as reads, restoring_attributes(model):
         graph = _record(model, _tracer(tracer), concrete)
@@ -75,7 +81,7 @@ def _record(model: nn.Module, tracer: fx.Tracer, concrete_args: dict[str, Any]) 
     versions = {name: buffer._version for name, buffer in buffers.items()}
     calls = _Calls(model, tracer)
     try:
-        with recording(tracer), calls.recording():
+        with recording(tracer, model), calls.recording():
             graph = tracer.trace(model, dict(concrete_args) or None)
     except PippyError:
         raise
@@ -187,7 +193,7 @@ def _follow_modes(traced: Traced, tracer: TracerLike | None, read: set[int]) -> 
     modules = dict(traced.model.named_modules())
     flags = {path: module.training for path, module in modules.items() if id(module) in read}
     try:
-        with recording_training_reads(inverted=True), restoring_attributes(traced.model, silent=True):
+        with recording_training_reads(inverted=list(modules.values())), restoring_attributes(traced.model, silent=True):
             inverted = _record(traced.model, _tracer(tracer), traced.concrete_args)
     except PippyError as error:  # the other mode cannot be traced, or not cut as it is marked
         traced.modes.fixed, traced.modes.fixed_at = flags, f"  {error}"

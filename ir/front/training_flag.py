@@ -19,32 +19,53 @@ the flag is traced twice, the second time with every flag inverted, and the two 
     one only: tracing failed            the same
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import fx, nn
 
 from pippy.ir.front.compare_graphs import Pairs
+from pippy.ir.front.tracing_thread import is_tracing
 from pippy.ir.run.functions import by_mode
 
 
 @contextmanager
-def recording_training_reads(inverted: bool = False) -> Iterator[list[nn.Module]]:
-    """Give a list that collects the modules whose `training` is read; if ``inverted``, each read gives the opposite."""
+def recording_training_reads(inverted: Collection[nn.Module] = ()) -> Iterator[list[nn.Module]]:
+    """Give a list that collects the modules whose `training` this thread reads. Those of ``inverted`` give the opposite."""
     modules: list[nn.Module] = []
+    opposite = {id(module) for module in inverted}
 
-    def read(module: nn.Module) -> bool:
+    def record(module: nn.Module, flag: bool) -> bool:
         modules.append(module)
-        return bool(module.__dict__["training"]) ^ inverted
+        return flag ^ (id(module) in opposite)
 
-    def write(module: nn.Module, value: bool) -> None:
-        module.__dict__["training"] = value
+    with _training_property(record, lambda module, value: module.__dict__.update(training=value)):
+        yield modules
+
+
+@contextmanager
+def _training_property(
+    read: Callable[[nn.Module, bool], bool], write: Callable[[nn.Module, bool], None]
+) -> Iterator[None]:
+    """``read`` and ``write`` in place of the flag `training`, for the thread that traces."""
+
+    def get(module: nn.Module) -> bool:
+        if "training" not in module.__dict__:  # a scripted module has it elsewhere
+            raise AttributeError("training")
+        flag = module.__dict__["training"]
+        return read(module, bool(flag)) if is_tracing() else flag
+
+    def set_(module: nn.Module, value: bool) -> None:
+        if is_tracing():
+            write(module, value)
+        else:
+            module.__dict__["training"] = value
 
     # Python asks a property of the class before it looks into the module's own dictionary.
-    nn.Module.training = property(read, write)  # type: ignore[assignment]
+    nn.Module.training = property(get, set_)  # type: ignore[assignment]
     try:
-        yield modules
+        yield
     finally:
         del nn.Module.training
 
@@ -57,12 +78,15 @@ def flags_after_train(model: nn.Module) -> dict[bool, dict[str, bool]]:
     modules = dict(model.named_modules())
     if all(type(module).train is nn.Module.train for module in modules.values()):
         return {}
-    before, after = {path: module.training for path, module in modules.items()}, {}
-    for mode in (True, False):
-        model.train(mode)
-        after[mode] = {path: module.training for path, module in modules.items() if module.training != mode}
-    for path, module in modules.items():
-        module.training = before[path]
+    flags: dict[int, bool] = {}
+    after = {}
+    with _training_property(
+        lambda module, flag: flags.get(id(module), flag), lambda module, value: flags.update({id(module): value})
+    ):
+        for mode in (True, False):
+            flags.clear()
+            model.train(mode)
+            after[mode] = {path: module.training for path, module in modules.items() if module.training != mode}
     return after
 
 

@@ -3,10 +3,12 @@
 import copy
 import random
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from numpy.random import rand as numpy_rand
 from torch import nn
 from torch import randn as aliased_randn
 
@@ -25,6 +27,8 @@ from pippy.ir.errors import (
 from tests.compare import assert_same, assert_same_state
 from tests.regressions.common import Base, TwoLayers, X, check, half_square
 from tests.zoo import AsksForTypes
+
+rng_of_the_file = numpy.random.default_rng(0)
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
@@ -155,6 +159,56 @@ class DrawsInPython(Base):
         return self.b(x) if random.random() < 2 else x
 
 
+class DrawsOfItsOwn(Base):
+    def __init__(self):
+        super().__init__()
+        self.rng = [random.Random(3)]
+
+    def forward(self, x):
+        x = self.a(x)
+        pipe_split()
+        return self.b(x) * self.rng[0].gauss(0, 1)
+
+
+class DrawsInNumpy(Base):
+    def forward(self, x):
+        x = self.a(x)
+        pipe_split()
+        return self.b(x) * numpy.random.normal()
+
+
+class DrawsByImportedName(Base):
+    def forward(self, x):
+        x = self.a(x)
+        pipe_split()
+        return self.b(x) * numpy_rand()
+
+
+class DrawsFromGenerator(Base):
+    def __init__(self):
+        super().__init__()
+        self.rng = numpy.random.default_rng(0)
+
+    def forward(self, x):
+        x = self.a(x)
+        pipe_split()
+        return self.b(x) * self.rng.normal()
+
+
+class DrawsFromGlobalGenerator(Base):
+    def forward(self, x):
+        x = self.a(x)
+        pipe_split()
+        return self.b(x) * rng_of_the_file.normal()
+
+
+class SeedsAGenerator(Base):
+    def forward(self, x):
+        x = self.a(x)
+        pipe_split()
+        return self.b(x) * numpy.random.default_rng().normal()
+
+
 class Seeds(Base):
     def forward(self, x):
         torch.manual_seed(3)
@@ -163,15 +217,27 @@ class Seeds(Base):
         return self.b(x)
 
 
-@pytest.mark.parametrize(("model", "where"), [(DrawsInPython, "Python's random"), (Seeds, "torch")])
+@pytest.mark.parametrize(
+    ("model", "where"),
+    [
+        (DrawsInPython, "Python's random(.|\n)*return self.b.x. if random.random"),
+        (DrawsOfItsOwn, "Python's random(.|\n)*return self.b.x. . self.rng.0..gauss"),
+        (DrawsInNumpy, "numpy's(.|\n)*return self.b.x. . numpy.random.normal"),
+        (DrawsByImportedName, "numpy's(.|\n)*return self.b.x. . numpy_rand"),
+        (DrawsFromGenerator, "numpy's"),
+        (DrawsFromGlobalGenerator, "numpy's"),
+        (SeedsAGenerator, "the system's(.|\n)*default_rng"),
+        (Seeds, "torch(.|\n)*torch.manual_seed.3."),
+    ],
+)
 def test_random_numbers_that_would_be_frozen(model, where):
-    """What Python's random said while tracing was said for ever after."""
+    """What Python's random, and then numpy's and those of one's own, said while tracing was said for ever after."""
     built = model()
-    before = random.getstate(), torch.get_rng_state()
+    states = random.getstate, torch.get_rng_state, numpy.random.get_state, lambda: rng_of_the_file.bit_generator.state
+    before = [repr(state()) for state in states]
     with pytest.raises(TracingError, match=where):
         pipeline(built)
-    assert random.getstate() == before[0]
-    assert torch.equal(torch.get_rng_state(), before[1])
+    assert [repr(state()) for state in states] == before
 
 
 class ChangesAttributes(Base):

@@ -1,0 +1,146 @@
+"""Refuses random numbers that forward draws, or seeds, while it is traced: every run would use the same ones.
+
+    torch.rand(3)                                    recorded, and drawn in each run
+    random.random(), a random.Random of one's own    refused before it is drawn: Python tells of each call of a C function
+    torch.manual_seed, a generator's seed            the same
+    numpy.random.rand, also as an imported name      refused before it is drawn, by a patch
+    numpy Generators of the model and its files      refused afterwards, since their state has changed
+
+No generator of the process is set back, so other threads draw on.
+"""
+
+import copy
+import os
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType, ModuleType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from pippy.ir import source
+from pippy.ir.errors import TracingError
+from pippy.ir.front.tracing_thread import patched_here
+
+_SEEDING = frozenset(("manual_seed", "seed", "set_state"))
+_ASKING = frozenset(("getstate", "setstate", "get_state", "initial_seed", "get_bit_generator", "get_printoptions"))
+_OWNERS = (random.Random, torch.Generator, type(os))  # what has a function that draws
+
+
+@contextmanager
+def refusing_random_draws(tracer: fx.Tracer, model: nn.Module) -> Iterator[None]:
+    """A context in which this thread's draws and seeds raise a `TracingError`."""
+    with ExitStack() as stack:
+        stack.enter_context(_watching_calls(tracer))
+        if "numpy" in sys.modules:
+            stack.enter_context(_watching_numpy(model))
+        yield
+
+
+@contextmanager
+def _watching_calls(tracer: fx.Tracer) -> Iterator[None]:
+    """Have Python tell of each call of a C function: the methods of its generators and of torch's are such."""
+    before: Any = sys.getprofile()
+    if before is not None and not callable(before):  # cProfile
+        source.warn("a profiler is on, so tracing does not notice random numbers that forward() draws")
+        yield
+        return
+
+    def on_event(frame: FrameType, event: str, function: Any) -> None:
+        if event == "c_call" and isinstance(getattr(function, "__self__", None), _OWNERS):
+            drawn = _drawn_from(function)
+            if drawn and not _is_importing(frame):
+                raise refusal(drawn, frame)
+
+    def on_event_too(frame: FrameType, event: Any, function: Any) -> None:
+        before(frame, event, function)
+        on_event(frame, event, function)
+
+    watch = on_event if before is None else on_event_too
+    create_proxy = tracer.create_proxy
+
+    def unwatched(*args: Any, **kwargs: Any) -> Any:  # most calls are in here, and none of them is the user's
+        sys.setprofile(before)
+        try:
+            return create_proxy(*args, **kwargs)
+        finally:
+            sys.setprofile(watch)
+
+    tracer.create_proxy = unwatched  # type: ignore[method-assign]
+    sys.setprofile(watch)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+        del tracer.create_proxy
+
+
+def _drawn_from(function: Any) -> str:
+    """The generator that a call of ``function`` draws from or seeds; empty if none."""
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, random.Random):
+        return "" if function.__name__ in _ASKING else "Python's random"
+    if isinstance(owner, torch.Generator):
+        return "torch" if function.__name__ in _SEEDING else ""
+    return "the system's" if function is os.urandom else ""
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code is not fx.Tracer.trace.__code__:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@contextmanager
+def _watching_numpy(model: nn.Module) -> Iterator[None]:
+    numpy = sys.modules["numpy"].random
+    files = _files(model)
+    with ExitStack() as stack:
+        for module in (numpy, *files):
+            for name, value in list(vars(module).items()):
+                if getattr(value, "__self__", None) is numpy.mtrand._rand and name not in _ASKING:
+                    stack.enter_context(patched_here(module, name, _refuse_numpy))
+        places = [*map(vars, files), *(module.__dict__ for module in model.modules())]
+        generators = _generators(places, (numpy.Generator, numpy.RandomState))
+        before = [copy.deepcopy(_bits(each).state) for each in generators]
+        yield
+    drawn = [pair for pair in zip(generators, before) if repr(_bits(pair[0]).state) != repr(pair[1])]
+    for generator, state in drawn:
+        _bits(generator).state = state
+    if drawn:
+        raise refusal("numpy's", None)
+
+
+def _refuse_numpy(*_: Any, **__: Any) -> None:
+    raise refusal("numpy's", sys._getframe(1))
+
+
+def _bits(generator: Any) -> Any:
+    return generator._bit_generator if hasattr(generator, "_bit_generator") else generator.bit_generator
+
+
+def _files(model: nn.Module) -> list[ModuleType]:
+    """The Python modules that define the classes of ``model``, without torch's."""
+    names = {each.__module__ for module in model.modules() for each in type(module).__mro__} - {"builtins"}
+    return [sys.modules[name] for name in names if name in sys.modules and not name.startswith("torch.")]
+
+
+def _generators(places: Iterable[dict[str, Any]], kinds: tuple[type, ...]) -> list[Any]:
+    found = {id(value): value for place in places for value in list(place.values()) if type(value) in kinds}
+    return list(found.values())
+
+
+def refusal(generator: str, frame: FrameType | None) -> TracingError:
+    """The error for a draw from ``generator`` on the user's line below ``frame``."""
+    where = source.of_frame(frame)
+    return TracingError(
+        f"forward() draws or seeds random numbers ({generator}) in a way that cannot be recorded, so each run would repeat "
+        "those of tracing"
+        + (f":\n{where.excerpt()}\n" if where else "; ")
+        + "What to do: draw them with torch functions (torch.rand(()) < p and torch.where)"
+    )
