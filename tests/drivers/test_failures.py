@@ -31,6 +31,7 @@ from tests.drivers.faulty import (
     orders,
     trapped_pipe,
 )
+from tests.drivers.processes import within
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 ROWS, CHUNKS = 6, 3  # two rows in each micro-batch
@@ -75,15 +76,6 @@ class Training:
             assert (gradient is None) == (theirs is None)
             if theirs is not None:
                 torch.testing.assert_close(gradient, theirs, rtol=1e-9, atol=1e-12)
-
-
-@contextmanager
-def within(seconds):
-    """The block must end so soon, or later as the machine has more to do than it can."""
-    start = time.monotonic()
-    yield
-    took, busy = time.monotonic() - start, os.getloadavg()[0] / (os.cpu_count() or 1)
-    assert took < seconds * max(1.0, busy), f"took {took:.2f} s where {busy:.1f} processes wanted each core"
 
 
 STEPS = {

@@ -18,8 +18,9 @@ from pippy.ir.run.split_backward import WeightDeferral
 from pippy.ir.trees import map_tensors
 from tests.drivers.faulty import BACKWARD, FORWARD, LOSS, SLOW, UNSENDABLE
 from tests.drivers.models import Chain
+from tests.drivers.processes import within
 from tests.drivers.test_driver import assert_bits, build
-from tests.drivers.test_failures import Training, within
+from tests.drivers.test_failures import Training
 from tests.drivers.threads import thread_cluster
 from tests.zoo import exhibits
 
