@@ -28,7 +28,7 @@ from pippy.balance.progress import Progress
 from pippy.ir.cut.cuts import marks
 from pippy.ir.errors import BalanceError, InputError, SplitError
 from pippy.ir.names import named_state
-from tests.compare import assert_same, assert_same_gradients, assert_same_state, fresh_inputs, run_plain, twin
+from tests.comparisons import assert_same, assert_same_gradients, assert_same_state, fresh_inputs, run_plain, twin
 from tests.test_random_models import Random, loss_of, steps
 from tests.zoo import exhibits
 

@@ -18,7 +18,7 @@ from pippy.drivers.driver import PipelineDriver, PipelineDriver1F1B
 from pippy.drivers.errors import ClusterError, DriverError, StepError, WorkerLostError
 from pippy.drivers.interrupts import uninterrupted
 from pippy.ir.run.split_backward import DeferredGradients
-from tests.drivers.faulty import (
+from tests.drivers.failing_model import (
     BACKWARD,
     ENDLESS,
     EXIT,
@@ -81,8 +81,8 @@ class Training:
 STEPS = {
     "forward": (FORWARD, ["F1.1", "stage 1, micro-batch 1", "a forward that fails", "[2, 8]", "self.traps|trap("]),
     "exit": (EXIT, ["F1.1", "a forward that leaves"]),
-    "backward": (BACKWARD, ["B1.1", "stage 1, micro-batch 1", "a backward that fails", "[2, 8]", "faulty.py"]),
-    "loss": (LOSS, ["stage 3, micro-batch 1", "a loss that fails", "[2, 8]", "faulty.py"]),
+    "backward": (BACKWARD, ["B1.1", "stage 1, micro-batch 1", "a backward that fails", "[2, 8]", "failing_model.py"]),
+    "loss": (LOSS, ["stage 3, micro-batch 1", "a loss that fails", "[2, 8]", "failing_model.py"]),
     "send": (UNSENDABLE, ["an opaque value stays where it is", "could not be sent to worker 2", "Opaque"]),
 }
 

@@ -19,7 +19,7 @@ from pippy.drivers.errors import ClusterError, WorkerLostError
 from tests.drivers.processes import close_open_cluster, listeners, watched, within
 
 ROOT = Path(__file__).parents[3]
-STAND_IN = "tests.drivers.stand_in:Worker"
+STAND_IN = "tests.drivers.scripted_worker:Worker"
 
 
 def start(n=2, *, worker=STAND_IN, timeout=1.0, **options):
@@ -148,7 +148,7 @@ def test_a_worker_that_cannot_start():
     with pytest.raises(
         ClusterError, match=r"worker 'worker1' failed to start:(.|\n)*ValueError: this worker cannot be made"
     ):
-        start(worker="tests.drivers.stand_in:Broken")
+        start(worker="tests.drivers.scripted_worker:Broken")
     assert time.monotonic() - began < 30
     with pytest.raises(ClusterError, match=r"fork server failed to start:(.|\n)*No module named 'nowhere'"):
         start(worker="nowhere:Worker")
