@@ -15,13 +15,15 @@ CLUSTERS = (
     "tests/drivers/recording/test_record.py",
     "tests/drivers/test_",
     "tests/drivers/transport/",
-    "tests/drivers/workers/",
+    "tests/drivers/workers/test_compile.py",
     "tests/exps/",
     "tests/test_notebook.py",
 )
 LONGEST = (
-    "tests/ir/passes/test_verify.py",
+    "tests/drivers/workers/test_out_of_order.py",  # its workers are threads
+    "tests/test_doctests.py",
     "tests/test_docs.py",
+    "tests/ir/passes/test_verify.py",
     "tests/test_random_models.py",
     "tests/ir/show/test_shapes.py",
 )
