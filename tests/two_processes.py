@@ -10,6 +10,7 @@ import os
 from xdist.scheduler import LoadScopeScheduling
 
 CLUSTERS = (
+    "tests/balance/test_profile.py",  # no clusters, but it measures real time
     "tests/cli/test_run.py",
     "tests/drivers/clusters/",
     "tests/drivers/recording/test_record.py",
