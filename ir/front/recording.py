@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from pippy.ir import source
 from pippy.ir.errors import TracingError
-from pippy.ir.random_state import untouched_random_state
+from pippy.ir.run.random_state import untouched_random_state
 
 # These are answered at once: a forward may branch on what they say of a parameter.
 _QUERIES = frozenset(
