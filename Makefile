@@ -15,8 +15,8 @@ help: ## list the commands
 demo: $(READY) ## split, draw and train a small transformer on four workers, and report where its time goes
 	@$(BIN)/python exps/demo.py
 
-test: $(READY) ## run all tests
-	@$(BIN)/python -m pytest
+test: $(READY) ## run all tests, and say what was skipped
+	@$(BIN)/python -m pytest -n 2 -rs
 
 check: $(READY) ## ruff, mypy and the layering test
 	@$(BIN)/ruff check $(SOURCES)

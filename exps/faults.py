@@ -41,19 +41,19 @@ from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.clusters.local_cluster import local_cluster
 from pippy.drivers.driver import PipelineDriver
 from pippy.drivers.errors import ClusterError, StepError, WorkerLostError
-from tests.drivers import faulty
+from tests.drivers import failing_model
 
 MARK = "PIPPY_FAULTS"  # in the environment of a controller and of all that it starts
 PATIENCE, GRACE = 60.0, 5.0  # seconds
 SCHEDULES = ["fill_drain", "1f1b", "interleaved_1f1b", "zb_h1", "looped_bfs"]
 STAGES, ROWS, BATCH = 4, 8, 4
 RAISES = {
-    "forward": faulty.FORWARD,
-    "exit": faulty.EXIT,
-    "backward": faulty.BACKWARD,  # in whole, or the half of the inputs
-    "weight half": faulty.BACKWARD,  # the first stage has nothing in the other half
-    "send": faulty.UNSENDABLE,
-    "loss": faulty.LOSS,
+    "forward": failing_model.FORWARD,
+    "exit": failing_model.EXIT,
+    "backward": failing_model.BACKWARD,  # in whole, or the half of the inputs
+    "weight half": failing_model.BACKWARD,  # the first stage has nothing in the other half
+    "send": failing_model.UNSENDABLE,
+    "loss": failing_model.LOSS,
 }
 GENTLE = [*RAISES, "optimizer", "load", "ctrl-c"]  # the cluster survives them
 DEADLY = ["kill worker", "stop worker", "kill fork server", "stop fork server", "kill controller"]
@@ -93,18 +93,18 @@ class Training:
     def __init__(self, cluster: Cluster, rng: random.Random) -> None:
         self.cluster, self.rng = cluster, rng
         self.chunks = rng.choice([4, 8])
-        self.plain = faulty.Trapped(STAGES)
+        self.plain = failing_model.Trapped(STAGES)
         self.schedule = rng.choice(SCHEDULES)
         workers = 4 if self.schedule == "zb_h1" else len(cluster)
         self.schedule = self.schedule if workers <= len(cluster) else "1f1b"
-        pipe = faulty.trapped_pipe(copy.deepcopy(self.plain))
+        pipe = failing_model.trapped_pipe(copy.deepcopy(self.plain))
         self.driver = PipelineDriver(pipe, cluster, schedule=self.schedule)
 
     def step(self) -> None:
         """A good step on both sides."""
         x, target = torch.randn(ROWS, 8), torch.randn(ROWS, 8)
-        loss = F.mse_loss(self.plain(x, faulty.no_orders(ROWS)), target)
-        mine = self.driver.run(self.chunks, x, faulty.no_orders(ROWS), target)
+        loss = F.mse_loss(self.plain(x, failing_model.no_orders(ROWS)), target)
+        mine = self.driver.run(self.chunks, x, failing_model.no_orders(ROWS), target)
         loss.backward()
         torch.testing.assert_close(mine, loss.detach(), rtol=1e-9, atol=0)
 
@@ -119,13 +119,13 @@ class Training:
         trap = 0 if kind == "weight half" else self.rng.randrange(STAGES - 1)
         if kind == "loss":
             target[row] = torch.nan
-        given = faulty.orders(ROWS, trap, RAISES[kind], row)
+        given = failing_model.orders(ROWS, trap, RAISES[kind], row)
         if self._stays(kind, trap):
             return self.fail(kind)
         step = self.driver.run_async(self.chunks, torch.randn(ROWS, 8), given, target)
         more = self.rng.randrange(3)
         for _ in range(more):
-            self.driver.run_async(self.chunks, torch.randn(ROWS, 8), faulty.no_orders(ROWS), target)
+            self.driver.run_async(self.chunks, torch.randn(ROWS, 8), failing_model.no_orders(ROWS), target)
         return step.result()
 
     def _stays(self, kind: str, trap: int) -> bool:
@@ -178,7 +178,9 @@ def ctrl_c(training: Training) -> tuple[float, str]:
     try:
         timer.start()
         while True:
-            training.driver.run(training.chunks, torch.randn(ROWS, 8), faulty.no_orders(ROWS), torch.randn(ROWS, 8))
+            training.driver.run(
+                training.chunks, torch.randn(ROWS, 8), failing_model.no_orders(ROWS), torch.randn(ROWS, 8)
+            )
     except KeyboardInterrupt:
         return time.monotonic() - sent[0], ""
 
@@ -199,7 +201,9 @@ def deadly(training: Training, kind: str) -> Report:
     threading.Timer(training.rng.uniform(0, 0.1), strike).start()
     try:
         while kind != "stop fork server" or not sent or time.monotonic() < sent[0] + 0.5:
-            training.driver.run(training.chunks, torch.randn(ROWS, 8), faulty.no_orders(ROWS), torch.randn(ROWS, 8))
+            training.driver.run(
+                training.chunks, torch.randn(ROWS, 8), failing_model.no_orders(ROWS), torch.randn(ROWS, 8)
+            )
     except WorkerLostError:
         return Report(kind, time.monotonic() - sent[0], "a worker was lost" if kind == "stop fork server" else "")
     except (StepError, ClusterError) as error:

@@ -1,6 +1,6 @@
 """The public names: what `import pippy` offers."""
 
-from pippy import errors
+import pippy.errors as errors
 from pippy.drivers.batches.specs import ChunkSpec, Mean, MicroBatches, Replicate, Sum, TensorChunkSpec
 from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.clusters.current_cluster import current_cluster

@@ -12,7 +12,7 @@ import venv
 from pathlib import Path
 
 from tests.distributions import ROOT, build_wheel
-from tests.pages import PageError, blocks_of, matches
+from tests.markdown_blocks import PageError, blocks_of, matches
 
 
 def install(folder: Path) -> Path:

@@ -10,11 +10,28 @@ import hypothesis
 import pytest
 import torch
 
+from tests.two_processes import TwoProcesses, give_way, order
+
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("default")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # which Python leaves so, and processes inherit
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_xdist_make_scheduler(config, log):
+    config.option.loadscopereorder = False
+    return TwoProcesses(config, log)
+
+
+def pytest_collection_modifyitems(config, items):
+    if hasattr(config, "workerinput"):  # this is one of several processes
+        items.sort(key=lambda item: order(item.nodeid))
+
+
+def pytest_runtest_setup(item):
+    if hasattr(item.config, "workerinput"):
+        give_way(item.nodeid)
 
 
 @pytest.fixture

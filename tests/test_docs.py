@@ -9,9 +9,9 @@ import pytest
 from pippy.drivers import errors as driver_errors
 from pippy.drivers.schedules.orders.registry import REGISTRY
 from pippy.ir import errors
-from tests import pages
+from tests import markdown_blocks
 from tests.drivers.processes import close_open_cluster
-from tests.pages import PageError, blocks_of, broken_links, check_page, links, written
+from tests.markdown_blocks import PageError, blocks_of, broken_links, check_page, links, written
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -105,7 +105,7 @@ def test_what_blocks_print_can_be_written_into_the_page():
 
 
 def test_the_examples_of_the_checker():
-    assert doctest.testmod(pages).failed == 0
+    assert doctest.testmod(markdown_blocks).failed == 0
 
 
 def test_commands_share_a_folder_with_the_files_of_their_page():

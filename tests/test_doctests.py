@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import linecache
 import pkgutil
 
 import pytest
@@ -15,6 +16,7 @@ def all_modules() -> list[str]:
 
 @pytest.mark.parametrize("name", all_modules())
 def test_examples(name):
+    linecache.clearcache()  # doctest looks through all of it for each docstring: tests before have left it thousands of graphs
     assert doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS).failed == 0
 
 

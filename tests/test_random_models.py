@@ -11,7 +11,7 @@ from torch import nn
 
 from pippy import MultiUseParameterConfig, PippyWarning, pipe_split, pipeline, verify
 from pippy.ir.errors import SharedParameterError, SplitError
-from tests.compare import assert_same, assert_same_gradients, assert_same_state
+from tests.comparisons import assert_same, assert_same_gradients, assert_same_state
 
 WIDTH = 4
 

@@ -7,7 +7,7 @@ import torch
 
 from pippy import MultiUseParameterConfig, Pipe, pipeline, verify
 from pippy.ir.trees import tensors
-from tests.compare import (
+from tests.comparisons import (
     assert_same,
     assert_same_gradient,
     assert_same_gradients,

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pippy.ir.compiled import Compiled
-from pippy.ir.readable import bytes_text, count_text, shortened
 from pippy.ir.show.figures import StageFigures, stage_figures
+from pippy.ir.show.readable import bytes_text, count_text, shortened
 from pippy.ir.show.shapes import Shape, Shapes, propagate
 from pippy.ir.show.structure import Box, Structure, Value, structure_of
 

@@ -19,8 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pippy.ir.compiled import Compiled
 from pippy.ir.nodes import forward_nodes, is_getitem, map_nodes
-from pippy.ir.random_state import untouched_random_state
 from pippy.ir.run.graph_module import PipeGraphModule
+from pippy.ir.run.random_state import untouched_random_state
 from pippy.ir.signature import bind
 from pippy.ir.trees import describe, leaves, map_tensors, nbytes
 

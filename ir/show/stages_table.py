@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from pippy.ir.readable import bytes_text, count_text, shortened
 from pippy.ir.show.content import Content
 from pippy.ir.show.figures import ForwardFigures, StageFigures
 from pippy.ir.show.notes import notes
+from pippy.ir.show.readable import bytes_text, count_text, shortened
 from pippy.ir.show.shapes import add_amounts
-from pippy.ir.text_table import text_table
+from pippy.ir.show.text_table import text_table
 
 _ALWAYS = ("stage", "parameters", "bytes", "buffers")
 _WITH_SHAPES = ("receives", "sends", "FLOPs")

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pippy.ir.readable import bytes_text, count_text, shortened
-from pippy.ir.text_table import text_table
+from pippy.ir.show.readable import bytes_text, count_text, shortened
+from pippy.ir.show.text_table import text_table
 
 _LONGEST_NAME = 24
 _HEADS = ["stage", "from", "to", "layers", "share", "parameters", "memory", "sends on"]

@@ -8,7 +8,7 @@ from torch import nn
 
 from pippy.ir.front.restore_attributes import restoring_attributes
 from pippy.ir.names import named_state
-from pippy.ir.random_state import untouched_random_state
+from pippy.ir.run.random_state import untouched_random_state
 
 
 class ChangedTensors:

@@ -12,7 +12,7 @@ from pippy.balance.report import StageBalance
 from pippy.ir.errors import BalanceError
 from pippy.ir.front.trace import Traced
 from pippy.ir.names import stage_name
-from pippy.ir.readable import bytes_text
+from pippy.ir.show.readable import bytes_text
 
 _NAMES_SHOWN = 40
 _REASONS_SHOWN = 6

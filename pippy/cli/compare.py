@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pippy.cli.costs import costs_of, share, with_costs, with_sizes
-from pippy.ir.text_table import text_table
+from pippy.ir.show.text_table import text_table
 
 if TYPE_CHECKING:
     from pippy.drivers.schedules import Costs, Program

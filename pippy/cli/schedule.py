@@ -7,7 +7,7 @@ import click
 
 from pippy.cli.costs import ScheduleName, costs_of, share, with_costs, with_sizes
 from pippy.cli.problems import write
-from pippy.ir.text_table import text_table
+from pippy.ir.show.text_table import text_table
 
 if TYPE_CHECKING:
     from pippy.drivers.schedules import Costs, Program, Simulation, Timeline

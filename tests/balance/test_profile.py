@@ -21,7 +21,7 @@ from pippy.ir.names import named_state
 from pippy.ir.pipe import Pipe
 from pippy.ir.trees import tensors
 from tests.balance.test_cuts import trace_silently, unmarked
-from tests.compare import assert_same, fresh_inputs
+from tests.comparisons import assert_same, fresh_inputs
 from tests.zoo import exhibits
 
 

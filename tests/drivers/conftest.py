@@ -4,7 +4,7 @@ import pytest
 
 from pippy.drivers.clusters.local_cluster import local_cluster
 from tests.drivers.processes import close_open_cluster
-from tests.drivers.threads import thread_cluster
+from tests.drivers.thread_cluster import thread_cluster
 
 
 @pytest.fixture(scope="package")

@@ -18,6 +18,21 @@ def close_open_cluster():
 
 
 @contextmanager
+def within(seconds):
+    """The block must end so soon, or later as the machine has more to do than it can.
+
+    What counts is how many processes want a core: over the last minute, or now, for a minute may have been quiet until now.
+    """
+    start = time.monotonic()
+    yield
+    took = time.monotonic() - start
+    if took >= seconds:
+        waiting = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
+        busy = max(os.getloadavg()[0], waiting) / (os.cpu_count() or 1)
+        assert took < seconds * busy, f"took {took:.2f} s where {busy:.1f} processes wanted each core"
+
+
+@contextmanager
 def watched(*processes, within=3.0):
     """Afterwards all of these must have ended in time; those that have not are killed, and the test fails."""
     with ExitStack() as stack:

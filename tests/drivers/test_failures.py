@@ -18,7 +18,7 @@ from pippy.drivers.driver import PipelineDriver, PipelineDriver1F1B
 from pippy.drivers.errors import ClusterError, DriverError, StepError, WorkerLostError
 from pippy.drivers.interrupts import uninterrupted
 from pippy.ir.run.split_backward import DeferredGradients
-from tests.drivers.faulty import (
+from tests.drivers.failing_model import (
     BACKWARD,
     ENDLESS,
     EXIT,
@@ -31,6 +31,7 @@ from tests.drivers.faulty import (
     orders,
     trapped_pipe,
 )
+from tests.drivers.processes import within
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 ROWS, CHUNKS = 6, 3  # two rows in each micro-batch
@@ -77,20 +78,11 @@ class Training:
                 torch.testing.assert_close(gradient, theirs, rtol=1e-9, atol=1e-12)
 
 
-@contextmanager
-def within(seconds):
-    """The block must end so soon, or later as the machine has more to do than it can."""
-    start = time.monotonic()
-    yield
-    took, busy = time.monotonic() - start, os.getloadavg()[0] / (os.cpu_count() or 1)
-    assert took < seconds * max(1.0, busy), f"took {took:.2f} s where {busy:.1f} processes wanted each core"
-
-
 STEPS = {
     "forward": (FORWARD, ["F1.1", "stage 1, micro-batch 1", "a forward that fails", "[2, 8]", "self.traps|trap("]),
     "exit": (EXIT, ["F1.1", "a forward that leaves"]),
-    "backward": (BACKWARD, ["B1.1", "stage 1, micro-batch 1", "a backward that fails", "[2, 8]", "faulty.py"]),
-    "loss": (LOSS, ["stage 3, micro-batch 1", "a loss that fails", "[2, 8]", "faulty.py"]),
+    "backward": (BACKWARD, ["B1.1", "stage 1, micro-batch 1", "a backward that fails", "[2, 8]", "failing_model.py"]),
+    "loss": (LOSS, ["stage 3, micro-batch 1", "a loss that fails", "[2, 8]", "failing_model.py"]),
     "send": (UNSENDABLE, ["an opaque value stays where it is", "could not be sent to worker 2", "Opaque"]),
 }
 

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from exps.peers.process import ROOT, Child, ChildFailed
 from exps.peers.rounds import Disagreement, check, ratio, started, take_turns
 from exps.peers.single import single
 from pippy import SplitPoint, annotate_split_points, pipeline
+from tests.drivers.processes import within
 
 TINY = gpt.SIZES["tiny"]
 
@@ -209,10 +209,9 @@ def test_a_child_is_pinned_and_ends_when_it_is_closed(child):
     assert child.answer() == ([min(os.sched_getaffinity(0))], 1)
     child.ask("pid")
     pid = child.answer()
-    begin = time.monotonic()
-    child.close()
-    assert not is_running(pid)
-    assert time.monotonic() - begin < 4
+    with within(4):
+        child.close()
+        assert not is_running(pid)
 
 
 def test_the_error_of_a_child_is_told(child):
@@ -226,11 +225,9 @@ def test_the_error_of_a_child_is_told(child):
 def test_a_child_that_dies_is_noticed_at_once(child):
     child.ask("pid")
     child.answer()
-    begin = time.monotonic()
-    child.ask("die")
-    with pytest.raises(ChildFailed, match="Answers died; its exit status is -9"):
+    with within(4), pytest.raises(ChildFailed, match="Answers died; its exit status is -9"):
+        child.ask("die")
         child.answer()
-    assert time.monotonic() - begin < 4
 
 
 def test_a_child_that_cannot_make_its_object_says_why():
@@ -245,7 +242,7 @@ def test_a_child_that_cannot_make_its_object_says_why():
 def test_the_command_on_empty_stages_runs():
     only = ["torch GPipe", "pippy 1f1b"]
     command = [sys.executable, "-m", "exps.control", "--chunks", "4", "--rounds", "1", "--only", *only]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     rows = [line.split()[:3] for line in done.stdout.splitlines()[1:]]
     assert rows == [["torch", "GPipe", "4"], ["pippy", "1f1b", "4"]]

@@ -12,7 +12,7 @@ from pippy import Pipe, pipe_split, pipeline
 from pippy.drivers.lowering.lower import lower
 from pippy.drivers.schedules import make_schedule
 from pippy.ir.pipe import compiled_of
-from tests.compare import assert_same
+from tests.comparisons import assert_same
 
 SAMPLE = Pipe.from_sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
 OFFERED = sorted(set(dir(SAMPLE)) - {*dir(nn.Module()), "0", "1"})

@@ -13,7 +13,7 @@ from pippy import (
     pipe_split,
     pipeline,
 )
-from tests.compare import assert_same, assert_same_gradients, assert_same_state
+from tests.comparisons import assert_same, assert_same_gradients, assert_same_state
 
 REPLICATE, TRANSMIT = MultiUseParameterConfig.REPLICATE, MultiUseParameterConfig.TRANSMIT
 

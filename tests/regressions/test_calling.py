@@ -24,7 +24,7 @@ from pippy.ir.errors import (
     StageError,
     TracingError,
 )
-from tests.compare import assert_same, assert_same_gradients
+from tests.comparisons import assert_same, assert_same_gradients
 from tests.regressions.common import Base, TwoLayers, X, check, half_square
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")

@@ -20,7 +20,7 @@ from pippy.ir.errors import (
     SplitError,
 )
 from pippy.ir.pipe import compiled_of
-from tests.compare import assert_same, assert_same_gradients, assert_same_state
+from tests.comparisons import assert_same, assert_same_gradients, assert_same_state
 from tests.regressions.common import REPLICATE, TRANSMIT, Base, TwoLayers, X, check, half_square
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")

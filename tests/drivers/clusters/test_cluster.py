@@ -16,10 +16,10 @@ import pytest
 from pippy.drivers.clusters.current_cluster import current_cluster
 from pippy.drivers.clusters.local_cluster import local_cluster
 from pippy.drivers.errors import ClusterError, WorkerLostError
-from tests.drivers.processes import close_open_cluster, listeners, watched
+from tests.drivers.processes import close_open_cluster, listeners, watched, within
 
 ROOT = Path(__file__).parents[3]
-STAND_IN = "tests.drivers.stand_in:Worker"
+STAND_IN = "tests.drivers.scripted_worker:Worker"
 
 
 def start(n=2, *, worker=STAND_IN, timeout=1.0, **options):
@@ -103,10 +103,8 @@ def test_a_message_that_cannot_be_taken_leaves_no_hole(cluster):
 def test_a_killed_worker_is_lost_at_once(cluster, doing):
     call = cluster.control.post(1, ("compute", 60.0)) if doing == "compute" else None
     os.kill(pids(cluster)[1], signal.SIGKILL)
-    began = time.monotonic()
-    with pytest.raises(WorkerLostError, match=r"'worker1'.*killed by SIGKILL") as lost:
+    with within(1), pytest.raises(WorkerLostError, match=r"'worker1'.*killed by SIGKILL") as lost:
         cluster.control.wait(call or cluster.control.post(1, ("echo", 1)))
-    assert time.monotonic() - began < 1
     assert lost.value.index == 1
     with pytest.raises(ClusterError, match="lost a worker and cannot go on"):
         cluster.control.post(0, ("echo", 1))
@@ -116,10 +114,11 @@ def test_a_killed_worker_is_lost_at_once(cluster, doing):
 def test_a_stopped_worker_is_lost_in_time(cluster, doing):
     call = cluster.control.post(1, ("block",)) if doing == "block" else None
     os.kill(pids(cluster)[1], signal.SIGSTOP)
-    began = time.monotonic()
-    with pytest.raises(WorkerLostError, match="left a ping unanswered for 1 s"):
+    with (
+        within(cluster.control.interval + 1 + 1),
+        pytest.raises(WorkerLostError, match="left a ping unanswered for 1 s"),
+    ):
         cluster.control.wait(call or cluster.control.post(1, ("echo", 1)))
-    assert time.monotonic() - began < cluster.control.interval + 1 + 1
 
 
 def test_a_dump_names_the_silent(cluster):
@@ -149,7 +148,7 @@ def test_a_worker_that_cannot_start():
     with pytest.raises(
         ClusterError, match=r"worker 'worker1' failed to start:(.|\n)*ValueError: this worker cannot be made"
     ):
-        start(worker="tests.drivers.stand_in:Broken")
+        start(worker="tests.drivers.scripted_worker:Broken")
     assert time.monotonic() - began < 30
     with pytest.raises(ClusterError, match=r"fork server failed to start:(.|\n)*No module named 'nowhere'"):
         start(worker="nowhere:Worker")
@@ -160,10 +159,8 @@ def test_ctrl_c_breaks_a_wait_and_nothing_else(cluster):
     main = threading.main_thread().ident
     timer = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT))
     timer.start()
-    began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
+    with within(1.3), pytest.raises(KeyboardInterrupt):
         cluster.control.wait(call)
-    assert time.monotonic() - began < 1.3
     timer.join()
     assert cluster.control.wait(call) == 2.0
     assert ask(cluster, 1, "echo", 1) == 1

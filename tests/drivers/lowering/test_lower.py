@@ -17,8 +17,8 @@ from pippy.drivers.schedules.programs.edges import Pass
 from pippy.drivers.schedules.programs.instructions import Compute, Receive, Reduce, Send
 from pippy.ir.errors import VerificationError
 from pippy.ir.signature import bind
-from tests.compare import assert_same, assert_same_gradient, fresh_inputs
-from tests.drivers.local_run import LocalRun
+from tests.comparisons import assert_same, assert_same_gradient, fresh_inputs
+from tests.drivers.run_in_one_process import LocalRun
 from tests.zoo import Exhibit, exhibits
 
 pytestmark = [

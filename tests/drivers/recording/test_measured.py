@@ -6,7 +6,7 @@ from pippy.drivers.auto import in_halves
 from pippy.drivers.recording.measured import measured_costs
 from pippy.drivers.schedules import add_communication, make_schedule
 from pippy.drivers.schedules.programs.instructions import Compute
-from tests.drivers.recorded import stepped
+from tests.drivers.synthetic_steps import stepped
 
 SECONDS = {"F": (1.0, 2.0, 3.0), "B": (4.0, 5.0, 9.0), "I": (1.5, 2.5, 3.5), "W": (0.5, 0.25, 0.75)}
 FLIGHT = 0.125

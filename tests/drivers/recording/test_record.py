@@ -21,7 +21,7 @@ from pippy.drivers.schedules import add_communication, make_schedule, render_svg
 from pippy.drivers.schedules.programs.instructions import Compute, Receive, Send
 from pippy.drivers.workers.recorder import ProcessMemory
 from tests.drivers.models import Chain, TiedLanguage
-from tests.drivers.recorded import stepped
+from tests.drivers.synthetic_steps import stepped
 
 
 def cross_entropy(output, target):

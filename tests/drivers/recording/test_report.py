@@ -21,8 +21,8 @@ from pippy.drivers.recording.svg import ticks
 from pippy.drivers.schedules import add_communication, make_schedule
 from pippy.drivers.schedules.programs.instructions import Compute, Receive, Send
 from tests.drivers.models import Chain
-from tests.drivers.recorded import BYTES, stepped
-from tests.drivers.threads import thread_cluster
+from tests.drivers.synthetic_steps import BYTES, stepped
+from tests.drivers.thread_cluster import thread_cluster
 
 SVG = "{http://www.w3.org/2000/svg}"
 NASTY = "</script><script>document.documentElement.dataset.error='escaped'</script><b>&\"'"

@@ -12,7 +12,7 @@ from pippy import MultiUseParameterConfig, pipeline
 from pippy.drivers.driver import PipelineDriver1F1B
 from pippy.drivers.errors import StepError
 from tests.drivers.test_hunted import Tied, loss_fn
-from tests.drivers.threads import thread_cluster
+from tests.drivers.thread_cluster import thread_cluster
 
 
 class Training(RuleBasedStateMachine):

@@ -16,11 +16,12 @@ from pippy.drivers.workers import out_of_order as policy
 from pippy.drivers.workers.out_of_order import OutOfOrderExecutor
 from pippy.ir.run.split_backward import WeightDeferral
 from pippy.ir.trees import map_tensors
-from tests.drivers.faulty import BACKWARD, FORWARD, LOSS, SLOW, UNSENDABLE
+from tests.drivers.failing_model import BACKWARD, FORWARD, LOSS, SLOW, UNSENDABLE
 from tests.drivers.models import Chain
+from tests.drivers.processes import within
 from tests.drivers.test_driver import assert_bits, build
-from tests.drivers.test_failures import Training, within
-from tests.drivers.threads import thread_cluster
+from tests.drivers.test_failures import Training
+from tests.drivers.thread_cluster import thread_cluster
 from tests.zoo import exhibits
 
 pytestmark = [

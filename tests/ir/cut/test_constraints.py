@@ -20,7 +20,7 @@ from pippy.ir.cut.cuts import mark, marks
 from pippy.ir.cut.uses import operations
 from pippy.ir.errors import SharedParameterError, SplitError
 from pippy.ir.front.trace import trace
-from tests.compare import assert_same, assert_same_state, fresh_inputs, twin
+from tests.comparisons import assert_same, assert_same_state, fresh_inputs, twin
 from tests.test_random_models import WIDTH, Random, steps
 from tests.zoo import exhibits
 

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from pippy import LossWrapper, TrivialLossWrapper, pipe_split, pipeline
 from pippy.ir.errors import InputError, LossError, StageError
-from tests.compare import assert_same, assert_same_gradients
+from tests.comparisons import assert_same, assert_same_gradients
 
 
 class Net(nn.Module):

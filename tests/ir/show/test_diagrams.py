@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from pippy import MultiUseParameterConfig, Pipe, pipeline
-from pippy.ir.readable import shortened
 from pippy.ir.show.content import Content, StageFigures, content_of
 from pippy.ir.show.diagrams import dot, mermaid
 from pippy.ir.show.notebook import html
+from pippy.ir.show.readable import shortened
 from pippy.ir.show.structure import Box, Copies, Structure, Value, structure_of
 from pippy.ir.show.svg import svg
 from tests.ir.show.shown import Named, drawn, example

@@ -14,7 +14,7 @@ folder that the page has for its files. After ```console may follow
 
     exit=1        the last command must end with this status; all others must end with 0
 
-`python -m tests.pages README.md docs/*.md` writes what the blocks print into the pages. Read the difference that it makes.
+`python -m tests.markdown_blocks README.md docs/*.md` writes what the blocks print into the pages. Read the diff afterwards.
 """
 
 import contextlib
