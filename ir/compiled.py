@@ -81,9 +81,10 @@ class Compiled:
         """Raise if the graph is not right in the mode that `train()` or `eval()` has set."""
         if self.mode is not None and not self.modes.allows(self.mode):
             now, other = ("train", "eval") if self.mode else ("eval", "train")
+            instead = f", or call pipe.{other}()" if self.modes.allows(not self.mode) else ""
             raise ModeError(
                 f"this Pipe was not traced in {now} mode, in which the model does something else from here on:\n"
-                f"{self.modes.fixed_at}\nWhat to do: make another Pipe from the model in {now} mode, or call pipe.{other}()"
+                f"{self.modes.refused[self.mode]}\nWhat to do: make another Pipe from the model in {now} mode{instead}"
             )
 
     def set_mode(self, mode: bool) -> None:

@@ -56,3 +56,23 @@ def optional_inputs(model: nn.Module, graph: fx.Graph) -> list[str]:
     parameters = inspect.signature(model.forward).parameters
     placeholders = {str(node.target) for node in graph.find_nodes(op="placeholder")}
     return [name for name, each in parameters.items() if each.default is None and name in placeholders]
+
+
+def nullable_inputs(model: nn.Module, graph: fx.Graph) -> list[str]:
+    """The inputs without a default that may be given as None, for all that the graph tells.
+
+    An operation on an input fails by itself if the input is None. What is handed to a function of the user's own, or only
+    as a further argument, need not.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    placeholders = [node for node in graph.find_nodes(op="placeholder") if str(node.target) in parameters]
+    required = [node for node in placeholders if parameters[str(node.target)].default is inspect.Parameter.empty]
+    return [str(node.target) for node in required if not any(_needs_value(user, node) for user in node.users)]
+
+
+def _needs_value(user: fx.Node, value: fx.Node) -> bool:
+    """Whether an operation fails if ``value`` is None."""
+    if not user.args or user.args[0] is not value:
+        return False
+    home = getattr(user.target, "__module__", None) or ""
+    return user.op in ("call_method", "call_module") or home.partition(".")[0] in ("torch", "_operator", "builtins", "")

@@ -5,11 +5,15 @@ with the same nodes, in containers of the same shape. Their constants may differ
 
     dropout(linear, 0.5, True)      dropout(linear, 0.5, False)     alike: only a constant differs
     dropout(linear, 0.5, True)      relu(linear)                    not alike
+
+Constant tensors must be the same: they have a name in the graph, and their values beside it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 Choose = Callable[[Any, Any], Any]
@@ -19,18 +23,57 @@ class _NotAlikeError(Exception):
     """Two arguments differ in more than constants."""
 
 
-def first_difference(graph: fx.Graph, other: fx.Graph, absent: frozenset[str] = frozenset()) -> fx.Node | None:
+@dataclass(frozen=True)
+class Recorded:
+    """A graph, and the value of each name in it."""
+
+    graph: fx.Graph
+    attributes: Mapping[str, Any]
+
+
+def first_difference(
+    recorded: Recorded, other: Recorded, absent: frozenset[str] = frozenset(), constants: bool = False
+) -> fx.Node | None:
     """The first node that is not like its counterpart in the other graph; None if all are.
 
-    The inputs named in ``absent`` count as the constant None.
+    With ``constants``, their constants must be the same too. The inputs named in ``absent`` count as the constant None.
     """
-    pairs = Pairs(graph, other, absent)
+    pairs = Pairs(recorded.graph, other.graph, absent)
+    choose = _same_constant if constants else _any_constant
     for node, counterpart in pairs:
-        if not pairs.alike(node, counterpart):
+        if not pairs.alike(node, counterpart, choose):
             return node
+        if node.op == "get_attr" and not _is_same(*(each.attributes[str(node.target)] for each in (recorded, other))):
+            return _first_user(node)
     longer = max(pairs.nodes, pairs.others, key=len)
     shorter = min(len(pairs.nodes), len(pairs.others))
     return longer[shorter] if len(longer) > shorter else None
+
+
+def _first_user(node: fx.Node) -> fx.Node:
+    return next(iter(node.users), node)
+
+
+def _any_constant(mine: Any, other: Any) -> Any:
+    return mine
+
+
+def _same_constant(mine: Any, other: Any) -> Any:
+    if isinstance(mine, fx.Node):  # an absent input
+        return _require(other is None, mine)
+    return _require(is_same_constant(mine, other), mine)
+
+
+def is_same_constant(mine: Any, other: Any) -> bool:
+    """Whether two constants of graphs are of one type and equal."""
+    return mine is other or (type(mine) is type(other) and (mine == other or repr(mine) == repr(other) == "nan"))
+
+
+def _is_same(mine: Any, other: Any) -> bool:
+    if mine is other or not isinstance(mine, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return mine is other
+    alike = (mine.dtype, mine.shape, mine.device) == (other.dtype, other.shape, other.device)
+    return alike and torch.allclose(mine.detach(), other.detach(), rtol=0, atol=0, equal_nan=True)
 
 
 class Pairs:
@@ -43,12 +86,12 @@ class Pairs:
     def __iter__(self) -> Any:
         return zip(self.nodes, self.others)
 
-    def alike(self, node: fx.Node, counterpart: fx.Node) -> bool:
-        """Whether two nodes differ in constants at most."""
+    def alike(self, node: fx.Node, counterpart: fx.Node, choose: Choose) -> bool:
+        """Whether two nodes differ in constants at most, and ``choose`` refuses none of these."""
         if _called(node) != _called(counterpart):
             return False
         try:
-            self.merge((node.args, node.kwargs), (counterpart.args, counterpart.kwargs), lambda mine, other: mine)
+            self.merge((node.args, node.kwargs), (counterpart.args, counterpart.kwargs), choose)
         except _NotAlikeError:
             return False
         return True

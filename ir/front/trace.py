@@ -11,13 +11,13 @@ from torch import fx, nn
 
 from pippy.ir import source
 from pippy.ir.errors import MarkError, PippyError, TracingError
-from pippy.ir.front.arguments import check_concrete_args, drop_concrete_inputs, optional_inputs, signature_of
-from pippy.ir.front.compare_graphs import first_difference
+from pippy.ir.front.arguments import check_concrete_args, drop_concrete_inputs, nullable_inputs, optional_inputs, signature_of
+from pippy.ir.front.compare_graphs import Recorded, first_difference
 from pippy.ir.front.recording import recording
 from pippy.ir.front.restore_attributes import restoring_attributes
 from pippy.ir.front.tracer import PipeTracer
 from pippy.ir.front.tracing_thread import tracing_thread
-from pippy.ir.front.training_flag import flags_after_train, follow_training, recording_training_reads
+from pippy.ir.front.training_flag import Setting, flags_after_train, follow_training, recording_training_reads
 from pippy.ir.front.untraceable import check_assigned_buffers, check_backward_hooks, check_model, explained
 from pippy.ir.marks import SplitPoint, annotated_modules, pipe_split, recording_splits, split_points
 from pippy.ir.modes import Modes
@@ -42,6 +42,10 @@ class Traced:
     modes: Modes = field(default_factory=Modes)
     balanced: bool = False
 
+    def recorded(self) -> Recorded:
+        """The graph with its names, for a comparison."""
+        return Recorded(self.graph, self.attributes)
+
 
 TracerLike = fx.Tracer | Callable[[], fx.Tracer]
 
@@ -63,7 +67,7 @@ def _trace(model: nn.Module, tracer: TracerLike | None, concrete: dict[str, Any]
     traced.required_inputs = _find_required_inputs(traced, tracer)
     traced.modes.after = flags_after_train(model)
     if reads:
-        _follow_modes(traced, tracer, {id(module) for module in reads})
+        _follow_modes(traced, tracer, reads)
     return traced
 
 
@@ -163,44 +167,69 @@ def _walk(value: Any, path: str) -> Any:
 
 
 def _find_required_inputs(traced: Traced, tracer: TracerLike | None) -> tuple[str, ...]:
-    """The optional inputs that a call of the Pipe must give: without them, forward does something else.
+    """The inputs that must not be None: without them, forward does something else, in its operations or its constants.
 
     While forward was traced, each of its inputs was a proxy, so none was None.
     """
+    given = [name for name in nullable_inputs(traced.model, traced.graph) if _differs_without(traced, tracer, [name])]
     optional = optional_inputs(traced.model, traced.graph)
     if not optional or not _differs_without(traced, tracer, optional):
-        return ()
+        return tuple(given)
     if len(optional) == 1:
-        return tuple(optional)
+        return (*given, *optional)
     alone = [name for name in optional if _differs_without(traced, tracer, [name])]
     others = [name for name in optional if name not in alone]
     together = others if others and _differs_without(traced, tracer, others) else []
-    return (*alone, *together)
+    return (*given, *alone, *together)
 
 
 def _differs_without(traced: Traced, tracer: TracerLike | None, names: list[str]) -> bool:
     concrete = {**traced.concrete_args, **dict.fromkeys(names)}
     try:
-        with restoring_attributes(traced.model, silent=True):
-            without = _record(traced.model, _tracer(tracer), concrete)
+        without = _retrace(traced, tracer, concrete)
     except PippyError:
         return True
-    return first_difference(traced.graph, without, frozenset(names)) is not None
+    return first_difference(traced.recorded(), without, frozenset(names), constants=True) is not None
 
 
-def _follow_modes(traced: Traced, tracer: TracerLike | None, read: set[int]) -> None:
-    """Trace again with every training flag inverted, and do what the table in `training_flag.py` says."""
+def _retrace(traced: Traced, tracer: TracerLike | None, concrete: dict[str, Any]) -> Recorded:
+    """Trace the model once more, under other conditions."""
+    state = dict(named_state(traced.model))
+    with restoring_attributes(traced.model, silent=True):
+        graph = _record(traced.model, _tracer(tracer), concrete)
+        return Recorded(graph, _attributes(traced.model, graph, state))
+
+
+def _follow_modes(traced: Traced, tracer: TracerLike | None, reads: list[nn.Module]) -> None:
+    """Trace again with the flags of each mode, and do what the table in `training_flag.py` says."""
     modules = dict(traced.model.named_modules())
-    flags = {path: module.training for path, module in modules.items() if id(module) in read}
+    read = {id(module) for module in reads}
+    before = {path: module.training for path, module in modules.items()}
+    graphs = [(before, traced.graph)]
+    for mode in (True, False):
+        flags = {path: traced.modes.flag(path, mode) for path in modules}
+        if all(flags[path] == before[path] for path, module in modules.items() if id(module) in read):
+            graphs.append((flags, traced.graph))
+            continue
+        with recording_training_reads({modules[path]: flag for path, flag in flags.items()}) as reads:
+            graph = _graph_in_mode(traced, tracer, mode)
+        if graph is not None:
+            graphs.append((flags, graph))
+            read |= {id(module) for module in reads}
+    paths = [path for path, module in modules.items() if id(module) in read]
+    follow_training([Setting({path: flags[path] for path in paths}, graph) for flags, graph in graphs])
+    traced.attributes.update({f"{path}.training".lstrip("."): before[path] for path in paths})
+
+
+def _graph_in_mode(traced: Traced, tracer: TracerLike | None, mode: bool) -> fx.Graph | None:
+    """The graph with other training flags; None, with the reason in ``traced.modes``, where more differs than constants."""
     try:
-        with recording_training_reads(inverted=list(modules.values())), restoring_attributes(traced.model, silent=True):
-            inverted = _record(traced.model, _tracer(tracer), traced.concrete_args)
-    except PippyError as error:  # the other mode cannot be traced, or not cut as it is marked
-        traced.modes.fixed, traced.modes.fixed_at = flags, f"  {error}"
-        return
-    difference = first_difference(traced.graph, inverted)
-    if difference is not None:
-        traced.modes.fixed, traced.modes.fixed_at = flags, source.excerpt_of(difference)
-        return
-    follow_training(traced.graph, inverted, flags)
-    traced.attributes.update({f"{path}.training".lstrip("."): flag for path, flag in flags.items()})
+        other = _retrace(traced, tracer, traced.concrete_args)
+    except PippyError as error:  # this mode cannot be traced, or not cut as it is marked
+        traced.modes.refused[mode] = f"  {error}"
+        return None
+    difference = first_difference(traced.recorded(), other)
+    if difference is None:
+        return other.graph
+    traced.modes.refused[mode] = source.excerpt_of(difference)
+    return None

@@ -1,11 +1,11 @@
 """`self.training` in a forward: kept in the graph, so that a Pipe follows `train()` and `eval()`.
 
 Symbolic tracing reads the flag once and writes its value into the graph as a constant. So a model whose forward reads
-the flag is traced twice, the second time with every flag inverted, and the two graphs are compared:
+flags is traced again with those that `train()` and `eval()` would set, and the graphs are compared:
 
     the model                           F.dropout(x, 0.5, self.training)
     traced in train mode                dropout(x, 0.5, True)
-    traced with inverted flags          dropout(x, 0.5, False)
+    traced in eval mode                 dropout(x, 0.5, False)
 
     the graph of the Pipe               training = get_attr("training")
                                         by_mode = by_mode(training, True, False)
@@ -14,31 +14,35 @@ the flag is traced twice, the second time with every flag inverted, and the two 
     the two graphs are                  what the Pipe does
     ──────────────────────────────────────────────────────────────────────────────────────────────
     equal                               the same in both modes
-    different in constants              chooses each such constant when it runs, by a `by_mode` node
-    different in nodes                  runs in the mode that it was traced in; refuses the other (`Modes.fixed`)
+    different in constants              chooses each such constant when it runs, by `by_mode` nodes
+    different in nodes                  refuses the other mode (`Modes.refused`)
     one only: tracing failed            the same
+
+Several flags may bear on a constant, those of children too. They have three settings at most: as the model was traced (a part of
+it may be in a mode of its own), after `train()`, and after `eval()`. A flag that tells apart the settings in which the constant
+differs decides; the innermost around the operation if it does, and two flags where one is not enough.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx, nn
 
-from pippy.ir.front.compare_graphs import Pairs
+from pippy.ir.front.compare_graphs import Pairs, is_same_constant
 from pippy.ir.front.tracing_thread import is_tracing
 from pippy.ir.run.functions import by_mode
 
 
 @contextmanager
-def recording_training_reads(inverted: Collection[nn.Module] = ()) -> Iterator[list[nn.Module]]:
-    """Give a list that collects the modules whose `training` this thread reads. Those of ``inverted`` give the opposite."""
+def recording_training_reads(flags: Mapping[nn.Module, bool] | None = None) -> Iterator[list[nn.Module]]:
+    """Give a list that collects the modules whose `training` this thread reads. Those in ``flags`` give what is there."""
     modules: list[nn.Module] = []
-    opposite = {id(module) for module in inverted}
 
     def record(module: nn.Module, flag: bool) -> bool:
         modules.append(module)
-        return flag ^ (id(module) in opposite)
+        return (flags or {}).get(module, flag)
 
     with _training_property(record, lambda module, value: module.__dict__.update(training=value)):
         yield modules
@@ -90,44 +94,72 @@ def flags_after_train(model: nn.Module) -> dict[bool, dict[str, bool]]:
     return after
 
 
-def follow_training(graph: fx.Graph, inverted: fx.Graph, flags: Mapping[str, bool]) -> None:
-    """Make each constant of ``graph`` that is another one in ``inverted`` depend on the training flag of its module.
+@dataclass(frozen=True)
+class Setting:
+    """The training flags of modules by their paths, and the graph that was traced with them."""
 
-    The graphs differ in constants only. ``flags`` holds the flags that were read, by the path of the module, with the
-    values that they had for ``graph``.
+    flags: Mapping[str, bool]
+    graph: fx.Graph
+
+
+def follow_training(settings: Sequence[Setting]) -> None:
+    """Make each constant of the first graph that is another one in the others depend on training flags.
+
+    The graphs differ in constants only.
     """
-    pairs = Pairs(graph, inverted)
-    for node, counterpart in pairs:
-        choices = _Choices(graph, node, flags)
-        args = pairs.merge(node.args, counterpart.args, choices.choose)
-        kwargs = pairs.merge(node.kwargs, counterpart.kwargs, choices.choose)
-        if choices.made:
-            node.args, node.kwargs = args, kwargs
+    first = settings[0].graph
+    pairs = [Pairs(first, setting.graph) for setting in settings]
+    for nodes in zip(*(each.others for each in pairs)):
+        values = [_constants(*each) for each in zip(pairs, nodes)]
+        if not all(is_same_constant(values[0][at], other[at]) for other in values for at in range(len(other))):
+            choices = _Choices(first, nodes[0], settings)
+            chosen = iter([choices.choose(list(each)) for each in zip(*values)])
+            arguments = nodes[0].args, nodes[0].kwargs
+            nodes[0].args, nodes[0].kwargs = pairs[0].merge(arguments, arguments, lambda *_: next(chosen))
+
+
+def _constants(pairs: Pairs, counterpart: fx.Node) -> list[Any]:
+    """The constants among the arguments of a node, in order."""
+    found: list[Any] = []
+    arguments = counterpart.args, counterpart.kwargs
+    pairs.merge(arguments, arguments, lambda constant, _: found.append(constant))
+    return found
 
 
 class _Choices:
     """The `by_mode` nodes that one node takes in place of constants."""
 
-    def __init__(self, graph: fx.Graph, node: fx.Node, flags: Mapping[str, bool]) -> None:
-        self.graph, self.node, self.flags = graph, node, flags
-        self.made: list[fx.Node] = []
+    def __init__(self, graph: fx.Graph, node: fx.Node, settings: Sequence[Setting]) -> None:
+        self.graph, self.node, self.settings = graph, node, settings
 
-    def choose(self, constant: Any, inverted: Any) -> Any:
-        if type(constant) is type(inverted) and constant == inverted:
-            return constant
-        path = _innermost_flag(self.node, self.flags)
-        in_training, in_eval = (constant, inverted) if self.flags[path] else (inverted, constant)
+    def choose(self, values: list[Any]) -> Any:
+        """A constant, or a node that gives the value of each setting in it."""
+        return self._among(list(zip(self.settings, values)))
+
+    def _among(self, cases: list[tuple[Setting, Any]]) -> Any:
+        if all(is_same_constant(value, cases[0][1]) for _, value in cases):
+            return cases[0][1]
+        path = self._deciding_flag(cases)
+        on = self._among([case for case in cases if case[0].flags[path]])
+        off = self._among([case for case in cases if not case[0].flags[path]])
         with self.graph.inserting_before(self.node):
             flag = self.graph.create_node("get_attr", f"{path}.training".lstrip("."))
-            choice = self.graph.call_function(by_mode, (flag, in_training, in_eval))
+            choice = self.graph.call_function(by_mode, (flag, on, off))
         for made in (flag, choice):
             made.meta.update({key: self.node.meta[key] for key in ("source", "module_path") if key in self.node.meta})
-        self.made.append(choice)
         return choice
 
+    def _deciding_flag(self, cases: list[tuple[Setting, Any]]) -> str:
+        """The flag that divides the cases into two kinds of one value each, or else into any two kinds."""
+        paths = [path for path in self._inside_out() if len({setting.flags[path] for setting, _ in cases}) == 2]
+        return next((path for path in paths if self._divides(path, cases)), paths[0])
 
-def _innermost_flag(node: fx.Node, flags: Mapping[str, bool]) -> str:
-    """The path of the innermost module around ``node`` whose flag was read."""
-    path = node.meta.get("module_path", "")
-    around = [flag for flag in flags if flag == "" or f"{path}.".startswith(f"{flag}.")]
-    return max(around, key=len, default=next(iter(flags)))
+    def _divides(self, path: str, cases: list[tuple[Setting, Any]]) -> bool:
+        kinds = [[value for setting, value in cases if setting.flags[path] is flag] for flag in (True, False)]
+        return all(is_same_constant(value, kind[0]) for kind in kinds for value in kind)
+
+    def _inside_out(self) -> list[str]:
+        """The paths of the flags: first those around the node, the innermost first."""
+        path = self.node.meta.get("module_path", "")
+        around = {flag for flag in self.settings[0].flags if flag == "" or f"{path}.".startswith(f"{flag}.")}
+        return sorted(self.settings[0].flags, key=lambda flag: (flag not in around, -len(flag)))

@@ -364,6 +364,121 @@ def test_a_model_that_can_be_traced_in_one_mode_only_is_bound_to_it():
         pipe.eval()(torch.randn(2, 4))
 
 
+class ReadsOthersFlags(Cut):
+    """The constants of the second stage depend on the flags of children."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def second(self, x):
+        x = self.two(self.one(x) * (2.0 if self.one.training else 3.0))
+        x = x * (5.0 if self.two.training else 7.0) + (0.5 if self.one.training and self.two.training else 0.25)
+        return x + (1.0 if self.one.training else 2.0 if self.two.training else 3.0)
+
+
+@pytest.mark.parametrize("evaluated", [(), ("one",), ("two",), ("one", "two"), ("",), ("lin",)])
+def test_constants_depend_on_the_flags_that_forward_read(evaluated):
+    model, x = ReadsOthersFlags(), torch.randn(2, 4)
+    for name in evaluated:
+        model.get_submodule(name).eval()
+    plain, pipe = copy.deepcopy(model), pipeline(model)
+    assert torch.equal(pipe(x), plain(x))
+    for mode in (False, True, False):
+        assert torch.equal(pipe.train(mode)(x), plain.train(mode)(x))
+
+
+class KeepsOneFrozen(ReadsOthersFlags):
+    def train(self, mode=True):
+        super().train(mode)
+        self.one.eval()
+        return self
+
+
+def test_a_flag_that_train_keeps_and_forward_reads():
+    model, x = KeepsOneFrozen(), torch.randn(2, 4)
+    plain, pipe = copy.deepcopy(model), pipeline(model)
+    assert torch.equal(pipe(x), plain(x))
+    for mode in (False, True, False):
+        assert torch.equal(pipe.train(mode)(x), plain.train(mode)(x))
+
+
+class OneModeBranches(ReadsOthersFlags):
+    def second(self, x):
+        x = torch.sin(x) if self.one.training and self.two.training else x
+        return x * (2.0 if self.two.training else 3.0)
+
+
+def test_of_two_other_modes_the_one_that_differs_in_constants_is_followed():
+    model, x = OneModeBranches(), torch.randn(2, 4)
+    model.one.eval()
+    plain, pipe = copy.deepcopy(model), pipeline(model)
+    assert torch.equal(pipe(x), plain(x))
+    assert torch.equal(pipe.eval()(x), plain.eval()(x))
+    with pytest.raises(ModeError, match=r"not traced in train mode(.|\n)*pipe.eval"):
+        pipe.train()(x)
+
+
+class ConstantTensorByMode(Cut):
+    def second(self, x):
+        return x * torch.tensor(0.5 if self.training else 0.25)
+
+
+def test_a_constant_tensor_that_depends_on_the_mode():
+    model, x = ConstantTensorByMode(), torch.randn(2, 4)
+    pipe = pipeline(model)
+    assert torch.equal(pipe(x), model(x))
+    with pytest.raises(ModeError, match=r"x . torch.tensor\(0.5 if self.training"):
+        pipe.eval()(x)
+
+
+class ScaledByMask(Cut):
+    def forward(self, x, mask=None):
+        x = self.lin(x)
+        pipe_split()
+        return x * (1.0 if mask is None else 2.0)
+
+
+class TensorByMask(ScaledByMask):
+    def forward(self, x, mask=None):
+        x = self.lin(x)
+        pipe_split()
+        return x * torch.tensor(1.0 if mask is None else 2.0)
+
+
+class MaskWithoutDefault(ScaledByMask):
+    def forward(self, x, mask):
+        x = self.lin(x)
+        pipe_split()
+        return x * (1.0 if mask is None else 2.0)
+
+
+@pytest.mark.parametrize("model", [ScaledByMask, TensorByMask, MaskWithoutDefault])
+def test_an_input_that_changes_a_constant_by_being_none(model):
+    model, x = model(), torch.randn(2, 4)
+    pipe = pipeline(model)
+    assert torch.equal(pipe(x, x), model(x, x))
+    with pytest.raises(InputError, match=r"'mask' is None(.|\n)*concrete_args={'mask': None}"):
+        pipe(x, None)
+    assert torch.equal(pipeline(model, concrete_args={"mask": None})(x, None), model(x, None))
+
+
+class HandsOnItsMask(Cut):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 1)
+
+    def forward(self, x, mask):
+        x = self.lin(x)
+        pipe_split()
+        return self.attention(x, x, x, attn_mask=mask)[0]
+
+
+def test_a_none_that_is_only_handed_on():
+    model, x = HandsOnItsMask(), torch.randn(2, 4)
+    assert torch.equal(pipeline(model)(x, None), model(x, None))
+
+
 def test_two_models_can_be_traced_one_inside_the_tests_of_another():
     model, x = Cut(), torch.randn(2, 4)
     one, two = pipeline(model), pipeline(model)
