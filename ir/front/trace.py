@@ -11,7 +11,13 @@ from torch import fx, nn
 
 from pippy.ir import source
 from pippy.ir.errors import MarkError, PippyError, TracingError
-from pippy.ir.front.arguments import check_concrete_args, drop_concrete_inputs, nullable_inputs, optional_inputs, signature_of
+from pippy.ir.front.arguments import (
+    check_concrete_args,
+    drop_concrete_inputs,
+    nullable_inputs,
+    optional_inputs,
+    signature_of,
+)
 from pippy.ir.front.compare_graphs import Recorded, first_difference
 from pippy.ir.front.recording import recording
 from pippy.ir.front.restore_attributes import restoring_attributes

@@ -18,9 +18,9 @@ flags is traced again with those that `train()` and `eval()` would set, and the 
     different in nodes                  refuses the other mode (`Modes.refused`)
     one only: tracing failed            the same
 
-Several flags may bear on a constant, those of children too. They have three settings at most: as the model was traced (a part of
-it may be in a mode of its own), after `train()`, and after `eval()`. A flag that tells apart the settings in which the constant
-differs decides; the innermost around the operation if it does, and two flags where one is not enough.
+Several flags may bear on a constant, those of children too. They have three settings at most: as the model was traced (a part
+of it may be in a mode of its own), after `train()`, and after `eval()`. A flag that tells apart the settings in which the
+constant differs decides; the innermost around the operation if it does, and two flags where one is not enough.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -109,13 +109,18 @@ def follow_training(settings: Sequence[Setting]) -> None:
     """
     first = settings[0].graph
     pairs = [Pairs(first, setting.graph) for setting in settings]
-    for nodes in zip(*(each.others for each in pairs)):
-        values = [_constants(*each) for each in zip(pairs, nodes)]
-        if not all(is_same_constant(values[0][at], other[at]) for other in values for at in range(len(other))):
-            choices = _Choices(first, nodes[0], settings)
-            chosen = iter([choices.choose(list(each)) for each in zip(*values)])
-            arguments = nodes[0].args, nodes[0].kwargs
-            nodes[0].args, nodes[0].kwargs = pairs[0].merge(arguments, arguments, lambda *_: next(chosen))
+    for node, *others in zip(*(each.others for each in pairs)):
+        values = [_constants(*each) for each in zip(pairs, (node, *others))]
+        if all(is_same_constant(*pair) for other in values for pair in zip(values[0], other)):
+            continue
+        choices = _Choices(first, node, settings)
+        chosen = [choices.choose(list(each)) for each in zip(*values)]
+        _set_constants(pairs[0], node, iter(chosen))
+
+
+def _set_constants(pairs: Pairs, node: fx.Node, constants: Iterator[Any]) -> None:
+    arguments = node.args, node.kwargs
+    node.args, node.kwargs = pairs.merge(arguments, arguments, lambda *_: next(constants))
 
 
 def _constants(pairs: Pairs, counterpart: fx.Node) -> list[Any]:
