@@ -135,10 +135,11 @@ class PlacedPipe:
 
     def _call(self, call: str) -> Call:
         args = self.nodes[call].args
+        seen = self.compiled.seen_inputs.get(call, ())
         if all(isinstance(arg, fx.Node) for arg in args):
-            return Call(call)
+            return Call(call, seen=seen)
         numbers = count()
-        return Call(call, map_nodes(lambda node: InputIndex(next(numbers)), args))
+        return Call(call, map_nodes(lambda node: InputIndex(next(numbers)), args), seen)
 
     def training_flags(self) -> dict[int, dict[str, tuple[bool, ...]]]:
         """The training flags of all modules, by worker and stage."""

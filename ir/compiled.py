@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class Compiled:
     ``split_gm`` is the top-level graph, which holds the stages. ``replicated_params`` lists for every replicated parameter
     the stages that hold a copy and its name there; the first is the model's own. ``required_inputs`` names the inputs that
     must not be None. ``mode`` is what `train()` or `eval()` was called for last. ``balance`` is what the ``cut`` of
-    `Pipe.from_tracing` found.
+    `Pipe.from_tracing` found. ``seen_inputs`` has the inputs that each stage must not change in place: their numbers and names.
     """
 
     split_gm: PipeGraphModule
@@ -50,6 +50,7 @@ class Compiled:
     loss: Loss | None = None
     target_name: str | None = None
     balance: Any = None
+    seen_inputs: dict[str, tuple[tuple[int, str], ...]] = field(default_factory=dict)
 
     @property
     def num_stages(self) -> int:

@@ -9,6 +9,7 @@ from torch import fx
 from pippy.ir.compiled import Compiled
 from pippy.ir.nodes import forward_nodes, is_getitem, map_nodes, seeded, values_to_free
 from pippy.ir.run.copies import owners_in_place_of_copies, whole_gradients
+from pippy.ir.run.given_inputs import check_versions, versions
 from pippy.ir.run.shared_tensors import check_unchanged
 from pippy.ir.run.stage_backward import add_gradients, gradient_pairs, stage_backward, weighted
 from pippy.ir.run.stage_run import StageRun, as_leaf, run_backward, run_stage
@@ -83,8 +84,11 @@ class _Reference:
 
         args = map_nodes(take, node.args)
         name, module = str(node.target), self.compiled.stage(str(node.target))
+        seen = self.compiled.seen_inputs.get(name, ())
         with check_unchanged(name, module, self.compiled.qualnames.read_by_several.get(name, ())):
+            before = versions(leaves, seen)
             outputs = run_stage(name, module, args)
+            check_versions(before, leaves, seen, name, module)
         if node in self.with_backward:
             self.runs[node] = StageRun(outputs, tuple(leaves))
         return outputs

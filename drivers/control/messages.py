@@ -93,10 +93,14 @@ class Load:
 
 @dataclass(frozen=True)
 class Call:
-    """How the graph calls a stage: with its inputs in order, or as ``template`` has them, with an `InputIndex` for each."""
+    """How the graph calls a stage: with its inputs in order, or as ``template`` has them, with an `InputIndex` for each.
+
+    ``seen`` has the numbers and names of the inputs that the stage must not change in place.
+    """
 
     name: str
     template: Any = None
+    seen: Sequence[tuple[int, str]] = ()
 
 
 @dataclass(frozen=True)

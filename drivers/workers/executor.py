@@ -29,6 +29,7 @@ from pippy.drivers.workers.saved_memory import SavedMemory
 from pippy.drivers.workers.single_loss import SingleLoss
 from pippy.ir.errors import StageError
 from pippy.ir.names import LOSS
+from pippy.ir.run.given_inputs import NamedInputs, check_versions, versions
 from pippy.ir.run.shared_tensors import check_unchanged
 from pippy.ir.run.split_backward import DeferredGradients, WeightDeferral
 from pippy.ir.run.stage_backward import add_gradients, stage_backward, weighted
@@ -43,12 +44,13 @@ Key = tuple[str, int]  # a value, by its name and micro-batch
 
 @dataclass(frozen=True)
 class StageCall:
-    """A stage that can be run: its module, how the graph calls it, and which of its tensors must not change."""
+    """A stage that can be run: its module, how the graph calls it, and which of its tensors and inputs must not change."""
 
     name: str
     module: nn.Module
     template: Any
     constant: Sequence[str]
+    seen: NamedInputs = ()
 
     @cached_property
     def deferral(self) -> WeightDeferral:
@@ -57,10 +59,14 @@ class StageCall:
 
     def run(self, inputs: Sequence[Any]) -> Any:
         args = inputs if self.template is None else filled(self.template, inputs)
-        if not self.constant:
-            return run_stage(self.name, self.module, args)
-        with check_unchanged(self.name, self.module, self.constant):
-            return run_stage(self.name, self.module, args)
+        before = versions(inputs, self.seen)
+        if self.constant:
+            with check_unchanged(self.name, self.module, self.constant):
+                outputs = run_stage(self.name, self.module, args)
+        else:
+            outputs = run_stage(self.name, self.module, args)
+        check_versions(before, inputs, self.seen, self.name, self.module)
+        return outputs
 
 
 def filled(template: Any, inputs: Sequence[Any]) -> Any:
@@ -93,7 +99,7 @@ class Executor:
     ) -> None:
         self.program, self.transport, self.device = program, transport, device
         self.calls = {
-            name: StageCall(name, modules[name], call.template, constant.get(name, ()))
+            name: StageCall(name, modules[name], call.template, constant.get(name, ()), call.seen)
             for name, call in program.calls.items()
         }
         self.halves = any(

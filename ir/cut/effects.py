@@ -8,8 +8,9 @@ seeing it; so every in-place operation is found before the model is cut.
     an operator of torch, also a method      its schemas: ``view(Tensor(a) self, …) -> Tensor(a)``; and _VIEWS_WITHOUT_SCHEMA
     another function of torch                ``inplace=True``, a name that ends with ``_``, and _VIEWS_WITHOUT_SCHEMA
     a function of the module `operator`      _OPERATORS
-    a module                                 ``inplace=True``, and _VIEW_MODULES
-    anything else                            nobody: the result may be a view of every argument
+    a module of torch                        ``inplace=True``, and _VIEW_MODULES
+    anything else, a module of the user's    nobody: the result may be a view of every argument. What it changes is found
+      own among them                           when it runs: see ir/run/given_inputs.py
 """
 
 import inspect
@@ -84,7 +85,7 @@ def _is_no_tensor(node: fx.Node, attributes: Mapping[str, Any]) -> bool:
 
 def _effect(node: fx.Node, attributes: Mapping[str, Any]) -> _Effect:
     if node.op == "call_module":
-        return _of_module(attributes[str(node.target)], [*node.args, *node.kwargs.values()])
+        return _of_module(attributes[str(node.target)], [*node.args, *node.kwargs.values()], attributes)
     if node.op == "call_method":
         return _of_method(str(node.target), node.args, node.kwargs)
     if node.op == "call_function" and callable(node.target):
@@ -92,11 +93,26 @@ def _effect(node: fx.Node, attributes: Mapping[str, Any]) -> _Effect:
     return _Effect()
 
 
-def _of_module(module: nn.Module, given: list[Any]) -> _Effect:
+def _of_module(module: nn.Module, given: list[Any], attributes: Mapping[str, Any]) -> _Effect:
     changed = given[:1] if _begins_in_place(module) else []
-    # An in-place module gives back what it changed; a Sequential that only begins with one does not.
-    returns = isinstance(module, _VIEW_MODULES) or (changed and not isinstance(module, nn.Sequential))
-    return _Effect(changed, given[:1] if returns else [])
+    if _is_of_torch(module):
+        return _Effect(changed, given[:1] if _passes_on(module) else [])
+    tensors = [each for each in _nodes(given) if each.op != "get_attr" or _is_no_tensor(each, attributes)]
+    return _Effect(changed, [*changed, *tensors])
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    """Whether all code of a module is torch's, so that it is known what it does."""
+    return type(module).__module__.startswith(("torch.nn.", "torch.ao.")) and (
+        not isinstance(module, nn.Sequential) or all(map(_is_of_torch, module))
+    )
+
+
+def _passes_on(module: nn.Module) -> bool:
+    """Whether a module of torch may return its input, or a view of it."""
+    if isinstance(module, nn.Sequential):
+        return all(map(_passes_on, module))
+    return isinstance(module, _VIEW_MODULES) or _begins_in_place(module)
 
 
 def _begins_in_place(module: nn.Module) -> bool:

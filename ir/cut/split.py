@@ -11,6 +11,7 @@ from torch import fx, nn
 from pippy.ir.compiled import Compiled
 from pippy.ir.cut.params import MultiUseParamSpec, replicas, replicated_names
 from pippy.ir.cut.plan import CutPlan, StagePlan, make_plan
+from pippy.ir.cut.seen_inputs import seen_inputs
 from pippy.ir.errors import SharedParameterError
 from pippy.ir.front.trace import Traced
 from pippy.ir.names import LOSS, Qualnames, local_name, named_state, place, qualnames_of, stage_index
@@ -38,7 +39,13 @@ def split(traced: Traced, spec: MultiUseParamSpec = None) -> Compiled:
         concrete_args=traced.concrete_args,
         required_inputs=traced.required_inputs,
         modes=traced.modes,
+        seen_inputs={stage.name: _seen_inputs(plan, stage) for stage in plan.stages},
     )
+
+
+def _seen_inputs(plan: CutPlan, stage: StagePlan) -> tuple[tuple[int, str], ...]:
+    values = list(stage.inputs)
+    return tuple((at, value_name(plan, values[at])) for at in seen_inputs(values, stage.index, plan.roots))
 
 
 def _stage_module(

@@ -20,6 +20,7 @@ from torch import fx, nn
 from pippy.ir.compiled import Compiled, Loss
 from pippy.ir.errors import LossError
 from pippy.ir.names import LOSS, named_state
+from pippy.ir.nodes import flat_inputs
 from pippy.ir.passes.loss_wrappers import LossWrapper
 from pippy.ir.wiring import Wiring
 
@@ -80,6 +81,7 @@ def attach_loss_function(compiled: Compiled, loss_fn: Callable[..., Any]) -> Non
     top.add_module(LOSS, _with_own_parameters(compiled, module))
     top.recompile()
     compiled.target_name, compiled.loss = target.name, Loss(loss.name)
+    compiled.seen_inputs[LOSS] = tuple(enumerate(value.name for value in flat_inputs(loss)))
     compiled.wiring = Wiring(
         inputs=tuple(node.name for node in graph.find_nodes(op="placeholder")),
         outputs=compiled.wiring.outputs,
