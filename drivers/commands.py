@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 from pippy.drivers.control.dispatch import Dispatch, PendingCommand
-from pippy.drivers.control.messages import Load, Step, Unload, ZeroGrad
+from pippy.drivers.control.messages import Load, StageFlags, Step, Unload, ZeroGrad
 from pippy.drivers.errors import DriverError
 from pippy.drivers.interrupts import uninterrupted
 
-TrainingFlags = Mapping[int, Mapping[str, tuple[bool, ...]]]  # by worker and stage, for each module
+Flags = Mapping[int, Mapping[str, StageFlags]]  # by worker and stage
 
 
 class GradientState(Enum):
@@ -50,7 +50,7 @@ class Commands:
     Copies are best added up in the last step before an update. Which step that is nobody says beforehand, so it is taken to
     be as many steps as last time: `last_before_update` says whether the next one is it.
 
-    The training flags of modules go along with a step if they are not those that the workers were told last, or if the
+    The flags of modules and parameters go along with a step if they are not those that the workers were told last, or if the
     step that told them was given up: ``flags_due``.
     """
 
@@ -59,12 +59,12 @@ class Commands:
         self.gradients = GradientState.REDUCED
         self.zeroed: frozenset[int] = frozenset()
         self.steps = self.steps_of_last_update = 0
-        self.flags: TrainingFlags = {}
+        self.flags: Flags = {}
         self.flags_due = False
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
-    def load(self, loads: Mapping[int, Load], flags: TrainingFlags) -> None:
-        """Send the workers their stages, with these training flags. They are dropped when this object is."""
+    def load(self, loads: Mapping[int, Load], flags: Flags) -> None:
+        """Send the workers their stages, with these flags. They are dropped when this object is."""
         self.flags = flags
         try:
             self.call(loads)
@@ -86,8 +86,8 @@ class Commands:
         """Whether the next step is taken to be the last before the parameters are updated."""
         return self.steps + 1 == self.steps_of_last_update
 
-    def flags_to_send(self, flags: TrainingFlags) -> TrainingFlags | None:
-        """The training flags for the next step; None if the workers have these."""
+    def flags_to_send(self, flags: Flags) -> Flags | None:
+        """The flags for the next step; None if the workers have these."""
         if flags != self.flags:
             self.flags, self.flags_due = flags, True
         return flags if self.flags_due else None

@@ -33,7 +33,7 @@ from pippy.drivers.results import Results
 from pippy.drivers.running_step import RunningStep
 from pippy.drivers.schedules import Program
 from pippy.drivers.workers.compiling import compile_options
-from pippy.ir.pipe import Pipe, compiled_of
+from pippy.ir.pipe import Pipe, compiled_of, follow_training_flags
 from pippy.ir.trees import describe, tensors
 
 
@@ -103,7 +103,7 @@ class PipelineDriverBase:
         self.parameters = RemoteParameters(pipe, self.placed, self.commands)
         self._optimizers = 0
         self._recording: Recording | None = None
-        self.commands.load(self.placed.loads(), self.placed.training_flags())
+        self.commands.load(self.placed.loads(), self.placed.flags())
 
     def _chosen_workers(self, world_size: int | None, all_ranks: Sequence[int] | None) -> list[int]:
         there = len(self.cluster)
@@ -160,7 +160,7 @@ class PipelineDriverBase:
             raise DriverError(
                 f"chunks={describe(chunks)}: give the number of micro-batches first, as in driver.run(4, x, target)"
             )
-        self.compiled.check_mode()
+        follow_training_flags(self.pipe)
         trains = self._trains()
         if trains:
             _refuse_inputs_with_gradients([*args, *kwargs.values()])
@@ -200,7 +200,7 @@ class PipelineDriverBase:
         reduce: bool,
     ) -> dict[int, Step]:
         """The message for each worker."""
-        flags = self.commands.flags_to_send(self.placed.training_flags())
+        flags = self.commands.flags_to_send(self.placed.flags())
         inputs = sent.lowered.inputs
         return {
             rank: Step(

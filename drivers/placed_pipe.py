@@ -16,6 +16,7 @@ from pippy.drivers.control.messages import (
     OutOfOrderLimits,
     ReplicatedParameter,
     Settings,
+    StageFlags,
     TensorLocation,
 )
 from pippy.drivers.lowering.flow import loss_stage, value_names
@@ -141,17 +142,28 @@ class PlacedPipe:
         numbers = count()
         return Call(call, map_nodes(lambda node: InputIndex(next(numbers)), args), seen)
 
-    def training_flags(self) -> dict[int, dict[str, tuple[bool, ...]]]:
-        """The training flags of all modules, by worker and stage."""
-        return {
-            worker: {call: tuple([each.training for each in self._modules[call]]) for call in self.calls_on(worker)}
-            for worker in self.workers
-        }
+    def flags(self) -> dict[int, dict[str, StageFlags]]:
+        """The flags of all modules and parameters, by worker and stage."""
+        return {worker: {call: self._flags(call) for call in self.calls_on(worker)} for worker in self.workers}
+
+    def _flags(self, call: str) -> StageFlags:
+        return StageFlags(
+            tuple([each.training for each in self._modules[call]]),
+            tuple([each.requires_grad for each in self._parameters[call]]),
+        )
 
     @cached_property
     def _modules(self) -> dict[str, list[nn.Module]]:
         """All modules of each stage, as they were when the stages were sent."""
         return {call: list(self.compiled.stage(call).modules()) for call in self.nodes}
+
+    @cached_property
+    def _parameters(self) -> dict[str, list[torch.Tensor]]:
+        """The parameters of each stage, with the model's own in place of copies, which follow it only when the Pipe runs."""
+        owners = {id(copy): owner for owner, *copies in self.compiled.copies() for copy in copies}
+        return {
+            call: [owners.get(id(each), each) for each in self.compiled.stage(call).parameters()] for call in self.nodes
+        }
 
 
 def _limits(placement: Placement, worker: int, out_of_order: bool | int) -> OutOfOrderLimits:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from pippy.ir.errors import ModeError, NameLookupError
+from pippy.ir.errors import NameLookupError
 from pippy.ir.modes import Modes
 from pippy.ir.names import LOSS, Qualnames, stage_name
 from pippy.ir.run.graph_module import PipeGraphModule
@@ -34,8 +34,8 @@ class Compiled:
 
     ``split_gm`` is the top-level graph, which holds the stages. ``replicated_params`` lists for every replicated parameter
     the stages that hold a copy and its name there; the first is the model's own. ``required_inputs`` names the inputs that
-    must not be None. ``mode`` is what `train()` or `eval()` was called for last. ``balance`` is what the ``cut`` of
-    `Pipe.from_tracing` found. ``seen_inputs`` has the inputs that each stage must not change in place: their numbers and names.
+    must not be None. ``balance`` is what the ``cut`` of `Pipe.from_tracing` found. ``seen_inputs`` has the inputs that each
+    stage must not change in place: their numbers and names.
     """
 
     split_gm: PipeGraphModule
@@ -46,7 +46,6 @@ class Compiled:
     concrete_args: dict[str, Any]
     required_inputs: tuple[str, ...]
     modes: Modes
-    mode: bool | None = None
     loss: Loss | None = None
     target_name: str | None = None
     balance: Any = None
@@ -77,24 +76,6 @@ class Compiled:
     def placeholders(self) -> list[fx.Node]:
         """The inputs of the top-level graph, in order."""
         return list(self.split_gm.graph.find_nodes(op="placeholder"))
-
-    def check_mode(self) -> None:
-        """Raise if the graph is not right in the mode that `train()` or `eval()` has set."""
-        if self.mode is not None and not self.modes.allows(self.mode):
-            now, other = ("train", "eval") if self.mode else ("eval", "train")
-            instead = f", or call pipe.{other}()" if self.modes.allows(not self.mode) else ""
-            raise ModeError(
-                f"this Pipe was not traced in {now} mode, in which the model does something else from here on:\n"
-                f"{self.modes.refused[self.mode]}\nWhat to do: make another Pipe from the model in {now} mode{instead}"
-            )
-
-    def set_mode(self, mode: bool) -> None:
-        """Set every stage to training or evaluation, as `train` of the user's model would."""
-        self.split_gm.train(mode)
-        self.mode = mode
-        for stage, module in self.stages() if self.modes.after else ():
-            for path, part in module.named_modules():
-                part.training = self.modes.flag(self.remap_qualname(f"{stage}.{path}") if path else "", mode)
 
     def remap_qualname(self, qualname: str) -> str:
         """The user's name for a name inside a stage: of a parameter, a buffer or a module.

@@ -1,5 +1,6 @@
 """How a model and its graph depend on the mode: training or evaluation."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -7,15 +8,16 @@ from dataclasses import dataclass, field
 class Modes:
     """How a model and its graph depend on the mode. True is training, as in `model.train(True)`.
 
-    ``refused`` has the modes in which the graph is not right, each with the line from which the model does something else.
-    ``after`` has, for each mode, the flags that `model.train(mode)` sets to the opposite, which takes a module with a
-    `train` of its own.
+    ``traced`` has the flags that forward reads, by the path of the module, as they were when it was traced. ``refused`` has
+    the modes in which the graph is not right, each with the line from which the model does something else. ``after`` has, for
+    each mode, the flags that `model.train(mode)` sets to the opposite, which takes a module with a `train` of its own.
 
-    >>> modes = Modes(refused={False: "net.py:3, in forward"})
-    >>> modes.allows(True), modes.allows(False)
-    (True, False)
+    >>> modes = Modes(traced={"": True, "head": True}, refused={False: "net.py:3, in forward"})
+    >>> modes.mode_of({"": False, "head": False})
+    False
     """
 
+    traced: dict[str, bool] = field(default_factory=dict)
     refused: dict[bool, str] = field(default_factory=dict)
     after: dict[bool, dict[str, bool]] = field(default_factory=dict)
 
@@ -23,6 +25,13 @@ class Modes:
         """The training flag of a module after `train(mode)`."""
         return self.after.get(mode, {}).get(path, mode)
 
-    def allows(self, mode: bool) -> bool:
-        """Whether the graph is right in ``mode``."""
-        return mode not in self.refused
+    def mode_of(self, flags: Mapping[str, bool]) -> bool | None:
+        """The mode whose flags these are, of all that forward reads; None if it is neither."""
+        for mode in (True, False):
+            if all(flags.get(path) == self.flag(path, mode) for path in self.traced):
+                return mode
+        return None
+
+    def is_as_traced(self, flags: Mapping[str, bool]) -> bool:
+        """Whether all flags that forward reads are as when it was traced."""
+        return all(flags.get(path) == flag for path, flag in self.traced.items())

@@ -22,8 +22,10 @@ from pippy.ir.show.content import content_of
 from pippy.ir.show.drawing import Drawing
 from pippy.ir.signature import bind
 from pippy.ir.state import load_state
+from pippy.ir.training_flags import TrainingFlags
 
 _COMPILED = "pippy.compiled"  # no part of a model can have this name, since it has a dot
+_TRAINING_FLAGS = "pippy.training_flags"
 _FIELDS = frozenset(field.name for field in dataclasses.fields(Compiled))
 _SHOWN = _FIELDS | {name for name in vars(Compiled) if not name.startswith("_")}
 
@@ -54,6 +56,8 @@ class Pipe(nn.Module):
         if compiled.target_name is not None:
             put_loss_parameters(self, compiled)
         self.training = traced.model.training
+        self.__dict__[_TRAINING_FLAGS] = flags = TrainingFlags()
+        flags.note(self, compiled, traced.model)
 
     @staticmethod
     def from_tracing(
@@ -112,12 +116,12 @@ class Pipe(nn.Module):
             super().__setattr__(name, value)
 
     def __dir__(self) -> Iterable[str]:
-        return sorted((set(super().__dir__()) | _SHOWN) - {_COMPILED})
+        return sorted((set(super().__dir__()) | _SHOWN) - {_COMPILED, _TRAINING_FLAGS})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run in this process: outputs or loss, and gradients if there is a loss and gradients are on."""
         compiled = compiled_of(self)
-        compiled.check_mode()
+        follow_training_flags(self)
         check_still_shared(self, compiled)
         follow_owners(compiled.copies())
         return run_reference(compiled, bind(compiled, args, kwargs))
@@ -127,15 +131,15 @@ class Pipe(nn.Module):
         return load_state(self, compiled_of(self), state_dict, strict, assign)
 
     def train(self, mode: bool = True) -> "Pipe":
-        """Set every stage to training or evaluation, as `train` of the user's model would."""
+        """Set every stage, and the user's model, to training or evaluation, as `train` of the user's model would."""
         super().train(mode)
         compiled = compiled_of(self)
         compiled.split_gm.train(mode)
-        compiled.mode = mode
         for stage, module in compiled.stages() if compiled.modes.after else ():
             for path, part in module.named_modules():
                 user_name = compiled.remap_qualname(f"{stage}.{path}") if path else ""
                 part.training = compiled.modes.flag(user_name, mode)
+        self.__dict__[_TRAINING_FLAGS].set_mode(self, compiled, mode)
         return self
 
     def draw(self, *args: Any, **kwargs: Any) -> Drawing:
@@ -187,6 +191,13 @@ class Pipe(nn.Module):
 def compiled_of(pipe: Pipe) -> Compiled:
     """What a Pipe shows: the record of what was compiled."""
     return pipe.__dict__[_COMPILED]
+
+
+def follow_training_flags(pipe: Pipe) -> None:
+    """Before a Pipe runs: have all modules follow what was switched, and raise if the graph is not right in these modes."""
+    flags, compiled = pipe.__dict__[_TRAINING_FLAGS], compiled_of(pipe)
+    flags.follow(pipe, compiled)
+    flags.check(compiled.modes)
 
 
 def verify(pipe: Pipe) -> None:

@@ -19,7 +19,7 @@ LAYERS = """
 
     ir ir/errors ir/trees ir/near_names ir/names ir/source ir/marks ir/modes ir/signature ir/run
     ir/nodes ir/wiring ir/compiled ir/front ir/cut ir/passes ir/compiler ir/reference
-    ir/show ir/state ir/model_parts ir/pipe
+    ir/show ir/state ir/model_parts ir/training_flags ir/pipe
 
     drivers/errors drivers/interrupts drivers/stderr_filter drivers/lowering drivers/batches drivers/transport
     drivers/control drivers/workers drivers/recording drivers/clusters drivers/placed_pipe drivers/auto

@@ -143,11 +143,19 @@ class AddProgram:
 
 
 @dataclass(frozen=True)
+class StageFlags:
+    """The training flag of each module of a stage, and whether each of its parameters requires a gradient."""
+
+    training: tuple[bool, ...]
+    requires_grad: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
 class Step:
     """Run a program once.
 
-    ``weights`` has the weight of each micro-batch's loss. ``flags`` has the training flags of all modules, or None if they
-    did not change. With ``reduce``, the gradients of replicated parameters are added up at the end. With ``record``, the
+    ``weights`` has the weight of each micro-batch's loss. ``flags`` has the flags of each stage, or None if they did not
+    change. With ``reduce``, the gradients of replicated parameters are added up at the end. With ``record``, the
     times of all instructions are recorded. With ``weigh``, the worker measures how many bytes each stage keeps for its
     backward.
     """
@@ -156,7 +164,7 @@ class Step:
     trains: bool
     inputs: Division
     weights: tuple[float, ...]
-    flags: Mapping[str, tuple[bool, ...]] | None = None
+    flags: Mapping[str, StageFlags] | None = None
     reduce: bool = False
     record: bool = False
     weigh: bool = False

@@ -106,8 +106,10 @@ class DriverState:
         if step.record:
             self.programs[step.program].recorder.begin()
         for call, flags in (step.flags or {}).items():
-            for module, flag in zip(self.modules[call].modules(), flags, strict=True):
+            for module, flag in zip(self.modules[call].modules(), flags.training, strict=True):
                 module.training = flag
+            for parameter, flag in zip(self.modules[call].parameters(), flags.requires_grad, strict=True):
+                parameter.requires_grad_(flag)
         self.running = executor = self.programs[step.program]
         inputs = {name: step.inputs.microbatches(name) for name in step.inputs.arguments}
         own_rows = step.inputs.own_rows if step.inputs.mask else None

@@ -225,6 +225,7 @@ def _follow_modes(traced: Traced, tracer: TracerLike | None, reads: list[nn.Modu
     paths = [path for path, module in modules.items() if id(module) in read]
     follow_training([Setting({path: flags[path] for path in paths}, graph) for flags, graph in graphs])
     traced.attributes.update({f"{path}.training".lstrip("."): before[path] for path in paths})
+    traced.modes.traced = {path: before[path] for path in paths}
 
 
 def _graph_in_mode(traced: Traced, tracer: TracerLike | None, mode: bool) -> fx.Graph | None:

@@ -118,12 +118,12 @@ def _check_copies(subject: Subject, group: dict[str, str]) -> Faults:
     if any(tensor is None for tensor in held):
         return  # check_sharing has yielded a fault for it
     if len({_likeness(tensor) for tensor in held}) > 1:
-        yield Fault(None, f"the copies {group} differ in shape, dtype or requires_grad")
+        yield Fault(None, f"the copies {group} differ in shape or dtype")
 
 
 def _likeness(tensor: torch.Tensor | None) -> tuple[Any, ...]:
     assert tensor is not None
-    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+    return tuple(tensor.shape), tensor.dtype  # the values, and requires_grad, follow the owner when the Pipe runs
 
 
 STAGE_RULES: tuple[Callable[[Subject], Faults], ...] = (check_stage_graphs, check_names, check_sharing)

@@ -251,7 +251,6 @@ def record_mutants(pipe):
             yield f"forge {stage} of {index}", lambda p, i=index, s=stage: p.replicated_params[i].update({s: "forged"})
         yield f"twice group {index}", lambda p, i=index: p.replicated_params.append(dict(p.replicated_params[i]))
         yield f"other shape in group {index}", lambda p, i=index: reshape_copy(p, i)
-        yield f"one frozen in group {index}", lambda p, i=index: p.copies()[i][0].requires_grad_(False)
         yield f"one tensor in group {index}", lambda p, i=index: unify(p, i)
     yield "an invented group", lambda p: p.replicated_params.append({"submod_0": "forged", "submod_1": "forged"})
     for name in pipe.qualnames.places:

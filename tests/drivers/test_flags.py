@@ -1,0 +1,252 @@
+"""Flags of the user's model that may change at any time: `training` of modules, and `requires_grad` of parameters.
+
+Each change counts from the next call on, in the reference and in drivers, as in plain PyTorch.
+"""
+
+import copy
+import itertools
+import pickle
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pippy import MultiUseParameterConfig, pipe_split, pipeline
+from pippy.drivers.driver import PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain
+from pippy.drivers.errors import StepError
+from pippy.ir.errors import ModeError, StageError
+from tests.drivers.models import Chain, TiedLanguage
+
+pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
+
+
+def cross_entropy(output, target):
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def batch(rows=7):
+    return torch.randint(13, (rows, 5)), torch.randint(13, (rows, 5))
+
+
+def plain_step(model, loss, x, target):
+    found = loss(model(x), target)
+    found.backward()
+    return found.detach()
+
+
+def assert_gradients(gradients, model):
+    for name, gradient in gradients.items():
+        expected = model.get_parameter(name).grad
+        assert (gradient is None) == (expected is None), name
+        if gradient is not None:
+            torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-13)
+
+
+def assert_state(driver, model):
+    for name, tensor in driver.state_dict().items():
+        torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-9, atol=1e-12)
+
+
+# requires_grad
+
+
+def freeze(name, *models, to=False):
+    for model in models:
+        for own, parameter in model.named_parameters():
+            if own.startswith(name):
+                parameter.requires_grad_(to)
+
+
+def test_a_parameter_that_is_frozen_after_the_driver_was_made_does_not_move(threads):
+    model = Chain(3)
+    plain, driver = copy.deepcopy(model), PipelineDriver1F1B(pipeline(model, nn.MSELoss()), threads)
+    mine = driver.instantiate_optimizer(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.5)
+    for frozen, to in (("layers.1", False), ("layers.0", False), ("layers.1.bias", True), ("layers", True)):
+        freeze(frozen, model, plain, to=to)
+        x, target = torch.randn(7, 8), torch.randn(7, 8)
+        expected = plain_step(plain, F.mse_loss, x, target)
+        torch.testing.assert_close(driver.run(3, x, target), expected, rtol=1e-12, atol=0)
+        assert_gradients(driver.gradients(), plain)
+        mine.step(), theirs.step()
+        assert_state(driver, plain)
+        if to:  # else what is frozen has a gradient from before, and moves once more, as in torch
+            mine.zero_grad(), theirs.zero_grad()
+    driver.close()
+
+
+@pytest.mark.parametrize("config", MultiUseParameterConfig)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "fill_drain"])
+def test_parameters_that_freeze_and_thaw_in_any_order(threads, config, schedule):
+    model = TiedLanguage()
+    plain = copy.deepcopy(model)
+    driver = PipelineDriver(pipeline(model, cross_entropy, multi_use_param_spec=config), threads, schedule=schedule)
+    mine = driver.instantiate_optimizer(torch.optim.AdamW, lr=0.01, weight_decay=0.5)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.5)
+    names, choose = [name for name, _ in plain.named_parameters()], random.Random(schedule)
+    for step in range(8):
+        for name in choose.sample(names, 3):
+            freeze(name, model, plain, to=choose.random() < 0.4 or name == "last.weight")
+        x, target = batch()
+        expected = plain_step(plain, cross_entropy, x, target)
+        torch.testing.assert_close(driver.run(3, x, target), expected, rtol=1e-10, atol=0)
+        assert_gradients(driver.gradients(), plain)
+        mine.step(), theirs.step()
+        if step % 3:
+            mine.zero_grad(), theirs.zero_grad()
+    assert_state(driver, plain)
+    driver.close()
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_stages_that_train_nothing_any_more_and_train_again(threads, single):
+    model = Chain(4)
+    plain = copy.deepcopy(model)
+    driver = PipelineDriverFillDrain(pipeline(model, nn.MSELoss()), threads, single_loss=single)
+    x, target = torch.randn(8, 8), torch.randn(8, 8)
+    for trained in ("0123", "3", "01", "2", "0123"):
+        for layer in range(4):
+            freeze(f"layers.{layer}", model, plain, to=str(layer) in trained)
+        driver.zero_grad(), plain.zero_grad()
+        expected = plain_step(plain, F.mse_loss, x, target)
+        torch.testing.assert_close(driver.run(2, x, target), expected, rtol=1e-12, atol=0)
+        assert_gradients(driver.gradients(), plain)
+    freeze("layers", model)
+    with pytest.raises(StepError, match=r"every parameter that it depends on is frozen(.|\n)*no_grad"):
+        driver.run(2, x, target)
+    with torch.no_grad():  # as the message advises
+        torch.testing.assert_close(driver.run(2, x, target), expected, rtol=1e-12, atol=0)
+    driver.close()
+
+
+@pytest.mark.parametrize("config", MultiUseParameterConfig)
+def test_the_reference_follows_requires_grad(config):
+    model = TiedLanguage()
+    plain, pipe = copy.deepcopy(model), pipeline(model, cross_entropy, multi_use_param_spec=config)
+    for name, to in (("embedding", False), ("first", False), ("embedding", True), ("norm", False)):
+        freeze(name, model, plain, to=to)
+        x, target = batch()
+        torch.testing.assert_close(pipe(x, target), plain_step(plain, cross_entropy, x, target), rtol=1e-10, atol=0)
+        assert_gradients({name: pipe.get_grad(name) for name, _ in plain.named_parameters()}, plain)
+    freeze("", model)
+    with pytest.raises(StageError, match="frozen"):
+        pipe(x, target)
+
+
+# training
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return F.dropout(self.drop(x), 0.5, self.training)
+
+
+class Dropping(nn.Module):
+    """Reads flags in the forward of two modules, calls leaves, and calls one of them in two stages."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner, self.norm = nn.Linear(8, 8), Inner(), nn.BatchNorm1d(8, affine=False, momentum=None)
+        self.shared = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+
+    def forward(self, x):
+        x = F.dropout(self.inner(self.shared(self.first(x))), 0.25, self.training)
+        pipe_split()
+        return self.norm(self.shared(x))
+
+
+SWITCHES = {
+    "the model": lambda model, pipe: model,
+    "the Pipe": lambda model, pipe: pipe,
+    "a part of the model": lambda model, pipe: model.inner,
+    "a part of the Pipe": lambda model, pipe: pipe.inner,
+    "a leaf": lambda model, pipe: model.shared,
+}
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.product(SWITCHES, SWITCHES)))
+def test_whoever_is_switched_all_that_stands_for_it_is(threads, first, second):
+    model = Dropping()
+    plain, pipe = copy.deepcopy(model), pipeline(model)
+    driver = PipelineDriverFillDrain(pipe, threads)
+    x = torch.randn(6, 8)
+    for mode, which in ((False, first), (True, second), (False, second), (True, first), (False, first)):
+        SWITCHES[which](model, pipe).train(mode)
+        SWITCHES[which](plain, plain).train(mode)
+        mixed = plain.training != plain.inner.training  # their forwards read it: it is not known what they do together
+        for run in (pipe, lambda x: driver.run(1, x)) if mixed else ():
+            with pytest.raises(ModeError, match=r"in train mode \((.*)\) and some in eval mode \((.*)\)"):
+                run(x)
+        with torch.no_grad():
+            torch.manual_seed(0)
+            found = (pipeline(model) if mixed else pipe)(x)  # as the message advises
+            torch.manual_seed(0)
+            torch.testing.assert_close(found, plain(x), rtol=1e-12, atol=0)
+            if not mixed:
+                driver.run(1, x)
+                assert driver.commands.flags == driver.placed.flags()
+        names = dict(model.named_modules())
+        assert {name: each.training for name, each in names.items()} == {
+            name: each.training for name, each in plain.named_modules()
+        }
+        assert {name: each.training for name, each in pipe.named_modules()} == {
+            name: each.training for name, each in plain.named_modules()
+        }
+    driver.close()
+
+
+class Auxiliary(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.a(x)
+        pipe_split()
+        return self.b(x) if self.training else self.b(x).sin()
+
+
+def test_a_model_that_is_bound_to_its_mode_refuses_the_other_whoever_is_switched(threads):
+    model, x = Auxiliary(), torch.randn(2, 4)
+    pipe = pipeline(model)
+    driver = PipelineDriverFillDrain(pipe, threads)
+    for run in (pipe, lambda x: driver.run(1, x)):
+        model.eval()
+        before = list(threads.control.counts)
+        with pytest.raises(ModeError, match=r"not traced in eval mode(.|\n)*pipe.train\(\)"):
+            run(x)
+        assert threads.control.counts == before
+        pipe.train()  # as the message advises
+        torch.testing.assert_close(run(x), model(x))
+    driver.close()
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
+def test_a_copy_of_a_pipe_follows_its_own_parts_only(way):
+    model, x = Dropping(), torch.randn(6, 8)
+    pipe = pipeline(model)
+    other = way(pipe)
+    other.inner.eval(), other.eval()
+    assert model.training and pipe.training and model.inner.training
+    assert torch.equal(other(x), other(x))
+    model.eval()
+    other.train()
+    assert not torch.equal(other(x), other(x))
+
+
+def test_a_pipe_outlives_its_model():
+    model, x = Dropping(), torch.randn(6, 8)
+    pipe = pipeline(model)
+    model.eval()
+    expected = model(x)
+    assert torch.equal(pipe(x), expected)
+    del model
+    pipe.train()(x)
+    pipe.norm.eval(), pipe.eval()
+    assert pipe(x).shape == expected.shape
