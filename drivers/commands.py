@@ -10,6 +10,7 @@ from pippy.drivers.control.dispatch import Dispatch, PendingCommand
 from pippy.drivers.control.messages import Load, StageFlags, Step, Unload, ZeroGrad
 from pippy.drivers.errors import DriverError
 from pippy.drivers.interrupts import uninterrupted
+from pippy.ir.surroundings import Surroundings
 
 Flags = Mapping[int, Mapping[str, StageFlags]]  # by worker and stage
 
@@ -52,6 +53,9 @@ class Commands:
 
     The flags of modules and parameters go along with a step if they are not those that the workers were told last, or if the
     step that told them was given up: ``flags_due``.
+
+    What surrounds a call goes along with its command if the workers were told otherwise last, or if that command was given
+    up: ``told``.
     """
 
     def __init__(self, dispatch: Dispatch, driver: int, workers: Sequence[int], has_copies: bool) -> None:
@@ -61,6 +65,7 @@ class Commands:
         self.steps = self.steps_of_last_update = 0
         self.flags: Flags = {}
         self.flags_due = False
+        self.told: Surroundings | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
     def load(self, loads: Mapping[int, Load], flags: Flags) -> None:
@@ -92,12 +97,14 @@ class Commands:
             self.flags, self.flags_due = flags, True
         return flags if self.flags_due else None
 
-    def post_step(self, steps: Mapping[int, Step], trains: bool, reduce: bool, limit: float | None) -> PendingCommand:
+    def post_step(
+        self, steps: Mapping[int, Step], trains: bool, reduce: bool, limit: float | None, surroundings: Surroundings
+    ) -> PendingCommand:
         """Send a step to the workers; `Dispatch.wait` waits for it. ``reduce`` says that it adds up copies."""
         with uninterrupted():
-            zero, told = self._with_zero(steps)
-            posted = self.dispatch.post(self.driver, told, zero, self._undo_to_now(), limit)
-            self.flags_due, self.zeroed = False, frozenset()
+            zero, changed, bodies = self._addressed(steps, surroundings)
+            posted = self.dispatch.post(self.driver, bodies, zero, self._undo_to_now(), limit, changed)
+            self.told, self.flags_due, self.zeroed = surroundings, False, frozenset()
             self.gradients = self._after_step(trains, reduce)
             self.steps += 1
         return posted
@@ -112,9 +119,10 @@ class Commands:
         """Send each worker its part of a command, and wait for the answers."""
         if self.dispatch.outstanding:  # it may fail, and change the state
             self.dispatch.wait(self.dispatch.outstanding[-1])
-        zero, told = self._with_zero(bodies)
-        answers = self.dispatch.call(self.driver, told, zero, self._undo_to_now())
-        self.zeroed = frozenset()
+        surroundings = Surroundings.current()
+        zero, changed, addressed = self._addressed(bodies, surroundings)
+        answers = self.dispatch.call(self.driver, addressed, zero, self._undo_to_now(), changed)
+        self.told, self.zeroed = surroundings, frozenset()
         if self.gradients is GradientState.TO_DROP:
             self.gradients = GradientState.REDUCED
         return {worker: answers[worker] for worker in bodies}  # the others only dropped their gradients
@@ -141,12 +149,15 @@ class Commands:
         if self.steps:
             self.steps_of_last_update, self.steps = self.steps, 0
 
-    def _with_zero(self, bodies: Mapping[int, Any]) -> tuple[ZeroGrad, Mapping[int, Any]]:
-        """Which gradients are to be dropped, and the command for all workers if there are any."""
+    def _addressed(
+        self, bodies: Mapping[int, Any], surroundings: Surroundings
+    ) -> tuple[ZeroGrad, Surroundings | None, Mapping[int, Any]]:
+        """Which gradients are to be dropped, surroundings if they changed, and the command: for all workers in both cases."""
         if self._finalizer is not None and not self._finalizer.alive:
             raise DriverError("this driver was closed; make another")
         zero: ZeroGrad = self.gradients is GradientState.TO_DROP or tuple(sorted(self.zeroed)) or False
-        return zero, {**dict.fromkeys(self.workers), **bodies} if zero else bodies
+        changed = surroundings if surroundings != self.told else None
+        return zero, changed, {**dict.fromkeys(self.workers), **bodies} if zero or changed else bodies
 
     def _undo_to_now(self) -> Callable[[], None]:
         """What to call if a command that is sent now is given up."""
@@ -155,5 +166,6 @@ class Commands:
     def _undo(self, gradients: GradientState, steps: int, flags_due: bool, zeroed: frozenset[int]) -> None:
         self.flags_due = self.flags_due or flags_due
         self.zeroed |= zeroed
+        self.told = None
         if self.gradients is not GradientState.TO_DROP:
             self.gradients, self.steps = gradients, steps

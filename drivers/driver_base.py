@@ -34,6 +34,7 @@ from pippy.drivers.running_step import RunningStep
 from pippy.drivers.schedules import Program
 from pippy.drivers.workers.compiling import compile_options
 from pippy.ir.pipe import Pipe, compiled_of, follow_training_flags
+from pippy.ir.surroundings import Surroundings, refused_here
 from pippy.ir.trees import describe, tensors
 
 
@@ -160,6 +161,7 @@ class PipelineDriverBase:
             raise DriverError(
                 f"chunks={describe(chunks)}: give the number of micro-batches first, as in driver.run(4, x, target)"
             )
+        surroundings = _surroundings()
         follow_training_flags(self.pipe)
         trains = self._trains()
         if trains:
@@ -185,7 +187,7 @@ class PipelineDriverBase:
         measured = None
         if self._auto is not None and trains:
             measured = self._auto.begin(chunks, program, self.ranks)
-        posted = self.commands.post_step(steps, trains, reduce, self.step_timeout)
+        posted = self.commands.post_step(steps, trains, reduce, self.step_timeout, surroundings)
         if measured is not None:
             measured(partial(self.dispatch.wait, posted))
         return RunningStep(self.dispatch, posted, results, note)
@@ -300,6 +302,17 @@ class PipelineDriverBase:
         raise TypeError(
             "a driver belongs to its cluster's controller and cannot be pickled; pickle driver.state_dict()"
         )
+
+
+def _surroundings() -> Surroundings:
+    """What surrounds the call of the driver."""
+    refused = refused_here()
+    if refused is not None:
+        raise DriverError(
+            f"{refused.name} is in force around driver.run(), and the stages run on workers, where it does not act; "
+            f"{refused.remedy}"
+        )
+    return Surroundings.current()
 
 
 def _seconds(limit: Any) -> float | None:

@@ -15,7 +15,6 @@ from pippy.drivers.control.messages import (
     Load,
     OutOfOrderLimits,
     ReplicatedParameter,
-    Settings,
     StageFlags,
     TensorLocation,
 )
@@ -67,7 +66,6 @@ class PlacedPipe:
             constant={call: tuple(constant[call]) for call in calls if call in constant},
             replicated=self.replicated,
             seed=seed,
-            settings=Settings.current(),
             compile=None if self.compile is None else pickle_by_value(self.compile),
         )
 

@@ -78,7 +78,7 @@ def cluster(
     addresses = _meet(rank_info, names, start_timeout)
     worker = None
     if rank_info.index >= 0:
-        worker = TorchrunWorker(rank_info.index, names, own_device, rank_info.rpc_name, threads)
+        worker = TorchrunWorker(rank_info.index, names, own_device, rank_info.rpc_name, threads, rank_info.rank == 0)
     if rank_info.rank:
         assert worker is not None
         _work(worker, rank_info, timeout, start_timeout)

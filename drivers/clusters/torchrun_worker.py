@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from pippy.drivers.control.messages import Command, GiveUp, Load
+from pippy.drivers.control.messages import GiveUp
 from pippy.drivers.transport import rpc
 from pippy.drivers.transport.message_queue import Ended, MessageQueue
 from pippy.drivers.transport.rpc_transport import RpcTransport
@@ -40,13 +40,25 @@ class TorchrunWorker:
     """
 
     def __init__(
-        self, index: int, names: Sequence[str], device: str, peer: Callable[[int], str], threads: int | None = None
+        self,
+        index: int,
+        names: Sequence[str],
+        device: str,
+        peer: Callable[[int], str],
+        threads: int | None = None,
+        shares_process: bool = False,
     ) -> None:
         self.messages, self.threads = MessageQueue(), threads
         torch.empty(0, device=device)  # a device that does not work fails here
         self.transport = RpcTransport(index, lambda to, key, value: rpc.deliver(peer(to), key, value), device=device)
         context = WorkerContext(
-            index, tuple(names), self.messages, self.transport, device, threads or torch.get_num_threads()
+            index,
+            tuple(names),
+            self.messages,
+            self.transport,
+            device,
+            threads or torch.get_num_threads(),
+            shares_process,
         )
         self.worker = Worker(context)
         self.name = names[index]
@@ -61,14 +73,7 @@ class TorchrunWorker:
             self.worker.run()
 
     def start(self) -> None:
-        """Run on a thread beside the controller's, whose random numbers are left alone when stages are loaded."""
-        obey = self.worker.answer
-
-        def answer(command: Command) -> Any:
-            with torch.random.fork_rng(devices=[], enabled=isinstance(command.body, Load)):
-                return obey(command)
-
-        self.worker.answer = answer  # type: ignore[method-assign]
+        """Run on a thread beside the controller's."""
         self.thread = threading.Thread(target=self.run, name=f"pippy {self.name}", daemon=True)
         self.thread.start()
 

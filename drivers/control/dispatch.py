@@ -17,9 +17,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pippy.drivers.control.control import Control, PendingCall
-from pippy.drivers.control.messages import Answer, Command, Dump, Failure, GiveUp, OptimizerStep, ZeroGrad
+from pippy.drivers.control.messages import (
+    Answer,
+    Command,
+    CommandElsewhere,
+    Dump,
+    Failure,
+    GiveUp,
+    OptimizerStep,
+    ZeroGrad,
+)
 from pippy.drivers.errors import ClusterError, StepError
 from pippy.drivers.interrupts import uninterrupted
+from pippy.ir.surroundings import Surroundings
 
 
 def _nothing() -> None:
@@ -69,8 +79,9 @@ class Dispatch:
         zero_grad: ZeroGrad = False,
         undo: Callable[[], None] = _nothing,
         limit: float | None = None,
+        surroundings: Surroundings | None = None,
     ) -> PendingCommand:
-        """Send each worker its part of a command, under one number."""
+        """Send each worker its part of a command, under one number. ``surroundings`` are given if they changed."""
         self.wait_given_up(limit)
         posted = PendingCommand(self.number + 1, bodies, undo, limit)
         try:
@@ -79,7 +90,8 @@ class Dispatch:
                 self.outstanding.append(posted)
                 for worker, body in bodies.items():
                     dropped = tuple(self._take_dropped(worker))
-                    command = Command(self.number, self.settled, driver, body, zero_grad, dropped)
+                    parts = self.number, self.settled, driver, body, zero_grad, dropped
+                    command = Command(*parts) if surroundings is None else CommandElsewhere(*parts, surroundings)
                     posted.calls[worker] = self.control.post(worker, command)
         except BaseException as error:  # some workers may have the command, and wait for the others
             self.give_up(error)
@@ -106,13 +118,18 @@ class Dispatch:
         return {worker: answer.value for worker, answer in posted.answers.items()}
 
     def call(
-        self, driver: int, bodies: Mapping[int, Any], zero_grad: ZeroGrad = False, undo: Callable[[], None] = _nothing
+        self,
+        driver: int,
+        bodies: Mapping[int, Any],
+        zero_grad: ZeroGrad = False,
+        undo: Callable[[], None] = _nothing,
+        surroundings: Surroundings | None = None,
     ) -> dict[int, Any]:
         """Post a command, and wait for it. Steps that are under way are waited for first: it is to find them done."""
         try:
             if self.outstanding:
                 self.wait(self.outstanding[-1])
-            return self.wait(self.post(driver, bodies, zero_grad, undo))
+            return self.wait(self.post(driver, bodies, zero_grad, undo, surroundings=surroundings))
         except KeyboardInterrupt as interrupt:  # between the two
             self.give_up(interrupt)
             raise

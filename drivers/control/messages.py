@@ -16,6 +16,7 @@ from pippy.drivers.lowering.flow import Work
 from pippy.drivers.schedules.programs.edges import Pass
 from pippy.drivers.schedules.programs.instructions import Instruction
 from pippy.drivers.transport.pickling import Pickled
+from pippy.ir.surroundings import Surroundings
 
 ZeroGrad = bool | tuple[int, ...]
 
@@ -38,6 +39,13 @@ class Command:
 
 
 @dataclass(frozen=True)
+class CommandElsewhere(Command):
+    """A command whose call was surrounded by something else than the last one that these workers were told of."""
+
+    surroundings: Surroundings | None = None
+
+
+@dataclass(frozen=True)
 class TensorLocation:
     """Where a worker finds a parameter or buffer: the name of the stage (or `_loss`), and the tensor's name in that stage."""
 
@@ -54,27 +62,6 @@ class ReplicatedParameter:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Settings of torch in the controller's process that change the numbers."""
-
-    dtype: torch.dtype
-    precision: str
-    deterministic: bool
-
-    @staticmethod
-    def current() -> "Settings":
-        """The settings of this process."""
-        precision = torch.get_float32_matmul_precision()
-        return Settings(torch.get_default_dtype(), precision, torch.are_deterministic_algorithms_enabled())
-
-    def apply(self) -> None:
-        """Set them in this process."""
-        torch.set_default_dtype(self.dtype)
-        torch.set_float32_matmul_precision(self.precision)
-        torch.use_deterministic_algorithms(self.deterministic)
-
-
-@dataclass(frozen=True)
 class Load:
     """The stages that a worker will run.
 
@@ -87,7 +74,6 @@ class Load:
     constant: Mapping[str, Sequence[str]]
     replicated: tuple[ReplicatedParameter, ...]
     seed: int
-    settings: Settings
     compile: Pickled | None = None
 
 

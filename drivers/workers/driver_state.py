@@ -19,7 +19,6 @@ from pippy.drivers.control.messages import (
     OptimizerStep,
     ReduceGradients,
     ScaleGradients,
-    Settings,
     Step,
     StepResult,
     Store,
@@ -46,7 +45,7 @@ class DriverState:
         device: torch.device,
         given_up: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.given_up, self.settings = given_up, load.settings
+        self.given_up = given_up
         self.transport, self.device, self.constant = transport, device, load.constant
         self.modules: dict[str, nn.Module] = unpickle(load.modules)
         for module in self.modules.values():
@@ -79,8 +78,6 @@ class DriverState:
 
     def obey(self, command: Command) -> Any:
         """Carry out a command, and return its result."""
-        if self.settings != Settings.current():  # the last command was of another driver
-            self.settings.apply()
         self.gradients.settle(command.settled)
         if command.zero_grad is True:
             self.gradients.zero()

@@ -136,6 +136,7 @@ class Executor:
         """
         self.own_rows = own_rows
         self.number, self.weights, self.trains = number, weights, trains
+        self.casts = torch._C._is_any_autocast_enabled()
         chunks = len(weights)
         self.returned = {name: [None] * chunks for name in self.program.returns}
         for name, microbatches in inputs.items():
@@ -222,6 +223,8 @@ class Executor:
     def _computation(self, handle: Handle, bound: Sequence[tuple[Any, ...]], live: int) -> None:
         if handle == self._forward:
             self.peak_live = max(self.peak_live, self.live + 1)
+        if self.casts:
+            torch.clear_autocast_cache()  # a weight is cast once in a computation, and never kept beyond an update
         for operands in bound:
             handle(*operands)
         self.live += live

@@ -15,6 +15,7 @@ from pippy.drivers.schedules.programs.instructions import Compute, Free, Receive
 from pippy.drivers.transport.received_values import Interrupted
 from pippy.drivers.workers.driver_state import DriverState
 from pippy.drivers.workers.executor import Executor
+from pippy.drivers.workers.worker_surroundings import WorkerSurroundings
 
 if TYPE_CHECKING:
     from pippy.drivers.workers.worker_context import WorkerContext
@@ -27,6 +28,7 @@ class Worker:
         self.context = context
         self.device = torch.device(context.device or "cpu")
         self.drivers: dict[int, DriverState] = {}
+        self.surroundings = WorkerSurroundings(context)
         self.abandoned: deque[GiveUp] = deque()  # what is yet to be cleaned up after; urgent messages add to it
         self.given_up_through = -1
         self.command: Command | None = None
@@ -101,21 +103,26 @@ class Worker:
         return f"{names.get(slot)} of micro-batch {microbatch} of step {number}, from worker {source}"
 
     def _obey(self, command: Command) -> Any:
-        body = command.body
         self._drop(command.dropped)
+        if isinstance(command.body, Unload):
+            self._drop((command.driver,))
+            return None
+        with self.surroundings.around(command):
+            return self._obey_inside(command)
+
+    def _obey_inside(self, command: Command) -> Any:
+        body = command.body
         if isinstance(body, Load):
-            torch.manual_seed(body.seed + self.context.index)
             self.drivers[command.driver] = DriverState(
                 body, self.context.index, self.context.transport, self.device, self.given_up
             )
-            return None
-        if isinstance(body, Unload):
-            self._drop((command.driver,))
             return None
         return self.drivers[command.driver].obey(command)
 
     def _drop(self, drivers: Sequence[int]) -> None:
         """Free what drivers have held, at once: a stage and its programs refer to one another, and may be large."""
+        for driver in drivers:
+            self.surroundings.forget(driver)
         gone = [driver for driver in drivers if self.drivers.pop(driver, None)]
         if gone:
             gc.collect()

@@ -10,6 +10,8 @@ from pippy.drivers.transport.message_queue import MessageQueue
 class WorkerContext:
     """A worker's place in its cluster. ``threads`` and the core, if pinned, are set already.
 
+    With ``shares_process`` the worker is a thread of a process whose settings and random numbers are a script's.
+
     >>> context = WorkerContext(0, ("first", "last"), MessageQueue(), None, "cpu", 1)
     >>> context.name, context.workers
     ('first', 2)
@@ -21,6 +23,7 @@ class WorkerContext:
     transport: Any
     device: str
     threads: int
+    shares_process: bool = False
 
     @property
     def workers(self) -> int:

@@ -5,10 +5,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from pippy.drivers.commands import Commands, GradientState
 from pippy.drivers.control.messages import ReduceGradients, Unload
 from pippy.drivers.errors import DriverError, StepError
+from pippy.ir.surroundings import Surroundings
 
 REDUCED, UNREDUCED, TO_DROP = GradientState.REDUCED, GradientState.UNREDUCED, GradientState.TO_DROP
 WORKERS = (0, 1)
@@ -21,11 +23,13 @@ class FakeDispatch:
         self.sent: list[tuple[dict[int, Any], bool]] = []
         self.outstanding: list[Any] = []
         self.forgotten: list[int] = []
+        self.told: list[Surroundings | None] = []
         self.control = SimpleNamespace(broken="")
         self.failing = False  # whether commands that are sent now fail
 
-    def post(self, driver, bodies, zero_grad=False, undo=lambda: None, limit=None):
+    def post(self, driver, bodies, zero_grad=False, undo=lambda: None, limit=None, surroundings=None):
         self.sent.append((dict(bodies), zero_grad))
+        self.told.append(surroundings)
         posted = SimpleNamespace(bodies=bodies, undo=undo)
         self.outstanding.append(posted)
         if self.failing:
@@ -36,8 +40,8 @@ class FakeDispatch:
     def wait(self, posted):
         self.outstanding.clear()
 
-    def call(self, driver, bodies, zero_grad=False, undo=lambda: None):
-        posted = self.post(driver, bodies, zero_grad, undo)
+    def call(self, driver, bodies, zero_grad=False, undo=lambda: None, surroundings=None):
+        posted = self.post(driver, bodies, zero_grad, undo, surroundings=surroundings)
         self.outstanding.remove(posted)
         return {worker: f"answer {worker}" for worker in posted.bodies}
 
@@ -60,11 +64,12 @@ def commands_in(state: GradientState, dispatch: FakeDispatch, has_copies: bool =
     commands.load(dict.fromkeys(WORKERS, "stages"), {})  # type: ignore[arg-type]
     commands.gradients = state
     dispatch.sent.clear()
+    dispatch.told.clear()
     return commands
 
 
 def step(commands: Commands, trains: bool = True, reduce: bool = False) -> None:
-    commands.post_step(dict.fromkeys(WORKERS, "step"), trains, reduce, None)  # type: ignore[arg-type]
+    commands.post_step(dict.fromkeys(WORKERS, "step"), trains, reduce, None, Surroundings.current())  # type: ignore[arg-type]
 
 
 def reduce_(commands: Commands) -> None:
@@ -207,3 +212,21 @@ def test_workers_drop_a_driver_that_is_gone_or_whose_stages_could_not_be_sent(di
     with pytest.raises(StepError):
         commands_in(REDUCED, dispatch)
     assert dispatch.forgotten == [7, 7]
+
+
+def test_surroundings_are_told_when_they_change_and_again_after_a_command_was_given_up(dispatch):
+    commands = commands_in(REDUCED, dispatch)
+    step(commands)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        step(commands)
+        inside = Surroundings.current()
+        commands.call({0: "fetch"})
+    commands.call({0: "fetch"})
+    assert dispatch.told == [None, inside, None, Surroundings.current()]
+    assert [set(bodies) for bodies, _ in dispatch.sent] == [{0, 1}, {0, 1}, {0}, {0, 1}], "told to all workers"
+    dispatch.failing = True
+    with pytest.raises(StepError):
+        step(commands)
+    dispatch.failing = False
+    commands.call({0: "fetch"})
+    assert dispatch.told[-1] == Surroundings.current()

@@ -57,7 +57,9 @@ class NoProcesses:
 def thread_cluster(n):
     names = tuple(f"worker{index}" for index in range(n))
     transports = in_process(n)
-    workers = [Worker(WorkerContext(index, names, MessageQueue(), transports[index], "cpu", 1)) for index in range(n)]
+    workers = [
+        Worker(WorkerContext(index, names, MessageQueue(), transports[index], "cpu", 1, True)) for index in range(n)
+    ]
     for worker in workers:
         inner = worker.answer
         worker.answer = lambda command, inner=inner: _stop() if command is None else inner(command)

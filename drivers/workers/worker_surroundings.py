@@ -1,0 +1,86 @@
+"""What surrounds the commands of each driver, on a worker: settings, autocast and the state of the random numbers.
+
+A worker has the process for itself, or is a thread beside a script's (`WorkerContext.shares_process`). The settings and
+random numbers of a script's process are the script's: there the worker only looks whether the settings are those of the
+call that it was sent, and draws from the script's random numbers.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from pippy.drivers.control.messages import Command, CommandElsewhere, Load
+from pippy.drivers.errors import DriverError
+from pippy.drivers.workers.worker_context import WorkerContext
+from pippy.ir.surroundings import Surroundings
+
+RandomState = tuple[torch.Tensor, torch.Tensor | None]  # of the CPU, and of the worker's device if that is another
+
+
+class WorkerSurroundings:
+    """The surroundings of the drivers of one worker. ``driver`` is the one whose command was carried out last."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.context, self.device = context, torch.device(context.device or "cpu")
+        self.of: dict[int, Surroundings] = {}
+        self.random_states: dict[int, RandomState] = {}
+        self.driver: int | None = None
+        self.set: Surroundings | None = None  # what the process was given last
+
+    @contextmanager
+    def around(self, command: Command) -> Iterator[None]:
+        """The surroundings in which a command is carried out."""
+        if isinstance(command, CommandElsewhere) and command.surroundings is not None:
+            self.of[command.driver] = command.surroundings
+        own = self.of[command.driver]
+        if self.context.shares_process:
+            _check(own)
+        else:
+            self._switch_to(command)
+            if own is not self.set:
+                self.set = None
+                own.set_process()
+                self.set = own
+        try:
+            with own.on(self.device):
+                yield
+        except BaseException:
+            self.set = None  # it may have failed before it set back what it set
+            raise
+        if self.context.shares_process:
+            _check(own)
+
+    def forget(self, driver: int) -> None:
+        """A driver is gone."""
+        self.of.pop(driver, None)
+        self.random_states.pop(driver, None)
+
+    def _switch_to(self, command: Command) -> None:
+        """Each driver has random numbers of its own, which begin where its stages are loaded."""
+        if self.driver == command.driver and not isinstance(command.body, Load):
+            return
+        if self.driver in self.of:
+            self.random_states[self.driver] = self._random_state()
+        self.driver = command.driver
+        if isinstance(command.body, Load):
+            torch.manual_seed(command.body.seed + self.context.index)
+        elif command.driver in self.random_states:
+            self._set_random_state(self.random_states[command.driver])
+
+    def _random_state(self) -> RandomState:
+        return torch.get_rng_state(), torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+
+    def _set_random_state(self, state: RandomState) -> None:
+        torch.set_rng_state(state[0])
+        if state[1] is not None:
+            torch.cuda.set_rng_state(state[1], self.device)
+
+
+def _check(surroundings: Surroundings) -> None:
+    changed = surroundings.changed_settings()
+    if changed:
+        raise DriverError(
+            f"the script changed {', '.join(changed)} while a step ran, and this worker is part of the script's process; wait "
+            "for the step before that: run_async(...).result(), or run(...)"
+        )

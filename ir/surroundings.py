@@ -1,0 +1,253 @@
+"""What surrounds a call in the user's process and bears on its numbers: the workers follow it, or the call is refused.
+
+`TABLE` has a row for each:
+
+    Setting   of the whole process: read where the driver is called, and set in the processes of the workers
+    Entered   of the calling thread: a context that the workers enter for the command
+    Refused   acts in this process only; the row has the way out
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+_C: Any = torch._C
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting of the whole process: how it is read, and how it is set."""
+
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Entered:
+    """Something of the calling thread. ``enter`` makes the same on a worker: it is given what was read, and the device."""
+
+    name: str
+    read: Callable[[], Any]
+    enter: Callable[[Any, torch.device], Any] | None = None  # None: the step says it anyway
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Something that cannot go to the workers. ``read`` says whether it is in force."""
+
+    name: str
+    read: Callable[[], Any]
+    remedy: str
+
+
+def _unless_mixed(read: Callable[[], Any]) -> Any:
+    """A setting of the older of two interfaces; torch refuses to read it after the newer one was used."""
+    try:
+        return read()
+    except RuntimeError:
+        return None
+
+
+_BACKENDS = ("cuda", "mkldnn") if torch.backends.cuda.is_built() else ("mkldnn",)
+_PRECISIONS = [(backend, op) for backend in _BACKENDS for op in ("matmul", "conv", "rnn")]
+
+
+def _read_precisions() -> tuple[Any, ...]:
+    read = _C._get_fp32_precision_getter
+    older = _unless_mixed(_C._get_float32_matmul_precision), _unless_mixed(_C._get_cudnn_allow_tf32)
+    return *older, *[read(backend, op) for backend, op in _PRECISIONS]
+
+
+def _write_precisions(values: tuple[Any, ...]) -> None:
+    older = _C._set_float32_matmul_precision, _C._set_cudnn_allow_tf32
+    for write, value in zip(older, values):  # these set some of the others, too: they come first
+        if value is not None:
+            write(value)
+    for (backend, op), value in zip(_PRECISIONS, values[len(older) :]):
+        _C._set_fp32_precision_setter(backend, op, value)
+
+
+def _write_determinism(values: tuple[bool, bool, bool]) -> None:
+    torch.use_deterministic_algorithms(values[0], warn_only=values[1])
+    _C._set_deterministic_fill_uninitialized_memory(values[2])
+
+
+def _flags(name: str, *pairs: tuple[Callable[[], Any], Callable[[Any], Any]]) -> Setting:
+    """A row for several flags that belong together."""
+
+    def write(values: tuple[Any, ...]) -> None:
+        for (_, set_one), value in zip(pairs, values):
+            set_one(value)
+
+    readers = [read for read, _ in pairs]
+    return Setting(name, lambda: tuple([read() for read in readers]), write)
+
+
+def _read_autocast() -> tuple[Any, ...]:
+    """Nothing, or whether casts are kept, and the dtype of each device type that autocast is on for."""
+    if not _C._is_any_autocast_enabled():
+        return ()
+    kinds = [kind for kind in _C._autocast_supported_devices() if torch.is_autocast_enabled(kind)]
+    return torch.is_autocast_cache_enabled(), *[(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
+
+
+@contextmanager
+def _enter_autocast(read: tuple[Any, ...], device: torch.device) -> Iterator[None]:
+    keeps, *kinds = read
+    with ExitStack() as stack:
+        for kind, dtype in kinds:
+            if kind in (device.type, "cpu"):  # this worker has no tensors of another kind
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=keeps))
+        yield
+
+
+def _default_device() -> str | None:
+    if not _C._len_torch_function_stack():
+        return None
+    devices = [mode.device.type for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
+    return devices[-1] if devices else None
+
+
+def _function_mode() -> bool:
+    """Whether there is a function mode, other than those that `torch.set_default_device` and `with torch.device` make."""
+    return _C._len_torch_function_stack() > 0 and not all(
+        isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()
+    )
+
+
+def _saved_tensors_hooks() -> bool:
+    return _C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+_IN_PIPE = "leave its region before the call, or call pipe(...) in it, which computes in this process"
+_IN_MODEL = "leave its region before the call, or call the model itself in it, which computes in this process"
+
+TABLE: tuple[Setting | Entered | Refused, ...] = (
+    Setting("torch.set_default_dtype", torch.get_default_dtype, torch.set_default_dtype),
+    Setting(
+        "torch.use_deterministic_algorithms",
+        lambda: (
+            _C._get_deterministic_algorithms(),
+            _C._get_deterministic_algorithms_warn_only(),
+            _C._get_deterministic_fill_uninitialized_memory(),
+        ),
+        _write_determinism,
+    ),
+    Setting(
+        "torch.set_float32_matmul_precision, fp32_precision and allow_tf32 of torch.backends",
+        _read_precisions,
+        _write_precisions,
+    ),
+    _flags(
+        "allow_bf16_reduced_precision_reduction and allow_fp16_reduced_precision_reduction of torch.backends",
+        (_C._get_cublas_allow_bf16_reduced_precision_reduction, lambda v: _allow_reduced("bf16", v)),
+        (_C._get_cublas_allow_fp16_reduced_precision_reduction, lambda v: _allow_reduced("fp16", v)),
+        (_C._get_cpu_allow_fp16_reduced_precision_reduction, _C._set_cpu_allow_fp16_reduced_precision_reduction),
+        (_C._get_math_sdp_allow_fp16_bf16_reduction, _C._set_math_sdp_allow_fp16_bf16_reduction),
+    ),
+    _flags(
+        "torch.backends.cudnn.flags",
+        (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
+        (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
+        (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
+    ),
+    _flags(
+        "torch.backends.mkldnn.flags",
+        (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
+        (_C._get_mkldnn_deterministic, _C._set_mkldnn_deterministic),
+    ),
+    _flags(
+        "torch.nn.attention.sdpa_kernel",
+        (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
+        (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
+        (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
+        (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
+        (_C._get_overrideable_sdp_enabled, _C._set_sdp_use_overrideable),
+        (lambda: tuple(_C._get_sdp_priority_order()), lambda order: _C._set_sdp_priority_order(list(order))),
+    ),
+    Setting(
+        "torch.autograd.detect_anomaly",
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda values: torch.set_anomaly_enabled(*values),
+    ),
+    Entered("torch.no_grad, torch.inference_mode", torch.is_grad_enabled),
+    Entered("torch.autocast", _read_autocast, _enter_autocast),
+    Refused(
+        "torch.set_default_device, with torch.device",
+        lambda: _default_device() not in (None, "cpu"),
+        "put `with torch.device('cpu'):` around the call, and where forward makes a tensor, say where: "
+        "torch.zeros(n, device=x.device)",
+    ),
+    Refused("torch.autograd.graph.saved_tensors_hooks, save_on_cpu", _saved_tensors_hooks, _IN_PIPE),
+    Refused("a TorchFunctionMode", _function_mode, _IN_PIPE),
+    Refused("a TorchDispatchMode", _C._len_torch_dispatch_stack, _IN_PIPE),
+    Refused(
+        "a transform of torch.func",
+        lambda: _C._functorch.peek_interpreter_stack() is not None,
+        _IN_MODEL,
+    ),
+    Refused("torch.autograd.forward_ad.dual_level", lambda: forward_ad._current_level >= 0, _IN_MODEL),
+)
+
+SETTINGS = [row for row in TABLE if isinstance(row, Setting)]
+ENTERED = [row for row in TABLE if isinstance(row, Entered) and row.enter is not None]
+REFUSED = [row for row in TABLE if isinstance(row, Refused)]
+
+
+def _allow_reduced(dtype: str, value: tuple[bool, bool]) -> None:
+    getattr(_C, f"_set_cublas_allow_{dtype}_reduced_precision_reduction")(*value)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What was read of the rows of `TABLE` that are followed: of each `Setting`, and of each `Entered` with a context."""
+
+    settings: tuple[Any, ...]
+    entered: tuple[Any, ...]
+
+    @staticmethod
+    def current() -> "Surroundings":
+        """What surrounds this call."""
+        return Surroundings(tuple([row.read() for row in SETTINGS]), tuple([row.read() for row in ENTERED]))
+
+    def set_process(self) -> None:
+        """Give this process the settings, as far as it does not have them."""
+        for row, value in zip(SETTINGS, self.settings, strict=True):
+            if row.read() != value:
+                row.write(value)
+
+    def changed_settings(self) -> list[str]:
+        """The names of the settings that are not so in this process."""
+        return [row.name for row, value in zip(SETTINGS, self.settings, strict=True) if row.read() != value]
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        """The contexts of the caller's thread, on a worker that computes on ``device``."""
+        if not any(self.entered):
+            yield
+            return
+        with ExitStack() as stack:
+            for row, value in zip(ENTERED, self.entered, strict=True):
+                if value:
+                    stack.enter_context(row.enter(value, device))  # type: ignore[misc]
+            yield
+
+    @property
+    def casts(self) -> bool:
+        """Whether autocast is on."""
+        return bool(self.entered[0])
+
+
+def refused_here() -> Refused | None:
+    """What is in force around this call and cannot go to the workers, if there is something."""
+    for row in REFUSED:
+        if row.read():
+            return row
+    return None
