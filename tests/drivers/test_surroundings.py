@@ -223,4 +223,8 @@ def test_what_is_refused_is_refused_before_anything_is_sent_and_its_remedy_works
 
 def test_the_page_has_a_row_for_each():
     page = (Path(__file__).parents[2] / "docs/same.md").read_text().replace("`", "")
-    assert [row.name for row in TABLE if f"| {row.name} | {'refused' if isinstance(row, Refused) else 'followed'}" not in page] == []
+    assert [
+        row.name
+        for row in TABLE
+        if f"| {row.name} | {'refused' if isinstance(row, Refused) else 'followed'}" not in page
+    ] == []
