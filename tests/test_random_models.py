@@ -18,17 +18,21 @@ WIDTH = 4
 # A step takes one or two earlier values by number, and perhaps one of the model's layers or tensors.
 UNARY = ("tanh", "lin", "mm", "scale", "view", "dropout", "detach", "frozen", "iadd", "count", "no_grad")
 BINARY = ("add", "mul", "cat", "where", "pair")
-steps = st.lists(
-    st.tuples(
-        st.sampled_from(UNARY + BINARY),
+
+
+def programs(kinds: tuple[str, ...]) -> st.SearchStrategy[list[Any]]:
+    """Lists of steps of these kinds."""
+    step = st.tuples(
+        st.sampled_from(kinds),
         st.integers(0, 30),  # the first operand, counted from the latest value
         st.integers(0, 30),
         st.integers(0, 2),  # which layer or tensor
         st.booleans(),  # whether a cut follows
-    ),
-    min_size=3,
-    max_size=14,
-)
+    )
+    return st.lists(step, min_size=3, max_size=14)
+
+
+steps = programs(UNARY + BINARY)
 
 
 class Random(nn.Module):
@@ -95,7 +99,11 @@ def loss_of(outputs: Any, target: Any) -> torch.Tensor:
 
 
 @settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
-@given(steps, st.lists(st.integers(0, 30), min_size=1, max_size=4), st.sampled_from(MultiUseParameterConfig))
+@given(
+    programs(UNARY + BINARY),
+    st.lists(st.integers(0, 30), min_size=1, max_size=4),
+    st.sampled_from(MultiUseParameterConfig),
+)
 def test_random_models_cut_at_random(program, outputs, config):
     torch.manual_seed(0)
     model = Random(program, outputs).double()

@@ -20,11 +20,12 @@ import pickle
 import threading
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import cloudpickle
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from pippy.drivers.errors import PackingError
 
@@ -148,6 +149,9 @@ class _ModulePickler(_ByValuePickler):
         self.numbers: dict[int, int] = {}  # of the storages that were set aside
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
+            kind = parametrize.type_before_parametrizations(obj)
+            return _empty_module, (kind,), obj.__dict__, None, None, _put_parametrized
         if type(obj) not in (torch.Tensor, nn.Parameter):
             return super().reducer_override(obj)
         if obj.layout != torch.strided or obj.is_quantized:
@@ -162,6 +166,21 @@ class _ModulePickler(_ByValuePickler):
             self.numbers[storage._cdata] = len(self.tensors)
             self.tensors.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage).cpu())
         return self.numbers[storage._cdata]
+
+
+def _empty_module(kind: type[nn.Module]) -> nn.Module:
+    return kind.__new__(kind)
+
+
+def _put_parametrized(module: nn.Module, state: dict[str, Any]) -> None:
+    """Give a module its state, and the class that torch makes for each module with a parametrization (a weight norm, say).
+
+    The class has a property for each parametrized tensor, and refuses to be pickled.
+    """
+    module.__dict__.update(state)
+    parametrize._inject_new_class(module)
+    for name in cast(nn.ModuleDict, module.parametrizations):
+        parametrize._inject_property(module, name)
 
 
 def _set_aside(obj: torch.Tensor | Pickled, tensors: list[torch.Tensor]) -> tuple[Callable[..., Any], tuple[int, ...]]:

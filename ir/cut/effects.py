@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 from torch.jit._builtins import _find_builtin
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 # Operators and functions of torch that may return an argument or a view of it, of which no schema tells.
 _VIEWS_WITHOUT_SCHEMA = frozenset(
@@ -103,7 +104,7 @@ def _of_module(module: nn.Module, given: list[Any], attributes: Mapping[str, Any
 
 def _is_of_torch(module: nn.Module) -> bool:
     """Whether all code of a module is torch's, so that it is known what it does."""
-    return type(module).__module__.startswith(("torch.nn.", "torch.ao.")) and (
+    return type_before_parametrizations(module).__module__.startswith(("torch.nn.", "torch.ao.")) and (
         not isinstance(module, nn.Sequential) or all(map(_is_of_torch, module))
     )
 
