@@ -2,6 +2,7 @@
 
 import copy
 import re
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from pippy import Pipe, PipelineDriver, PipelineDriver1F1B, pipe_split, pipeline
-from pippy.drivers.errors import DriverError
+from pippy.drivers.errors import DriverError, StepError
 from pippy.ir.surroundings import SETTINGS, TABLE, Refused
 from tests.drivers.models import Chain
 
@@ -228,3 +229,89 @@ def test_the_page_has_a_row_for_each():
         for row in TABLE
         if f"| {row.name} | {'refused' if isinstance(row, Refused) else 'followed'}" not in page
     ] == []
+
+
+def test_a_step_leaves_the_script_s_settings_alone(threads):
+    """Under torchrun worker 0 is a thread of the script's process: a step set the settings of when its driver was made."""
+    driver = PipelineDriver1F1B(pipeline(Chain(2), F.mse_loss), threads)
+    x, target = torch.randn(4, 8), torch.randn(4, 8)
+    with CONTEXTS["torch.set_default_dtype"](), CONTEXTS["torch.use_deterministic_algorithms"]():
+        driver.run(2, x, target)
+        assert torch.get_default_dtype() is torch.bfloat16
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    driver.run(2, x, target)
+    assert torch.get_default_dtype() is torch.float32 and not torch.are_deterministic_algorithms_enabled()
+    driver.close()
+
+
+class Waits(nn.Module):
+    """A stage that goes on when the test lets it."""
+
+    def forward(self, x):
+        assert GO_ON.wait(20)
+        return x
+
+
+GO_ON = threading.Event()
+
+
+def test_a_script_that_changes_a_setting_while_a_step_runs_beside_it(threads):
+    GO_ON.clear()
+    driver = PipelineDriver1F1B(Pipe.from_sequential(nn.Sequential(nn.Linear(2, 2), Waits()), mean), threads)
+    x, target = torch.randn(4, 2), torch.zeros(4)
+    step = driver.run_async(2, x, target)
+    with CONTEXTS["torch.set_default_dtype"]():
+        GO_ON.set()
+        with pytest.raises(
+            StepError, match=r"changed torch.set_default_dtype while a step ran.*run_async\(...\).result"
+        ):
+            step.result()
+    step = driver.run_async(2, x, target)
+    expected = step.result()
+    with CONTEXTS["torch.set_default_dtype"]():
+        assert torch.equal(driver.run(2, x, target), expected)
+    driver.close()
+
+
+def drawn(cluster, between):
+    """What a driver draws in two steps, with something between them."""
+    torch.manual_seed(3)
+    pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), mean)
+    driver = PipelineDriver1F1B(pipe, cluster)
+    x, target = torch.randn(4, 8), torch.zeros(4)
+    first = driver.run(2, x, target)
+    between(pipe, x, target)
+    return first, driver.run(2, x, target)
+
+
+def test_another_driver_changes_no_random_numbers(cluster):
+    """To make a driver seeded the workers anew, for all other drivers, too."""
+
+    def another(pipe, x, target):
+        driver = PipelineDriver1F1B(pipe, cluster)
+        driver.run(2, x, target)
+        driver.close()
+
+    assert drawn(cluster, another) == drawn(cluster, lambda *_: None)
+
+
+def test_a_stage_that_leaves_a_setting_changed_when_it_fails(cluster):
+    """The next command has the settings of its own call."""
+    model = nn.Sequential(nn.Linear(2, 2), Spoils())
+    driver = PipelineDriver1F1B(Pipe.from_sequential(model, mean), cluster)
+    with pytest.raises(StepError, match="spoiled"):
+        driver.run(2, torch.zeros(4, 2), torch.zeros(4))
+    assert driver.run(2, torch.ones(4, 2), torch.zeros(4)) == 1
+    driver.close()
+
+
+class Spoils(nn.Module):
+    """Gives 1 where the default dtype is as usual, and changes it before it fails."""
+
+    def forward(self, x):
+        at_most = float(torch.get_default_dtype() is torch.float32)
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls == 1:
+            torch.set_default_dtype(torch.float64)
+            raise RuntimeError("spoiled")
+        return x * 0 + at_most
