@@ -62,6 +62,7 @@ class Commands:
         self.dispatch, self.driver, self.workers, self.has_copies = dispatch, driver, tuple(workers), has_copies
         self.gradients = GradientState.REDUCED
         self.zeroed: frozenset[int] = frozenset()
+        self.trained = False  # whether there was a training step
         self.steps = self.steps_of_last_update = 0
         self.flags: Flags = {}
         self.flags_due = False
@@ -107,6 +108,7 @@ class Commands:
             self.told, self.flags_due, self.zeroed = surroundings, False, frozenset()
             self.gradients = self._after_step(trains, reduce)
             self.steps += 1
+            self.trained = self.trained or trains
         return posted
 
     def _after_step(self, trains: bool, reduce: bool) -> GradientState:

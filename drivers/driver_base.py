@@ -24,6 +24,7 @@ from pippy.drivers.clusters.current_cluster import current_cluster
 from pippy.drivers.commands import Commands
 from pippy.drivers.control.messages import Step
 from pippy.drivers.errors import DriverError
+from pippy.drivers.local_optimizers import watch
 from pippy.drivers.optimizer import PipelineOptimizer
 from pippy.drivers.parameters import RemoteParameters
 from pippy.drivers.placed_pipe import PlacedPipe
@@ -105,6 +106,7 @@ class PipelineDriverBase:
         self._optimizers = 0
         self._recording: Recording | None = None
         self.commands.load(self.placed.loads(), self.placed.flags())
+        watch(pipe.parameters(), self.commands)
 
     def _chosen_workers(self, world_size: int | None, all_ranks: Sequence[int] | None) -> list[int]:
         there = len(self.cluster)
@@ -175,6 +177,7 @@ class PipelineDriverBase:
             self.output_spec,
             self.loss_reduction,
             self.single_loss,
+            trains,
         )
         program = sent.lowered.program
         reduce = trains and bool(program.replicated) and self.commands.last_before_update
@@ -275,6 +278,25 @@ class PipelineDriverBase:
     def state_dict(self) -> dict[str, Any]:
         """The model's state dict, with the parameters and buffers as they are on the workers."""
         return self.parameters.state_dict()
+
+    def copy_to(self, model: torch.nn.Module) -> None:
+        """Copy the parameters and buffers on the workers into a model of this process: the user's own, or one with its names.
+
+        The driver trains copies of them, and the model in this process stays as it was. Nothing is copied if the names or
+        shapes differ.
+
+        >>> from pippy import Pipe, PipelineDriver1F1B, local_cluster
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        >>> with local_cluster(2, threads=1) as cluster:
+        ...     driver = PipelineDriver1F1B(Pipe.from_sequential(model, torch.nn.MSELoss()), cluster)
+        ...     optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
+        ...     loss = driver.run(2, torch.ones(4, 2), torch.ones(4, 1))
+        ...     optimizer.step()
+        ...     driver.copy_to(model)
+        ...     print(torch.equal(model[0].weight, driver.state_dict()["0.weight"]))
+        True
+        """
+        self.parameters.copy_to(model)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load a state dict, in the model's names, into the Pipe and into all workers."""

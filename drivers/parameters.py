@@ -4,11 +4,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from pippy.drivers.commands import Commands, GradientState
 from pippy.drivers.control.messages import Fetch, GradientNorms, ReduceGradients, ScaleGradients, Store
 from pippy.drivers.errors import DriverError
 from pippy.drivers.placed_pipe import PlacedPipe
+from pippy.ir.names import named_state
 from pippy.ir.pipe import Pipe
 
 
@@ -73,6 +75,22 @@ class RemoteParameters:
         state = self.pipe.state_dict()
         state.update(self.fetch(self._on_workers(state)))
         return state
+
+    def copy_to(self, model: nn.Module) -> None:
+        """Copy the parameters and buffers on the workers into a model with the same names."""
+        names = list(self.placed.compiled.qualnames.canonical)
+        ours, theirs = dict(named_state(self.pipe)), dict(named_state(model))
+        differ = sorted(name for name in names if name not in theirs or theirs[name].shape != ours[name].shape)
+        differ += sorted(name for name in theirs if name not in ours)
+        if differ:
+            raise DriverError(
+                f"copy_to was given a {type(model).__name__} whose parameters and buffers are not those of the model, and "
+                f"nothing was copied; they differ in {', '.join(differ[:8])}"
+            )
+        values = {**ours, **self.fetch([name for name in names if self.placed.locations(name)])}
+        with torch.no_grad():
+            for name in names:
+                theirs[name].copy_(values[name])
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool) -> Any:
         """Load a state dict into the Pipe and into all workers."""

@@ -10,6 +10,7 @@ from torch import fx
 from pippy.drivers.batches.division import Division
 from pippy.drivers.batches.loss_weights import loss_weights
 from pippy.drivers.batches.merge import merge_outputs
+from pippy.drivers.errors import DriverError
 from pippy.ir.compiled import Compiled
 from pippy.ir.names import LOSS
 from pippy.ir.nodes import map_nodes
@@ -31,7 +32,9 @@ class Results:
         output_spec: Any = None,
         loss_reduction: str | Callable[..., Any] | None = None,
         single_loss: bool = False,
+        trains: bool = False,
     ) -> None:
+        self.trains = trains
         self.compiled, self.names, self.division = compiled, names, division
         self.output_spec, self.single_loss = output_spec, single_loss
         self.weights = self._weights(loss_reduction)
@@ -73,7 +76,8 @@ class Results:
         weights = torch.tensor(self.weights[: len(losses)], dtype=losses.dtype)
         if 0.0 in self.weights:
             losses, weights = losses[weights != 0], weights[weights != 0]
-        return (losses * weights).cumsum(0)[-1].reshape(shape)  # in order, however many there are
+        total = (losses * weights).cumsum(0)[-1].reshape(shape)  # in order, however many there are
+        return explaining_backward(total) if self.trains else total
 
     def _listed(self, name: str, packed: Any) -> Sequence[Any]:
         return list(packed.unbind()) if isinstance(packed, torch.Tensor) else packed
@@ -101,6 +105,27 @@ class Results:
         if isinstance(output, (tuple, list)):
             return with_children(value, [self._with_loss(item, its, loss, found) for item, its in zip(output, value)])
         return value
+
+
+def explaining_backward(loss: torch.Tensor) -> torch.Tensor:
+    """A loss whose `backward()` says that its gradients are there already. In all else it is a tensor like others.
+
+    To require a gradient would change more: `float(loss)` would warn, `loss.numpy()` raise, and a list of losses hold graphs.
+
+    >>> explaining_backward(torch.ones(())).backward()
+    Traceback (most recent call last):
+    pippy.drivers.errors.DriverError: loss.backward() after driver.run: the gradients are on the workers already; ...
+    """
+    loss.backward = _explain_backward  # type: ignore[method-assign]
+    loss.__getstate__ = dict  # type: ignore[method-assign]  # saved as the plain tensor that it is
+    return loss
+
+
+def _explain_backward(*args: Any, **kwargs: Any) -> None:
+    raise DriverError(
+        "loss.backward() after driver.run: the gradients are on the workers already; leave it out, and call step() of the "
+        "optimizer that driver.instantiate_optimizer gave"
+    )
 
 
 def _replaced(seed: Any, value: Any, loss: Any, found: list[Any] | None) -> Any:
