@@ -1,1 +1,1 @@
-"""Experiments and benchmarks; each says its question, its command and its finding."""
+"""Experiments and benchmarks. The docstring of each gives its question, its command and its finding."""

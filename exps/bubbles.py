@@ -1,19 +1,19 @@
-"""Do real steps idle as long as the simulation says?
+"""Are workers idle for as long as the simulation says?
 
 Question: with more stages than cores, how far is a measured step, and each worker's idle time, from `simulate`?
 Command:  python -m exps.bubbles                     (from the root of the repository; --workers, --chunks, --schedules)
 Method:   the stages of this experiment SLEEP: each for a fixed time in its forward, in the half of its backward that
-          computes the gradients of its inputs, and in the half that computes those of its weights. They compute next to
-          nothing, so that sixteen of them do not fight for two cores; what is measured is the runtime, not arithmetic.
-          The first stage's inputs need no gradient, so its backward happens in W alone, and is simulated so. The step
-          is timed by the workers' own records, median of several. The last column holds the step against a simulation with
-          the median of what each pass really took, which is the sleep and what the system adds to it: how much longer
-          than asked a sleep lasts, the layer's own products, and waiting for one of the two cores.
+          computes the gradients of its inputs, and in the half that computes those of its weights. They compute almost
+          nothing, so that sixteen of them can run on two cores; the experiment measures the runtime, not arithmetic.
+          The first stage's inputs need no gradient, so its whole backward is W, also in the simulation. The workers'
+          records time the step; the figure is the median of several steps. The last column compares the step with a
+          simulation that has the median time of each pass as it was measured: the sleep, the time by which a sleep lasts
+          longer than asked, the layer's products, and the wait for one of the two cores.
 Finding:  two cores; 2 steps of 2, 4 and 8 workers, 1 step of 16. A step is 1.8 to 2.7 % longer than simulated with 2, 4 and 8
-          workers, 2.3 to 3.0 with 16, under every schedule; a worker's idle time is off by 0.4 to 1.8 % of the step. Beside a
-          simulation with how long the passes really took, a step is 0.3 to 1.3 % longer. So what is above the sleeps is
-          mostly inside the passes, about 1 ms in each: a sleep that lasts longer than asked, the layer's products, the wait
-          for one of two cores. With passes of 20 ms that millisecond is 5 to 13 % of a step.
+          workers, 2.3 to 3.0 with 16, under every schedule; a worker's idle time is off by 0.4 to 1.8 % of the step. A
+          step is 0.3 to 1.3 % longer than a simulation with the measured times of the passes. So most of the difference
+          is inside the passes, about 1 ms in each: a sleep that lasts longer than asked, the layer's products, the wait
+          for one of two cores. With passes of 20 ms this millisecond is 5 to 13 % of a step.
 """
 
 import argparse
@@ -49,7 +49,7 @@ class SleepingGradient(torch.autograd.Function):
 
 
 class Sleeper(nn.Module):
-    """A stage that sleeps for given times, and has one layer, just large enough that its weight's gradient waits for W."""
+    """A stage that sleeps for given times. It has one layer, just large enough that W computes its weight's gradient."""
 
     def __init__(self, forward: float, inputs: float, weights: float) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Sleeper(nn.Module):
 
 
 def idle(timeline: Timeline) -> list[float]:
-    """What each worker does not compute, up to the end of the step."""
+    """How long each worker computes nothing, up to the end of the step."""
     return [float(timeline.makespan) - sum(float(span.duration) for span in spans) for spans in timeline.spans]
 
 

@@ -71,7 +71,7 @@ def transformer(blocks: int, stages: int) -> nn.Module:
 
 
 def cut(model: nn.Module, name: str, parts: int, stages: int) -> None:
-    """Cut ``parts`` numbered modules into ``stages``."""
+    """Cut a model with ``parts`` numbered modules into ``stages``."""
     places = [round(index * parts / stages) for index in range(1, stages)]
     annotate_split_points(model, {name.format(place): SplitPoint.BEGINNING for place in places})
 
@@ -87,7 +87,7 @@ CASES: list[tuple[str, Callable[[], nn.Module], int]] = [
 
 
 def compile_once(make: Callable[[], nn.Module], stages: int) -> float:
-    """Seconds for one `pipeline()` with a loss; building the model is not counted."""
+    """The seconds of one `pipeline()` with a loss, without the building of the model."""
     model = make()
     start = time.perf_counter()
     pipe: Pipe = pipeline(model, nn.MSELoss())

@@ -1,14 +1,14 @@
-"""What does it cost to run a schedule when the stages do nothing?
+"""How long does it take to run a schedule if the stages do nothing?
 
 Question: how many microseconds does a step take for each computation of a worker (a forward, or a whole backward, of
           one stage on one micro-batch; a backward in two halves counts once), when a stage only adds one number?
 Command:  python -m exps.control                  (see --help; from the root of the repository)
-Method:   as in versus_torch: the contestants take turns, pinned, asleep in between. What is counted is all that a
-          worker does for a computation: Python, autograd, sending and receiving one number.
+Method:   as in versus_torch: the contestants take turns, pinned to cores, and sleep in between. The time of a computation
+          is all that a worker does for it: Python, autograd, sending and receiving one number.
 Finding:  two cores, two workers, 10 rounds of 5 steps, µs for each computation (quartiles). 128 micro-batches: pippy fill_drain
           118 (116–125), 1f1b 136 (130–153); torch GPipe 588 (557–609), 1F1B 450 (414–485). 8 micro-batches: pippy
-          fill_drain 191, 1f1b 207; torch GPipe 641, 1F1B 447. So a computation costs pippy 0.20 to 0.30 of what it costs torch,
-          and with 8 micro-batches, where the step's own cost weighs, 0.30 to 0.46.
+          fill_drain 191, 1f1b 207; torch GPipe 641, 1F1B 447. So a computation takes pippy 0.20 to 0.30 of the time that
+          it takes torch, and 0.30 to 0.46 with 8 micro-batches, where the fixed cost of a step counts more.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def computations(name: str, chunks: int) -> int:
 
 
 def contestant(name: str, chunks: int) -> Contestant:
-    """The one of this name."""
+    """The contestant of this name."""
     who, _, schedule = name.partition(" ")
     return (torch_control if who == "torch" else pippy_control)(schedule, chunks)
 

@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Embedding and head are tied, and the embedding skips to the last stage."""
+    """The embedding and the head share a weight, and a skip connection goes from the embedding to the last stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,25 +70,25 @@ def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def batch_of_counting() -> tuple[torch.Tensor, torch.Tensor]:
-    """Sequences that count upwards by a step of their own; the target is the next token."""
+    """Each sequence counts upwards in steps of its own size; the target is the next token."""
     start, step = torch.randint(0, VOCABULARY, (BATCH, 1)), torch.randint(1, 4, (BATCH, 1))
     tokens = (start + step * torch.arange(LENGTH + 1)) % VOCABULARY
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def show(pipe: Pipe) -> None:
-    """What the compiler made of the model."""
+    """Print the Pipe, and write its drawings."""
     tokens, targets = batch_of_counting()
     drawing = pipe.draw(tokens, targets)
     graph = "".join(str(pipe).partition("def forward")[1:])
     print(f"The Pipe, its stages called and its backward written out:\n\n{graph.strip()}\n")
-    print(f"Who sends what to whom:\n\n{drawing}\n")
+    print(f"The values that stages send to each other:\n\n{drawing}\n")
     print(f"Its stages:\n\n{drawing.table()}\n")
     _draw("demo.svg", drawing.svg())
 
 
 def show_schedule(driver: PipelineDriver1F1B) -> None:
-    """What the workers are told."""
+    """Print the schedule of the workers."""
     program = driver.program(CHUNKS)
     result = simulate(program)
     print(
@@ -96,7 +96,7 @@ def show_schedule(driver: PipelineDriver1F1B) -> None:
     )
     _draw("demo_schedule.svg", render_svg(result.timeline))
     order = " ".join(str(each) for each in program.orders[0][:16])
-    print(f"\nWorker 0 is sent this list once, and in each step the word to run it:\n\n{order} ...\n")
+    print(f"\nWorker 0 gets this list once, and then one message in each step:\n\n{order} ...\n")
 
 
 def _draw(name: str, svg: str) -> None:
@@ -107,7 +107,7 @@ def _draw(name: str, svg: str) -> None:
 
 
 def train(driver: PipelineDriver1F1B, plain: nn.Module, steps: int) -> None:
-    """Both take the same steps. The table shows both losses; a difference beyond rounding ends the demo with an error."""
+    """Train both with the same steps, and print both losses. A difference beyond rounding ends the demo with an error."""
     ours = driver.instantiate_optimizer(torch.optim.AdamW, lr=3e-3)
     theirs = torch.optim.AdamW(plain.parameters(), lr=3e-3)
     print("step   workers    plain")
@@ -133,7 +133,7 @@ def train(driver: PipelineDriver1F1B, plain: nn.Module, steps: int) -> None:
 
 
 def progress(step: int, steps: int, loss: str) -> None:
-    """A bar, where somebody watches; the next line of the table takes its place."""
+    """A progress bar, if stderr is a terminal; the next line of the table replaces it."""
     if sys.stderr.isatty():
         bar = "━" * (30 * step // max(steps, 1))
         end = "\r\x1b[K" if step % 10 == 9 or step == steps else ""
@@ -141,7 +141,7 @@ def progress(step: int, steps: int, loss: str) -> None:
 
 
 def report(recording: Recording) -> None:
-    """Where the time of the last steps went."""
+    """Write a report, a trace and a picture of the last steps, and print where their time went."""
     step = recording.steps[-1]
     step.save_svg(OUT / "demo_timeline.svg")
     recording.save_trace(OUT / "demo_trace.json")
@@ -156,10 +156,10 @@ def report(recording: Recording) -> None:
 
 
 def main(workers: int = STAGES, steps: int = 40) -> None:
-    """Show everything, and train."""
+    """Show the Pipe and the schedule, train, and write the report."""
     torch.manual_seed(0)
     torch.set_num_threads(1)  # the workers need the cores
-    torch.set_default_dtype(torch.float64)  # in which a wrong gradient cannot pass for rounding
+    torch.set_default_dtype(torch.float64)  # in float64 a wrong gradient cannot be mistaken for rounding
     model = Model()
     plain = copy.deepcopy(model)
     pipe = pipeline(model, loss_fn)

@@ -2,17 +2,17 @@
 
 Command: ``python -m exps.faults --count 200 --seed 1``
 
-Finding: ``--count 208 --seed 5 --deadly 0.1`` on two cores: none hung, none left a process or a file, all were told of
-rightly. The slowest, in seconds: exceptions 0.03, in the optimizer 0.71; Ctrl-C 0.00; a killed worker 0.02, fork server 0.09,
-controller 0.01 until all its processes were gone; a stopped worker 4.20. At a load of 13 to 17, 149 faults before: 0.16,
-4.66, and 4.20.
+Finding: ``--count 208 --seed 5 --deadly 0.1`` on two cores: no fault caused a hang or left a process or a file, and each
+raised the right error. The slowest of each kind, in seconds: exceptions 0.03, in the optimizer 0.71; Ctrl-C 0.00; a killed
+worker 0.02, a killed fork server 0.09; a killed controller 0.01 until all its processes had ended; a stopped worker 4.20. An
+earlier run of 149 faults, at a load of 13 to 17, had 0.16, 4.66, and 4.20.
 
 A controller, in a process of its own, trains a model on 2 to 4 workers by a schedule chosen at random. A fault is an
 exception in an instruction, in the optimizer or while stages are loaded; Ctrl-C; SIGKILL or SIGSTOP of a worker or of
-the fork server at a random moment of a step; or SIGKILL of the controller. After each the controller must have raised the
-right error, and, where the cluster survives, have the plain model's gradients and loss in a further step. A process
-that says nothing for 60 s hangs; one of the cluster that is there 5 s after its controller is an orphan. Clusters have
-``timeout=3.0``, so a stopped worker is noticed after 4 s.
+the fork server at a random moment of a step; or SIGKILL of the controller. After each fault the controller must
+raise the right error. If the cluster survives, another step must give the plain model's gradients and loss. A controller
+that prints nothing for 60 s counts as hung. A process that exists 5 s after the end of its controller counts as left behind.
+Clusters have ``timeout=3.0``, so a stopped worker is noticed after 4 s.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def _refuse() -> None:
 
 
 class Training:
-    """A driver, and the plain model beside it."""
+    """A driver, and the same model without a pipeline."""
 
     def __init__(self, cluster: Cluster, rng: random.Random) -> None:
         self.cluster, self.rng = cluster, rng
@@ -129,7 +129,7 @@ class Training:
         return step.result()
 
     def _stays(self, kind: str, trap: int) -> bool:
-        """Whether the value that cannot be sent need not be."""
+        """Whether the value that cannot be sent stays on its worker."""
         return kind == "send" and self.driver.placed.ranks[trap] == self.driver.placed.ranks[trap + 1]
 
     def check(self) -> None:
@@ -167,7 +167,7 @@ def raised(training: Training, kind: str) -> tuple[float, str]:
 
 
 def ctrl_c(training: Training) -> tuple[float, str]:
-    """Steps, until Ctrl-C ends them."""
+    """Run steps until Ctrl-C interrupts one."""
     sent: list[float] = []
 
     def interrupt() -> None:
@@ -212,7 +212,7 @@ def deadly(training: Training, kind: str) -> Report:
 
 
 def play(seed: int, kinds: list[str]) -> None:
-    """The life of a controller: a line for every fault."""
+    """Run the controller: it prints a line for every fault."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(seed)
     rng = random.Random(seed)
@@ -230,7 +230,7 @@ def play(seed: int, kinds: list[str]) -> None:
 
 
 def say(report: Report) -> None:
-    """Tell the parent."""
+    """Print a line for the parent process."""
     print(json.dumps(asdict(report)), flush=True)
 
 
@@ -245,7 +245,7 @@ def marked(mark: str) -> list[int]:
 
 
 def outlast(mark: str) -> tuple[float, list[int]]:
-    """How long the processes of a controller that has ended are still there, and which are after the time of grace."""
+    """How long the processes of a controller go on after its end, and those that do so for longer than they may."""
     start = time.monotonic()
     while (left := marked(mark)) and time.monotonic() < start + GRACE:
         time.sleep(0.01)
@@ -257,7 +257,7 @@ def outlast(mark: str) -> tuple[float, list[int]]:
 
 
 def lines(process: "subprocess.Popen[str]") -> Iterator[str]:
-    """What a process writes; raises TimeoutError if it writes nothing for too long."""
+    """The lines that a process writes. Raises TimeoutError if it writes nothing for too long."""
     assert process.stdout is not None
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
@@ -271,7 +271,7 @@ def lines(process: "subprocess.Popen[str]") -> Iterator[str]:
 
 
 def watch(seed: int, kinds: list[str]) -> Iterator[Report]:
-    """Run a controller through some faults, and look at what it leaves."""
+    """Run a controller with some faults, and check what it leaves behind."""
     mark = f"{os.getpid()}-{seed}"
     with tempfile.TemporaryDirectory() as directory:
         shared = set(os.listdir("/dev/shm"))
@@ -310,7 +310,7 @@ def watch(seed: int, kinds: list[str]) -> Iterator[Report]:
 
 
 def rounds(count: int, seed: int, share: float) -> Iterator[tuple[int, list[str]]]:
-    """Faults in the groups that one controller meets. A deadly one ends its group."""
+    """Groups of faults, one for each controller. A deadly fault is the last of its group."""
     rng = random.Random(seed)
     number = 0
     while count > 0:

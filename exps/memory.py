@@ -1,17 +1,17 @@
-"""How much memory do workers take, beside the ranks of torch.distributed.pipelining?
+"""How much memory do workers take, compared with the ranks of torch.distributed.pipelining?
 
 Question: two workers train the GPT of exps/versus_torch.py, 8 micro-batches: how much memory does each process hold after
-          some steps, and at most in them, under 1F1B and under GPipe, which pippy calls fill_drain?
+          some steps, and what is its peak, under 1F1B and under GPipe, which pippy calls fill_drain?
 Command:  python -m exps.memory                                      (from the root of the repository; --size, --steps)
-Method:   contestants one after another, each in processes of its own. After two steps the kernel's note of the most memory
-          that was resident is reset; after some more steps it is read, and what is resident then, from the kernel's files:
-          *own* is what no other process has, *share* counts memory of several processes in parts. The controller of pippy,
-          which holds the whole model, is counted by itself: it is no worker. pippy gives its workers an allocator that
-          keeps what is freed; "kept" torch has the same settings.
+Method:   contestants run one after another, each in processes of its own. After two steps the kernel's peak of resident memory
+          is reset; after some more steps the peak and the resident memory are read from the kernel's files. *own* is
+          memory that no other process has; *share* counts memory of several processes in equal parts. The controller of
+          pippy, which holds the whole model, has a figure of its own: it is not a worker. pippy's workers have an
+          allocator that keeps freed memory; "kept" torch has the same settings.
 Finding:  medium, one run, MB of worker 0 and 1. 1F1B: pippy holds 267 and 275 in share, torch 405 and 462 (kept: 426 and
           426); at most 414 and 423 against 487 and 524. GPipe: 374 and 387 against 506 and 538; at most 521 and 534 against
-          581 and 611. Part of torch's is the whole model, which each of its ranks made to take its part from, and libraries
-          that pippy's workers share with one another, being forks of one process.
+          581 and 611. torch's figures contain the whole model, which each rank makes before it takes its part, and the
+          libraries. pippy's workers share the libraries, because they are forks of one process.
 """
 
 import argparse
@@ -35,7 +35,7 @@ CONTESTANTS: dict[str, Make] = {
 
 
 def kilobytes(file: Path) -> dict[str, int]:
-    """The lines of a file of /proc that say how many kB something has."""
+    """The lines of a file of /proc that give a size in kB."""
     lines = [line.split() for line in file.read_text().splitlines() if line.endswith("kB")]
     return {words[0].rstrip(":"): int(words[1]) for words in lines}
 
@@ -48,12 +48,12 @@ def held(pid: int) -> dict[str, float]:
 
 
 def forget_peak(pid: int) -> None:
-    """Let the kernel begin anew to note the most memory that is resident."""
+    """Reset the kernel's peak of resident memory."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
 def measure(make: Make, size: gpt.Size, steps: int) -> list[dict[str, float]]:
-    """What each worker of a contestant holds."""
+    """The memory of each worker of a contestant."""
     team = make(size)
     try:
         team.start()

@@ -1,8 +1,8 @@
 """The quick start on one host: a model of three stages, trained on three workers.
 
-Question: what is the least that a script needs?
+Question: how short can a script be?
 Command:  python exps/quickstart_local.py
-Finding:  a mark in `forward`, `pipeline`, a cluster, a driver; the rest is a training loop as ever. The loss falls.
+Finding:  it needs a mark in `forward`, `pipeline`, a cluster and a driver; the rest is a training loop. The loss falls.
 """
 
 import torch

@@ -1,9 +1,9 @@
 """The quick start under torchrun, on one host or on several: rank 0 is the controller, and every rank is a worker.
 
-Question: what has to change in a script that is to run on several hosts?
+Question: what changes in a script, so that it runs on several hosts?
 Command:  torchrun --standalone --nproc-per-node 2 exps/quickstart_torchrun.py; on several hosts as in docs/hosts.md;
           without torchrun: PIPPY_WORKERS=2 python exps/quickstart_torchrun.py
-Finding:  one line, `cluster()` for `local_cluster(n)`. What is inside the `with` runs on rank 0 alone.
+Finding:  one line: `cluster()` in place of `local_cluster(n)`. Only rank 0 runs the code inside the `with`.
 """
 
 import torch

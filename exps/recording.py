@@ -1,13 +1,13 @@
-"""What does recording cost?
+"""How much time does recording take?
 
 Question: how much longer does a step take while it is recorded?
 Command:  python -m exps.recording                   (from the root of the repository; see --help)
 Method:   one driver, one cluster, pinned; steps with and without recording take turns, in random order within each pair,
           and the difference is taken within pairs. Stages are linear layers whose computations take about a millisecond,
-          or less with a smaller --width. What is given is the median of the ratios, and its 95 % interval by a bootstrap.
+          or less with a smaller --width. The result is the median of the ratios, and its 95 % interval by a bootstrap.
 Finding:  two cores, two workers, 8 micro-batches, 300 pairs: with computations of 1.1 to 1.2 ms a step is 1.0 % longer under
           1f1b (0.7 to 1.2 %) and 1.2 % under zb_h1 (0.7 to 1.7 %); with computations of 0.15 ms 3.1 and 3.2 %. That is 0.2
-          to 0.4 ms a step: about a microsecond for each instruction, and 20 µs for the notes on their way.
+          to 0.4 ms a step: about a microsecond for each instruction, and 20 µs to send the records.
 """
 
 import argparse

@@ -3,9 +3,9 @@
 Command: ``make bench``, or ``python exps/schedule_scale.py``
 
 Finding: 131,072 computations (interleaved 1F1B, p=64, m=512, v=2), 651,264 instructions once lowered, take 7.8 s on
-two shared cores: 1.8 to make, which validates, 2.5 to lower, 3.5 to validate. From 64 chunks to 512 a computation's
-share grows from 36 to 59 microseconds; that is Python's cycle collector, which has nothing to find here. With it off
-the share stays at 32 to 38: linear.
+two shared cores: 1.8 to make, which validates, 2.5 to lower, 3.5 to validate. From 64 chunks to 512 the time for
+each computation grows from 36 to 59 microseconds. Python's cycle collector causes this, although there are no cycles.
+Without it, the time stays at 32 to 38 microseconds, so it is linear.
 """
 
 import gc
@@ -33,7 +33,7 @@ def make(chunks: int) -> Program:
 
 
 def measure(chunks: int) -> tuple[int, float]:
-    """Print one row; returns how many computations the program has, and the seconds to compile and validate it."""
+    """Print one row. Returns the number of computations of the program, and the seconds to compile and validate it."""
     program, making = timed(lambda: make(chunks))
     lowered, lowering = timed(lambda: add_communication(program))
     _, validating = timed(lambda: validate(lowered))

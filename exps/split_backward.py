@@ -1,11 +1,11 @@
-"""What does it cost to split a backward into its halves I and W?
+"""How much slower is a backward that is split into its halves I and W?
 
 Command: ``python exps/split_backward.py``
 
 Finding, preliminary: measured while other work kept both cores busy (load 7 to 17), so the spread is wide. On medium
-I + W is 1.08 of B in the median (quartiles 1.01 to 1.09), and I and W are of about equal length. On small all together
-takes 1.2 times as long as a forward and a whole backward (tenth percentiles). To put one weight's gradient off takes
-18 microseconds more in the forward alone (26.8 against 8.7). On tiny no layer is worth it: 1.02, and W is empty.
+I + W is 1.08 of B in the median (quartiles 1.01 to 1.09), and I and W are of about equal length. On small a forward,
+I and W take 1.2 times as long as a forward and a whole backward (tenth percentiles). To defer one weight's gradient takes
+18 microseconds more in the forward alone (26.8 against 8.7). On tiny no layer is split: 1.02, and W is empty.
 """
 
 import argparse
@@ -107,7 +107,7 @@ def sample(runs: int, chunks: int, model: nn.Module, run: Callable[[], Times]) -
 
 
 def measure(name: str, repeat: int, chunks: int) -> float:
-    """Print one row, in CPU time of this thread; returns how much longer the halves take, forward included."""
+    """Print one row, in CPU time of this thread. Returns how much longer the halves take, with the forward."""
     size = SIZES[name]
     model = stage(size)
     twin = copy.deepcopy(model)

@@ -1,14 +1,14 @@
-"""Why the results of micro-batches are not bit for bit those of the whole batch, and the way to get those that are.
+"""Why micro-batches do not give the results of the whole batch bit for bit, and how they can.
 
-Question: if a batch is cut, run in pieces and put together again, is the result the same, bit for bit? If not, can the
-          machinery of micro-batches be tested without a tolerance?
+Question: if a batch is cut, run in pieces and merged again, is the result the same, bit for bit? If not, is there a test of
+          micro-batches without a tolerance?
 Command:  python exps/split_example.py, with --no-workers for plain PyTorch alone
-Finding:  no, and yes. A row's numbers depend on how many rows are computed with it: a matrix product of another shape
-          is another kernel, which adds in another order. The difference is rounding, some 1e-7 of the result in
-          float32. If every micro-batch is the whole batch, and its own rows are taken from what comes out, each row is
-          computed in the same shape as before, and is the same to the bit. With zeros in the rows that are not its own
-          (`_debug_mask_minibatches=True`) a driver does just this; no row may depend on another, as in batch
-          normalization. It costs the whole batch for each micro-batch, so it is for tests.
+Finding:  no, and yes. The numbers of a row depend on how many rows are computed with it: for a matrix product of another
+          shape torch uses another kernel, which adds in another order. The difference is rounding, about 1e-7 of the
+          result in float32. If every micro-batch is the whole batch, and only its own rows are taken from the output, each
+          row is computed in the same shape as before, and is the same to the bit. With `_debug_mask_minibatches=True`, a
+          driver does this, with zeros in the other rows. Then no row may depend on another, as in batch normalization.
+          Each micro-batch computes the whole batch, so this is for tests.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def in_masked_wholes(model: nn.Module, x: torch.Tensor, chunks: int) -> torch.Te
 
 
 def on_workers(model: nn.Module, mask: bool) -> Callable[[nn.Module, torch.Tensor, int], torch.Tensor]:
-    """The same by a driver: as slices, or masked. Workers of the same threads, so that kernels are chosen alike."""
+    """The same by a driver, as slices or masked. Workers have as many threads as this process, for the same kernels."""
     driver = PipelineDriverFillDrain(pipeline(model), _debug_mask_minibatches=mask)
     return lambda model, x, chunks: driver.run(chunks, x)
 
@@ -61,7 +61,7 @@ def on_workers(model: nn.Module, mask: bool) -> Callable[[nn.Module, torch.Tenso
 def ways(
     model: nn.Module, workers: bool
 ) -> Iterator[tuple[str, Callable[[nn.Module, torch.Tensor, int], torch.Tensor]]]:
-    """What is compared with the whole batch."""
+    """The ways of cutting that are compared with the whole batch."""
     yield "slices", in_pieces
     yield "masked wholes", in_masked_wholes
     if workers:

@@ -1,4 +1,4 @@
-"""How long `local_cluster(n)` takes to start, beside one import of torch in a fresh process.
+"""How long `local_cluster(n)` takes to start, compared with one import of torch in a new process.
 
 `python exps/startup.py --repeat 5` on two cores of an AMD EPYC, medians (and least to most):
 
@@ -8,7 +8,7 @@
     start 4 workers   3.03 s (2.95–3.39)    end 4 workers     0.82 s (0.72–0.84)
     start 8 workers   3.38 s (3.23–3.45)    end 8 workers     0.86 s (0.80–0.91)
 
-The number of workers hardly matters: all are forked from one process, which imports torch and pippy once.
+The number of workers makes little difference: all are forks of one process, which imports torch and pippy once.
 """
 
 import argparse
@@ -21,14 +21,14 @@ from pippy import local_cluster
 
 
 def seconds_to_import() -> float:
-    """A fresh process that imports torch, from its start to its end."""
+    """The time of a new process that imports torch, from its start to its end."""
     began = time.perf_counter()
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
     return time.perf_counter() - began
 
 
 def seconds_to_start(n: int) -> tuple[float, float]:
-    """Until all workers have answered, and until all have ended."""
+    """The times until all workers have answered, and until all have ended."""
     began = time.perf_counter()
     with local_cluster(n, threads=1) as cluster:
         cluster.dump()

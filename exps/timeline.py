@@ -1,9 +1,9 @@
-"""What does a real step look like, beside the simulation of its schedule?
+"""What does a real step look like, compared with the simulation of its schedule?
 
-Question: how are the passes of a step spread over the workers, and what lies between them?
+Question: when do the workers run the passes of a step, and what do they do in between?
 Command:  python -m exps.timeline docs/timeline.svg  (from the root of the repository; --report page.html, --schedule NAME)
-Method:   one step of four stages, recorded and drawn. The stages sleep, as in exps.bubbles, so that four workers need no
-          more than two cores; stage 2 takes half as long again as the others.
+Method:   one step of four stages, recorded and drawn. The stages sleep, as in exps.bubbles, so that two cores are enough
+          for four workers; stage 2 takes 1.5 times as long as the others.
 Finding:  the picture in docs/timeline.svg.
 """
 

@@ -1,8 +1,8 @@
-"""What does it cost to pass a tensor to another process of this host, beside gloo?
+"""How long does it take to send a tensor to another process of this host, compared with gloo?
 
 Two processes, each pinned to a core of its own, with one thread. ping-pong: microseconds from a send until the value
-has arrived, half of a round trip. pipelined: microseconds per value when 32 are sent before one answer. The other rows
-are the time that a send and a receive take of the thread that computes, for a value that is already there.
+has arrived, half of a round trip. pipelined: microseconds per value if 32 are sent before one answer. The other rows
+are the time of a send, and of a receive of a value that has arrived, on the thread that computes.
 
     python exps/transport.py [--rounds 300]
 
@@ -63,7 +63,7 @@ class Shared:
 
 
 def answer(end: Gloo | Shared, rounds: int) -> None:
-    """The other process: it does what ``measure`` needs."""
+    """The other process: it answers the sends of ``measure``."""
     for size in SIZES.values():
         tensor, token = torch.ones(size // 4), torch.ones(1)
         for _ in range(rounds):
@@ -134,7 +134,7 @@ def between_two(make: Callable[[int], Gloo | Shared], rounds: int) -> dict[str, 
 
 
 def costs(rounds: int) -> dict[str, tuple[float, float]]:
-    """What a send and a receive take of their thread, both in this process."""
+    """The time of a send and of a receive on their thread, both in this process."""
     first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     here, there = SharedMemoryTransport(0, {1: first}), SharedMemoryTransport(1, {0: second})
     found = {}
@@ -172,4 +172,4 @@ def main() -> None:
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # gloo's other end was killed: its threads are not worth waiting for
+    os._exit(0)  # gloo's other end was killed, so its threads would not end

@@ -1,17 +1,17 @@
-"""Does `run_async` hide the controller's turn-round?
+"""Does `run_async` hide the controller's time between two steps?
 
-Question: between two steps the controller takes in the answers and sends the next messages. How long are the workers without
-          work meanwhile, and does that go away if the next step is sent while one runs?
+Question: between two steps the controller reads the answers and sends the next messages. How long are the workers without
+          work meanwhile, and does `run_async`, which sends the next step while one runs, avoid this?
 Command:  python -m exps.turnround                     (from the root of the repository; --workers, --steps, --times)
 Method:   stages that sleep for a known time in their forward and in their backward, 1F1B, as many micro-batches as workers.
-          Every step is recorded. For each worker the gap from the end of its last instruction of a step to the start of its
-          first of the next is taken: with ``run``, one step after the other, and with ``run_async``, always one ahead.
-          Medians over the steps. Worker 0 ends a step last, so its gap has nothing in it but the turn-round; that of the
-          others has what worker 0 still does of the step, too.
+          Every step is recorded. The gap of a worker is the time from the end of its last instruction of a step to the start
+          of its first instruction of the next. It is measured with ``run``, and with ``run_async`` one step ahead; the figures
+          are medians over the steps. Worker 0 ends a step last, so its gap is only the controller's time. The gaps of the
+          others also contain the rest of worker 0's step.
 Finding:  two cores, two workers, 100 steps, passes of 0.5 and of 2 ms: worker 0 has no instruction for 1.3 and 1.6 ms between
-          two steps with ``run``, and for 0.5 ms one ahead, when the next message lies in its inbox. What is left is its
-          own doing: its answer (with the notes of the recording), and unpacking the message. Worker 1 has none for 3.3 and
-          5.3 ms with ``run``, and for 0.7 and 0.6 ms one ahead: it begins with the next step while worker 0 ends this one.
+          two steps with ``run``, and for 0.5 ms one step ahead, when the next message has already arrived. In this time it
+          answers (with the records) and unpickles the message. Worker 1 has no instruction for 3.3 and 5.3 ms with
+          ``run``, and for 0.7 and 0.6 ms one step ahead: it starts the next step while worker 0 ends this one.
 """
 
 import argparse
@@ -41,7 +41,7 @@ class Sleeper(nn.Module):
 
 
 def gaps(steps: list[RecordedStep]) -> list[float]:
-    """For each worker, the median of how long it was between the instructions of one step and those of the next."""
+    """For each worker, the median time between the instructions of one step and those of the next."""
     found: list[list[float]] = [[] for _ in steps[0].noted]
     for one, following in pairwise(steps):
         for worker, (before, after) in enumerate(zip(one.noted, following.noted)):

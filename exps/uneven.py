@@ -1,21 +1,21 @@
-"""Uneven stages and jitter: what is gained when workers may do something else where they would only wait?
+"""Uneven stages and jitter: how much faster is a step if workers do something else while they wait for a value?
 
-Question: four stages, one of which takes twice as long as the others, and passes that take now more, now less: how fast are
+Question: one of four stages takes twice as long as the others, and the times of passes vary. How fast are
           the fixed schedules, the list scheduler with the stages' costs, and each of them with ``out_of_order=True``?
 Command:  python -m exps.uneven                (from the root of the repository; --rounds, --chunks, --weights, --jitter)
-Method:   the stages of this experiment SLEEP, as those of exps/bubbles.py: what is measured is the order of the work. With
+Method:   the stages of this experiment SLEEP, as those of exps/bubbles.py, to measure only the order of the work. With
           jitter 0.5 each pass takes 0.5 to 1.5 times its time, evenly spread; the times of round n are the same for all
           contestants. All contestants of one setting are drivers on one cluster, and take turns, in random order, a step
           each round; the first two rounds are not counted. A step is timed by the controller.
-Finding:  two cores, four workers, 16 micro-batches, 6 rounds; of its own order out of order is, without and with jitter:
-          fill_drain 0.947 and 0.947, zb_h1 0.995 and 0.993, zb_h2 0.992 and 1.003, list 1.010 and 0.997, 1f1b 1.013 and
-          1.010. So it saves 5 % where the schedule leaves room, and nothing that can be told from noise (quartiles 1 % to
-          7 % apart) on schedules that are good already. "Never slower" does not hold: 1f1b leaves no choice in its own
-          memory, and was about 1 % slower in every setting, with passes of 5 to 20 ms; where stages do next to nothing, a
-          computation costs about 60 microseconds more. The best, in order or not: list in order without jitter (0.988 of
-          zb_h2, the best fixed schedule), zb_h2 in order with it; out of order beat the best fixed schedule only by 0.8 %
-          (zb_h2, without jitter). With 1:1:1:1 and jitter, measured with layers too small for W: fill_drain 0.956, 1f1b
-          1.009. The slow stage bounds all of them: 480 ms of a step of 540 are its own.
+Finding:  two cores, four workers, 16 micro-batches, 6 rounds. The time out of order as a share of the time in order, without
+          and with jitter: fill_drain 0.947 and 0.947, zb_h1 0.995 and 0.993, zb_h2 0.992 and 1.003, list 1.010 and 0.997,
+          1f1b 1.013 and 1.010. So it saves 5 % if the schedule has idle time to fill. On schedules that are already good the
+          difference is smaller than the noise (quartiles 1 % to 7 % apart). It can be slower: 1f1b has no choice within its
+          own memory, and was about 1 % slower in every setting, with passes of 5 to 20 ms; if stages do almost nothing, a
+          computation takes about 60 microseconds more. The best of all is list in order without jitter (0.988 of zb_h2, the
+          best fixed schedule), and zb_h2 in order with jitter. Out of order was at most 0.8 % faster than the best fixed
+          schedule (zb_h2, without jitter). With 1:1:1:1 and jitter, measured with layers too small for W: fill_drain 0.956,
+          1f1b 1.009. The slow stage limits all of them: it takes 480 of the 540 ms of a step.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class Uneven(nn.Module):
         self.weights_due: list[float] = []
 
     def seconds(self, turn: int, microbatch: int) -> list[float]:
-        """How long F, I and W take this time."""
+        """The times of F, I and W in this micro-batch."""
         dice = random.Random(f"{turn} {self.stage} {microbatch}")
         return [each * self.weight * (1 + self.jitter * (2 * dice.random() - 1)) for each in TIMES]
 
@@ -64,7 +64,7 @@ class Uneven(nn.Module):
 
 
 def batch(turn: int, chunks: int) -> torch.Tensor:
-    """Data that says which round and which micro-batch it is of."""
+    """Data that contains its round and its micro-batch."""
     x = torch.zeros(chunks, ROWS, WIDTH)
     x[..., 0] = turn
     x[..., 1] = torch.arange(chunks)[:, None]
@@ -72,7 +72,7 @@ def batch(turn: int, chunks: int) -> torch.Tensor:
 
 
 def costs(weights: list[float]) -> Costs:
-    """What the stages take in the middle. The first stage's inputs need no gradient: its backward happens in W alone."""
+    """The mean times of the stages. The first stage's inputs need no gradient, so its whole backward is W."""
     forward, inputs, backward = TIMES
     return Costs(
         forward=[each * forward for each in weights],
@@ -106,7 +106,7 @@ def measure(cluster: Any, weights: list[float], jitter: float, chunks: int, roun
 
 
 def print_table(found: dict[str, list[float]]) -> None:
-    """Medians, quartiles, and each contestant beside the best fixed schedule and beside its own order."""
+    """Medians, quartiles, and each contestant compared with the best fixed schedule and with itself in order."""
     fixed = {name: statistics.median(each) for name, each in found.items() if "order" not in name and name != "list"}
     best = min(fixed, key=fixed.__getitem__)
     print(f"{'contestant':26}{'step ms':>9}  {'quartiles':16}{'of ' + best:>12}{'of in order':>13}")

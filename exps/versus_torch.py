@@ -1,20 +1,20 @@
-"""How fast is a training step beside torch.distributed.pipelining, a single process, and the bound?
+"""How fast is a training step, compared with torch.distributed.pipelining, a single process, and the bound?
 
 Question: with two workers, 8 micro-batches and a GPT-like decoder, how long is a step (forward and backward of all
           micro-batches, no optimizer) under each schedule of torch and of pippy?
 Command:  python -m exps.versus_torch --size small --rounds 30       (see --help; from the root of the repository)
 Method:   every contestant has processes of its own, pinned one to a core, one intra-op thread each. They take turns in
-          random order, round after round; who has no turn sleeps on a socket. First, the loss and all gradients of each
-          are compared with those of 1b, the single process. A ratio is of medians over rounds, its interval a bootstrap
-          that keeps rounds together. "normal" is step / (1b/2 × 9/8): a perfect fill and drain of 8 micro-batches over
-          two workers, each half as long as 1b. "µs/mb" is what is above that for each micro-batch. torch's steps are
+          random order, round after round; the others sleep on a socket. First, the loss and all gradients of each
+          are compared with those of 1b, the single process. A ratio is one of medians over rounds; its interval is from a
+          bootstrap over rounds. "normal" is step / (1b/2 × 9/8): a perfect fill and drain of 8 micro-batches over
+          two workers, each half as long as 1b. "µs/mb" is the time above that, for each micro-batch. torch's steps are
           timed from the start of its first rank to the end of its last, without a barrier; pippy's from the call of the
           controller to its return.
 Finding:  two cores of a virtual machine, of torch 1F1B. medium (6 rounds): pippy zb_v 0.89 (0.84–0.98), 1f1b 0.93 (0.88–1.07),
           torch's best, DualPipeV, 0.91. small (16 rounds): pippy 1f1b 0.93 (0.87–1.01), looped_bfs 0.95, torch's best is 1F1B;
           the bound 0.76. tiny (30 rounds): pippy fill_drain 0.76 (0.70–0.83), 1f1b 0.76, with 738 and 756 µs of overhead a
           micro-batch where torch 1F1B has 1,479. While other work ran, intervals were twice as wide. The aims were 0.92 and
-          0.8 for 1f1b on medium and small, and 500 µs on tiny: exps/README.md says what is in the way.
+          0.8 for 1f1b on medium and small, and 500 µs on tiny; exps/README.md explains the difference.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def entries(keep_memory: bool) -> Entries:
 
 
 def chosen(all_entries: Entries, only: list[str]) -> Entries:
-    """1b and the named ones; a word stands for every contestant whose name begins with it.
+    """1b and the named contestants. A word selects every contestant whose name begins with it.
 
     >>> list(chosen({"1b": ..., "bound": ..., "torch GPipe": ..., "torch 1F1B": ...}, ["torch"]))
     ['1b', 'torch GPipe', 'torch 1F1B']
@@ -67,7 +67,7 @@ def chosen(all_entries: Entries, only: list[str]) -> Entries:
 
 
 def agreement(contestants: Mapping[str, Contestant]) -> tuple[dict[str, float], dict[str, str]]:
-    """After two steps each, how far every contestant is from 1b, and what is wrong with those that are too far."""
+    """Run two steps of each contestant and compare it with 1b. Returns the differences, and the faults of wrong ones."""
     agreed, wrong = {}, {}
     for contestant in contestants.values():
         contestant.step()
@@ -82,7 +82,7 @@ def agreement(contestants: Mapping[str, Contestant]) -> tuple[dict[str, float], 
 
 
 def row(name: str, seconds: Mapping[str, list[float]]) -> dict[str, Any]:
-    """What is said of a contestant; times in milliseconds."""
+    """The results of a contestant; times in milliseconds."""
     low, median, high = quartiles(seconds[name])
     perfect = quartiles(seconds["1b"])[1] / 2 * PERFECT
     return {

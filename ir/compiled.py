@@ -1,4 +1,4 @@
-"""The record of what was compiled: the graph, its stages, its names and its loss. A `Pipe` shows it to the user."""
+"""The record of a compiled model: the graph, its stages, its names and its loss. A `Pipe` is its face for the user."""
 
 import inspect
 from collections.abc import Iterator
@@ -19,9 +19,9 @@ from pippy.ir.wiring import Wiring
 
 @dataclass(frozen=True)
 class Loss:
-    """Which value of the top-level graph is the loss: its name, and the gradient to start from.
+    """The value of the top-level graph that is the loss, by its name, and the gradient that the backward starts from.
 
-    The seed is `SEED` where the value is the loss, or nested lists where the loss lies inside of it.
+    The seed is `SEED` if the value is the loss. If the loss is inside the value, it is nested lists with a `SEED`.
     """
 
     value: str
@@ -30,12 +30,12 @@ class Loss:
 
 @dataclass(eq=False)
 class Compiled:
-    """A model cut into stages, as plain data. The passes change it; all that reads a compiled model reads this.
+    """A model cut into stages, as plain data. The passes fill it; drawings and drivers read it.
 
-    ``split_gm`` is the top-level graph, which holds the stages. ``replicated_params`` lists for every replicated parameter
-    the stages that hold a copy and its name there; the first is the model's own. ``required_inputs`` names the inputs that
-    must not be None. ``balance`` is what the ``cut`` of `Pipe.from_tracing` found. ``seen_inputs`` has the inputs that each
-    stage must not change in place: their numbers and names.
+    ``split_gm`` is the top-level graph, which holds the stages. ``replicated_params`` has a dict for every replicated
+    parameter, from the stages that hold a copy to the name in that stage; the first is the model's own. ``required_inputs``
+    names the inputs that must not be None. ``balance`` is the result of the ``cut`` of `Pipe.from_tracing`. ``seen_inputs``
+    has the inputs that each stage must not change in place: their numbers and names.
     """
 
     split_gm: PipeGraphModule
@@ -78,7 +78,7 @@ class Compiled:
         return list(self.split_gm.graph.find_nodes(op="placeholder"))
 
     def remap_qualname(self, qualname: str) -> str:
-        """The user's name for a name inside a stage: of a parameter, a buffer or a module.
+        """The user's name of a parameter, buffer or module, from its name inside a stage.
 
         >>> from torch import nn
         >>> from pippy import Pipe
@@ -89,7 +89,7 @@ class Compiled:
         return self.qualnames.remap(qualname)
 
     def stage_qualnames(self, name: str) -> tuple[str, ...]:
-        """Where the user's parameter or buffer lives: the inverse of `remap_qualname`. One used by no stage: nowhere.
+        """The names in stages of the user's parameter or buffer, the inverse of `remap_qualname`; empty if no stage uses it.
 
         >>> from torch import nn
         >>> from pippy import Pipe

@@ -1,4 +1,4 @@
-"""The library's own errors. Each message shows what was given, why it cannot work and what to do."""
+"""pippy's errors. Each message shows the value that was given, the reason why it cannot work, and what to do."""
 
 
 class PippyError(Exception):
@@ -14,15 +14,15 @@ class MarkError(PippyError, ValueError):
 
 
 class TracingError(PippyError):
-    """The model does what symbolic tracing cannot follow."""
+    """Symbolic tracing cannot follow the model's code."""
 
 
 class SplitError(PippyError):
-    """The model was traced, but cannot be cut where it is marked."""
+    """The model was traced, but cannot be cut at its marks."""
 
 
 class BalanceError(PippyError, ValueError):
-    """A model cannot be cut into stages as `pipeline(model, split=...)` was asked to."""
+    """The model cannot be cut as the arguments of `pipeline(model, split=...)` ask."""
 
 
 class SharedParameterError(PippyError, ValueError):
@@ -46,7 +46,7 @@ class InputError(PippyError, TypeError):
 
 
 class NameLookupError(PippyError, KeyError):
-    """A qualified name that neither the model nor the Pipe has."""
+    """Neither the model nor the Pipe has this name."""
 
     __str__ = Exception.__str__  # KeyError would show the message as a quoted literal
 
@@ -56,7 +56,7 @@ class StageError(PippyError, RuntimeError):
 
 
 class ModeError(PippyError, RuntimeError):
-    """A Pipe is run in a mode, train or eval, that it was not traced for and that its model treats differently."""
+    """The Pipe was not traced for its current mode, train or eval, in which the model runs other operations."""
 
 
 class StateDictError(PippyError, RuntimeError):
@@ -64,4 +64,4 @@ class StateDictError(PippyError, RuntimeError):
 
 
 class PippyWarning(UserWarning):
-    """Something that works, but perhaps not as it was meant."""
+    """Something works, but perhaps not as the user expects."""

@@ -1,7 +1,7 @@
-"""Where a model is cut: `pipe_split()` in its code, or a mark on one of its modules.
+"""The marks that say where to cut a model: `pipe_split()` in its code, or a mark on one of its modules.
 
-A mark on a module is a private attribute of plain strings: it changes no name, type or state-dict key, survives
-deepcopy and pickle, and means nothing to anyone but the tracer.
+A mark on a module is a private attribute of plain strings. It changes no name, type or state-dict key, survives
+deepcopy and pickle, and only the tracer reads it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +19,7 @@ _on_split: ContextVar[Callable[[], None] | None] = ContextVar("on_split", defaul
 
 
 class SplitPoint(Enum):
-    """Which side of a module's call is cut.
+    """Whether to cut before or after a module's call.
 
     >>> SplitPoint.END.value
     'end'
@@ -30,7 +30,7 @@ class SplitPoint(Enum):
 
 
 def pipe_split() -> None:
-    """Cut the model here: what runs before this call and what runs after it are different stages.
+    """Cut the model here: the operations before this call and those after it are in different stages.
 
     Outside of `pipeline()` the call does nothing, so a marked model stays an ordinary model.
 
@@ -49,7 +49,7 @@ def pipe_split() -> None:
 
 
 class recording_splits:
-    """Inside, `pipe_split()` calls ``record``. Other threads do not notice."""
+    """Inside, `pipe_split()` calls ``record``, in this thread only."""
 
     __slots__ = ("_record", "_token")
 
@@ -64,9 +64,9 @@ class recording_splits:
 
 
 def annotate_split_points(model: nn.Module, spec: Mapping[str, SplitPoint]) -> None:
-    """Cut before (BEGINNING) or after (END) every call of the named modules, without touching the model's code.
+    """Cut before (BEGINNING) or after (END) every call of the named modules, without changing the model's code.
 
-    Marks add to those of earlier calls; `clear_split_points` takes them all away. A module that is called several
+    Several calls add marks to each other; `clear_split_points` removes all marks. A module that is called several
     times is cut at each call.
 
     >>> from torch import nn
@@ -104,7 +104,7 @@ def _mark(module: nn.Module, point: SplitPoint) -> None:
 
 
 def clear_split_points(model: nn.Module) -> None:
-    """Take away every mark that `annotate_split_points` and `PipeSplitWrapper` left in ``model``.
+    """Remove every mark that `annotate_split_points` and `PipeSplitWrapper` made in ``model``.
 
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
@@ -128,10 +128,9 @@ def annotated_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 class PipeSplitWrapper:
-    """Mark a module where the model is built: ``self.encoder = PipeSplitWrapper(Encoder(), SplitPoint.END)``.
+    """Mark a module while the model is built: ``self.encoder = PipeSplitWrapper(Encoder(), SplitPoint.END)``.
 
-    The call gives back the very module that it was given. Nothing is wrapped, so no qualified name, type or
-    state-dict key changes.
+    The call returns the module itself. Nothing is wrapped, so no qualified name, type or state-dict key changes.
 
     >>> from torch import nn
     >>> layer = nn.Linear(4, 4)

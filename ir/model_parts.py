@@ -1,6 +1,6 @@
-"""What torch sees of a Pipe: the modules, parameters and buffers of the user's model, by its names and in its order.
+"""The modules, parameters and buffers of a Pipe: those of the user's model, with its names and in its order.
 
-So `parameters()`, `state_dict()`, `modules()`, `apply()`, clipping, optimizers, averaging and nesting are what they are for
+So `parameters()`, `state_dict()`, `modules()`, `apply()`, clipping, optimizers, averaging and nesting work as for
 the model. The stages hold the same tensors; their copies of replicated parameters are not listed.
 """
 
@@ -21,7 +21,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class _PartFirst:
-    """A method of a module, unless a part of the module has the method's name: then that part."""
+    """A method of a module. If a part of the module has the method's name, the attribute is that part."""
 
     def __init__(self, method: Any, name: str) -> None:
         functools.update_wrapper(self, method)  # type: ignore[arg-type]
@@ -35,7 +35,7 @@ class _PartFirst:
 
 
 def parts_come_first(cls: type[Module]) -> type[Module]:
-    """A class of modules in which a part comes before a method of the same name, where `nn.Module` has no such method."""
+    """Let a part of a module hide a method of the same name, if `nn.Module` does not have the method too."""
     for name in vars(cls).keys() - dir(nn.Module()):
         if not name.startswith("__"):
             setattr(cls, name, _PartFirst(vars(cls)[name], name))
@@ -45,14 +45,14 @@ def parts_come_first(cls: type[Module]) -> type[Module]:
 def put_model_parts(pipe: nn.Module, model: nn.Module, whole: Collection[int]) -> None:
     """Put the parts of ``model`` into ``pipe``.
 
-    Modules whose ids are in ``whole`` are called by stages, and are there themselves. What was taken apart by tracing is
-    a plain container.
+    ``whole`` has the ids of the modules that stages call: these are put there themselves. Modules that were traced
+    through become plain containers.
     """
     _fill(pipe, model, whole, {})
 
 
 def _fill(holder: nn.Module, theirs: nn.Module, whole: Collection[int], made: dict[int, nn.Module]) -> None:
-    # Written past add_module, which refuses a name that the Pipe has as an attribute.
+    # add_module would refuse a name that the Pipe has as an attribute.
     holder._parameters.update(theirs._parameters)
     holder._buffers.update(theirs._buffers)
     holder._non_persistent_buffers_set |= theirs._non_persistent_buffers_set
@@ -72,7 +72,7 @@ def _part(child: nn.Module, whole: Collection[int], made: dict[int, nn.Module]) 
 
 
 def put_loss_parameters(pipe: nn.Module, compiled: Compiled) -> None:
-    """The parameters that only the loss has. Its buffers are settings (class weights, say), not the model's state."""
+    """Add the parameters that only the loss has. Its buffers are settings (class weights, say), not the model's state."""
     shared = {group.get(LOSS) for group in compiled.replicated_params}
     own = [(name, parameter) for name, parameter in compiled.stage(LOSS).named_parameters() if name not in shared]
     if own and LOSS not in pipe._modules:

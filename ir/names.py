@@ -1,7 +1,8 @@
-"""Qualified names: from a stage's own to the user's, and back.
+"""Qualified names: a stage's names for tensors and modules, and the user's names for them.
 
-A stage keeps the user's names under its own: ``lin.weight`` of the model is ``submod_1.lin.weight`` of the Pipe. The only
-names that change are those whose first part a graph module needs for itself (``graph``, ``code``, …): they get a ``_``.
+In a stage they have the user's names, after the name of the stage: ``lin.weight`` of the model is ``submod_1.lin.weight``
+of the Pipe. If the first part of a name is one that a graph module needs for itself (``graph``, ``code``, …), a ``_`` is
+added to it.
 """
 
 import re
@@ -29,7 +30,7 @@ def stage_name(index: int) -> str:
 
 
 def stage_index(name: str) -> int | None:
-    """The number in a stage's name; None if it is no stage's name.
+    """The number in a stage's name; None if it is not the name of a stage.
 
     >>> stage_index("submod_3"), stage_index("_loss")
     (3, None)
@@ -39,7 +40,7 @@ def stage_index(name: str) -> int | None:
 
 
 def local_name(user_name: str) -> str:
-    """What a stage calls the thing that the user calls ``user_name``.
+    """The name in a stage of the tensor or module that the user calls ``user_name``.
 
     >>> local_name("encoder.graph"), local_name("graph.weight")
     ('encoder.graph', 'graph_.weight')
@@ -64,11 +65,11 @@ def user_name(local: str) -> str:
 
 @dataclass
 class Qualnames:
-    """Every parameter and buffer of the user's model, by every name that the user has for it, and where it lives.
+    """The names of every parameter and buffer of the user's model, in the model and in the stages.
 
     ``canonical`` maps each of the user's names to the first name of the same tensor; ``places`` maps a canonical name
-    to the stage-local names of its copies, the owner first; ``unused`` holds what no stage uses; ``saved`` lists the
-    names that a state dict has, in the model's order; ``read_by_several`` gives for each stage its names of the tensors
+    to the stage-local names of its copies, the owner first; ``unused`` holds the tensors that no stage uses; ``saved``
+    lists the names in a state dict, in the model's order; ``read_by_several`` has for each stage its names of the tensors
     that other stages hold too.
     """
 
@@ -79,7 +80,7 @@ class Qualnames:
     read_by_several: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def remap(self, local: str) -> str:
-        """The user's name of a stage-local name, of a tensor or a module."""
+        """The user's name of a tensor or module, from its stage-local name."""
         head, _, rest = str(local).removeprefix("split_gm.").partition(".")
         if head == LOSS:
             return local
@@ -88,7 +89,7 @@ class Qualnames:
         return user_name(rest)
 
     def locate(self, name: str) -> tuple[str, ...]:
-        """The stage-local names of every copy of the tensor that the user calls ``name``; empty if no stage uses it."""
+        """The stage-local names of all copies of the tensor that the user calls ``name``; empty if no stage uses it."""
         if name not in self.canonical and name.startswith(f"{LOSS}."):
             return (name,)
         if name not in self.canonical:
@@ -104,7 +105,7 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
 
 
 def named_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """All parameters and buffers by every name that they have."""
+    """All parameters and buffers with their names; a tensor with several names is there once for each."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 
@@ -118,7 +119,7 @@ def first_names(module: nn.Module) -> dict[int, str]:
 
 
 def qualnames_of(model: nn.Module) -> Qualnames:
-    """The names of ``model``, not yet placed."""
+    """The names of ``model``, without the names in stages, which `place` adds."""
     first = first_names(model)
     canonical = {name: first[id(tensor)] for name, tensor in named_state(model)}
     saved = tuple(name for name in model.state_dict(keep_vars=True) if name in canonical)
@@ -126,7 +127,7 @@ def qualnames_of(model: nn.Module) -> Qualnames:
 
 
 def place(names: Qualnames, model: nn.Module, stages: Mapping[str, nn.Module]) -> None:
-    """Fill in where each tensor of ``model`` lives among ``stages``."""
+    """Fill in which of ``stages`` hold each tensor of ``model``, and by which name."""
     places: dict[str, list[str]] = {}
     for stage, module in stages.items():
         seen: set[str] = set()

@@ -10,7 +10,7 @@ from pippy.ir.run.stage_backward import SEED, stage_backward
 
 
 def flat_inputs(call: fx.Node) -> list[fx.Node]:
-    """The nodes among the arguments of a call, in order; a node that is there twice is in the list twice."""
+    """The nodes among the arguments of a call, in order. A node that is two arguments is in the list twice."""
     found: list[fx.Node] = []
     fx.node.map_arg(call.args, found.append)
     return found
@@ -37,22 +37,22 @@ def is_getitem(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is operator.getitem
 
 
-def is_backward(node: fx.Node) -> bool:
-    """Whether a node of the top-level graph belongs to the backward pass."""
+def in_backward_pass(node: fx.Node) -> bool:
+    """Whether a node of the top-level graph belongs to the backward pass: a `stage_backward`, or what uses its gradients."""
     if is_getitem(node):
-        return is_backward(node.args[0])  # type: ignore[arg-type]
+        return in_backward_pass(node.args[0])  # type: ignore[arg-type]
     return node.op == "call_function"
 
 
 def forward_nodes(graph: fx.Graph) -> list[fx.Node]:
     """The nodes of the top-level graph without its backward pass, in order."""
-    return [node for node in graph.nodes if not is_backward(node)]
+    return [node for node in graph.nodes if not in_backward_pass(node)]
 
 
 def values_read(node: fx.Node) -> list[fx.Node]:
     """The nodes whose values a node reads when it runs.
 
-    A backward reads gradients only: whoever runs a stage keeps the outputs and inputs of that run for it.
+    A backward reads only gradients. The outputs and inputs of its stage are kept with the run of the stage.
     """
     if node.target is not stage_backward:
         return node.all_input_nodes
@@ -62,7 +62,7 @@ def values_read(node: fx.Node) -> list[fx.Node]:
 
 
 def values_to_free(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """The values that can be freed after each node: those that it is the last to read, and its own if nothing reads it."""
+    """The values that can be freed after each node: those that no later node reads, and its own if no node reads it."""
     last_reader: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         last_reader[node] = node
@@ -73,21 +73,21 @@ def values_to_free(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     return found
 
 
-def calls_stage_backward(node: fx.Node) -> bool:
+def is_stage_backward(node: fx.Node) -> bool:
     """Whether a node is a call of `stage_backward`."""
     return node.op == "call_function" and node.target is stage_backward
 
 
 def seeded(output_grads: Any) -> Any:
-    """The argument ``output_grads`` of a backward node, with `SEED` for None: in the graph, None says that the output is
-    the loss. (A value that is None when the graph runs says that there is no gradient.)"""
+    """The argument ``output_grads`` of a backward node, with `SEED` for None: in the graph, None means that the output is
+    the loss. (A value that is None when the graph runs means that there is no gradient.)"""
     return SEED if output_grads is None else output_grads
 
 
 def map_nodes(function: Any, argument: Any) -> Any:
     """``argument`` with ``function(node)`` in place of each node.
 
-    The containers are plain ones, which the user may get. `fx.node.map_arg` makes them immutable.
+    The containers are plain ones, since the user may get them; those of `fx.node.map_arg` are immutable.
     """
     if isinstance(argument, fx.Node):
         return function(argument)

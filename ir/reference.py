@@ -1,4 +1,4 @@
-"""Runs a Pipe in this process, node by node: the oracle that every driver is held to."""
+"""Runs a Pipe in this process, node by node. This is the reference: every driver must give the same numbers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,16 +17,16 @@ from pippy.ir.trees import map_tensors
 
 
 def run_reference(compiled: Compiled, inputs: Mapping[str, Any]) -> Any:
-    """The outputs of ``pipe``; its backward has been run too, if it has one and gradients are on."""
+    """Run a Pipe and return its outputs. Its backward runs too, if it has one and gradients are enabled."""
     return run_microbatches(compiled, [inputs])[0]
 
 
 def run_microbatches(
     compiled: Compiled, microbatches: Sequence[Mapping[str, Any]], weights: Sequence[float] | None = None
 ) -> list[Any]:
-    """The outputs for each of several micro-batches, whose gradients add up.
+    """Run several micro-batches and return the outputs of each. Their gradients add up.
 
-    ``weights`` are what their losses count; 0 means that a loss, which may be no number then, has no gradient.
+    ``weights`` are the weights of their losses. With the weight 0 a loss has no gradient, and may be NaN.
     """
     runs = [
         _Reference(compiled, inputs, 1.0 if weights is None else weights[index])
@@ -41,7 +41,7 @@ def run_microbatches(
 
 
 class _Reference:
-    """One run of the top-level graph: the values that are still to be read, and each call's leaves for its backward."""
+    """One run of the top-level graph: the values that later nodes read, and the leaves of each call, for its backward."""
 
     def __init__(self, compiled: Compiled, inputs: Mapping[str, Any], weight: float = 1.0) -> None:
         self.compiled, self.inputs, self.weight = compiled, inputs, weight
@@ -106,7 +106,7 @@ class _Reference:
         return gradients
 
     def _give_to_caller(self) -> None:
-        """Inputs that require a gradient get it where plain PyTorch would leave it, and pass it on, all at once."""
+        """Run the backward of inputs that require gradients, for all at once, as plain PyTorch would."""
         named = self.input_gradients.items()
         pairs = [pair for name, gradient in named for pair in gradient_pairs(self.inputs[name], gradient)]
         if pairs:

@@ -11,9 +11,9 @@ from pippy.ir.trees import describe
 
 
 class Callee(Protocol):
-    """Something to bind the arguments of a call to: a Pipe, or a traced graph that will be one.
+    """What the arguments of a call are bound to: a Pipe, or a traced graph that will be one.
 
-    ``required_inputs`` names inputs that may not be None, ``target_name`` the loss's target, where there is one.
+    ``required_inputs`` names the inputs that must not be None. ``target_name`` is the name of the loss's target, or None.
     """
 
     signature: inspect.Signature
@@ -25,7 +25,7 @@ class Callee(Protocol):
 
 
 def signature_of(pipe: Callee) -> inspect.Signature:
-    """The signature of the model's forward, in which each concrete argument has its value for a default where Python allows."""
+    """The signature of the model's forward. The default of a concrete argument is its value, where Python allows a default."""
     parameters = list(pipe.signature.parameters.values())
     for index, parameter in enumerate(parameters):
         last = parameter.kind is parameter.KEYWORD_ONLY or not any(map(_is_required, parameters[index + 1 :]))

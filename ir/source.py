@@ -1,4 +1,4 @@
-"""The user's source lines: which line of the model a node, a frame or an exception comes from."""
+"""The user's source lines: the line of the model that a node, a frame or an exception comes from."""
 
 import contextlib
 import dis
@@ -42,7 +42,7 @@ class Source:
 
     @property
     def code(self) -> str:
-        """The text of the line; empty where it cannot be read."""
+        """The text of the line; empty if it cannot be read."""
         return linecache.getline(self.file, self.line).strip()
 
     def excerpt(self) -> str:
@@ -52,19 +52,19 @@ class Source:
 
 @functools.cache
 def is_users(file: str) -> bool:
-    """Whether a file is the user's: neither torch's, nor ours, nor generated."""
+    """Whether a file is the user's: not a file of torch or pippy, and not generated."""
     return not file.startswith((*_LIBRARIES, *_STANDARD, "<eval_with_key>", "<frozen"))
 
 
 def calls(frame: FrameType, function: str) -> bool:
-    """Whether a frame of the user's is just now calling what it names ``function``."""
+    """Whether a frame of the user's code is at a call of a function by the name ``function``."""
     code = frame.f_code
     if not is_users(code.co_filename):
         return False
     at = next(itertools.islice(code.co_positions(), frame.f_lasti // 2, None), None)
     if at is None or at[0] is None:
         return False
-    # A call begins where the name of the function stands.
+    # The position of a call starts with the name of the function.
     loads = (each for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
     return any(
         each.argval == function and (each.positions.lineno, each.positions.col_offset) == (at[0], at[2])
@@ -74,7 +74,7 @@ def calls(frame: FrameType, function: str) -> bool:
 
 
 def of_frame(frame: FrameType | None) -> Source | None:
-    """The innermost line of the user's below the frame that traces."""
+    """The user's innermost line, of the frames that tracing called."""
     while frame is not None:
         code = frame.f_code
         if is_users(code.co_filename):
@@ -86,7 +86,7 @@ def of_frame(frame: FrameType | None) -> Source | None:
 
 
 def of_traceback(traceback: TracebackType | None, below: str) -> Source | None:
-    """The innermost line of the user's in a traceback, among the frames that the function named ``below`` called."""
+    """The user's innermost line in a traceback, of the frames that the function named ``below`` called."""
     found, entered = None, False
     while traceback is not None:
         code = traceback.tb_frame.f_code
@@ -98,12 +98,12 @@ def of_traceback(traceback: TracebackType | None, below: str) -> Source | None:
 
 
 def of_node(node: fx.Node) -> Source | None:
-    """The line that made a node, where tracing saw one."""
+    """The user's line that made a node; None if tracing did not see one."""
     return node.meta.get("source")
 
 
 def warn(message: str) -> None:
-    """Warn the user, at the user's line."""
+    """Issue a `PippyWarning` at the user's line."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and not is_users(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
@@ -111,7 +111,7 @@ def warn(message: str) -> None:
 
 
 def excerpt_of(node: fx.Node) -> str:
-    """A node's line for an error message, or what is known in place of it."""
+    """A node's line for an error message; without a line, the node and its module."""
     source = of_node(node)
     if source is not None:
         return source.excerpt()

@@ -14,7 +14,7 @@ from pippy.ir.trees import describe
 
 
 def load_state(pipe: nn.Module, compiled: Compiled, state: Mapping[str, Any], strict: bool, assign: bool) -> Any:
-    """Copy ``state`` into every copy of each tensor, after checking that all of it fits."""
+    """Check that all of ``state`` fits, then copy it into every copy of each tensor."""
     if assign:
         raise StateDictError("assign=True would take the tensors of the stages away from the model; load without it")
     if not isinstance(state, Mapping):
@@ -40,7 +40,7 @@ def load_state(pipe: nn.Module, compiled: Compiled, state: Mapping[str, Any], st
 
 
 def _tensors(pipe: nn.Module, compiled: Compiled) -> dict[str, list[torch.Tensor]]:
-    """What a state dict holds, by the user's names: the model's own tensor, and the copies of it."""
+    """The tensors of a state dict, by the user's names: for each, the model's own tensor and its copies."""
     names, found = compiled.qualnames, {}
     for name, tensor in pipe.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor):

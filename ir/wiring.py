@@ -1,11 +1,11 @@
-"""What the top-level graph was made to take and to give, by the names of the values. The verifier holds it to that."""
+"""The inputs, outputs and values of the top-level graph, by name. The verifier checks that the graph has these."""
 
 from dataclasses import dataclass
 from typing import Any
 
 
 class ValueName(str):
-    """The name of a value, where a constant could stand too."""
+    """The name of a value, in a structure that may also contain constants."""
 
     __slots__ = ()
 
@@ -17,9 +17,9 @@ class ValueName(str):
 class Wiring:
     """``inputs`` are the placeholders, in order; ``outputs`` is what the model returns, each value as its name.
 
-    ``values`` has the name of every value by the node of the top-level graph that stands for it. A value has the name of
-    its input, or of the node in its stage that makes it. A stage with several outputs stands for no value, and the
-    `getitem` nodes that take its outputs out stand for one each.
+    ``values`` maps the name of each node of the top-level graph that is a value to the name of the value. A value has the
+    name of its input, or of the node in its stage that makes it. The call of a stage with several outputs is no value;
+    each of its `getitem` nodes is one.
     """
 
     inputs: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Putting the outputs of the micro-batches together: what the model would have returned for the whole mini-batch.
+"""Merges the outputs of the micro-batches into what the model would have returned for the whole mini-batch.
 
     a tensor with the micro-batch's rows in dimension 0      concatenated
     a float tensor without dimensions (a loss, say)          the mean, weighted by rows
@@ -57,7 +57,7 @@ class _Merge:
     mask: bool
 
     def tree(self, values: list[Any], spec: Any, path: str, outer: bool = True) -> Any:
-        """``outer``: the spec is meant for this very output, not for a container of it."""
+        """Merge containers item by item. ``outer`` says that the spec is for this value, not for a container of it."""
         spec = as_spec(spec)
         if isinstance(spec, ChunkSpec):
             return spec.merge(values)

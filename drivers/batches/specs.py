@@ -1,4 +1,4 @@
-"""How one value becomes micro-batches, and how what the micro-batches give becomes one value: what a user can say.
+"""The specs with which a user says how to cut a value into micro-batches, and how to merge the outputs of micro-batches.
 
 A spec is given for an argument or an output as a whole, or for parts of it, in lists, tuples and dicts of the same shape.
 
@@ -36,7 +36,7 @@ class TensorChunkSpec:
 
 @dataclass(frozen=True)
 class Replicate:
-    """Every micro-batch is given the same value; of an output, every micro-batch must give the same.
+    """Every micro-batch gets the same value. An output must be the same in every micro-batch.
 
     >>> Replicate()
     Replicate()
@@ -45,7 +45,7 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Sum:
-    """The values of all micro-batches are added up, times ``weights`` if given. A weight of 0 leaves a value out, nan or not.
+    """The values of all micro-batches are added up, times ``weights`` if given. A value with weight 0 is left out, also a nan.
 
     >>> Sum(weights=(0.25, 0.75))
     Sum(weights=(0.25, 0.75))
@@ -108,7 +108,7 @@ _BUILT_IN = (TensorChunkSpec, Replicate, Sum, Mean, ChunkSpec)
 
 
 def is_spec(spec: Any) -> bool:
-    """Whether ``spec`` is one, and not a container of some."""
+    """Whether ``spec`` is a spec, and not a container of specs."""
     return isinstance(spec, _BUILT_IN)
 
 
@@ -122,7 +122,7 @@ def as_spec(spec: Any) -> Any:
 
 
 def items_with_paths(value: Any, path: str) -> list[tuple[str, Any]] | None:
-    """What a container holds, each with its path for messages; None for a leaf.
+    """The items of a container, each with its path for messages; None for a leaf.
 
     >>> items_with_paths({"a": 1}, "x")
     [("x['a']", 1)]
@@ -144,7 +144,7 @@ def _steps(value: Any, count: int) -> Iterator[str]:
 
 
 def _names(value: Any) -> list[Any] | None:
-    """What a container calls the values that it holds."""
+    """The names of the values in a container; None if they have none."""
     if isinstance(value, tuple):
         return list(getattr(value, "_fields", ())) or None
     if dataclasses.is_dataclass(value):
@@ -153,7 +153,7 @@ def _names(value: Any) -> list[Any] | None:
 
 
 def specs_of_items(spec: Any, value: Any, path: str) -> list[Any]:
-    """The spec of each value in a container: the spec's own for it, or one that holds for all of it.
+    """The spec of each value in a container: its own spec, or the one for the whole container.
 
     >>> specs_of_items({"b": Replicate()}, {"a": 1, "b": 2}, "x")
     [None, Replicate()]

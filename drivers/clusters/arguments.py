@@ -1,4 +1,4 @@
-"""The checks of arguments that all clusters have in common."""
+"""The checks of arguments that all kinds of clusters take."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from pippy.drivers.errors import ClusterError
 
 
 def worker_names(n: int, names: Sequence[str] | None) -> tuple[str, ...]:
-    """The names of ``n`` workers: those given, or else made up.
+    """The names of ``n`` workers: the given names, or else worker0, worker1, and so on.
 
     >>> worker_names(2, None)
     ('worker0', 'worker1')
@@ -57,7 +57,7 @@ def check_threads(threads: int | None) -> None:
 
 
 def check_seconds(**given: Any) -> None:
-    """Raise unless all of these are times."""
+    """Raise unless all of these are positive numbers of seconds."""
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise ClusterError(f"{name} is a number of seconds, more than 0; this is {value!r}")

@@ -10,7 +10,7 @@ from pippy.drivers.control.control import Control
 from pippy.drivers.control.dispatch import Dispatch
 from pippy.drivers.errors import ClusterError
 
-entered_clusters: list["Cluster"] = []  # those whose `with` we are in, the innermost last
+entered_clusters: list["Cluster"] = []  # the clusters of the current `with` blocks, the innermost last
 
 
 class Processes(Protocol):

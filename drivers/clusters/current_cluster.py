@@ -1,4 +1,4 @@
-"""Which cluster a driver uses that is given none, and that only one cluster is open at a time."""
+"""The current cluster, for drivers without a cluster argument, and the check that only one cluster is open at a time."""
 
 import weakref
 

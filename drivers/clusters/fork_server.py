@@ -1,12 +1,12 @@
-"""The process that the local workers are forked from: it imports torch once, for all of them.
+"""The process that forks the local workers. It imports torch once for all of them.
 
     controller ──socket── fork server ──fork──▶ worker 0, worker 1, …
-        the LaunchConfig goes down, reports of starts and deaths come up; when the controller is gone, all end
+        sends the LaunchConfig; gets reports of started and dead workers
 
-The fork server and the workers have a session of their own, so that Ctrl-C reaches the controller alone. However the
-controller ends, the fork server sees its end of the socket closed or its process gone; then it kills and reaps the workers,
-and ends. Each worker watches the same two by itself, in case the fork server is stopped. If the fork server is killed, the
-system kills the workers.
+The fork server and the workers have a session of their own, so that Ctrl-C reaches only the controller. When the
+controller ends in any way, its socket closes and its process ends. The fork server notices this, kills and reaps the
+workers, and ends. Each worker watches the controller too, in case the fork server is stopped. If the fork server is killed,
+the system kills the workers.
 """
 
 import gc
@@ -24,10 +24,10 @@ from pippy.drivers.clusters.launch_config import LaunchConfig
 from pippy.drivers.clusters.launch_reports import Died, Failed, report
 from pippy.drivers.clusters.parent_death import die_with_parent, watch_controller
 
-# Beside torch itself, what the first backward would import in each worker.
+# torch, and a module that the first backward would import in each worker.
 NEEDED = ("torch", "torch.fx.experimental.symbolic_shapes")
 
-# The first packet is the controller's sys.path, without which pippy itself might not be found.
+# The first packet is the controller's sys.path; without it the import of pippy could fail.
 BOOT = (
     "import pickle, socket, sys; s = socket.socket(fileno=int(sys.argv[1])); sys.path[:] = pickle.loads(s.recv(1 << 20)); "
     "from pippy.drivers.clusters.fork_server import main; main(s)"
@@ -35,7 +35,7 @@ BOOT = (
 
 
 def main(controller: socket.socket) -> None:
-    """What the fork server does, from its first packet to its end."""
+    """Run the fork server, from its first packet to its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     config: LaunchConfig = pickle.loads(controller.recv(1 << 20))
     if config.dies_with_thread:
@@ -63,7 +63,7 @@ class ForkServer:
     def start(self) -> None:
         """Import what the workers need, once, and fork them."""
         worker = load(self.config.worker)
-        gc.freeze()  # what was imported stays: collections in the workers need not look at it, nor unshare its memory
+        gc.freeze()  # collections in the workers skip the imported objects, so their memory stays shared
         pairs = self._pairs()
         for index in range(len(self.config.names)):
             pid = os.fork()
@@ -77,7 +77,7 @@ class ForkServer:
             os.close(fd)
 
     def watch(self) -> None:
-        """Wait until the controller is gone; reap workers that die before that, and report them."""
+        """Wait until the controller ends. Reap and report workers that die before."""
         waiting = select.poll()
         watch_controller(waiting, self.controller, self.config)
         waiting.register(self.deaths, select.POLLIN)
@@ -111,7 +111,7 @@ class ForkServer:
 
 
 def load(dotted: str) -> type:
-    """The class that a dotted name names.
+    """The class with a dotted name.
 
     >>> load("pippy.drivers.clusters.launch_reports:Died").__name__
     'Died'

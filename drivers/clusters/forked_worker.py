@@ -17,7 +17,7 @@ from pippy.drivers.clusters.parent_death import die_with_controller, die_with_pa
 def start_worker(
     index: int, worker: type, config: LaunchConfig, controller: socket.socket, pairs: dict[Any, Any]
 ) -> NoReturn:
-    """Be a worker, and exit."""
+    """Run a worker in this process, then exit."""
     status = 1
     try:
         become_worker(index, config, controller)
@@ -44,12 +44,12 @@ def start_worker(
 
 
 def others(index: int, config: LaunchConfig, pairs: dict[Any, Any]) -> list[int]:
-    """The workers that this one shares a socket with."""
+    """The workers to which this worker has a socket."""
     return [other for other in range(len(config.names)) if pairs and other != index]
 
 
 def become_worker(index: int, config: LaunchConfig, controller: socket.socket) -> None:
-    """What a new process sets before anything else."""
+    """Set up this process: signals, its end with the controller's, its core, its output."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     die_with_parent(os.getppid())
@@ -83,7 +83,7 @@ def run_worker(
 
 
 def make_transport(config: LaunchConfig, index: int, peers: dict[int, socket.socket], messages: Any) -> Any:
-    """How this worker passes tensors to the others, and answers to the controller; None if it passes none."""
+    """The transport of this worker to the others and to the controller; None if the cluster passes no tensors."""
     from pippy.drivers.transport import rpc
 
     if config.transport == "shared_memory":
@@ -107,4 +107,4 @@ def make_transport(config: LaunchConfig, index: int, peers: dict[int, socket.soc
 
 
 def ignore(key: Any, value: Any) -> None:
-    """Drop what arrives by RPC for a worker whose transport takes nothing from it."""
+    """Drop values that arrive by RPC, for a transport that does not use RPC."""

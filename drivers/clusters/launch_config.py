@@ -1,4 +1,4 @@
-"""What the controller tells the fork server when it starts a local cluster."""
+"""The settings that the controller sends to the fork server when it starts a local cluster."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ CONTROLLER = "controller"  # its name for RPC
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """What the controller tells the fork server.
+    """The settings of a local cluster, for the fork server and the workers.
 
     Attributes:
         worker: the dotted name of the class that the workers run.
@@ -48,5 +48,5 @@ class LaunchConfig:
 
     @property
     def meeting(self) -> str:
-        """Where the processes find one another."""
+        """The address of the store at which the processes find each other."""
         return f"file://{self.directory}/store"

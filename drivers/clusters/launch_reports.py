@@ -1,4 +1,4 @@
-"""What the fork server and the workers report to the controller: that a worker starts, cannot start, or has died."""
+"""The reports of the fork server and the workers to the controller: a worker starts, cannot start, or has died."""
 
 import contextlib
 import pickle

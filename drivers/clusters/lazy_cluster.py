@@ -1,4 +1,4 @@
-"""A cluster that starts when it is asked for: `pippy run` says how many workers a script is to have.
+"""A cluster that starts when the script first uses it. `pippy run` says how many workers it has.
 
 The script asks by `cluster()`, or by `current_cluster()`, as a driver does that is given no cluster. A cluster that the
 script opens by `local_cluster` is its own. If the script never asks, no worker is started.
@@ -15,7 +15,7 @@ from pippy.drivers.errors import ClusterError
 
 @dataclass
 class LazyCluster:
-    """How many workers a script is to have, what starts them, and the cluster that was started last.
+    """The number of workers of a script, the function that starts them, and the cluster that was started last.
 
     >>> LazyCluster(2, {"threads": 1}, dict).requested(2, {"device": "cpu"}, timeout=3.0)
     {'n': 2, 'threads': 1, 'device': 'cpu', 'timeout': 3.0}
@@ -33,7 +33,7 @@ class LazyCluster:
         return self.started
 
     def requested(self, n: int | None, own: dict[str, Any], **times: float) -> Cluster:
-        """The cluster that a script asks for. The options of the script override those of the command line."""
+        """The cluster for a call of `cluster` in the script. Its options override those of the command line."""
         if n not in (None, self.n):
             raise ClusterError(
                 f"n={n!r}, and this script was started for {self.n} workers; leave out n, or start it with: pippy run -n {n}"
@@ -57,7 +57,7 @@ def current_lazy_cluster() -> LazyCluster | None:
 
 @contextmanager
 def lazy_cluster(n: int, start: Callable[..., Cluster], **options: Any) -> Iterator[LazyCluster]:
-    """Inside, ``start(n=n, **options)`` starts the cluster that is asked for; at the end it is closed."""
+    """Inside, the first use of the cluster calls ``start(n=n, **options)``; at the end the cluster is closed."""
     global _current
     _current = lazy = LazyCluster(n, options, start)
     try:

@@ -20,7 +20,7 @@ from pippy.ir.errors import PippyWarning
 
 WORKER = "pippy.drivers.workers.worker:Worker"
 PATIENCE = 0.001  # seconds that a worker with a core of its own polls for a value before it sleeps
-TRANSPORTS = ("shared_memory", "rpc", "none")  # none is for workers that pass nothing, as in tests
+TRANSPORTS = ("shared_memory", "rpc", "none")  # none is for workers that pass no tensors, as in tests
 
 
 def local_cluster(
@@ -75,7 +75,7 @@ def local_cluster(
         threads=threads,
         cores=tuple(cores[i % len(cores)] for i in range(n)) if pin else None,
         transport=transport or ("shared_memory" if shared else "rpc"),
-        rpc_transport="uv",  # shm would spin: its reactor never sleeps, and takes what others could compute with
+        rpc_transport="uv",  # the thread of shm never sleeps, and would take time from the computing
         directory=tempfile.mkdtemp(prefix="pippy-"),
         controller=os.getpid(),
         dies_with_thread=threading.current_thread() is threading.main_thread(),
@@ -96,7 +96,7 @@ def _started(config: LaunchConfig, timeout: float, start_timeout: float) -> Clus
 
 
 def _can_share_memory(transport: str | None) -> bool:
-    """Whether processes of this host can; if not, a warning says what is used instead. RPC and pippy both use memfd."""
+    """Whether processes of this host can share memory; if not, warn that they use TCP. RPC and pippy both use memfd."""
     try:
         os.close(os.memfd_create("pippy"))
         return True
@@ -119,12 +119,12 @@ def _threads(n: int, threads: int | None, pin: bool, cores: int) -> int:
 
 
 def _patience(seconds: float | None, crowded: bool) -> float:
-    """A worker that polls on a core that others need takes it from them, perhaps from the one that makes the value."""
+    """The seconds that workers poll. Without a core of its own, a worker that polls would slow down the other processes."""
     if seconds is None:
         return 0.0 if crowded else PATIENCE
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= 1:
         raise ClusterError(
-            f"patience is for how many seconds a worker looks for a value before it sleeps, 0 to 1; this is {seconds!r}"
+            f"patience is how many seconds a worker polls for a value before it sleeps, 0 to 1; this is {seconds!r}"
         )
     return seconds
 

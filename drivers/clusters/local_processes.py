@@ -23,7 +23,7 @@ from pippy.drivers.errors import ClusterError
 from pippy.drivers.transport import rpc
 from pippy.drivers.transport.controller_connections import ControllerConnections
 
-# glibc keeps what it has: fresh memory costs a page fault for every 4 KB, and a training step frees and takes gigabytes
+# glibc keeps freed memory: fresh memory takes a page fault for every 4 KB, and a training step frees and takes gigabytes
 MEMORY = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
@@ -69,7 +69,7 @@ class LocalProcesses:
         return [Address(name, self.config.rpc_name(i), host, self.pids[i]) for i, name in enumerate(self.config.names)]
 
     def deaths(self, wait: float = 0.0) -> Mapping[int, str]:
-        """The workers that the system says have died, and how; waits up to so many seconds for the first."""
+        """The workers that have died, and how. Waits up to so many seconds for the first."""
         with self._reading:
             while select.select([self.socket], [], [], 0.0 if self._died else wait)[0]:
                 try:
@@ -100,7 +100,7 @@ class LocalProcesses:
             shutil.rmtree(self.config.directory, ignore_errors=True)
 
     def _end(self) -> None:
-        """The fork server ends its workers and itself when the socket is closed. If it does not, all of them are killed."""
+        """Close the socket, at which the fork server ends its workers and itself. If it does not, kill all of them."""
         try:
             self.fork_server.wait(2.0)
         except subprocess.TimeoutExpired:
@@ -133,7 +133,7 @@ class LocalProcesses:
                 raise ClusterError("the workers' fork server ended while it started; what it wrote to stderr says why")
 
     def _join(self, deadline: float, timeout: float) -> None:
-        """Join the group on a thread: the call waits for the others without a bound, and Ctrl-C would not reach it."""
+        """Join the group on a thread, because the call waits for the others without a limit, and Ctrl-C cannot interrupt it."""
         errors: list[BaseException] = []
         done = os.eventfd(0, os.EFD_CLOEXEC)
 

@@ -13,7 +13,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def watch_controller(waiting: "select.poll", controller: socket.socket, config: LaunchConfig) -> None:
-    """Register what shows that the controller is gone: its socket, and its process where the system can tell.
+    """Register the controller's socket and, if the system allows it, its process, to notice when the controller ends.
 
     The socket alone is not enough: processes that the controller has forked hold it open, too.
     """

@@ -1,4 +1,4 @@
-"""Which of the processes that torchrun has started this one is, and which worker it hosts."""
+"""The rank of this process under torchrun, and the worker that it hosts."""
 
 import os
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from pippy.drivers.clusters.launch_config import CONTROLLER
 
 @dataclass(frozen=True)
 class RankInfo:
-    """This process among those that torchrun has started. Rank 0 is the controller, and hosts worker 0 or none.
+    """The rank of this process, of those that torchrun has started. Rank 0 is the controller, and hosts worker 0 or none.
 
     >>> rank_info = RankInfo(rank=2, world_size=3, local_rank=2, local_world_size=3, controller_hosts=False)
     >>> rank_info.index, rank_info.workers, rank_info.rpc_name(rank_info.index)
@@ -23,7 +23,7 @@ class RankInfo:
 
     @staticmethod
     def from_environment(controller_hosts: bool) -> "RankInfo":
-        """As the environment says."""
+        """From the environment variables that torchrun sets."""
         environment = os.environ
         local = int(environment.get("LOCAL_RANK", "0")), int(environment.get("LOCAL_WORLD_SIZE", "1"))
         return RankInfo(int(environment["RANK"]), int(environment["WORLD_SIZE"]), *local, controller_hosts)

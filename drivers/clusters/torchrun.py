@@ -3,7 +3,7 @@
     torchrun ─▶ rank 0: the script; by default, worker 0 on a thread of its own
              ─▶ rank 1, 2, …: a worker, from the call of `cluster` to the controller's end; then the script ends there
 
-All ranks meet at the store that torchrun gives them, and say there who they are; then RPC connects them.
+All ranks write their host and process into torchrun's store, and wait there for each other. Then RPC connects them.
 """
 
 import json
@@ -50,15 +50,15 @@ def cluster(
     start_timeout: float = 60.0,
     controller_hosts: bool = True,
 ) -> Cluster:
-    """The workers that torchrun has started, or else ``n`` new ones on this host: one script for both.
+    """The workers that torchrun has started, or ``n`` new workers on this host. One script works in both cases.
 
-    Under torchrun all ranks call this. Rank 0 gets the cluster; it hosts a worker too, unless ``controller_hosts`` is
-    False. On all other ranks the call serves as a worker until rank 0 closes the cluster, and then leaves the script by
-    SystemExit, so that what follows the call runs on rank 0 alone. The default device is the GPU of the local rank, if
+    Under torchrun all ranks call this. Rank 0 gets the cluster, and also hosts a worker, unless ``controller_hosts`` is
+    False. On all other ranks the call runs a worker until rank 0 closes the cluster, and then leaves the script by
+    SystemExit. So only rank 0 runs the code after the call. The default device is the GPU of the local rank, if
     there are GPUs.
 
-    Without torchrun this is `local_cluster`, with as many workers as ``n``, or else the environment's PIPPY_WORKERS, says.
-    In a script that `pippy run` has started it is the cluster that was asked for there.
+    Without torchrun this is `local_cluster(n)`. If ``n`` is not given, the environment variable PIPPY_WORKERS has the
+    number of workers. In a script that `pippy run` has started, it is the cluster of `pippy run`.
 
     >>> with cluster() as workers:  # doctest: +SKIP
     ...     driver = PipelineDriver1F1B(pipe, workers)
@@ -113,7 +113,7 @@ def _checked(rank_info: RankInfo, n: int | None, names: Sequence[str] | None) ->
 
 
 def _check_first() -> None:
-    """Raise unless this is the first cluster: torchrun's processes join one group of RPC, and no second one."""
+    """Raise unless this is the first cluster, because torchrun's processes can join a group of RPC only once."""
     if _was_open:
         raise ClusterError(
             "this process joined torchrun's cluster before, whose workers leave the script with it; open one cluster, and use "
@@ -135,7 +135,7 @@ def _device(
 
 
 def _meet(rank_info: RankInfo, names: Sequence[str], timeout: float) -> list[Address]:
-    """Wait for all ranks at torchrun's store, then join them; gives where each worker is."""
+    """Wait for all ranks at torchrun's store. Returns the address of each worker."""
     try:
         store = PrefixStore("pippy", next(rendezvous("env://", rank_info.rank, rank_info.world_size))[0])
         store.set(str(rank_info.rank), json.dumps([socket.gethostname(), os.getpid()]))
@@ -162,9 +162,9 @@ def _join(rank_info: RankInfo, timeout: float) -> None:
 
 
 def interface(rank_info: RankInfo) -> str | None:
-    """Where this process is to listen: the interface that leads to rank 0, and loopback if all are on one host.
+    """The network interface on which this process listens: the one that leads to rank 0; loopback if all are on one host.
 
-    The name of a host often stands for an address that other hosts cannot reach, so torch's own choice would not do.
+    torch would choose the address of the host's name, which other hosts often cannot reach.
     """
     if rank_info.local_world_size == rank_info.world_size:
         return "lo"
@@ -182,7 +182,7 @@ def interface(rank_info: RankInfo) -> str | None:
 
 
 def _work(worker: TorchrunWorker, rank_info: RankInfo, timeout: float, start_timeout: float) -> NoReturn:
-    """Be a worker until the controller is done with it."""
+    """Run a worker until the controller closes the cluster, then leave the script."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's
     _join(rank_info, start_timeout)

@@ -23,7 +23,7 @@ class TorchrunProcesses:
         rpc.stderr_filter.start()
         if self.worker is not None:
             self.worker.end()
-        for last in (False, True):  # first all learn that connections will break, and then they break
+        for last in (False, True):  # first all workers are told that connections will break, then they leave
             told = []
             for name in self.others:
                 with suppress(ConnectionError):

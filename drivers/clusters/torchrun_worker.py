@@ -1,4 +1,4 @@
-"""A worker in a process that pippy did not start: how it is run there, when it ends, and when it ends itself."""
+"""A worker in a process that torchrun started: how it runs, and how it ends."""
 
 import os
 import sys
@@ -22,9 +22,9 @@ EVERYTHING = GiveUp(first=0, last=1 << 62)
 
 @dataclass(frozen=True)
 class Leave:
-    """Urgent: the controller closes the cluster. First all workers are told to expect broken connections.
+    """An urgent message: the controller closes the cluster. The first one tells all workers that connections will break.
 
-    Then, with ``now``, they are told to leave.
+    The second one, with ``now``, tells them to leave.
 
     >>> Leave(now=True)
     Leave(now=True)
@@ -34,7 +34,7 @@ class Leave:
 
 
 class TorchrunWorker:
-    """A worker, on the thread that calls ``run``, or on one of its own after ``start``.
+    """A worker. ``run`` runs it on the thread that calls it, ``start`` on a thread of its own.
 
     ``peer`` gives the RPC name of the process that hosts a worker.
     """
@@ -66,9 +66,9 @@ class TorchrunWorker:
         rpc.serve(rpc.Served(self.messages, self.urgent, self.transport.deliver))
 
     def run(self) -> None:
-        """Obey until the controller says to leave."""
+        """Run commands until the controller tells the worker to leave."""
         if self.threads:
-            torch.set_num_threads(self.threads)  # which torch keeps for each thread
+            torch.set_num_threads(self.threads)  # torch has this setting for each thread
         with suppress(Ended):
             self.worker.run()
 
@@ -78,7 +78,7 @@ class TorchrunWorker:
         self.thread.start()
 
     def end(self) -> None:
-        """Give up what is under way and let ``run`` return; waits a little for a thread that `start` has started."""
+        """Give up the current command and let ``run`` return. Waits up to a second for a thread that `start` has started."""
         self.worker.urgent(EVERYTHING)
         self.messages.end()
         if self.thread is not None and self.thread is not threading.current_thread():
@@ -91,18 +91,17 @@ class TorchrunWorker:
         rpc.stderr_filter.start()
         if message.now:
             self.end()
-            # Whatever a stage computes, the process ends soon.
+            # The process ends soon, even if a stage computes for long.
             timer = threading.Timer(5.0, os._exit, (0,))
             timer.daemon = True
             timer.start()
         return None
 
     def watch(self, controller: str, timeout: float) -> None:
-        """End this process when the controller is gone: at once if the connection to it breaks.
+        """End this process when the controller has ended: at once if the connection to it breaks.
 
-        If the network is cut, nothing breaks. So while the worker waits inside a step, it asks now and then whether the
-        controller is there, and after 3 × timeout + 10 s at the most it knows. An idle worker asks nothing and waits
-        for as long as the controller likes.
+        A cut network breaks no connection. So while the worker waits inside a step, it pings the controller from time to
+        time, and notices the cut after at most 3 × timeout + 10 s. An idle worker sends no pings, and waits without a limit.
         """
         rpc.watch(controller, lambda: self._gone("the connection to the controller broke"))
         threading.Thread(target=self._ask, args=(controller, timeout), daemon=True).start()
@@ -130,7 +129,7 @@ def answers(controller: str, timeout: float) -> bool:
 
 
 def end_process(why: str) -> NoReturn:
-    """At once: the main thread may compute, or wait for what will never come."""
+    """End this process at once: the main thread may be computing, or may wait without an end."""
     rpc.stderr_filter.stop()
     print(f"pippy: {why}", file=sys.stderr, flush=True)
     os._exit(1)

@@ -1,1 +1,1 @@
-"""From a Pipe and a schedule to the program of every worker."""
+"""Makes the program of every worker from a Pipe and a schedule."""

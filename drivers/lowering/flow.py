@@ -1,12 +1,12 @@
-"""What the stages of a Pipe hand to one another in one micro-batch, read off its graph.
+"""The values that the stages of a Pipe pass to each other in one micro-batch, from the Pipe's graph.
 
-`RemoteInterpreter` walks the top-level graph as the reference does, node by node. Where the reference computes, it notes
-work for the worker that will hold the stage: what the work takes, by name, and what it gives.
+`RemoteInterpreter` goes through the top-level graph node by node, as the reference does. Where the reference computes, it
+emits work for the worker that will hold the stage, with the names of the values that the work takes and gives.
 
     submod_0(x)  ──▶ F0 takes x, gives relu, mm          stage_backward(submod_1) ──▶ B1 takes lin_grad_from_submod_2,
     _loss(lin, target) ──▶ part of F2                                                gives relu_grad_from_submod_1
 
-`_loss` is computed where the last of its inputs is made, within the forward and the backward of that stage.
+`_loss` belongs to the stage that makes the last of its inputs: it runs with the forward and the backward of that stage.
 """
 
 import re
@@ -29,8 +29,8 @@ class Work:
     """One call of a stage, or of `_loss`, forward ("F") or backward ("B"), on one micro-batch.
 
     ``takes`` and ``gives`` are names of values. A forward takes one value for each input and gives one for each output. A
-    backward takes for each output a tuple of gradients, to be added up in their order, or the loss's own gradient (no
-    tuple) where the loss is; it gives a gradient for each input, or None for one that nobody asks for.
+    backward takes a tuple of gradients for each output, which are added up in this order; for the loss it takes the
+    seed in place of a tuple. It gives a gradient for each input, or None if the gradient is not used.
     """
 
     phase: str
@@ -45,7 +45,7 @@ class Work:
 
 
 class RemoteInterpreter:
-    """Interprets the top-level graph of a Pipe for one micro-batch, and emits work in place of computing it.
+    """Interprets the top-level graph of a Pipe for one micro-batch: it emits work, and does not compute.
 
     >>> from torch import nn
     >>> from pippy.ir.pipe import Pipe, compiled_of
@@ -62,11 +62,11 @@ class RemoteInterpreter:
         self.nodes = list(compiled.split_gm.graph.nodes)
         self.position = 0
         self.names = value_names(compiled)
-        self.gradients: dict[fx.Node, tuple[str, ...]] = {}  # what each gradient node is the sum of
+        self.gradients: dict[fx.Node, tuple[str, ...]] = {}  # the summands of each gradient node
         self.loss_stage = loss_stage(compiled)
 
     def run_until(self, predicate: Callable[[fx.Node], bool]) -> list[Work]:
-        """Go on until ``predicate`` holds for the next node, or the graph ends; gives the work on the way."""
+        """Go on until ``predicate`` holds for the next node, or the graph ends. Returns the work up to there."""
         work: list[Work] = []
         while self.position < len(self.nodes) and not predicate(self.nodes[self.position]):
             work += self._step(self.nodes[self.position])
@@ -98,38 +98,38 @@ class RemoteInterpreter:
         return Work("B", self.stage_of(call), str(call.target), self.microbatch, takes, tuple(gives))
 
     def _gradient(self, given: Any) -> Any:
-        """The gradients that a node is the sum of; none for None; what is no node is the loss's own gradient."""
+        """The summands of a gradient: empty for None. A gradient that is not a node is the seed of the loss."""
         if isinstance(given, fx.Node):
             return self.gradients[given]
         return () if given is None else given
 
     def _gradient_name(self, call: fx.Node, index: int) -> str:
-        """The gradient of a value that comes back from one of its uses."""
+        """The name of the gradient of a value that one of its uses gives."""
         inputs = flat_inputs(call)
         again = f"_{index}" if inputs[index] in inputs[:index] else ""
         return f"{self.names[inputs[index]]}_grad_from_{call.target}{again}"
 
     def stage_of(self, call: fx.Node) -> int:
-        """The stage within which a call is computed."""
+        """The stage that computes a call."""
         index = stage_index(str(call.target))
         return self.loss_stage if index is None else index
 
 
 def outputs_of(call: fx.Node) -> list[fx.Node]:
-    """The nodes that stand for the outputs of a call, in order."""
+    """The nodes that are the outputs of a call, in order."""
     items = output_items(call)
     return [items[index] for index in sorted(items)] or [call]
 
 
 def value_names(compiled: Compiled) -> dict[fx.Node, str]:
-    """The name of every value by its node, in the letters that a program's text allows."""
+    """The name of every value by its node, with only the letters that the text of a program allows."""
     names = compiled.wiring.values
     nodes = [node for node in compiled.split_gm.graph.nodes if node.name in names]
     return {node: re.sub(r"\W", "_", names[node.name], flags=re.ASCII) for node in nodes}
 
 
 def loss_stage(compiled: Compiled) -> int:
-    """The stage that computes `_loss`: the last one that makes an input of it; -1 where there is none."""
+    """The stage that computes `_loss`: the last stage that makes an input of it; -1 if there is no `_loss`."""
     for node in compiled.split_gm.graph.find_nodes(op="call_module", target=LOSS):
         makers = [value.args[0] if is_getitem(value) else value for value in flat_inputs(node)]
         indices = [stage_index(str(maker.target)) for maker in makers if isinstance(maker, fx.Node)]

@@ -1,7 +1,7 @@
-"""From a Pipe and a schedule to a lowered program: every worker's computations, sends, receives, frees and reductions.
+"""Makes a lowered program from a Pipe and a schedule: computations, sends, receives, frees and reductions of every worker.
 
-The schedule says when and where each stage computes. What the stages hand to one another is read off the Pipe's graph,
-once: it is the same for every micro-batch. The two together are the program.
+The schedule says when and where each stage computes. The Pipe's graph says which values the stages pass to each other;
+this is the same for every micro-batch. The program combines the two.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,11 +21,11 @@ from pippy.ir.pipe import Pipe, compiled_of
 
 @dataclass(frozen=True)
 class Lowered:
-    """A program for one Pipe, and what a worker must know of the Pipe to run it.
+    """A program for one Pipe, and the facts about the Pipe that a worker needs to run it.
 
-    ``work`` says for each pass of a stage what is called, with what, and what comes of it. ``inputs`` names the workers
-    that need each input of the model (each is sent once to each of them), ``outputs`` the worker that makes each value
-    that the model returns, and that hands it over when the forward which makes it is done, whatever the program frees.
+    ``work`` has for each pass of a stage its calls, with the values that they take and give. ``inputs`` has for each input
+    of the model the workers that need it; it is sent once to each of them. ``outputs`` has for each value that the model
+    returns the worker that makes it. The worker keeps this value for its answer, also when the program frees it.
     """
 
     program: Program
@@ -37,9 +37,9 @@ class Lowered:
 def lower(pipe: Pipe, schedule: Program, buffer: int | None = None) -> Lowered:
     """Lower a schedule for a Pipe, and prove the result. ``buffer`` is how many sent values a channel can hold.
 
-    A schedule with whole backwards (B) is lowered to such, one with halves (I, W) to halves. Backwards that the loss does
-    not need are left out, and all of them if the Pipe has no loss. A program that says its communication itself, written by
-    hand, say, is taken as it is, if its edges are the Pipe's.
+    Whole backwards (B) of the schedule stay whole, and halves (I, W) stay halves. Backwards that the loss does
+    not need are left out; without a loss, all are left out. A program that already has its communication, for example one
+    that was written by hand, is not changed; its edges must be those of the Pipe.
 
     >>> from torch import nn
     >>> from pippy.drivers.schedules import make_schedule
@@ -90,7 +90,7 @@ def _by_pass(work: list[Work], training: bool) -> dict[Pass, tuple[Work, ...]]:
 
 
 def _edges(work: Mapping[Pass, tuple[Work, ...]]) -> Iterator[Edge]:
-    """A value that one pass makes and others take. What a pass makes for itself, the loss's input say, is its own affair."""
+    """The values that one pass makes and others take. Values inside a pass, such as the loss's input, are not edges."""
     makers = {name: key for key, calls in work.items() for call in calls for name in call.gives if name}
     targets: dict[str, list[Pass]] = {name: [] for name in makers}
     for key, calls in work.items():
@@ -116,7 +116,7 @@ def _fitted(
     work: Mapping[Pass, tuple[Work, ...]],
     replicated: tuple[Replicated, ...],
 ) -> Program:
-    """The schedule with the Pipe's edges; a program that has edges of its own must have just these."""
+    """The schedule with the Pipe's edges. A program that has edges already must have the same ones."""
     if schedule.edges is not None:
         _check_same("edge", set(map(str, schedule.edges)), set(map(str, edges)))
     if schedule.lowered:

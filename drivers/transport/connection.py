@@ -1,4 +1,4 @@
-"""How two processes of one host pass values: packets on a socket, and larger bytes in rings of memory that both see.
+"""Passes values between two processes of one host: packets on a socket, and larger bytes in rings of shared memory.
 
                     sender                                        receiver
         value ──▶ 1 layout, if new        ── LAYOUT ──▶  keeps it under its number
@@ -7,8 +7,8 @@
                   4 one packet             ── VALUE ───▶  5 copies the bytes out, at once
                   6 frees the place        ◀── FREED ───  if the packet asked; one answer covers all before it
 
-A small value travels inside its packet. What finds no place, or a socket that is full, waits in a queue of the sender, as
-a copy of its own. The queue is sent, in order, whenever the connection gets a turn. Nothing here waits.
+A small value is inside its packet. If the ring has no place for a value, or the socket is full, the sender keeps a copy of
+the value in a queue. It sends the queue, in order, whenever the connection is served. No call in this file waits.
 """
 
 import mmap
@@ -39,13 +39,13 @@ from pippy.drivers.transport.received_values import Unreadable, ValueKey
 from pippy.drivers.transport.ring import Ring, ring_size
 from pippy.drivers.transport.value_layout import Parts, ValueLayout, aligned, layout_of, rest_to_bytes, take_apart
 
-_LAYOUTS = 1024  # numbers are used again, the oldest first: shapes that never repeat must not fill the memory
+_LAYOUTS = 1024  # numbers are used again, the oldest first, so that shapes that never repeat do not fill the memory
 _NO_LAYOUT = ValueLayout(None, (), 0, 0)
 
 
 @dataclass(slots=True)
 class _Outgoing:
-    """What is to be sent: a value, or a layout (which has its pickled form as ``rest``)."""
+    """A value to send, or a layout (its ``rest`` is the pickled layout)."""
 
     kind: int
     number: int
@@ -55,13 +55,13 @@ class _Outgoing:
     rest: bytes
 
     def own(self) -> "_Outgoing":
-        """The same, in memory of its own."""
+        """A copy, in memory of its own."""
         copies = [tensor.detach().clone() for tensor in self.tensors]
         return _Outgoing(self.kind, self.number, self.key, self.layout, copies, self.rest)
 
 
 class Receiver(Protocol):
-    """Where the values go that arrive, but for those of steps before ``first_step``."""
+    """Takes the values that arrive. Values of steps before ``first_step`` are dropped."""
 
     first_step: int
 
@@ -105,7 +105,7 @@ class Connection:
         self._layouts: list[ValueLayout | Unreadable] = [_NO_LAYOUT] * _LAYOUTS
         self._in: Memory | None = None
         self._rings_received = 0
-        self._unanswered: int | None = None  # up to where a FREED is to be sent that found the socket full
+        self._unanswered: int | None = None  # the position of a FREED that could not be sent, as the socket was full
 
     # -- sending
 
@@ -120,7 +120,7 @@ class Connection:
         return layout.payload
 
     def flush(self) -> None:
-        """Send what is queued, as far as it goes."""
+        """Send as much of the queue as possible."""
         self.socket_full = False
         if self._unanswered is not None:
             self._answer(self._unanswered)
@@ -141,7 +141,7 @@ class Connection:
         self._ring = self._out = self._in = None
 
     def _introduce(self, value: Any, parts: Parts) -> tuple[int, ValueLayout]:
-        """Send a layout that is new."""
+        """Send a new layout."""
         number, self._next_number = self._next_number, (self._next_number + 1) % _LAYOUTS
         if len(self._numbers) == _LAYOUTS:
             del self._numbers[next(iter(self._numbers))]
@@ -159,7 +159,7 @@ class Connection:
             self.queue.append(outgoing.own())
 
     def _try(self, outgoing: _Outgoing) -> bool:
-        """Send something; False if it has to wait."""
+        """Send a value or a layout; False if it must wait."""
         kind, number, key, layout = outgoing.kind, outgoing.number, outgoing.key, outgoing.layout
         rest = len(outgoing.rest)
         size = layout.size + rest
@@ -193,7 +193,7 @@ class Connection:
         return True
 
     def _allocate(self, size: int) -> int | None:
-        """The offset of a place in the ring; None if there is none now."""
+        """The offset of a free place in the ring; None if there is none."""
         start = self._ring.allocate(size) if self._ring else None
         if start is None and self._ring:
             self._read_answers()
@@ -206,7 +206,7 @@ class Connection:
         return start
 
     def _read_answers(self) -> None:
-        """Take in packets here, too: a worker that only sends would not see what is free again."""
+        """Read packets here, too: a worker that only sends would not see which places are free again."""
         try:
             while self.step():
                 pass
@@ -214,7 +214,7 @@ class Connection:
             pass  # the next step raises it again
 
     def _grow(self, size: int) -> Ring | None:
-        """A new, larger ring, handed over. The receiver empties the old one before it sees the new one."""
+        """Make a larger ring, and send it. The receiver empties the old ring before it sees the new one."""
         made = ring_size(size, self._ring.size if self._ring else 0, self.limit)
         try:
             fd, memory = create_shared(made)
@@ -248,26 +248,26 @@ class Connection:
             ring.asked = ring.head
 
     def _drop_all(self) -> None:
-        """The other end is closed. What it had sent can still be read."""
+        """The other end is closed. Packets that it sent before can still be read."""
         self.queue.clear()
         self.ended = True
 
     # -- receiving
 
     def step(self) -> bool:
-        """Take in one packet; False if there is none now. Raises ConnectionError when the other end is closed."""
+        """Read one packet; False if there is none. Raises ConnectionError when the other end is closed."""
         try:
             received, ancillary, _, _ = self.socket.recvmsg_into(self._buffers, 64)
         except BlockingIOError:
             return False
         except ConnectionResetError:
-            return True  # raised once; what had been sent before can still be read, and then comes the end
+            return True  # raised once; packets that were sent before can still be read, then comes the end
         if not received:
             raise ConnectionError("closed")
-        kind, asks, layout, rest, step, slot, microbatch, size, end, ring = HEADER.unpack_from(self._arrival.bytes)
+        kind, asks, layout, rest, step, value, microbatch, size, end, ring = HEADER.unpack_from(self._arrival.bytes)
         if kind == VALUE:
             if step >= self.receiver.first_step:
-                self.receiver.put((step, slot, microbatch), self._read(layout, rest, size, end))
+                self.receiver.put((step, value, microbatch), self._read(layout, rest, size, end))
         elif kind == LAYOUT:
             self._learn(layout, rest, size, end)
         elif kind == RING:
@@ -291,7 +291,7 @@ class Connection:
         memory, start = self._bytes_of(size, end)
         try:
             return memory.read(start, layout, rest, self.device)
-        except Exception as error:  # whoever takes this value gets it, not whoever waits for another
+        except Exception as error:  # it is raised by the receive of this value, not by one of another value
             return Unreadable(error)
 
     def _learn(self, number: int, rest: int, size: int, end: int) -> None:

@@ -1,4 +1,4 @@
-"""The packets that the two ends of a connection send to each other, and the header that each begins with.
+"""The packets that the two ends of a connection send to each other, and the header of a packet.
 
     bytes  field     VALUE: a value      LAYOUT: of later      RING: new shared     FREED: what is     ASK: send
                                          values                memory               free again         FREED
@@ -9,7 +9,7 @@
     4      rest      bytes that are      bytes that are        -                    -                  -
                      no tensor's         pickled
     8      step      \
-    16     slot       > its key          -                     -                    -                  -
+    16     value      > its key          -                     -                    -                  -
     24     microbatch/
     32     size      all of its bytes    all of its bytes      bytes of the ring    -                  -
     40     end       where they end      where they end        -                    up to here         up to here
@@ -27,7 +27,7 @@ VALUE, LAYOUT, RING, FREED, ASK = range(5)
 HEADER = Struct("<BBHIqqqqqq")
 NO_KEY = (0, 0, 0)
 START = 64  # the header is shorter, and tensors are aligned
-INLINE = 4096  # up to here a packet with the bytes inside is faster than a place in the ring
+INLINE = 4096  # up to this size, a packet with the bytes inside is faster than a place in the ring
 
 
 def write_header(

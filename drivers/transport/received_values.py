@@ -1,4 +1,4 @@
-"""The values that have arrived at a worker and that it has not taken yet, and how other threads wake the one that waits."""
+"""The values that have arrived at a worker and that it has not taken yet. Other threads can add values and wake it."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -7,15 +7,15 @@ from typing import Any
 from pippy.drivers.errors import PeerLost
 from pippy.drivers.transport.pollable_event import PollableEvent
 
-ValueKey = tuple[int, int, int]  # the step, the number of the value in its program (its slot), the micro-batch
+ValueKey = tuple[int, int, int]  # the step, the number of the value in its program, the micro-batch
 
 
 class Interrupted(Exception):
-    """The step was given up while a receive waited. It never leaves the worker."""
+    """The step was given up while a receive waited. The worker catches this exception itself."""
 
 
 class Unreadable:
-    """Stands for a value that arrived but could not be read; taking it raises ``error``."""
+    """Replaces a value that arrived but could not be read. Taking it raises ``error``."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -64,7 +64,7 @@ class ReceivedValues:
     def check(self, key: ValueKey) -> None:
         """Raise Interrupted if the step of this key was given up."""
         if self._interrupted or key[0] < self.first_step:
-            raise Interrupted(f"step {key[0]} was given up while slot {key[1]} of micro-batch {key[2]} was waited for")
+            raise Interrupted(f"step {key[0]} was given up while value {key[1]} of micro-batch {key[2]} was waited for")
 
     def has_any(self, wanted: Sequence[tuple[ValueKey, int]]) -> bool:
         """Whether one of the values has arrived. Raises as ``check`` and ``check_source`` do."""
@@ -80,7 +80,7 @@ class ReceivedValues:
         if source in self._lost and not self.has(key):
             raise PeerLost(
                 source,
-                f"worker {source} is gone, and had not sent slot {key[1]} of micro-batch {key[2]} of step {key[0]}; "
+                f"worker {source} is gone, and had not sent value {key[1]} of micro-batch {key[2]} of step {key[0]}; "
                 "start a new cluster, its log says why the worker ended",
             )
 

@@ -1,4 +1,4 @@
-"""Values between the processes of one host, through memory that both ends see. connection.py shows how."""
+"""Sends values between the processes of one host, through shared memory. connection.py explains how."""
 
 import os
 import select
@@ -15,19 +15,19 @@ from pippy.drivers.transport.rpc_transport import copied
 from pippy.drivers.transport.transport import SentCount, Transport
 
 _CONTROLLER = -1  # its number among the peers
-_TURN = 64  # packets of one peer that are taken in before the other peers are looked at
+_TURN = 64  # so many packets of one peer are read before those of the next
 
 
 class SharedMemoryTransport(Transport):
     """The transport of one process, ``index``, with a connected socket for each peer.
 
     The sockets are AF_UNIX and SOCK_SEQPACKET, one pair for each pair of workers, made by their parent. ``limit`` bounds
-    the shared memory of each direction (a single value may be larger); what does not fit waits in the sender's own. While
-    rings grow, old ones that the receiver has not emptied count beside it, so that twice the limit can be in use.
-    Nothing has a name in the file system, so nothing is left behind, however a process ends.
+    the shared memory of each direction (a single value may be larger). Values that do not fit wait in the sender's own
+    memory. While a ring grows, the old ring that the receiver has not emptied is in use too, so up to twice the limit.
+    The memory has no name in the file system, so nothing is left behind, however a process ends.
 
     A connection to the ``controller`` is served along with those of the peers. A receive polls for its value for
-    ``patience`` seconds before it sleeps: to wake a process takes longer than to send it a small value.
+    ``patience`` seconds before it sleeps, because waking a process takes longer than sending it a small value.
 
     >>> first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     >>> here, there = SharedMemoryTransport(0, {1: first}), SharedMemoryTransport(1, {0: second})
@@ -104,7 +104,7 @@ class SharedMemoryTransport(Transport):
 
     def discard_before(self, step: int) -> None:
         self.received.discard_before(step)
-        for peer in self.sent:  # not the controller's: messages have other numbers
+        for peer in self.sent:  # not for the controller, whose messages have other numbers
             self.connections[peer].discard_before(step)
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class SharedMemoryTransport(Transport):
         return self._serve(-1, fd) == fd
 
     def _serve(self, timeout: float, wanted: int = -1) -> int | None:
-        """Serve all that is there. Returns ``wanted`` if it is readable, else -2 if anything was, else None."""
+        """Serve all readable sockets. Returns ``wanted`` if it is readable, else -2 if another one was, else None."""
         self._watch_full_sockets()
         found = None
         for fd, _ in self._epoll.poll(timeout):
@@ -144,7 +144,7 @@ class SharedMemoryTransport(Transport):
         return found
 
     def _step(self, connection: Connection) -> bool:
-        """Take in one packet, if there is one."""
+        """Read one packet, if there is one."""
         try:
             more = connection.step()
             if connection.queue and not connection.socket_full:
@@ -159,12 +159,12 @@ class SharedMemoryTransport(Transport):
             return False
 
     def _poll(self, connection: Connection) -> bool:
-        """Keep looking for a packet of this peer for ``patience`` seconds; True if one came."""
+        """Poll for a packet of this peer for ``patience`` seconds; True if one came."""
         end = time.monotonic() + self.patience
         while connection.fd in self._peer_of and time.monotonic() < end:
             if self._step(connection):
                 return True
-            os.sched_yield()  # to whoever else has work for this core
+            os.sched_yield()  # to other processes on this core
         return False
 
     def _watch_full_sockets(self) -> None:

@@ -138,11 +138,11 @@ class OutOfOrderExecutor(Executor):
         return [receive for receive in self.queues.awaited(at) if not ready(self._wanted(receive)[0])]
 
     def _key(self, receive: int) -> tuple[tuple[int, int], int]:
-        """The slot, micro-batch and source of a receive."""
+        """The value number, micro-batch and source of a receive."""
         instruction = self.program.order[receive]
         assert isinstance(instruction, Receive)
-        slot = self.program.value_numbers[instruction.value]
-        return (slot, instruction.microbatch), self.program.ranks[instruction.source]
+        number = self.program.value_numbers[instruction.value]
+        return (number, instruction.microbatch), self.program.ranks[instruction.source]
 
     def _wanted(self, receive: int) -> tuple[ValueKey, int]:
         """The same for the current step, as the transport is asked for it."""

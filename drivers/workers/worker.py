@@ -1,4 +1,4 @@
-"""A worker: obeys the controller's commands in order, on one thread, and answers each of them."""
+"""A worker: it runs the controller's commands in order, on one thread, and answers each of them."""
 
 import gc
 import os
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 
 class Worker:
-    """Takes commands from its queue of messages until there are no more."""
+    """Runs the commands from its queue of messages until the queue ends."""
 
     def __init__(self, context: "WorkerContext") -> None:
         self.context = context
         self.device = torch.device(context.device or "cpu")
         self.drivers: dict[int, DriverState] = {}
         self.surroundings = WorkerSurroundings(context)
-        self.abandoned: deque[GiveUp] = deque()  # what is yet to be cleaned up after; urgent messages add to it
+        self.to_clean_up: deque[GiveUp] = deque()  # commands that were given up; urgent messages add to it
         self.given_up_through = -1
         self.command: Command | None = None
 
     def run(self) -> None:
-        """Obey until there are no more messages."""
+        """Run commands until the queue of messages ends."""
         messages, transport = self.context.messages, self.context.transport
         while True:
             transport.wait_for(messages.fileno())
@@ -43,11 +43,11 @@ class Worker:
             try:
                 reply(answer)
             except Exception as error:  # it cannot be pickled
-                self._forget(command)
+                self._undo(command)
                 reply(Answer(failure=self._failure(command, error)))
 
     def answer(self, command: Command) -> Answer:
-        """Obey one command. What goes wrong is part of the answer."""
+        """Run one command. An error is part of the answer."""
         self._clean_up(command.number)
         if command.number <= self.given_up_through:
             return Answer(failure=Failure("given up", ""))
@@ -58,21 +58,21 @@ class Worker:
             failure = Failure("given up", "")
         except PeerLost as error:
             failure = self._failure(command, error, peer=error.peer)
-        except BaseException as error:  # whatever a user's model or optimizer raises, sys.exit() too
+        except BaseException as error:  # a user's model or optimizer may raise anything, also sys.exit()
             failure = self._failure(command, error)
         finally:
             self.command = None
-        self._forget(command)
+        self._undo(command)
         return Answer(failure=failure)
 
     def given_up(self) -> bool:
-        """Whether the command that is being carried out was abandoned meanwhile."""
+        """Whether the command that is running was given up meanwhile."""
         return self.command is not None and self.command.number <= self.given_up_through
 
     def urgent(self, message: Any) -> Any:
         """Answer at once, on a thread that is not the worker's own."""
         if isinstance(message, GiveUp):
-            self.abandoned.append(message)
+            self.to_clean_up.append(message)
             self.given_up_through = message.last
             self.context.transport.interrupt()
         elif isinstance(message, Dump):
@@ -80,7 +80,7 @@ class Worker:
         return None
 
     def dump(self) -> str:
-        """What the worker does now."""
+        """What the worker is doing or waiting for, in a line."""
         command = self.command
         if command is None:
             return f"worker {self.context.index} (pid {os.getpid()}) waits for a command"
@@ -94,13 +94,13 @@ class Worker:
         return f"worker {self.context.index} (pid {os.getpid()}): {doing}{waits}"
 
     def _named(self, state: DriverState, executor: Executor | None, key: tuple[int, int, int]) -> str:
-        number, slot, microbatch = key
+        step, number, microbatch = key
         if executor is None:
-            return state.gradients.named(slot, microbatch)
+            return state.gradients.named(number, microbatch)
         instruction = executor.current()
         source = executor.program.ranks[instruction.source] if isinstance(instruction, Receive) else "?"
-        names = {slot: name for name, slot in executor.program.value_numbers.items()}
-        return f"{names.get(slot)} of micro-batch {microbatch} of step {number}, from worker {source}"
+        names = {number: name for name, number in executor.program.value_numbers.items()}
+        return f"{names.get(number)} of micro-batch {microbatch} of step {step}, from worker {source}"
 
     def _obey(self, command: Command) -> Any:
         self._drop(command.dropped)
@@ -120,7 +120,7 @@ class Worker:
         return self.drivers[command.driver].obey(command)
 
     def _drop(self, drivers: Sequence[int]) -> None:
-        """Free what drivers have held, at once: a stage and its programs refer to one another, and may be large."""
+        """Drop what belongs to these drivers, and free its memory at once: stages may be large, and are in reference cycles."""
         for driver in drivers:
             self.surroundings.forget(driver)
         gone = [driver for driver in drivers if self.drivers.pop(driver, None)]
@@ -128,15 +128,16 @@ class Worker:
             gc.collect()
 
     def _clean_up(self, number: int) -> None:
-        """After an abandonment: nothing of it is to be seen by a command that comes later."""
-        while self.abandoned and self.abandoned[0].last < number:
-            abandoned = self.abandoned.popleft()
+        """Drop the gradients and values of commands that were given up before the command with this number."""
+        while self.to_clean_up and self.to_clean_up[0].last < number:
+            given_up = self.to_clean_up.popleft()
             for state in self.drivers.values():
-                state.gradients.drop(abandoned.first, abandoned.last)
-            self.context.transport.discard_before(abandoned.last + 1)
+                state.gradients.drop(given_up.first, given_up.last)
+            self.context.transport.discard_before(given_up.last + 1)
             self.context.transport.clear_interrupt()
 
-    def _forget(self, command: Command) -> None:
+    def _undo(self, command: Command) -> None:
+        """Drop the gradients of a command that failed."""
         state = self.drivers.get(command.driver)
         if state is not None:
             state.running = None

@@ -1,4 +1,4 @@
-"""What the balancer asks of a traced graph: its marks, what crosses a cut, and the calls of modules in it."""
+"""What the balancer reads from a traced graph: its marks, the values that cross a cut, and the calls of modules."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,12 +13,12 @@ from pippy.ir.trees import nbytes
 
 
 def marks(traced: Traced) -> list[fx.Node]:
-    """The marks that a traced graph has already."""
+    """The marks in a traced graph."""
     return list(traced.graph.find_nodes(op="call_function", target=pipe_split))
 
 
 def mark(traced: Traced, before: Iterable[fx.Node]) -> None:
-    """Cut a traced graph before each of these operations, of which there may be none."""
+    """Put a mark before each of these operations of a traced graph. There may be none."""
     traced.balanced = True
     for node in before:
         with traced.graph.inserting_before(node):
@@ -26,11 +26,11 @@ def mark(traced: Traced, before: Iterable[fx.Node]) -> None:
 
 
 def crossing(traced: Traced, sizes: Mapping[fx.Node, int] | None = None, spec: MultiUseParamSpec = None) -> list[int]:
-    """What crosses a cut before each operation: the bytes of the values made before and used after, or their number.
+    """The bytes of the values that cross a cut before each operation; without ``sizes``, the number of these values.
 
-    ``sizes`` says the bytes of each value. A value that goes further than the next stage counts at each cut on its way.
-    Inputs do not count, since the controller gives them to whoever uses them. A parameter that is used by name on both
-    sides does, unless it is to be replicated.
+    A value crosses a cut if it is made before the cut and used after it. ``sizes`` has the bytes of each value. A value
+    that goes further than the next stage counts at each cut on its way. Inputs do not count, since the controller sends
+    them to every stage that uses them. A parameter that is used by name on both sides counts, unless it is replicated.
     """
     nodes = operations(traced)
     number, steps = {node: index for index, node in enumerate(nodes)}, [0] * (len(nodes) + 1)
@@ -64,9 +64,9 @@ def _running_sums(steps: Iterable[int]) -> list[int]:
 
 
 def scopes(traced: Traced) -> dict[tuple[str, str], tuple[Any, list[int]]]:
-    """Every call of a module while tracing, as (name of the call, name of the module): its class and its operations.
+    """The calls of modules while tracing: (name of the call, name of the module) → its class and its operations.
 
-    A module that was called twice is there twice. What contains comes before what it contains.
+    A module that was called twice is there twice. A module comes before the modules inside it.
     """
     found: dict[tuple[str, str], tuple[Any, list[int]]] = {}
     for index, node in enumerate(operations(traced)):

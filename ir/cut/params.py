@@ -1,7 +1,7 @@
-"""How several stages share a parameter or a buffer: it is transmitted, or replicated, or, if nothing changes it, just read.
+"""How several stages share a parameter or a buffer: it is transmitted or replicated, or all read it, if none changes it.
 
-A parameter that is TRANSMITted lives in the first stage that uses it and travels to the others as a value; its gradient
-comes back through the graph. A REPLICATEd one has a copy in each stage. A leaf module brings its parameters with it, so
+A parameter that is TRANSMITted belongs to the first stage that uses it and is sent to the others as a value; its gradient
+comes back through the graph. A REPLICATEd parameter has a copy in each stage. A leaf module holds its parameters, so
 a parameter inside leaf modules of several stages can only be replicated.
 """
 
@@ -33,7 +33,7 @@ MultiUseParamSpec = MultiUseParameterConfig | Mapping[str, MultiUseParameterConf
 
 @dataclass
 class SharedTensor:
-    """One tensor of the model and the stages that use it: by name in the code, or inside a leaf module."""
+    """A tensor of the model and the stages that use it: by its name in the code, or inside a leaf module."""
 
     name: str
     tensor: torch.Tensor
@@ -46,13 +46,13 @@ class SharedTensor:
 
     @property
     def can_travel(self) -> bool:
-        """Whether the first user can own it and every other user take it as a value."""
+        """Whether the first stage that uses it can send it to the others as a value."""
         return self.by_leaf <= set(self.stages[:1])
 
 
 @dataclass
 class Sharing:
-    """The decision for every tensor that several stages use. Keys are ids of the model's tensors."""
+    """How the tensors that several stages use are shared. Keys are ids of the model's tensors."""
 
     transmitted: dict[int, SharedTensor] = field(default_factory=dict)
     replicated: dict[int, SharedTensor] = field(default_factory=dict)
@@ -61,9 +61,9 @@ class Sharing:
 def decide(
     model: nn.Module, used: Iterable[SharedTensor], changed: Collection[int], spec: MultiUseParamSpec
 ) -> Sharing:
-    """Say for each tensor that several stages use how they share it.
+    """Decide for each tensor that several stages use how they share it.
 
-    The constraints on where a model is cut hold already. ``changed`` has the ids of the tensors that the graph changes in
+    The constraints on the cuts were checked before. ``changed`` has the ids of the tensors that the graph changes in
     place: later stages get them as values from the stage that changes them.
     """
     config = config_by_tensor(model, spec)
@@ -81,7 +81,7 @@ def decide(
 
 
 def config_by_tensor(model: nn.Module, spec: MultiUseParamSpec) -> dict[int, tuple[str, MultiUseParameterConfig]]:
-    """The user's choices by the identity of the tensor, since a tied parameter has several names."""
+    """The user's choices by the id of the tensor, since a tied parameter has several names."""
     if spec is None or isinstance(spec, MultiUseParameterConfig):
         return {}
     if not isinstance(spec, Mapping):
@@ -113,7 +113,7 @@ def is_to_replicate(chosen: tuple[str, MultiUseParameterConfig] | None, spec: Mu
 
 
 def replicas(sharing: Sharing) -> dict[int, dict[int, torch.Tensor]]:
-    """For each stage, what stands in for the model's replicated tensors: the first user keeps the tensor itself."""
+    """The copies of replicated tensors in each stage. The first stage that uses a tensor has no copy, but the tensor."""
     copies: dict[int, dict[int, torch.Tensor]] = {}
     for key, shared in sharing.replicated.items():
         for stage in shared.stages[1:]:
@@ -130,7 +130,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 def replicated_names(
     sharing: Sharing, stages: Mapping[int, nn.Module], copies: Mapping[int, Mapping[int, Any]]
 ) -> list[dict[str, str]]:
-    """Each replicated parameter as a dict from stage to its name there, in the model's order."""
+    """For each replicated parameter, in the model's order, a dict from the stages to its name in the stage."""
     names = {stage: first_names(module) for stage, module in stages.items()}
     groups = []
     for key, shared in sharing.replicated.items():

@@ -1,8 +1,8 @@
-"""From a marked graph to a plan of its stages: which node runs where, and which value goes from where to where.
+"""Makes a plan of the stages from a marked graph: which nodes each stage has, and which values go from stage to stage.
 
 x ──▶ [ stage 0 ] ── relu ──▶ [ stage 1 ] ── lin ──▶ [ stage 2 ] ──▶ output
            └──────────── skip ───────────────────────────▲
-      (1) nodes between two marks      (2) values: node of one stage used by another, or by the output
+      (1) nodes between two marks      (2) values: nodes of one stage that another stage or the output uses
       (3) tensors of the model: owned by one stage, transmitted like a value, replicated, or read by several
 """
 
@@ -25,7 +25,7 @@ from pippy.ir.names import stage_name
 
 @dataclass
 class StagePlan:
-    """What one stage holds. Inputs and outputs are nodes of the traced graph, in the order of their first use."""
+    """The nodes of one stage. Inputs and outputs are nodes of the traced graph, in the order of their first use."""
 
     index: int
     nodes: list[fx.Node] = field(default_factory=list)
@@ -55,7 +55,7 @@ class CutPlan:
         return self.traced.graph.output_node().args[0]
 
     def first_of(self, node: fx.Node) -> fx.Node:
-        """The one node that stands for a value: of several that get the same attribute, the first."""
+        """The node that represents a value: if several nodes get the same attribute, the first of them."""
         return self.same.get(node, node)
 
     def tensor_of(self, node: fx.Node) -> Any:
@@ -63,7 +63,7 @@ class CutPlan:
 
 
 def make_plan(traced: Traced, spec: MultiUseParamSpec) -> CutPlan:
-    """CutPlan the stages of a marked graph, or say why it cannot be cut there."""
+    """Plan the stages of a marked graph, or raise an error that says why it cannot be cut at its marks."""
     stages = _assign_nodes(traced)
     check_constraints(traced, [node.meta["stage"] for node in operations(traced)], spec)
     mutations, roots = find_mutations(traced.graph, traced.attributes)
@@ -124,7 +124,7 @@ def _used_tensors(traced: Traced, stages: int) -> dict[int, SharedTensor]:
         for key, uses in uses_of_tensors(traced).items()
     }
     for node in traced.graph.output_node().all_input_nodes:
-        if node.op == "get_attr":  # what the model returns is handed out by its first user, or else by the last stage
+        if node.op == "get_attr":  # the first stage that uses it returns it, or else the last stage
             shared = used[id(traced.attributes[str(node.target)])]
             shared.by_name.add(min(shared.stages, default=stages - 1))
     return used
@@ -154,7 +154,7 @@ def _connect(plan: CutPlan) -> None:
             plan.stages[owner].outputs[plan.same[value]] = None
         elif value.op != "placeholder":
             plan.stages[value.meta["stage"]].outputs[value] = None
-    # Transmitted parameters follow the activations, as arguments and as outputs.
+    # Transmitted parameters come after the activations, in the arguments and in the outputs.
     for stage in plan.stages:
         for value in parameters[stage.index]:
             shared = plan.sharing.transmitted.get(id(plan.tensor_of(value)))
@@ -171,7 +171,7 @@ def _send(plan: CutPlan, value: fx.Node, consumer: StagePlan) -> None:
 
 
 def _mark_copied(plan: CutPlan) -> None:
-    """Let each stage copy what it changes in place and was given: values of earlier stages, inputs, constants."""
+    """Let each stage copy the values that it takes and changes in place: from earlier stages, inputs, constants."""
     for mutation in plan.mutations:
         root, stage = mutation.root, plan.stages[mutation.node.meta["stage"]]
         if is_constant(root):

@@ -1,4 +1,4 @@
-"""From a plan to graph modules: one for each stage, and the restricted top-level graph that calls them."""
+"""Makes graph modules from a plan: one for each stage, and the top-level graph that calls them."""
 
 import copy
 import operator
@@ -56,7 +56,7 @@ def _stage_module(
     builder = _StageGraph(plan, stage)
     graph = builder.build()
     memo = _copy_memo(plan.traced.model, copies)
-    for target in sorted(builder.targets, key=lambda target: target.count(".")):  # a module before what is inside of it
+    for target in sorted(builder.targets, key=lambda target: target.count(".")):  # a module before its parts
         held = _for_stage(target, plan.traced.attributes[target], copies, memo)
         install(module, target, held, plan.traced.model, target in names.saved)
     module.graph = graph
@@ -64,7 +64,7 @@ def _stage_module(
 
 
 def _copy_memo(model: nn.Module, copies: Mapping[int, torch.Tensor]) -> dict[int, Any]:
-    """A deepcopy memo that keeps every tensor of the model, and replaces the replicated ones by their copies."""
+    """A memo for deepcopy, which then keeps every tensor of the model, and replaces the replicated ones by their copies."""
     if not copies:
         return {}
     return {**{id(tensor): tensor for _, tensor in named_state(model)}, **copies}
@@ -91,7 +91,7 @@ class _StageGraph:
         self.plan, self.stage, self.graph = plan, stage, fx.Graph()
         self.values: dict[fx.Node, fx.Node] = {}
         self.targets: dict[str, None] = {}  # in the order of their first use
-        self.grad_mode: fx.Node | None = None  # where gradients are off: the node that switched them off
+        self.grad_mode: fx.Node | None = None  # while gradients are disabled: the node that disabled them
 
     def build(self) -> fx.Graph:
         for value in self.stage.inputs:
@@ -155,7 +155,7 @@ class _StageGraph:
         made = self._value(value)
         if not is_snapshot(self.plan, value):
             return made
-        # The stage changes the tensor again for the next micro-batch while this value travels.
+        # The stage changes the tensor again in the next micro-batch, perhaps before this value is used.
         return self.graph.create_node("call_function", own_copy, (made,), name=value_name(self.plan, value))
 
 
@@ -166,9 +166,9 @@ def is_snapshot(plan: CutPlan, value: fx.Node) -> bool:
 
 
 def value_name(plan: CutPlan, value: fx.Node) -> str:
-    """The name of a value: of the placeholder that takes it, and of the node in its stage that gives it."""
+    """The name of a value. The node that makes it in its stage, and the placeholders that take it, have this name."""
     if value.op == "placeholder" and (value.name == LOSS or stage_index(value.name) is not None):
-        return f"{value.name}_input"  # the name as it is belongs to a call
+        return f"{value.name}_input"  # the call of a stage has the name itself
     return f"{value.name}_value" if is_snapshot(plan, value) else value.name
 
 
@@ -197,7 +197,7 @@ def _top_level(plan: CutPlan, stages: Mapping[str, PipeGraphModule]) -> tuple[Pi
 
 
 def _unpacked(graph: fx.Graph, call: fx.Node, outputs: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """A getitem for each output of a stage that has several; transmitted parameters are taken out first."""
+    """A getitem for each output, if a stage has several. Those of transmitted parameters come first."""
     if len(outputs) == 1:
         return {outputs[0]: call}
     values = {}

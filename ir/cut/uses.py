@@ -13,7 +13,7 @@ from pippy.ir.names import first_names, named_state
 
 @dataclass
 class TensorUses:
-    """The operations that use one tensor of the model, by number: by its name, or as a leaf module that holds it."""
+    """The numbers of the operations that use a tensor of the model: by its name, or as a leaf module that holds it."""
 
     name: str
     tensor: torch.Tensor
@@ -49,7 +49,7 @@ def uses_of_tensors(traced: Traced) -> dict[int, TensorUses]:
     for node in traced.graph.nodes:
         if node.op == "get_attr":
             tensor = traced.attributes[str(node.target)]
-            if isinstance(tensor, torch.Tensor):  # and no training flag, of which each stage has its own
+            if isinstance(tensor, torch.Tensor):  # not a training flag, of which each stage has its own
                 users = [number[user] for user in node.users if user in number]
                 found.setdefault(id(tensor), TensorUses(str(node.target), tensor)).by_name.extend(users)
         elif node.op == "call_module":

@@ -1,13 +1,13 @@
 """The symbolic backward pass: writes the gradient computation of every stage into the top-level graph.
 
-The graph is walked from the loss backwards. Rules by kind of node:
+The pass goes through the graph in reverse, from the loss. There is a rule for each kind of node:
 
-    call_module   one `stage_backward` of its outputs' gradients; a gradient for each of its inputs comes out of it
+    call_module   one `stage_backward`, which takes the gradients of its outputs and returns one for each of its inputs
     getitem       its gradient is one entry of the list of its stage's output gradients
     placeholder   nothing: the gradient of an input is read from its `.grad`
-    several uses  their gradients meet in `torch.add`, the latest use first
+    several uses  `torch.add` adds their gradients, the latest use first
 
-Only what the loss depends on gets a backward; an output that it does not depend on has None for a gradient.
+Only calls that the loss depends on get a backward. The gradient of an output that the loss does not depend on is None.
 """
 
 import operator

@@ -3,14 +3,14 @@
 from collections.abc import Callable
 
 from pippy.ir.names import LOSS, stage_name
-from pippy.ir.nodes import calls_stage_backward
+from pippy.ir.nodes import is_stage_backward
 from pippy.ir.passes.node_rules import NODE_RULES
 from pippy.ir.passes.subject import Fault, Faults, Subject, examined
 from pippy.ir.passes.value_names import value_name
 
 
 def check_nodes(subject: Subject) -> Faults:
-    """Every node is of a kind that the table has, and keeps its rule."""
+    """Every node is of a kind in the table, and fits the rule for its kind."""
     for node in subject.nodes:
         rule = next((rule for rule in NODE_RULES if rule.matches(node)), None)
         if rule is None:
@@ -20,7 +20,7 @@ def check_nodes(subject: Subject) -> Faults:
 
 
 def check_order(subject: Subject) -> Faults:
-    """Nodes have names of their own and come after what they use; the output is the last of them."""
+    """Every node has a name of its own and comes after the nodes that it uses. The output is the last node."""
     seen: set[str] = set()
     for node in subject.nodes:
         late = [
@@ -43,7 +43,7 @@ def check_inputs(subject: Subject) -> Faults:
 
 
 def check_values(subject: Subject) -> Faults:
-    """Every value is recorded by its name."""
+    """Every value is recorded under its name."""
     recorded = dict(subject.compiled.wiring.values)
     for node in subject.nodes:
         name, written = value_name(subject.compiled, node), recorded.pop(node.name, None)
@@ -54,7 +54,7 @@ def check_values(subject: Subject) -> Faults:
 
 
 def check_calls(subject: Subject) -> Faults:
-    """Every stage is called once, in the order of the numbers; then `_loss`, if there is a loss function."""
+    """Every stage is called once, in the order of the numbers, and then `_loss`, if there is a loss function."""
     loss = subject.compiled.loss
     wanted = [stage_name(index) for index in range(len(subject.modules))]
     wanted += [LOSS] if loss is not None and loss.value == LOSS else []
@@ -68,8 +68,8 @@ def check_calls(subject: Subject) -> Faults:
 
 
 def check_backwards(subject: Subject) -> Faults:
-    """Every call that the loss depends on has a backward; the order is that of the calls, reversed."""
-    made = [node.kwargs.get("stage_output") for node in subject.nodes if calls_stage_backward(node)]
+    """Every call that the loss depends on has a backward. They are in the reverse order of the calls."""
+    made = [node.kwargs.get("stage_output") for node in subject.nodes if is_stage_backward(node)]
     if made != subject.live:
         yield Fault(
             None,

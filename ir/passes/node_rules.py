@@ -11,7 +11,7 @@
     add               torch.add                   two gradients of one value, the later use first
     output            op                          what the model returns, or the loss
 
-A broken graph breaks many rules at once, so a check yields all faults that it finds, and raises nothing.
+A broken graph often breaks many rules at once, so a check yields all faults that it finds, and does not raise.
 """
 
 import operator
@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from pippy.ir.names import LOSS, stage_index
-from pippy.ir.nodes import calls_stage_backward, flat_inputs, is_getitem
+from pippy.ir.nodes import flat_inputs, is_getitem, is_stage_backward
 from pippy.ir.passes.subject import Fault, Faults, Subject
 from pippy.ir.passes.value_names import names_of, value_name
 from pippy.ir.run.stage_backward import SEED, stage_backward
@@ -86,7 +86,7 @@ def check_getitem(subject: Subject, node: fx.Node) -> Faults:
 
 def _entries(subject: Subject, source: fx.Node) -> int:
     """How many entries a `getitem` can take from a node."""
-    if calls_stage_backward(source):
+    if is_stage_backward(source):
         return len(source.kwargs.get("input_values") or ())  # type: ignore[arg-type]
     if str(source.target) in subject.modules:
         made = subject.compiled.stage_outputs(str(source.target))
@@ -132,7 +132,7 @@ def _check_output_gradients(subject: Subject, node: fx.Node, call: fx.Node) -> F
 
 
 def _check_gradient(subject: Subject, node: fx.Node, value: fx.Node, given: Any) -> Faults:
-    """The gradient of a value must be the sum of those of all its uses; that of the loss, its seed."""
+    """The gradient of a value must be the sum of the gradients of all its uses. The gradient of the loss must be its seed."""
     if value is subject.loss_node:
         assert subject.compiled.loss is not None
         seed = subject.compiled.loss.seed
@@ -147,11 +147,11 @@ def _check_gradient(subject: Subject, node: fx.Node, value: fx.Node, given: Any)
 
 
 def _summands(gradient: Any) -> list[tuple[Any, Any]]:
-    """The summands of a gradient, which are entries of backward nodes, in the order of addition."""
+    """The summands of a gradient in the order of addition. Each is an entry of a backward node."""
     found: list[tuple[Any, Any]] = []
     seen: set[fx.Node] = set()
     while isinstance(gradient, fx.Node) and gradient.target is torch.add and gradient not in seen:
-        seen.add(gradient)  # a broken graph may go in circles
+        seen.add(gradient)  # a broken graph may contain circles
         gradient, last = gradient.args
         found.append(_entry(last))
     if gradient is not None:

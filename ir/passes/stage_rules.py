@@ -1,4 +1,4 @@
-"""The rules for the stages: what their graphs may contain, and where each tensor of the user's model must be."""
+"""The rules for the stages: what their graphs may contain, and which stages must hold each tensor of the user's model."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -15,7 +15,8 @@ from pippy.ir.run.stage_backward import stage_backward
 
 
 def check_stage_graphs(subject: Subject) -> Faults:
-    """A stage computes from its inputs and what it holds; it contains no mark and no backward, and ends in its output."""
+    """A stage uses only its inputs and the tensors and modules that it holds. It has no mark and no backward, and its last
+    node is its output."""
     for name, module in subject.compiled.stages():
         if not isinstance(module, fx.GraphModule):
             yield Fault(None, f"{name} is a {type(module).__name__}, not a graph module")
@@ -48,7 +49,7 @@ def _has(module: Any, target: str) -> bool:
 
 
 def check_names(subject: Subject) -> Faults:
-    """Every tensor of the user's model is in one stage, or in several as recorded copies, or is recorded as unused."""
+    """Every tensor of the user's model is in one stage, or is recorded as copies in several, or as unused."""
     names = subject.compiled.qualnames
     actual: dict[str, list[str]] = {}
     for stage, module in subject.compiled.stages():
@@ -100,7 +101,7 @@ def check_sharing(subject: Subject) -> Faults:
 
 
 def _copied(subject: Subject) -> list[tuple[str, ...]]:
-    """The places of each tensor that can have a gradient and is in several stages."""
+    """The stage-local names of each tensor that can have a gradient and is in several stages."""
     state = dict(named_state(subject.compiled.split_gm))
     copied = []
     for places in subject.compiled.qualnames.places.values():

@@ -1,4 +1,4 @@
-"""What the rules of the IR are given, a `Subject`, and what they yield, a `Fault` for each violation."""
+"""`Subject`, the argument of the rules of the IR, and `Fault`, a violation that they yield."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ from typing import NamedTuple
 from torch import fx
 
 from pippy.ir.compiled import Compiled
-from pippy.ir.nodes import ancestors, calls_stage_backward, flat_inputs
+from pippy.ir.nodes import ancestors, flat_inputs, is_stage_backward
 
 
 class Fault(NamedTuple):
-    """A broken rule, and the node that breaks it where there is one."""
+    """A violation of a rule, and the node that violates it, or None."""
 
     node: fx.Node | None
     message: str
@@ -23,7 +23,7 @@ Faults = Iterator[Fault]
 
 @dataclass
 class Subject:
-    """A compiled model that is checked, with what several rules need to know of it. Each property is computed once."""
+    """The compiled model to check, with properties that several rules need. Each property is computed once."""
 
     compiled: Compiled
     before_backward: bool
@@ -60,12 +60,12 @@ class Subject:
     @cached_property
     def backwards(self) -> dict[fx.Node, fx.Node]:
         """The backward of each call."""
-        made = [(node.kwargs.get("stage_output"), node) for node in self.nodes if calls_stage_backward(node)]
+        made = [(node.kwargs.get("stage_output"), node) for node in self.nodes if is_stage_backward(node)]
         return {call: node for call, node in made if isinstance(call, fx.Node)}
 
     @cached_property
     def contributions(self) -> dict[fx.Node, list[tuple[fx.Node, int]]]:
-        """The gradients that meet at each value: a backward and a position in it for every use, the latest first."""
+        """The gradients that are added for each value: for every use a backward and a position in it, the latest use first."""
         found: dict[fx.Node, list[tuple[fx.Node, int]]] = {}
         for call in self.live:
             if call in self.backwards:

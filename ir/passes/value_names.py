@@ -1,4 +1,4 @@
-"""The names of values, computed from the graphs once more: the verifier holds the recorded names to them."""
+"""The names of values, computed again from the graphs. The verifier compares the recorded names with them."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from pippy.ir.wiring import ValueName
 
 
 def value_name(compiled: Compiled, node: fx.Node) -> str | None:
-    """The name of the value of a top-level node: the input's, or that of the node in its stage which makes it."""
+    """The name of the value of a top-level node: the name of its input, or of the node in its stage that makes it."""
     if node.op == "placeholder":
         return node.name
     call, index = (node.args[0], node.args[1]) if is_getitem(node) else (node, None)

@@ -1,4 +1,4 @@
-"""The verifier: every rule, every violation, one error that prints the graph with the faults marked."""
+"""The verifier: it checks every rule, and reports all violations in one error, which prints the graph with the faults."""
 
 from torch import fx
 
@@ -10,9 +10,9 @@ from pippy.ir.passes.subject import Fault, Subject, examined
 
 
 def check_rules(compiled: Compiled, before_backward: bool = False) -> None:
-    """Check what was compiled against the rules of the IR, and raise once with all violations.
+    """Check a compiled model against the rules of the IR, and raise one error with all violations.
 
-    ``before_backward`` is for one that has its loss and awaits its backward pass.
+    ``before_backward`` says that the model has its loss, but not its backward pass yet.
     """
     subject = Subject(compiled, before_backward)
     faults = [fault for rule in (*GRAPH_RULES, *STAGE_RULES) for fault in examined(rule, subject)]
@@ -25,7 +25,7 @@ def check_rules(compiled: Compiled, before_backward: bool = False) -> None:
 
 
 def marked_graph(nodes: list[fx.Node], faults: list[Fault]) -> str:
-    """The graph as text, each fault under the node that it is about, the others at the end."""
+    """The graph as text, with each fault under its node. Faults without a node are at the end."""
     lines = []
     for node in nodes:
         lines.append(f"    {_line(node)}")

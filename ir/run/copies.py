@@ -1,4 +1,4 @@
-"""The copies of replicated parameters: alike before each run, and each with the whole gradient after it."""
+"""The copies of replicated parameters: before each run they are made equal, and after it each has the whole gradient."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ Copies = Sequence[torch.Tensor]
 
 
 def follow_owners(groups: Sequence[Copies]) -> None:
-    """Make every copy equal to the first, which is the model's own: an optimizer or a loaded state may have changed it."""
+    """Make every copy equal to the first, the model's own parameter, which an optimizer or a loaded state may have changed."""
     with torch.no_grad():
         for owner, *copies in groups:
             if has_gradient_hooks(owner):
@@ -35,9 +35,9 @@ def follow_owners(groups: Sequence[Copies]) -> None:
 def owners_in_place_of_copies(
     groups: Sequence[Mapping[str, str]], module_of: Callable[[str], nn.Module]
 ) -> Iterator[None]:
-    """Inside, the stages compute with the model's own parameters where they hold copies.
+    """Inside, the stages compute with the model's own parameters in place of their copies.
 
-    So a backward of the user's own finds the plain model's graph, and leaves gradients where the plain model has them.
+    So a backward that the user calls leaves the gradients where the plain model has them.
     """
     swapped = [each for group in groups for each in _swaps(group, module_of)]
     for holder, name, owner, _ in swapped:
@@ -52,7 +52,7 @@ def owners_in_place_of_copies(
 def _swaps(
     group: Mapping[str, str], module_of: Callable[[str], nn.Module]
 ) -> Iterator[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]:
-    """Every place of a copy: the module that holds it, its name there, the owner and the copy."""
+    """For every attribute that is a copy: its module, its name, the model's own parameter and the copy."""
     (first, name), *others = group.items()
     owner = get_tensor(module_of(first), name)
     for stage, local in others:
@@ -65,10 +65,10 @@ def _swaps(
 
 @contextmanager
 def whole_gradients(groups: Sequence[Copies]) -> Iterator[None]:
-    """Inside, gradients of the copies start from nothing; at the end each copy has the sum of all of them.
+    """Inside, the copies start without gradients; at the end each copy has the sum of all their gradients.
 
-    What the model's own parameter had before is set aside and added again, so that several runs accumulate, and
-    `model.zero_grad()` counts for all copies.
+    The gradient that the model's own parameter had before is set aside and added at the end. So gradients accumulate over
+    several runs, and `model.zero_grad()` works for all copies.
     """
     before = [copies[0].grad for copies in groups]
     for copies in groups:

@@ -1,4 +1,4 @@
-"""The columns of lines beside the boxes of a drawing: each value has one, from the box that makes it to the last that uses it.
+"""The columns beside the boxes of a drawing. Each value has one, from the box that makes it to the last that uses it.
 
 ●       x is made: it takes the first free column
 │ ●     y is made: it takes the second
@@ -32,7 +32,7 @@ def columns_in_order(values: Sequence[Value]) -> dict[Value, int]:
 
 
 def last_use(value: Value) -> int:
-    """The last box that uses a value, or the one that makes it if none does."""
+    """The last box that uses a value; if none does, the box that makes it."""
     return max(value.users, default=value.source)
 
 

@@ -20,11 +20,11 @@ class Content:
     stages: dict[str, StageFigures]
 
     def shape(self, value: Value) -> Shape | None:
-        """The shape of a value, where it was asked for."""
+        """The shape of a value; None without example arguments."""
         return self.shapes.values[value.node] if self.shapes else None
 
     def size_text(self, value: Value, longest: int = 1000) -> str:
-        """What a value is and how large, in a line; empty without example arguments. What it is gives way to how large."""
+        """The shape and the bytes of a value in a line; empty without example arguments. A long shape is shortened."""
         shape = self.shape(value)
         if shape is None:
             return ""
@@ -32,7 +32,7 @@ class Content:
         return shortened(shape.text, longest - len(size)) + size
 
     def stage_texts(self, box: Box) -> list[str]:
-        """A few words on a stage or the loss; none on another box."""
+        """A few words about a stage or the loss; empty for another box."""
         if not box.computes:
             return []
         stage = self.stages[box.name]

@@ -1,4 +1,4 @@
-"""A Pipe as a diagram for other tools to lay out: Mermaid, for Markdown pages, and DOT, for Graphviz."""
+"""A Pipe as a diagram that other tools lay out: Mermaid, for Markdown pages, and DOT, for Graphviz."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ _ENTITIES = {ord(character): f"#{ord(character)};" for character in '#"<>&`;\\'}
 
 
 def mermaid(content: Content) -> str:
-    """A Mermaid flowchart. A thick arrow is a parameter that travels, a dotted line joins copies of a parameter."""
+    """A Mermaid flowchart. A thick arrow is a transmitted parameter, a dotted line joins copies of a parameter."""
     lines = ["flowchart LR"]
     for index, box in enumerate(content.structure.boxes):
         opening, closing = _MERMAID_SHAPES[box.kind]
@@ -35,7 +35,7 @@ def _mermaid_text(lines: list[str]) -> str:
 
 
 def dot(content: Content) -> str:
-    """A Graphviz digraph. A bold arrow is a parameter that travels, a dashed line joins copies of a parameter."""
+    """A Graphviz digraph. A bold arrow is a transmitted parameter, a dashed line joins copies of a parameter."""
     lines = [
         "digraph pipe {",
         "    rankdir=LR;",
@@ -67,7 +67,7 @@ def _edges(content: Content) -> Iterator[tuple[Value, int]]:
 
 
 def _copies(content: Content) -> Iterator[tuple[int, int, str]]:
-    """A line between each box with a copy and the next, and the names of what is copied."""
+    """A line between each box with a copy and the next, with the names of the copied parameters."""
     for group in content.structure.copies:
         for one, other in zip(group.boxes, group.boxes[1:]):
             yield one, other, shortened(", ".join(group.names), _LONGEST)

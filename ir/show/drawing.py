@@ -1,4 +1,4 @@
-"""What `pipe.draw()` gives: a drawing of a Pipe, in the formats that people and tools read."""
+"""The class `Drawing`, which `pipe.draw()` returns: a drawing of a Pipe in several formats."""
 
 from pippy.ir.show.content import Content
 from pippy.ir.show.diagrams import dot, mermaid

@@ -53,12 +53,12 @@ def stage_figures(module: nn.Module, index: int, structure: Structure, shapes: S
 
 
 def _held(module: nn.Module, path: str = "") -> Iterator[str]:
-    """The modules and tensors that the user put together; those that only stand on the way to them are left out."""
+    """The modules and tensors of a stage, without the plain containers that hold them."""
     yield from (path + name for name in (*module._parameters, *module._buffers))
     for name, child in module.named_children():
         yield from _held(child, f"{path}{name}.") if type(child) is nn.Module else (path + name,)
 
 
 def _sized(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Those that have a size: the tensors of a lazy module get theirs in its first forward."""
+    """The tensors that have a size. Those of a lazy module get their size in its first forward."""
     return [tensor for tensor in tensors if not is_lazy(tensor)]

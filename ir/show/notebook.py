@@ -1,6 +1,6 @@
 """A Pipe as HTML, for notebooks: the drawing and the table of stages.
 
-The drawing brings its own light ground; the table takes the colours of the page, so both are readable in any theme.
+The drawing has a light background of its own; the table takes the colours of the page. So both are readable in any theme.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ _RULE = "1px solid rgba(128, 128, 128, 0.5)"
 
 
 def html(content: Content) -> str:
-    """The HTML; what is wider than the page scrolls in itself."""
+    """The HTML. A drawing or table that is wider than the page has a scroll bar of its own."""
     head, *stages, total = table_cells(content)
     rows = [_row(head, "th", _RULE), *(_row(row, "td") for row in stages), _row(total, "td", top=_RULE)]
     table = f'<table style="border-collapse: collapse; margin-top: 8px">{"".join(rows)}</table>'

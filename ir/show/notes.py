@@ -7,7 +7,7 @@ _LONGEST_WAY = 6
 
 
 def backward_text(structure: Structure) -> str:
-    """One line on the backward, which is not drawn."""
+    """One line about the backward, which is not drawn."""
     if not structure.backward:
         return "backward: none, as the Pipe has no loss"
     computing = [box.name for box in reversed(structure.boxes) if box.computes]
@@ -19,13 +19,13 @@ def backward_text(structure: Structure) -> str:
 
 
 def copies_text(structure: Structure, copies: Copies) -> str:
-    """One line on parameters that several stages hold a copy of."""
+    """One line about parameters of which several stages hold a copy."""
     holders = ", ".join(structure.boxes[index].name for index in copies.boxes)
     return f"replicated: {', '.join(copies.names)} in {holders}; gradients are summed"
 
 
 def notes(content: Content) -> list[str]:
-    """The lines below a drawing: what is replicated, the backward, and what is unknown and why."""
+    """The lines below a drawing: replicated parameters, the backward, and unknown values with their reasons."""
     lines = [copies_text(content.structure, each) for each in content.structure.copies]
     lines.append(backward_text(content.structure))
     unknown = content.shapes.unknown if content.shapes else []

@@ -1,8 +1,8 @@
 """Shapes, bytes and FLOPs of a Pipe for given arguments, without computing anything: on fake tensors.
 
 Each stage is copied with fake tensors in place of its own and run node by node, so the model's parameters, buffers,
-gradients and random state stay as they are, whatever a stage does. A node that needs real numbers (`item`, `nonzero`, a
-branch on a tensor) is unknown, and so is what depends on it; everything else is known all the same.
+gradients and random state do not change. A node that needs real numbers (`item`, `nonzero`, a branch on a tensor) is
+unknown, and so are the nodes that depend on it; all others are known.
 """
 
 import copy
@@ -26,7 +26,7 @@ from pippy.ir.trees import describe, leaves, map_tensors, nbytes
 
 
 class Unknown:
-    """Stands for a value that fake tensors cannot give: where that began, and why."""
+    """Replaces a value that fake tensors cannot give. It has the first node whose value is unknown, and the reason."""
 
     def __init__(self, stage: str, node: str, reason: str) -> None:
         self.stage, self.node, self.reason = stage, node, reason
@@ -35,7 +35,7 @@ class Unknown:
         return f"unknown ({self.node} in {self.stage})"
 
     def explain(self) -> str:
-        """The whole story in one line."""
+        """The node, its stage and the reason, in one line."""
         return f"{self.node} in {self.stage}: {self.reason}"
 
 
@@ -69,7 +69,7 @@ def add_amounts(amounts: Iterable[Amount]) -> Amount:
 
 @dataclass(frozen=True)
 class Shape:
-    """What is known of a value. ``nbytes`` counts all its tensors, and is None where one of them is unknown."""
+    """The shape of a value. ``nbytes`` counts all its tensors; it is None if one of them is unknown."""
 
     text: str
     nbytes: int | None
@@ -82,7 +82,7 @@ class Shape:
 
 @dataclass
 class Shapes:
-    """The shape of every value by its node in the top-level graph, the FLOPs of every stage, and what stayed unknown.
+    """The shape of every value by its node in the top-level graph, the FLOPs of every stage, and the unknown values.
 
     FLOPs are those of matrix products, convolutions and attention in one forward.
     """
@@ -144,7 +144,7 @@ class _Propagation:
         return self.shapes
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, FakeTensor) or tensor.is_inference():  # not ours, or of no use to autograd
+        if isinstance(tensor, FakeTensor) or tensor.is_inference():  # of another mode, or unusable by autograd
             with self.mode:
                 return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         return self.mode.from_tensor(tensor.detach(), static_shapes=True)
@@ -161,7 +161,7 @@ class _Propagation:
 
 
 class _StageOnFakes:
-    """Runs one stage; notes in ``found`` what became unknown there."""
+    """Runs one stage on fake tensors. ``found`` has the values that became unknown in it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -213,7 +213,7 @@ class _StageOnFakes:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of an error; those about missing numbers in words that a user knows."""
+    """The first line of an error. If the error is about missing numbers, it is put in words that a user knows."""
     if "DataDependent" in type(error).__name__ or "DynamicOutputShape" in type(error).__name__:
         return f"depends on the numbers in a tensor ({str(error).partition(' ')[0].removesuffix('.default')})"
     first = str(error).strip().partition("\n")[0]
@@ -227,7 +227,7 @@ def _at(node: fx.Node) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside, torch keeps to itself what fake tensors cannot do; the caller gets it as an `Unknown`."""
+    """Inside, torch does not log what fake tensors cannot do, since the caller gets an `Unknown` for it."""
     logger = logging.getLogger(FakeTensorMode.__module__)
     before, logger.disabled = logger.disabled, True
     try:

@@ -1,8 +1,8 @@
-"""Who sends what to whom: the forward part of a Pipe's graph as boxes and the values between them, to be shown.
+"""The forward part of a Pipe's graph, to be drawn: its boxes and the values between them.
 
 x ──▶ [ submod_0 ] ── relu ──▶ [ submod_1 ] ── lin ──▶ output
 (1) boxes: model inputs, stages, the loss, the output       (2) values: one source, any number of users
-The backward is not drawn: every value that needs a gradient gets it along the same way, in the other direction.
+The backward is not drawn: the gradient of a value goes the same way, in the other direction.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from pippy.ir.run.stage_backward import stage_backward
 
 @dataclass(frozen=True)
 class Box:
-    """What makes or takes values: an ``input``, a ``stage``, the ``loss`` or the ``output``."""
+    """A box makes or takes values. Its kind is ``input``, ``stage``, ``loss`` or ``output``."""
 
     name: str
     kind: str
@@ -48,7 +48,7 @@ class Value:
 
     @property
     def special(self) -> str:
-        """What is special about the value, in words; empty for an activation.
+        """A note on a value that is no activation, such as a parameter or the loss; empty for an activation.
 
         >>> Value("embed_weight", "getitem", "parameter", 1, (2,), "embed.weight").special
         'parameter embed.weight'
@@ -60,7 +60,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Copies:
-    """Parameters, in the user's names, that the same boxes hold a copy of."""
+    """The names of parameters in the user's model, and the boxes that hold copies of them."""
 
     names: tuple[str, ...]
     boxes: tuple[int, ...]
@@ -68,7 +68,7 @@ class Copies:
 
 @dataclass(frozen=True)
 class Structure:
-    """All that is shown of a Pipe's structure. ``backward`` holds the names of the boxes that have a backward."""
+    """The structure of a Pipe for a drawing. ``backward`` holds the names of the boxes that have a backward."""
 
     boxes: tuple[Box, ...]
     values: tuple[Value, ...]
@@ -77,7 +77,7 @@ class Structure:
 
 
 def structure_of(compiled: Compiled) -> Structure:
-    """Read the structure off a Pipe's graph.
+    """The structure of a Pipe, from its graph.
 
     >>> from torch import nn
     >>> from pippy.ir.pipe import Pipe
@@ -122,7 +122,7 @@ def _kind(compiled: Compiled, node: fx.Node, source: fx.Node) -> tuple[str, str]
 
 
 def _maker(compiled: Compiled, node: fx.Node, source: fx.Node) -> fx.Node | None:
-    """The node inside a stage that makes a value; for a copy of a tensor of the model, the tensor."""
+    """The node inside a stage that makes a value; for a copy of a tensor of the model, the node of the tensor."""
     if stage_index(str(source.target)) is None or source.op != "call_module":
         return None
     outputs: Any = compiled.stage_outputs(str(source.target))
@@ -133,7 +133,7 @@ def _maker(compiled: Compiled, node: fx.Node, source: fx.Node) -> fx.Node | None
 
 
 def _copies(compiled: Compiled, boxes: tuple[Box, ...]) -> Iterator[Copies]:
-    """One for each set of boxes, with all that they share."""
+    """One entry for each set of boxes, with all parameters of which they hold copies."""
     at = {box.name: number for number, box in enumerate(boxes) if box.computes}
     together: dict[tuple[int, ...], list[str]] = {}
     for group in compiled.replicated_params:

@@ -1,6 +1,6 @@
 """A Pipe as an SVG, from top to bottom, with the notes below.
 
-     ( target )             (1) inputs come first: the one that is used first stands last, next to the stage that uses it
+     ( target )             (1) inputs come first; the input that is used first is the last of them, next to its stage
   ┌────┘
   │  ( x )
   │    ▼ float32[4, 8]      (2) a value for the next box goes straight down, with its label beside it
@@ -11,7 +11,7 @@
   │ │┌──────────┐  ╎        (4) a value for a later box has a column on the left, up to the last box that uses it;
   │ ││ submod_1 ├╌╌┘            the shortest columns are the nearest to the boxes
 
-Each value leaves its box on a line of its own and arrives at a height of its own: lines cross, and never run along one another.
+Each value leaves its box on a line of its own and arrives at a height of its own, so lines may cross, but do not overlap.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ _NAME, _LABEL, _COPIES, _NOTE = 24, 60, 30, 120  # the longest texts, in letters
 
 
 def svg(content: Content) -> str:
-    """The text of the SVG. A thick arrow is a parameter that travels, a dashed line joins copies of a parameter."""
+    """The text of the SVG. A thick arrow is a transmitted parameter, a dashed line joins copies of a parameter."""
     inside = Element("g")
     width, height = _Layout(inside, content).draw()
     lines = notes(content)
@@ -57,7 +57,7 @@ class _Layout:
             if (users := self._later_users(value))
         )
         copies = self.structure.copies
-        # One more row for each: where one ends and another begins at the same box, they need two columns.
+        # Each ends a row later, because two that meet at the same box need two columns.
         self.copies_columns = columns_by_length(
             (each, self.row[each.boxes[0]], self.row[each.boxes[-1]] + 1) for each in copies
         )
@@ -73,7 +73,7 @@ class _Layout:
         self.right = max([self.left + _BOX, *ends])
 
     def draw(self) -> Point:
-        """Draw it all; returns the width and the height."""
+        """Draw all parts, and return the width and the height."""
         for value in self.structure.values:
             self._draw_value(value)
         width = self._draw_all_copies()
@@ -82,7 +82,7 @@ class _Layout:
         return width, self.bottom
 
     def _straight(self) -> Iterator[tuple[Value, int]]:
-        """For each box, the value that goes straight to the next one: of several, the one with the shortest way."""
+        """For each box, the value that goes straight to the next box; of several values, the one with the shortest way."""
         for box, following in pairwise(self.row):
             candidates = [value for value in self._made_by(box) if following in value.users]
             if candidates:
@@ -92,14 +92,14 @@ class _Layout:
         return [value for value in self.structure.values if value.source == box]
 
     def _later_users(self, value: Value) -> list[int]:
-        """The users that a value reaches by a column."""
+        """The boxes that a value reaches by a column."""
         return [user for user in value.users if user != self.straight.get(value)]
 
     def _place(self, box: int) -> None:
         """A box, and under it a row for each value that it makes."""
         ports = max(len(self._arriving(box)), len(self._copies_at(box)))
         self.tops[box], self.heights[box] = self.bottom, max(_BOX_HEIGHT, _PORT * (ports + 1))
-        # The outermost column leaves first, and the straight line last, so that they do not cross.
+        # The line to the outermost column leaves first, and the straight line last, so that they do not cross.
         values = sorted(self._made_by(box), key=lambda value: (value in self.straight, -self.columns.get(value, -1)))
         apart = min(_PORT, _STEMS / max(1, len(values)))
         y = self.bottom + self.heights[box]
@@ -110,7 +110,7 @@ class _Layout:
         self.bottom = y + _GAP
 
     def _arriving(self, box: int) -> list[Value]:
-        """What comes to a box by a column, the innermost first, so that the lines into a box do not cross."""
+        """The values that come to a box by a column, the innermost column first, so that their lines do not cross."""
         return sorted(
             (value for value in self.columns if box in self._later_users(value)), key=self.columns.__getitem__
         )
@@ -145,7 +145,7 @@ class _Layout:
         words(inside, (label, y + 4), self._label(value))
 
     def _ways(self, value: Value, start: Point) -> Iterator[list[Point]]:
-        """By a column to the last user; to the others, branches from there."""
+        """Draw a line in a column to the last user of a value, and branches from it to the other users."""
         users, y = self._later_users(value), self.label_at[value][1]
         for user in users:
             arriving, column = self._arriving(user), self.left - _COLUMN * (1 + self.columns[value])
@@ -154,7 +154,7 @@ class _Layout:
             yield [*begin, (column, port), (self.left, port)]
 
     def _draw_all_copies(self) -> float:
-        """Join all copies, and name them further right. Returns the width of the drawing."""
+        """Join all copies, write their names at the right, and return the width of the drawing."""
         columns, below = max(self.copies_columns.values(), default=-1) + 1, 0.0
         names = self.right + _GAP + _COLUMN * columns
         for copies in sorted(self.copies_columns, key=self._heights_of):
@@ -185,7 +185,7 @@ class _Layout:
 
 
 def _drawn_order(structure: Structure) -> list[int]:
-    """The boxes from top to bottom: of the inputs, that which is used first comes last, and an unused one first."""
+    """The boxes from top to bottom. Unused inputs come first; the input that is used first is the last of the inputs."""
     inputs = {value.source: value.users for value in structure.values if structure.boxes[value.source].kind == "input"}
     others = [index for index in range(len(structure.boxes)) if index not in inputs]
     return sorted(inputs, key=lambda box: inputs[box] or (len(structure.boxes),), reverse=True) + others

@@ -1,4 +1,4 @@
-"""The few shapes that our SVGs are made of. All text goes through ElementTree, so it is escaped.
+"""The shapes in the SVGs of Pipes. All text goes through ElementTree, so it is escaped.
 
 Colours are attributes of the elements and the ground is drawn, so an SVG looks the same in a page of any theme, and
 leaves that page's own styles alone.
@@ -22,7 +22,7 @@ _LINES = {
 
 
 def group(parent: ElementTree.Element, title: str) -> ElementTree.Element:
-    """A group that says ``title`` when it is pointed at."""
+    """A group that shows ``title`` when the mouse is over it."""
     made = ElementTree.SubElement(parent, "g")
     ElementTree.SubElement(made, "title").text = title
     return made
@@ -52,7 +52,7 @@ def line(parent: ElementTree.Element, points: Sequence[Point], kind: str) -> Non
 
 
 def arrow(parent: ElementTree.Element, points: Sequence[Point], kind: str) -> None:
-    """A line with a head at its end."""
+    """A line with an arrowhead at its end."""
     (x, y), before = points[-1], points[-2]
     along = x - before[0], y - before[1]
     length = max(abs(along[0]), abs(along[1])) or 1.0
@@ -63,7 +63,7 @@ def arrow(parent: ElementTree.Element, points: Sequence[Point], kind: str) -> No
 
 
 def document(content: ElementTree.Element, size: Point, label: str) -> str:
-    """The SVG's text: the content on a light ground."""
+    """The text of the SVG: the content on a white background."""
     width, height = (_number(length) for length in size)
     attributes = {"xmlns": "http://www.w3.org/2000/svg", "width": width, "height": height, "role": "img"}
     root = ElementTree.Element("svg", attributes | {"viewBox": f"0 0 {width} {height}", "aria-label": label})
@@ -74,7 +74,7 @@ def document(content: ElementTree.Element, size: Point, label: str) -> str:
 
 
 def _towards(corner: Point, other: Point) -> Point:
-    """The point where a round corner begins."""
+    """The point where a round corner starts."""
     along = other[0] - corner[0], other[1] - corner[1]
     length = (along[0] ** 2 + along[1] ** 2) ** 0.5 or 1.0
     step = min(RADIUS, length / 2) / length

@@ -1,4 +1,4 @@
-"""A Pipe as a drawing in text: boxes and values from top to bottom, and beside them the columns that the values take."""
+"""A Pipe as a drawing in text: boxes and values from top to bottom, and beside them a column for each value."""
 
 from pippy.ir.show.columns import columns_in_order, last_use
 from pippy.ir.show.content import Content
@@ -11,7 +11,7 @@ _WIDEST_NAME, _WIDEST_SIZE = 32, 48
 
 
 def text_drawing(content: Content) -> str:
-    """The drawing, with its notes below. A ● begins a value, a ◆ a tensor of the model that travels, a ▼ is a use."""
+    """The drawing, with its notes below. A ● starts a value, a ◆ a tensor of the model that is sent, and a ▼ is a use."""
     return "\n".join([*_TextDrawing(content).lines(), *notes(content)])
 
 
@@ -36,7 +36,7 @@ class _TextDrawing:
         return lines
 
     def _passing(self, box: int) -> str:
-        """The columns at a box: what it uses, and what passes by."""
+        """The columns at a box: the values that it uses, and those that pass it."""
         marks = [" "] * self.width
         for value in self.made:
             if box in value.users:

@@ -242,7 +242,7 @@ def test_classes_of_a_script_travel_by_value(three):
 
 
 def test_values_are_taken_in_any_order_and_from_any_peer(three):
-    keys = [(0, slot, microbatch) for slot in range(4) for microbatch in range(4)]
+    keys = [(0, number, microbatch) for number in range(4) for microbatch in range(4)]
     for number, key in enumerate(keys):
         three[number % 2].send(2, key, torch.tensor(number))
     for number, key in reversed([*enumerate(keys)]):
@@ -344,7 +344,7 @@ def test_a_lost_peer_ends_the_receive_but_what_had_arrived_counts(three):
     three[1].mark_lost(0)
     error = receiving.result()
     assert isinstance(error, PeerLost) and error.peer == 0
-    assert "slot 9 of micro-batch 1 of step 0" in str(error)
+    assert "value 9 of micro-batch 1 of step 0" in str(error)
 
 
 def test_waiting_for_a_file_serves_the_traffic(three):
