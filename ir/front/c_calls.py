@@ -1,0 +1,53 @@
+"""Python tells of each call of a C function that forward makes while it is traced, under whatever name."""
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType, ModuleType
+from typing import Any
+
+import torch
+from torch import fx
+
+from pippy.ir import source
+
+_OWNERS = (random.Random, torch.Generator, ModuleType)  # of the functions that a check may be for
+
+
+@contextmanager
+def watching_c_calls(tracer: fx.Tracer, check: Callable[[Any, FrameType], None]) -> Iterator[None]:
+    """A context in which ``check(function, frame)`` runs before each call in this thread, and may raise."""
+    before: Any = sys.getprofile()
+    if before is not None and not callable(before):  # cProfile
+        source.warn(
+            "a profiler is on, so tracing does not notice random numbers that forward() draws, nor questions for modes of torch"
+        )
+        yield
+        return
+
+    def on_event(frame: FrameType, event: str, function: Any) -> None:
+        if event == "c_call" and isinstance(getattr(function, "__self__", None), _OWNERS):
+            check(function, frame)
+
+    def on_event_too(frame: FrameType, event: Any, function: Any) -> None:
+        before(frame, event, function)
+        on_event(frame, event, function)
+
+    watch = on_event if before is None else on_event_too
+    create_proxy = tracer.create_proxy
+
+    def unwatched(*args: Any, **kwargs: Any) -> Any:  # most calls are in here, and none of them is the user's
+        sys.setprofile(before)
+        try:
+            return create_proxy(*args, **kwargs)
+        finally:
+            sys.setprofile(watch)
+
+    tracer.create_proxy = unwatched  # type: ignore[method-assign]
+    sys.setprofile(watch)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+        del tracer.create_proxy
