@@ -35,19 +35,30 @@ def watching_c_calls(tracer: fx.Tracer, check: Callable[[Any, FrameType], None])
         on_event(frame, event, function)
 
     watch = on_event if before is None else on_event_too
-    create_proxy = tracer.create_proxy
-
-    def unwatched(*args: Any, **kwargs: Any) -> Any:  # most calls are in here, and none of them is the user's
+    sys.setprofile(watch)
+    try:
+        with paused_for_nodes(tracer, lambda: sys.setprofile(before), lambda: sys.setprofile(watch)):
+            yield
+    finally:
         sys.setprofile(before)
+
+
+@contextmanager
+def paused_for_nodes(tracer: fx.Tracer, pause: Callable[[], None], resume: Callable[[], None]) -> Iterator[None]:
+    """A context in which a watch pauses while ``tracer`` makes a node: most calls are in there, and none is the user's."""
+    before, create_proxy = dict(vars(tracer)), tracer.create_proxy
+
+    def unwatched(*args: Any, **kwargs: Any) -> Any:
+        pause()
         try:
             return create_proxy(*args, **kwargs)
         finally:
-            sys.setprofile(watch)
+            resume()
 
     tracer.create_proxy = unwatched  # type: ignore[method-assign]
-    sys.setprofile(watch)
     try:
         yield
     finally:
-        sys.setprofile(before)
         del tracer.create_proxy
+        if "create_proxy" in before:
+            tracer.create_proxy = before["create_proxy"]  # type: ignore[method-assign]

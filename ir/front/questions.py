@@ -23,11 +23,12 @@ from torch import fx
 
 from pippy.ir import source
 from pippy.ir.errors import TracingError
+from pippy.ir.front.c_calls import paused_for_nodes
 from pippy.ir.front.refusals import refused
 
 _ADVICE = (
-    "What to do: if it is an argument, pass it as a constant with concrete_args={...}; or ask with isinstance(x, torch.Tensor); "
-    "or move this code into a module of its own and keep it whole with a tracer whose is_leaf_module says True for it"
+    "What to do: if it is an argument, pass it as a constant with concrete_args={...}; or ask with isinstance(x, torch.Tensor)"
+    "; or move this code into a module of its own and keep it whole with a tracer whose is_leaf_module says True for it"
 )
 _ABOUT_CLASSES = (type, callable)
 _NAMES = frozenset(("LOAD_FAST", "LOAD_DEREF", "LOAD_NAME", "LOAD_FAST_CHECK"))
@@ -47,14 +48,15 @@ def check_not_asked_for_mode(function: Any, frame: FrameType) -> None:
 
 
 @contextmanager
-def watching_questions() -> Iterator[None]:
+def watching_questions(tracer: fx.Tracer) -> Iterator[None]:
     """A context in which a question of the table above raises a `TracingError`. Under a debugger it does not."""
     if sys.gettrace() is not None:
         yield
         return
     sys.settrace(_on_call)
     try:
-        yield
+        with paused_for_nodes(tracer, lambda: sys.settrace(None), lambda: sys.settrace(_on_call)):
+            yield
     finally:
         sys.settrace(None)
 

@@ -48,7 +48,9 @@ class IsinstanceByAttribute(Asks):
 
 class IsinstanceOfParameter(Asks):
     def answer(self, x, flag):
-        return x * 2 if isinstance(self.lin.weight, nn.Parameter) and isinstance(self.lin.weight, torch.Tensor) else x * 3
+        return (
+            x * 2 if isinstance(self.lin.weight, nn.Parameter) and isinstance(self.lin.weight, torch.Tensor) else x * 3
+        )
 
 
 class MatchesClass(Asks):
@@ -311,7 +313,7 @@ def test_the_advice_to_keep_the_module_whole(asking):
 class ComparesWithNone(Asks):
     def answer(self, x, flag):
         query = key = x
-        return x * 2 if x is not None and query is key and None is not query and type(3) is int else x * 3
+        return x * 2 if x is not None and query is key and None is not query and int is int else x * 3
 
 
 def test_questions_that_are_none():
