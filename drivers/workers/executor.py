@@ -31,6 +31,7 @@ from pippy.drivers.workers.single_loss import SingleLoss
 from pippy.ir.errors import StageError
 from pippy.ir.names import LOSS
 from pippy.ir.run.given_inputs import NamedInputs, check_versions, versions
+from pippy.ir.run.opaque_values import check_opaque_leaves
 from pippy.ir.run.shared_tensors import check_unchanged
 from pippy.ir.run.split_backward import DeferredGradients, WeightDeferral
 from pippy.ir.run.stage_backward import add_gradients, stage_backward, weighted
@@ -307,8 +308,11 @@ class Executor:
             run_backward(call.name, call.module, _PUT_OFF, None, lambda *_: _weights(deferred))
 
     def _send(self, key: Key, to: int, slot: int, microbatch: int) -> None:
+        value = self.values[key]
+        if self.trains and type(value) is not torch.Tensor:
+            check_opaque_leaves(value)
         try:
-            self.transport.send(to, (self.number, slot, microbatch), self.values[key])
+            self.transport.send(to, (self.number, slot, microbatch), value)
         except Exception as error:
             what = f"{key[0]} of micro-batch {microbatch}, {describe(self.values[key])}"
             raise StageError(f"{what}, could not be sent to worker {to}: {type(error).__name__}: {error}") from error
