@@ -6,12 +6,13 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from pippy.drivers.control.dispatch import Dispatch, PendingCommand
+from pippy.drivers.control.dispatch import Dispatch, PendingCommand, accept_all
 from pippy.drivers.control.messages import Load, StageFlags, Step, Unload, ZeroGrad
 from pippy.drivers.errors import DriverError
 from pippy.drivers.interrupts import uninterrupted
 from pippy.ir.surroundings import Surroundings
 
+Accept = Callable[[Mapping[int, Any]], None]
 Flags = Mapping[int, Mapping[str, StageFlags]]  # by worker and stage
 
 
@@ -99,12 +100,21 @@ class Commands:
         return flags if self.flags_due else None
 
     def post_step(
-        self, steps: Mapping[int, Step], trains: bool, reduce: bool, limit: float | None, surroundings: Surroundings
+        self,
+        steps: Mapping[int, Step],
+        trains: bool,
+        reduce: bool,
+        limit: float | None,
+        surroundings: Surroundings,
+        accept: Accept = accept_all,
     ) -> PendingCommand:
-        """Send a step to the workers; `Dispatch.wait` waits for it. ``reduce`` says that it adds up copies."""
+        """Send a step to the workers; `Dispatch.wait` waits for it. ``reduce`` says that it adds up copies.
+
+        ``accept`` takes the answers, and raises if the step must not count.
+        """
         with uninterrupted():
             zero, changed, bodies = self._addressed(steps, surroundings)
-            posted = self.dispatch.post(self.driver, bodies, zero, self._undo_to_now(), limit, changed)
+            posted = self.dispatch.post(self.driver, bodies, zero, self._undo_to_now(), limit, changed, accept)
             self.told, self.flags_due, self.zeroed = surroundings, False, frozenset()
             self.gradients = self._after_step(trains, reduce)
             self.steps += 1

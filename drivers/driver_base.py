@@ -19,6 +19,7 @@ import torch
 from pippy.drivers.auto import Auto, StepPurpose
 from pippy.drivers.batches.divide_call import divide_call
 from pippy.drivers.batches.division import Division
+from pippy.drivers.batches.loss_check import LossCheck, LossChecks
 from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.clusters.current_cluster import current_cluster
 from pippy.drivers.commands import Commands
@@ -34,6 +35,7 @@ from pippy.drivers.results import Results
 from pippy.drivers.running_step import RunningStep
 from pippy.drivers.schedules import Program
 from pippy.drivers.workers.compiling import compile_options
+from pippy.ir.names import LOSS
 from pippy.ir.pipe import Pipe, compiled_of, follow_training_flags
 from pippy.ir.surroundings import Surroundings, refused_here
 from pippy.ir.trees import describe, tensors
@@ -103,6 +105,7 @@ class PipelineDriverBase:
             pipe, schedule, self.placed, self.commands, len(self.ranks), single_loss, self.out_of_order
         )
         self.parameters = RemoteParameters(pipe, self.placed, self.commands)
+        self.loss_checks = LossChecks(LOSS in self.compiled.split_gm._modules)
         self._optimizers = 0
         self._recording: Recording | None = None
         self.commands.load(self.placed.loads(), self.placed.flags())
@@ -181,7 +184,10 @@ class PipelineDriverBase:
         )
         program = sent.lowered.program
         reduce = trains and bool(program.replicated) and self.commands.last_before_update
-        steps = self._steps(sent, purpose, division, results.weights, trains, reduce)
+        check = self._loss_check(sent, division, results)
+        steps = self._steps(sent, purpose, division, results.weights, trains, reduce, check)
+        judge = None if check is None else partial(self.loss_checks.end, sent.number, check)
+        running = RunningStep(self.dispatch, results, judge)
         self.dispatch.wait_given_up(self.step_timeout)
         note = None
         if self._recording is not None:
@@ -190,10 +196,20 @@ class PipelineDriverBase:
         measured = None
         if self._auto is not None and trains:
             measured = self._auto.begin(chunks, program, self.ranks)
-        posted = self.commands.post_step(steps, trains, reduce, self.step_timeout, surroundings)
+        posted = self.commands.post_step(steps, trains, reduce, self.step_timeout, surroundings, running.accept)
         if measured is not None:
             measured(partial(self.dispatch.wait, posted))
-        return RunningStep(self.dispatch, posted, results, note)
+        return running.posted(posted, note)
+
+    def _loss_check(self, sent: SentProgram, division: Division, results: Results) -> LossCheck | None:
+        """What to check of the loss, in the first step of a program and when targets hold what the loss may leave out."""
+        if not results.assumes or division.chunks == 1 or division.mask:
+            return None
+        name, call = self.placed.loss_call(sent.lowered)
+        worker = self.placed.worker_of(call.call)
+        return self.loss_checks.begin(
+            sent.number, division, worker, name, results.loss_seed, results.reduction.kind, call.takes
+        )
 
     def _steps(
         self,
@@ -203,6 +219,7 @@ class PipelineDriverBase:
         weights: tuple[float, ...],
         trains: bool,
         reduce: bool,
+        check: LossCheck | None,
     ) -> dict[int, Step]:
         """The message for each worker."""
         flags = self.commands.flags_to_send(self.placed.flags())
@@ -217,6 +234,7 @@ class PipelineDriverBase:
                 reduce,
                 self._recording is not None or purpose.record,
                 purpose.weigh,
+                check if check is not None and rank == check.worker else None,
             )
             for worker, rank in enumerate(self.ranks)
         }

@@ -18,7 +18,7 @@ from pippy.drivers.control.messages import (
     StageFlags,
     TensorLocation,
 )
-from pippy.drivers.lowering.flow import loss_stage, value_names
+from pippy.drivers.lowering.flow import Work, loss_stage, value_names
 from pippy.drivers.lowering.lower import Lowered
 from pippy.drivers.schedules.programs.instructions import Compute
 from pippy.drivers.schedules.programs.placement import Placement
@@ -85,6 +85,13 @@ class PlacedPipe:
         return ReplicatedParameter(
             name, tuple((self.worker_of(call), TensorLocation(call, name)) for call, name in group.items())
         )
+
+    def loss_call(self, lowered: Lowered) -> tuple[str, Work]:
+        """The name of the value that the loss is, or lies in, and the call that gives it."""
+        assert self.compiled.loss is not None
+        name = next(name for node, name in self.value_names.items() if node.name == self.compiled.loss.value)
+        calls = (call for key, calls in lowered.work.items() if key.phase == "F" for call in calls)
+        return name, next(call for call in calls if name in call.gives)
 
     def locations(self, name: str) -> list[tuple[int, TensorLocation]]:
         """Where a parameter or buffer of the user's is: the worker and location of each copy. None if no stage uses it."""

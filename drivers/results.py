@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from pippy.drivers.batches.division import Division
-from pippy.drivers.batches.loss_weights import loss_weights
+from pippy.drivers.batches.loss_weights import loss_weights, reduction_of
 from pippy.drivers.batches.merge import merge_outputs
 from pippy.drivers.errors import DriverError
 from pippy.ir.compiled import Compiled
@@ -21,7 +21,7 @@ class Results:
     """Turns the values that the workers return for one step into what the user is given.
 
     ``names`` has the names of the top-level graph's values, by which the workers return them. The other arguments are what
-    the driver was given.
+    the driver was given. ``assumes`` says that nobody knows how the loss is reduced, so that it must be checked.
     """
 
     def __init__(
@@ -37,13 +37,18 @@ class Results:
         self.trains = trains
         self.compiled, self.names, self.division = compiled, names, division
         self.output_spec, self.single_loss = output_spec, single_loss
+        self.reduction = reduction_of(self._loss())
+        self.assumes = compiled.loss is not None and not (single_loss or loss_reduction or self.reduction.known)
         self.weights = self._weights(loss_reduction)
+
+    def _loss(self) -> Any:
+        """The loss's module; None if the model returns its loss."""
+        return self.compiled.stage(LOSS) if LOSS in self.compiled.split_gm._modules else None
 
     def _weights(self, loss_reduction: str | Callable[..., Any] | None) -> tuple[float, ...]:
         if self.compiled.loss is None or self.single_loss:
             return (1.0,) * self.division.chunks
-        loss = self.compiled.stage(LOSS) if LOSS in self.compiled.split_gm._modules else None
-        return loss_weights(loss, self.division, self.compiled.target_name, loss_reduction)
+        return loss_weights(self._loss(), self.division, self.compiled.target_name, loss_reduction)
 
     def assemble(self, returned: Mapping[str, Any]) -> Any:
         """The whole mini-batch's result."""

@@ -3,22 +3,34 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pippy.drivers.batches.loss_check import LossReport
 from pippy.drivers.control.dispatch import Dispatch, PendingCommand
 from pippy.drivers.control.messages import StepResult
 from pippy.drivers.results import Results
 
 
 class RunningStep:
-    """A step that was dispatched with `run_async`. ``note`` is given the answers, if the step is recorded."""
+    """A step that was dispatched with `run_async`. ``note`` is given the answers, if the step is recorded.
 
-    def __init__(
-        self,
-        dispatch: Dispatch,
-        posted: PendingCommand,
-        results: Results,
-        note: Callable[[Mapping[int, StepResult]], None] | None,
-    ) -> None:
-        self._dispatch, self._posted, self._results, self._note = dispatch, posted, results, note
+    ``check`` is given what a worker found about the loss, and raises if it is wrong.
+    """
+
+    def __init__(self, dispatch: Dispatch, results: Results, check: Callable[[LossReport], None] | None) -> None:
+        self._dispatch, self._results, self._check = dispatch, results, check
+        self._result: Any = None
+
+    def posted(self, posted: PendingCommand, note: Callable[[Mapping[int, StepResult]], None] | None) -> "RunningStep":
+        """The step was sent."""
+        self._posted, self._note = posted, note
+        return self
+
+    def accept(self, answers: Mapping[int, StepResult]) -> None:
+        """Put the answers together when they are there. If that fails, the step has failed."""
+        for answer in answers.values():
+            if answer.loss_report is not None and self._check is not None:
+                self._check(answer.loss_report)
+        values = {name: value for answer in answers.values() for name, value in answer.values.items()}
+        self._result = self._results.assemble(values)
 
     def result(self) -> Any:
         """Wait for the step, and give what `run` would have given."""
@@ -26,4 +38,4 @@ class RunningStep:
         self.peak_live = {worker: answer.peak_live for worker, answer in answers.items()}
         if self._note is not None:
             self._note(answers)
-        return self._results.assemble({name: v for answer in answers.values() for name, v in answer.values.items()})
+        return self._result

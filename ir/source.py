@@ -12,6 +12,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 from unittest import mock
 
 import torch
@@ -56,21 +57,32 @@ def is_users(file: str) -> bool:
     return not file.startswith((*_LIBRARIES, *_STANDARD, "<eval_with_key>", "<frozen"))
 
 
-def calls(frame: FrameType, function: str) -> bool:
-    """Whether a frame of the user's code is at a call of a function by the name ``function``."""
+def called(frame: FrameType) -> Any:
+    """The function that a frame of the user's is just now calling by a name, or by attributes of one; None if unknown."""
     code = frame.f_code
     if not is_users(code.co_filename):
-        return False
+        return None
     at = next(itertools.islice(code.co_positions(), frame.f_lasti // 2, None), None)
     if at is None or at[0] is None:
-        return False
-    # The position of a call starts with the name of the function.
-    loads = (each for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-    return any(
-        each.argval == function and (each.positions.lineno, each.positions.col_offset) == (at[0], at[2])
-        for each in loads
-        if each.positions is not None
-    )
+        return None
+    # A call begins where the name of the function stands.
+    function: Any = None
+    for each in dis.get_instructions(code):
+        place = each.positions
+        if each.offset >= frame.f_lasti:
+            break
+        if place is None or (place.lineno, place.col_offset) != (at[0], at[2]):
+            continue
+        if each.opname.startswith("LOAD_") and isinstance(each.argval, str):
+            by_attribute = each.opname in ("LOAD_ATTR", "LOAD_METHOD")
+            function = getattr(function, each.argval, None) if by_attribute else lookup(frame, each.argval)
+    return function
+
+
+def lookup(frame: FrameType, name: str) -> Any:
+    """The value of a name in a frame; None if it has none."""
+    places = frame.f_locals, frame.f_globals, frame.f_builtins
+    return next((place[name] for place in places if name in place), None)
 
 
 def of_frame(frame: FrameType | None) -> Source | None:

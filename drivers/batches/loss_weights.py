@@ -7,7 +7,6 @@ number of targets that it does not ignore, or by the sum of their class weights.
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,9 +17,8 @@ from torch.nn import functional as F
 
 from pippy.drivers.batches.division import CutTensor, Division
 from pippy.drivers.errors import MicrobatchError
-from pippy.ir.errors import PippyWarning
 from pippy.ir.passes.loss_function import FunctionLoss
-from pippy.ir.trees import describe, leaves
+from pippy.ir.trees import describe
 
 _COUNTING_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.LinearCrossEntropyLoss)
 _COUNTING_FUNCTIONS = (F.cross_entropy, F.nll_loss)
@@ -31,7 +29,7 @@ IGNORED = -100  # torch's default
 class Reduction:
     """How a loss reduces to one number. ``counts``: a mean over the targets that count, not over rows.
 
-    ``known`` is False for code that only its author can know: a function, or a model that returns its loss.
+    ``known`` is False for code that only its author knows, a function or a model that returns its loss: loss_check.py.
     """
 
     kind: str = "mean"
@@ -61,7 +59,7 @@ def reduction_of(loss: Callable[..., Any] | None) -> Reduction:
     if any(isinstance(loss, each) and type(loss).forward is each.forward for each in _COUNTING_MODULES):
         ignored = IGNORED if loss.ignore_index is None else loss.ignore_index
         return Reduction(kind, True, ignored, loss.weight, bool(getattr(loss, "label_smoothing", 0)))  # type: ignore[arg-type]
-    return Reduction(kind)
+    return Reduction(kind, known=type(loss).forward.__module__.startswith("torch.nn."))
 
 
 def _of_partial(loss: functools.partial[Any]) -> Reduction:
@@ -113,10 +111,7 @@ def loss_weights(
         if counts is not None:
             _check_smooth(reduction, division, target, counts)
             return _shares(counts, division)
-    weights = _by_rows(division)
-    if how is None and not reduction.known:
-        _warn_of_ignored(division, weights)
-    return weights
+    return _by_rows(division)
 
 
 def _by_rows(division: Division) -> tuple[float, ...]:
@@ -222,25 +217,3 @@ def _named_parameters(how: Callable[..., Any], division: Division) -> dict[str, 
     if not needed or not all(name in division.names for name in needed):
         return None
     return {name: division.names[name] for name in needed if division.names[name] in division.arguments}
-
-
-def _warn_of_ignored(division: Division, weights: tuple[float, ...]) -> None:
-    """Warn if targets hold -100, which torch's losses ignore, and it is not known whether this loss does."""
-    for user, name in division.names.items():
-        for leaf in _cut_tensors(division.arguments.get(name)):
-            if leaf.is_floating_point() or leaf.dtype == torch.bool or not bool((leaf == IGNORED).any()):
-                continue
-            warnings.warn(
-                f"{user!r} holds {IGNORED}, which torch's losses leave out, and this loss is taken for a mean over rows. If it "
-                f"leaves some out, say what counts: loss_reduction=lambda {user}: ({user} != {IGNORED}).sum(); if not, "
-                "loss_reduction='mean'",
-                PippyWarning,
-                stacklevel=4,
-            )
-            return
-
-
-def _cut_tensors(divided: Any) -> list[torch.Tensor]:
-    if isinstance(divided, CutTensor):
-        return [divided.value]
-    return [each for each in leaves(divided) if isinstance(each, torch.Tensor)]

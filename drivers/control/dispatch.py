@@ -36,17 +36,23 @@ def _nothing() -> None:
     pass
 
 
+def accept_all(answers: Mapping[int, Any]) -> None:
+    """Any answers will do."""
+
+
 @dataclass(eq=False)
 class PendingCommand:
     """A command that was posted: the body that each worker was sent, the calls that carry them, and the answers.
 
-    ``undo`` is called if it is given up, and ``limit`` is how many seconds it may take, from ``since`` on.
+    ``accept`` is called with the values of the answers, and may raise: the command is given up then, as if a worker had
+    failed. ``undo`` is called if it is given up, and ``limit`` is how many seconds it may take, from ``since`` on.
     """
 
     number: int
     bodies: Mapping[int, Any]
     undo: Callable[[], None] = _nothing
     limit: float | None = None
+    accept: Callable[[Mapping[int, Any]], None] = accept_all
     calls: dict[int, PendingCall] = field(default_factory=dict)
     answers: dict[int, Answer] = field(default_factory=dict)
     error: Exception | None = None
@@ -56,6 +62,10 @@ class PendingCommand:
     def unanswered(self) -> list[PendingCall]:
         """The calls that are not answered."""
         return [call for worker, call in self.calls.items() if worker not in self.answers]
+
+    def values(self) -> dict[int, Any]:
+        """What the workers answered with."""
+        return {worker: answer.value for worker, answer in self.answers.items()}
 
     def left(self) -> float | None:
         """How many seconds it may still take."""
@@ -80,10 +90,11 @@ class Dispatch:
         undo: Callable[[], None] = _nothing,
         limit: float | None = None,
         surroundings: Surroundings | None = None,
+        accept: Callable[[Mapping[int, Any]], None] = accept_all,
     ) -> PendingCommand:
         """Send each worker its part of a command, under one number. ``surroundings`` are given if they changed."""
         self.wait_given_up(limit)
-        posted = PendingCommand(self.number + 1, bodies, undo, limit)
+        posted = PendingCommand(self.number + 1, bodies, undo, limit, accept)
         try:
             with uninterrupted():
                 self.number += 1
@@ -115,7 +126,7 @@ class Dispatch:
             self._finish(self.outstanding[0])
         if posted.error is not None:
             raise posted.error
-        return {worker: answer.value for worker, answer in posted.answers.items()}
+        return posted.values()
 
     def call(
         self,
@@ -159,12 +170,24 @@ class Dispatch:
             self._too_late(posted)
         elif failed is not None:
             self.give_up(step_error(self.control.workers[failed[0]].name, failed[0], posted, failed[1]))
-        else:
+        elif self._accepted(posted):
             with uninterrupted():
                 self.outstanding.popleft()
                 posted.done, self.settled = True, posted.number
                 for following in list(self.outstanding)[:1]:
                     following.since = max(following.since, time.monotonic())
+
+    def _accepted(self, posted: PendingCommand) -> bool:
+        """Whether the controller can use the answers. If not, the command has failed, and nothing of it counts."""
+        try:
+            posted.accept(posted.values())
+        except Exception as error:
+            self.give_up(error)
+            return False
+        except BaseException as error:
+            self.give_up(error)
+            raise
+        return True
 
     def _gather(self, posted: PendingCommand) -> tuple[int, Failure] | None:
         """Take in answers until all are there, or one is a failure, or the time is up."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from pippy.drivers.batches.division import Division
+from pippy.drivers.batches.loss_check import LossCheck, LossReport
 from pippy.drivers.lowering.flow import Work
 from pippy.drivers.schedules.programs.edges import Pass
 from pippy.drivers.schedules.programs.instructions import Instruction
@@ -143,7 +144,7 @@ class Step:
     ``weights`` has the weight of each micro-batch's loss. ``flags`` has the flags of each stage, or None if they did not
     change. With ``reduce``, the gradients of replicated parameters are added up at the end. With ``record``, the
     times of all instructions are recorded. With ``weigh``, the worker measures how many bytes each stage keeps for its
-    backward.
+    backward. ``loss_check`` asks it to check how the losses of the micro-batches add up.
     """
 
     program: int
@@ -154,6 +155,7 @@ class Step:
     reduce: bool = False
     record: bool = False
     weigh: bool = False
+    loss_check: LossCheck | None = None
 
 
 @dataclass(frozen=True)
@@ -204,13 +206,15 @@ class StepResult:
     """What a worker gives back after a step: the returned values by name.
 
     ``peak_live`` is the largest number of micro-batches that its stages held at a time. ``kept`` has the bytes that one
-    micro-batch of each stage keeps, if the step was asked to measure them.
+    micro-batch of each stage keeps, if the step was asked to measure them, and
+    ``loss_report`` what a check of the loss found.
     """
 
     values: Mapping[str, Any]
     peak_live: int
     record: WorkerRecord | None = None
     kept: Mapping[int, int] | None = None
+    loss_report: LossReport | None = None
 
 
 @dataclass(frozen=True)

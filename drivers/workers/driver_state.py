@@ -29,6 +29,7 @@ from pippy.drivers.transport.transport import Transport
 from pippy.drivers.workers.compiling import compile_modules
 from pippy.drivers.workers.executor import Executor
 from pippy.drivers.workers.gradients import Gradients
+from pippy.drivers.workers.loss_probe import LossProbe
 from pippy.drivers.workers.out_of_order import OutOfOrderExecutor
 from pippy.ir.run.shared_tensors import get_tensor
 from pippy.ir.trees import map_tensors
@@ -111,8 +112,9 @@ class DriverState:
         inputs = {name: step.inputs.microbatches(name) for name in step.inputs.arguments}
         own_rows = step.inputs.own_rows if step.inputs.mask else None
         self.gradients.clear_grad()
+        probe = None if step.loss_check is None else LossProbe(step.loss_check, step.inputs)
         result = executor.run(
-            number, inputs, step.weights, step.trains, self.given_up, own_rows, step.record, step.weigh
+            number, inputs, step.weights, step.trains, self.given_up, own_rows, step.record, step.weigh, probe
         )
         self.running = None
         if step.record and step.reduce:

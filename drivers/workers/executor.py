@@ -24,12 +24,14 @@ from pippy.drivers.schedules.programs.edges import Pass
 from pippy.drivers.schedules.programs.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
 from pippy.drivers.transport.received_values import Interrupted
 from pippy.drivers.transport.transport import Transport
+from pippy.drivers.workers.loss_probe import LossProbe
 from pippy.drivers.workers.recorder import Recorder
 from pippy.drivers.workers.saved_memory import SavedMemory
 from pippy.drivers.workers.single_loss import SingleLoss
 from pippy.ir.errors import StageError
 from pippy.ir.names import LOSS
 from pippy.ir.run.given_inputs import NamedInputs, check_versions, versions
+from pippy.ir.run.opaque_values import check_opaque_leaves
 from pippy.ir.run.shared_tensors import check_unchanged
 from pippy.ir.run.split_backward import DeferredGradients, WeightDeferral
 from pippy.ir.run.stage_backward import add_gradients, stage_backward, weighted
@@ -128,13 +130,15 @@ class Executor:
         own_rows: OwnRows | None = None,
         record: bool = False,
         weigh: bool = False,
+        loss_probe: LossProbe | None = None,
     ) -> StepResult:
         """Run all instructions once, or until the step is given up.
 
         ``own_rows`` takes a micro-batch's rows from the inputs of the loss, if each of those is the whole mini-batch. With
-        ``record``, the times of the instructions are noted; with ``weigh``, the bytes that stages keep are measured.
+        ``record``, the times of the instructions are noted; with ``weigh``, the bytes that stages keep are measured. A
+        ``loss_probe`` sees what the loss is computed from.
         """
-        self.own_rows = own_rows
+        self.own_rows, self.loss_probe = own_rows, loss_probe
         self.number, self.weights, self.trains = number, weights, trains
         self.casts = torch._C._is_any_autocast_enabled()
         chunks = len(weights)
@@ -150,7 +154,9 @@ class Executor:
             if self.single is not None:
                 self.returned[LOSS] = [self.single.loss()]
             returned = {name: _packed(values) for name, values in self.returned.items()}
-            return StepResult(returned, self.peak_live, kept=dict(self.saved_memory.kept) if weigh else None)
+            kept = dict(self.saved_memory.kept) if weigh else None
+            report = None if loss_probe is None else loss_probe.report
+            return StepResult(returned, self.peak_live, None, kept, report)
         finally:
             self._clear()
             if self.single is not None:
@@ -238,6 +244,8 @@ class Executor:
         if self.single is not None and call.name == LOSS:
             self.single.gather(microbatch, inputs)
             return
+        if self.loss_probe is not None:
+            self._probe(call, microbatch, takes, gives, args)
         if self.halves and self.trains:
             with call.deferral.recording(inputs) as self.deferred[call.name, microbatch]:
                 outputs = call.run(args)
@@ -249,6 +257,12 @@ class Executor:
             values[key] = value
             if key[0] in self.returned:
                 self.returned[key[0]][microbatch] = map_tensors(_detached, value)
+
+    def _probe(self, call: StageCall, microbatch: int, takes: Sequence[Key], gives: Sequence[Key], args: Any) -> None:
+        assert self.loss_probe is not None
+        given = [key[0] for key in gives]
+        if self.loss_probe.check.value in given:
+            self.loss_probe.see(call, [key[0] for key in takes], given, args, microbatch)
 
     def _given(self, takes: Sequence[Any], microbatch: int) -> Any:
         """The gradients of a call's outputs: the sum over the uses of each output, or the weight of the loss."""
@@ -294,8 +308,11 @@ class Executor:
             run_backward(call.name, call.module, _PUT_OFF, None, lambda *_: _weights(deferred))
 
     def _send(self, key: Key, to: int, slot: int, microbatch: int) -> None:
+        value = self.values[key]
+        if self.trains and type(value) is not torch.Tensor:
+            check_opaque_leaves(value)
         try:
-            self.transport.send(to, (self.number, slot, microbatch), self.values[key])
+            self.transport.send(to, (self.number, slot, microbatch), value)
         except Exception as error:
             what = f"{key[0]} of micro-batch {microbatch}, {describe(self.values[key])}"
             raise StageError(f"{what}, could not be sent to worker {to}: {type(error).__name__}: {error}") from error

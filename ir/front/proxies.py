@@ -1,9 +1,15 @@
-"""Proxies that record more than those of torch.fx: in-place operators, assertions, and `isinstance`."""
+"""Proxies that record more than those of torch.fx: in-place operators, assertions, and `isinstance`.
+
+What a forward asks of a proxy is answered as for a tensor where no value can change the answer, and that it was one is checked
+when the graph runs. Other questions are refused, also if forward catches the error.
+"""
 
 import dis
+import functools
 import operator
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -11,9 +17,12 @@ from torch import fx
 
 from pippy.ir import source
 from pippy.ir.errors import TracingError
+from pippy.ir.front import questions
+from pippy.ir.front.refusals import refused
 from pippy.ir.run.functions import check_tensor
 
 _IN_PLACE = "iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor".split()
+_IS_PARAMETER = type(torch.nn.Parameter).__instancecheck__.__code__
 _PROXY_STATE = frozenset(("tracer", "node", "root", "attr", "_node", "tensor"))
 
 
@@ -27,20 +36,62 @@ class RecordingProxy(fx.Proxy):
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
 
     def __getattr__(self, name: str) -> "RecordingAttribute":
+        return self._attribute(name, sys._getframe(1))
+
+    def _attribute(self, name: str, frame: FrameType) -> "RecordingAttribute":
+        if not hasattr(torch.Tensor, name) and _asks_for_attribute(frame):
+            self._check_tensor()
+            raise AttributeError(f"a tensor has no attribute {name!r}")
+        if questions.is_compared(frame):
+            raise questions.asked(
+                f"forward() asks what .{name} of a traced value is, which tracing cannot answer", frame
+            )
         return RecordingAttribute(self, name)
+
+    @property
+    def keys(self) -> Any:
+        """As for any other attribute: fx.Proxy has a method of this name, and a tensor has none."""
+        return self._attribute("keys", sys._getframe(1))
+
+    def __hash__(self) -> int:
+        frame = sys._getframe(1)
+        if source.is_users(frame.f_code.co_filename):
+            raise questions.asked(
+                "forward() looks a traced value up in a dict or a set, and tracing sees no values", frame
+            )
+        return id(self)
+
+    def __len__(self) -> int:
+        raise refused(RuntimeError("'len' is not supported in symbolic tracing by default"))
+
+    def __int__(self) -> int:
+        raise refused(fx.proxy.TraceError("int() of a traced value"))
+
+    def __float__(self) -> float:
+        raise refused(fx.proxy.TraceError("float() of a traced value"))
+
+    def __complex__(self) -> complex:
+        raise refused(fx.proxy.TraceError("complex() of a traced value"))
+
+    def _check_tensor(self) -> None:
+        self.tracer.create_proxy("call_function", check_tensor, (self,), {})
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _PROXY_STATE:
             object.__setattr__(self, name, value)
         elif name == "_is_param":
-            raise TracingError(
-                "forward() makes an nn.Parameter, which cannot be recorded; change a parameter in place under torch.no_grad(), "
-                "or keep what is computed as a plain value"
+            raise refused(
+                TracingError(
+                    "forward() makes an nn.Parameter, which cannot be recorded; change a parameter in place under "
+                    "torch.no_grad(), or keep what is computed as a plain value"
+                )
             )
         elif not _is_in_place_on(value, self, name):  # after `x.T += y` Python assigns the result
-            raise TracingError(
-                f"forward() sets .{name} of a tensor, which cannot be recorded; for .data use .copy_() or another in-place "
-                "method under torch.no_grad(), for .requires_grad use .detach() or .requires_grad_()"
+            raise refused(
+                TracingError(
+                    f"forward() sets .{name} of a tensor, which cannot be recorded; for .data use .copy_() or another in-place "
+                    "method under torch.no_grad(), for .requires_grad use .detach() or .requires_grad_()"
+                )
             )
 
     def __bool__(self) -> bool:
@@ -51,11 +102,30 @@ class RecordingProxy(fx.Proxy):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """`torch.Tensor` where the user's code calls `isinstance(x, ...)`; elsewhere the real class, as C code needs it."""
-        if not source.calls(sys._getframe(1), "isinstance"):
+        """`torch.Tensor` where code asks for the class of a value; elsewhere the real class, as C code needs it."""
+        if not _asks_for_class(sys._getframe(1)):
             return type(self)
-        self.tracer.create_proxy("call_function", check_tensor, (self,), {})
+        self._check_tensor()
         return torch.Tensor
+
+
+def _asks_for_class(frame: Any) -> bool:
+    """Whether the frame asks by `isinstance`, under any name, by a `case` with a class, by `x.__class__` or singledispatch."""
+    code = frame.f_code
+    if code.co_filename == functools.__file__:
+        return True
+    if not source.is_users(code.co_filename):
+        return False
+    opname = dis.opname[code.co_code[frame.f_lasti]]
+    return opname in ("MATCH_CLASS", "LOAD_ATTR") or source.called(frame) in (isinstance, issubclass)
+
+
+def _asks_for_attribute(frame: Any) -> bool:
+    """Whether the frame calls `hasattr`, or `getattr` with a default."""
+    if not source.is_users(frame.f_code.co_filename):
+        return False
+    asked = source.called(frame)
+    return asked is hasattr or (asked is getattr and frame.f_code.co_code[frame.f_lasti + 1] == 3)
 
 
 class StateProxy(RecordingProxy):
@@ -64,6 +134,17 @@ class StateProxy(RecordingProxy):
     def __init__(self, node: fx.Node, tracer: fx.Tracer, tensor: torch.Tensor) -> None:
         super().__init__(node, tracer)
         self.tensor = tensor
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        frame: Any = sys._getframe(1)
+        if frame.f_code is _IS_PARAMETER:
+            frame = frame.f_back
+        return type(self.tensor) if _asks_for_class(frame) else type(self)
+
+    @property
+    def _is_param(self) -> bool:
+        return getattr(self.tensor, "_is_param", False)
 
     @property
     def shape(self) -> torch.Size:

@@ -14,7 +14,7 @@ import os
 import random
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -23,59 +23,25 @@ from torch import fx, nn
 
 from pippy.ir import source
 from pippy.ir.errors import TracingError
+from pippy.ir.front.refusals import refused
 from pippy.ir.front.tracing_thread import patched_here
 
 _SEEDING = frozenset(("manual_seed", "seed", "set_state"))
 _ASKING = frozenset(("getstate", "setstate", "get_state", "initial_seed", "get_bit_generator", "get_printoptions"))
-_OWNERS = (random.Random, torch.Generator, type(os))  # what has a function that draws
 
 
 @contextmanager
-def refusing_random_draws(tracer: fx.Tracer, model: nn.Module) -> Iterator[None]:
-    """A context in which this thread's draws and seeds raise a `TracingError`."""
-    with ExitStack() as stack:
-        stack.enter_context(_watching_calls(tracer))
-        if "numpy" in sys.modules:
-            stack.enter_context(_watching_numpy(model))
+def refusing_numpys_draws(model: nn.Module) -> Iterator[None]:
+    """A context in which draws and seeds of numpy's raise a `TracingError`."""
+    with _watching_numpy(model) if "numpy" in sys.modules else nullcontext():
         yield
 
 
-@contextmanager
-def _watching_calls(tracer: fx.Tracer) -> Iterator[None]:
-    """Have Python tell of each call of a C function: the methods of its generators and of torch's are such."""
-    before: Any = sys.getprofile()
-    if before is not None and not callable(before):  # cProfile
-        source.warn("a profiler is on, so tracing does not notice random numbers that forward() draws")
-        yield
-        return
-
-    def on_event(frame: FrameType, event: str, function: Any) -> None:
-        if event == "c_call" and isinstance(getattr(function, "__self__", None), _OWNERS):
-            drawn = _drawn_from(function)
-            if drawn and not _is_importing(frame):
-                raise refusal(drawn, frame)
-
-    def on_event_too(frame: FrameType, event: Any, function: Any) -> None:
-        before(frame, event, function)
-        on_event(frame, event, function)
-
-    watch = on_event if before is None else on_event_too
-    create_proxy = tracer.create_proxy
-
-    def unwatched(*args: Any, **kwargs: Any) -> Any:  # most calls are in here, and none of them is the user's
-        sys.setprofile(before)
-        try:
-            return create_proxy(*args, **kwargs)
-        finally:
-            sys.setprofile(watch)
-
-    tracer.create_proxy = unwatched  # type: ignore[method-assign]
-    sys.setprofile(watch)
-    try:
-        yield
-    finally:
-        sys.setprofile(before)
-        del tracer.create_proxy
+def check_no_draw(function: Any, frame: FrameType) -> None:
+    """Raise if the call of the C function ``function`` draws random numbers, or seeds a generator."""
+    drawn = _drawn_from(function)
+    if drawn and not _is_importing(frame):
+        raise refusal(drawn, frame)
 
 
 def _drawn_from(function: Any) -> str:
@@ -138,9 +104,11 @@ def _generators(places: Iterable[dict[str, Any]], kinds: tuple[type, ...]) -> li
 def refusal(generator: str, frame: FrameType | None) -> TracingError:
     """The error for a draw from ``generator`` on the user's line below ``frame``."""
     where = source.of_frame(frame)
-    return TracingError(
-        f"forward() draws or seeds random numbers ({generator}) in a way that cannot be recorded, so each run would repeat "
-        "those of tracing"
-        + (f":\n{where.excerpt()}\n" if where else "; ")
-        + "What to do: draw them with torch functions (torch.rand(()) < p and torch.where)"
+    return refused(
+        TracingError(
+            f"forward() draws or seeds random numbers ({generator}) in a way that cannot be recorded, so each run would repeat "
+            "those of tracing"
+            + (f":\n{where.excerpt()}\n" if where else "; ")
+            + "What to do: draw them with torch functions (torch.rand(()) < p and torch.where)"
+        )
     )

@@ -14,6 +14,7 @@ random.random()                         keeps the number                    refu
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,7 +24,10 @@ from torch.overrides import TorchFunctionMode
 
 from pippy.ir import source
 from pippy.ir.errors import TracingError
-from pippy.ir.front.random_draws import refusing_random_draws
+from pippy.ir.front.c_calls import watching_c_calls
+from pippy.ir.front.questions import check_not_asked_for_mode, watching_questions
+from pippy.ir.front.random_draws import check_no_draw, refusing_numpys_draws
+from pippy.ir.front.refusals import refused
 from pippy.ir.front.tracing_thread import method_patched_here, patched_here
 
 # These are answered at once: a forward may branch on what they say of a parameter.
@@ -71,8 +75,37 @@ def recording(tracer: fx.Tracer, model: nn.Module) -> Iterator[None]:
         stack.enter_context(_annotated_nodes(tracer))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_RecordUntraced(tracer))
-        stack.enter_context(refusing_random_draws(tracer, model))
+        stack.enter_context(_refusing_values(tracer))
+        stack.enter_context(refusing_numpys_draws(model))
+        stack.enter_context(watching_questions(tracer))
+        stack.enter_context(watching_c_calls(tracer, _check_call))
         yield
+
+
+def _check_call(function: Any, frame: FrameType) -> None:
+    check_no_draw(function, frame)
+    check_not_asked_for_mode(function, frame)
+
+
+@contextmanager
+def _refusing_values(tracer: fx.Tracer) -> Iterator[None]:
+    """What ``tracer`` refuses to say of a value stays refused, also if forward catches the error."""
+
+    def refusing(answer: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(proxy: fx.Proxy) -> Any:
+            try:
+                return answer(proxy)
+            except Exception as error:
+                refused(error)
+                raise
+
+        return ask
+
+    tracer.to_bool, tracer.iter = refusing(tracer.to_bool), refusing(tracer.iter)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del tracer.to_bool, tracer.iter
 
 
 def _given_proxies(tracer: fx.Tracer, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,9 +155,11 @@ def _recorded_apply(tracer: fx.Tracer) -> Callable[..., Any]:
 
 
 def _refuse_autocast(_: Any) -> None:
-    raise TracingError(
-        "the model enters torch.autocast in its forward, which a traced graph would lose; cast explicitly (x.to(dtype)), "
-        "or move the region into a module that the tracer treats as a leaf"
+    raise refused(
+        TracingError(
+            "the model enters torch.autocast in its forward, which a traced graph would lose; cast explicitly (x.to(dtype)), "
+            "or move the region into a module that the tracer treats as a leaf"
+        )
     )
 
 
@@ -135,7 +170,9 @@ def _annotated_nodes(tracer: fx.Tracer) -> Iterator[None]:
 
     def create(*args: Any, **kwargs: Any) -> fx.Node:
         if inference != torch.is_inference_mode_enabled():
-            raise TracingError("the model enters torch.inference_mode() in its forward; use torch.no_grad() there")
+            raise refused(
+                TracingError("the model enters torch.inference_mode() in its forward; use torch.no_grad() there")
+            )
         node = create_node(*args, **kwargs)
         node.meta["source"] = source.of_frame(sys._getframe(1))
         node.meta["module_path"] = tracer.scope.module_path

@@ -20,6 +20,7 @@ from pippy.ir.front.arguments import (
 )
 from pippy.ir.front.compare_graphs import Recorded, first_difference
 from pippy.ir.front.recording import recording
+from pippy.ir.front.refusals import raising_refusals
 from pippy.ir.front.restore_attributes import restoring_attributes
 from pippy.ir.front.tracer import PipeTracer
 from pippy.ir.front.tracing_thread import tracing_thread
@@ -91,7 +92,7 @@ def _record(model: nn.Module, tracer: fx.Tracer, concrete_args: dict[str, Any]) 
     versions = {name: buffer._version for name, buffer in buffers.items()}
     calls = _Calls(model, tracer)
     try:
-        with recording(tracer, model), calls.recording():
+        with raising_refusals(), recording(tracer, model), calls.recording():
             graph = tracer.trace(model, dict(concrete_args) or None)
     except PippyError:
         raise

@@ -18,7 +18,9 @@ _REASONS = (
     ("control flow", "tracing sees no values, so an `if`, a `while` or a `bool()` on a tensor cannot be followed"),
     ("'len' is not supported", "tracing sees no values, so len() of one is unknown; use x.size(0)"),
     ("interpreted as an integer", "tracing sees no values, so range() or an index needs a number known beforehand"),
-    ("__int__ returned non-int", "tracing sees no values, so int() of one is unknown"),
+    ("int() of a traced value", "tracing sees no values, so int() of one is unknown"),
+    ("float() of a traced value", "tracing sees no values, so float() of one is unknown"),
+    ("complex() of a traced value", "tracing sees no values, so complex() of one is unknown"),
     ("__index__ returned non-int", "tracing sees no values, so range() or an index needs a number known beforehand"),
     ("real number", "tracing sees no values, so float() of one is unknown"),
     ("as parameter", "assigning to a parameter cannot be recorded; change it in place under torch.no_grad()"),
@@ -35,7 +37,7 @@ def explained(error: Exception, model: nn.Module) -> TracingError:
     """The error to raise for ``error``, which the user's forward raised while it was traced."""
     text = str(error)
     reasons = [reason for clue, reason in _REASONS if clue in text]
-    where = source.of_traceback(error.__traceback__, below="trace")
+    where = getattr(error, "source", None) or source.of_traceback(error.__traceback__, below="trace")
     lines = [f"cannot trace {type(model).__name__}: {type(error).__name__}: {text}"]
     lines += [where.excerpt()] if where else []
     lines += [f"Why: {reason}." for reason in reasons[:1]]

@@ -11,6 +11,7 @@ from torch import fx, nn
 from pippy.ir import source
 from pippy.ir.errors import StageError
 from pippy.ir.marks import recording_splits
+from pippy.ir.run.opaque_values import CONSTANTS, check_opaque
 from pippy.ir.run.stage_backward import stage_backward
 from pippy.ir.trees import describe, map_leaves
 
@@ -20,7 +21,6 @@ _UNSEEN_MARK = (
     "{} calls pipe_split() inside a module that tracing did not look into, so nothing was cut there; use a tracer whose "
     "is_leaf_module says False for that module"
 )
-_CONSTANTS = (str, bytes, bool, int, float, complex, type(None), torch.Size, torch.dtype, torch.device, slice, range)
 
 
 @dataclass
@@ -40,8 +40,8 @@ def _leaf(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         value = value if value.is_contiguous() else _dense(value)
         return value.detach().requires_grad_() if value.requires_grad else value
-    if not isinstance(value, _CONSTANTS):
-        _check_opaque(value)
+    if not isinstance(value, CONSTANTS):
+        check_opaque(value)
     return value
 
 
@@ -58,20 +58,6 @@ def _dense(value: torch.Tensor) -> torch.Tensor:
             return value.contiguous()
         step *= size
     return value
-
-
-def _check_opaque(value: Any) -> None:
-    hidden = [
-        name
-        for name, item in getattr(value, "__dict__", {}).items()
-        if isinstance(item, torch.Tensor) and item.requires_grad
-    ]
-    if hidden:
-        raise StageError(
-            f"a {type(value).__name__} passes from stage to stage with tensors that require a gradient in {hidden}, where "
-            "the pipeline does not see them; make it a dataclass, a tuple or a dict, or register it with "
-            "torch.utils._pytree.register_pytree_node"
-        )
 
 
 def run_stage(name: str, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Any:

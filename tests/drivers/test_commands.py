@@ -27,7 +27,7 @@ class FakeDispatch:
         self.control = SimpleNamespace(broken="")
         self.failing = False  # whether commands that are sent now fail
 
-    def post(self, driver, bodies, zero_grad=False, undo=lambda: None, limit=None, surroundings=None):
+    def post(self, driver, bodies, zero_grad=False, undo=lambda: None, limit=None, surroundings=None, accept=None):
         self.sent.append((dict(bodies), zero_grad))
         self.told.append(surroundings)
         posted = SimpleNamespace(bodies=bodies, undo=undo)

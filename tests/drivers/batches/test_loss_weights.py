@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from pippy import PippyWarning
 from pippy.drivers.batches.divide import divide
 from pippy.drivers.batches.loss_weights import loss_weights, reduction_of
 from pippy.drivers.batches.specs import MicroBatches
@@ -120,14 +119,6 @@ def test_a_subclass_with_a_forward_of_its_own_is_not_taken_for_its_base():
             return super().forward(input, target) + 1
 
     assert not reduction_of(Own()).counts and reduction_of(nn.CrossEntropyLoss()).counts
-
-
-def test_hidden_ignored_targets_are_warned_of():
-    division = divide({"labels": torch.tensor([1, -100, 2, 3])}, 2)
-    with pytest.warns(PippyWarning, match=r"'labels' holds -100.*loss_reduction=lambda labels: \(labels != -100\)"):
-        assert loss_weights(None, division) == (0.5, 0.5)
-    assert loss_weights(None, division, how="mean") == (0.5, 0.5)
-    assert loss_weights(None, division, how="sum") == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("how", [lambda x: -1, lambda x: x, lambda x: float("nan"), lambda x: None, lambda x: "3"])

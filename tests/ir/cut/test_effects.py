@@ -1,5 +1,6 @@
 """What changes in place, and what its memory is: as torch has it."""
 
+import copy
 import operator
 import warnings
 
@@ -90,6 +91,42 @@ def test_a_change_that_a_view_of_another_stage_would_not_show(view):
 def test_the_change_and_the_view_in_one_stage(view):
     model, x = ViewThenChange(view, cuts=(False, True)), torch.randn(3, 3)
     torch.testing.assert_close(quietly(model)(x), model(x))
+
+
+NORMS = {
+    "batch_norm": lambda self, y: F.batch_norm(y, self.mean, self.variance),
+    "training": lambda self, y: F.batch_norm(y, self.mean, self.variance, training=self.training),
+    "keywords": lambda self, y: F.batch_norm(y, running_mean=self.mean, running_var=self.variance, training=True),
+    "torch.batch_norm": lambda self, y: torch.batch_norm(
+        y, None, None, self.mean, self.variance, True, 0.1, 1e-5, False
+    ),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+def test_a_norm_gives_new_memory_that_the_next_stage_may_change(norm):
+    """Its result counted as a view of its statistics, so the next stage took no copy of what it changed in place."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.relu = nn.Linear(3, 3), nn.ReLU(inplace=True)
+            self.register_buffer("mean", torch.zeros(3))
+            self.register_buffer("variance", torch.ones(3))
+
+        def forward(self, x):
+            y = norm(self, self.first(x))
+            pipe_split()
+            return self.relu(y) + self.mean
+
+    model, x = Model(), torch.randn(4, 3)
+    plain = copy.deepcopy(model)
+    loss = pipeline(model, lambda output, target: ((output - target) ** 2).mean())(x, torch.tensor(1.0))
+    expected = ((plain(x) - 1) ** 2).mean()
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(model.first.weight.grad, plain.first.weight.grad)
+    torch.testing.assert_close(model.mean, plain.mean)
 
 
 def roots_of_last(model, *names):

@@ -1,0 +1,174 @@
+"""Refuses what forward asks of a traced value where Python asks no proxy, and the answer would be that for another object.
+
+    x is True, x is a_sentinel      always False of a proxy
+    x.dtype is torch.float32        the same
+    type(x), callable(x)            the class of the proxy; True
+    match x: case [a, b]:           no proxy is a sequence or a mapping
+
+Python's trace function tells of each instruction of the user's functions that hold such a question, before it runs. It is seen
+where `x` is a local variable, and `type` or `callable` a name for that function. `x is None` is no question of this kind: the
+graph is compared with one that was traced without the input (`trace.py`).
+"""
+
+import dis
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import fx
+
+from pippy.ir import source
+from pippy.ir.errors import TracingError
+from pippy.ir.front.c_calls import paused_for_nodes
+from pippy.ir.front.refusals import refused
+
+_ADVICE = (
+    "What to do: if it is an argument, pass it as a constant with concrete_args={...}; or ask with isinstance(x, torch.Tensor)"
+    "; or move this code into a module of its own and keep it whole with a tracer whose is_leaf_module says True for it"
+)
+_ABOUT_CLASSES = (type, callable)
+_NAMES = frozenset(("LOAD_FAST", "LOAD_DEREF", "LOAD_NAME", "LOAD_FAST_CHECK"))
+_OTHERS = _NAMES | {"LOAD_GLOBAL", "LOAD_CONST", "LOAD_ATTR"}
+_SILENT = frozenset(("CACHE", "NOP", "EXTENDED_ARG", "PRECALL", "PUSH_NULL", "RESUME"))
+
+
+_MODES = frozenset((torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.is_autocast_enabled))
+
+
+def check_not_asked_for_mode(function: Any, frame: FrameType) -> None:
+    """Raise if the user's code asks for a mode of torch that another call of the Pipe may have."""
+    if function in _MODES and source.is_users(frame.f_code.co_filename) and torch.is_grad_enabled():
+        raise asked(
+            f"forward() calls torch.{function.__name__}(), which tracing would answer once for every run", frame
+        )
+
+
+@contextmanager
+def watching_questions(tracer: fx.Tracer) -> Iterator[None]:
+    """A context in which a question of the table above raises a `TracingError`. Under a debugger it does not."""
+    if sys.gettrace() is not None:
+        yield
+        return
+    sys.settrace(_on_call)
+    try:
+        with paused_for_nodes(tracer, lambda: sys.settrace(None), lambda: sys.settrace(_on_call)):
+            yield
+    finally:
+        sys.settrace(None)
+
+
+def _on_call(frame: FrameType, event: str, arg: Any) -> Any:
+    code = frame.f_code
+    if not source.is_users(code.co_filename) or not _questions(code):
+        return None
+    frame.f_trace_opcodes, frame.f_trace_lines = True, False
+    return _on_instruction
+
+
+def _on_instruction(frame: FrameType, event: str, arg: Any) -> Any:
+    question = _questions(frame.f_code).get(frame.f_lasti) if event == "opcode" else None
+    if question is not None:
+        value, other = question
+        if isinstance_of_proxy(frame.f_locals.get(value)) and _matters(frame, other):
+            raise asked(f"forward() asks what a traced value is ({_word(other)}), which tracing cannot answer", frame)
+    return _on_instruction
+
+
+def _matters(frame: FrameType, other: Any) -> bool:
+    if isinstance(other, _Called):
+        return source.lookup(frame, other.name) in _ABOUT_CLASSES
+    if isinstance(other, _Local):
+        compared = frame.f_locals.get(other.name)
+        return not (compared is None or isinstance_of_proxy(compared))
+    return True
+
+
+class _Called(str):
+    """The name of a function that a value is given to."""
+
+    name = property(str)
+
+
+class _Local(str):
+    """The name of a local variable that a value is compared with."""
+
+    name = property(str)
+
+
+def _word(other: str) -> str:
+    return f"{other}()" if isinstance(other, _Called) else "match" if other == "match" else "is"
+
+
+def isinstance_of_proxy(value: Any) -> bool:
+    """Whether a value is a proxy, whatever it says of its class."""
+    return issubclass(type(value), fx.Proxy)
+
+
+@functools.lru_cache(maxsize=4096)
+def _questions(code: CodeType) -> dict[int, tuple[str, str]]:
+    """The places of a function where it loads a local variable to ask for it: its name, and what it is asked."""
+    steps = _steps(code)
+    matches = any(each.opname in ("MATCH_SEQUENCE", "MATCH_MAPPING") for each in steps) or any(
+        [each.opname for each in steps[at : at + 3]] == ["COPY", "LOAD_CONST", "IS_OP"] for at in range(len(steps))
+    )
+    found = {}
+    for at, step in enumerate(steps):
+        if step.opname in _NAMES:
+            other = _asked_of(steps, at, matches)
+            if other is not None:
+                found[step.offset] = (step.argval, other)
+    return found
+
+
+def _asked_of(steps: list[dis.Instruction], at: int, matches: bool) -> str | None:
+    before, after = steps[at - 1] if at else None, steps[at + 1] if at + 1 < len(steps) else steps[at]
+    if after.opname == "CALL" and after.arg == 1 and before is not None and before.opname in (*_NAMES, "LOAD_GLOBAL"):
+        return _Called(before.argval)
+    if matches and (after.opname.startswith("MATCH_") or (after.opname == "COPY" and after.arg == 1)):
+        return "match"
+    return _compared_with(steps, at)
+
+
+def _compared_with(steps: list[dis.Instruction], at: int) -> str | None:
+    """What the value that is loaded at ``at`` is compared with by `is`: empty for no local variable, None for nothing."""
+    end = next((index for index in range(at + 1, len(steps)) if steps[index].opname not in _OTHERS), at)
+    if steps[end].opname != "IS_OP":
+        return None
+    between = steps[at + 1 : end] if end > at + 1 else steps[at - 1 : at]  # x is other; other is x
+    if steps[at + 1].opname == "LOAD_ATTR" or not between or between[0].opname not in _OTHERS:
+        return None
+    if between[0].opname == "LOAD_CONST" and between[0].argval is None:
+        return None
+    return _Local(between[0].argval) if len(between) == 1 and between[0].opname in _NAMES else ""
+
+
+def is_compared(frame: FrameType) -> bool:
+    """Whether what the frame's instruction gives, an attribute, is an operand of `is`, or is asked whether it is None."""
+    if not source.is_users(frame.f_code.co_filename):
+        return False
+    steps = _steps(frame.f_code)
+    at = next((index for index, each in enumerate(steps) if each.offset == frame.f_lasti), None)
+    if at is None or steps[at].opname != "LOAD_ATTR":
+        return False
+    at += 1
+    if steps[at].opname.endswith(("_IF_NONE", "_IF_NOT_NONE")):
+        return True
+    while steps[at].opname in _OTHERS:
+        at += 1
+    return steps[at].opname == "IS_OP"
+
+
+@functools.lru_cache(maxsize=4096)
+def _steps(code: CodeType) -> list[dis.Instruction]:
+    return [each for each in dis.get_instructions(code) if each.opname not in _SILENT]
+
+
+def asked(what: str, frame: FrameType | None) -> TracingError:
+    """The error for a question on the user's line below ``frame``."""
+    where = source.of_frame(frame)
+    line = f":\n{where.excerpt()}\n" if where else "; "
+    return refused(TracingError(f"{what}{line}{_ADVICE}"))

@@ -1,0 +1,34 @@
+"""The errors that tracing has raised inside of forward. A forward may catch one and take another branch: it is raised again."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TypeVar
+
+from pippy.ir import source
+
+_Error = TypeVar("_Error", bound=Exception)
+_seen: ContextVar[list[Exception] | None] = ContextVar("refusals", default=None)
+
+
+def refused(error: _Error) -> _Error:
+    """``error``, which is to be raised, and which ends the trace even if forward catches it."""
+    seen = _seen.get()
+    if seen is not None:
+        seen.append(error)
+        error.source = source.of_frame(sys._getframe(1))  # type: ignore[attr-defined]
+    return error
+
+
+@contextmanager
+def raising_refusals() -> Iterator[None]:
+    """A context at whose end the first error that was caught inside is raised."""
+    seen: list[Exception] = []
+    token = _seen.set(seen)
+    try:
+        yield
+    finally:
+        _seen.reset(token)
+    if seen:
+        raise seen[0]

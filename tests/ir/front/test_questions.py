@@ -1,0 +1,321 @@
+"""What forward may ask of a traced value: the answer is a tensor's and is checked, or the question is refused with its line."""
+
+import builtins
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from pippy import PipeTracer, pipe_split, pipeline
+from pippy.ir.errors import StageError, TracingError
+
+asks = isinstance
+SENTINEL = object()
+
+
+class Asks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x, flag=True):
+        x = self.lin(x)
+        pipe_split()
+        return self.answer(x, flag)
+
+
+class HasAttribute(Asks):
+    def answer(self, x, flag):
+        return x * 2 if hasattr(x, "mask") or getattr(x, "keys", None) is not None else x * 3
+
+
+class HasShape(Asks):
+    def answer(self, x, flag):
+        return x * 2 if hasattr(x, "shape") and not hasattr(x, "keys") else x * 3
+
+
+class AliasOfIsinstance(Asks):
+    def answer(self, x, flag):
+        return x * 2 if asks(x, torch.Tensor) else x * 3
+
+
+class IsinstanceByAttribute(Asks):
+    def answer(self, x, flag):
+        return x * 2 if builtins.isinstance(x, torch.Tensor) else x * 3
+
+
+class IsinstanceOfParameter(Asks):
+    def answer(self, x, flag):
+        return (
+            x * 2 if isinstance(self.lin.weight, nn.Parameter) and isinstance(self.lin.weight, torch.Tensor) else x * 3
+        )
+
+
+class MatchesClass(Asks):
+    def answer(self, x, flag):
+        match x:
+            case int():
+                return x * 3
+            case torch.Tensor():
+                return x * 2
+        return x
+
+
+class AsksForClass(Asks):
+    def answer(self, x, flag):
+        return x * 2 if issubclass(x.__class__, torch.Tensor) else x * 3
+
+
+@functools.singledispatch
+def scaled(x):
+    return x * 3
+
+
+@scaled.register
+def _(x: torch.Tensor):
+    return x * 2
+
+
+class SingleDispatch(Asks):
+    def answer(self, x, flag):
+        return scaled(x)
+
+
+class GradMode(Asks):
+    def answer(self, x, flag):
+        with torch.no_grad():
+            off = not torch.is_grad_enabled()
+        return x * 2 if off else x * 3
+
+
+ANSWERED = [
+    HasAttribute,
+    HasShape,
+    AliasOfIsinstance,
+    IsinstanceByAttribute,
+    IsinstanceOfParameter,
+    MatchesClass,
+    AsksForClass,
+    SingleDispatch,
+    GradMode,
+]
+
+
+@pytest.mark.parametrize("model", ANSWERED)
+def test_questions_that_are_answered_as_for_a_tensor(model):
+    model, x = model(), torch.randn(2, 4)
+    assert torch.equal(pipeline(model, concrete_args={"flag": True})(x), model(x))
+
+
+class Sized(nn.Module):
+    """What is asked is a number, which has no `mask` either, but that is not known."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x):
+        pipe_split()
+        return self.lin(x) * (2 if hasattr(x.size(0), "numerator") else 3)
+
+
+def test_an_answer_for_a_tensor_is_checked_when_the_pipe_runs():
+    class First(nn.Sequential):
+        pass
+
+    with pytest.raises(StageError, match="tracing took it for a tensor"):
+        pipeline(First(nn.ReLU(), Sized()))(torch.randn(2, 4))
+
+
+class Callable(Asks):
+    def answer(self, x, flag):
+        return x * 2 if callable(x) else x * 3
+
+
+class LooksUp(Asks):
+    def answer(self, x, flag):
+        return x * {torch.float32: 1.0}.get(x.dtype, 2.0)
+
+
+class LooksUpInASet(Asks):
+    def answer(self, x, flag):
+        return x * 2 if flag in {1, 2} else x
+
+
+class RequiresGrad(Asks):
+    def answer(self, x, flag):
+        return x * 2 if x.requires_grad is False else x * 3
+
+
+class DtypeIs(Asks):
+    def answer(self, x, flag):
+        return x * 2 if x.dtype is torch.float32 else x * 3
+
+
+class DtypeIsByName(Asks):
+    def answer(self, x, flag):
+        dtype = x.dtype
+        return x * 2 if torch.float32 is dtype else x * 3
+
+
+class GradIsNone(Asks):
+    def answer(self, x, flag):
+        return x * 2 if x.grad is None else x * 3
+
+
+class CatchesLen(Asks):
+    def answer(self, x, flag):
+        try:
+            return x * len(x)
+        except Exception:
+            return x
+
+
+class CatchesBool(Asks):
+    def answer(self, x, flag):
+        try:
+            return x if x.sum() > 0 else x + 1
+        except Exception:
+            return x
+
+
+class CatchesInt(Asks):
+    def answer(self, x, flag):
+        try:
+            return x * int(x.size(0))
+        except Exception:
+            return x
+
+
+class CatchesLoop(Asks):
+    def answer(self, x, flag):
+        try:
+            return sum(row for row in x)
+        except Exception:
+            return x
+
+
+class FlagIsTrue(Asks):
+    def answer(self, x, flag):
+        return x * 2 if flag is True else x * 3
+
+
+class FlagIsNotTrue(Asks):
+    def answer(self, x, flag):
+        return x * 2 if True is not flag else x * 3
+
+
+class FlagIsSentinel(Asks):
+    def answer(self, x, flag):
+        return x * 2 if flag is SENTINEL else x * 3
+
+
+class TypeIs(Asks):
+    def answer(self, x, flag):
+        return x * 2 if type(x) is torch.Tensor else x * 3
+
+
+class TypeInAClosure(Asks):
+    def answer(self, x, flag):
+        return (lambda: x * 2 if type(x) is torch.Tensor else x * 3)()
+
+
+class MatchesSequence(Asks):
+    def answer(self, x, flag):
+        match flag:
+            case [_, _]:
+                return x
+        return x * 2
+
+
+class MatchesMapping(Asks):
+    def answer(self, x, flag):
+        match flag:
+            case None:
+                return x
+            case {"a": _}:
+                return x + 1
+        return x * 2
+
+
+class MatchesTrue(Asks):
+    def answer(self, x, flag):
+        match flag:
+            case True:
+                return x
+        return x * 2
+
+
+class AsksForGradMode(Asks):
+    def answer(self, x, flag):
+        return x * 2 if torch.is_grad_enabled() else x * 3
+
+
+REFUSED = [
+    (Callable, "if callable(x)"),
+    (LooksUp, "{torch.float32: 1.0}.get"),
+    (LooksUpInASet, "if flag in {1, 2}"),
+    (RequiresGrad, "x.requires_grad is False"),
+    (DtypeIs, "x.dtype is torch.float32"),
+    (DtypeIsByName, "torch.float32 is dtype"),
+    (GradIsNone, "x.grad is None"),
+    (CatchesLen, "return x * len(x)"),
+    (CatchesBool, "if x.sum() > 0"),
+    (CatchesInt, "int(x.size(0))"),
+    (CatchesLoop, "row for row in x"),
+    (FlagIsTrue, "flag is True"),
+    (FlagIsNotTrue, "True is not flag"),
+    (FlagIsSentinel, "flag is SENTINEL"),
+    (TypeIs, "type(x) is torch.Tensor"),
+    (TypeInAClosure, "type(x) is torch.Tensor"),
+    (MatchesSequence, "match flag:"),
+    (MatchesMapping, "match flag:"),
+    (MatchesTrue, "match flag:"),
+    (AsksForGradMode, "if torch.is_grad_enabled()"),
+]
+
+
+@pytest.mark.parametrize(("model", "line"), REFUSED)
+def test_questions_that_are_refused(model, line):
+    with pytest.raises(TracingError) as caught:
+        pipeline(model())
+    assert line in str(caught.value)
+    assert "What to do:" in str(caught.value)
+
+
+class KeepsAsks(PipeTracer):
+    def is_leaf_module(self, m, module_qualified_name):
+        return module_qualified_name == "1" or super().is_leaf_module(m, module_qualified_name)
+
+
+class Second(nn.Module):
+    def __init__(self, asking):
+        super().__init__()
+        self.add_module("0", nn.Linear(4, 4))
+        self.add_module("1", asking)
+
+    def forward(self, x):
+        x = self.get_submodule("0")(x)
+        pipe_split()
+        return self.get_submodule("1")(x, True)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("asking", [model for model, _ in REFUSED])
+def test_the_advice_to_keep_the_module_whole(asking):
+    model, x = Second(asking()), torch.randn(2, 4)
+    plain = copy.deepcopy(model)
+    assert torch.equal(pipeline(model, tracer=KeepsAsks)(x), plain(x))
+
+
+class ComparesWithNone(Asks):
+    def answer(self, x, flag):
+        query = key = x
+        return x * 2 if x is not None and query is key and None is not query and int is int else x * 3
+
+
+def test_questions_that_are_none():
+    model, x = ComparesWithNone(), torch.randn(2, 4)
+    assert torch.equal(pipeline(model)(x), model(x))
