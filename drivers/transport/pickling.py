@@ -1,6 +1,6 @@
 """Objects as bytes that another process can read, with their tensors beside the bytes.
 
-Tensors are not pickled: a pickler sets them aside, and whoever carries the bytes carries the tensors as they are. Classes
+Tensors are not pickled: a pickler sets them aside, and the transport sends them as they are. Classes
 and functions of a script, a notebook or a REPL travel by value, as their code (cloudpickle); those of installed or
 importable modules by name.
 
