@@ -165,7 +165,7 @@ class _ModulePickler(_ByValuePickler):
 
 
 def _set_aside(obj: torch.Tensor | Pickled, tensors: list[torch.Tensor]) -> tuple[Callable[..., Any], tuple[int, ...]]:
-    """Append a tensor, or something pickled before, to the tensors; returns what stands for it in the bytes."""
+    """Append a tensor, or something pickled before, to the tensors; returns the reference to it that is pickled."""
     number = len(tensors)
     if isinstance(obj, torch.Tensor):
         tensors.append(obj)
