@@ -100,7 +100,7 @@ class Results:
         return iter(found)
 
     def _with_loss(self, output: Any, value: Any, loss: Any, found: list[Any] | None = None) -> Any:
-        """``value``, which the graph's ``output`` stands for, with another loss in it."""
+        """``value``, the value of the graph's ``output``, with another loss in it."""
         if isinstance(output, fx.Node):
             assert self.compiled.loss is not None
             is_loss = output.name == self.compiled.loss.value

@@ -1,6 +1,6 @@
 """Installs the package without its extras into an environment of its own, and runs the README's first script there.
 
-The script runs outside the tree, and must print what the README says: whoever installs pippy has all that it needs.
+The script runs outside the tree, and must print what the README says: the installed package must be complete.
 
 `python -m tests.bare_installation` does it. It takes minutes, for torch is installed too; so it is no test of the suite.
 """

@@ -25,7 +25,7 @@ def find_loss(output: Any, spec: Any) -> torch.Tensor:
 
 
 def run_plain(model: nn.Module, loss_fn: Any, spec: Any, inputs: tuple[Any, ...], target: Any, seed: int = 1) -> Any:
-    """One training step without a pipeline: what the Pipe should return."""
+    """One training step without a pipeline. Returns what the Pipe should return."""
     torch.manual_seed(seed)
     output = model(*inputs)
     loss = loss_fn(output, target) if loss_fn is not None else find_loss(output, spec)

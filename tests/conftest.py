@@ -1,4 +1,4 @@
-"""What holds for every test.
+"""Fixtures and settings for every test.
 
 Each runs on one intra-op thread, so that its numbers do not depend on the machine's size. Each may send Ctrl-C to itself and to
 the processes that it starts, though a shell ignores it for commands in the background, as `make test &` in a script.

@@ -42,7 +42,7 @@ _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
 
 class PageError(AssertionError):
-    """A page says what is not so."""
+    """A block does not do what its page says."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _is_output(text: str, before: re.Match[str] | None, match: re.Match[str]) ->
 
 
 def check_page(page: str, text: str) -> int:
-    """Run a page; raise a `PageError` where a block does not do what the page says. Gives the number of blocks."""
+    """Run a page and return the number of its blocks. Raises a `PageError` if a block does not do what the page says."""
     blocks = list(blocks_of(page, text))
     for block, output in zip(blocks, run(blocks)):
         if block.expected is not None and not matches(block.expected, output):
@@ -107,7 +107,7 @@ def check_page(page: str, text: str) -> int:
 
 
 def run(blocks: list[Block]) -> Iterator[str]:
-    """What each block prints. Together the Python blocks are a script, and the commands of the others share a folder."""
+    """Run the blocks, and return what each prints. The Python blocks are one script; the commands share a folder."""
     script, main = types.ModuleType("__main__"), sys.modules["__main__"]
     with tempfile.TemporaryDirectory() as folder:
         for block in blocks:
@@ -146,7 +146,7 @@ def _run_commands(block: Block, folder: str) -> str:
 
 @contextlib.contextmanager
 def _path_restored() -> Iterator[None]:
-    """A command imports modules of the page's folder; the next page has others of the same names."""
+    """Forget the modules that a command imported from the page's folder: another page may have others of the same names."""
     path, modules = list(sys.path), set(sys.modules)
     try:
         yield
@@ -197,7 +197,7 @@ def _stripped(text: str) -> str:
 
 
 def written(page: str, text: str) -> str:
-    """A page with what its blocks print in place of what it says."""
+    """A page with the actual outputs of its blocks."""
     blocks = list(blocks_of(page, text))
     changes = []
     for block, output in zip(blocks, run(blocks)):

@@ -25,7 +25,7 @@ LIMIT = 60  # seconds for a cell, and for all else that is waited for
 
 
 class NotebookError(AssertionError):
-    """A notebook shows what is not so."""
+    """A cell does not show the output that its notebook has."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Kernel:
         return json.loads(printed(shown))
 
     def streamed(self) -> Iterator[str]:
-        """What processes write past the kernel's own streams, as it arrives: it belongs to no cell in particular."""
+        """The output that processes write outside of the kernel's own streams. It belongs to no cell."""
         while True:
             message = self.client.get_iopub_msg(timeout=LIMIT)
             if message["msg_type"] == "stream":
@@ -129,7 +129,7 @@ def tags(cell: dict[str, Any]) -> list[str]:
 
 
 def run_cell(running: Kernel, cell: dict[str, Any]) -> list[Output]:
-    """What a cell shows now; of what is printed until it is interrupted, only as much as the notebook has."""
+    """The outputs of a cell now. If the cell is interrupted, its printed lines are cut to as many as the notebook has."""
     if "interrupt" not in tags(cell):
         return running.run(_text(cell["source"]))
     lines = printed(cell["outputs"]).count("\n")
@@ -141,7 +141,7 @@ def run_cell(running: Kernel, cell: dict[str, Any]) -> list[Output]:
 
 
 def check_notebook(running: Kernel, notebook: dict[str, Any]) -> int:
-    """Run a notebook; raise a `NotebookError` where a cell does not show what it says. Gives the number of cells."""
+    """Run a notebook and return the number of its cells. Raises a `NotebookError` if a cell shows another output."""
     for number, cell in enumerate(code_cells(notebook), start=1):
         outputs = run_cell(running, cell)
         raised = [each["traceback"][0] for each in outputs if each["output_type"] == "error"]
@@ -153,7 +153,7 @@ def check_notebook(running: Kernel, notebook: dict[str, Any]) -> int:
 
 
 def write(path: Path) -> None:
-    """Write into a notebook what its cells show."""
+    """Write the outputs of its cells into a notebook."""
     notebook = json.loads(path.read_text())
     with kernel() as running:
         for number, cell in enumerate(code_cells(notebook), start=1):

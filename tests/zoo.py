@@ -1,4 +1,4 @@
-"""Small models, each with one thing that a pipeline may get wrong. All are run in float64.
+"""Small models, each with one thing that a pipeline could get wrong. All run in float64.
 
 An entry is a class with `inputs()` and, where the loss is not `mean_square`, `loss_fn`; one whose loss is its own output
 has `output_loss_value_spec`. `exhibits` holds them by name.
@@ -113,7 +113,7 @@ class UsedThrice(Exhibit):
 
 
 class NoGradientValues(Exhibit):
-    """Integers, masks, None, constants and sizes cross the boundaries."""
+    """Integers, masks, None, constants and sizes are values between stages."""
 
     def __init__(self):
         super().__init__()
@@ -135,7 +135,7 @@ class NoGradientValues(Exhibit):
 
 
 class UnusedOutputs(Exhibit):
-    """The loss depends on one of three outputs; a whole stage serves the others only."""
+    """The loss depends on one of three outputs; one stage computes only the other two."""
 
     loss_fn = staticmethod(first_only)
 
@@ -192,7 +192,7 @@ class FrozenMiddle(Exhibit):
 
 
 class TupleEdge(Exhibit):
-    """A recurrent layer's nested tuple goes through a boundary whole."""
+    """A recurrent layer's nested tuple is one value between two stages."""
 
     def __init__(self):
         super().__init__()
@@ -325,7 +325,7 @@ class InputsWithGradients(Exhibit):
 
 
 class ReturnsItsInput(Exhibit):
-    """A child of the model gives back what it was given; the model returns an input too."""
+    """A child of the model returns its input unchanged; the model returns an input too."""
 
     def __init__(self):
         super().__init__()
@@ -370,7 +370,7 @@ class InPlaceInside(Exhibit):
 
 
 class InPlaceOnArrival(Exhibit):
-    """The first thing that a stage does is to change what it was given."""
+    """The first operation of a stage changes its input in place."""
 
     def __init__(self):
         super().__init__()
@@ -452,7 +452,7 @@ class TiedLanguageModel(Exhibit):
 
 
 class TiedByFunction(Exhibit):
-    """The head uses the embedding's weight by name: it can travel."""
+    """The head uses the embedding's weight by name, so the weight can be transmitted."""
 
     def __init__(self):
         super().__init__()
@@ -732,7 +732,7 @@ class ReturnsParameter(Exhibit):
 
 
 class AsksForTypes(Exhibit):
-    """A forward that asks what it is given, and asserts."""
+    """A forward with `isinstance` and `assert` on its input."""
 
     linears = "ab"
 
@@ -746,7 +746,7 @@ class AsksForTypes(Exhibit):
 
 
 class TupleLoss(Exhibit):
-    """A model that returns its loss beside its logits."""
+    """A model that returns its loss and its logits."""
 
     loss_fn = None
     output_loss_value_spec = (True, False)

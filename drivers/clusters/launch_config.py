@@ -16,7 +16,7 @@ class LaunchConfig:
         directory: a private one, where the processes find one another.
         cores: the core of each worker, if they are pinned.
         controller: the controller's process.
-        dies_with_thread: whether the fork server is to be killed when the controller's thread that starts it ends.
+        dies_with_thread: whether the fork server is killed when the thread of the controller that started it ends.
         sockets: the file descriptor of each worker's socket to the controller, if there are any.
         patience: how many seconds a worker that waits for a value polls for it before it sleeps.
 

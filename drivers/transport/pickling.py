@@ -1,6 +1,6 @@
 """Objects as bytes that another process can read, with their tensors beside the bytes.
 
-Tensors are not pickled: a pickler sets them aside, and whoever carries the bytes carries the tensors as they are. Classes
+Tensors are not pickled: a pickler sets them aside, and the transport sends them as they are. Classes
 and functions of a script, a notebook or a REPL travel by value, as their code (cloudpickle); those of installed or
 importable modules by name.
 
@@ -184,7 +184,7 @@ def _put_parametrized(module: nn.Module, state: dict[str, Any]) -> None:
 
 
 def _set_aside(obj: torch.Tensor | Pickled, tensors: list[torch.Tensor]) -> tuple[Callable[..., Any], tuple[int, ...]]:
-    """Append a tensor, or something pickled before, to the tensors; returns what stands for it in the bytes."""
+    """Append a tensor, or something pickled before, to the tensors; returns the reference to it that is pickled."""
     number = len(tensors)
     if isinstance(obj, torch.Tensor):
         tensors.append(obj)

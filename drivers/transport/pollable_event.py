@@ -28,7 +28,7 @@ class PollableEvent:
         return self._fd
 
     def set(self) -> None:
-        """Wake whoever waits. Does nothing once it is closed."""
+        """Wake the thread that waits. Does nothing once the event is closed."""
         with self._closing:  # or the number may be another file's by now
             if self._fd >= 0:
                 os.eventfd_write(self._fd, 1)

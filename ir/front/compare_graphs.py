@@ -1,6 +1,6 @@
 """Two graphs of one model, traced under different conditions and compared node by node.
 
-The n-th node of one graph stands for the n-th node of the other. Two such nodes are alike if they call the same thing
+The n-th node of one graph corresponds to the n-th node of the other. Two such nodes are alike if they call the same thing
 with the same nodes, in containers of the same shape. Their constants may differ:
 
     dropout(linear, 0.5, True)      dropout(linear, 0.5, False)     alike: only a constant differs

@@ -1,4 +1,4 @@
-"""A model whose stages fail when they are told to, by a part of the input, row by row: so a micro-batch can be chosen."""
+"""A model whose stages fail on request. A part of the input has the request for each row, and so for a micro-batch."""
 
 import time
 
@@ -97,7 +97,7 @@ def trapped_pipe(model):
 
 
 def no_orders(rows):
-    """Orders that let everything through."""
+    """Orders with which no stage fails."""
     return torch.full((rows, 2), NOWHERE)
 
 

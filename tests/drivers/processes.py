@@ -1,4 +1,4 @@
-"""What tests of processes share."""
+"""Helpers for tests of processes."""
 
 import os
 import select
@@ -34,7 +34,7 @@ def within(seconds):
 
 @contextmanager
 def watched(*processes, within=3.0):
-    """Afterwards all of these must have ended in time; those that have not are killed, and the test fails."""
+    """At the end all of these processes must have ended in time; others are killed, and the test fails."""
     with ExitStack() as stack:
         found = {stack.enter_context(os.fdopen(os.pidfd_open(pid), "rb", 0)): pid for pid in processes}
         try:

@@ -149,7 +149,7 @@ class LocalRun:
                     parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad + gradient
 
     def left(self) -> set[str]:
-        """What is still held of what travelled, after the step."""
+        """The sent values that are still held after the step."""
         return {name for held in self.values for name, _ in held if name in self.moved}
 
     def output(self, name: str, microbatch: int) -> Any:

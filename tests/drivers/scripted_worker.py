@@ -1,4 +1,4 @@
-"""A worker that does what it is told, for tests of the cluster alone."""
+"""A worker that runs scripted commands, for tests of the cluster without drivers."""
 
 import os
 import threading

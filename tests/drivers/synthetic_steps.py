@@ -1,4 +1,4 @@
-"""Makes the record of a step out of thin air: a program run on a clock of this file's own, with given times for all."""
+"""Makes the record of a step without running it: a program on a simulated clock, with given times for all instructions."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Stage graphs that are no chains: skips, several consumers, replicated parameters, stages without a backward."""
+"""Stage graphs that are not chains: skips, several consumers, replicated parameters, stages without a backward."""
 
 import random
 

@@ -12,7 +12,7 @@ from pippy.drivers.schedules.programs.program import Program
 
 
 class Impossible(Exception):
-    """The program needs what is not there."""
+    """An instruction of the program needs a value that does not exist."""
 
 
 class Blocked(Exception):
@@ -103,7 +103,7 @@ class Machine:
 
 
 def outcome(program: Program) -> object:
-    """What the program computes, in terms that compare equal across programs; None if it cannot finish."""
+    """What the program computes, as terms that can be compared between programs; None if it cannot finish."""
     machine = Machine(program)
     positions = [0] * program.workers
     moved = True
@@ -136,7 +136,7 @@ class Outcome:
         return frozenset(((*key[:-1], self.digest(key[-1])), count) for key, count in counter.items())
 
     def digest(self, term: int) -> int:
-        """What terms are equal by: their numbers depend on the order of execution."""
+        """The identity of terms, without their numbers, which depend on the order of execution."""
         if term not in self.hashes:
             name, *rest = self.parts[term]
             fixed, inner = (rest[:2], rest[2:]) if name in ("F", "B") else ([], rest)
