@@ -172,7 +172,6 @@ class PipelineDriverBase:
         if trains:
             _refuse_inputs_with_gradients([*args, *kwargs.values()])
         division = divide_call(self.compiled, chunks, args, kwargs, self.chunk_spec, self.batch_dims, self.mask)
-        purpose, sent = self.programs.for_step(chunks, trains)
         results = Results(
             self.compiled,
             self.placed.value_names,
@@ -182,6 +181,7 @@ class PipelineDriverBase:
             self.single_loss,
             trains,
         )
+        purpose, sent = self.programs.for_step(chunks, trains)
         program = sent.lowered.program
         reduce = trains and bool(program.replicated) and self.commands.last_before_update
         check = self._loss_check(sent, division, results)

@@ -9,7 +9,7 @@ from torch import fx
 
 from pippy.drivers.batches.division import Division
 from pippy.drivers.batches.loss_weights import loss_weights, reduction_of
-from pippy.drivers.batches.merge import merge_outputs
+from pippy.drivers.batches.merge import LOSS_PLACE, check_leaves_loss_alone, merge_outputs
 from pippy.drivers.errors import DriverError
 from pippy.ir.compiled import Compiled
 from pippy.ir.names import LOSS
@@ -40,6 +40,9 @@ class Results:
         self.reduction = reduction_of(self._loss())
         self.assumes = compiled.loss is not None and not (single_loss or loss_reduction or self.reduction.known)
         self.weights = self._weights(loss_reduction)
+        if self.compiled.loss is not None and output_spec is not None:
+            output = self.compiled.split_gm.graph.output_node().args[0]
+            check_leaves_loss_alone(output_spec, map_nodes(self._loss_in, output))
 
     def _loss(self) -> Any:
         """The loss's module; None if the model returns its loss."""
@@ -62,9 +65,13 @@ class Results:
             return merge_outputs(parts, self.division.sizes, self.output_spec, mask=self.division.mask)
         losses = values[LOSS] if self.single_loss else [next(self._losses(output, part)) for part in parts]
         total = self._total(list(losses))
-        others = [self._with_loss(output, part, None) for part in parts]
+        others = [self._with_loss(output, part, LOSS_PLACE) for part in parts]
         merged = merge_outputs(others, self.division.sizes, self.output_spec, mask=self.division.mask)
         return self._with_loss(output, merged, total)
+
+    def _loss_in(self, node: fx.Node) -> Any:
+        """What stands for the loss, if the node is it."""
+        return LOSS_PLACE if self._is_loss(node) and not isinstance(self.loss_seed, list) else node
 
     def _is_loss(self, node: fx.Node) -> bool:
         return self.compiled.loss is not None and node.name == self.compiled.loss.value

@@ -28,7 +28,7 @@ from pippy.drivers.batches.specs import (
     unsuitable_spec,
 )
 from pippy.drivers.errors import MicrobatchError
-from pippy.ir.trees import describe, with_children
+from pippy.ir.trees import describe, leaves, with_children
 
 
 def merge_outputs(
@@ -51,6 +51,41 @@ def merge_outputs(
     return _Merge(sizes, mask).tree(list(outputs), spec, "output")
 
 
+class LossPlace:
+    """Stands for the loss inside of what a model returns: it is put together by itself, by its weights."""
+
+
+LOSS_PLACE = LossPlace()
+
+
+def check_leaves_loss_alone(spec: Any, value: Any, path: str = "output") -> None:
+    """Raise if a spec is for the loss, or a function or ChunkSpec for something that holds it.
+
+    >>> check_leaves_loss_alone((None, Sum()), (LOSS_PLACE, 1))
+    >>> check_leaves_loss_alone(Sum(), (LOSS_PLACE, 1))  # for all of it but the loss
+    >>> check_leaves_loss_alone((Sum(), None), (LOSS_PLACE, 1))
+    Traceback (most recent call last):
+    pippy.drivers.errors.MicrobatchError: output_spec has Sum(weights=None) for output[0], which is the loss, and the loss ...
+    """
+    spec = as_spec(spec)
+    if spec is None or not any(leaf is LOSS_PLACE for leaf in leaves(value)):
+        return
+    if value is LOSS_PLACE:
+        raise MicrobatchError(
+            f"output_spec has {spec!r} for {path}, which is the loss, and the loss is put together by its weights; leave its "
+            "place None, and say how it reduces with loss_reduction="
+        )
+    if isinstance(spec, ChunkSpec) or (callable(spec) and not is_spec(spec)):
+        raise MicrobatchError(
+            f"output_spec has {spec!r} for {path}, which holds the loss, and the loss is put together by its weights; give a "
+            "spec for each part of it, with None for the loss"
+        )
+    if not is_spec(spec):
+        items = items_with_paths(value, path) or []
+        for (where, item), own in zip(items, specs_of_items(spec, value, path)):
+            check_leaves_loss_alone(own, item, where)
+
+
 @dataclass(frozen=True)
 class _Merge:
     sizes: tuple[int, ...] | None
@@ -59,6 +94,10 @@ class _Merge:
     def tree(self, values: list[Any], spec: Any, path: str, outer: bool = True) -> Any:
         """Merge containers item by item. ``outer`` says that the spec is for this value, not for a container of it."""
         spec = as_spec(spec)
+        if spec is not None and outer:
+            check_leaves_loss_alone(spec, values[0], path)
+        if values[0] is LOSS_PLACE:
+            return LOSS_PLACE
         if isinstance(spec, ChunkSpec):
             return spec.merge(values)
         held = [items_with_paths(value, path) for value in values]
