@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 _C: Any = torch._C
@@ -108,22 +108,33 @@ def _enter_autocast(read: tuple[Any, ...], device: torch.device) -> Iterator[Non
         yield
 
 
-def _default_device() -> str | None:
+class OwnFunctionMode(TorchFunctionMode):
+    """A function mode that pippy itself enters, while it traces."""
+
+
+def device_contexts() -> list[DeviceContext]:
+    """The default devices that are in force in this thread, the innermost last."""
     if not _C._len_torch_function_stack():
-        return None
-    devices = [mode.device.type for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
-    return devices[-1] if devices else None
+        return []
+    return [mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
 
 
-def _function_mode() -> bool:
-    """Whether there is a function mode, other than those that `torch.set_default_device` and `with torch.device` make."""
-    return _C._len_torch_function_stack() > 0 and not all(
-        isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()
-    )
+def _default_device() -> str | None:
+    """The type of the device on which tensors are made in this thread, if one was set."""
+    contexts = device_contexts()
+    return contexts[-1].device.type if contexts else None
 
 
-def _saved_tensors_hooks() -> bool:
-    return _C._autograd._top_saved_tensors_default_hooks(True) is not None
+def _function_modes() -> list[Any]:
+    """The user's function modes: not those that `torch.setdefault_device` and `with torch.device` make."""
+    if not _C._len_torch_function_stack():
+        return []
+    modes = _get_current_function_mode_stack()
+    return [mode for mode in modes if not isinstance(mode, DeviceContext | OwnFunctionMode)]
+
+
+def _saved_tensors_hooks() -> Any:
+    return _C._autograd._top_saved_tensors_default_hooks(True)
 
 
 _IN_PIPE = "leave its region before the call, or call pipe(...) in it, which computes in this process"
@@ -180,13 +191,13 @@ TABLE: tuple[Setting | Entered | Refused, ...] = (
     Entered("torch.no_grad, torch.inference_mode", torch.is_grad_enabled),
     Entered("torch.autocast", _read_autocast, _enter_autocast),
     Refused(
-        "torch.set_default_device, with torch.device",
+        "torch.setdefault_device, with torch.device",
         lambda: _default_device() not in (None, "cpu"),
         "put `with torch.device('cpu'):` around the call, and where forward makes a tensor, say where: "
         "torch.zeros(n, device=x.device)",
     ),
     Refused("torch.autograd.graph.saved_tensors_hooks, save_on_cpu", _saved_tensors_hooks, _IN_PIPE),
-    Refused("a TorchFunctionMode", _function_mode, _IN_PIPE),
+    Refused("a TorchFunctionMode", _function_modes, _IN_PIPE),
     Refused("a TorchDispatchMode", _C._len_torch_dispatch_stack, _IN_PIPE),
     Refused(
         "a transform of torch.func",
@@ -196,6 +207,7 @@ TABLE: tuple[Setting | Entered | Refused, ...] = (
     Refused("torch.autograd.forward_ad.dual_level", lambda: forward_ad._current_level >= 0, _IN_MODEL),
 )
 
+_RECORDED = ("torch.no_grad, torch.inference_mode", "torch.setdefault_device, with torch.device")
 SETTINGS = [row for row in TABLE if isinstance(row, Setting)]
 ENTERED = [row for row in TABLE if isinstance(row, Entered) and row.enter is not None]
 REFUSED = [row for row in TABLE if isinstance(row, Refused)]
@@ -243,6 +255,22 @@ class Surroundings:
     def casts(self) -> bool:
         """Whether autocast is on."""
         return bool(self.entered[0])
+
+
+class ChangesInForward:
+    """Says which rows of the table are not as they were when this was made: a graph that is traced would lose them.
+
+    Gradient modes and default devices do not count: they are recorded.
+    """
+
+    ROWS = [row for row in TABLE if row.name not in _RECORDED]
+
+    def __init__(self) -> None:
+        self.before = [row.read() for row in self.ROWS]
+
+    def found(self) -> list[str]:
+        """The names of the rows."""
+        return [row.name for row, value in zip(self.ROWS, self.before) if row.read() != value]
 
 
 def refused_here() -> Refused | None:

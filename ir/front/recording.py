@@ -7,7 +7,8 @@ torch.arange(n), torch.rand(3),         runs it once, and keeps the         a no
 an autograd.Function                    traces its forward, and             a node (`AutogradFunction`)
                                           forgets its backward
 with torch.no_grad():                   does not see it                     a mark on each node in it
-with torch.autocast(...):               does not see it                     refused
+with torch.autocast(...), and all       does not see it                     refused
+  others of `pippy.ir.surroundings`
 random.random()                         keeps the number                    refused (`random_draws.py`)
 """
 
@@ -20,7 +21,6 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import fx, nn
-from torch.overrides import TorchFunctionMode
 
 from pippy.ir import source
 from pippy.ir.errors import TracingError
@@ -29,6 +29,7 @@ from pippy.ir.front.questions import check_not_asked_for_mode, watching_question
 from pippy.ir.front.random_draws import check_no_draw, refusing_numpys_draws
 from pippy.ir.front.refusals import refused
 from pippy.ir.front.tracing_thread import method_patched_here, patched_here
+from pippy.ir.surroundings import ChangesInForward, OwnFunctionMode, device_contexts
 
 # These are answered at once: a forward may branch on what they say of a parameter.
 _QUERIES = frozenset(
@@ -111,15 +112,19 @@ def _refusing_values(tracer: fx.Tracer) -> Iterator[None]:
 def _given_proxies(tracer: fx.Tracer, function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, which refuses proxies, in a form that records a call with proxies."""
 
+    before = len(device_contexts())
+
     def record(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(arg, fx.Proxy) for arg in (*args, *kwargs.values())):
+            if len(device_contexts()) != before:
+                raise _lost("a default device", sys._getframe(1), "the device in the call")
             return tracer.create_proxy("call_function", function, args, kwargs)
         return function(*args, **kwargs)
 
     return record
 
 
-class _RecordUntraced(TorchFunctionMode):
+class _RecordUntraced(OwnFunctionMode):
     """Records operations that no proxy takes part in: on new tensors, and on parameters and buffers."""
 
     def __init__(self, tracer: fx.Tracer) -> None:
@@ -154,25 +159,31 @@ def _recorded_apply(tracer: fx.Tracer) -> Callable[..., Any]:
     return apply
 
 
-def _refuse_autocast(_: Any) -> None:
-    raise refused(
+def _lost(what: str, frame: FrameType, remedy: str = "") -> TracingError:
+    where = source.of_frame(frame)
+    line = f"\n{where.excerpt()}" if where else ""
+    return refused(
         TracingError(
-            "the model enters torch.autocast in its forward, which a traced graph would lose; cast explicitly (x.to(dtype)), "
-            "or move the region into a module that the tracer treats as a leaf"
+            f"forward enters or sets {what}, and a traced graph would lose it; do so around the call of the Pipe, or move "
+            f"the region into a module that the tracer treats as a leaf{f', or write {remedy}' if remedy else ''}{line}"
         )
     )
+
+
+def _refuse_autocast(_: Any) -> None:
+    raise _lost("torch.autocast", sys._getframe(1), "x.to(dtype)")
 
 
 @contextmanager
 def _annotated_nodes(tracer: fx.Tracer) -> Iterator[None]:
     """Write into each new node its source line, its module, and whether gradients were off."""
-    create_node, inference = tracer.create_node, torch.is_inference_mode_enabled()
+    create_node, inference, changes = tracer.create_node, torch.is_inference_mode_enabled(), ChangesInForward()
 
     def create(*args: Any, **kwargs: Any) -> fx.Node:
         if inference != torch.is_inference_mode_enabled():
-            raise refused(
-                TracingError("the model enters torch.inference_mode() in its forward; use torch.no_grad() there")
-            )
+            raise _lost("torch.inference_mode", sys._getframe(1), "torch.no_grad()")
+        if changed := changes.found():
+            raise _lost(", ".join(changed), sys._getframe(1))
         node = create_node(*args, **kwargs)
         node.meta["source"] = source.of_frame(sys._getframe(1))
         node.meta["module_path"] = tracer.scope.module_path
