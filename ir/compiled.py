@@ -51,6 +51,13 @@ class Compiled:
     balance: Any = None
     seen_inputs: dict[str, tuple[tuple[int, str], ...]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.split_gm.__dict__["replicated_params"] = self.replicated_params
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__post_init__()
+
     @property
     def num_stages(self) -> int:
         """How many stages the Pipe has; `_loss` is not one of them."""

@@ -7,7 +7,7 @@ refer to one another, would recurse once per node.
 
 import importlib
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from pippy.ir.names import local_name
+from pippy.ir.run.copies import owners_in_place_of_copies
 from pippy.ir.run.functions import by_mode, check_tensor, own_copy, set_grad_mode
 from pippy.ir.run.stage_backward import stage_backward
 
@@ -24,7 +25,16 @@ KEPT_META = ("source", "module_path")  # the entries of `meta` that the nodes of
 
 
 class PipeGraphModule(fx.GraphModule):
-    """A graph module that prints as text and pickles as data."""
+    """A graph module that prints as text and pickles as data.
+
+    Called, it computes with the model's own parameters where its stages hold copies. (Those who run stages call the stages
+    themselves.)
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        groups: Sequence[Mapping[str, str]] = self.__dict__.get("replicated_params", ())
+        with owners_in_place_of_copies(groups, self.get_submodule):
+            return super().__call__(*args, **kwargs)
 
     def __str__(self) -> str:
         return f"{nn.Module.__repr__(self)}\n\n{readable_code(self)}"

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -278,3 +279,37 @@ def test_without_a_loss_a_backward_of_ones_own_leaves_gradients_where_the_model_
         for optimizer in optimizers:
             optimizer.step()
     assert all(mine is not theirs for copies in pipe.copies() for mine, theirs in itertools.pairwise(copies))
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        x = x @ self.weight
+        pipe_split()
+        return x @ self.weight
+
+
+@pytest.mark.parametrize(
+    "way",
+    [lambda pipe: pipe, copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))],
+    ids=["same", "copied", "pickled"],
+)
+def test_the_top_level_graph_follows_the_owners_too(way):
+    """After an optimizer's step it computed with the copies as they had been, and left gradients in them."""
+    pipe, x = way(pipeline(Twice(), multi_use_param_spec=MultiUseParameterConfig.REPLICATE)), torch.randn(3, 4)
+    plain = Twice()
+    plain.load_state_dict(pipe.state_dict())
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (pipe, plain)]
+    for _ in range(3):
+        outputs = [pipe.split_gm(x), plain(x)]
+        torch.testing.assert_close(*outputs)
+        for output, optimizer in zip(outputs, optimizers):
+            optimizer.zero_grad()
+            output.sum().backward()
+            optimizer.step()
+        torch.testing.assert_close(pipe.weight.grad, plain.weight.grad)
+    copies = pipe.copies()[0]
+    assert len(copies) == 2 and copies[0] is pipe.weight
