@@ -96,3 +96,13 @@ def all_tensors(pipe: nn.Module, compiled: Compiled) -> Iterator[torch.Tensor]:
     """Every tensor of the Pipe once: the model's, and those of its stages and loss."""
     tensors = {id(tensor): tensor for module in (pipe, compiled.split_gm) for _, tensor in named_state(module)}
     return iter(tensors.values())
+
+
+def constants_of(pipe: nn.Module, compiled: Compiled) -> set[int]:
+    """The ids of the tensors in stages that are no parameter or buffer of the model: `torch.tensor(...)` in a forward."""
+    model = {id(tensor) for _, tensor in named_state(pipe)}
+    places = {place for places in compiled.qualnames.places.values() for place in places}
+    held = (
+        (f"{stage}.{name}", tensor) for stage, module in compiled.stages() for name, tensor in module.named_buffers()
+    )
+    return {id(tensor) for name, tensor in held if name not in places and id(tensor) not in model}

@@ -13,7 +13,14 @@ from pippy.ir.compiler import Cut, check_loss, compile_traced
 from pippy.ir.cut.params import MultiUseParamSpec
 from pippy.ir.front.sequential import trace_sequential
 from pippy.ir.front.trace import Traced, TracerLike, trace
-from pippy.ir.model_parts import all_tensors, check_still_shared, parts_come_first, put_loss_parameters, put_model_parts
+from pippy.ir.model_parts import (
+    all_tensors,
+    check_still_shared,
+    constants_of,
+    parts_come_first,
+    put_loss_parameters,
+    put_model_parts,
+)
 from pippy.ir.passes.returned_loss import LossSpec
 from pippy.ir.passes.verify import check_rules
 from pippy.ir.reference import run_reference
@@ -173,10 +180,15 @@ class Pipe(nn.Module):
         return self.draw()._repr_html_()
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "Pipe":
-        """Convert or move every tensor where it is, so that stages, model and optimizer go on sharing it."""
+        """Convert or move every tensor where it is, so that stages, model and optimizer go on sharing it.
+
+        Constants of forward are moved, and keep the dtype that they were written with, as in the plain model.
+        """
+        constants = constants_of(self, compiled_of(self))
         for tensor in all_tensors(self, compiled_of(self)):
-            gradient = tensor.grad
-            tensor.data = fn(tensor.data)
+            gradient, changed = tensor.grad, fn(tensor.data)
+            is_constant = id(tensor) in constants and not tensor.is_meta
+            tensor.data = tensor.data.to(changed.device) if is_constant else changed
             if gradient is not None:
                 gradient.data = fn(gradient.data)
         return self

@@ -21,7 +21,7 @@ from pippy.ir.front import questions
 from pippy.ir.front.refusals import refused
 from pippy.ir.run.functions import check_tensor
 
-_IN_PLACE = "iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor".split()
+IN_PLACE = "iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor".split()
 _IS_PARAMETER = type(torch.nn.Parameter).__instancecheck__.__code__
 _PROXY_STATE = frozenset(("tracer", "node", "root", "attr", "_node", "tensor"))
 
@@ -178,13 +178,13 @@ def _in_place_method(name: str) -> Callable[[fx.Proxy, Any], fx.Proxy]:
     return method
 
 
-for _name in _IN_PLACE:
+for _name in IN_PLACE:
     setattr(RecordingProxy, f"__{_name}__", _in_place_method(_name))
 
 
 def _is_in_place_on(value: Any, owner: fx.Proxy, name: str) -> bool:
     """Whether ``value`` is the result of an in-place operator on the attribute ``name`` of ``owner``."""
-    if type(value) is not RecordingProxy or getattr(value.node.target, "__name__", "") not in _IN_PLACE:
+    if type(value) is not RecordingProxy or getattr(value.node.target, "__name__", "") not in IN_PLACE:
         return False
     changed = value.node.args[0]
     return isinstance(changed, fx.Node) and changed.target is getattr and changed.args == (owner.node, name)
@@ -199,9 +199,51 @@ def _is_assertion(frame: Any) -> bool:
     return instructions[at + 1].opname == "LOAD_ASSERTION_ERROR"
 
 
+def is_changed_in_place(value: Any) -> bool:
+    """Whether ``value`` is what an in-place operation gave of a tensor that the model has in a container."""
+    if not issubclass(type(value), fx.Proxy):
+        return False
+    node = value.node
+    while node.op.startswith("call_") and _is_in_place(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node is not value.node and node.op == "get_attr"
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
 def changes_in_place(node: fx.Node, attribute: str) -> bool:
     """Whether ``node`` is an in-place operator on the attribute of the model with that name."""
-    if node.op != "call_function" or getattr(node.target, "__name__", "") not in _IN_PLACE:
+    if node.op != "call_function" or getattr(node.target, "__name__", "") not in IN_PLACE:
         return False
     changed = node.args[0]
     return isinstance(changed, fx.Node) and changed.op == "get_attr" and changed.target == attribute
+
+
+def made_in_forward(tracer: fx.Tracer) -> list[torch.Tensor]:
+    """The constants that forward has made of numbers, while ``tracer`` runs: `torch.tensor([1.0, 2.0])`."""
+    return tracer.__dict__.setdefault("_made_in_forward", [])
+
+
+def is_made_in_forward(tracer: fx.Tracer, tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of these constants, or a view of one."""
+    made = made_in_forward(tracer)
+    if tensor.layout is not torch.strided:
+        return any(tensor is each for each in made)
+    memory = tensor.untyped_storage().data_ptr()
+    return any(each.layout is torch.strided and each.untyped_storage().data_ptr() == memory for each in made)
+
+
+def with_in_place_operators(proxy: fx.Proxy) -> fx.Proxy:
+    """``proxy``, of a class of the user's, with the in-place operators that its class does not have."""
+    if not issubclass(type(proxy), RecordingProxy):
+        proxy.__class__ = _recording_class(type(proxy))  # type: ignore[arg-type]
+    return proxy
+
+
+@functools.cache
+def _recording_class(kind: type) -> type:
+    missing = [f"__{name}__" for name in IN_PLACE if not hasattr(kind, f"__{name}__")]
+    return type(kind.__name__, (kind,), {name: vars(RecordingProxy)[name] for name in missing})

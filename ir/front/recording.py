@@ -12,6 +12,7 @@ with torch.autocast(...), and all       does not see it                     refu
 random.random()                         keeps the number                    refused (`random_draws.py`)
 """
 
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,7 @@ from torch import fx, nn
 from pippy.ir import source
 from pippy.ir.errors import TracingError
 from pippy.ir.front.c_calls import watching_c_calls
+from pippy.ir.front.proxies import IN_PLACE, RecordingProxy, made_in_forward, with_in_place_operators
 from pippy.ir.front.questions import check_not_asked_for_mode, watching_questions
 from pippy.ir.front.random_draws import check_no_draw, refusing_numpys_draws
 from pippy.ir.front.refusals import refused
@@ -39,6 +41,9 @@ _QUERIES = frozenset(
 )
 # These make a tensor of given numbers, so the result is a constant if no proxy is among the numbers.
 _CONSTANTS = frozenset((torch.tensor, torch.as_tensor, torch.from_numpy, torch.asarray))
+# These are no queries of a tensor, though their names begin as those do.
+_OPERATORS = frozenset((*(f"__{name}__" for name in IN_PLACE), "__setitem__"))
+_REVERSED = frozenset("__rsub__ __rdiv__ __rtruediv__ __rfloordiv__ __rmod__ __rpow__ __rmatmul__".split())
 # The C parsers of these functions refuse a proxy among the sizes, or in place of the dtype.
 _TAKING_SIZES = ("empty", "ones", "rand", "randn", "zeros", "finfo", "iinfo")
 
@@ -74,6 +79,7 @@ def recording(tracer: fx.Tracer, model: nn.Module) -> Iterator[None]:
         for name in _TAKING_SIZES:
             stack.enter_context(patched_here(torch, name, _given_proxies(tracer, getattr(torch, name))))
         stack.enter_context(_annotated_nodes(tracer))
+        stack.enter_context(_recording_proxies(tracer))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_RecordUntraced(tracer))
         stack.enter_context(_refusing_values(tracer))
@@ -86,6 +92,23 @@ def recording(tracer: fx.Tracer, model: nn.Module) -> Iterator[None]:
 def _check_call(function: Any, frame: FrameType) -> None:
     check_no_draw(function, frame)
     check_not_asked_for_mode(function, frame)
+
+
+@contextmanager
+def _recording_proxies(tracer: fx.Tracer) -> Iterator[None]:
+    """The proxies of a plain ``tracer`` are ours, and those of its own class record in-place operators."""
+    made_in_forward(tracer).clear()
+    plain, make = type(tracer).proxy is fx.proxy.TracerBase.proxy, tracer.proxy
+
+    def proxy(node: fx.Node) -> fx.Proxy:
+        return RecordingProxy(node, tracer) if plain else with_in_place_operators(make(node))
+
+    tracer.proxy = proxy  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del tracer.proxy
+        made_in_forward(tracer).clear()
 
 
 @contextmanager
@@ -133,16 +156,24 @@ class _RecordUntraced(OwnFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
+        if function in _CONSTANTS:
+            return self._constant(function(*args, **(kwargs or {})), args)
+        if name in _OPERATORS:
+            return self.tracer.create_proxy("call_function", getattr(operator, name), args, {})
         if (
             name in _QUERIES
-            or function in _CONSTANTS
-            or name.startswith("_")
+            or (name.startswith("_") and name not in _REVERSED)
             or any(issubclass(each, fx.Proxy) for each in types)
         ):
             return function(*args, **(kwargs or {}))
         if getattr(torch.Tensor, name, None) is function:
             return self.tracer.create_proxy("call_method", name, args, kwargs or {})
         return self.tracer.create_proxy("call_function", function, args, kwargs or {})
+
+    def _constant(self, made: Any, args: Any) -> Any:
+        if isinstance(made, torch.Tensor) and not any(made is given for given in args):
+            made_in_forward(self.tracer).append(made)
+        return made
 
 
 def _recorded_apply(tracer: fx.Tracer) -> Callable[..., Any]:

@@ -1,6 +1,7 @@
 """Tracing and measuring run the user's forward. Afterwards, the model has the attributes that it had before."""
 
 import copy
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +11,9 @@ import torch
 from torch import nn
 
 from pippy.ir import source
+from pippy.ir.front.proxies import is_changed_in_place
 
+_OF_TRACING = ("_tensor_constant", "_tensor_from_outside")  # what the tracer sets on the model
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
@@ -62,7 +65,7 @@ def _restore(module: nn.Module, before: _Attributes) -> list[str]:
         stale = [name for name in names if name not in old or now[name] is not old[name]]
         # `self.count += 1` changes a buffer in place, which is recorded, and then assigns the result. Tracing refuses
         # any other assignment to a buffer.
-        changed += [name for name in stale if not name.startswith("_tensor_constant") and table != "_buffers"]
+        changed += [name for name in stale if not name.startswith(_OF_TRACING) and table != "_buffers"]
         if table == "":
             for name in stale:
                 del now[name]
@@ -78,13 +81,21 @@ def _restore_contents(before: _Attributes) -> list[str]:
     for name, old in before.contents.items():
         now = before.tables[""][name]
         if _identities(now) != _identities(old):
-            changed.append(name)
+            if _identities(now) != _identities(old, now):
+                changed.append(name)
             now.clear()
             now.extend(old) if isinstance(now, list) else now.update(old)
     return changed
 
 
-def _identities(container: Any) -> Any:
+def _identities(container: Any, later: Any = ()) -> Any:
+    """What is in a container. Of what `self.seen[0] += 1` has replaced in ``later`` by its result: that result."""
     if isinstance(container, dict):
-        return [(key, id(value)) for key, value in container.items()]
-    return [id(value) for value in container] if isinstance(container, list) else {id(value) for value in container}
+        return [(key, id(_in_place(value, later and later.get(key)))) for key, value in container.items()]
+    if isinstance(container, list):
+        return [id(_in_place(*pair)) for pair in itertools.zip_longest(container, later)]
+    return {id(value) for value in container}
+
+
+def _in_place(value: Any, later: Any) -> Any:
+    return later if isinstance(value, torch.Tensor) and is_changed_in_place(later) else value

@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 from torch.fx.immutable_collections import immutable_dict
 
-from pippy.ir.front.proxies import RecordingProxy, StateProxy
+from pippy.ir.front.proxies import RecordingProxy, StateProxy, is_made_in_forward
 from pippy.ir.names import first_names
 
 
@@ -55,9 +55,22 @@ class PipeTracer(fx.Tracer):
             return a.item()
         if numpy is not None and isinstance(a, numpy.ndarray):
             return super().create_arg(torch.from_numpy(a.copy()))
+        if isinstance(a, torch.Tensor) and not isinstance(a, nn.Parameter):
+            self._name_outside_tensor(a)
         if isinstance(a, dict) and type(a) not in (dict, immutable_dict):
             return self._create_mapping(a)
         return super().create_arg(a)
+
+    def _name_outside_tensor(self, tensor: torch.Tensor) -> None:
+        """Take a tensor in a list of the model's, or a global, for one of its attributes: what changes it in place lasts.
+
+        fx takes it for a constant that forward has written, and calls it `_tensor_constant0`.
+        """
+        known = id(tensor) in self._state_names or tensor in self.tensor_attrs
+        if not known and not is_made_in_forward(self, tensor):
+            name = self.get_fresh_qualname("_tensor_from_outside")
+            setattr(self.root, name, tensor)
+            self.tensor_attrs[tensor] = name
 
     def _create_mapping(self, mapping: dict[str, Any]) -> fx.Node:
         """Record an OrderedDict, or the output class of a model, as a call of its class. fx would make it a plain dict."""

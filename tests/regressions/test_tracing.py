@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from numpy.random import rand as numpy_rand
-from torch import nn
+from torch import fx, nn
 from torch import randn as aliased_randn
 
 from pippy import (
@@ -421,3 +421,87 @@ class Arrays(Base):
 def test_arrays_are_constants():
     """Every array was taken for a single number."""
     check(Arrays(), X)
+
+
+class ChangesTensorsInContainers(Base):
+    def __init__(self):
+        super().__init__()
+        self.seen, self.named = [torch.zeros(4)], {"a": torch.ones(4), "b": torch.ones(4)}
+
+    def forward(self, x):
+        x = self.a(x)
+        self.seen[0] += 1
+        self.seen[0].mul_(2)
+        pipe_split()
+        self.named["a"][0] = 3.0
+        self.named["b"][1].add_(1)
+        return self.b(x) * self.named["a"] + self.named["b"] + 1 - (1 - self.named["b"])
+
+
+class UsesTensorInAList(Base):
+    def __init__(self):
+        super().__init__()
+        self.seen = [torch.zeros(4)]
+
+    def forward(self, x):
+        x = self.a(x)
+        pipe_split()
+        self.seen[0] += 1
+        fresh = torch.tensor([1.0, 2.0, 3.0, 4.0])
+        fresh += 1
+        return self.b(x) * self.seen[0] + (1 - self.seen[0]) + fresh
+
+
+@pytest.mark.parametrize("model", [ChangesTensorsInContainers, UsesTensorInAList])
+def test_tensors_in_lists_and_dicts_that_change_in_place(model):
+    """They were taken for constants that forward had written: each call began with the same numbers. Some operations on them
+    ran while tracing, and changed the model."""
+    built = model()
+    before = copy.deepcopy(built.__dict__.get("named"))
+    pipeline(built)
+    assert str(built.__dict__.get("named")) == str(before)
+    check(model(), X, steps=3)
+
+
+class WritesConstants(Base):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(4))
+        self.plain = torch.ones(4)
+
+    def forward(self, x):
+        x = self.a(x)
+        pipe_split()
+        return self.b(x) * self.scale * torch.tensor([1.1, 2.2, 3.3, 4.4]) + self.plain
+
+
+def test_constants_keep_their_dtype_when_a_pipe_is_converted():
+    """`pipe.bfloat16()` converted what `torch.tensor(...)` in forward makes anew in each call of the model."""
+    model, x = WritesConstants(), X.bfloat16()
+    pipe, plain = pipeline(copy.deepcopy(model)).bfloat16(), model.bfloat16()
+    assert pipe(x).dtype == plain(x).dtype == torch.float64
+    assert_same(pipe(x), plain(x), "outputs")
+
+
+class AddsInPlace(Base):
+    def forward(self, x):
+        x = self.a(x)
+        same = x
+        same += 1
+        pipe_split()
+        return self.b(x)
+
+
+class OwnProxy(fx.Proxy):
+    pass
+
+
+class OwnTracer(fx.Tracer):
+    def proxy(self, node):
+        return OwnProxy(node, self)
+
+
+@pytest.mark.parametrize("tracer", [fx.Tracer, OwnTracer])
+def test_in_place_operators_under_another_tracer(tracer):
+    """`x += 1` became `x = x + 1`, which leaves the other names of the tensor as they were."""
+    check(AddsInPlace(), X, tracer=tracer)
