@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from pippy.drivers.batches.division import Division
+from pippy.drivers.batches.division import Division, SameForAll
 from pippy.drivers.batches.loss_weights import loss_weights, reduction_of
 from pippy.drivers.batches.merge import LOSS_PLACE, check_leaves_loss_alone, merge_outputs
 from pippy.drivers.errors import DriverError
@@ -62,12 +62,21 @@ class Results:
         values = {name: self._listed(name, packed) for name, packed in returned.items()}
         parts = [map_nodes(partial(self._value, values, each), output) for each in chunks]
         if self.compiled.loss is None:
-            return merge_outputs(parts, self.division.sizes, self.output_spec, mask=self.division.mask)
+            return self._merged(output, parts)
         losses = values[LOSS] if self.single_loss else [next(self._losses(output, part)) for part in parts]
         total = self._total(list(losses))
         others = [self._with_loss(output, part, LOSS_PLACE) for part in parts]
-        merged = merge_outputs(others, self.division.sizes, self.output_spec, mask=self.division.mask)
-        return self._with_loss(output, merged, total)
+        return self._with_loss(output, self._merged(output, others), total)
+
+    def _merged(self, output: Any, parts: Sequence[Any]) -> Any:
+        shared = _map_output(self._is_shared, output)
+        return merge_outputs(parts, self.division.sizes, self.output_spec, mask=self.division.mask, shared=shared)
+
+    def _is_shared(self, value: Any) -> bool:
+        """Whether all micro-batches have the same value: a constant of the graph, or an input that is not cut."""
+        if not isinstance(value, fx.Node):
+            return True
+        return value.op == "placeholder" and isinstance(self.division.arguments.get(value.name), SameForAll)
 
     def _loss_in(self, node: fx.Node) -> Any:
         """What stands for the loss, if the node is it."""
@@ -138,6 +147,14 @@ def _explain_backward(*args: Any, **kwargs: Any) -> None:
         "loss.backward() after driver.run: the gradients are on the workers already; leave it out, and call step() of the "
         "optimizer that driver.instantiate_optimizer gave"
     )
+
+
+def _map_output(function: Callable[[Any], Any], output: Any) -> Any:
+    if isinstance(output, Mapping):
+        return {key: _map_output(function, item) for key, item in output.items()}
+    if isinstance(output, (tuple, list)) and not isinstance(output, torch.Size):
+        return [_map_output(function, item) for item in output]
+    return function(output)
 
 
 def _replaced(seed: Any, value: Any, loss: Any, found: list[Any] | None) -> Any:

@@ -1,7 +1,7 @@
 """The public names: what `import pippy` offers."""
 
 import pippy.errors as errors
-from pippy.drivers.batches.specs import ChunkSpec, Mean, MicroBatches, Replicate, Sum, TensorChunkSpec
+from pippy.drivers.batches.specs import ChunkSpec, Max, Mean, MicroBatches, Min, Replicate, Sum, TensorChunkSpec
 from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.clusters.current_cluster import current_cluster
 from pippy.drivers.clusters.local_cluster import local_cluster
@@ -25,8 +25,10 @@ __all__ = [
     "ChunkSpec",
     "Cluster",
     "LossWrapper",
+    "Max",
     "Mean",
     "MicroBatches",
+    "Min",
     "MultiUseParameterConfig",
     "Pipe",
     "PipeSplitWrapper",

@@ -1,14 +1,15 @@
 """Merges the outputs of the micro-batches into what the model would have returned for the whole mini-batch.
 
     a tensor with the micro-batch's rows in dimension 0      concatenated
-    a float tensor without dimensions (a loss, say)          the mean, weighted by rows
-    anything else                                            returned once, if all micro-batches gave the same
+    a constant, or an input that all micro-batches share     returned once
+    a text, a dtype or the like                              returned once, if all micro-batches gave the same
+    anything else, numbers and other tensors                 refused: only the user knows
 
 A spec changes that: see specs.py.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
 from typing import Any
@@ -17,38 +18,50 @@ import torch
 
 from pippy.drivers.batches.specs import (
     ChunkSpec,
+    Max,
     Mean,
+    Min,
     Replicate,
     Sum,
     TensorChunkSpec,
     as_spec,
     is_spec,
     items_with_paths,
+    spec_of_parts,
     specs_of_items,
     unsuitable_spec,
 )
 from pippy.drivers.errors import MicrobatchError
-from pippy.ir.trees import describe, leaves, with_children
+from pippy.ir.trees import children, describe, leaves, with_children
 
 
 def merge_outputs(
-    outputs: Sequence[Any], sizes: tuple[int, ...] | None, spec: Any = None, *, mask: bool = False
+    outputs: Sequence[Any], sizes: tuple[int, ...] | None, spec: Any = None, *, mask: bool = False, shared: Any = False
 ) -> Any:
     """One output from those of the micro-batches, which have ``sizes`` rows.
 
     With ``mask``, each has all rows of the mini-batch, and only its own rows are used.
 
-    >>> outputs = [{"y": torch.zeros(2, 1), "loss": torch.tensor(1.0)}, {"y": torch.ones(1, 1), "loss": torch.tensor(4.0)}]
-    >>> merge_outputs(outputs, sizes=(2, 1))
+    ``shared`` has the shape of an output, or of the outer part of it, with True where all micro-batches have the same.
+
+    >>> outputs = [{"y": torch.zeros(2, 1), "best": torch.tensor(1.0)}, {"y": torch.ones(1, 1), "best": torch.tensor(4.0)}]
+    >>> merge_outputs(outputs, sizes=(2, 1), spec={"best": Max()})
     {'y': tensor([[0.],
             [0.],
-            [1.]]), 'loss': tensor(2.)}
-    >>> merge_outputs(outputs, (2, 1), {"loss": Sum()})["loss"]
-    tensor(5.)
+            [1.]]), 'best': tensor(4.)}
+    >>> merge_outputs(outputs, (2, 1), {"best": Mean()})["best"]
+    tensor(2.)
     """
     if sizes is not None and len(sizes) != len(outputs):
         raise MicrobatchError(f"there are {len(outputs)} outputs, and sizes of {len(sizes)} micro-batches: {sizes}")
-    return _Merge(sizes, mask).tree(list(outputs), spec, "output")
+    merge = _Merge(sizes, mask)
+    merged = merge.tree(list(outputs), spec, "output", shared)
+    if merge.unknown:
+        raise MicrobatchError(_needs_spec(merge.unknown, outputs, sizes))
+    return merged
+
+
+_SAYS_NOTHING = (str, bytes, type(None), torch.dtype, torch.device, torch.layout)  # of the data
 
 
 class LossPlace:
@@ -90,8 +103,9 @@ def check_leaves_loss_alone(spec: Any, value: Any, path: str = "output") -> None
 class _Merge:
     sizes: tuple[int, ...] | None
     mask: bool
+    unknown: list[str] = field(default_factory=list)  # paths of values that only the user knows how to put together
 
-    def tree(self, values: list[Any], spec: Any, path: str, outer: bool = True) -> Any:
+    def tree(self, values: list[Any], spec: Any, path: str, shared: Any, outer: bool = True) -> Any:
         """Merge containers item by item. ``outer`` says that the spec is for this value, not for a container of it."""
         spec = as_spec(spec)
         if spec is not None and outer:
@@ -104,7 +118,7 @@ class _Merge:
         if callable(spec) and not is_spec(spec):
             return spec(values)
         if held[0] is None or any(type(value) is not type(values[0]) for value in values):
-            return self.leaf(values, spec, path, outer)
+            return self.leaf(values, spec, path, outer, shared is True)
         names = [[where for where, _ in each or ()] for each in held]
         if any(each != names[0] for each in names):
             raise MicrobatchError(
@@ -113,14 +127,18 @@ class _Merge:
             )
         columns = zip(*[[item for _, item in each or ()] for each in held])
         specs, whole = specs_of_items(spec, values[0], path), is_spec(spec)
-        merged = [self.tree(list(each), its, where, not whole) for each, its, where in zip(columns, specs, names[0])]
+        parts = _shared_parts(shared, len(specs))
+        merged = [
+            self.tree(list(each), its, where, part, not whole)
+            for each, its, where, part in zip(columns, specs, names[0], parts)
+        ]
         return with_children(values[0], merged) if merged else values[0]
 
-    def leaf(self, values: list[Any], spec: Any, path: str, outer: bool) -> Any:
+    def leaf(self, values: list[Any], spec: Any, path: str, outer: bool, shared: bool) -> Any:
         if isinstance(spec, TensorChunkSpec) and not outer and not all(_has_dimensions(value) for value in values):
             spec = None
         if spec is None:
-            return self.default(values, path)
+            return values[0] if shared else self.default(values, path)
         for kind, merge in _MERGES.items():
             if isinstance(spec, kind):
                 return merge(self, values, spec, path)
@@ -131,14 +149,14 @@ class _Merge:
             return values[0]
         if self.follows(values, 0):
             return self.cat(values, TensorChunkSpec(0), path)
-        if all(map(_same, values[1:], values[:-1])):
+        if isinstance(values[0], _SAYS_NOTHING) and all(map(_same, values[1:], values[:-1])):
             return values[0]
-        if self.sizes is not None and all(_is_scalar(value) for value in values):
-            return self.mean(values, Mean(), path)
+        if all(isinstance(value, (torch.Tensor, torch.Size, int, float, complex)) for value in values):
+            self.unknown.append(path)
+            return None
         raise MicrobatchError(
-            f"{path} differs between micro-batches and does not have their rows"
-            f"{'' if self.sizes is None else f' {self.sizes}'}: {_two(values, _same)}. Say how to put it together: "
-            "TensorChunkSpec(dim) if its rows are in another dimension, Sum(), Mean(), or a function of the list of values"
+            f"{path} is no tensor and no number: {_two(values)}. Give the driver an output_spec for it: Replicate() if it is "
+            "the same in all micro-batches, or a function of the list of values"
         )
 
     def follows(self, values: list[Any], dim: int) -> bool:
@@ -179,6 +197,12 @@ class _Merge:
         weighted = [value * weight for value, weight in zip(values, spec.weights) if weight]
         return reduce(add, weighted) if weighted else values[0] * 0
 
+    def largest(self, values: list[Any], spec: Max, path: str) -> Any:
+        return reduce(_largest, values)
+
+    def smallest(self, values: list[Any], spec: Min, path: str) -> Any:
+        return reduce(_smallest, values)
+
     def mean(self, values: list[Any], spec: Mean, path: str) -> Any:
         if len(values) == 1 or all(map(_same, values[1:], values[:-1])):
             return values[0]
@@ -188,20 +212,47 @@ class _Merge:
         return self.sum(values, Sum(tuple(size / rows for size in self.sizes)), path)
 
 
+def _largest(one: Any, other: Any) -> Any:
+    return torch.maximum(one, other) if isinstance(one, torch.Tensor) else max(one, other)
+
+
+def _smallest(one: Any, other: Any) -> Any:
+    return torch.minimum(one, other) if isinstance(one, torch.Tensor) else min(one, other)
+
+
+def _shared_parts(shared: Any, count: int) -> Sequence[Any]:
+    parts = None if isinstance(shared, bool) else children(shared)
+    return parts if parts is not None and len(parts) == count else [shared is True] * count
+
+
+def _needs_spec(unknown: Sequence[str], outputs: Sequence[Any], sizes: tuple[int, ...] | None) -> str:
+    """The error for outputs without rows, with a spec to give."""
+
+    def written(value: Any, path: str) -> str:
+        return "Sum()" if path in unknown else spec_of_parts(value, path, written)
+
+    rows = "" if sizes is None else f" {sizes}"
+    return (
+        f"{', '.join(unknown)}: not with the rows{rows} of the micro-batches in front, so only you know how to put together "
+        f"what they give. Micro-batch 0 gave {describe(outputs[0])}. If it is a sum, give the driver "
+        f"output_spec={written(outputs[0], 'output')}\n"
+        "In place of Sum() may be Mean() (over rows), Max(), Min(), Replicate() for what is the same in all, "
+        "TensorChunkSpec(dim) for rows in another dimension, or a function of the list of values"
+    )
+
+
 _MERGES: dict[type, Callable[..., Any]] = {
     TensorChunkSpec: _Merge.cat,
     Replicate: _Merge.equal,
     Sum: _Merge.sum,
     Mean: _Merge.mean,
+    Max: _Merge.largest,
+    Min: _Merge.smallest,
 }
 
 
 def _has_dimensions(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 0 and (value.is_floating_point() or value.is_complex())
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -215,9 +266,10 @@ def _same(one: Any, other: Any) -> bool:
         return False
 
 
-def _two(values: list[Any], same: Callable[[Any, Any], bool]) -> str:
-    """Two values that differ, for a message."""
-    index = next(index for index, value in enumerate(values) if not same(values[0], value))
+def _two(values: list[Any], same: Callable[[Any, Any], bool] | None = None) -> str:
+    """Two values, for a message: two that differ, if any do."""
+    same = _same if same is None else same
+    index = next((index for index, value in enumerate(values) if not same(values[0], value)), len(values) - 1)
     return f"micro-batch 0 gave {_shown(values[0])}, micro-batch {index} gave {_shown(values[index])}"
 
 

@@ -5,6 +5,7 @@ A spec is given for an argument or an output as a whole, or for parts of it, in 
     int, TensorChunkSpec(dim)   cut along a dimension          concatenated along it
     Replicate()                 the same for every one         the same from every one, and checked to be
     Sum(), Mean()               -                              added up; averaged over rows
+    Max(), Min()                -                              the largest, the smallest, for each element
     ChunkSpec                   by its `split`                 by its `merge`
     a function                  -                              called with the list of all
     MicroBatches(values)        stands in place of the value   -
@@ -63,6 +64,24 @@ class Mean:
     """
 
 
+@dataclass(frozen=True)
+class Max:
+    """The largest of the values of all micro-batches, for each element of a tensor.
+
+    >>> Max()
+    Max()
+    """
+
+
+@dataclass(frozen=True)
+class Min:
+    """The smallest of the values of all micro-batches, for each element of a tensor.
+
+    >>> Min()
+    Min()
+    """
+
+
 class ChunkSpec:
     """A spec of your own: derive from it and write ``split`` for arguments, ``merge`` for outputs, or both.
 
@@ -104,7 +123,7 @@ class MicroBatches:
         return f"MicroBatches([{', '.join(map(describe, self.values))}])"
 
 
-_BUILT_IN = (TensorChunkSpec, Replicate, Sum, Mean, ChunkSpec)
+_BUILT_IN = (TensorChunkSpec, Replicate, Sum, Mean, Max, Min, ChunkSpec)
 
 
 def is_spec(spec: Any) -> bool:
@@ -203,5 +222,6 @@ def unsuitable_spec(spec: Any, path: str, value: Any) -> MicrobatchError:
     """The error for a spec that does not suit a value."""
     return MicrobatchError(
         f"the spec for {path} is {spec!r}, and {path} is {describe(value)}; a spec is a dimension, TensorChunkSpec(dim), "
-        "Replicate() or a ChunkSpec of your own, and for outputs also Sum(), Mean() or a function of the list of values"
+        "Replicate() or a ChunkSpec of your own, and for outputs also Sum(), Mean(), Max(), Min() or a function of the "
+        "list of values"
     )

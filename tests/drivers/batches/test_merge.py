@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pippy.drivers.batches.divide import divide
 from pippy.drivers.batches.merge import merge_outputs
-from pippy.drivers.batches.specs import ChunkSpec, Mean, Replicate, Sum, TensorChunkSpec
+from pippy.drivers.batches.specs import ChunkSpec, Max, Mean, Min, Replicate, Sum, TensorChunkSpec
 from pippy.drivers.errors import MicrobatchError
 
 Pair = namedtuple("Pair", "y state")
@@ -32,7 +32,7 @@ def test_the_whole_comes_back(rows, chunks, mask):
         return {"out": Output(x * 2, own.mean()), "pair": Pair([x.t()], torch.eye(5)), "name": "net", "none": None}
 
     outputs = [model(piece, division.own_rows(piece, index)) for index, piece in enumerate(division.microbatches("x"))]
-    spec = {"pair": {"y": 1}}
+    spec = {"out": {"loss": Mean()}, "pair": {"y": 1, "state": Replicate()}}
     merged, expected = merge_outputs(outputs, division.sizes, spec, mask=mask), model(x, x)
     assert isinstance(merged["out"], Output) and isinstance(merged["pair"], Pair)
     assert torch.equal(merged["out"].logits, expected["out"].logits)
@@ -49,7 +49,10 @@ class Longest(ChunkSpec):
 @pytest.mark.parametrize(
     ("outputs", "spec", "expected"),
     [
-        ([torch.tensor(1.0), torch.tensor(4.0)], None, torch.tensor(2.0)),
+        ([torch.tensor(1.0), torch.tensor(4.0)], Mean(), torch.tensor(2.0)),
+        ([torch.tensor(1.0), torch.tensor(4.0)], Max(), torch.tensor(4.0)),
+        ([torch.tensor([1, 5]), torch.tensor([4, 2])], Min(), torch.tensor([1, 2])),
+        ([3, 2], Max(), 3),
         ([torch.tensor(1.0), torch.tensor(4.0)], Sum(), torch.tensor(5.0)),
         ([torch.tensor(float("nan")), torch.tensor(4.0)], Sum((0.0, 0.5)), torch.tensor(2.0)),
         ([torch.ones(3), torch.zeros(3)], Mean(), torch.full((3,), 2 / 3)),
@@ -57,7 +60,7 @@ class Longest(ChunkSpec):
         ([5, 5], Replicate(), 5),
         ([5, 6], Sum(), 11),
         (["ab", "abc"], Longest(), "abc"),
-        ([torch.full((3,), float("nan"))] * 2, None, torch.full((3,), float("nan"))),
+        ([torch.full((3,), float("nan"))] * 2, Replicate(), torch.full((3,), float("nan"))),
         ([torch.zeros(1, 2), torch.zeros(1, 1)], TensorChunkSpec(-1), torch.zeros(1, 3)),
         ([[1, 2], [3]], lambda values: values[0] + values[1], [1, 2, 3]),
     ],
@@ -76,9 +79,14 @@ def test_specs(outputs, spec, expected):
         (
             [{"w": torch.eye(4)}, {"w": torch.zeros(4, 4)}],
             None,
-            r"output\['w'\] differs.*\(2, 1\).*micro-batch 1 gave.*Sum",
+            r"output\['w'\]: not with the rows \(2, 1\).*output_spec={'w': Sum\(\)}",
         ),
-        ([torch.tensor(3), torch.tensor(4)], None, r"int64\[\] 3, micro-batch 1 gave int64\[\] 4"),
+        ([torch.tensor(3), torch.tensor(3)], None, r"Micro-batch 0 gave int64\[\].*output_spec=Sum\(\)"),
+        (
+            [(torch.ones(()), 4), (torch.ones(()), 4)],
+            None,
+            r"output\[0\], output\[1\].*output_spec=\[Sum\(\), Sum\(\)\]",
+        ),
         (["a", "b"], None, "micro-batch 0 gave 'a', micro-batch 1 gave 'b'"),
         (["a", "b"], Replicate(), "Replicate.*'a'.*'b'"),
         ([1, 1], "cat", "the spec for output is 'cat'"),
@@ -97,8 +105,10 @@ def test_what_cannot_be_merged_is_refused(outputs, spec, words):
 
 
 def test_without_rows_only_equal_values_merge_by_themselves():
-    assert merge_outputs([torch.ones(()), torch.ones(())], None) == 1
+    assert merge_outputs([torch.ones(()), torch.ones(())], None, Replicate()) == 1
+    assert merge_outputs([torch.ones(()), torch.ones(())], None, shared=True) == 1
+    assert merge_outputs([("a", None)] * 2, None) == ("a", None)
     with pytest.raises(MicrobatchError, match="nothing has rows"):
         merge_outputs([torch.ones(()), torch.zeros(())], None, Mean())
-    with pytest.raises(MicrobatchError, match="differs"):
+    with pytest.raises(MicrobatchError, match="only you know"):
         merge_outputs([torch.ones(2), torch.zeros(2)], None)

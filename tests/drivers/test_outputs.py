@@ -1,0 +1,80 @@
+"""What a model returns without rows needs a spec in more than one micro-batch; the error's spec works."""
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pippy import Max, Mean, Min, PipelineDriver1F1B, Replicate, Sum, pipe_split, pipeline
+from pippy.drivers.errors import MicrobatchError
+
+pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
+
+
+class Net(nn.Module):
+    """Returns its loss, and something else."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.a, self.b, self.other = nn.Linear(4, 6), nn.Linear(6, 3), other
+
+    def forward(self, x, t):
+        x = torch.relu(self.a(x))
+        pipe_split()
+        y = self.b(x)
+        return F.cross_entropy(y, t), self.other(y, t, self.b.weight)
+
+
+OTHERS = {
+    "count": (lambda y, t, w: (y.argmax(1) == t).sum(), Sum()),
+    "rows": (lambda y, t, w: y.shape[0], Sum()),
+    "largest": (lambda y, t, w: y.max(), Max()),
+    "smallest of each": (lambda y, t, w: y.amin(0), Min()),
+    "mean": (lambda y, t, w: {"accuracy": (y.argmax(1) == t).double().mean()}, {"accuracy": Mean()}),
+    "weight": (lambda y, t, w: w * 2, Replicate()),
+    "rows in front": (lambda y, t, w: (y, y.sum(1)), None),
+    "a constant": (lambda y, t, w: (2, "text", None), None),
+    "the labels": (lambda y, t, w: t, None),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_returned_beside_the_loss(threads, name):
+    other, spec = OTHERS[name]
+    model, x = Net(other), torch.randn(8, 4)
+    labels = torch.randint(3, (8,))
+    pipe = pipeline(copy.deepcopy(model), output_loss_value_spec=(True, False))
+    if spec is not None:
+        driver = PipelineDriver1F1B(pipe, threads, loss_reduction="mean")
+        with pytest.raises(MicrobatchError, match=r"only you know") as error:
+            driver.run(4, x, labels)
+        assert all(gradient is None for gradient in driver.gradients().values()), "nothing is adopted"
+        (advised,) = re.findall(r"output_spec=(.*)", str(error.value))
+        advised = eval(advised)
+        assert advised == [None, Sum()] or advised == [None, {"accuracy": Sum()}]
+        PipelineDriver1F1B(pipe, threads, loss_reduction="mean", output_spec=advised).run(4, x, labels)
+    driver = PipelineDriver1F1B(pipe, threads, loss_reduction="mean", output_spec=(None, spec))
+    mine, plain = driver.run(4, x, labels), model(x, labels)
+    torch.testing.assert_close(mine, plain, rtol=1e-9, atol=1e-12, check_dtype=False) if name != "a constant" else None
+    assert name != "a constant" or mine[1] == plain[1]
+    assert driver.get_grad("a.weight") is not None
+    torch.testing.assert_close(driver.run(1, x, labels)[0], plain[0])
+
+
+def test_an_input_that_is_not_cut_is_returned_once(threads):
+    class Passing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x, scale):
+            x = self.a(x)
+            pipe_split()
+            return self.b(x) * scale, scale
+
+    driver = PipelineDriver1F1B(pipeline(Passing()), threads)
+    with torch.no_grad():
+        assert driver.run(3, torch.randn(6, 4), torch.tensor(2.0))[1] == 2
