@@ -140,6 +140,16 @@ class _ByValuePickler(cloudpickle.Pickler):
             return _set_aside(obj, self.tensors)
         return super().reducer_override(obj)
 
+    def _function_getnewargs(self, func: FunctionType) -> tuple[Any, ...]:
+        """As cloudpickle's, but without the name of the module among the function's globals.
+
+        Another process has no such module, or another one: its own ``__main__``. torch.compile would look up there what
+        the function calls, and takes the function's own globals if they name no module.
+        """
+        found = super()._function_getnewargs(func)
+        found[1].pop("__name__", None)
+        return found
+
 
 class _ModulePickler(_ByValuePickler):
     """Sets storages aside, of parameters too, so that tensors that share memory share it after they are unpickled."""

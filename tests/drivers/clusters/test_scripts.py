@@ -133,3 +133,50 @@ def test_a_script_need_not_be_a_file(tmp_path, how):
     command = {"stdin": ["-"], "command": ["-c", SCRIPT], "notebook": ["-c", cells]}[how]
     done = run([sys.executable, *command], tmp_path, SCRIPT if how == "stdin" else None)
     assert done.returncode == 0, done.stderr
+
+
+COMPILED = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from pippy import PipelineDriver1F1B, local_cluster, pipe_split, pipeline
+
+SCALE = 2.0
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+    def forward(self, x):
+        return F.gelu(self.lin(x)) * SCALE
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = Block(), nn.Linear(4, 4)
+    def forward(self, x):
+        x = self.a(x)
+        pipe_split()
+        return self.b(x)
+
+def loss_fn(output, target):
+    return F.mse_loss(output, target) * SCALE
+
+
+class WithBlocks(torch.fx.Tracer):
+    def is_leaf_module(self, module, name):
+        return isinstance(module, Block) or super().is_leaf_module(module, name)
+
+net = Net()
+x, t = torch.randn(8, 4), torch.randn(8, 4)
+with local_cluster(2, threads=1) as cluster:
+    driver = PipelineDriver1F1B(pipeline(net, loss_fn, tracer=WithBlocks), cluster,
+        compile={"backend": "aot_eager"}, loss_reduction="mean")
+    print(torch.allclose(driver.run(2, x, t), loss_fn(net(x), t)))
+"""
+
+
+def test_a_script_whose_classes_and_loss_use_its_globals_can_be_compiled():
+    """torch.compile looked those up in the worker's own `__main__`, by the name of the module."""
+    done = subprocess.run([sys.executable, "-"], input=COMPILED, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["True"], done.stderr
