@@ -97,8 +97,9 @@ def loss_weights(
     if callable(how):
         return _shares([_count(how, division, target, index) for index in range(division.chunks)], division)
     reduction = reduction_of(loss) if how is None else Reduction(how)
+    empty = set() if how is None or division.chunks == 1 else _all_ignored(reduction_of(loss), division, target)
     if reduction.kind == "sum":
-        return (1.0,) * division.chunks
+        return tuple(0.0 if index in empty else 1.0 for index in range(division.chunks))
     if reduction.kind not in ("mean", "batchmean", "none"):
         raise MicrobatchError(
             f"the loss's reduction is {reduction.kind!r}; 'mean' and 'sum' are known. Give a function that counts what a "
@@ -111,7 +112,24 @@ def loss_weights(
         if counts is not None:
             _check_smooth(reduction, division, target, counts)
             return _shares(counts, division)
-    return _by_rows(division)
+    weights = _by_rows(division)
+    return (
+        _exact_shares([0.0 if index in empty else weights[index] for index in range(len(weights))])
+        if empty
+        else weights
+    )
+
+
+def _all_ignored(reduction: Reduction, division: Division, target: str | None) -> set[int]:
+    """The micro-batches in which the loss ignores every target, so that its mean over them is 0 / 0; not if all are so."""
+    if (not reduction.counts and reduction.known) or target is None or target not in division.arguments:
+        return set()
+    given = division.arguments[target]
+    if not isinstance(given, CutTensor) or given.value.dtype != torch.int64:
+        return set()
+    counts = _counted(replace(reduction, weight=None), division, target) or []
+    found = {index for index, count in enumerate(counts) if not count}
+    return found if len(found) < len(counts) else set()
 
 
 def _by_rows(division: Division) -> tuple[float, ...]:

@@ -203,3 +203,15 @@ def test_micro_batches_of_one_row(threads, rows):
     loss_fn = lambda o, t: F.cross_entropy(o, t, reduction="sum")  # noqa: E731
     pipe, x, target = pipeline(Net(), loss_fn), torch.randn(rows, 4), torch.randint(4, (rows,))
     assert follow(threads, pipe, rows, x, target)[1] == "'sum'"
+
+
+@pytest.mark.parametrize("how", ["mean", "sum", lambda target: (target != -100).sum()])
+@pytest.mark.parametrize("loss_fn", [F.cross_entropy, nn.CrossEntropyLoss(), lambda o, t: F.cross_entropy(o, t)])
+def test_a_micro_batch_that_is_all_padding_counts_nothing(threads, loss_fn, how):
+    model, x, target = Net(), torch.randn(8, 4), torch.tensor([0, 1, 2, 3, -100, -100, 1, 2])
+    driver = PipelineDriver1F1B(pipeline(copy.deepcopy(model), loss_fn), threads, loss_reduction=how)
+    loss, plain = driver.run(4, x, target), plain_step(model, loss_fn, x, target)
+    scale = 3.0 if how == "sum" else 1.0
+    torch.testing.assert_close(loss, plain * scale)
+    for name, gradient in driver.gradients().items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad * scale)
