@@ -126,7 +126,7 @@ def _default_device() -> str | None:
 
 
 def _function_modes() -> list[Any]:
-    """The user's function modes: not those that `torch.setdefault_device` and `with torch.device` make."""
+    """The user's function modes: not those that `torch.set_default_device` and `with torch.device` make."""
     if not _C._len_torch_function_stack():
         return []
     modes = _get_current_function_mode_stack()
@@ -191,7 +191,7 @@ TABLE: tuple[Setting | Entered | Refused, ...] = (
     Entered("torch.no_grad, torch.inference_mode", torch.is_grad_enabled),
     Entered("torch.autocast", _read_autocast, _enter_autocast),
     Refused(
-        "torch.setdefault_device, with torch.device",
+        "torch.set_default_device, with torch.device",
         lambda: _default_device() not in (None, "cpu"),
         "put `with torch.device('cpu'):` around the call, and where forward makes a tensor, say where: "
         "torch.zeros(n, device=x.device)",
@@ -207,7 +207,7 @@ TABLE: tuple[Setting | Entered | Refused, ...] = (
     Refused("torch.autograd.forward_ad.dual_level", lambda: forward_ad._current_level >= 0, _IN_MODEL),
 )
 
-_RECORDED = ("torch.no_grad, torch.inference_mode", "torch.setdefault_device, with torch.device")
+_RECORDED = ("torch.no_grad, torch.inference_mode", "torch.set_default_device, with torch.device")
 SETTINGS = [row for row in TABLE if isinstance(row, Setting)]
 ENTERED = [row for row in TABLE if isinstance(row, Entered) and row.enter is not None]
 REFUSED = [row for row in TABLE if isinstance(row, Refused)]
