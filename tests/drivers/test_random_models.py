@@ -18,10 +18,11 @@ from pippy.drivers.errors import StepError
 from pippy.ir.errors import SharedParameterError, SplitError
 from tests.comparisons import assert_same, assert_same_gradient
 from tests.drivers.thread_cluster import thread_cluster
-from tests.test_random_models import BINARY, UNARY, WIDTH, Random, expected_step, loss_of, programs
+from tests.test_random_models import WIDTH, Random, expected_step, loss_of, programs
 
 UNTRACED = ("clamp", "average", "pass on", "flip")
-KINDS = tuple(kind for kind in (*UNARY, *BINARY, *UNTRACED) if kind != "dropout")  # workers draw other numbers
+# Few of these save a value for the backward: autograd refuses a plain model that changes such a value in place.
+KINDS = (*UNTRACED, "clamp", "lin", "lin", "add", "add", "frozen", "iadd", "cat", "view", "pair", "count")
 
 
 class Untraced(nn.Module):
@@ -124,11 +125,11 @@ def plain_step(plain, x):
     try:
         return expected_step(plain, x)
     except RuntimeError as error:
-        assert "inplace operation" in str(error) or "in-place operation" in str(error)
+        assert "inplace" in str(error) or "in-place" in str(error)
         return None
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, suppress_health_check=list(HealthCheck))
 @given(program=programs(KINDS), outputs=st.lists(st.integers(0, 30), min_size=1, max_size=4), chunks=st.integers(1, 3))
 def test_random_models_on_workers(workers, program, outputs, chunks):
     torch.manual_seed(0)
