@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from pippy.drivers.batches.division import CutTensor, DividedValue, Division, PerMicrobatch
-from pippy.drivers.batches.loss_check import LossCheck, LossReport
+from pippy.drivers.batches.loss_check import LossCheck, LossReport, indices
 from pippy.drivers.batches.specs import items_with_paths
 from pippy.ir.names import LOSS
 from pippy.ir.passes.loss_function import FunctionLoss
@@ -154,7 +154,13 @@ class LossProbe:
             with torch.no_grad(), unchanged(call.module):
                 index = None if len(gives) == 1 else list(gives).index(self.check.value)
                 computed = [number for number, name in enumerate(names) if name not in self.check.inputs]
-                self.report = Judge(self.check, call, index, names, computed).judge(found, last)
+                judge = Judge(self.check, call, index, names, computed)
+                judge.holds = self._holds
+                self.report = judge.judge(found, last)
+
+    def _holds(self, value: int) -> bool:
+        given = [self.division.arguments[name] for name in self.check.inputs if name in self.division.arguments]
+        return any(bool((each == value).any()) for divided in given for each in indices(divided))
 
     def _dims(
         self, call: Call, names: Sequence[str], inputs: Sequence[Any], microbatch: int, rows: int
@@ -207,6 +213,7 @@ class Judge:
     ) -> None:
         self.check, self.call, self.index, self.names, self.computed = check, call, index, names, computed
         self.entropies: list[Mapping[str, Any]] = []
+        self.holds: Callable[[int], bool] = lambda value: False  # whether targets of the step hold a value
 
     def judge(self, sample: Sample, last: bool) -> LossReport | None:
         """A report; None if the sample says nothing and more micro-batches are to come."""
@@ -276,7 +283,8 @@ class Judge:
             with suppress(Exception):
                 noisy = self._cuts(self._noisy(sample))
                 conclusive, cuts = not all(cut.alike() for cut in noisy), cuts + noisy
-        for value in [*self.check.held, *self._classes()]:
+        held = dict.fromkeys([*self.check.held, *filter(self.holds, [*ignored, 0, -1]), *self._classes()])
+        for value in held:
             with suppress(Exception):
                 cuts = cuts + self._cuts(self._holding(sample, value))
         assumed = self._assumed()

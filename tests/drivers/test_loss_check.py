@@ -6,6 +6,8 @@ import re
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
@@ -215,3 +217,28 @@ def test_a_micro_batch_that_is_all_padding_counts_nothing(threads, loss_fn, how)
     torch.testing.assert_close(loss, plain * scale)
     for name, gradient in driver.gradients().items():
         torch.testing.assert_close(gradient, model.get_parameter(name).grad * scale)
+
+
+REDUCED = {
+    "module": nn.CrossEntropyLoss(ignore_index=0),
+    "partial": functools.partial(F.cross_entropy, reduction="sum"),
+    "ignore": lambda o, t: F.cross_entropy(o, t, ignore_index=0),
+    "sum": lambda o, t: F.cross_entropy(o, t, reduction="sum"),
+    "smooth": lambda o, t: F.cross_entropy(o, t, label_smoothing=0.1),
+    "masked": lambda o, t: (o.square().sum(1) * (t != 0)).sum() / (t != 0).sum(),
+    "std": lambda o, t: (o - t[:, None]).std(),
+}
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    name=st.sampled_from(sorted(REDUCED)),
+    labels=st.lists(st.integers(0, 3), min_size=4, max_size=9),
+    chunks=st.integers(2, 4),
+)
+def test_any_loss_gives_the_plain_numbers_or_advice_that_does(threads, name, labels, chunks):
+    target = torch.tensor([1, 2, *labels])  # something counts
+    model, x = Net(), torch.randn(len(target), 4)
+    driver, _ = follow(threads, pipeline(copy.deepcopy(model), REDUCED[name]), chunks, x, target)
+    assert_same(driver, chunks, model, REDUCED[name], x, target)
+    driver.close()
