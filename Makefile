@@ -16,7 +16,7 @@ demo: $(READY) ## split, draw and train a small transformer on four workers, and
 	@$(BIN)/python exps/demo.py
 
 test: $(READY) ## run all tests, and say what was skipped
-	@$(BIN)/python -m pytest -n 2 -rs
+	@$(BIN)/python -m pytest -n 3 -rs
 
 check: $(READY) ## ruff, mypy and the layering test
 	@$(BIN)/ruff check $(SOURCES)

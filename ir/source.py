@@ -3,6 +3,7 @@
 import contextlib
 import dis
 import functools
+import inspect
 import itertools
 import linecache
 import os
@@ -24,6 +25,7 @@ _PIPPY = Path(__file__).parent.parent
 _FOLDERS = (Path(torch.__file__).parent, _PIPPY, (_PIPPY / "ir").resolve(), (_PIPPY / "drivers").resolve())
 _STANDARD = (contextlib.__file__, functools.__file__, mock.__file__, random.__file__)
 _LIBRARIES = tuple(f"{folder}{os.sep}" for folder in _FOLDERS)
+TRACE = inspect.unwrap(fx.Tracer.trace).__code__  # torch._dynamo wraps it in a function that it wraps others in, too
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def of_frame(frame: FrameType | None) -> Source | None:
         code = frame.f_code
         if is_users(code.co_filename):
             return Source(code.co_filename, frame.f_lineno, code.co_name)
-        if code is fx.Tracer.trace.__code__:
+        if code is TRACE:
             return None
         frame = frame.f_back
     return None

@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests.two_processes import TwoProcesses, give_way, order
+from tests.several_processes import SeveralProcesses, give_way, order
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True, print_blob=True)
@@ -21,7 +21,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # which Python leaves so,
 
 def pytest_xdist_make_scheduler(config, log):
     config.option.loadscopereorder = False
-    return TwoProcesses(config, log)
+    return SeveralProcesses(config, log)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -19,7 +19,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from pippy.ir import source
 from pippy.ir.errors import TracingError
@@ -55,7 +55,7 @@ def _drawn_from(function: Any) -> str:
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_code is not fx.Tracer.trace.__code__:
+    while frame is not None and frame.f_code is not source.TRACE:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True
         frame = frame.f_back

@@ -72,6 +72,14 @@ def test_it_is_refused_with_the_line(kind, line, reentrant):
     assert line in str(caught.value)
 
 
+def test_the_line_is_named_after_torch_compile_too():
+    """From its first use on, torch.compile runs `Tracer.trace` and `checkpoint` in one and the same function of its own."""
+    torch.compile(torch.neg, backend="eager")(torch.ones(2))
+    with pytest.raises(TracingError) as caught:
+        pipeline(Checkpoints(True))
+    assert "return checkpoint(" in str(caught.value)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_the_remedies_keep_little_and_give_the_same_gradients(reentrant):
     torch.manual_seed(0)

@@ -1,23 +1,29 @@
-"""How `pytest -n 2`, which is `make test`, divides the suite among its two processes.
+"""How `pytest -n 3`, which is `make test`, divides the suite among its processes.
 
-One runs the tests of clusters, one after another: two clusters at once would fight for the cores, and many of these tests are
-about time. They wait more than they compute. The other process runs all other tests meanwhile, a file at a time, and takes
-only the time that the first leaves: it is nice. What remains when the clusters are done is shared.
+    1   tests of clusters that are about time, one after another; they wait more than they compute
+    2   the other tests of clusters, one after another
+    3   all other tests, a file at a time; it is nice, and takes only the time that the other two leave
+
+What remains when a process is done is shared.
 """
 
 import os
 
 from xdist.scheduler import LoadScopeScheduling
 
-CLUSTERS = (
+ABOUT_TIME = (
     "tests/balance/test_profile.py",  # no clusters, but it measures real time
     "tests/cli/test_run.py",
     "tests/drivers/clusters/",
+    "tests/drivers/test_failures.py",
+    "tests/drivers/transport/",
+    "tests/exps/",
+)
+CLUSTERS = (
+    *ABOUT_TIME,
     "tests/drivers/recording/test_record.py",
     "tests/drivers/test_",
-    "tests/drivers/transport/",
     "tests/drivers/workers/test_compile.py",
-    "tests/exps/",
     "tests/test_notebook.py",
 )
 LONGEST = (
@@ -41,8 +47,10 @@ def runs_clusters(nodeid: str) -> bool:
 
 
 def order(nodeid: str) -> int:
-    """What comes first: the clusters, then the files that take longest; at the end both processes should be done."""
-    return 0 if runs_clusters(nodeid) else 1 if nodeid.startswith(LONGEST) else 2
+    """What comes first: the clusters, then the files that take longest; at the end all processes should be done."""
+    if runs_clusters(nodeid):
+        return 0 if nodeid.startswith(ABOUT_TIME) else 1
+    return 2 if nodeid.startswith(LONGEST) else 3
 
 
 def give_way(nodeid: str) -> None:
@@ -51,8 +59,10 @@ def give_way(nodeid: str) -> None:
         os.nice(NICENESS)
 
 
-class TwoProcesses(LoadScopeScheduling):
+class SeveralProcesses(LoadScopeScheduling):
     """Gives out all tests of clusters at once, and other tests by file, in the order in which they were collected."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "clusters" if runs_clusters(nodeid) else nodeid.partition("::")[0]
+        if runs_clusters(nodeid):
+            return "about time" if nodeid.startswith(ABOUT_TIME) else "clusters"
+        return nodeid.partition("::")[0]
