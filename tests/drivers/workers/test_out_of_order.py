@@ -37,9 +37,11 @@ def at_random(monkeypatch):
 
     def choose(executor, free):
         found = executor.queues.open()
-        while not (ready := [at for at in found if not executor._missing(at)]):
-            missing = [executor._wanted(receive) for at in found for receive in executor._missing(at)]
-            executor.transport.wait_any(missing)
+        while True:
+            missing = {at: executor._missing(at) for at in found}  # a snapshot: values may come at any moment
+            if ready := [at for at in found if not missing[at]]:
+                break
+            executor.transport.wait_any([executor._wanted(receive) for at in found for receive in missing[at]])
         pick = dice.choice(ready)
         overtook.append(pick != found[0])
         return pick
