@@ -13,9 +13,8 @@ import torch
 from pippy.drivers.control.messages import Command, CommandElsewhere, Load
 from pippy.drivers.errors import DriverError
 from pippy.drivers.workers.worker_context import WorkerContext
+from pippy.ir.run.random_state import RandomState, seed_all
 from pippy.ir.surroundings import Surroundings
-
-RandomState = tuple[torch.Tensor, torch.Tensor | None]  # of the CPU, and of the worker's device if that is another
 
 
 class WorkerSurroundings:
@@ -23,6 +22,7 @@ class WorkerSurroundings:
 
     def __init__(self, context: WorkerContext) -> None:
         self.context, self.device = context, torch.device(context.device or "cpu")
+        self.gpus = [self.device] if self.device.type == "cuda" else []
         self.of: dict[int, Surroundings] = {}
         self.random_states: dict[int, RandomState] = {}
         self.driver: int | None = None
@@ -61,20 +61,13 @@ class WorkerSurroundings:
         if self.driver == command.driver and not isinstance(command.body, Load):
             return
         if self.driver in self.of:
-            self.random_states[self.driver] = self._random_state()
+            self.random_states[self.driver] = RandomState.current(self.gpus)
         self.driver = command.driver
         if isinstance(command.body, Load):
-            torch.manual_seed(command.body.seed + self.context.index)
+            seed_all(command.body.seed + self.context.index)
+            torch.manual_seed(command.body.seed + self.context.index)  # of GPUs that are used later, too
         elif command.driver in self.random_states:
-            self._set_random_state(self.random_states[command.driver])
-
-    def _random_state(self) -> RandomState:
-        return torch.get_rng_state(), torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
-
-    def _set_random_state(self, state: RandomState) -> None:
-        torch.set_rng_state(state[0])
-        if state[1] is not None:
-            torch.cuda.set_rng_state(state[1], self.device)
+            self.random_states[command.driver].restore()
 
 
 def _check(surroundings: Surroundings) -> None:

@@ -2,10 +2,69 @@
 
 import random
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The state of Python's generator, of torch's on the CPU on ``devices`` (GPUs), and of numpy's.
+
+    >>> before = RandomState.current()
+    >>> one = torch.rand(2)
+    >>> before.restore()
+    >>> torch.equal(torch.rand(2), one)
+    True
+    """
+
+    pythons: tuple[Any, ...]
+    cpu: torch.Tensor
+    devices: Mapping[Any, torch.Tensor]
+    numpys: Any
+
+    @classmethod
+    def current(cls, devices: Sequence[Any] | None = None) -> "RandomState":
+        """The state now; without ``devices``, that of all GPUs, if torch uses them."""
+        if devices is None:
+            devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+        numpy = sys.modules.get("numpy")
+        return cls(
+            random.getstate(),
+            torch.get_rng_state(),
+            {device: torch.cuda.get_rng_state(device) for device in devices},
+            numpy.random.get_state() if numpy else None,
+        )
+
+    def restore(self) -> None:
+        """Give the generators this state."""
+        random.setstate(self.pythons)
+        torch.set_rng_state(self.cpu)
+        for device, state in self.devices.items():
+            torch.cuda.set_rng_state(state, device)
+        if self.numpys is not None:
+            sys.modules["numpy"].random.set_state(self.numpys)
+
+
+def seed_all(seed: int) -> None:
+    """Seed all generators, but those of GPUs that torch has not used yet.
+
+    >>> with untouched_random_state():
+    ...     seed_all(7)
+    ...     one = torch.rand(2), random.random()
+    ...     seed_all(7)
+    ...     torch.equal(torch.rand(2), one[0]), random.random() == one[1]
+    (True, True)
+    """
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
 
 
 @contextmanager
@@ -18,18 +77,16 @@ def untouched_random_state() -> Iterator[Callable[[], list[str]]]:
     ...     print(changed(), torch.rand(2).shape, changed())
     [] torch.Size([2]) ['torch']
     """
-    numpy = sys.modules.get("numpy")
-    pythons, torchs = random.getstate(), torch.get_rng_state()
-    numpys = numpy.random.get_state() if numpy else None
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    before = RandomState.current()
 
     def changed() -> list[str]:
-        same = {"Python's random": random.getstate() == pythons, "torch": torch.equal(torch.get_rng_state(), torchs)}
+        same = {
+            "Python's random": random.getstate() == before.pythons,
+            "torch": torch.equal(torch.get_rng_state(), before.cpu),
+        }
         return [generator for generator, is_same in same.items() if not is_same]
 
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=devices))
-        stack.callback(random.setstate, pythons)
-        if numpy:
-            stack.callback(numpy.random.set_state, numpys)
+    try:
         yield changed
+    finally:
+        before.restore()

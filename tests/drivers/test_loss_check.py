@@ -180,7 +180,7 @@ def lambda_model(model, target):
 
 
 def test_only_first_steps_are_checked(threads, monkeypatch):
-    from pippy.drivers.workers.loss_probe import Judge
+    from pippy.drivers.workers.loss_judge import Judge
 
     checked = []
     inner = Judge.judge

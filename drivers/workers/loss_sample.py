@@ -1,0 +1,138 @@
+"""A sample of what a loss is computed from, which can be cut into rows."""
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from pippy.drivers.batches.division import CutTensor, DividedValue, Division, PerMicrobatch
+from pippy.ir.trees import children, leaves, map_leaves
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Inputs of the loss that can be cut: each tensor along its ``dims`` entry, or not at all (None)."""
+
+    inputs: tuple[Any, ...]
+    dims: tuple[int | None, ...]
+    rows: int
+
+    def dims_of(self, number: int) -> list[int | None]:
+        """The dimensions of one input's tensors."""
+        counts = [sum(1 for _ in leaves(value)) for value in self.inputs]
+        start = sum(counts[:number])
+        return list(self.dims[start : start + counts[number]])
+
+    def part(self, start: int, stop: int) -> tuple[Any, ...]:
+        """Some rows, in tensors of their own."""
+        dims = iter(self.dims)
+        return tuple(map_leaves(lambda leaf: self._cut(leaf, next(dims), start, stop), value) for value in self.inputs)
+
+    def _cut(self, leaf: Any, dim: int | None, start: int, stop: int) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if dim is None:
+            return leaf.clone()
+        each = leaf.shape[dim] // self.rows
+        return leaf.narrow(dim, start * each, (stop - start) * each).clone()
+
+    def joined(self, other: "Sample") -> "Sample | None":
+        """The rows of both; None if what has no rows differs."""
+        mine, theirs = ([leaf for value in each.inputs for leaf in leaves(value)] for each in (self, other))
+        if len(mine) != len(theirs) or self.dims != other.dims:
+            return None
+        found = []
+        for one, two, dim in zip(mine, theirs, self.dims):
+            if dim is None and isinstance(one, torch.Tensor) and not (one.shape == two.shape and torch.equal(one, two)):
+                return None
+            found.append(one if dim is None else torch.cat([one, two], dim))
+        items = iter(found)
+        return replace(
+            self,
+            inputs=tuple(map_leaves(lambda _: next(items), value) for value in self.inputs),
+            rows=self.rows + other.rows,
+        )
+
+    def mapped(self, function: Callable[[int, torch.Tensor, int | None], torch.Tensor]) -> "Sample":
+        """The same with other tensors: ``function`` takes the number of the input, the tensor and its dimension."""
+        dims = iter(self.dims)
+
+        def one(number: int, leaf: Any) -> Any:
+            dim = next(dims)
+            return function(number, leaf, dim) if isinstance(leaf, torch.Tensor) else leaf
+
+        inputs = [map_leaves(lambda leaf, n=number: one(n, leaf), value) for number, value in enumerate(self.inputs)]  # type: ignore[misc]
+        return replace(self, inputs=tuple(inputs))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A sample cut in two, and the losses of the parts and of the whole."""
+
+    parts: tuple[tuple[Any, ...], tuple[Any, ...]]
+    rows: tuple[int, int]
+    losses: tuple[float, float]
+    whole: float
+    tolerance: float
+
+    def fits(self, weights: tuple[float, float]) -> bool:
+        """Whether the weighted losses add up. A loss of weight 0 is left out, nan or not."""
+        terms = [weight * loss for weight, loss in zip(weights, self.losses) if weight]
+        size = abs(self.whole) + sum(map(abs, terms))
+        return math.isfinite(size) and abs(sum(terms) - self.whole) <= self.tolerance * size
+
+    def alike(self) -> bool:
+        """Whether any weights fit, as the losses are the same."""
+        return all(abs(loss - self.whole) <= 1e3 * self.tolerance * abs(self.whole) for loss in self.losses)
+
+
+def sample_of(
+    inputs: Sequence[Any],
+    names: Sequence[str],
+    given: Collection[str],
+    microbatch: int,
+    division: Division,
+    flattened: bool,
+) -> Sample:
+    """A sample of a micro-batch. ``names`` are those of the inputs, and ``given`` those of them that the user gave.
+
+    ``flattened`` says that a computed tensor may have several values for each row in its first dimension.
+    """
+    rows = division.rows_of(microbatch)
+    known = {
+        name: list(_dims_given(division.arguments[name], value)) for name, value in zip(names, inputs) if name in given
+    }
+    likely = [*(dim for dims in known.values() for dim in dims if dim is not None), 0]
+    dims: list[int | None] = []
+    for name, value in zip(names, inputs):
+        dims += known[name] if name in known else [_dim_of(leaf, rows, likely, flattened) for leaf in leaves(value)]
+    return Sample(tuple(inputs), tuple(dims), rows)
+
+
+def _dims_given(divided: Any, value: Any) -> Iterator[int | None]:
+    """Where each tensor of an input has its rows."""
+    if isinstance(divided, CutTensor):
+        yield divided.dim
+    elif isinstance(divided, PerMicrobatch):
+        fits = [
+            isinstance(leaf, torch.Tensor) and divided.dim is not None and leaf.dim() > divided.dim
+            for leaf in leaves(value)
+        ]
+        yield from (divided.dim if each else None for each in fits)
+    elif isinstance(divided, DividedValue) or children(value) is None:
+        yield from (None for _ in leaves(value))
+    else:
+        for item, its in zip(children(divided) or (), children(value) or ()):
+            yield from _dims_given(item, its)
+
+
+def _dim_of(leaf: Any, rows: int, likely: Sequence[int], flattened: bool) -> int | None:
+    """Where a computed tensor has its rows, or several values for each row."""
+    if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+        return None
+    exact = [dim for dim in likely if dim < leaf.dim() and leaf.shape[dim] == rows]
+    if exact:
+        return exact[0]
+    return 0 if flattened and leaf.shape[0] and leaf.shape[0] % rows == 0 else None
