@@ -34,6 +34,7 @@ from pippy.drivers.recording.record import Recording
 from pippy.drivers.results import Results
 from pippy.drivers.running_step import RunningStep
 from pippy.drivers.schedules import Program
+from pippy.drivers.stale_models import StaleModels
 from pippy.drivers.workers.compiling import compile_options
 from pippy.ir.names import LOSS
 from pippy.ir.pipe import Pipe, compiled_of, follow_training_flags
@@ -104,7 +105,8 @@ class PipelineDriverBase:
         self.programs = DriverPrograms(
             pipe, schedule, self.placed, self.commands, len(self.ranks), single_loss, self.out_of_order
         )
-        self.parameters = RemoteParameters(pipe, self.placed, self.commands)
+        self.stale = StaleModels(pipe)
+        self.parameters = RemoteParameters(pipe, self.placed, self.commands, self.stale)
         self.loss_checks = LossChecks(LOSS in self.compiled.split_gm._modules)
         self._optimizers = 0
         self._recording: Recording | None = None
@@ -331,11 +333,12 @@ class PipelineDriverBase:
         self._optimizers += 1
         parameters = dict(self.pipe.named_parameters())
         return PipelineOptimizer(
-            parameters, self.placed, self.commands, self._optimizers, optimizer_class, args, kwargs
+            parameters, self.placed, self.commands, self.stale, self._optimizers, optimizer_class, args, kwargs
         )
 
     def close(self) -> None:
         """Drop the stages, programs and optimizers from the workers; the cluster goes on."""
+        self.stale.end()
         self.commands.close()
 
     def __reduce__(self) -> Any:

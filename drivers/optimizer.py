@@ -17,6 +17,7 @@ from pippy.drivers.control.messages import LoadOptimizerState, MakeOptimizer, Op
 from pippy.drivers.errors import OptimizerError
 from pippy.drivers.optimizer_check import check_separable
 from pippy.drivers.placed_pipe import PlacedPipe
+from pippy.drivers.stale_models import StaleModels
 from pippy.drivers.transport.pickling import pickle_by_value
 
 
@@ -32,6 +33,7 @@ class PipelineOptimizer(Optimizer):
         parameters: Mapping[str, torch.nn.Parameter],
         placed: PlacedPipe,
         commands: Commands,
+        stale: StaleModels,
         number: int,
         optimizer_class: type,
         args: Sequence[Any],
@@ -42,7 +44,7 @@ class PipelineOptimizer(Optimizer):
                 f"{optimizer_class!r} is no optimizer class; give one, as in instantiate_optimizer(torch.optim.AdamW, lr=1e-3)"
             )
         options = dict(kwargs)
-        self.placed, self.commands, self.number = placed, commands, number
+        self.placed, self.commands, self.stale, self.number = placed, commands, stale, number
         self.names = {id(parameter): name for name, parameter in parameters.items()}
         groups = self._groups(parameters, options.pop("param_groups", None))
         check_separable(optimizer_class, args, options)
@@ -136,6 +138,7 @@ class PipelineOptimizer(Optimizer):
         )
         self._sent = options
         self.commands.parameters_updated()
+        self.stale.updated()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of its parameters on all workers."""

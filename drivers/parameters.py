@@ -10,6 +10,7 @@ from pippy.drivers.commands import Commands, GradientState
 from pippy.drivers.control.messages import Fetch, GradientNorms, ReduceGradients, ScaleGradients, Store
 from pippy.drivers.errors import DriverError
 from pippy.drivers.placed_pipe import PlacedPipe
+from pippy.drivers.stale_models import StaleModels
 from pippy.ir.names import named_state
 from pippy.ir.pipe import Pipe
 
@@ -17,8 +18,8 @@ from pippy.ir.pipe import Pipe
 class RemoteParameters:
     """Reads and changes the parameters, buffers and gradients on the workers, by the user's names."""
 
-    def __init__(self, pipe: Pipe, placed: PlacedPipe, commands: Commands) -> None:
-        self.pipe, self.placed, self.commands = pipe, placed, commands
+    def __init__(self, pipe: Pipe, placed: PlacedPipe, commands: Commands, stale: StaleModels) -> None:
+        self.pipe, self.placed, self.commands, self.stale = pipe, placed, commands, stale
 
     def fetch(self, names: Iterable[str], gradients: bool = False) -> dict[str, Any]:
         """Parameters and buffers, or their gradients. None for one that no stage uses."""
@@ -91,6 +92,8 @@ class RemoteParameters:
         with torch.no_grad():
             for name in names:
                 theirs[name].copy_(values[name])
+        if all(theirs[name] is ours[name] for name in names):
+            self.stale.end()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool) -> Any:
         """Load a state dict into the Pipe and into all workers."""
@@ -98,6 +101,8 @@ class RemoteParameters:
         values = {name: state_dict[name].detach().cpu() for name in self._on_workers(state_dict)}
         stores = self.placed.for_all_copies(values)
         self.commands.call({worker: Store(tensors) for worker, tensors in stores.items()})
+        if not loaded.missing_keys:
+            self.stale.end()
         return loaded
 
     def _names(self) -> list[str]:

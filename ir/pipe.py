@@ -205,6 +205,12 @@ def compiled_of(pipe: Pipe) -> Compiled:
     return pipe.__dict__[_COMPILED]
 
 
+def modules_of_model(pipe: Pipe) -> list[nn.Module]:
+    """The modules of this process that are, or stand for, modules of the user's model."""
+    modules = [*pipe.modules(), *pipe.__dict__[_TRAINING_FLAGS].modules()]
+    return list({id(module): module for module in modules}.values())
+
+
 def follow_training_flags(pipe: Pipe) -> None:
     """Before a Pipe runs: have all modules follow what was switched, and raise if the graph is not right in these modes."""
     flags, compiled = pipe.__dict__[_TRAINING_FLAGS], compiled_of(pipe)

@@ -22,9 +22,9 @@ from torch import fx
 from pippy.ir.errors import PippyWarning
 
 _PIPPY = Path(__file__).parent.parent
-_FOLDERS = (Path(torch.__file__).parent, _PIPPY, (_PIPPY / "ir").resolve(), (_PIPPY / "drivers").resolve())
+_OWN = tuple(f"{folder}{os.sep}" for folder in (_PIPPY, (_PIPPY / "ir").resolve(), (_PIPPY / "drivers").resolve()))
 _STANDARD = (contextlib.__file__, functools.__file__, mock.__file__, random.__file__)
-_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in _FOLDERS)
+_LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", *_OWN)
 TRACE = inspect.unwrap(fx.Tracer.trace).__code__  # torch._dynamo wraps it in a function that it wraps others in, too
 
 
@@ -114,6 +114,18 @@ def of_traceback(traceback: TracebackType | None, below: str) -> Source | None:
 def of_node(node: fx.Node) -> Source | None:
     """The user's line that made a node; None if tracing did not see one."""
     return node.meta.get("source")
+
+
+def is_called_by_pippy() -> bool:
+    """In a function that torch calls back: whether it was pippy that called torch."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
+        frame = frame.f_back
+    while frame.f_back is not None and not frame.f_code.co_filename.startswith(_OWN):
+        if is_users(frame.f_code.co_filename):
+            return False
+        frame = frame.f_back
+    return frame.f_code.co_filename.startswith(_OWN)
 
 
 def warn(message: str) -> None:

@@ -66,6 +66,10 @@ class TrainingFlags:
         self._flags = {path: compiled.modes.flag(path, mode) for path in self._flags}
         self._set_all()
 
+    def modules(self) -> list[nn.Module]:
+        """The modules that stand for the same module of the user's model as another does."""
+        return [module for _, reference in self._members if (module := reference()) is not None]
+
     def _set_all(self) -> None:
         for path, reference in self._members:
             module = reference()

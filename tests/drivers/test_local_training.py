@@ -1,8 +1,12 @@
 """What belongs to plain training in one process, used beside a driver: each says what to do, and the advice works."""
 
 import copy
+import gc
 import io
+import pickle
 import warnings
+import weakref
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from torch.nn import functional as F
 from pippy import pipe_split, pipeline
 from pippy.drivers.driver import PipelineDriver1F1B
 from pippy.drivers.errors import DriverError, OptimizerError
+from pippy.ir.errors import PippyWarning
 from tests.drivers.models import Chain, TiedLanguage
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
@@ -104,7 +109,7 @@ def test_copy_to_gives_the_model_what_was_trained(threads):
     optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
     driver.run(2, torch.randint(13, (7, 5)), torch.randint(13, (7, 5)))
     optimizer.step()
-    before, trained = copy.deepcopy(model.state_dict()), driver.state_dict()
+    before, trained = copy.deepcopy(dict(model.named_parameters())), driver.state_dict()
     assert not torch.equal(before["first.weight"], trained["first.weight"])
     other = TiedLanguage()
     other.register_buffer("fixed", torch.ones(3), persistent=False)
@@ -115,3 +120,64 @@ def test_copy_to_gives_the_model_what_was_trained(threads):
     with pytest.raises(DriverError, match="nothing was copied; they differ in"):
         driver.copy_to(TiedLanguage(width=4))
     driver.close()
+
+
+def train(driver, optimizer):
+    driver.run(2, *batch())
+    optimizer.step()
+
+
+@contextmanager
+def said_once(what):
+    with pytest.warns(PippyWarning, match=what) as caught:
+        yield
+    assert len(caught) == 1 and caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("part", ["model", "pipe", "a layer"])
+def test_a_state_dict_that_is_not_what_was_trained_says_so_once_for_each_update(part, model, driver):
+    read = {"model": model, "pipe": driver.pipe, "a layer": model.layers[1]}[part]
+    optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
+    driver.run(2, *batch())
+    read.state_dict()
+    for _ in range(2):
+        train(driver, optimizer)
+        with said_once(r"not what was trained.*driver.copy_to\(model\).*driver.state_dict\(\)"):
+            read.state_dict()
+        read.state_dict()
+    train(driver, optimizer)
+    trained = driver.state_dict()
+    driver.copy_to(model)
+    assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items())
+    read.state_dict()
+    train(driver, optimizer)
+    driver.load_state_dict(trained)
+    read.state_dict()
+    train(driver, optimizer)
+    driver.pipe.load_state_dict(trained)  # it reads the names of the state, and loads nothing on workers
+    driver.copy_to(Chain(2))
+    with said_once("not what was trained"):
+        read.state_dict()
+
+
+def test_a_closed_or_forgotten_driver_says_nothing_of_a_state_dict(model, threads):
+    for close in (True, False):
+        driver = PipelineDriver1F1B(pipeline(model, nn.MSELoss()), threads)
+        optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
+        train(driver, optimizer)
+        reference = weakref.ref(driver)
+        assert model._state_dict_pre_hooks
+        if close:
+            driver.close()
+            assert not model._state_dict_pre_hooks
+        del driver, optimizer
+        gc.collect()
+        assert reference() is None and not model._state_dict_pre_hooks
+        model.state_dict()
+
+
+def test_a_model_that_was_trained_on_workers_can_be_copied_and_pickled(model, driver):
+    train(driver, driver.instantiate_optimizer(torch.optim.SGD, lr=0.1))
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(driver.pipe)):
+        assert other.state_dict().keys() == dict(model.named_parameters()).keys()
+    assert b"stale" not in pickle.dumps(model), "the file can be read where pippy is not"
