@@ -12,7 +12,7 @@ import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 from unittest import mock
 
@@ -25,6 +25,8 @@ _PIPPY = Path(__file__).parent.parent
 _OWN = tuple(f"{folder}{os.sep}" for folder in (_PIPPY, (_PIPPY / "ir").resolve(), (_PIPPY / "drivers").resolve()))
 _STANDARD = (contextlib.__file__, functools.__file__, mock.__file__, random.__file__)
 _LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", *_OWN)
+_STANDARD_LIBRARY = str(Path(os.__file__).parent) + os.sep
+_INSTALLED = tuple(f"{_STANDARD_LIBRARY}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 TRACE = inspect.unwrap(fx.Tracer.trace).__code__  # torch._dynamo wraps it in a function that it wraps others in, too
 
 
@@ -59,6 +61,18 @@ def is_users(file: str) -> bool:
     return not file.startswith((*_LIBRARIES, *_STANDARD, "<eval_with_key>", "<frozen"))
 
 
+@functools.cache
+def is_standard(file: str) -> bool:
+    """Whether a file is one of Python's standard library."""
+    return file.startswith(_STANDARD_LIBRARY) and not file.startswith(_INSTALLED)
+
+
+@functools.lru_cache(maxsize=4096)
+def instructions(code: CodeType) -> tuple[dis.Instruction, ...]:
+    """What a function is compiled to. To find this takes longer than all else that is done at an operation."""
+    return tuple(dis.get_instructions(code))
+
+
 def called(frame: FrameType) -> Any:
     """The function that a frame of the user's is just now calling by a name, or by attributes of one; None if unknown."""
     code = frame.f_code
@@ -69,7 +83,7 @@ def called(frame: FrameType) -> Any:
         return None
     # A call begins where the name of the function stands.
     function: Any = None
-    for each in dis.get_instructions(code):
+    for each in instructions(code):
         place = each.positions
         if each.offset >= frame.f_lasti:
             break

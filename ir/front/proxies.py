@@ -8,7 +8,7 @@ import dis
 import functools
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -60,6 +60,14 @@ class RecordingProxy(fx.Proxy):
                 "forward() looks a traced value up in a dict or a set, and tracing sees no values", frame
             )
         return id(self)
+
+    def __iter__(self) -> Iterator[fx.Proxy]:
+        """As in fx.Proxy, which disassembles the function anew for each value that is unpacked."""
+        frame = sys._getframe(1)
+        for each in source.instructions(frame.f_code):
+            if each.offset == frame.f_lasti and each.opname == "UNPACK_SEQUENCE":
+                return (self[index] for index in range(each.argval))
+        return self.tracer.iter(self)
 
     def __len__(self) -> int:
         raise refused(RuntimeError("'len' is not supported in symbolic tracing by default"))
@@ -192,7 +200,7 @@ def _is_in_place_on(value: Any, owner: fx.Proxy, name: str) -> bool:
 
 def _is_assertion(frame: Any) -> bool:
     """Whether the frame is evaluating the condition of an `assert` statement."""
-    instructions = [each for each in dis.get_instructions(frame.f_code) if each.opname != "CACHE"]
+    instructions = source.instructions(frame.f_code)
     at = next((index for index, each in enumerate(instructions) if each.offset == frame.f_lasti), None)
     if at is None or "IF_TRUE" not in instructions[at].opname:
         return False

@@ -63,10 +63,17 @@ def watching_questions(tracer: fx.Tracer) -> Iterator[None]:
 
 def _on_call(frame: FrameType, event: str, arg: Any) -> Any:
     code = frame.f_code
-    if not source.is_users(code.co_filename) or not _questions(code):
+    if not source.is_users(code.co_filename) or not _questions(code) or not _is_called_by_user(frame):
         return None
     frame.f_trace_opcodes, frame.f_trace_lines = True, False
     return _on_instruction
+
+
+def _is_called_by_user(frame: FrameType | None) -> bool:
+    """Whether a frame is the user's, or of the standard library and called by the user's. torch calls that one too."""
+    while frame is not None and source.is_standard(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame is not None and source.is_users(frame.f_code.co_filename)
 
 
 def _on_instruction(frame: FrameType, event: str, arg: Any) -> Any:
@@ -164,7 +171,7 @@ def is_compared(frame: FrameType) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _steps(code: CodeType) -> list[dis.Instruction]:
-    return [each for each in dis.get_instructions(code) if each.opname not in _SILENT]
+    return [each for each in source.instructions(code) if each.opname not in _SILENT]
 
 
 def asked(what: str, frame: FrameType | None) -> TracingError:

@@ -50,6 +50,8 @@ class PipeTracer(fx.Tracer):
         return isinstance(m, torch.jit.ScriptModule) or super().is_leaf_module(m, module_qualified_name)
 
     def create_arg(self, a: Any) -> Any:
+        if issubclass(type(a), fx.Proxy):  # most are, and each isinstance() below asks a proxy for its class
+            return a.node
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(a, numpy.generic):  # generated code cannot contain such a number
             return a.item()

@@ -2,6 +2,7 @@
 
 import builtins
 import copy
+import dis
 import functools
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 from pippy import PipeTracer, pipe_split, pipeline
 from pippy.ir.errors import StageError, TracingError
+from pippy.ir.front import questions
 
 asks = isinstance
 SENTINEL = object()
@@ -319,3 +321,32 @@ class ComparesWithNone(Asks):
 def test_questions_that_are_none():
     model, x = ComparesWithNone(), torch.randn(2, 4)
     assert torch.equal(pipeline(model)(x), model(x))
+
+
+class Unpacks(nn.Module):
+    def forward(self, x):
+        first, second = x.chunk(2, -1)
+        return torch.cat([second, first], -1)
+
+
+@pytest.mark.filterwarnings("ignore:Sequential has no mark")
+def test_what_torch_does_at_an_operation_is_not_watched(monkeypatch):
+    """torch disassembled the function at each value that was unpacked, and each instruction of that was looked at."""
+    watched, disassembled = [], []
+    on_instruction, disassemble = questions._on_instruction, dis.get_instructions
+    monkeypatch.setattr(questions, "_on_instruction", lambda *event: watched.append(event[0]) or on_instruction(*event))
+    monkeypatch.setattr(dis, "get_instructions", lambda *args: disassembled.append(args) or disassemble(*args))
+    pipe = pipeline(nn.Sequential(*(Unpacks() for _ in range(20))))
+    assert torch.equal(pipe(torch.tensor([[1.0, 2.0]])), torch.tensor([[1.0, 2.0]]))
+    assert {frame.f_code.co_filename for frame in watched} <= {__file__}
+    assert len(disassembled) < 20
+
+
+class AsksInTheLibrary(Asks):
+    def answer(self, x, flag):
+        return copy.deepcopy([x])[0] * 2
+
+
+def test_what_the_standard_library_asks_for_the_model_is_refused_too():
+    with pytest.raises(TracingError, match="asks what a traced value is"):
+        pipeline(AsksInTheLibrary())
