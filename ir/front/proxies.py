@@ -66,7 +66,7 @@ class RecordingProxy(fx.Proxy):
         frame = sys._getframe(1)
         for each in source.instructions(frame.f_code):
             if each.offset == frame.f_lasti and each.opname == "UNPACK_SEQUENCE":
-                return (self[index] for index in range(each.argval))
+                return (self[index] for index in range(each.argval))  # type: ignore[index]
         return self.tracer.iter(self)
 
     def __len__(self) -> int:
