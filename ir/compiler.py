@@ -6,6 +6,7 @@ from typing import Any
 from pippy.ir.compiled import Compiled
 from pippy.ir.cut.params import MultiUseParamSpec
 from pippy.ir.cut.split import split
+from pippy.ir.cut.views import connect_views
 from pippy.ir.errors import LossError
 from pippy.ir.front.trace import Traced
 from pippy.ir.passes.backward import attach_backward
@@ -27,6 +28,7 @@ def compile_traced(
 
     ``cut`` may mark the graph first; what it gives is kept as ``balance``.
     """
+    connect_views(traced)
     balance = None if cut is None else cut(traced)
     compiled = split(traced, multi_use_param_spec)
     compiled.balance = balance

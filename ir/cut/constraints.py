@@ -7,6 +7,7 @@ The balancer cuts where no constraint forbids it. The splitter raises the refusa
     the uses of a buffer that a module changes when called   each stage would change a copy of its own
     the uses of a tensor up to its change in place, and      a stage sees no change that a later stage makes, and no
       all modules that hold it                                 module takes the changed tensor as a value
+    the uses of tensors that share memory, and its change    stages have memory of their own
     the uses of an input, and its change in place            every stage gets the input as it was given
     what makes a value, and what changes it in place         between stages a value is a copy
     the uses of a parameter, up to the last module that      a module cannot take a parameter as a value, so it cannot be
@@ -23,7 +24,7 @@ from torch import fx, nn
 
 from pippy.ir.cut.effects import Mutation, find_mutations
 from pippy.ir.cut.params import MultiUseParameterConfig, MultiUseParamSpec, config_by_tensor, is_to_replicate
-from pippy.ir.cut.uses import TensorUses, is_constant, operations, uses_of_tensors
+from pippy.ir.cut.uses import TensorUses, is_constant, memory_of, operations, uses_of_tensors
 from pippy.ir.errors import PippyError, SharedParameterError, SplitError
 from pippy.ir.front.trace import Traced
 from pippy.ir.names import stage_name
@@ -64,6 +65,7 @@ def constraints(traced: Traced, spec: MultiUseParamSpec = None, changed: Collect
     every = [
         *found.of_buffers_that_modules_change(),
         *found.of_tensors_changed_in_place(),
+        *found.of_tensors_that_share_memory(),
         *found.of_tensors_that_only_travel(),
         *found.of_values_changed_in_place(),
         *found.of_gradient_hooks(),
@@ -106,6 +108,18 @@ class _Constraints:
                 at, uses = self.number[mutation.node], self.uses[id(self.traced.attributes[str(mutation.root.target)])]
                 first, last = min([at, *uses.all]), max([at, *uses.by_leaf])
                 yield Constraint(first, last, _changes(mutation), self._refused_writer(uses, mutation))
+
+    def of_tensors_that_share_memory(self) -> Iterator[Constraint]:
+        family: dict[int | None, list[TensorUses]] = {}
+        for uses in self.uses.values() if self.changed_by_nodes else ():
+            family.setdefault(memory_of(uses.tensor), []).append(uses)
+        for mutation in self.mutations:
+            if mutation.root.op == "get_attr":
+                memory = memory_of(self.traced.attributes[str(mutation.root.target)])
+                sharing = family[memory] if memory is not None else []
+                if len(sharing) > 1:
+                    users = [self.number[mutation.node], *(user for uses in sharing for user in uses.all)]
+                    yield Constraint(min(users), max(users), _changes(mutation), _refused_views(sharing, mutation))
 
     def of_tensors_that_only_travel(self) -> Iterator[Constraint]:
         for key, uses in self.uses.items():
@@ -216,6 +230,15 @@ def _changes(mutation: Mutation) -> str:
 
 def _users(uses: TensorUses, stages: Stages) -> str:
     return ", ".join(map(stage_name, sorted({stages[index] for index in uses.all})))
+
+
+def _refused_views(sharing: Sequence[TensorUses], mutation: Mutation) -> Callable[[Stages], PippyError]:
+    return lambda stages: SharedParameterError(
+        f"{', '.join(sorted(uses.name for uses in sharing))} share memory that is changed in place, and stages have memory "
+        f"of their own:\n{excerpt_of(mutation.node)}\n"
+        "What to do: move the split so that one stage holds every use, or keep one tensor and take the others as views of it "
+        "in forward"
+    )
 
 
 def _refused_transmission(uses: TensorUses, name: str) -> Callable[[Stages], PippyError]:

@@ -21,6 +21,7 @@ from pippy import (
 )
 from pippy.ir.errors import (
     ModeError,
+    SharedParameterError,
     StageError,
     TracingError,
 )
@@ -462,6 +463,68 @@ def test_tensors_in_lists_and_dicts_that_change_in_place(model):
     pipeline(built)
     assert str(built.__dict__.get("named")) == str(before)
     check(model(), X, steps=3)
+
+
+class ChangesViews(Base):
+    """Of constants: all of one, parts of one that is not used as a whole, and a transposed one that is cut off at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = [torch.zeros(2, 4)]
+
+    def forward(self, x):
+        fresh = torch.tensor([0.0, 1.0, 2.0, 3.0])
+        fresh[0].add_(x.sum())
+        pair = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+        first, column = pair[0], pair.T[0]
+        column *= 2
+        x = self.a(x) * fresh + first.sum()
+        nn.init.ones_(self.seen[0][1, :2])
+        self.seen[0][0] += 1
+        pipe_split()
+        last = torch.tensor([[9.0] * 4, [6.0] * 4])[1:]
+        last[0, 0] = 5.0
+        return self.b(x) * self.seen[0][0] + self.seen[0].sum() + last
+
+
+def test_constants_that_change_through_their_views():
+    """Each view was a constant of its own, so nobody else saw that it changed."""
+    check(ChangesViews(), X, steps=3)
+
+
+class SharesBuffers(Base):
+    def __init__(self, cut_apart):
+        super().__init__()
+        self.cut_apart = cut_apart
+        self.register_buffer("whole", torch.zeros(4))
+        self.register_buffer("part", self.whole[:2])
+
+    def forward(self, x):
+        x = self.a(x) + (self.whole if self.cut_apart else 0)
+        pipe_split()
+        self.part.add_(1)
+        return self.b(x) + self.whole
+
+
+class TakesViews(Base):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("whole", torch.zeros(4))
+
+    def forward(self, x):
+        x = self.a(x)
+        pipe_split()
+        self.whole[:2].add_(1)
+        return self.b(x) + self.whole
+
+
+def test_buffers_that_share_memory():
+    """Two stages had a copy each of what a buffer and its view share, and did not see each other's changes."""
+    words = r"part, whole share memory(.|\n)*self.part.add_\(1\)(.|\n)*take the others as views"
+    with pytest.raises(SharedParameterError, match=words):
+        pipeline(SharesBuffers(cut_apart=True))
+    check(SharesBuffers(cut_apart=False), X)
+    check(TakesViews(), X)
 
 
 class WritesConstants(Base):

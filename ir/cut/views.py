@@ -1,0 +1,95 @@
+"""Connects tensors that share memory, and that tracing took for tensors of their own, where forward changes that memory.
+
+    c = torch.tensor([1.0, 2.0])        while forward is traced, `c` and `c[0]` are tensors, and no nodes
+    c[0].add_(1)                        _tensor_constant0, of one number, is changed
+    return x + c                        _tensor_constant1, of two numbers, is another tensor
+
+After this pass the first is a view of the second in the graph, so all passes know who sees the change. A tensor in a list
+of the model's is no different.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from pippy.ir.cut.effects import find_mutations
+from pippy.ir.cut.uses import is_constant, memory_of
+from pippy.ir.errors import TracingError
+from pippy.ir.front.trace import Traced
+from pippy.ir.names import named_state
+from pippy.ir.source import excerpt_of
+
+
+def connect_views(traced: Traced) -> None:
+    """Make views in the graph of the tensors that share memory which forward changes in place."""
+    families = [family for family in _families(traced) if len({node.target for node in family}) > 1]
+    if not families:
+        return
+    mutations, _ = find_mutations(traced.graph, traced.attributes)
+    changes = {mutation.root: mutation.node for mutation in reversed(mutations)}
+    for family in families:
+        change = next((changes[node] for node in family if node in changes), None)
+        if change is not None:
+            _connect(traced, family, change)
+    traced.graph.lint()
+
+
+def _families(traced: Traced) -> Iterator[list[fx.Node]]:
+    """The nodes that get tensors of one memory."""
+    found: dict[int, list[fx.Node]] = {}
+    for node in traced.graph.find_nodes(op="get_attr"):
+        memory = memory_of(traced.attributes[str(node.target)])
+        if memory is not None:
+            found.setdefault(memory, []).append(node)
+    yield from found.values()
+
+
+def _connect(traced: Traced, family: list[fx.Node], change: fx.Node) -> None:
+    tensors = {str(node.target): traced.attributes[str(node.target)] for node in family}
+    state = {name for name, _ in named_state(traced.model)}
+    whole = min((name for name in tensors if _is_whole(tensors[name])), key=lambda name: name not in state, default="")
+    kinds = {(tensor.dtype, tensor.is_conj(), tensor.is_neg()) for tensor in tensors.values()}
+    if len(kinds) > 1 or (not whole and any(tensor.requires_grad for tensor in tensors.values())):
+        if any(map(is_constant, family)):
+            raise TracingError(
+                "forward() changes a constant in place through another kind of view, which cannot be recorded:\n"
+                f"{excerpt_of(change)}\nWhat to do: make the constant with the changed numbers, or keep it in a buffer"
+            )
+        return  # they share their memory in a stage, too; to cut them apart is refused by a constraint
+    if not whole:
+        whole = _put_whole(traced, next(iter(tensors.items())))
+    for node in family:
+        if node.target != whole and node.target not in state:
+            _make_view(traced.graph, node, whole, tensors[str(node.target)])
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is all of its memory, in order."""
+    return (
+        tensor.is_contiguous() and tensor.storage_offset() == 0 and tensor.nbytes == tensor.untyped_storage().nbytes()
+    )
+
+
+def _put_whole(traced: Traced, part: tuple[str, torch.Tensor]) -> str:
+    """Add a tensor of all the memory that ``part`` is of. By its name it is a constant if that is one."""
+    name, tensor = part
+    storage = tensor.untyped_storage()
+    whole = f"{name}_whole"
+    traced.attributes[whole] = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+        storage, 0, (storage.nbytes() // tensor.itemsize,)
+    )
+    return whole
+
+
+def _make_view(graph: fx.Graph, node: fx.Node, whole: str, tensor: torch.Tensor) -> None:
+    with graph.inserting_before(node):
+        base = graph.create_node("get_attr", whole)
+        view = graph.call_function(torch.as_strided, (base, *_geometry(tensor)))
+    base.meta, view.meta = dict(node.meta), dict(node.meta)
+    node.replace_all_uses_with(view)
+    graph.erase_node(node)
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    return tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
