@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
+from pippy.ir.sparse_tensors import is_sparse, parts_of
+
 
 def children(value: Any) -> Sequence[Any] | None:
     """The items of a container, in a fixed order; None if ``value`` is no container.
@@ -105,12 +107,18 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def nbytes(value: Any) -> int:
-    """The bytes of all elements of all tensors.
+    """The bytes of all elements of all tensors; of a sparse tensor those that it stores.
 
     >>> nbytes([torch.zeros(2, 3), "a", torch.zeros(4, dtype=torch.int64)])
     56
     """
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors(value))  # a sparse tensor has no .nbytes
+    return sum(map(_tensor_bytes, tensors(value)))
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> int:
+    if is_sparse(tensor):
+        return sum(part.nbytes for part in parts_of(tensor)[1])
+    return tensor.numel() * tensor.element_size()
 
 
 def describe(value: Any) -> str:
@@ -120,7 +128,8 @@ def describe(value: Any) -> str:
     '(float32[2, 3], None, 7)'
     """
     if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        layout = "" if value.layout is torch.strided else f"{str(value.layout).removeprefix('torch.')} "
+        return f"{layout}{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     held = children(value)
     if held is not None:
         inside = ", ".join(map(describe, held))

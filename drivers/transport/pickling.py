@@ -1,15 +1,15 @@
 """Objects as bytes that another process can read, with their tensors beside the bytes.
 
-Tensors are not pickled: a pickler sets them aside, and the transport sends them as they are. Classes
-and functions of a script, a notebook or a REPL travel by value, as their code (cloudpickle); those of installed or
-importable modules by name.
+Tensors are not pickled: a pickler sets them aside, and the transport sends them as they are. Of a sparse tensor it sets aside
+the plain tensors that it is made of. Classes and functions of a script, a notebook or a REPL travel by value, as their code
+(cloudpickle); those of installed or importable modules by name.
 
     ===================  ==========================  ==========================================================
     what is pickled      by                          what of a tensor is set aside
     ===================  ==========================  ==========================================================
     a message            `pickle_message`            the tensor: the elements that it shows
     modules and code     `pickle_by_value`           its storage, each storage once: tied parameters stay tied
-    part of a value      `pickle_to_bytes`           nothing: torch pickles it (a sparse tensor, for instance)
+    part of a value      `pickle_to_bytes`           nothing: torch pickles it (a quantized tensor, for instance)
     ===================  ==========================  ==========================================================
 
 What `pickle_by_value` returns may be part of a message. It is not pickled again: its bytes are set aside, too.
@@ -28,6 +28,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from pippy.drivers.errors import PackingError
+from pippy.ir.sparse_tensors import from_parts, is_sparse, parts_of
 
 _EVERYWHERE = ("builtins", "collections", "pippy", "torch")  # every process has these packages
 _unpickling = threading.local()  # has the tensors that were set aside, while this thread unpickles
@@ -121,7 +122,7 @@ class _ByNamePickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
         if kind is torch.Tensor or kind is Pickled:
-            return _set_aside(obj, self.tensors)
+            return _taken_apart(obj) or _set_aside(obj, self.tensors)
         if isinstance(obj, (type, FunctionType)) and obj.__module__.partition(".")[0] not in _EVERYWHERE:
             raise _NotEverywhere
         return NotImplemented
@@ -137,7 +138,7 @@ class _ByValuePickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
         if kind is torch.Tensor or kind is Pickled:
-            return _set_aside(obj, self.tensors)
+            return _taken_apart(obj) or _set_aside(obj, self.tensors)
         return super().reducer_override(obj)
 
     def _function_getnewargs(self, func: FunctionType) -> tuple[Any, ...]:
@@ -165,7 +166,7 @@ class _ModulePickler(_ByValuePickler):
         if type(obj) not in (torch.Tensor, nn.Parameter):
             return super().reducer_override(obj)
         if obj.layout != torch.strided or obj.is_quantized:
-            return NotImplemented
+            return (None if type(obj) is nn.Parameter else _taken_apart(obj)) or NotImplemented
         view = (obj.dtype, tuple(obj.shape), obj.stride(), obj.storage_offset())
         flags = (obj.requires_grad, obj.is_conj(), obj.is_neg())
         return _tensor_of_storage, (self._number(obj), type(obj) is nn.Parameter, view, flags)
@@ -191,6 +192,11 @@ def _put_parametrized(module: nn.Module, state: dict[str, Any]) -> None:
     parametrize._inject_new_class(module)
     for name in cast(nn.ModuleDict, module.parametrizations):
         parametrize._inject_property(module, name)
+
+
+def _taken_apart(obj: Any) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+    """How to pickle a sparse tensor, with its parts as tensors of their own; None for any other object."""
+    return (from_parts, parts_of(obj)) if isinstance(obj, torch.Tensor) and is_sparse(obj) else None
 
 
 def _set_aside(obj: torch.Tensor | Pickled, tensors: list[torch.Tensor]) -> tuple[Callable[..., Any], tuple[int, ...]]:

@@ -9,8 +9,9 @@ import torch
 
 from pippy.drivers.transport.received_values import ReceivedValues, ValueKey
 from pippy.drivers.transport.transport import SentCount, Transport
-from pippy.drivers.transport.value_layout import TensorLayout, is_plain_tensor, layout_of
-from pippy.ir.trees import map_leaves, map_tensors, tensors
+from pippy.drivers.transport.value_layout import TensorLayout, ValueLayout, is_plain_tensor, layout_of
+from pippy.ir.sparse_tensors import from_parts, is_sparse, parts_of
+from pippy.ir.trees import map_leaves, map_tensors
 
 
 class RpcTransport(Transport):
@@ -38,10 +39,11 @@ class RpcTransport(Transport):
         self._poll.register(self._wakeup, select.POLLIN)
 
     def send(self, to: int, key: ValueKey, value: Any) -> None:
-        own = copied(value)
+        layout = layout_of(value)
+        own = copied(value, layout)
         sent = self.sent.setdefault(to, SentCount())
         sent.values += 1
-        sent.bytes += sum(tensor.nbytes for tensor in tensors(own) if is_plain_tensor(tensor))
+        sent.bytes += layout.payload
         if to == self.index:
             self.received.put(key, own)
         elif not self.received.is_lost(to):
@@ -92,19 +94,22 @@ class RpcTransport(Transport):
         return tensor.detach().to(self.device).requires_grad_(tensor.requires_grad)
 
 
-def copied(value: Any) -> Any:
-    """A value on the CPU that shares nothing with the given one.
+def copied(value: Any, layout: ValueLayout | None = None) -> Any:
+    """A value on the CPU that shares nothing with the given one. ``layout`` is the value's, if it is known.
 
     >>> twos = torch.full((2, 3), 2.0).t()
     >>> copy = copied([twos, "a"])
     >>> twos.zero_().sum(), copy[0].sum(), copy[0].stride()
     (tensor(0.), tensor(12.), (1, 3))
     """
-    layouts = iter(layout_of(value).tensors)
+    layouts = iter((layout or layout_of(value)).tensors)
 
     def own(leaf: Any) -> Any:
         if is_plain_tensor(leaf):
             return _copied_tensor(leaf, next(layouts))
+        if isinstance(leaf, torch.Tensor) and is_sparse(leaf):
+            form, parts = parts_of(leaf)
+            return from_parts(form, [_copied_tensor(part, next(layouts)) for part in parts])
         if isinstance(leaf, torch.Tensor):
             return leaf.detach().clone().requires_grad_(leaf.requires_grad)
         return copy.deepcopy(leaf)

@@ -2,7 +2,7 @@
 
 A value is taken apart into three:
 
-- plain tensors, which are written as bytes;
+- plain tensors, which are written as bytes; the parts of sparse tensors are among them;
 - constants (None, True, a dtype) and the structure, which make the layout: it is sent once for all values that share it;
 - all other leaves, the rest, which is pickled along with each value. A rest that is one string of bytes is not pickled.
 """
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from pippy.drivers.transport.pickling import pickle_to_bytes
+from pippy.ir.sparse_tensors import SparseForm, from_parts, is_sparse, parts_of
 from pippy.ir.trees import children, map_leaves
 
 ALIGNMENT = 64
@@ -34,6 +35,15 @@ class LeafIndex:
 
     def __init__(self, index: int) -> None:
         self.index = index
+
+
+class SparseLayout:
+    """Stands for a sparse tensor in the structure of a value: its form, and the indices of its parts."""
+
+    __slots__ = ("form", "parts")
+
+    def __init__(self, form: SparseForm, parts: Sequence[LeafIndex]) -> None:
+        self.form, self.parts = form, parts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,6 +113,9 @@ def layout_of(value: Any) -> ValueLayout:
             return LeafIndex(len(tensors) - 1)
         if type(leaf) in _CONSTANTS:
             return leaf
+        if type(leaf) in _PLAIN and is_sparse(leaf):
+            form, parts = parts_of(leaf)
+            return SparseLayout(form, [stand_in(part) for part in parts])
         rest.append(leaf)
         return LeafIndex(-len(rest))
 
@@ -114,6 +127,8 @@ def rebuild(layout: ValueLayout, tensors: Sequence[torch.Tensor], rest: Sequence
     """The value from its parts."""
 
     def fill(leaf: Any) -> Any:
+        if type(leaf) is SparseLayout:
+            return from_parts(leaf.form, [tensors[part.index] for part in leaf.parts])
         if type(leaf) is not LeafIndex:
             return leaf
         return tensors[leaf.index] if leaf.index >= 0 else rest[-1 - leaf.index]
@@ -149,7 +164,7 @@ def aligned(size: int) -> int:
 
 
 def is_plain_tensor(leaf: Any) -> bool:
-    """Whether bytes and strides are all of a tensor. Others (sparse, quantized, subclasses) are pickled by torch."""
+    """Whether bytes and strides are all of a tensor. Others (quantized, subclasses) are pickled by torch."""
     return type(leaf) in _PLAIN and leaf.layout is torch.strided and not leaf.is_quantized and not leaf.is_meta
 
 
@@ -168,6 +183,9 @@ def _signature(value: Any, parts: Parts) -> Hashable:
         return value.dtype, value.shape, value.stride(), value.requires_grad
     if kind in _CONSTANTS:
         return kind, value
+    if kind in _PLAIN and is_sparse(value):
+        form, its = parts_of(value)
+        return form, tuple([_signature(part, parts) for part in its])
     items = children(value)
     if items is None:
         parts.rest.append(value)

@@ -32,6 +32,7 @@ from pippy.drivers.workers.gradients import Gradients
 from pippy.drivers.workers.loss_probe import LossProbe
 from pippy.drivers.workers.out_of_order import OutOfOrderExecutor
 from pippy.ir.run.shared_tensors import get_tensor
+from pippy.ir.sparse_tensors import vector_norm
 from pippy.ir.trees import map_tensors
 
 
@@ -140,7 +141,7 @@ class DriverState:
         if norms.reduce:
             self.gradients.reduce(number)
         found = [self.gradients.of(id(self.tensor(place))) for place in norms.locations]
-        return [None if grad is None else torch.linalg.vector_norm(grad, norms.norm_type).cpu() for grad in found]
+        return [None if grad is None else vector_norm(grad, norms.norm_type).cpu() for grad in found]
 
     def _scale(self, scale: ScaleGradients, number: int) -> None:
         self.gradients.scale(number, scale.factor)

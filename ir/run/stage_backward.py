@@ -99,4 +99,6 @@ def add_gradients(one: Any, other: Any) -> Any:
         return one if other is None else other
     if isinstance(one, tuple):
         return tuple(add_gradients(mine, theirs) for mine, theirs in zip(one, other, strict=True))
+    if one.layout is not torch.strided and other.layout is torch.strided:
+        return torch.add(other, one)  # torch adds a sparse tensor to a dense one, and not the other way round
     return torch.add(one, other)

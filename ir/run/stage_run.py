@@ -38,7 +38,7 @@ def as_leaf(value: Any) -> Any:
 
 def _leaf(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        value = value if value.is_contiguous() else _dense(value)
+        value = value if value.layout is not torch.strided or value.is_contiguous() else _dense(value)
         return value.detach().requires_grad_() if value.requires_grad else value
     if not isinstance(value, CONSTANTS):
         check_opaque(value)
@@ -50,8 +50,6 @@ def _dense(value: torch.Tensor) -> torch.Tensor:
 
     For other strides a kernel may round differently, and a Pipe computes the same bits wherever its stages are.
     """
-    if value.layout != torch.strided:
-        return value
     step = 1
     for stride, size in sorted((stride, size) for stride, size in zip(value.stride(), value.shape) if size != 1):
         if stride != step:

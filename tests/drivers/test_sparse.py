@@ -1,0 +1,211 @@
+"""Sparse gradients and sparse tensors: every driver gives the numbers, and the layouts, of plain PyTorch."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pippy import MultiUseParameterConfig, PipelineDriver, PipelineDriver1F1B, pipe_split, pipeline
+
+pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
+REPLICATE, TRANSMIT = MultiUseParameterConfig.REPLICATE, MultiUseParameterConfig.TRANSMIT
+
+
+class Words(nn.Module):
+    """A sparse embedding in the first stage, and a sparse bag in the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(13, 8, sparse=True, padding_idx=0)
+        self.hidden = nn.Linear(8, 8)
+        self.bag = nn.EmbeddingBag(13, 8, sparse=True, mode="mean")
+
+    def forward(self, x):
+        y = torch.tanh(self.hidden(self.words(x).sum(1)))
+        pipe_split()
+        return y * self.bag(x)
+
+
+class Tied(nn.Module):
+    """A sparse embedding that three stages use; with ``dense``, the last one as a matrix, whose gradient is dense."""
+
+    def __init__(self, dense=False):
+        super().__init__()
+        self.words, self.hidden, self.dense = nn.Embedding(13, 8, sparse=True), nn.Linear(8, 8), dense
+
+    def forward(self, x):
+        y = self.hidden(self.words(x))
+        pipe_split()
+        y = y * self.words(x + 1)
+        pipe_split()
+        return y @ self.words.weight.t() if self.dense else y + self.words(x - 1)
+
+
+CASES = {
+    "embedding and bag": (Words, {}),
+    "copies": (Tied, {"multi_use_param_spec": REPLICATE}),
+    "a copy with a dense gradient": (lambda: Tied(dense=True), {"multi_use_param_spec": REPLICATE}),
+    "one that travels": (Tied, {"multi_use_param_spec": TRANSMIT}),
+    "one that travels, with a dense gradient": (lambda: Tied(dense=True), {"multi_use_param_spec": TRANSMIT}),
+}
+OPTIMIZERS = {
+    "SparseAdam": (torch.optim.SparseAdam, {"lr": 1e-2}),
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
+}
+
+
+class Twins:
+    """A model on a driver and its plain twin, each with an optimizer for embeddings and one for all else."""
+
+    def __init__(self, cluster, case, kind="SGD", make=PipelineDriver1F1B, **options):
+        model, pipe_options = CASES[case]
+        self.plain = model()
+        self.driver = make(pipeline(copy.deepcopy(self.plain), F.mse_loss, **pipe_options), cluster, **options)
+        names = [name for name, _ in self.plain.named_parameters()]
+        sparse = [name for name in names if not name.startswith("hidden")]
+        rest = [name for name in names if name not in sparse]
+        self.mine, self.theirs = [], []
+        for own, (optimizer, settings) in ((sparse, OPTIMIZERS[kind]), (rest, OPTIMIZERS["SGD"])):
+            groups = [{"params": own}]
+            self.mine.append(self.driver.instantiate_optimizer(optimizer, param_groups=groups, **settings))
+            self.theirs.append(optimizer([self.plain.get_parameter(name) for name in own], **settings))
+
+    def backward(self, chunks=3):
+        x = torch.randint(1, 12, (7, 5))
+        target = torch.randn(self.plain(x).shape)
+        loss = F.mse_loss(self.plain(x), target)
+        loss.backward()
+        torch.testing.assert_close(self.driver.run(chunks, x, target), loss.detach())
+
+    def update(self):
+        for each in (*self.mine, *self.theirs):
+            each.step()
+            each.zero_grad()
+
+    def compare_gradients(self):
+        for name, gradient in self.driver.gradients().items():
+            expected = self.plain.get_parameter(name).grad
+            assert (gradient is None) == (expected is None), name
+            if gradient is not None:
+                assert gradient.layout == expected.layout, name
+                torch.testing.assert_close(gradient.to_dense(), expected.to_dense())
+
+    def compare_parameters(self):
+        for name, tensor in self.driver.state_dict().items():
+            torch.testing.assert_close(tensor, self.plain.state_dict()[name])
+        self.driver.close()
+
+
+def kinds_of(case):
+    return ["SGD"] if "dense" in case or "travels" in case else OPTIMIZERS  # SparseAdam refuses dense gradients
+
+
+@pytest.mark.parametrize(("case", "kind"), [(case, kind) for case in CASES for kind in kinds_of(case)])
+def test_sparse_gradients_train_as_in_plain_pytorch(threads, case, kind):
+    twins = Twins(threads, case, kind)
+    for step in range(3):
+        for _ in range(step):  # gradients of several steps add up
+            twins.backward()
+        twins.backward()
+        twins.compare_gradients()
+        twins.update()
+        assert all(gradient is None for gradient in twins.driver.gradients().values())
+    twins.compare_parameters()
+
+
+def test_the_reference_adds_sparse_and_dense_gradients_of_copies():
+    for model, options in CASES.values():
+        plain = model()
+        pipe = pipeline(copy.deepcopy(plain), F.mse_loss, **options)
+        x = torch.randint(1, 12, (7, 5))
+        target = torch.randn(plain(x).shape)
+        for _ in range(2):
+            pipe(x, target)
+            F.mse_loss(plain(x), target).backward()
+        for name, parameter in plain.named_parameters():
+            for place in pipe.stage_qualnames(name):
+                gradient = pipe.split_gm.get_parameter(place).grad
+                assert gradient.layout == parameter.grad.layout
+                torch.testing.assert_close(gradient.to_dense(), parameter.grad.to_dense())
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (PipelineDriver, {"schedule": "zb_h1"}),
+        (PipelineDriver1F1B, {"out_of_order": True}),
+        (PipelineDriver, {"schedule": "auto"}),
+    ],
+)
+def test_sparse_gradients_under_other_drivers(threads, make, options):
+    twins = Twins(threads, "copies", "SparseAdam", make, **options)
+    for _ in range(2):
+        with twins.driver.record():
+            twins.backward(4)
+        twins.compare_gradients()
+        twins.update()
+    twins.compare_parameters()
+
+
+@pytest.mark.parametrize("case", ["embedding and bag", "copies"])
+def test_norms_of_sparse_gradients(threads, case):
+    """torch.nn.utils.clip_grad_norm_ raises for sparse gradients; here it gives what it gives for their dense form."""
+    twins = Twins(threads, case)
+    for norm_type in (2.0, 1.0, 0.0, -1.0, float("inf"), float("-inf")):
+        twins.backward()
+        for parameter in twins.plain.parameters():
+            parameter.grad = parameter.grad.to_dense()
+        expected = nn.utils.get_total_norm([each.grad for each in twins.plain.parameters()], norm_type)
+        torch.testing.assert_close(twins.driver.grad_norm(norm_type), expected)
+        nn.utils.clip_grad_norm_(twins.plain.parameters(), 0.01, norm_type)
+        torch.testing.assert_close(twins.driver.clip_grad_norm_(0.01, norm_type), expected)
+        for name, gradient in twins.driver.gradients().items():
+            assert gradient.layout == (torch.strided if name.startswith("hidden") else torch.sparse_coo)
+            torch.testing.assert_close(gradient.to_dense(), twins.plain.get_parameter(name).grad)
+        twins.driver.zero_grad(), twins.plain.zero_grad()
+    twins.driver.close()
+
+
+def test_the_norm_of_a_gradient_that_stores_nothing(threads):
+    twins = Twins(threads, "embedding and bag")
+    x, target = torch.zeros(4, 3, dtype=torch.long), torch.randn(4, 8)  # padding only
+    twins.driver.run(2, x, target)
+    F.mse_loss(twins.plain(x), target).backward()
+    assert twins.driver.get_grad("words.weight")._nnz() == 0
+    gradients = [each.grad.to_dense() for each in twins.plain.parameters()]
+    for norm_type in (2.0, float("inf")):
+        torch.testing.assert_close(
+            twins.driver.grad_norm(norm_type), nn.utils.get_total_norm(gradients, norm_type=norm_type)
+        )
+    twins.driver.close()
+
+
+@pytest.mark.parametrize("kind", ["SparseAdam", "SGD"])
+def test_the_state_of_an_optimizer_of_sparse_gradients(threads, kind):
+    twins = Twins(threads, "copies", kind)
+    for _ in range(2):
+        twins.backward(), twins.update()
+    saved, plain = twins.mine[0].state_dict(), twins.theirs[0].state_dict()
+    for key, value in plain["state"][0].items():
+        mine = saved["state"]["words.weight"][key]
+        if isinstance(value, torch.Tensor):
+            assert mine.layout == value.layout
+            torch.testing.assert_close(mine.to_dense(), value.to_dense())
+    for state in (saved, plain):
+        twins.mine[0].load_state_dict(state)
+        twins.backward(), twins.update()
+    twins.compare_parameters()
+
+
+def test_sparse_gradients_between_processes(cluster):
+    for case in ("copies", "one that travels"):
+        twins = Twins(cluster, case)
+        twins.backward()
+        twins.compare_gradients()
+        twins.update()
+        twins.mine[0].load_state_dict(twins.mine[0].state_dict())  # its momentum is sparse
+        twins.backward(), twins.update()
+        twins.compare_parameters()
