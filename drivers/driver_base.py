@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from pippy.drivers.asked_outputs import asked_outputs, values_to_return
 from pippy.drivers.auto import Auto, StepPurpose
 from pippy.drivers.batches.divide_call import divide_call
 from pippy.drivers.batches.division import Division
@@ -23,7 +24,7 @@ from pippy.drivers.batches.loss_check import LossCheck, LossChecks
 from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.clusters.current_cluster import current_cluster
 from pippy.drivers.commands import Commands
-from pippy.drivers.control.messages import Step
+from pippy.drivers.control.messages import Step, StepReturning
 from pippy.drivers.errors import DriverError
 from pippy.drivers.local_optimizers import watch
 from pippy.drivers.optimizer import PipelineOptimizer
@@ -150,24 +151,28 @@ class PipelineDriverBase:
 
     # Steps
 
-    def run(self, chunks: int, *args: Any, **kwargs: Any) -> Any:
+    def run(self, chunks: int, *args: Any, outputs: Any = None, **kwargs: Any) -> Any:
         """Run a mini-batch through the pipeline in ``chunks`` micro-batches.
 
-        Takes what the Pipe takes. Gives the loss (or what the model returns), with gradients left on the workers, or for a
-        Pipe without a loss, or under `torch.no_grad()`, the outputs.
+        Takes what the Pipe takes, and gives what it gives: the loss (or what the model returns, the loss in it), or for a
+        Pipe without a loss the outputs. A loss leaves its gradients on the workers, unless under `torch.no_grad()`.
+
+        With ``outputs=True`` it gives the loss and what the model returns, as `LossAndOutputs`; with ``outputs=False`` the loss
+        alone, also where the model returns more.
         """
         try:
-            return self.run_async(chunks, *args, **kwargs).result()
+            return self.run_async(chunks, *args, outputs=outputs, **kwargs).result()
         except KeyboardInterrupt as interrupt:
             self.dispatch.give_up(interrupt)
             raise
 
-    def run_async(self, chunks: int, *args: Any, **kwargs: Any) -> RunningStep:
+    def run_async(self, chunks: int, *args: Any, outputs: Any = None, **kwargs: Any) -> RunningStep:
         """Like `run`, but return at once; ``.result()`` of what this gives waits for the step."""
         if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
             raise DriverError(
                 f"chunks={describe(chunks)}: give the number of micro-batches first, as in driver.run(4, x, target)"
             )
+        outputs, kwargs = asked_outputs(self.compiled, outputs, args, kwargs)
         surroundings = _surroundings()
         follow_training_flags(self.pipe)
         trains = self._trains()
@@ -182,12 +187,17 @@ class PipelineDriverBase:
             self.loss_reduction,
             self.single_loss,
             trains,
+            outputs,
         )
         purpose, sent = self.programs.for_step(chunks, trains)
         program = sent.lowered.program
         reduce = trains and bool(program.replicated) and self.commands.last_before_update
         check = self._loss_check(sent, division, results)
         steps = self._steps(sent, purpose, division, results.weights, trains, reduce, check)
+        returned = values_to_return(self.compiled, outputs)
+        if returned is not None:
+            returns = self.placed.returns(returned)
+            steps = {rank: StepReturning(**vars(step), returns=returns[rank]) for rank, step in steps.items()}
         judge = None if check is None else partial(self.loss_checks.end, sent.number, check)
         running = RunningStep(self.dispatch, results, judge)
         self.dispatch.wait_given_up(self.step_timeout)

@@ -18,7 +18,7 @@ from pippy.drivers.control.messages import (
     StageFlags,
     TensorLocation,
 )
-from pippy.drivers.lowering.flow import Work, loss_stage, value_names
+from pippy.drivers.lowering.flow import Work, loss_stage, outputs_of, value_names
 from pippy.drivers.lowering.lower import Lowered
 from pippy.drivers.schedules.programs.instructions import Compute
 from pippy.drivers.schedules.programs.placement import Placement
@@ -92,6 +92,15 @@ class PlacedPipe:
         name = next(name for node, name in self.value_names.items() if node.name == self.compiled.loss.value)
         calls = (call for key, calls in lowered.work.items() if key.phase == "F" for call in calls)
         return name, next(call for call in calls if name in call.gives)
+
+    def returns(self, values: Mapping[fx.Node, Any]) -> dict[int, dict[str, Any]]:
+        """The values that each worker makes, of those given: by its rank, then by name, with what was given with it."""
+        found: dict[int, dict[str, Any]] = {worker: {} for worker in self.workers}
+        for call, node in self.nodes.items():
+            for value in outputs_of(node):
+                if value in values:
+                    found[self.worker_of(call)][self.value_names[value]] = values[value]
+        return found
 
     def locations(self, name: str) -> list[tuple[int, TensorLocation]]:
         """Where a parameter or buffer of the user's is: the worker and location of each copy. None if no stage uses it."""

@@ -1,12 +1,13 @@
 """What a step gives back: micro-batches' losses weighted and added, outputs put together."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
+from pippy.drivers.asked_outputs import LossAndOutputs, model_output
 from pippy.drivers.batches.division import Division, SameForAll
 from pippy.drivers.batches.loss_weights import loss_weights, reduction_of
 from pippy.drivers.batches.merge import LOSS_PLACE, check_leaves_loss_alone, merge_outputs
@@ -14,6 +15,7 @@ from pippy.drivers.errors import DriverError
 from pippy.ir.compiled import Compiled
 from pippy.ir.names import LOSS
 from pippy.ir.nodes import map_nodes
+from pippy.ir.run.stage_backward import loss_inside
 from pippy.ir.trees import children, with_children
 
 
@@ -33,16 +35,18 @@ class Results:
         loss_reduction: str | Callable[..., Any] | None = None,
         single_loss: bool = False,
         trains: bool = False,
+        outputs: bool | None = None,
     ) -> None:
-        self.trains = trains
+        self.trains, self.outputs = trains, outputs
         self.compiled, self.names, self.division = compiled, names, division
         self.output_spec, self.single_loss = output_spec, single_loss
         self.reduction = reduction_of(self._loss())
         self.assumes = compiled.loss is not None and not (single_loss or loss_reduction or self.reduction.known)
         self.weights = self._weights(loss_reduction)
+        self.output = model_output(compiled)
+        self.merges = outputs or (outputs is None and not self._gives_loss())
         if self.compiled.loss is not None and output_spec is not None:
-            output = self.compiled.split_gm.graph.output_node().args[0]
-            check_leaves_loss_alone(output_spec, map_nodes(self._loss_in, output))
+            check_leaves_loss_alone(output_spec, map_nodes(self._loss_in, self.output))
 
     def _loss(self) -> Any:
         """The loss's module; None if the model returns its loss."""
@@ -53,20 +57,30 @@ class Results:
             return (1.0,) * self.division.chunks
         return loss_weights(self._loss(), self.division, self.compiled.target_name, loss_reduction)
 
+    def _gives_loss(self) -> bool:
+        """Whether the Pipe gives the loss, and nothing else."""
+        output = self.compiled.split_gm.graph.output_node().args[0]
+        return isinstance(output, fx.Node) and self._is_loss(output) and not isinstance(self.loss_seed, list)
+
     def assemble(self, returned: Mapping[str, Any]) -> Any:
         """The whole mini-batch's result."""
-        output = self.compiled.split_gm.graph.output_node().args[0]
-        if isinstance(output, fx.Node) and self._is_loss(output) and not isinstance(self.loss_seed, list):
-            return self._total(returned[self.names[output]])
-        chunks = range(self.division.chunks)
-        values = {name: self._listed(name, packed) for name, packed in returned.items()}
-        parts = [map_nodes(partial(self._value, values, each), output) for each in chunks]
-        if self.compiled.loss is None:
-            return self._merged(output, parts)
-        losses = values[LOSS] if self.single_loss else [next(self._losses(output, part)) for part in parts]
-        total = self._total(list(losses))
-        others = [self._with_loss(output, part, LOSS_PLACE) for part in parts]
-        return self._with_loss(output, self._merged(output, others), total)
+        loss = None if self.compiled.loss is None else self._total(self._losses(returned))
+        if not self.merges:
+            return loss
+        values = {name: self._listed(packed) for name, packed in returned.items()}
+        parts = [map_nodes(partial(self._value, values, each), self.output) for each in range(self.division.chunks)]
+        outputs = self._with_loss(self.output, self._merged(self.output, [*map(self._without_loss, parts)]), loss)
+        return LossAndOutputs(loss, outputs) if self.outputs else outputs
+
+    def _losses(self, returned: Mapping[str, Any]) -> Any:
+        """The losses of the micro-batches: a tensor of all, or a list."""
+        losses = returned[next(name for node, name in self.names.items() if self._is_loss(node))]
+        if self.outputs is False or not isinstance(self.loss_seed, list):
+            return losses
+        return [loss_inside(self.loss_seed, value) for value in losses]
+
+    def _without_loss(self, part: Any) -> Any:
+        return self._with_loss(self.output, part, LOSS_PLACE)
 
     def _merged(self, output: Any, parts: Sequence[Any]) -> Any:
         shared = _map_output(self._is_shared, output)
@@ -100,31 +114,22 @@ class Results:
         total = (losses * weights).cumsum(0)[-1].reshape(shape)  # in order, however many there are
         return explaining_backward(total) if self.trains else total
 
-    def _listed(self, name: str, packed: Any) -> Sequence[Any]:
+    def _listed(self, packed: Any) -> Sequence[Any]:
         return list(packed.unbind()) if isinstance(packed, torch.Tensor) else packed
 
     def _value(self, values: Mapping[str, Sequence[Any]], microbatch: int, node: fx.Node) -> Any:
         if node.op == "placeholder":
             return self.division.take(node.name, microbatch)
-        name = self.names[node]
-        return values[name][0 if self.single_loss and name == LOSS else microbatch]
+        return values[self.names[node]][microbatch]
 
-    def _losses(self, output: Any, part: Any) -> Iterator[Any]:
-        """The loss inside of what one micro-batch returns."""
-        found: list[Any] = []
-        self._with_loss(output, part, None, found)
-        return iter(found)
-
-    def _with_loss(self, output: Any, value: Any, loss: Any, found: list[Any] | None = None) -> Any:
+    def _with_loss(self, output: Any, value: Any, loss: Any) -> Any:
         """``value``, the value of the graph's ``output``, with another loss in it."""
         if isinstance(output, fx.Node):
-            assert self.compiled.loss is not None
-            is_loss = output.name == self.compiled.loss.value
-            return _replaced(self.compiled.loss.seed, value, loss, found) if is_loss else value
+            return _replaced(self.loss_seed, value, loss) if self._is_loss(output) else value
         if isinstance(output, Mapping):
-            return {key: self._with_loss(item, value[key], loss, found) for key, item in output.items()}
+            return {key: self._with_loss(item, value[key], loss) for key, item in output.items()}
         if isinstance(output, (tuple, list)):
-            return with_children(value, [self._with_loss(item, its, loss, found) for item, its in zip(output, value)])
+            return with_children(value, [self._with_loss(item, its, loss) for item, its in zip(output, value)])
         return value
 
 
@@ -157,13 +162,11 @@ def _map_output(function: Callable[[Any], Any], output: Any) -> Any:
     return function(output)
 
 
-def _replaced(seed: Any, value: Any, loss: Any, found: list[Any] | None) -> Any:
+def _replaced(seed: Any, value: Any, loss: Any) -> Any:
     """A value with the part that a seed marks replaced."""
     if seed is None:
         return value
     if isinstance(seed, list):
         items = children(value) or ()
-        return with_children(value, [_replaced(inner, item, loss, found) for inner, item in zip(seed, items)])
-    if found is not None:
-        found.append(value)
+        return with_children(value, [_replaced(inner, item, loss) for inner, item in zip(seed, items)])
     return loss

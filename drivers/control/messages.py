@@ -6,7 +6,7 @@ each of them.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -156,6 +156,16 @@ class Step:
     record: bool = False
     weigh: bool = False
     loss_check: LossCheck | None = None
+
+
+@dataclass(frozen=True)
+class StepReturning(Step):
+    """A step that returns other values than its program says: those in ``returns``.
+
+    Each has None for all of it, or a seed: only the loss, which is at that place in it, is returned.
+    """
+
+    returns: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from pippy.drivers.control.messages import (
     ScaleGradients,
     Step,
     StepResult,
+    StepReturning,
     Store,
     TensorLocation,
 )
@@ -67,6 +68,7 @@ class DriverState:
             type(None): lambda body, number: None,  # the command only drops gradients, or drivers
             AddProgram: self._add_program,
             Step: self._step,
+            StepReturning: self._step,
             Fetch: self._fetch,
             Store: self._store,
             ReduceGradients: self._reduce,
@@ -114,8 +116,9 @@ class DriverState:
         own_rows = step.inputs.own_rows if step.inputs.mask else None
         self.gradients.clear_grad()
         probe = None if step.loss_check is None else LossProbe(step.loss_check, step.inputs)
+        returns = step.returns if isinstance(step, StepReturning) else None
         result = executor.run(
-            number, inputs, step.weights, step.trains, self.given_up, own_rows, step.record, step.weigh, probe
+            number, inputs, step.weights, step.trains, self.given_up, own_rows, step.record, step.weigh, probe, returns
         )
         self.running = None
         if step.record and step.reduce:

@@ -34,7 +34,7 @@ from pippy.ir.run.given_inputs import NamedInputs, check_versions, versions
 from pippy.ir.run.opaque_values import check_opaque_leaves
 from pippy.ir.run.shared_tensors import check_unchanged
 from pippy.ir.run.split_backward import DeferredGradients, WeightDeferral
-from pippy.ir.run.stage_backward import add_gradients, stage_backward, weighted
+from pippy.ir.run.stage_backward import add_gradients, loss_inside, stage_backward, weighted
 from pippy.ir.run.stage_run import StageRun, as_leaf, run_backward, run_stage
 from pippy.ir.trees import describe, map_tensors
 
@@ -131,18 +131,21 @@ class Executor:
         record: bool = False,
         weigh: bool = False,
         loss_probe: LossProbe | None = None,
+        returns: Mapping[str, Any] | None = None,
     ) -> StepResult:
         """Run all instructions once, or until the step is given up.
 
         ``own_rows`` takes a micro-batch's rows from the inputs of the loss, if each of those is the whole mini-batch. With
         ``record``, the times of the instructions are noted; with ``weigh``, the bytes that stages keep are measured. A
-        ``loss_probe`` sees what the loss is computed from.
+        ``loss_probe`` sees what the loss is computed from. ``returns`` are the values to return, if not those of the
+        program, each with the place of the loss if only that is wanted.
         """
         self.own_rows, self.loss_probe = own_rows, loss_probe
         self.number, self.weights, self.trains = number, weights, trains
         self.casts = torch._C._is_any_autocast_enabled()
         chunks = len(weights)
-        self.returned = {name: [None] * chunks for name in self.program.returns}
+        self.seeds = dict.fromkeys(self.program.returns) if returns is None else returns
+        self.returned = {name: [None] * chunks for name in self.seeds}
         for name, microbatches in inputs.items():
             for microbatch, value in enumerate(microbatches):
                 self.values[name, microbatch] = self._here(value)
@@ -256,7 +259,9 @@ class Executor:
         for key, value in zip(gives, [outputs] if len(gives) == 1 else outputs, strict=True):
             values[key] = value
             if key[0] in self.returned:
-                self.returned[key[0]][microbatch] = map_tensors(_detached, value)
+                seed = self.seeds[key[0]]
+                kept = value if seed is None else loss_inside(seed, value)
+                self.returned[key[0]][microbatch] = map_tensors(_detached, kept)
 
     def _probe(self, call: StageCall, microbatch: int, takes: Sequence[Key], gives: Sequence[Key], args: Any) -> None:
         assert self.loss_probe is not None

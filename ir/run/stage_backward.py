@@ -47,6 +47,18 @@ def gradient_pairs(output: Any, gradient: Any) -> Iterator[tuple[torch.Tensor, t
             yield from gradient_pairs(item, its_gradient)
 
 
+def loss_inside(seed: Any, value: Any) -> Any:
+    """The loss inside of a value, at the place where ``seed`` has a number.
+
+    >>> loss_inside([None, SEED], ("logits", 0.5))
+    0.5
+    """
+    if isinstance(seed, float):
+        return value
+    places = [place for place, inner in enumerate(seed) if inner is not None]
+    return loss_inside(seed[places[0]], (children(value) or ())[places[0]])
+
+
 def weighted(output_grads: Any, weight: float) -> Any:
     """``output_grads`` for a loss of this weight. A loss of weight 0 gets no gradient, since it may be NaN.
 

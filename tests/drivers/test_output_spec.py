@@ -90,8 +90,18 @@ def test_a_spec_for_the_loss_is_refused_before_anything_is_sent(threads, kind):
         driver.close()
 
 
-def test_a_spec_for_a_loss_that_is_all_there_is(threads):
-    driver = PipelineDriver1F1B(pipeline(Chain(2), nn.MSELoss()), threads, output_spec=Mean())
-    with pytest.raises(MicrobatchError, match="loss_reduction="):
-        driver.run(3, torch.randn(7, 8), torch.randn(7, 8))
+def test_a_spec_of_a_pipe_with_a_loss_function_is_for_the_outputs(threads):
+    """Not for the loss, which is put together by its weights."""
+    model, x, target = Chain(2), torch.randn(7, 8), torch.randn(7, 8)
+    driver = PipelineDriver1F1B(pipeline(model, nn.MSELoss()), threads, output_spec=Stacked())
+    expected = F.mse_loss(model(x), target)
+    torch.testing.assert_close(driver.run(3, x, target), expected.detach())
+    loss, outputs = driver.run(3, x, target, outputs=True)
+    torch.testing.assert_close(loss, expected.detach())
+    assert [len(each) for each in outputs] == [3, 2, 2]
     driver.close()
+
+
+class Stacked(ChunkSpec):
+    def merge(self, values):
+        return values
