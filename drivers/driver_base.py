@@ -338,7 +338,7 @@ class PipelineDriverBase:
         Takes what the class takes after its parameters. Groups are given as ``param_groups=[{"params": names, ...}]``, with
         names, patterns as for a shell, or parameters of the model, or with ``"params": ...`` for all that no other group names.
         As in torch, it leaves alone what is in no group, so that a driver may have several optimizers. Without groups, it has
-        all parameters.
+        all parameters. With ``master_dtype=torch.float32`` it updates float32 copies of the parameters that have 16 bits.
         """
         self._optimizers += 1
         parameters = dict(self.pipe.named_parameters())

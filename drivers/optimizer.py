@@ -19,6 +19,7 @@ from pippy.drivers.optimizer_check import check_separable
 from pippy.drivers.placed_pipe import PlacedPipe
 from pippy.drivers.stale_models import StaleModels
 from pippy.drivers.transport.pickling import pickle_by_value
+from pippy.drivers.workers.worker_optimizer import MASTER
 
 
 class PipelineOptimizer(Optimizer):
@@ -44,6 +45,7 @@ class PipelineOptimizer(Optimizer):
                 f"{optimizer_class!r} is no optimizer class; give one, as in instantiate_optimizer(torch.optim.AdamW, lr=1e-3)"
             )
         options = dict(kwargs)
+        self.master_dtype = _checked_master_dtype(options.pop("master_dtype", None), parameters)
         self.placed, self.commands, self.stale, self.number = placed, commands, stale, number
         self.names = {id(parameter): name for name, parameter in parameters.items()}
         groups = self._groups(parameters, options.pop("param_groups", None))
@@ -113,7 +115,10 @@ class PipelineOptimizer(Optimizer):
             by_worker = self.placed.for_all_copies({self.names[id(each)]: None for each in group["params"]})
             for worker, locations in by_worker.items():
                 groups[worker].append((tuple(locations), options))
-        self.commands.call({w: MakeOptimizer(self.number, factory, tuple(own)) for w, own in groups.items()})
+        bodies = {
+            worker: MakeOptimizer(self.number, factory, tuple(own), self.master_dtype) for worker, own in groups.items()
+        }
+        self.commands.call(bodies)
 
     def _options(self) -> tuple[dict[str, Any], ...]:
         """The options of every group, as they are now. A tensor is copied: a scheduler changes it in place."""
@@ -181,6 +186,11 @@ class PipelineOptimizer(Optimizer):
                 odd = sorted(set(map(str, renamed)) ^ set(renamed.values()))
                 raise OptimizerError(f"the state is of other parameters: {', '.join(odd)} are on one side only")
             renamed = {name: name for name in renamed}
+        if self.master_dtype is None and any(MASTER in its for its in state.values()):
+            raise OptimizerError(
+                "the state has copies of the parameters with more bits, and this optimizer has none; give their dtype when it "
+                "is made: instantiate_optimizer(..., master_dtype=torch.float32)"
+            )
         stores = self.placed.for_all_copies({renamed[key]: its for key, its in state.items()})
         for mine, group in zip(self.param_groups, groups):
             mine.update({key: value for key, value in group.items() if key != "params"})
@@ -189,6 +199,21 @@ class PipelineOptimizer(Optimizer):
 
     def __reduce__(self) -> Any:
         raise TypeError("this optimizer's state lives on workers; pickle optimizer.state_dict()")
+
+
+def _checked_master_dtype(given: Any, parameters: Mapping[str, torch.nn.Parameter]) -> torch.dtype | None:
+    """The dtype of an optimizer's copies, if each parameter fits into it."""
+    if given is None:
+        return None
+    if not isinstance(given, torch.dtype) or not given.is_floating_point:
+        raise OptimizerError(f"master_dtype={given!r}: give a floating-point dtype, as in master_dtype=torch.float32")
+    for name, parameter in parameters.items():
+        if parameter.is_floating_point() and parameter.dtype != given and parameter.dtype.itemsize >= given.itemsize:
+            raise OptimizerError(
+                f"master_dtype={given}: {name!r} is {parameter.dtype}, and a copy of it would lose digits; give a dtype with "
+                "more bits than the parameters have, or leave master_dtype out"
+            )
+    return given
 
 
 def _make(optimizer_class: type, args: tuple[Any, ...], options: dict[str, Any], groups: Any) -> Optimizer:

@@ -270,11 +270,15 @@ class ScaleGradients:
 
 @dataclass(frozen=True)
 class MakeOptimizer:
-    """Make an optimizer, and keep it under a number. A group has the locations of its parameters, and its options."""
+    """Make an optimizer, and keep it under a number. A group has the locations of its parameters, and its options.
+
+    With ``master_dtype`` the optimizer has copies of that dtype of the parameters that have another.
+    """
 
     optimizer: int
     factory: Pickled
     groups: tuple[tuple[tuple[TensorLocation, ...], Mapping[str, Any]], ...]
+    master_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)

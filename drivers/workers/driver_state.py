@@ -29,12 +29,11 @@ from pippy.drivers.transport.pickling import unpickle
 from pippy.drivers.transport.transport import Transport
 from pippy.drivers.workers.compiling import compile_modules
 from pippy.drivers.workers.executor import Executor
-from pippy.drivers.workers.gradients import Gradients
+from pippy.drivers.workers.gradients import Gradients, norm
 from pippy.drivers.workers.loss_probe import LossProbe
 from pippy.drivers.workers.out_of_order import OutOfOrderExecutor
+from pippy.drivers.workers.worker_optimizer import WorkerOptimizer
 from pippy.ir.run.shared_tensors import get_tensor
-from pippy.ir.sparse_tensors import vector_norm
-from pippy.ir.trees import map_tensors
 
 
 class DriverState:
@@ -62,7 +61,7 @@ class DriverState:
         ]
         self.gradients = Gradients(list(unique.values()), groups, index, transport)
         self.programs: dict[int, Executor] = {}
-        self.optimizers: dict[int, torch.optim.Optimizer] = {}
+        self.optimizers: dict[int, WorkerOptimizer] = {}
         self.running: Executor | None = None
         self.handlers: Mapping[type, Callable[[Any, int], Any]] = {
             type(None): lambda body, number: None,  # the command only drops gradients, or drivers
@@ -92,7 +91,7 @@ class DriverState:
     def _parameters_of(self, optimizers: Sequence[int]) -> set[int]:
         """The ids of the parameters that some optimizers have on this worker."""
         own = [self.optimizers[number] for number in optimizers if number in self.optimizers]
-        return {id(parameter) for each in own for group in each.param_groups for parameter in group["params"]}
+        return {key for each in own for key in each.parameters}
 
     def tensor(self, place: TensorLocation) -> torch.Tensor:
         """The parameter or buffer at a location."""
@@ -136,6 +135,8 @@ class DriverState:
         with torch.no_grad():
             for place, tensor in store.tensors.items():
                 self.tensor(place).copy_(tensor)
+        for optimizer in self.optimizers.values():
+            optimizer.parameters_changed = True
 
     def _reduce(self, body: ReduceGradients, number: int) -> None:
         self.gradients.reduce(number)
@@ -144,7 +145,7 @@ class DriverState:
         if norms.reduce:
             self.gradients.reduce(number)
         found = [self.gradients.of(id(self.tensor(place))) for place in norms.locations]
-        return [None if grad is None else vector_norm(grad, norms.norm_type).cpu() for grad in found]
+        return [None if grad is None else norm(grad, norms.norm_type).cpu() for grad in found]
 
     def _scale(self, scale: ScaleGradients, number: int) -> None:
         self.gradients.scale(number, scale.factor)
@@ -152,35 +153,21 @@ class DriverState:
     def _make_optimizer(self, make: MakeOptimizer, number: int) -> None:
         groups = [{"params": [self.tensor(place) for place in places], **options} for places, options in make.groups]
         if any(group["params"] for group in groups):
-            self.optimizers[make.optimizer] = unpickle(make.factory)(groups)
+            made = WorkerOptimizer(unpickle(make.factory), groups, make.master_dtype)
+            self.optimizers[make.optimizer] = made
+            self.gradients.wider.update({key: master.dtype for key, master in made.masters.items()})
 
     def _optimizer_step(self, step: OptimizerStep, number: int) -> None:
         if step.reduce:
             self.gradients.reduce(number)
-        optimizer = self.optimizers.get(step.optimizer)
-        if optimizer is None:  # no stage on this worker has parameters
-            return
-        for group, options in zip(optimizer.param_groups, step.groups or ()):
-            group.update(options)
-        self.gradients.set_grad()
-        try:
-            optimizer.step()
-        finally:
-            self.gradients.clear_grad()
+        if step.optimizer in self.optimizers:  # else no stage on this worker has parameters of it
+            self.optimizers[step.optimizer].step(self.gradients, step.groups or ())
 
     def _optimizer_state(self, body: OptimizerState, number: int) -> list[dict[str, Any] | None]:
         optimizer = self.optimizers.get(body.optimizer)
-        states = [optimizer.state.get(self.tensor(place)) if optimizer else None for place in body.locations]
-        return [None if state is None else map_tensors(torch.Tensor.cpu, dict(state)) for state in states]
+        return [optimizer.state_of(id(self.tensor(place))) if optimizer else None for place in body.locations]
 
     def _load_optimizer_state(self, body: LoadOptimizerState, number: int) -> None:
-        optimizer = self.optimizers.get(body.optimizer)
-        if optimizer is None:
-            return
-        numbered = optimizer.state_dict()
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        numbers = {id(parameter): index for index, parameter in enumerate(parameters)}
-        # Two copies of a parameter must not share one tensor of the message.
-        own = {place: map_tensors(torch.clone, dict(state)) for place, state in body.state.items()}
-        numbered["state"] = {numbers[id(self.tensor(place))]: state for place, state in own.items()}
-        optimizer.load_state_dict(numbered)
+        if body.optimizer in self.optimizers:
+            states = {id(self.tensor(place)): state for place, state in body.state.items()}
+            self.optimizers[body.optimizer].load_state(states)

@@ -34,6 +34,7 @@ import torch
 from pippy.drivers.control.messages import ReplicatedParameter
 from pippy.drivers.transport.transport import Transport
 from pippy.ir.run.stage_backward import add_gradients
+from pippy.ir.sparse_tensors import vector_norm
 
 Gradient = torch.Tensor | None
 FIRST_NUMBER = 1 << 24  # of the replicated parameters in the keys of messages; no program has as many values
@@ -68,6 +69,7 @@ class Gradients:
         self.total: dict[int, Gradient] = {}
         self.unsummed: dict[int, Gradient] = {}
         self.pending: list[_Pending] = []
+        self.wider: dict[int, torch.dtype] = {}  # the dtypes of gradients that an optimizer wants with more bits
         self.adding_up = False  # says what a failure interrupted
 
     def zero(self) -> None:
@@ -88,10 +90,11 @@ class Gradients:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def set_grad(self) -> None:
-        """Set `.grad` to the gradients that the user sees."""
-        for key, parameter in self.parameters.items():
-            parameter.grad = self.of(key)
+    def set_grad(self, optimized: Mapping[int, torch.Tensor]) -> None:
+        """Set `.grad` to the gradients that the user sees, of the tensor that an optimizer has for each parameter."""
+        for key, tensor in optimized.items():
+            gradient = self.of(key)
+            tensor.grad = None if gradient is None else gradient.to(tensor.dtype)
 
     def of(self, key: int) -> Gradient:
         """The gradient of a parameter, by its id. What the current command added up is in it."""
@@ -147,9 +150,9 @@ class Gradients:
 
     def _multiply(self, factor: float) -> None:
         if factor != 1.0:
-            for gradient in self.total.values():
+            for key, gradient in self.total.items():
                 if gradient is not None:
-                    gradient.mul_(factor)
+                    self.total[key] = gradient.to(self.wider.get(key, gradient.dtype)).mul_(factor)
 
     def _sums(self, number: int, gradients: Mapping[int, Gradient]) -> dict[int, Gradient]:
         """Add up the gradients of all copies of each replicated parameter. Returns the sum for every copy that is here."""
@@ -195,6 +198,16 @@ class Gradients:
         if copy < len(group.copies):
             return f"the gradient of copy {copy} of {group.name!r}, from worker {group.copies[copy][0]}"
         return f"the sum of the gradients of {group.name!r}, from worker {group.copies[0][0]}"
+
+
+def norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """The norm of a gradient, of one of 16 bits in float32.
+
+    >>> norm(torch.full((2**20,), 1.0, dtype=torch.float16), 2.0)
+    tensor(1024.)
+    """
+    narrow = gradient.dtype in (torch.float16, torch.bfloat16)
+    return vector_norm(gradient.float() if narrow else gradient, norm_type)
 
 
 def _key(number: int, group_index: int, copy: int) -> tuple[int, int, int]:
