@@ -23,6 +23,7 @@ from pippy.ir.errors import PippyWarning
 
 _PIPPY = Path(__file__).parent.parent
 _OWN = tuple(f"{folder}{os.sep}" for folder in (_PIPPY, (_PIPPY / "ir").resolve(), (_PIPPY / "drivers").resolve()))
+_SILENT = frozenset(("CACHE", "NOP", "EXTENDED_ARG", "PRECALL", "PUSH_NULL", "RESUME"))
 _STANDARD = (contextlib.__file__, functools.__file__, mock.__file__, random.__file__)
 _LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", *_OWN)
 _STANDARD_LIBRARY = str(Path(os.__file__).parent) + os.sep
@@ -71,6 +72,12 @@ def is_standard(file: str) -> bool:
 def instructions(code: CodeType) -> tuple[dis.Instruction, ...]:
     """What a function is compiled to. To find this takes longer than all else that is done at an operation."""
     return tuple(dis.get_instructions(code))
+
+
+@functools.lru_cache(maxsize=4096)
+def steps(code: CodeType) -> tuple[dis.Instruction, ...]:
+    """The instructions of a function without those that do nothing."""
+    return tuple(each for each in instructions(code) if each.opname not in _SILENT)
 
 
 def called(frame: FrameType) -> Any:

@@ -77,7 +77,7 @@ def _put_whole(traced: Traced, part: tuple[str, torch.Tensor]) -> str:
     storage = tensor.untyped_storage()
     whole = f"{name}_whole"
     traced.attributes[whole] = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
-        storage, 0, (storage.nbytes() // tensor.itemsize,)
+        storage, 0, (storage.nbytes() // tensor.itemsize,), (1,)
     )
     return whole
 
@@ -92,4 +92,4 @@ def _make_view(graph: fx.Graph, node: fx.Node, whole: str, tensor: torch.Tensor)
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    return tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+    return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())

@@ -13,7 +13,7 @@ graph is compared with one that was traced without the input (`trace.py`).
 import dis
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
@@ -24,6 +24,7 @@ from torch import fx
 from pippy.ir import source
 from pippy.ir.errors import TracingError
 from pippy.ir.front.c_calls import paused_for_nodes
+from pippy.ir.front.none_questions import check, compared_variables, is_call_compared, may_be_none
 from pippy.ir.front.refusals import refused
 
 _ADVICE = (
@@ -33,7 +34,6 @@ _ADVICE = (
 _ABOUT_CLASSES = (type, callable)
 _NAMES = frozenset(("LOAD_FAST", "LOAD_DEREF", "LOAD_NAME", "LOAD_FAST_CHECK"))
 _OTHERS = _NAMES | {"LOAD_GLOBAL", "LOAD_CONST", "LOAD_ATTR"}
-_SILENT = frozenset(("CACHE", "NOP", "EXTENDED_ARG", "PRECALL", "PUSH_NULL", "RESUME"))
 
 
 _MODES = frozenset((torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.is_autocast_enabled))
@@ -53,20 +53,88 @@ def watching_questions(tracer: fx.Tracer) -> Iterator[None]:
     if sys.gettrace() is not None:
         yield
         return
-    sys.settrace(_on_call)
+    watch = Watch(tracer)
+    sys.settrace(watch.on_call)
     try:
-        with paused_for_nodes(tracer, lambda: sys.settrace(None), lambda: sys.settrace(_on_call)):
+        with (
+            watch.for_none(),
+            paused_for_nodes(tracer, lambda: sys.settrace(None), lambda: sys.settrace(watch.on_call)),
+        ):
             yield
     finally:
         sys.settrace(None)
 
 
-def _on_call(frame: FrameType, event: str, arg: Any) -> Any:
-    code = frame.f_code
-    if not source.is_users(code.co_filename) or not _questions(code) or not _is_called_by_user(frame):
-        return None
-    frame.f_trace_opcodes, frame.f_trace_lines = True, False
-    return _on_instruction
+class Watch:
+    """What Python calls for each call of a function, and for each instruction of one that holds a question.
+
+    Questions for None count from the first value on that may be None, in the functions that are running too.
+    """
+
+    def __init__(self, tracer: fx.Tracer) -> None:
+        self.tracer, self.counts_none = tracer, False
+
+    @contextmanager
+    def for_none(self) -> Iterator[None]:
+        """A context in which each new value that may be None is noticed."""
+        create_proxy = self.tracer.create_proxy
+
+        def create(*args: Any, **kwargs: Any) -> Any:
+            proxy = create_proxy(*args, **kwargs)
+            if may_be_none(proxy.node, self.tracer.root):
+                self._given(proxy, sys._getframe(1))
+            return proxy
+
+        self.tracer.create_proxy = create  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del self.tracer.create_proxy
+
+    def _given(self, proxy: Any, frame: FrameType | None) -> None:
+        innermost, self.counts_none = True, True
+        while frame is not None and frame.f_code is not source.TRACE:
+            if source.is_users(frame.f_code.co_filename):
+                if innermost and is_call_compared(frame):
+                    check(proxy)
+                innermost = False
+                if frame.f_trace is None and compared_variables(frame.f_code):
+                    self._watch(frame)
+            frame = frame.f_back
+
+    def _watch(self, frame: FrameType) -> None:
+        frame.f_trace, frame.f_trace_opcodes, frame.f_trace_lines = self.on_instruction, True, False
+
+    def on_call(self, frame: FrameType, event: str, arg: Any) -> Any:
+        """Watch the instructions of a function that holds a question."""
+        code = frame.f_code
+        if not source.is_users(code.co_filename):
+            return None
+        asks = _questions(code) or (self.counts_none and compared_variables(code))
+        if not asks or not _is_called_by_user(frame):
+            return None
+        self._watch(frame)
+        return self.on_instruction
+
+    def on_instruction(self, frame: FrameType, event: str, arg: Any) -> Any:
+        """Look at an instruction of a function that is watched."""
+        if event == "opcode":
+            self.answer(frame)
+        return self.on_instruction
+
+    def answer(self, frame: FrameType) -> None:
+        """Raise if the frame's instruction begins a question that matters; have the answer checked if it is for None."""
+        question = _questions(frame.f_code).get(frame.f_lasti)
+        if question is not None:
+            value, other = question
+            if isinstance_of_proxy(frame.f_locals.get(value)) and _matters(frame, other):
+                raise asked(
+                    f"forward() asks what a traced value is ({_word(other)}), which tracing cannot answer", frame
+                )
+        compared = compared_variables(frame.f_code).get(frame.f_lasti) if self.counts_none else None
+        proxy: Any = None if compared is None else frame.f_locals.get(compared)
+        if isinstance_of_proxy(proxy) and may_be_none(proxy.node, self.tracer.root):
+            check(proxy)
 
 
 def _is_called_by_user(frame: FrameType | None) -> bool:
@@ -74,15 +142,6 @@ def _is_called_by_user(frame: FrameType | None) -> bool:
     while frame is not None and source.is_standard(frame.f_code.co_filename):
         frame = frame.f_back
     return frame is not None and source.is_users(frame.f_code.co_filename)
-
-
-def _on_instruction(frame: FrameType, event: str, arg: Any) -> Any:
-    question = _questions(frame.f_code).get(frame.f_lasti) if event == "opcode" else None
-    if question is not None:
-        value, other = question
-        if isinstance_of_proxy(frame.f_locals.get(value)) and _matters(frame, other):
-            raise asked(f"forward() asks what a traced value is ({_word(other)}), which tracing cannot answer", frame)
-    return _on_instruction
 
 
 def _matters(frame: FrameType, other: Any) -> bool:
@@ -118,7 +177,7 @@ def isinstance_of_proxy(value: Any) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _questions(code: CodeType) -> dict[int, tuple[str, str]]:
     """The places of a function where it loads a local variable to ask for it: its name, and what it is asked."""
-    steps = _steps(code)
+    steps = source.steps(code)
     matches = any(each.opname in ("MATCH_SEQUENCE", "MATCH_MAPPING") for each in steps) or any(
         [each.opname for each in steps[at : at + 3]] == ["COPY", "LOAD_CONST", "IS_OP"] for at in range(len(steps))
     )
@@ -131,7 +190,7 @@ def _questions(code: CodeType) -> dict[int, tuple[str, str]]:
     return found
 
 
-def _asked_of(steps: list[dis.Instruction], at: int, matches: bool) -> str | None:
+def _asked_of(steps: Sequence[dis.Instruction], at: int, matches: bool) -> str | None:
     before, after = steps[at - 1] if at else None, steps[at + 1] if at + 1 < len(steps) else steps[at]
     if after.opname == "CALL" and after.arg == 1 and before is not None and before.opname in (*_NAMES, "LOAD_GLOBAL"):
         return _Called(before.argval)
@@ -140,7 +199,7 @@ def _asked_of(steps: list[dis.Instruction], at: int, matches: bool) -> str | Non
     return _compared_with(steps, at)
 
 
-def _compared_with(steps: list[dis.Instruction], at: int) -> str | None:
+def _compared_with(steps: Sequence[dis.Instruction], at: int) -> str | None:
     """What the value that is loaded at ``at`` is compared with by `is`: empty for no local variable, None for nothing."""
     end = next((index for index in range(at + 1, len(steps)) if steps[index].opname not in _OTHERS), at)
     if steps[end].opname != "IS_OP":
@@ -157,7 +216,7 @@ def is_compared(frame: FrameType) -> bool:
     """Whether what the frame's instruction gives, an attribute, is an operand of `is`, or is asked whether it is None."""
     if not source.is_users(frame.f_code.co_filename):
         return False
-    steps = _steps(frame.f_code)
+    steps = source.steps(frame.f_code)
     at = next((index for index, each in enumerate(steps) if each.offset == frame.f_lasti), None)
     if at is None or steps[at].opname != "LOAD_ATTR":
         return False
@@ -167,11 +226,6 @@ def is_compared(frame: FrameType) -> bool:
     while steps[at].opname in _OTHERS:
         at += 1
     return steps[at].opname == "IS_OP"
-
-
-@functools.lru_cache(maxsize=4096)
-def _steps(code: CodeType) -> list[dis.Instruction]:
-    return [each for each in source.instructions(code) if each.opname not in _SILENT]
 
 
 def asked(what: str, frame: FrameType | None) -> TracingError:

@@ -23,6 +23,15 @@ def check_tensor(value: Any) -> None:
         )
 
 
+def check_not_none(value: Any) -> None:
+    """Raise if a value is None. While tracing, `x is None` was False for it."""
+    if value is None:
+        raise TypeError(
+            "forward asked whether a value is None, and tracing took it for one that is not; it is None. Let what gives the "
+            "value decide what to do without it, or keep the code whole with a tracer whose is_leaf_module says True"
+        )
+
+
 def by_mode(training: bool, in_training: Any, in_eval: Any) -> Any:
     """One of two constants, chosen by the training flag.
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pippy import PipeTracer, pipe_split, pipeline
+from pippy import PipeTracer, SplitPoint, annotate_split_points, pipe_split, pipeline
 from pippy.ir.errors import StageError, TracingError
 from pippy.ir.front import questions
 
@@ -333,8 +333,8 @@ class Unpacks(nn.Module):
 def test_what_torch_does_at_an_operation_is_not_watched(monkeypatch):
     """torch disassembled the function at each value that was unpacked, and each instruction of that was looked at."""
     watched, disassembled = [], []
-    on_instruction, disassemble = questions._on_instruction, dis.get_instructions
-    monkeypatch.setattr(questions, "_on_instruction", lambda *event: watched.append(event[0]) or on_instruction(*event))
+    answer, disassemble = questions.Watch.answer, dis.get_instructions
+    monkeypatch.setattr(questions.Watch, "answer", lambda watch, frame: watched.append(frame) or answer(watch, frame))
     monkeypatch.setattr(dis, "get_instructions", lambda *args: disassembled.append(args) or disassemble(*args))
     pipe = pipeline(nn.Sequential(*(Unpacks() for _ in range(20))))
     assert torch.equal(pipe(torch.tensor([[1.0, 2.0]])), torch.tensor([[1.0, 2.0]]))
@@ -350,3 +350,106 @@ class AsksInTheLibrary(Asks):
 def test_what_the_standard_library_asks_for_the_model_is_refused_too():
     with pytest.raises(TracingError, match="asks what a traced value is"):
         pipeline(AsksInTheLibrary())
+
+
+class Gives(nn.Module):
+    """A leaf that gives a pair, with None for its second part if it gives less."""
+
+    def __init__(self, all_of_it):
+        super().__init__()
+        self.all_of_it = all_of_it
+
+    def forward(self, x):
+        return x + 1, x * 2 if self.all_of_it else None
+
+
+class KeepsGives(PipeTracer):
+    def is_leaf_module(self, m, module_qualified_name):
+        return isinstance(m, Gives) or super().is_leaf_module(m, module_qualified_name)
+
+
+class ComparesPart(nn.Module):
+    def __init__(self, all_of_it):
+        super().__init__()
+        self.lin, self.gives, self.decides = nn.Linear(4, 4), Gives(all_of_it), Decides()
+        self.attention = nn.MultiheadAttention(4, 2)
+
+    def forward(self, x):
+        x = self.lin(x)
+        pipe_split()
+        y, mask = self.gives(x)
+        if mask is None:
+            return y
+        return y * 3
+
+
+class ComparesCall(ComparesPart):
+    def forward(self, x):
+        x = self.lin(x)
+        pipe_split()
+        return x if self.gives(x)[1] is None else x * 3
+
+
+class HandsOnPart(ComparesPart):
+    def forward(self, x):
+        given = self.gives(self.lin(x))
+        pipe_split()
+        return self.decides(given[0], given[1])
+
+
+class Decides(nn.Module):
+    def forward(self, y, mask):
+        given = None is not mask
+        return y * 3 if given else y
+
+
+class ComparesWeights(ComparesPart):
+    def forward(self, x):
+        x = self.lin(x)
+        pipe_split()
+        y, weights = self.attention(x, x, x, need_weights=self.gives.all_of_it)
+        return y if weights is None else y * 3
+
+
+class ComparesItem(ComparesPart):
+    def forward(self, x):
+        x = {"x": self.lin(x["x"]), "mask": x["mask"]}
+        pipe_split()
+        mask = x["mask"]
+        return x["x"] * 2 if mask is None else x["x"] * 3
+
+
+COMPARING = [
+    (ComparesPart, "if mask is None"),
+    (ComparesCall, "self.gives(x)[1] is None"),
+    (HandsOnPart, "given = None is not mask"),
+    (ComparesWeights, "y if weights is None"),
+    (ComparesItem, "if mask is None"),
+]
+
+
+@pytest.mark.parametrize(("kind", "line"), COMPARING)
+def test_what_a_call_gives_is_taken_for_not_none_and_checked(kind, line):
+    """It was taken for not None, and nobody checked it: where only the comparison used it, the numbers were wrong."""
+    for all_of_it in (True, False):
+        model, x = kind(all_of_it), torch.randn(2, 4)
+        given = {"x": x, "mask": x if all_of_it else None} if kind is ComparesItem else x
+        pipe = pipeline(model, tracer=KeepsGives)
+        if all_of_it:
+            assert torch.equal(pipe(given), model(given))
+            continue
+        with pytest.raises(StageError) as caught:
+            pipe(given)
+        assert "took it for one that is not" in str(caught.value) and line in str(caught.value)
+
+
+class GivesAndDecides(Gives):
+    def forward(self, x):
+        y, mask = super().forward(x)
+        return y if mask is None else y * 3
+
+
+def test_the_advice_to_let_what_gives_the_value_decide():
+    model, x = nn.Sequential(nn.Linear(4, 4), GivesAndDecides(False)), torch.randn(2, 4)
+    annotate_split_points(model, {"1": SplitPoint.BEGINNING})
+    assert torch.equal(pipeline(model, tracer=KeepsGives)(x), model(x))
