@@ -12,6 +12,7 @@ The balancer cuts where no constraint forbids it. The splitter raises the refusa
     what makes a value, and what changes it in place         between stages a value is a copy
     the uses of a parameter, up to the last module that      a module cannot take a parameter as a value, so it cannot be
       holds it, if it must not be copied                       transmitted; and a gradient hook, or the user, forbids copies
+    what torch.utils.checkpoint runs                         a backward runs it again, in one stage
 
 A stage may change a value that an earlier stage made, if nobody else relies on the change: then the stage takes a copy first.
 The constraint says so by a refusal that is None for such marks; the balancer avoids the copy all the same.
@@ -27,7 +28,9 @@ from pippy.ir.cut.params import MultiUseParameterConfig, MultiUseParamSpec, conf
 from pippy.ir.cut.uses import TensorUses, is_constant, memory_of, operations, uses_of_tensors
 from pippy.ir.errors import PippyError, SharedParameterError, SplitError
 from pippy.ir.front.trace import Traced
+from pippy.ir.marks import pipe_split
 from pippy.ir.names import stage_name
+from pippy.ir.run.checkpointed_parts import Part, parts_of
 from pippy.ir.run.shared_tensors import has_gradient_hooks
 from pippy.ir.source import excerpt_of
 
@@ -69,6 +72,7 @@ def constraints(traced: Traced, spec: MultiUseParamSpec = None, changed: Collect
         *found.of_tensors_that_only_travel(),
         *found.of_values_changed_in_place(),
         *found.of_gradient_hooks(),
+        *found.of_checkpointed_parts(),
     ]
     return [each for each in every if each.first < each.last]
 
@@ -155,6 +159,11 @@ class _Constraints:
             if users:
                 why = f"{uses.name} has gradient hooks"
                 yield Constraint(uses.all[0], users[-1], why, _refused_hooks(uses))
+
+    def of_checkpointed_parts(self) -> Iterator[Constraint]:
+        for part in parts_of(list(self.traced.graph.nodes)):
+            why = "torch.utils.checkpoint runs them again in the backward"
+            yield Constraint(self.number[part.begin], self.number[part.end], why, _refused_mark(part))
 
     def _refused_statistics(self, uses: TensorUses) -> Callable[[Stages], PippyError]:
         def refusal(stages: Stages) -> PippyError:
@@ -258,6 +267,15 @@ def _refused_hooks(uses: TensorUses) -> Callable[[Stages], PippyError]:
     return lambda stages: SharedParameterError(
         f"{uses.name!r} has gradient hooks, and {_users(uses, stages)} would each have a copy of it, with a part of the "
         "gradient: say TRANSMIT for it, or take the hooks off"
+    )
+
+
+def _refused_mark(part: Part) -> Callable[[Stages], PippyError]:
+    mark = next((node for node in part.nodes if node.target is pipe_split), part.begin)
+    return lambda stages: SplitError(
+        "a mark lies inside of what torch.utils.checkpoint runs, and a stage runs that again as a whole in its backward.\n"
+        f"the mark:\n{excerpt_of(mark)}\nthe part:\n{excerpt_of(part.begin)}\n"
+        "What to do: move the mark before or after the call of torch.utils.checkpoint, or make that two calls"
     )
 
 

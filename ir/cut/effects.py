@@ -9,6 +9,7 @@ seeing it; so every in-place operation is found before the model is cut.
     another function of torch                ``inplace=True``, a name that ends with ``_``, and _VIEWS_WITHOUT_SCHEMA
     a function of the module `operator`      _OPERATORS
     a module of torch                        ``inplace=True``, and _VIEW_MODULES
+    the end of a checkpointed part           its result is what the part returns
     anything else, a module of the user's    nobody: the result may be a view of every argument. What it changes is found
       own among them                           when it runs: see ir/run/given_inputs.py
 """
@@ -25,6 +26,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.jit._builtins import _find_builtin
 from torch.nn.utils.parametrize import type_before_parametrizations
+
+from pippy.ir.run.checkpointed_parts import is_begin, is_end
 
 # Operators and functions of torch that may return an argument or a view of it, of which no schema tells.
 _VIEWS_WITHOUT_SCHEMA = frozenset(
@@ -85,6 +88,8 @@ def _is_no_tensor(node: fx.Node, attributes: Mapping[str, Any]) -> bool:
 
 
 def _effect(node: fx.Node, attributes: Mapping[str, Any]) -> _Effect:
+    if is_begin(node) or is_end(node):
+        return _Effect([], node.args[1:] if is_end(node) else [])
     if node.op == "call_module":
         return _of_module(attributes[str(node.target)], [*node.args, *node.kwargs.values()], attributes)
     if node.op == "call_method":

@@ -15,6 +15,7 @@ from pippy.ir.cut.seen_inputs import seen_inputs
 from pippy.ir.errors import SharedParameterError
 from pippy.ir.front.trace import Traced
 from pippy.ir.names import LOSS, Qualnames, local_name, named_state, place, qualnames_of, stage_index
+from pippy.ir.run.checkpointed_parts import fetch_before_parts, is_begin, is_end
 from pippy.ir.run.functions import own_copy, set_grad_mode
 from pippy.ir.run.graph_module import KEPT_META, PipeGraphModule, empty_graph_module, install
 from pippy.ir.wiring import ValueName, Wiring
@@ -92,6 +93,7 @@ class _StageGraph:
         self.values: dict[fx.Node, fx.Node] = {}
         self.targets: dict[str, None] = {}  # in the order of their first use
         self.grad_mode: fx.Node | None = None  # while gradients are disabled: the node that disabled them
+        self.modes_around: list[fx.Node | None] = []  # the same where each checkpointed part began that has not ended
 
     def build(self) -> fx.Graph:
         for value in self.stage.inputs:
@@ -105,6 +107,7 @@ class _StageGraph:
         self._end_region()
         outputs = tuple(self._output(value) for value in self.stage.outputs)
         self.graph.output(outputs[0] if len(outputs) == 1 else outputs)
+        fetch_before_parts(self.graph)
         return self.graph
 
     def _placeholder(self, value: fx.Node) -> fx.Node:
@@ -118,6 +121,10 @@ class _StageGraph:
         return node
 
     def _add(self, node: fx.Node) -> None:
+        if is_begin(node):
+            self.modes_around.append(self.grad_mode)
+        elif is_end(node) and (around := self.modes_around.pop()) is not None:
+            self.grad_mode = around  # not a node of the part, which what follows cannot use
         made = self.graph.node_copy(node, self._value)
         made.meta = _kept_meta(node)
         if node.op == "call_module":

@@ -7,7 +7,7 @@ torch.arange(n), torch.rand(3),         runs it once, and keeps the         a no
 an autograd.Function                    traces its forward, and             a node (`AutogradFunction`)
                                           forgets its backward
 with torch.no_grad():                   does not see it                     a mark on each node in it
-torch.utils.checkpoint                  traces through it, or loses it      refused
+torch.utils.checkpoint                  traces through it, or loses it      a node before and one after it
 with torch.autocast(...), and all       does not see it                     refused
   others of `pippy.ir.surroundings`
 random.random()                         keeps the number                    refused (`random_draws.py`)
@@ -27,6 +27,7 @@ from torch import fx, nn
 from pippy.ir import source
 from pippy.ir.errors import TracingError
 from pippy.ir.front.c_calls import watching_c_calls
+from pippy.ir.front.checkpointing import record_reentrant, recording_checkpoints
 from pippy.ir.front.proxies import IN_PLACE, RecordingProxy, made_in_forward, with_in_place_operators
 from pippy.ir.front.questions import check_not_asked_for_mode, watching_questions
 from pippy.ir.front.random_draws import check_no_draw, refusing_numpys_draws
@@ -76,9 +77,7 @@ def recording(tracer: fx.Tracer, model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(method_patched_here(torch.autograd.Function, "apply", _recorded_apply(tracer)))
         stack.enter_context(method_patched_here(torch.autocast, "__enter__", _refuse_autocast))
-        stack.enter_context(
-            patched_here(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _refuse_checkpoint)
-        )
+        stack.enter_context(recording_checkpoints(tracer))
         stack.enter_context(patched_here(torch, "is_tensor", lambda value: isinstance(value, (torch.Tensor, fx.Proxy))))
         for name in _TAKING_SIZES:
             stack.enter_context(patched_here(torch, name, _given_proxies(tracer, getattr(torch, name))))
@@ -185,7 +184,7 @@ def _recorded_apply(tracer: fx.Tracer) -> Callable[..., Any]:
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         if cls is torch.utils.checkpoint.CheckpointFunction:
-            _refuse_checkpoint()
+            return record_reentrant(tracer, *args)
         if cls.__module__.startswith("torch."):
             return original.__func__(cls, *args, **kwargs)
         return tracer.create_proxy("call_function", AutogradFunction(cls), args, kwargs)
@@ -200,18 +199,6 @@ def _lost(what: str, frame: FrameType, remedy: str = "") -> TracingError:
         TracingError(
             f"forward enters or sets {what}, and a traced graph would lose it; do so around the call of the Pipe, or move "
             f"the region into a module that the tracer treats as a leaf{f', or write {remedy}' if remedy else ''}{line}"
-        )
-    )
-
-
-def _refuse_checkpoint(*_: Any, **__: Any) -> None:
-    where = source.of_frame(sys._getframe(1))
-    line = f"\n{where.excerpt()}" if where else ""
-    raise refused(
-        TracingError(
-            "forward calls torch.utils.checkpoint, and a traced graph would lose it: the backward would need all that it "
-            "frees. Put the call into the forward of a module, and keep that whole with a tracer whose is_leaf_module says "
-            f"True for it; or make it a child of an nn.Sequential, for Pipe.from_sequential{line}"
         )
     )
 

@@ -18,6 +18,7 @@ from pippy.ir.front.arguments import (
     optional_inputs,
     signature_of,
 )
+from pippy.ir.front.checkpointing import finish_parts
 from pippy.ir.front.compare_graphs import Recorded, first_difference
 from pippy.ir.front.recording import recording
 from pippy.ir.front.refusals import raising_refusals
@@ -99,6 +100,7 @@ def _record(model: nn.Module, tracer: fx.Tracer, concrete_args: dict[str, Any]) 
     except Exception as error:
         raise explained(error, model) from error
     calls.check_all_met()
+    finish_parts(graph)
     changed = [name for name, buffer in buffers.items() if buffer._version != versions[name]]
     if changed:
         raise TracingError(

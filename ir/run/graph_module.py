@@ -15,8 +15,10 @@ import torch
 from torch import fx, nn
 
 from pippy.ir.names import local_name
+from pippy.ir.run.checkpointed_parts import end_part
 from pippy.ir.run.copies import owners_in_place_of_copies
 from pippy.ir.run.functions import by_mode, check_not_none, check_tensor, own_copy, set_grad_mode
+from pippy.ir.run.part_code import with_parts_as_functions
 from pippy.ir.run.stage_backward import stage_backward
 
 _STATE = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training")
@@ -35,6 +37,12 @@ class PipeGraphModule(fx.GraphModule):
         groups: Sequence[Mapping[str, str]] = self.__dict__.get("replicated_params", ())
         with owners_in_place_of_copies(groups, self.get_submodule):
             return super().__call__(*args, **kwargs)
+
+    def recompile(self) -> Any:
+        if not self._graph.find_nodes(op="call_function", target=end_part):
+            return super().recompile()
+        with self._graph.on_generate_code(lambda _: partial(with_parts_as_functions, list(self._graph.nodes))):
+            return super().recompile()
 
     def __str__(self) -> str:
         return f"{nn.Module.__repr__(self)}\n\n{readable_code(self)}"

@@ -112,12 +112,12 @@ def _where(module: nn.Module, error: Exception, direction: str) -> Iterator[str]
 
 
 def _failing_node(module: fx.GraphModule, traceback: TracebackType | None) -> fx.Node | None:
-    """The node whose line of generated code the traceback passes through."""
+    """The node whose line of generated code the traceback passes through: the innermost, in a checkpointed part."""
     lines = getattr(module, "_lineno_map", None) or {}
     nodes = list(module.graph.nodes)
+    found = None
     while traceback is not None:
-        if traceback.tb_frame.f_code is type(module).forward.__code__:
-            index = lines.get(traceback.tb_lineno - getattr(module, "_prologue_start", 0))
-            return nodes[index] if index is not None else None
+        if traceback.tb_frame.f_code.co_filename == type(module).forward.__code__.co_filename:
+            found = lines.get(traceback.tb_lineno - getattr(module, "_prologue_start", 0))
         traceback = traceback.tb_next
-    return None
+    return nodes[found] if found is not None else None

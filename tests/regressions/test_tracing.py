@@ -126,8 +126,7 @@ class Checkpointed(Base):
 
 def test_reentrant_checkpointing():
     """Its autograd function runs the wrapped part without gradients, so everything before it lost its own."""
-    with pytest.raises(TracingError, match=r"forward calls torch\.utils\.checkpoint"):
-        pipeline(Checkpointed())
+    check(Checkpointed(), torch.randn(6, 4))
 
 
 def test_questions_for_the_type_and_assertions():

@@ -1,0 +1,277 @@
+"""What `torch.utils.checkpoint` runs in a forward stays a checkpointed part of its stage: same bits, bytes and reruns."""
+
+import copy
+import functools
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from pippy import SplitPoint, annotate_split_points, pipe_split, pipeline
+from pippy.ir.errors import SplitError
+from tests.comparisons import assert_same_state
+
+pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
+WIDTH = 8
+
+
+class Net(nn.Module):
+    """Layers, a call of `part` under torch.utils.checkpoint, and a cut before it and after it."""
+
+    def __init__(self, reentrant=False, **options):
+        super().__init__()
+        self.first, self.a, self.b, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.norm, self.drop = nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)
+        self.options = {"use_reentrant": reentrant, **options}
+
+    def forward(self, x):
+        x = self.first(x)
+        pipe_split()
+        x = self.run(x)
+        pipe_split()
+        return self.last(x)
+
+    def run(self, x):
+        return checkpoint(self.part, x, **self.options)
+
+    def part(self, x):
+        return torch.tanh(self.b(torch.tanh(self.a(x))))
+
+
+class Draws(Net):
+    def part(self, x):
+        return F.dropout(self.drop(self.a(x)).tanh(), 0.3, self.training) * torch.rand(WIDTH)
+
+
+class Normalizes(Net):
+    def part(self, x):
+        return self.norm(self.b(self.norm(self.a(x)).tanh()))
+
+
+class Unpacks(Net):
+    """Several arguments and results, some no tensors."""
+
+    def run(self, x):
+        a, none, b = checkpoint(self.part, x, None, x.detach() * 2, **self.options)
+        return a + b if none is None else a
+
+    def part(self, x, none, y):
+        return self.a(x), none, torch.tanh(y + self.b.weight.sum() * x)
+
+
+class Captures(Net):
+    """A value, a parameter and a constant that are no arguments, and are used again later."""
+
+    def run(self, x):
+        mask, weight = torch.relu(x.detach()), self.a.weight
+        x = checkpoint(lambda x: F.linear(x, weight).tanh() * mask + torch.tensor([1.0, 2.0] * 4), x, **self.options)
+        return x + mask @ self.a.weight
+
+
+class Nested(Net):
+    def part(self, x):
+        y = checkpoint(lambda x: torch.tanh(self.a(x)) + self.b.bias, x, **self.options)
+        return checkpoint(super().part, y.sin(), **self.options) + self.b.bias
+
+
+class WithoutGradients(Net):
+    """Gradients switched off inside, around and off and on again."""
+
+    def run(self, x):
+        with torch.no_grad():
+            scale = checkpoint(lambda x: torch.tanh(self.b(x)), x, **self.options)
+            with torch.enable_grad():
+                bias = self.b(x).tanh()
+        return super().run(x) * scale + bias
+
+    def part(self, x):
+        with torch.no_grad():
+            y = self.a(x).tanh()
+        return self.b(x).tanh() + y
+
+
+class InSequence(Net):
+    def run(self, x):
+        layers = [self.a, torch.tanh, self.b, torch.tanh, self.drop, torch.sin]
+        return checkpoint_sequential(layers, 3, x, **self.options)
+
+
+class Dummy(Net):
+    """An argument that nobody uses makes the result require a gradient."""
+
+    def forward(self, x):
+        x = checkpoint(lambda x, _: self.part(x), x, torch.ones(1, requires_grad=True), **self.options)
+        pipe_split()
+        return self.last(x)
+
+
+KINDS = [Net, Draws, Normalizes, Unpacks, Captures, Nested, WithoutGradients, InSequence, Dummy]
+
+
+class Saved:
+    """Counts the bytes that autograd keeps, without those of parameters."""
+
+    def __init__(self, model):
+        self.own, self.kept = {each.data_ptr() for each in model.parameters()}, {}
+
+    def bytes(self, call):
+        def pack(tensor):
+            if tensor.data_ptr() not in self.own:
+                self.kept[tensor.data_ptr()] = tensor.nbytes, tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            self.result = call()
+        return sum(nbytes for nbytes, _ in self.kept.values())
+
+
+def calls_of(model):
+    calls = dict.fromkeys((name for name, module in model.named_modules() if not [*module.children()]), 0)
+
+    def count(name, *_):
+        calls[name] += 1
+
+    for name in calls:
+        model.get_submodule(name).register_forward_hook(functools.partial(count, name))
+    return calls
+
+
+def check(model, x, **options):
+    """Trains a step as the plain model does. Returns the Pipe."""
+    plain, target = copy.deepcopy(model), torch.randn(len(x), WIDTH)
+    calls, plain_calls = calls_of(model), calls_of(plain)
+    torch.manual_seed(1)
+    expected = F.mse_loss(plain(x), target)
+    expected.backward()
+    pipe = pipeline(model, F.mse_loss, **options)
+    torch.manual_seed(1)
+    assert torch.equal(pipe(x, target), expected)
+    for (name, own), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (own.grad is None) == (theirs.grad is None), name
+        assert own.grad is None or torch.equal(own.grad, theirs.grad), name
+    assert_same_state(pipe, plain)
+    assert calls == plain_calls
+    return pipe
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_bytes_and_reruns_are_those_of_the_plain_model(kind, reentrant):
+    model, x = kind(reentrant), torch.randn(6, WIDTH)
+    plain, untrained = copy.deepcopy(model), pipeline(copy.deepcopy(model))
+    kept = [Saved(each).bytes(lambda each=each: each(x)) for each in (untrained, plain)]
+    assert kept[0] == kept[1]
+    stage = untrained.split_gm.submod_1
+    assert pickle.loads(pickle.dumps(stage)).code == copy.deepcopy(stage).code == stage.code
+    assert list(untrained.state_dict()) == list(plain.state_dict())
+    check(model, x)
+
+
+def test_little_is_kept():
+    """Traced through, it kept 12 times as much."""
+
+    class Wide(Net):
+        def part(self, x):
+            for _ in range(6):
+                x = torch.tanh(self.a(x))
+            return x
+
+        def run(self, x):
+            return x + super().run(x.sin())
+
+    model, x = Wide(), torch.randn(32, WIDTH)
+    assert Saved(model).bytes(lambda: pipeline(model)(x)) <= 4 * x.nbytes
+
+
+def test_a_part_is_printed_as_a_function():
+    stage = pipeline(Captures()).split_gm.submod_1
+    assert "def forward(self, first):\n" in str(stage)
+    assert str(stage).partition("def part")[2].splitlines() == [
+        "(first, *, a_weight = a_weight, relu = relu):",
+        "        linear = torch._C._nn.linear(first, a_weight);  first = None",
+        "        tanh = linear.tanh();  linear = None",
+        "        mul = tanh * relu;  tanh = None",
+        "        _tensor_constant0 = self._tensor_constant0",
+        "        add = mul + _tensor_constant0;  mul = _tensor_constant0 = None",
+        "        return add",
+        "    add = torch.utils.checkpoint.checkpoint(part, first, use_reentrant=False);  part = first = None",
+        "    matmul = relu @ a_weight;  relu = a_weight = None",
+        "    add_1 = add + matmul;  add = matmul = None",
+        "    return add_1",
+    ]
+
+
+# Marks
+
+
+class Marked(Net):
+    def part(self, x):
+        x = self.a(x)
+        pipe_split()
+        return self.b(x)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_mark_inside_is_refused_with_its_line(reentrant):
+    with pytest.raises(
+        SplitError, match=r"(?s)a mark lies inside .*    pipe_split\(\).*return checkpoint\(self.part, x"
+    ):
+        pipeline(Marked(reentrant))
+
+
+class TwoCalls(Net):
+    """The remedy."""
+
+    def run(self, x):
+        x = checkpoint(self.a, x, **self.options)
+        pipe_split()
+        return checkpoint(self.b, x, **self.options)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("point", SplitPoint)
+def test_a_mark_at_the_edge_cuts_beside_the_part(point, reentrant):
+    assert check(TwoCalls(reentrant), torch.randn(3, WIDTH)).num_stages == 4
+
+    class Unmarked(Unpacks):
+        def forward(self, x):
+            return self.last(checkpoint(self.run, self.first(x), **self.options).sin())
+
+        def part(self, x, none, y):
+            return self.a(x), None, self.b(x)
+
+    model = Unmarked(reentrant)
+    annotate_split_points(model, {"a" if point is SplitPoint.BEGINNING else "b": point})
+    with pytest.raises(SplitError, match="a mark lies inside"):  # of the outer part, which computes more
+        pipeline(model)
+    model.forward = None
+    del model.forward
+    type(model).forward = lambda self, x: self.last(self.run(self.first(x)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe = check(model, torch.randn(3, WIDTH))
+    assert pipe.num_stages == 2
+    assert ("a.weight" in dict(pipe.split_gm.submod_0.named_parameters())) is (point is SplitPoint.END)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_the_balancer_cuts_beside_parts(reentrant):
+    class Chain(Net):
+        def forward(self, x):
+            for _ in range(3):
+                x = checkpoint(self.part, x.sin(), **self.options)
+            return x
+
+        def part(self, x):
+            return x.cos().sin().cos().sin()
+
+    for stages in (2, 3):
+        pipe = pipeline(Chain(reentrant), num_stages=stages, split="uniform")
+        assert [stage.code.count("def part") for _, stage in pipe.stages()] == [3 // stages] * (stages - 1) + [
+            3 - 3 // stages * (stages - 1)
+        ]
