@@ -4,7 +4,8 @@
     random.random(), a random.Random of one's own    refused before it is drawn: Python tells of each call of a C function
     torch.manual_seed, a generator's seed            the same
     numpy.random.rand, also as an imported name      refused before it is drawn, by a patch
-    numpy Generators of the model and its files      refused afterwards, since their state has changed
+    numpy Generators that the model holds, also in   refused afterwards, since their state has changed
+      lists and objects, or its files
 
 No generator of the process is set back, so other threads draw on.
 """
@@ -13,9 +14,10 @@ import copy
 import os
 import random
 import sys
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from types import FrameType, ModuleType
+from types import BuiltinMethodType, FrameType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -28,6 +30,25 @@ from pippy.ir.front.tracing_thread import patched_here
 
 _SEEDING = frozenset(("manual_seed", "seed", "set_state"))
 _ASKING = frozenset(("getstate", "setstate", "get_state", "initial_seed", "get_bit_generator", "get_printoptions"))
+
+_WITHOUT_PARTS = frozenset(
+    (
+        int,
+        float,
+        bool,
+        str,
+        bytes,
+        complex,
+        type(None),
+        torch.Size,
+        torch.dtype,
+        torch.device,
+        torch.Tensor,
+        nn.Parameter,
+    )
+)
+_CONTAINERS = frozenset((dict, OrderedDict, list, tuple, set, frozenset))
+_DEPTH = 6  # a generator that lies deeper is not noticed
 
 
 @contextmanager
@@ -71,8 +92,14 @@ def _watching_numpy(model: nn.Module) -> Iterator[None]:
             for name, value in list(vars(module).items()):
                 if getattr(value, "__self__", None) is numpy.mtrand._rand and name not in _ASKING:
                     stack.enter_context(patched_here(module, name, _refuse_numpy))
-        places = [*map(vars, files), *(module.__dict__ for module in model.modules())]
-        generators = _generators(places, (numpy.Generator, numpy.RandomState))
+        held = _Held((numpy.Generator, numpy.RandomState))
+        for module in model.modules():
+            for name, value in module.__dict__.items():
+                if name not in ("_parameters", "_buffers", "_modules"):
+                    held.look_into(value, _DEPTH)
+        for file in files:
+            held.look_into(vars(file), _DEPTH, objects=False)
+        generators = held.found
         before = [copy.deepcopy(_bits(each).state) for each in generators]
         yield
     drawn = [pair for pair in zip(generators, before) if repr(_bits(pair[0]).state) != repr(pair[1])]
@@ -96,9 +123,40 @@ def _files(model: nn.Module) -> list[ModuleType]:
     return [sys.modules[name] for name in names if name in sys.modules and not name.startswith("torch.")]
 
 
-def _generators(places: Iterable[dict[str, Any]], kinds: tuple[type, ...]) -> list[Any]:
-    found = {id(value): value for place in places for value in list(place.values()) if type(value) in kinds}
-    return list(found.values())
+class _Held:
+    """Finds the generators that dicts, lists and objects hold, also by one of their methods."""
+
+    def __init__(self, kinds: tuple[type, ...]) -> None:
+        self.kinds, self.found = kinds, list[Any]()
+        self._seen: dict[int, Any] = {}
+
+    def look_into(self, value: Any, depth: int, objects: bool = True) -> None:
+        """Look for generators that are at most ``depth`` steps away. Not into classes, modules and tensors."""
+        kind = type(value)
+        if kind in _WITHOUT_PARTS or (kind in _CONTAINERS and not value) or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, self.kinds):
+            self.found.append(value)
+        elif depth:
+            for part in _parts(value, objects):
+                self.look_into(part, depth - 1, objects)
+
+
+def _parts(value: Any, objects: bool) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return list(value)
+    if isinstance(value, BuiltinMethodType | MethodType):
+        is_global = (
+            value.__self__ is sys.modules["numpy"].random.mtrand._rand
+        )  # refused by a patch; other threads draw on
+        return [] if is_global else [value.__self__]
+    if not objects or isinstance(value, type | ModuleType | nn.Module | torch.Tensor):
+        return []
+    slots = (name for cls in type(value).__mro__ for name in vars(cls).get("__slots__", ()))
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
 
 
 def refusal(generator: str, frame: FrameType | None) -> TracingError:

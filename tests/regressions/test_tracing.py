@@ -30,6 +30,7 @@ from tests.regressions.common import Base, TwoLayers, X, check, half_square
 from tests.zoo import AsksForTypes
 
 rng_of_the_file = numpy.random.default_rng(0)
+rngs_of_the_file = {"a": 1, "b": [numpy.random.default_rng(0)]}
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
@@ -196,6 +197,56 @@ class DrawsFromGenerator(Base):
         return self.b(x) * self.rng.normal()
 
 
+class Noise:
+    """An object with slots, which holds a generator in a dict of lists, and a method of another."""
+
+    __slots__ = ("draw", "held")
+
+    def __init__(self):
+        self.held, self.draw = {"noise": [numpy.random.RandomState(0)]}, numpy.random.default_rng(0).normal
+
+
+class Holder:
+    def __init__(self):
+        self.noise = (Noise(), self)
+
+
+class DrawsFromNested(Base):
+    def __init__(self):
+        super().__init__()
+        self.holder = Holder()
+
+    def forward(self, x):
+        x = self.a(x)
+        pipe_split()
+        return self.b(x) * self.holder.noise[0].held["noise"][0].normal()
+
+
+class DrawsByItsMethod(DrawsFromNested):
+    def forward(self, x):
+        x = self.a(x)
+        pipe_split()
+        return self.b(x) * self.holder.noise[0].draw()
+
+
+class DrawsOfItsOwnInAList(DrawsFromNested):
+    def __init__(self):
+        super().__init__()
+        self.all = {"mine": [random.Random(0)]}
+
+    def forward(self, x):
+        x = self.a(x)
+        pipe_split()
+        return self.b(x) * self.all["mine"][0].choice([1.0, 2.0])
+
+
+class DrawsFromGlobalList(Base):
+    def forward(self, x):
+        x = self.a(x)
+        pipe_split()
+        return self.b(x) * rngs_of_the_file["b"][0].normal()
+
+
 class DrawsFromGlobalGenerator(Base):
     def forward(self, x):
         x = self.a(x)
@@ -227,6 +278,10 @@ class Seeds(Base):
         (DrawsByImportedName, "numpy's(.|\n)*return self.b.x. . numpy_rand"),
         (DrawsFromGenerator, "numpy's"),
         (DrawsFromGlobalGenerator, "numpy's"),
+        (DrawsFromNested, "numpy's"),
+        (DrawsByItsMethod, "numpy's"),
+        (DrawsOfItsOwnInAList, "Python's random(.|\n)*choice"),
+        (DrawsFromGlobalList, "numpy's"),
         (SeedsAGenerator, "the system's(.|\n)*default_rng"),
         (Seeds, "torch(.|\n)*torch.manual_seed.3."),
     ],
