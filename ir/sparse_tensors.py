@@ -1,13 +1,13 @@
 """Sparse tensors: the plain tensors that they are made of, and what torch has for plain tensors only.
 
-layout                     parts                                        rows that can be cut
--------------------------  -------------------------------------------  --------------------------
-sparse_coo                 indices, values; coalesced or not            along any dimension
-sparse_csr, sparse_csc     compressed indices, plain indices, values    along both dimensions
-sparse_bsr, sparse_bsc     compressed indices, plain indices, values    none: they are in blocks
+| layout                  | parts                                        | rows that can be cut           |
+|-------------------------|----------------------------------------------|--------------------------------|
+| sparse_coo              | indices, values; coalesced or not            | along any dimension            |
+| sparse_csr, sparse_csc  | compressed indices, plain indices, values    | along both dimensions of two   |
+| sparse_bsr, sparse_bsc  | compressed indices, plain indices, values    | none: they are in blocks       |
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -64,6 +64,14 @@ def from_parts(form: SparseForm, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return tensor.requires_grad_() if requires_grad else tensor
 
 
+def map_stored(function: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """A function of all values of a tensor; of a sparse one, of those that it stores."""
+    if not is_sparse(tensor):
+        return function(tensor)
+    form, (*indices, values) = parts_of(tensor)
+    return from_parts(form, [*indices, function(values)])
+
+
 def vector_norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
     """`torch.linalg.vector_norm` of a tensor that may be sparse.
 
@@ -78,3 +86,49 @@ def vector_norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
     if stored.numel() < tensor.numel():  # the norms of negative order see the zeros, too
         numbers = torch.cat([numbers, numbers.new_zeros(1)])
     return torch.linalg.vector_norm(numbers, norm_type)
+
+
+def has_rows(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can be cut with `narrow`, and put together with `cat`."""
+    if tensor.layout in (torch.sparse_csr, torch.sparse_csc):
+        return tensor.dim() == 2
+    return tensor.layout in (torch.strided, torch.sparse_coo)
+
+
+def narrow(tensor: torch.Tensor, dim: int, start: int, size: int) -> torch.Tensor:
+    """Some rows of a tensor that `has_rows`: a view, or of a sparse tensor a sparse tensor.
+
+    >>> narrow(torch.eye(3).to_sparse(), 0, 1, 2).to_dense()
+    tensor([[0., 1., 0.],
+            [0., 0., 1.]])
+    """
+    if tensor.layout is torch.strided:
+        return tensor.narrow(dim, start, size)
+    rows = tensor.to_sparse_coo().narrow_copy(dim, start, size)
+    return rows if tensor.layout is torch.sparse_coo else rows.to_sparse(layout=tensor.layout)
+
+
+def cat(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """`torch.cat`, of sparse tensors too: the result has the layout of the first."""
+    layout = tensors[0].layout
+    if layout in (torch.strided, torch.sparse_coo):
+        return torch.cat(tuple(tensors), dim)
+    return torch.cat([tensor.to_sparse_coo() for tensor in tensors], dim).to_sparse(layout=layout)
+
+
+def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """`torch.equal`, of sparse tensors too; zeros may be stored or not.
+
+    >>> equal(torch.eye(2).to_sparse(), torch.eye(2).to_sparse() * 2)
+    False
+    """
+    if one.layout is torch.strided or one.layout != other.layout:
+        return one.layout == other.layout and torch.equal(one, other)
+    return one.shape == other.shape and all(map(torch.equal, _entries(one), _entries(other)))
+
+
+def _entries(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The indices and values of what is not zero, in a fixed order."""
+    entries = tensor.detach().to_sparse_coo().coalesce()
+    kept = (entries.values() != 0).flatten(1).any(1) if entries.dense_dim() else entries.values() != 0
+    return entries.indices()[:, kept], entries.values()[kept]

@@ -21,6 +21,7 @@ from pippy.drivers.batches.specs import (
     unsuitable_spec,
 )
 from pippy.drivers.errors import MicrobatchError
+from pippy.ir.sparse_tensors import has_rows
 from pippy.ir.trees import describe, map_tensors, tensors, with_children
 
 
@@ -96,10 +97,10 @@ class Divider:
             raise MicrobatchError(
                 f"{path} is to be cut along dimension {dim}, and is {describe(value)}, which has none"
             )
-        if value.layout != torch.strided:
+        if self.chunks > 1 and not (has_rows(value) and (value.layout is torch.strided or not self.mask)):
             raise MicrobatchError(
-                f"{path} is a tensor of layout {value.layout}, which is not cut; give it a Replicate(), or cut it yourself: "
-                "MicroBatches([...])"
+                f"{path} is {describe(value)}, a layout that is not cut{' for a mask' if self.mask else ''}; give it a "
+                "Replicate() if it is no part of the batch, or cut it yourself: MicroBatches([...])"
             )
         dim %= value.dim()
         self.rows.append((path, f"dimension {dim} of {describe(value)}", value.shape[dim]))

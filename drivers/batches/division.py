@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from pippy.ir.sparse_tensors import narrow
 from pippy.ir.trees import children, map_tensors, with_children
 
 
@@ -39,7 +40,7 @@ class SameForAll(DividedValue):
 
 @dataclass(frozen=True, eq=False)
 class CutTensor(DividedValue):
-    """A tensor of which each micro-batch gets its rows, as a view."""
+    """A tensor of which each micro-batch gets its rows: a view, or of a sparse tensor a copy."""
 
     value: torch.Tensor
     dim: int
@@ -49,7 +50,7 @@ class CutTensor(DividedValue):
         if division.chunks == 1:
             return self.value.detach().requires_grad_(self.requires_grad)
         start, size = division.starts[microbatch], division.rows_of(microbatch)
-        piece = self.value.narrow(self.dim, start, size)
+        piece = narrow(self.value, self.dim, start, size)
         if division.mask:
             masked = torch.zeros_like(self.value)
             masked.narrow(self.dim, start, size).copy_(piece)
@@ -118,7 +119,7 @@ class Division:
             return value
         start, size, rows = self.starts[microbatch], self.sizes[microbatch], sum(self.sizes)
         return map_tensors(
-            lambda each: each.narrow(dim, start, size) if each.dim() > dim and each.shape[dim] == rows else each, value
+            lambda each: narrow(each, dim, start, size) if each.dim() > dim and each.shape[dim] == rows else each, value
         )
 
 

@@ -127,7 +127,10 @@ def indices(divided: Any) -> Iterator[torch.Tensor]:
         values = getattr(divided, "values", None) or (getattr(divided, "value", None),)
         found: Iterator[torch.Tensor] = tensors(values) if not isinstance(divided, CutTensor) else iter([divided.value])
         yield from (
-            each for each in found if each.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+            each
+            for each in found
+            if each.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+            and each.layout is torch.strided
         )
     else:
         for item in children(divided) or ():

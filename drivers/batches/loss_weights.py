@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from pippy.drivers.batches.division import CutTensor, Division
 from pippy.drivers.errors import MicrobatchError
 from pippy.ir.passes.loss_function import FunctionLoss
+from pippy.ir.sparse_tensors import is_sparse
 from pippy.ir.trees import describe
 
 _COUNTING_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.LinearCrossEntropyLoss)
@@ -125,7 +126,7 @@ def _all_ignored(reduction: Reduction, division: Division, target: str | None) -
     if (not reduction.counts and reduction.known) or target is None or target not in division.arguments:
         return set()
     given = division.arguments[target]
-    if not isinstance(given, CutTensor) or given.value.dtype != torch.int64:
+    if not isinstance(given, CutTensor) or given.value.dtype != torch.int64 or is_sparse(given.value):
         return set()
     counts = _counted(replace(reduction, weight=None), division, target) or []
     found = {index for index, count in enumerate(counts) if not count}
@@ -156,7 +157,7 @@ def _counted(reduction: Reduction, division: Division, target: str) -> list[floa
     """How many targets count in each micro-batch, or the sum of their class weights; None if targets are not class indices."""
     divided = division.arguments[target]
     if isinstance(divided, CutTensor) and not division.mask and division.sizes is not None:
-        if divided.value.is_floating_point():
+        if divided.value.is_floating_point() or is_sparse(divided.value):
             return None
         # one pass over the whole: the work must not grow with the number of micro-batches
         weights, count = _weights_of(divided.value, reduction), divided.value.shape[divided.dim]
@@ -164,7 +165,7 @@ def _counted(reduction: Reduction, division: Division, target: str) -> list[floa
         owner = torch.arange(division.chunks).repeat_interleave(torch.tensor(division.sizes)).to(rows.device)
         return torch.zeros(division.chunks, dtype=rows.dtype, device=rows.device).index_add_(0, owner, rows).tolist()
     pieces = [division.own_rows(piece, index) for index, piece in enumerate(division.microbatches(target))]
-    if not all(isinstance(piece, torch.Tensor) and not piece.is_floating_point() for piece in pieces):
+    if not all(isinstance(p, torch.Tensor) and not p.is_floating_point() and not is_sparse(p) for p in pieces):
         return None
     return [_weights_of(piece, reduction).sum().item() for piece in pieces]
 

@@ -32,6 +32,7 @@ from pippy.drivers.batches.specs import (
     unsuitable_spec,
 )
 from pippy.drivers.errors import MicrobatchError
+from pippy.ir.sparse_tensors import cat, equal, narrow
 from pippy.ir.trees import children, describe, leaves, with_children
 
 
@@ -172,9 +173,9 @@ class _Merge:
         if self.mask and self.follows(values, spec.dim):
             assert self.sizes is not None
             starts = [sum(self.sizes[:index]) for index in range(len(values))]
-            values = [value.narrow(spec.dim, *own) for value, *own in zip(values, starts, self.sizes)]
+            values = [narrow(value, spec.dim, *own) for value, *own in zip(values, starts, self.sizes)]
         try:
-            return torch.cat(values, spec.dim)
+            return cat(values, spec.dim)
         except RuntimeError as error:
             shapes = ", ".join(map(describe, values))
             raise MicrobatchError(
@@ -198,9 +199,11 @@ class _Merge:
         return reduce(add, weighted) if weighted else values[0] * 0
 
     def largest(self, values: list[Any], spec: Max, path: str) -> Any:
+        _check_dense(values, spec, path)
         return reduce(_largest, values)
 
     def smallest(self, values: list[Any], spec: Min, path: str) -> Any:
+        _check_dense(values, spec, path)
         return reduce(_smallest, values)
 
     def mean(self, values: list[Any], spec: Mean, path: str) -> Any:
@@ -210,6 +213,14 @@ class _Merge:
             raise MicrobatchError(f"{path} has the spec Mean(), and nothing has rows to weight by; give a function")
         rows = sum(self.sizes)
         return self.sum(values, Sum(tuple(size / rows for size in self.sizes)), path)
+
+
+def _check_dense(values: list[Any], spec: Max | Min, path: str) -> None:
+    if any(isinstance(value, torch.Tensor) and value.layout is not torch.strided for value in values):
+        raise MicrobatchError(
+            f"{path} has the spec {spec!r}, and is {describe(values[0])}, a layout that torch does not compare; give a "
+            "function of the list of values, which may call to_dense()"
+        )
 
 
 def _largest(one: Any, other: Any) -> Any:
@@ -259,6 +270,8 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
             return False
+        if one.layout is not torch.strided or other.layout is not torch.strided:
+            return equal(one, other)
         return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
     try:
         return one is other or (type(one) is type(other) and bool(one == other))
@@ -274,6 +287,6 @@ def _two(values: list[Any], same: Callable[[Any, Any], bool] | None = None) -> s
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, torch.Tensor) and value.numel() <= 4:
+    if isinstance(value, torch.Tensor) and value.numel() <= 4 and value.layout is torch.strided:
         return f"{describe(value)} {value.tolist()}"
     return describe(value)

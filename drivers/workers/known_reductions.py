@@ -96,4 +96,5 @@ def _tensors_with_paths(value: Any, path: str) -> Iterator[tuple[str, torch.Tens
 
 def is_index(leaf: torch.Tensor) -> bool:
     """Whether a tensor holds integers: class indices, perhaps."""
-    return not leaf.is_floating_point() and not leaf.is_complex() and leaf.dtype != torch.bool
+    whole = not leaf.is_floating_point() and not leaf.is_complex() and leaf.dtype != torch.bool
+    return whole and leaf.layout is torch.strided

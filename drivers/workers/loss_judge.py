@@ -23,6 +23,7 @@ from pippy.drivers.workers.loss_sample import Cut, Sample
 from pippy.ir.names import LOSS
 from pippy.ir.passes.loss_function import FunctionLoss
 from pippy.ir.run.random_state import seed_all
+from pippy.ir.sparse_tensors import map_stored
 from pippy.ir.trees import children, leaves, map_leaves
 
 _DOUBLED = 1 << 24  # elements that may be checked in float64
@@ -158,9 +159,9 @@ class Judge:
         """Other values in place of computed ones: where all rows have the same loss, no weights could be told apart."""
 
         def noisy(number: int, leaf: torch.Tensor, dim: int | None) -> torch.Tensor:
-            return (
-                leaf + 0.01 * torch.randn_like(leaf) if number in self.computed and leaf.is_floating_point() else leaf
-            )
+            if number not in self.computed or not leaf.is_floating_point():
+                return leaf
+            return map_stored(lambda values: values + 0.01 * torch.randn_like(values), leaf)
 
         seed_all(2)
         return sample.mapped(noisy)

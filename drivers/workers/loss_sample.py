@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from pippy.drivers.batches.division import CutTensor, DividedValue, Division, PerMicrobatch
+from pippy.ir.sparse_tensors import cat, equal, has_rows, narrow
 from pippy.ir.trees import children, leaves, map_leaves
 
 
@@ -36,7 +37,7 @@ class Sample:
         if dim is None:
             return leaf.clone()
         each = leaf.shape[dim] // self.rows
-        return leaf.narrow(dim, start * each, (stop - start) * each).clone()
+        return narrow(leaf, dim, start * each, (stop - start) * each).clone()
 
     def joined(self, other: "Sample") -> "Sample | None":
         """The rows of both; None if what has no rows differs."""
@@ -45,9 +46,9 @@ class Sample:
             return None
         found = []
         for one, two, dim in zip(mine, theirs, self.dims):
-            if dim is None and isinstance(one, torch.Tensor) and not (one.shape == two.shape and torch.equal(one, two)):
+            if dim is None and isinstance(one, torch.Tensor) and not (one.shape == two.shape and equal(one, two)):
                 return None
-            found.append(one if dim is None else torch.cat([one, two], dim))
+            found.append(one if dim is None else cat([one, two], dim))
         items = iter(found)
         return replace(
             self,
@@ -130,7 +131,7 @@ def _dims_given(divided: Any, value: Any) -> Iterator[int | None]:
 
 def _dim_of(leaf: Any, rows: int, likely: Sequence[int], flattened: bool) -> int | None:
     """Where a computed tensor has its rows, or several values for each row."""
-    if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+    if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or not has_rows(leaf):
         return None
     exact = [dim for dim in likely if dim < leaf.dim() and leaf.shape[dim] == rows]
     if exact:

@@ -7,6 +7,7 @@ import torch
 
 from pippy.drivers.errors import DriverError
 from pippy.ir.run.stage_backward import stage_backward
+from pippy.ir.sparse_tensors import cat, narrow
 from pippy.ir.trees import children, describe, leaves, map_leaves
 
 
@@ -75,7 +76,7 @@ class SingleLoss:
                 whole = merged[index]
                 rows = leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.dim() else 0
                 graded = isinstance(whole, torch.Tensor) and whole.requires_grad and whole.grad is not None
-                found.append(whole.grad[start[index] : start[index] + rows] if graded else None)
+                found.append(narrow(whole.grad, 0, start[index], rows) if graded else None)
                 start[index] += rows
             yield found
 
@@ -83,7 +84,7 @@ class SingleLoss:
 def _merged(parts: Sequence[Any]) -> Any:
     first = parts[0]
     if isinstance(first, torch.Tensor) and first.dim():
-        merged = torch.cat([part.detach() for part in parts])
+        merged = cat([part.detach() for part in parts], 0)
         return merged.requires_grad_(any(part.requires_grad for part in parts))
     same = all(torch.equal(first, part) if isinstance(first, torch.Tensor) else first == part for part in parts)
     if same:

@@ -10,6 +10,7 @@ from pippy.ir.errors import SharedParameterError
 from pippy.ir.names import named_state
 from pippy.ir.run.shared_tensors import get_tensor, has_gradient_hooks
 from pippy.ir.run.stage_backward import add_gradients
+from pippy.ir.sparse_tensors import equal
 
 Copies = Sequence[torch.Tensor]
 
@@ -27,7 +28,7 @@ def follow_owners(groups: Sequence[Copies]) -> None:
                 copy.requires_grad_(owner.requires_grad)
                 if (copy.dtype, copy.device) != (owner.dtype, owner.device):
                     copy.data = owner.data.clone()
-                elif not torch.equal(copy, owner):
+                elif not equal(copy, owner):
                     copy.copy_(owner)
 
 

@@ -7,7 +7,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pippy import MultiUseParameterConfig, PipelineDriver, PipelineDriver1F1B, pipe_split, pipeline
+from pippy import (
+    MultiUseParameterConfig,
+    PipelineDriver,
+    PipelineDriver1F1B,
+    PipelineDriverFillDrain,
+    Replicate,
+    pipe_split,
+    pipeline,
+)
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 REPLICATE, TRANSMIT = MultiUseParameterConfig.REPLICATE, MultiUseParameterConfig.TRANSMIT
@@ -209,3 +217,129 @@ def test_sparse_gradients_between_processes(cluster):
         twins.mine[0].load_state_dict(twins.mine[0].state_dict())  # its momentum is sparse
         twins.backward(), twins.update()
         twins.compare_parameters()
+
+
+# Sparse tensors as inputs, between stages, as outputs and targets
+
+
+class Matrix(nn.Module):
+    """Takes a sparse matrix; one more, if ``made`` says which kind, goes from the first stage to the second."""
+
+    def __init__(self, made=None, given_by=torch.relu, output=None):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.made, self.given_by, self.output = made, given_by, output
+
+    def forward(self, x):
+        y = self.first(x)
+        if self.made is not None:
+            y = self.given_by(y).to_sparse(layout=self.made)
+        pipe_split()
+        y = torch.sparse.mm(y, self.second.weight) if self.made is not None else self.second(y)
+        return y if self.output is None else torch.relu(y).to_sparse(layout=self.output)
+
+
+def detached(tensor):
+    return tensor.detach()
+
+
+def with_zeros(rows=7):
+    return torch.randn(rows, 4).clamp(min=0)
+
+
+def twin_of(plain):
+    """torch does not copy a module with a compressed buffer."""
+    buffers = dict(plain.named_buffers())
+    for name in buffers:
+        setattr(plain, name, None)
+    twin = copy.deepcopy(plain)
+    for name, buffer in buffers.items():
+        setattr(plain, name, buffer)
+        setattr(twin, name, buffer.clone())
+    return twin
+
+
+def compare(cluster, plain, args, chunks, make=PipelineDriver1F1B, loss=F.mse_loss, **options):
+    """Run a model on a driver and plainly: loss or outputs, and gradients. The last of ``args`` may be a target."""
+    driver = make(pipeline(twin_of(plain), loss), cluster, **options)
+    mine = driver.run(chunks, *args)
+    if loss is None:
+        theirs = plain(*args).detach()
+        assert mine.layout == theirs.layout
+        torch.testing.assert_close(mine.to_dense(), theirs.to_dense())
+    else:
+        theirs = loss(plain(*args[:-1]), args[-1])
+        theirs.backward()
+        torch.testing.assert_close(mine, theirs.detach())
+        for name, gradient in driver.gradients().items():
+            torch.testing.assert_close(gradient, plain.get_parameter(name).grad)
+    driver.close()
+
+
+LAYOUTS = [torch.sparse_coo, torch.sparse_csr]
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, torch.sparse_csc])
+def test_sparse_inputs(threads, layout):
+    for chunks in (1, 3):
+        compare(threads, Matrix(), (with_zeros().to_sparse(layout=layout), torch.randn(7, 4)), chunks)
+
+
+class Graph(nn.Module):
+    """A graph convolution: the matrix of the graph is an input, and a buffer of the second stage."""
+
+    def __init__(self, layout):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("graph", with_zeros(4).to_sparse(layout=layout))
+
+    def forward(self, x, graph):
+        y = torch.sparse.mm(graph, self.first(x).t())
+        pipe_split()
+        return self.second(torch.sparse.mm(self.graph, y).t())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_sparse_input_for_all_micro_batches_and_a_sparse_buffer(threads, layout):
+    graph = with_zeros(4).to_sparse(layout=layout)
+    args = torch.randn(7, 4), graph, torch.randn(7, 4)
+    compare(threads, Graph(layout), args, 3, chunk_spec={"graph": Replicate()})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("given_by", [torch.relu, detached], ids=["with gradient", "without"])
+def test_sparse_tensors_between_stages(threads, layout, given_by):
+    compare(threads, Matrix(layout, given_by), (with_zeros(), torch.randn(7, 4)), 3)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sparse_outputs(threads, layout):
+    for chunks in (1, 3):
+        compare(threads, Matrix(output=layout), (with_zeros(),), chunks, loss=None)
+
+
+def squared(output, target):
+    return ((output.to_dense() - target.to_dense()) ** 2).mean()
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (PipelineDriver1F1B, {}),
+        (PipelineDriverFillDrain, {"single_loss": True}),
+        (PipelineDriver, {"schedule": "zb_h1"}),
+    ],
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_loss_of_sparse_tensors(threads, layout, make, options):
+    """The loss is checked on parts of a micro-batch, or computed over all rows."""
+    target = with_zeros().to_sparse(layout=layout)
+    compare(threads, Matrix(output=layout), (with_zeros(), target), 2, make, squared, **options)
+
+
+def test_sparse_tensors_between_processes(cluster):
+    layout = torch.sparse_coo
+    compare(cluster, Matrix(layout), (with_zeros().to_sparse(), torch.randn(7, 4)), 2)
+    args = torch.randn(7, 4), with_zeros(4).to_sparse(layout=layout), torch.randn(7, 4)
+    compare(cluster, Graph(layout), args, 2, chunk_spec={"graph": Replicate()})
+    compare(cluster, Matrix(output=layout), (with_zeros(),), 2, loss=None)

@@ -14,6 +14,7 @@ from pippy.drivers.batches.divide import divide
 from pippy.drivers.batches.divide_call import divide_call
 from pippy.drivers.batches.specs import ChunkSpec, MicroBatches, Replicate, TensorChunkSpec
 from pippy.drivers.errors import MicrobatchError
+from pippy.ir.sparse_tensors import cat
 
 Pair = namedtuple("Pair", "left right")
 
@@ -121,12 +122,46 @@ def test_a_worker_gets_its_part_only():
         ({"x": torch.zeros(8)}, {"x": ChunkSpec()}, "write its split"),
         ({"x": MicroBatches([1, 2, 3])}, {}, "has 3 values for x, and there are 2"),
         ({"x": MicroBatches([torch.zeros(2)] * 2), "y": torch.zeros(5)}, {}, r"\(2, 2\) rows, 4 in all.*y: 5 rows"),
-        ({"x": torch.eye(4).to_sparse()}, {}, "layout"),
+        (
+            {"x": torch.eye(4).to_sparse_bsr((2, 2))},
+            {},
+            r"x is sparse_bsr float32\[4, 4\], .*Replicate\(\).*MicroBatches",
+        ),
     ],
 )
 def test_what_cannot_be_cut_is_refused(values, specs, words):
     with pytest.raises(MicrobatchError, match=f"(?s){words}"):
         divide(values, 2, specs)
+
+
+WHOLE = torch.tensor([[0.0, 1, 2], [3, 0, 0], [0, 0, 0], [4, 0, 5], [6, 7, 0]])
+SPARSE = {
+    "coo": WHOLE.to_sparse(),
+    "uncoalesced": WHOLE.to_sparse() + WHOLE.to_sparse(),
+    "rows stored whole": WHOLE.to_sparse(1),
+    "csr": WHOLE.to_sparse_csr(),
+    "csc": WHOLE.to_sparse_csc(),
+}
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_tensors_are_cut(name, dim):
+    x = SPARSE[name]
+    pieces = divide({"x": x}, 2, {"x": dim}).microbatches("x")
+    assert all(piece.layout == x.layout for piece in pieces)
+    expected = torch.tensor_split(x.to_dense(), 2, dim)
+    assert all(torch.equal(piece.to_dense(), rows) for piece, rows in zip(pieces, expected, strict=True))
+    assert torch.equal(cat(pieces, dim).to_dense(), x.to_dense())
+
+
+def test_a_layout_that_is_not_cut_may_be_given_whole_or_in_pieces():
+    x = torch.eye(4).to_sparse_bsr((2, 2))
+    assert divide({"x": x}, 1).take("x", 0).layout == torch.sparse_bsr
+    assert divide({"x": x, "y": torch.ones(4)}, 2, {"x": Replicate()}).take("x", 1).shape == (4, 4)
+    assert divide({"x": MicroBatches([x, x])}, 2).sizes == (4, 4)
+    with pytest.raises(MicrobatchError, match="not cut for a mask"):
+        divide({"x": torch.eye(4).to_sparse()}, 2, mask=True)
 
 
 def test_other_wrong_arguments_are_refused():

@@ -112,3 +112,19 @@ def test_without_rows_only_equal_values_merge_by_themselves():
         merge_outputs([torch.ones(()), torch.zeros(())], None, Mean())
     with pytest.raises(MicrobatchError, match="only you know"):
         merge_outputs([torch.ones(2), torch.zeros(2)], None)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_outputs(layout):
+    parts = [torch.eye(4)[:3].to_sparse(layout=layout), torch.eye(4)[3:].to_sparse(layout=layout)]
+    merged = merge_outputs(parts, (3, 1))
+    assert merged.layout == layout and torch.equal(merged.to_dense(), torch.eye(4))
+    same = [torch.eye(4).to_sparse(layout=layout) * number for number in (1, 1, 2)]
+    assert merge_outputs(same[:2], (3, 1), Replicate()) is same[0]
+    with pytest.raises(MicrobatchError, match="differs between micro-batches"):
+        merge_outputs(same[1:], (3, 1), Replicate())
+    assert torch.equal(merge_outputs(same, (1, 1, 1), Sum()).to_dense(), 4 * torch.eye(4))
+    with pytest.raises(MicrobatchError, match=r"Max\(\).* is sparse_.*to_dense"):
+        merge_outputs(same, (1, 1, 1), Max())
+    largest = merge_outputs(same, (1, 1, 1), lambda values: torch.stack([v.to_dense() for v in values]).amax(0))
+    assert torch.equal(largest, 2 * torch.eye(4))
