@@ -1,7 +1,7 @@
 """The commands of one driver, and what the controller knows of the gradients on its workers."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -10,6 +10,7 @@ from pippy.drivers.control.dispatch import Dispatch, PendingCommand, accept_all
 from pippy.drivers.control.messages import Load, StageFlags, Step, Unload, ZeroGrad
 from pippy.drivers.errors import DriverError
 from pippy.drivers.interrupts import uninterrupted
+from pippy.drivers.nonfinite_gradients import NonFiniteGradients
 from pippy.ir.surroundings import Surroundings
 
 Accept = Callable[[Mapping[int, Any]], None]
@@ -59,8 +60,11 @@ class Commands:
     up: ``told``.
     """
 
-    def __init__(self, dispatch: Dispatch, driver: int, workers: Sequence[int], has_copies: bool) -> None:
+    def __init__(
+        self, dispatch: Dispatch, driver: int, workers: Sequence[int], has_copies: bool, nonfinite: NonFiniteGradients
+    ) -> None:
         self.dispatch, self.driver, self.workers, self.has_copies = dispatch, driver, tuple(workers), has_copies
+        self.nonfinite = nonfinite
         self.gradients = GradientState.REDUCED
         self.zeroed: frozenset[int] = frozenset()
         self.trained = False  # whether there was a training step
@@ -127,10 +131,14 @@ class Commands:
 
     # Other commands
 
+    def wait(self) -> None:
+        """Wait for all that was sent. A step may fail, and change the state."""
+        if self.dispatch.outstanding:
+            self.dispatch.wait(self.dispatch.outstanding[-1])
+
     def call(self, bodies: Mapping[int, Any]) -> dict[int, Any]:
         """Send each worker its part of a command, and wait for the answers."""
-        if self.dispatch.outstanding:  # it may fail, and change the state
-            self.dispatch.wait(self.dispatch.outstanding[-1])
+        self.wait()
         surroundings = Surroundings.current()
         zero, changed, addressed = self._addressed(bodies, surroundings)
         answers = self.dispatch.call(self.driver, addressed, zero, self._undo_to_now(), changed)
@@ -148,10 +156,12 @@ class Commands:
     def zero_grad(self) -> None:
         """Drop all gradients: the next command says so."""
         self.gradients, self.zeroed = GradientState.TO_DROP, frozenset()
+        self.nonfinite.drop_all()
         self.parameters_updated()
 
-    def zero_grad_of(self, optimizer: int) -> None:
-        """Drop the gradients of the parameters that an optimizer has: the next command says so."""
+    def zero_grad_of(self, optimizer: int, names: Iterable[str]) -> None:
+        """Drop the gradients of the parameters that an optimizer has, those with these names: the next command says so."""
+        self.nonfinite.drop(names)
         if self.gradients is not GradientState.TO_DROP:
             self.zeroed |= {optimizer}
         self.parameters_updated()

@@ -26,7 +26,9 @@ from pippy.drivers.clusters.current_cluster import current_cluster
 from pippy.drivers.commands import Commands
 from pippy.drivers.control.messages import Step, StepReturning
 from pippy.drivers.errors import DriverError
+from pippy.drivers.grad_scaler import PipelineGradScaler
 from pippy.drivers.local_optimizers import watch
+from pippy.drivers.nonfinite_gradients import NonFiniteGradients
 from pippy.drivers.optimizer import PipelineOptimizer
 from pippy.drivers.parameters import RemoteParameters
 from pippy.drivers.placed_pipe import PlacedPipe
@@ -102,7 +104,10 @@ class PipelineDriverBase:
             check_single_loss(schedule.example(chunks=3, workers=len(self.ranks)), self.placed.loss_stage, self.mask)
         self.dispatch = self.cluster.dispatch
         self.number = self.cluster.next_driver()
-        self.commands = Commands(self.dispatch, self.number, self.placed.workers, bool(self.placed.replicated))
+        nonfinite = NonFiniteGradients(self.placed, [name for name, _ in pipe.named_parameters()])
+        self.commands = Commands(
+            self.dispatch, self.number, self.placed.workers, bool(self.placed.replicated), nonfinite
+        )
         self.programs = DriverPrograms(
             pipe, schedule, self.placed, self.commands, len(self.ranks), single_loss, self.out_of_order
         )
@@ -110,6 +115,7 @@ class PipelineDriverBase:
         self.parameters = RemoteParameters(pipe, self.placed, self.commands, self.stale)
         self.loss_checks = LossChecks(LOSS in self.compiled.split_gm._modules)
         self._optimizers = 0
+        self._grad_scaler: PipelineGradScaler | None = None
         self._recording: Recording | None = None
         self.commands.load(self.placed.loads(), self.placed.flags())
         watch(pipe.parameters(), self.commands)
@@ -193,7 +199,8 @@ class PipelineDriverBase:
         program = sent.lowered.program
         reduce = trains and bool(program.replicated) and self.commands.last_before_update
         check = self._loss_check(sent, division, results)
-        steps = self._steps(sent, purpose, division, results.weights, trains, reduce, check)
+        scale = self._grad_scaler.scale_of_steps if self._grad_scaler is not None and trains else None
+        steps = self._steps(sent, purpose, division, results.weights, trains, reduce, check, scale)
         returned = values_to_return(self.compiled, outputs)
         if returned is not None:
             returns = self.placed.returns(returned)
@@ -208,7 +215,8 @@ class PipelineDriverBase:
         measured = None
         if self._auto is not None and trains:
             measured = self._auto.begin(chunks, program, self.ranks)
-        posted = self.commands.post_step(steps, trains, reduce, self.step_timeout, surroundings, running.accept)
+        accept = running.accept if scale is None else self.commands.nonfinite.step(running.accept)
+        posted = self.commands.post_step(steps, trains, reduce, self.step_timeout, surroundings, accept)
         if measured is not None:
             measured(partial(self.dispatch.wait, posted))
         return running.posted(posted, note)
@@ -232,6 +240,7 @@ class PipelineDriverBase:
         trains: bool,
         reduce: bool,
         check: LossCheck | None,
+        scale: float | None,
     ) -> dict[int, Step]:
         """The message for each worker."""
         flags = self.commands.flags_to_send(self.placed.flags())
@@ -247,6 +256,7 @@ class PipelineDriverBase:
                 self._recording is not None or purpose.record,
                 purpose.weigh,
                 check if check is not None and rank == check.worker else None,
+                scale,
             )
             for worker, rank in enumerate(self.ranks)
         }
@@ -345,6 +355,20 @@ class PipelineDriverBase:
         return PipelineOptimizer(
             parameters, self.placed, self.commands, self.stale, self._optimizers, optimizer_class, args, kwargs
         )
+
+    def instantiate_grad_scaler(self, **options: Any) -> PipelineGradScaler:
+        """A `torch.amp.GradScaler` for this driver: from now on, `run` scales the loss on the workers and unscales there.
+
+        Takes what torch's takes after the device. Its `unscale_`, `step`, `update` and states are those of torch's; `scale`
+        and `backward` are left out.
+        """
+        if self.compiled.loss is None:
+            raise DriverError("a GradScaler scales a loss, and the Pipe has none; give one: pipeline(model, loss_fn)")
+        scaler = PipelineGradScaler(self.commands, **options)
+        if self._grad_scaler is not None:
+            self._grad_scaler.replaced = True
+        self._grad_scaler = scaler
+        return scaler
 
     def close(self) -> None:
         """Drop the stages, programs and optimizers from the workers; the cluster goes on."""

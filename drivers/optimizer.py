@@ -145,13 +145,25 @@ class PipelineOptimizer(Optimizer):
         self.commands.parameters_updated()
         self.stale.updated()
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What torch's GradScaler reads before it steps."""
+        raise OptimizerError(
+            "a torch.amp.GradScaler sees the gradients of this process, and those of this optimizer are on the workers; take "
+            "scaler = driver.instantiate_grad_scaler() for it, and leave scaler.scale(loss).backward() out"
+        )
+
+    def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Its parameters, as they are in this process, with their names."""
+        return [(self.names[id(each)], each) for group in self.param_groups for each in group["params"]]
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of its parameters on all workers."""
         own = {id(parameter) for group in self.param_groups for parameter in group["params"]}
         if own == self.names.keys():
             self.commands.zero_grad()
         else:
-            self.commands.zero_grad_of(self.number)
+            self.commands.zero_grad_of(self.number, [name for name, _ in self.named_parameters()])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while the optimizer is made: groups are given to `instantiate_optimizer`."""

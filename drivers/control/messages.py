@@ -144,7 +144,8 @@ class Step:
     ``weights`` has the weight of each micro-batch's loss. ``flags`` has the flags of each stage, or None if they did not
     change. With ``reduce``, the gradients of replicated parameters are added up at the end. With ``record``, the
     times of all instructions are recorded. With ``weigh``, the worker measures how many bytes each stage keeps for its
-    backward. ``loss_check`` asks it to check how the losses of the micro-batches add up.
+    backward. ``loss_check`` asks it to check how the losses of the micro-batches add up. With ``scale``, the loss is multiplied
+    by it for the backward, and the gradients are divided by it in the end.
     """
 
     program: int
@@ -156,6 +157,7 @@ class Step:
     record: bool = False
     weigh: bool = False
     loss_check: LossCheck | None = None
+    scale: float | None = None
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,8 @@ class StepResult:
 
     ``peak_live`` is the largest number of micro-batches that its stages held at a time. ``kept`` has the bytes that one
     micro-batch of each stage keeps, if the step was asked to measure them, and
-    ``loss_report`` what a check of the loss found.
+    ``loss_report`` what a check of the loss found. ``nonfinite`` has the parameters whose gradients are not finite, if the loss
+    was scaled.
     """
 
     values: Mapping[str, Any]
@@ -225,6 +228,7 @@ class StepResult:
     record: WorkerRecord | None = None
     kept: Mapping[int, int] | None = None
     loss_report: LossReport | None = None
+    nonfinite: tuple[TensorLocation, ...] = ()
 
 
 @dataclass(frozen=True)

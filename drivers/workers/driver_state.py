@@ -1,6 +1,6 @@
 """What a worker holds for one driver: stages, programs, gradients, optimizers. It carries out the driver's commands on them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -97,6 +97,13 @@ class DriverState:
         """The parameter or buffer at a location."""
         return get_tensor(self.modules[place.call], place.name)
 
+    def _places(self, keys: Container[int]) -> Iterator[TensorLocation]:
+        """Where the parameters with these ids are."""
+        for call, module in self.modules.items():
+            for name, parameter in module.named_parameters():
+                if id(parameter) in keys:
+                    yield TensorLocation(call, name)
+
     def _add_program(self, program: AddProgram, number: int) -> None:
         given = program, self.modules, self.constant, self.transport, self.device
         limits = program.out_of_order
@@ -116,14 +123,17 @@ class DriverState:
         self.gradients.clear_grad()
         probe = None if step.loss_check is None else LossProbe(step.loss_check, step.inputs)
         returns = step.returns if isinstance(step, StepReturning) else None
+        weights = step.weights if step.scale is None else tuple([weight * step.scale for weight in step.weights])
         result = executor.run(
-            number, inputs, step.weights, step.trains, self.given_up, own_rows, step.record, step.weigh, probe, returns
+            number, inputs, weights, step.trains, self.given_up, own_rows, step.record, step.weigh, probe, returns
         )
         self.running = None
         if step.record and step.reduce:
             executor.recorder.note_adding()
         if step.trains:
-            self.gradients.end_step(number, step.reduce)
+            nonfinite = self.gradients.end_step(number, step.reduce, step.scale)
+            if nonfinite:
+                result = replace(result, nonfinite=tuple(self._places(nonfinite)))
         return replace(result, record=executor.recorder.record()) if step.record else result
 
     def _fetch(self, fetch: Fetch, number: int) -> list[torch.Tensor | None]:

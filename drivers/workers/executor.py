@@ -281,7 +281,7 @@ class Executor:
 
     def _backward(self, call: StageCall, microbatch: int, takes: Sequence[Any], gives: Sequence[Key | None]) -> None:
         if self.single is not None and call.name == LOSS:
-            gradients: Sequence[Any] = self.single.backward(microbatch)
+            gradients: Sequence[Any] = self.single.backward(microbatch, self.weights[microbatch])
         else:
             run, deferred = self.runs.pop((call.name, microbatch)), self.deferred.pop((call.name, microbatch), None)
             backward = stage_backward if deferred is None else deferred.backward_input

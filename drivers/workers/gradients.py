@@ -33,6 +33,7 @@ import torch
 
 from pippy.drivers.control.messages import ReplicatedParameter
 from pippy.drivers.transport.transport import Transport
+from pippy.drivers.workers.unscaling import unscaled
 from pippy.ir.run.stage_backward import add_gradients
 from pippy.ir.sparse_tensors import vector_norm
 
@@ -103,14 +104,21 @@ class Gradients:
             total = add_gradients(total, command.sums.get(key))
         return total
 
-    def end_step(self, number: int, reduce: bool) -> None:
-        """Move the gradients of a step from `.grad` to the pending ones. With ``reduce``, add up those of copies."""
+    def end_step(self, number: int, reduce: bool, scale: float | None = None) -> list[int]:
+        """Move the gradients of a step from `.grad` to the pending ones. With ``reduce``, add up those of copies.
+
+        With ``scale``, they are divided by that first. Returns the ids of parameters whose gradients then are not finite.
+        """
         own = {key: p.grad for key, p in self.parameters.items() if p.grad is not None}
+        nonfinite: list[int] = []
+        if scale is not None:
+            own, nonfinite = unscaled(own, scale)
         step = _Pending(number, own)
         if reduce:
             step.sums = self._sums(number, {key: self._since_last_sum(key, own) for key in self.copies})
         self.pending.append(step)
         self.clear_grad()
+        return nonfinite
 
     def _since_last_sum(self, key: int, own: Mapping[int, Gradient]) -> Gradient:
         """The gradient of a copy from all steps since its gradients were last added up, the one that ends included."""

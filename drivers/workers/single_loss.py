@@ -58,11 +58,11 @@ class SingleLoss:
             self.output = self.call.run(self.merged)
         return self.output.detach() if isinstance(self.output, torch.Tensor) else self.output
 
-    def backward(self, microbatch: int) -> tuple[Any, ...]:
-        """The gradients of one micro-batch's inputs."""
+    def backward(self, microbatch: int, seed: float = 1.0) -> tuple[Any, ...]:
+        """The gradients of one micro-batch's inputs. ``seed`` is the gradient of the loss, the same for all of them."""
         self.loss()
         if self.gradients is None:
-            stage_backward(self.output, 1.0, self.merged)
+            stage_backward(self.output, seed, self.merged)
             self.gradients = list(self._divided())
         own = iter(self.gradients[microbatch])
         return tuple(_arranged(value, own) for value in self.gathered[microbatch])

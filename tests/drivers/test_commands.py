@@ -10,6 +10,7 @@ import torch
 from pippy.drivers.commands import Commands, GradientState
 from pippy.drivers.control.messages import ReduceGradients, Unload
 from pippy.drivers.errors import DriverError, StepError
+from pippy.drivers.nonfinite_gradients import NonFiniteGradients
 from pippy.ir.surroundings import Surroundings
 
 REDUCED, UNREDUCED, TO_DROP = GradientState.REDUCED, GradientState.UNREDUCED, GradientState.TO_DROP
@@ -60,7 +61,8 @@ def dispatch():
 
 
 def commands_in(state: GradientState, dispatch: FakeDispatch, has_copies: bool = True) -> Commands:
-    commands = Commands(dispatch, 7, WORKERS, has_copies)  # type: ignore[arg-type]
+    nonfinite = NonFiniteGradients(None, ())  # type: ignore[arg-type]
+    commands = Commands(dispatch, 7, WORKERS, has_copies, nonfinite)  # type: ignore[arg-type]
     commands.load(dict.fromkeys(WORKERS, "stages"), {})  # type: ignore[arg-type]
     commands.gradients = state
     dispatch.sent.clear()

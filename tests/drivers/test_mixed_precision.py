@@ -31,6 +31,9 @@ class MasterByHand:
 
     def step(self):
         self.optimizer.step()
+        self.step_parameters()
+
+    def step_parameters(self):
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(self.masters[name])
