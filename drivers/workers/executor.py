@@ -216,9 +216,15 @@ class Executor:
         }[op]
         work = self.program.work.get(Pass("F" if forward else "B", stage), ())
         bound = tuple(self._operands(each, microbatch) for each in work)
+        own = tuple(
+            (name, microbatch)
+            for each in work
+            for name in each.gives
+            if name and name not in self.program.value_numbers
+        )
         if forward:
-            return self._computation, (handle, bound, 1 if Pass("B", stage) in self.program.work else 0)
-        return self._computation, (handle, bound, 0 if op == Op.BACKWARD_INPUT else -1)
+            return self._computation, (handle, bound, own, 1 if Pass("B", stage) in self.program.work else 0)
+        return self._computation, (handle, bound, own, 0 if op == Op.BACKWARD_INPUT else -1)
 
     def _operands(self, work: Work, microbatch: int) -> tuple[Any, ...]:
         def keys(taken: Any) -> Any:
@@ -229,13 +235,16 @@ class Executor:
         gives = tuple(name and (name, microbatch) for name in work.gives)
         return self.calls[work.call], microbatch, tuple(map(keys, work.takes)), gives
 
-    def _computation(self, handle: Handle, bound: Sequence[tuple[Any, ...]], live: int) -> None:
+    def _computation(self, handle: Handle, bound: Sequence[tuple[Any, ...]], own: Sequence[Key], live: int) -> None:
+        """Run the calls of a computation. ``own`` are the values that no other computation takes: no instruction frees them."""
         if handle == self._forward:
             self.peak_live = max(self.peak_live, self.live + 1)
         if self.casts:
             torch.clear_autocast_cache()  # a weight is cast once in a computation, and never kept beyond an update
         for operands in bound:
             handle(*operands)
+        for key in own:
+            self.values.pop(key, None)
         self.live += live
 
     def _forward(self, call: StageCall, microbatch: int, takes: Sequence[Key], gives: Sequence[Key]) -> None:

@@ -1,0 +1,85 @@
+"""What a step holds: storages that are alive are counted whenever a stage makes one more."""
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+
+from pippy import PipelineDriver, PipelineDriver1F1B, pipe_split, pipeline
+
+made: dict[str, list[StorageWeakRef]] = {}
+most: dict[str, int] = {}
+
+
+@torch.fx.wrap
+def noted(name, value):
+    """The value; its storage is counted among those of this name."""
+    made.setdefault(name, []).append(StorageWeakRef(value.untyped_storage()))
+    most[name] = max(most.get(name, 0), sum(not each.expired() for each in made[name]))
+    return value
+
+
+class NotedGradient(torch.autograd.Function):
+    """The value as it is; its gradient is counted."""
+
+    @staticmethod
+    def forward(ctx, name, value):
+        ctx.name = name
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, noted(ctx.name, gradient.clone())
+
+
+@torch.fx.wrap
+def with_noted_gradient(name, value):
+    return NotedGradient.apply(name, value)
+
+
+class Three(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        x = noted("first", self.layers[0](x))
+        pipe_split()
+        x = noted("second", self.layers[1](x))
+        pipe_split()
+        return noted("output", with_noted_gradient("gradient", self.layers[2](x)))
+
+
+def loss_fn(output, target):
+    return F.mse_loss(with_noted_gradient("gradient of the output", output), target)
+
+
+def held(run):
+    """The most storages of each name that were alive at a time while something ran."""
+    made.clear()
+    most.clear()
+    run()
+    return dict(most)
+
+
+DRIVERS = {
+    "1f1b": (PipelineDriver1F1B, {}),
+    "one worker": (PipelineDriver1F1B, {"world_size": 1}),
+    "zb_h1": (PipelineDriver, {"schedule": "zb_h1"}),
+    "out of order": (PipelineDriver, {"schedule": "1f1b", "out_of_order": True}),
+}
+
+
+@pytest.mark.parametrize("kind", DRIVERS)
+def test_what_a_step_holds_does_not_grow_with_the_micro_batches(threads, kind):
+    """The input of the loss and its gradient were held to the end of the step, and with them the inputs of the last stage."""
+    driver_class, options = DRIVERS[kind]
+    x, target = torch.randn(64, 8), torch.randn(64, 8)
+    driver = driver_class(pipeline(Three(), loss_fn), threads, loss_reduction="mean", **options)
+    few, many = (held(lambda chunks=chunks: driver.run(chunks, x, target)) for chunks in (8, 32))
+    assert few == many and max(many.values()) <= 3
+    with torch.no_grad():
+        assert set(held(lambda: driver.run(32, x, target)).values()) == {1}
+        asked = held(lambda: driver.run(32, x, target, outputs=True))
+    assert asked == {"first": 1, "second": 1, "output": 32}, "outputs wait for the answer, and nothing else does"
