@@ -30,6 +30,7 @@ from pippy.drivers.workers.saved_memory import SavedMemory
 from pippy.drivers.workers.single_loss import SingleLoss
 from pippy.ir.errors import StageError
 from pippy.ir.names import LOSS
+from pippy.ir.run.changing_tensors import apart_from, memory_of_layers
 from pippy.ir.run.given_inputs import NamedInputs, check_versions, versions
 from pippy.ir.run.opaque_values import check_opaque_leaves
 from pippy.ir.run.shared_tensors import check_unchanged
@@ -59,6 +60,11 @@ class StageCall:
         """Puts off the computation of its weights' gradients."""
         return WeightDeferral(self.module)
 
+    @cached_property
+    def memory(self) -> frozenset[int]:
+        """The memory that its layers may change while others still need what they have handed out."""
+        return memory_of_layers(self.module)
+
     def run(self, inputs: Sequence[Any]) -> Any:
         args = inputs if self.template is None else filled(self.template, inputs)
         before = versions(inputs, self.seen)
@@ -68,7 +74,7 @@ class StageCall:
         else:
             outputs = run_stage(self.name, self.module, args)
         check_versions(before, inputs, self.seen, self.name, self.module)
-        return outputs
+        return apart_from(self.memory, outputs) if self.memory else outputs
 
 
 def filled(template: Any, inputs: Sequence[Any]) -> Any:

@@ -25,13 +25,13 @@ from torch import fx, nn
 
 from pippy.ir.cut.effects import Mutation, find_mutations
 from pippy.ir.cut.params import MultiUseParameterConfig, MultiUseParamSpec, config_by_tensor, is_to_replicate
-from pippy.ir.cut.uses import TensorUses, is_constant, memory_of, operations, uses_of_tensors
+from pippy.ir.cut.uses import TensorUses, is_constant, operations, uses_of_tensors
 from pippy.ir.errors import PippyError, SharedParameterError, SplitError
 from pippy.ir.front.trace import Traced
 from pippy.ir.marks import pipe_split
 from pippy.ir.names import stage_name
 from pippy.ir.run.checkpointed_parts import Part, parts_of
-from pippy.ir.run.shared_tensors import has_gradient_hooks
+from pippy.ir.run.shared_tensors import has_gradient_hooks, memory_of
 from pippy.ir.source import excerpt_of
 
 Stages = Sequence[int]  # the stage of each operation

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -40,13 +39,6 @@ def operations(traced: Traced) -> list[fx.Node]:
 def is_constant(node: fx.Node) -> bool:
     """Whether a node gets a tensor that tracing itself put on the model."""
     return node.op == "get_attr" and str(node.target).rpartition(".")[2].startswith("_tensor_constant")
-
-
-def memory_of(value: Any) -> int | None:
-    """What tensors have in common that share memory; None for what is no tensor with strides."""
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return None
-    return value.untyped_storage()._cdata
 
 
 def uses_of_tensors(traced: Traced) -> dict[int, TensorUses]:

@@ -14,10 +14,11 @@ import torch
 from torch import fx
 
 from pippy.ir.cut.effects import find_mutations
-from pippy.ir.cut.uses import is_constant, memory_of
+from pippy.ir.cut.uses import is_constant
 from pippy.ir.errors import TracingError
 from pippy.ir.front.trace import Traced
 from pippy.ir.names import named_state
+from pippy.ir.run.shared_tensors import memory_of
 from pippy.ir.source import excerpt_of
 
 

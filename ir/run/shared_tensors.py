@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +27,13 @@ def get_tensor(module: nn.Module, name: str) -> torch.Tensor:
     """The parameter or buffer of ``module`` with this qualified name."""
     path, _, leaf = name.rpartition(".")
     return getattr(module.get_submodule(path), leaf)
+
+
+def memory_of(value: Any) -> int | None:
+    """What tensors have in common that share memory; None for what is no tensor with strides."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    return value.untyped_storage()._cdata
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:

@@ -11,6 +11,7 @@ from torch import fx, nn
 from pippy.ir import source
 from pippy.ir.errors import StageError
 from pippy.ir.marks import recording_splits
+from pippy.ir.run.changing_tensors import changed_since
 from pippy.ir.run.opaque_values import CONSTANTS, check_opaque
 from pippy.ir.run.stage_backward import stage_backward
 from pippy.ir.trees import describe, map_leaves
@@ -91,6 +92,8 @@ def _explained(
             "the stage changes one of its inputs in place inside a module that tracing did not look into; "
             "use the operation that makes a new tensor there"
         )
+    changed = changed_since(module, error)
+    lines += [changed] if changed else []
     return "\n".join(lines)
 
 
