@@ -7,14 +7,20 @@ with the same nodes, in containers of the same shape. Their constants may differ
     dropout(linear, 0.5, True)      relu(linear)                    not alike
 
 Constant tensors must be the same: they have a name in the graph, and their values beside it.
+
+What torch.utils.checkpoint runs gives the same numbers as without it. So a graph with checkpointed parts is like one without;
+the nodes that enclose the parts have no counterpart. If both graphs have parts, these must be the same.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import fx
+
+from pippy.ir.run.checkpointed_parts import is_begin, is_end, results_of_parts
 
 Choose = Callable[[Any, Any], Any]
 
@@ -47,7 +53,15 @@ def first_difference(
             return _first_user(node)
     longer = max(pairs.nodes, pairs.others, key=len)
     shorter = min(len(pairs.nodes), len(pairs.others))
-    return longer[shorter] if len(longer) > shorter else None
+    return longer[shorter] if len(longer) > shorter else _first_other_part(pairs, recorded.graph, other.graph)
+
+
+def _first_other_part(pairs: "Pairs", graph: fx.Graph, other: fx.Graph) -> fx.Node | None:
+    edges, others = list(pairs.edges_of_parts(graph)), list(pairs.edges_of_parts(other))
+    for edge, counterpart in zip_longest(edges, others) if others else ():
+        if edge is None or counterpart is None or edge[1:] != counterpart[1:]:
+            return (edge or counterpart)[0]
+    return None
 
 
 def _first_user(node: fx.Node) -> fx.Node:
@@ -82,6 +96,12 @@ class Pairs:
     def __init__(self, graph: fx.Graph, other: fx.Graph, absent: frozenset[str] = frozenset()) -> None:
         self.nodes, self.others = _nodes_without(graph, absent), _nodes_without(other, absent)
         self._position = {node: at for nodes in (self.nodes, self.others) for at, node in enumerate(nodes)}
+        for results in map(results_of_parts, (graph, other)):
+            for node, inside in results.items():
+                while inside in results:
+                    inside = results[inside]
+                if inside in self._position:
+                    self._position[node] = self._position[inside]
 
     def __iter__(self) -> Any:
         return zip(self.nodes, self.others)
@@ -117,6 +137,15 @@ class Pairs:
         _require(not isinstance(mine, _CONTAINERS) and not isinstance(other, _CONTAINERS))
         return choose(mine, other)
 
+    def edges_of_parts(self, graph: fx.Graph) -> Iterator[tuple[Any, ...]]:
+        """The nodes that enclose the checkpointed parts: each with what it calls, its arguments, and where it stands."""
+        at = 0
+        for node in graph.nodes:
+            at = self._position.get(node, at)
+            if is_begin(node) or is_end(node):
+                arguments = fx.node.map_arg((node.args, node.kwargs), lambda arg: ("node", self._position.get(arg)))
+                yield node, node.target, arguments, at
+
     def _at(self, argument: Any) -> int | None:
         return self._position.get(argument) if isinstance(argument, fx.Node) else None
 
@@ -131,7 +160,13 @@ def _require(alike: bool, argument: Any = None) -> Any:
 
 
 def _nodes_without(graph: fx.Graph, absent: frozenset[str]) -> list[fx.Node]:
-    return [node for node in graph.nodes if not (node.op == "placeholder" and node.target in absent)]
+    results = results_of_parts(graph)
+    return [
+        node
+        for node in graph.nodes
+        if not (node.op == "placeholder" and node.target in absent)
+        and not (is_begin(node) or is_end(node) or node in results)
+    ]
 
 
 def _called(node: fx.Node) -> tuple[Any, ...]:

@@ -16,6 +16,7 @@ takes that too, and its value is the result.
 """
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
@@ -40,10 +41,9 @@ def end_part(part: None, *result: Any) -> Any:
 class BeginPart:
     """`begin_part` for a call with ``context_fn``, which a graph cannot have among its arguments."""
 
-    __name__ = __qualname__ = "begin_part"
-
     def __init__(self, context_fn: Callable[[], Any]) -> None:
         self.context_fn = context_fn
+        self.__name__ = self.__qualname__ = begin_part.__name__
 
     def __call__(self, *inputs: Any, **options: Any) -> None:
         begin_part(*inputs, **options)
@@ -78,6 +78,18 @@ def is_begin(node: fx.Node) -> bool:
 def is_end(node: fx.Node) -> bool:
     """Whether a checkpointed part ends with a node."""
     return node.op == "call_function" and node.target is end_part
+
+
+def results_of_parts(graph: fx.Graph) -> dict[fx.Node, Any]:
+    """The nodes that stand for what reentrant parts return, and what that is inside: the value of `end_part`, or its items."""
+    found: dict[fx.Node, Any] = {}
+    for end in graph.find_nodes(op="call_function", target=end_part):
+        for result in end.args[1:]:
+            if isinstance(result, tuple):
+                found.update({each: result[each.args[1]] for each in end.users if each.target is operator.getitem})
+            else:
+                found[end] = result
+    return found
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,19 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 
-from pippy import SplitPoint, annotate_split_points, pipe_split, pipeline
-from pippy.ir.errors import SplitError
+from pippy import PipeTracer, SplitPoint, annotate_split_points, pipe_split, pipeline
+from pippy.ir.errors import ModeError, SplitError, StageError, TracingError
+from pippy.ir.run.split_backward import WeightDeferral, backward_input, backward_weight
 from tests.comparisons import assert_same_state
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
@@ -275,3 +282,178 @@ def test_the_balancer_cuts_beside_parts(reentrant):
         assert [stage.code.count("def part") for _, stage in pipe.stages()] == [3 // stages] * (stages - 1) + [
             3 - 3 // stages * (stages - 1)
         ]
+
+
+# What is said of a call
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"preserve_rng_state": False}, {"determinism_check": "none"}, {"early_stop": False}],
+    ids=str,
+)
+def test_options_of_the_call(options):
+    (name,) = options
+    pipe = check(Normalizes(**options), torch.randn(6, WIDTH))
+    assert f"part, first, use_reentrant=False, {name}={options[name]!r})" in pipe.split_gm.submod_1.code
+
+
+def test_early_stop_of_a_region_in_forward():
+    class Stops(Normalizes):
+        def run(self, x):
+            with set_checkpoint_early_stop(False):
+                return super().run(x)
+
+    assert "early_stop=False" in check(Stops(), torch.randn(6, WIDTH)).split_gm.submod_1.code
+
+
+def keep_products(context, operator, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if operator is torch.ops.aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Selects(Net):
+    """A function of forward's own, another in each trace."""
+
+    def run(self, x):
+        return checkpoint(
+            self.part, x, context_fn=lambda: create_selective_checkpoint_contexts(keep_products), **self.options
+        )
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_context_fn(local):
+    contexts = functools.partial(create_selective_checkpoint_contexts, keep_products)
+    model, x = Selects() if local else Net(context_fn=contexts), torch.randn(6, WIDTH)
+    pipe = check(model, x)
+    assert "context_fn=" in pipe.split_gm.submod_1.code
+    if not local:
+        kept = [Saved(each).bytes(lambda each=each: each(x)) for each in (pipeline(copy.deepcopy(model)), model)]
+        assert kept[0] == kept[1]
+        pickle.loads(pickle.dumps(pipeline(Net(context_fn=contexts)).split_gm.submod_1))(x)
+
+
+class Refused(Net):
+    def run(self, x):
+        return self.part(checkpoint(lambda x: {"x": self.a(x)}, x, **self.options)["x"])
+
+
+class Leaves(Net):
+    def run(self, x):
+        def part(x):
+            y = self.a(x)
+            left.append(y)
+            return y.sin()
+
+        left = []
+        return checkpoint(part, x, **self.options) + left[0]
+
+
+class OfTheValue(Net):
+    def run(self, x):
+        return checkpoint(self.part, x, context_fn=lambda: (x.sin(), x.cos()), **self.options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reentrant", "message"),
+    [
+        (Refused, True, r"(?s)returns a dict of tensors.*return self.part\(checkpoint\("),
+        (Leaves, True, r"(?s)is used outside without being returned.*y = self.a\(x\)"),
+        (OfTheValue, False, r"(?s)uses a traced value.*return checkpoint\(self.part, x"),
+        (functools.partial(Net, determinism_check="all"), False, r"(?s)determinism_check='all'.*checkpoint\(self.part"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_with_the_line(kind, reentrant, message):
+    with pytest.raises(TracingError, match=message):
+        pipeline(kind(reentrant))
+    torch.compile(torch.neg, backend="eager")(torch.ones(2))  # then torch runs `checkpoint` in a function of its own
+    with pytest.raises(TracingError, match=message):
+        pipeline(kind(reentrant))
+
+
+@pytest.mark.parametrize("kind", [Refused, Leaves])
+def test_the_advice_is_right(kind):
+    check(kind(False), torch.randn(3, WIDTH))
+
+
+# How a stage runs
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_an_error_in_a_part_names_the_line(reentrant):
+    class Fails(Net):
+        def part(self, x):
+            y = self.a(x).tanh()
+            return y.view(3, -1, 5)
+
+    with pytest.raises(StageError, match=r"(?s)forward of submod_1 failed.*return y.view\(3, -1, 5\)"):
+        pipeline(Fails(reentrant))(torch.randn(6, WIDTH))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_halves_of_a_backward(reentrant):
+    stage, plain = pipeline(Captures(reentrant)).split_gm.submod_1, None
+    x = torch.randn(6, WIDTH, requires_grad=True)
+    plain, deferral = copy.deepcopy(stage), WeightDeferral(stage, at_least=0)
+    with deferral.recording([x]) as deferred:
+        output = stage(x)
+    (grad,) = backward_input(output, torch.ones_like(output), [x], deferred)
+    backward_weight(deferred)
+    own = x.detach().requires_grad_()
+    plain(own).sum().backward()
+    torch.testing.assert_close(grad, own.grad)
+    for mine, theirs in zip(stage.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_autocast_and_no_grad(reentrant):
+    model, x = Nested(reentrant).float(), torch.randn(6, WIDTH, dtype=torch.float32)
+    plain, target = copy.deepcopy(model), torch.randn(6, WIDTH, dtype=torch.float32)
+    pipe = pipeline(model, F.mse_loss)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = F.mse_loss(plain(x), target)
+        expected.backward()
+        assert torch.equal(pipe(x, target), expected)
+        for own, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert own.grad is theirs.grad is None or torch.equal(own.grad, theirs.grad)
+    with torch.no_grad():
+        assert torch.equal(pipe(x, target), F.mse_loss(plain(x), target))
+
+
+# Training flags
+
+
+class InTraining(Net):
+    """As many models have it: checkpoints in training only."""
+
+    def run(self, x):
+        if self.training:
+            return super().run(x)
+        return self.part(x)
+
+
+class UnpacksInTraining(Unpacks):
+    def run(self, x):
+        y = x.detach() * 2
+        if self.training:
+            a, _, b = checkpoint(self.part, x, None, y, **self.options)
+        else:
+            a, _, b = self.part(x, None, y)
+        return a + b
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("kind", [InTraining, UnpacksInTraining])
+def test_a_model_that_checkpoints_in_training_only(kind, reentrant):
+    model, x = kind(reentrant), torch.randn(6, WIDTH)
+    pipe, plain = check(model, x), copy.deepcopy(model).eval()
+    pipe.eval()
+    assert torch.equal(pipe(x, x), F.mse_loss(plain(x), x))
+    with pytest.raises(ModeError, match="make another Pipe from the model in train"):  # it would not be checkpointed
+        pipeline(kind(reentrant).eval(), F.mse_loss).train()(x, x)
+
+
+@pytest.mark.parametrize("tracer", [fx.Tracer, PipeTracer])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_tracers(tracer, reentrant):
+    check(Unpacks(reentrant), torch.randn(6, WIDTH), tracer=tracer)
