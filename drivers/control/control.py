@@ -148,7 +148,7 @@ class Control:
         try:
             return call()
         except ConnectionError as error:
-            raise self.mark_lost(worker, f"the connection to it broke: {str(error).strip().splitlines()[-1]}") from None
+            raise self.mark_lost(worker, f"the connection to it broke: {_last_line(error)}") from None
 
     def _inspect(self, call: PendingCall) -> None:
         try:
@@ -158,20 +158,33 @@ class Control:
 
     def _explain(self, call: PendingCall, error: Exception) -> None:
         """A call failed. A worker that answers a ping after it lives, and the call itself was at fault."""
-        broken = f"the connection to it broke: {str(error).strip().splitlines()[-1]}"
+        broken = f"the connection to it broke: {_last_line(error)}"
         if call.worker in self._deaths(0):
             raise self.mark_lost(call.worker, broken) from None
-        with closing(_Wait(self, [self.ping(call.worker)], self.timeout)) as wait:
+        silence = self._silence(call.worker)
+        if silence is None:
+            raise ClusterError(f"a call to worker {call.worker} ({call.what}) failed:\n{error}") from None
+        raise self.mark_lost(call.worker, f"{broken}, and {silence}") from None
+
+    def _silence(self, worker: int) -> str | None:
+        """What became of a ping that was not answered; None if it was."""
+        with closing(_Wait(self, [self.ping(worker)], self.timeout)) as wait:
             ping = wait.next()
+        if ping is None:
+            return self.unanswered()
         try:
-            if ping is not None:
-                ping.future.value()
-                raise ClusterError(f"a call to worker {call.worker} ({call.what}) failed:\n{error}") from None
-        except ClusterError:
-            raise
-        except Exception:
-            pass
-        raise self.mark_lost(call.worker, broken) from None
+            ping.future.value()
+        except Exception as error:  # RPC raises errors of all kinds
+            return f"a ping failed: {_last_line(error)}"
+        return None
+
+    def unanswered(self) -> str:
+        """How a worker is lost that gives no sign of itself."""
+        return f"it left a ping unanswered for {self.timeout:g} s"
+
+
+def _last_line(error: Exception) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[-1]
 
 
 class _Wait:
@@ -235,12 +248,12 @@ class _Wait:
                 self.pings[worker] = ping, now
                 self._watch(ping)
             elif now - self.pings[worker][1] >= self.control.timeout:
-                raise self.control.mark_lost(worker, f"it left a ping unanswered for {self.control.timeout:g} s")
+                raise self.control.mark_lost(worker, self.control.unanswered())
 
     def _pong(self, ping: PendingCall) -> None:
         self.pings.pop(ping.worker, None)
         try:
             ping.future.value()
         except Exception as error:
-            how = f"the connection to it broke: {str(error).strip().splitlines()[-1]}"
+            how = f"the connection to it broke: {_last_line(error)}"
             raise self.control.mark_lost(ping.worker, how) from None
