@@ -64,6 +64,11 @@ def from_parts(form: SparseForm, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return tensor.requires_grad_() if requires_grad else tensor
 
 
+def plain_parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The parts of a sparse tensor, and any other tensor itself: what takes memory."""
+    return parts_of(tensor)[1] if is_sparse(tensor) else (tensor,)
+
+
 def map_stored(function: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
     """A function of all values of a tensor; of a sparse one, of those that it stores."""
     if not is_sparse(tensor):

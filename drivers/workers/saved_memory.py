@@ -14,6 +14,7 @@ from torch import nn
 
 from pippy.drivers.schedules.programs.instructions import Compute, Instruction, Op
 from pippy.ir.run.stage_run import StageRun
+from pippy.ir.sparse_tensors import plain_parts
 from pippy.ir.trees import tensors
 
 Bound = tuple[Callable[..., None], tuple[Any, ...]]
@@ -66,7 +67,7 @@ class ByteCounter:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         own = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-        self._own = {_memory(tensor) for tensor in own}
+        self._own = {_memory(part) for tensor in own for part in plain_parts(tensor)}
         self._found: dict[int, int] = {}
         self._held: list[torch.Tensor] = []  # a held tensor keeps its memory from being used again
 
@@ -87,10 +88,11 @@ class ByteCounter:
             yield
 
     def _count(self, tensor: torch.Tensor) -> torch.Tensor:
-        memory = _memory(tensor)
-        if memory not in self._own:
-            self._held.append(tensor.detach())
-            self._found[memory] = max(self._found.get(memory, 0), tensor.nbytes)
+        for part in plain_parts(tensor):
+            memory = _memory(part)
+            if memory not in self._own:
+                self._held.append(part.detach())
+                self._found[memory] = max(self._found.get(memory, 0), part.nbytes)
         return tensor
 
 

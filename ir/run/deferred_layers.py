@@ -165,6 +165,7 @@ def _can_defer(x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None 
         and weight.requires_grad
         and type(x) in _PLAIN
         and type(weight) is nn.Parameter
+        and x.layout is torch.strided
         and x.dtype == weight.dtype
         and not _has_hooks(weight)
         and (bias is None or not _has_hooks(bias))

@@ -30,6 +30,7 @@ from pippy.ir.errors import BalanceError, StageError
 from pippy.ir.front.trace import Traced
 from pippy.ir.names import named_state
 from pippy.ir.run.stage_run import as_leaf
+from pippy.ir.sparse_tensors import map_stored
 from pippy.ir.trees import map_tensors, nbytes, tensors
 
 
@@ -231,7 +232,7 @@ class _Trial:
         inputs = [*leaves, *self.weights]
         if not outputs or not inputs or not torch.is_grad_enabled():
             return _nothing
-        gradients = [torch.ones_like(tensor) for tensor in outputs]
+        gradients = [map_stored(torch.ones_like, tensor.detach()) for tensor in outputs]
         return lambda: torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
 
     def _timed(self) -> tuple[int, int]:

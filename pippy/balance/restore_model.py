@@ -9,6 +9,7 @@ from torch import nn
 from pippy.ir.front.restore_attributes import restoring_attributes
 from pippy.ir.names import named_state
 from pippy.ir.run.random_state import untouched_random_state
+from pippy.ir.sparse_tensors import equal
 
 
 class ChangedTensors:
@@ -34,7 +35,7 @@ class ChangedTensors:
             yield
         finally:
             for tensor, copy in zip(fresh, copies):
-                if not torch.equal(tensor.detach(), copy):  # a NaN differs from itself: kept, and put back, for nothing
+                if not equal(tensor.detach(), copy):  # a NaN differs from itself: kept, and put back, for nothing
                     self._before[id(tensor)] = (tensor, copy)
 
     def restore(self) -> None:

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from pippy.ir.sparse_tensors import plain_parts
+
 
 class SavedBytes:
     """The bytes that autograd saves for backward: each storage counts once, and those of the model's tensors do not count.
@@ -18,7 +20,7 @@ class SavedBytes:
     """
 
     def __init__(self, own: Iterable[torch.Tensor]) -> None:
-        self.own = {_storage(tensor)._cdata for tensor in own}
+        self.own = {part.untyped_storage()._cdata for tensor in own for part in plain_parts(tensor)}
         self.seen: dict[int, StorageWeakRef] = {}
         self.bytes = 0
 
@@ -30,12 +32,8 @@ class SavedBytes:
             yield self
 
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = _storage(tensor)
-        if storage._cdata not in self.own and storage._cdata not in self.seen:
-            self.seen[storage._cdata] = StorageWeakRef(storage)  # while this lives, no other storage has the key
-            self.bytes += storage.nbytes()
+        for storage in [part.untyped_storage() for part in plain_parts(tensor)]:
+            if storage._cdata not in self.own and storage._cdata not in self.seen:
+                self.seen[storage._cdata] = StorageWeakRef(storage)  # while this lives, no other storage has the key
+                self.bytes += storage.nbytes()
         return tensor
-
-
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    return (tensor if tensor.layout == torch.strided else tensor._values()).untyped_storage()

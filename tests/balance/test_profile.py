@@ -459,3 +459,21 @@ def test_a_module_that_is_seen_to_change_a_buffer_keeps_its_calls_together():
 
 def test_marks_are_not_there_to_be_run():
     assert marks(trace_silently(Ticking(1, 2))) == []
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_tensors_are_measured(layout):
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+            self.register_buffer("graph", torch.eye(4).to_sparse(layout=layout))
+
+        def forward(self, x):
+            y = torch.relu(self.lin(x)).to_sparse(layout=layout)
+            return self.lin(torch.sparse.mm(self.graph, torch.sparse.mm(y, self.lin.weight).t()).t())
+
+    pipe = pipeline(
+        Graph(), nn.MSELoss(), split="time", num_stages=2, example_args=(torch.randn(8, 4), torch.randn(8, 4))
+    )
+    assert pipe.num_stages == 2

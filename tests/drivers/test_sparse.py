@@ -16,6 +16,7 @@ from pippy import (
     pipe_split,
     pipeline,
 )
+from pippy.drivers.workers.saved_memory import ByteCounter
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 REPLICATE, TRANSMIT = MultiUseParameterConfig.REPLICATE, MultiUseParameterConfig.TRANSMIT
@@ -107,11 +108,11 @@ class Twins:
         self.driver.close()
 
 
-def kinds_of(case):
-    return ["SGD"] if "dense" in case or "travels" in case else OPTIMIZERS  # SparseAdam refuses dense gradients
+TRAINED = [(case, "SGD") for case in CASES]
+TRAINED += [("embedding and bag", "SparseAdam"), ("embedding and bag", "Adagrad"), ("copies", "SparseAdam")]
 
 
-@pytest.mark.parametrize(("case", "kind"), [(case, kind) for case in CASES for kind in kinds_of(case)])
+@pytest.mark.parametrize(("case", "kind"), TRAINED)
 def test_sparse_gradients_train_as_in_plain_pytorch(threads, case, kind):
     twins = Twins(threads, case, kind)
     for step in range(3):
@@ -281,8 +282,7 @@ LAYOUTS = [torch.sparse_coo, torch.sparse_csr]
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, torch.sparse_csc])
 def test_sparse_inputs(threads, layout):
-    for chunks in (1, 3):
-        compare(threads, Matrix(), (with_zeros().to_sparse(layout=layout), torch.randn(7, 4)), chunks)
+    compare(threads, Matrix(), (with_zeros().to_sparse(layout=layout), torch.randn(7, 4)), 3)
 
 
 class Graph(nn.Module):
@@ -312,10 +312,52 @@ def test_sparse_tensors_between_stages(threads, layout, given_by):
     compare(threads, Matrix(layout, given_by), (with_zeros(), torch.randn(7, 4)), 3)
 
 
+def test_the_memory_of_sparse_tensors_is_measured(threads):
+    x = with_zeros(8)
+    driver = PipelineDriver(pipeline(Matrix(torch.sparse_coo), F.mse_loss), threads, schedule="auto")
+    for _ in range(2):  # in one of them the workers measure what their stages keep
+        driver.run(4, x, torch.randn(8, 4))
+    driver.close()
+    for stored, rows in ((x.to_sparse(), 0), (x.to_sparse_csr(), 9)):
+        kept = ByteCounter([])
+        kept.add([stored, stored.detach()])
+        assert kept.bytes == 8 * (rows + (2 if rows else 3) * stored._nnz())
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sparse_outputs(threads, layout):
-    for chunks in (1, 3):
-        compare(threads, Matrix(output=layout), (with_zeros(),), chunks, loss=None)
+    compare(threads, Matrix(output=layout), (with_zeros(),), 3, loss=None)
+
+
+@pytest.mark.parametrize("config", [REPLICATE, TRANSMIT])
+def test_a_sparse_parameter_of_two_stages(threads, config):
+    plain, model = Twice(), Twice()
+    model.load_state_dict(plain.state_dict())
+    driver = PipelineDriver1F1B(pipeline(model, F.mse_loss, multi_use_param_spec=config), threads)
+    mine, theirs = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        x, target = torch.randn(6, 4), torch.randn(6, 4)
+        F.mse_loss(plain(x), target).backward()
+        driver.run(2, x, target)
+        assert driver.get_grad("weight").layout == plain.weight.grad.layout
+        mine.step(), theirs.step()
+    state = driver.state_dict()
+    torch.testing.assert_close(state["weight"].to_dense(), plain.weight.to_dense())
+    driver.load_state_dict({"weight": 2 * state["weight"]})
+    driver.copy_to(plain)
+    torch.testing.assert_close(plain.weight.to_dense(), 2 * state["weight"].to_dense())
+    driver.close()
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(with_zeros(4).to_sparse())
+
+    def forward(self, x):
+        y = torch.sparse.mm(self.weight, x.t())
+        pipe_split()
+        return torch.sparse.mm(self.weight, y).t()
 
 
 def squared(output, target):
@@ -323,14 +365,13 @@ def squared(output, target):
 
 
 @pytest.mark.parametrize(
-    ("make", "options"),
+    ("layout", "make", "options"),
     [
-        (PipelineDriver1F1B, {}),
-        (PipelineDriverFillDrain, {"single_loss": True}),
-        (PipelineDriver, {"schedule": "zb_h1"}),
+        (torch.sparse_coo, PipelineDriver1F1B, {}),
+        (torch.sparse_csr, PipelineDriverFillDrain, {"single_loss": True}),
+        (torch.sparse_csr, PipelineDriver, {"schedule": "zb_h1"}),
     ],
 )
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_loss_of_sparse_tensors(threads, layout, make, options):
     """The loss is checked on parts of a micro-batch, or computed over all rows."""
     target = with_zeros().to_sparse(layout=layout)

@@ -128,6 +128,10 @@ CASES: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
         Call(lambda m, x, i: block(m, x + m.e(i)), a=lin(), b=lin(), e=nn.Embedding(4, 4, sparse=True)),
         (x3(), ids()),
     ),
+    "a sparse matrix": lambda: (
+        Call(lambda m, x: m.b(m.a(x).relu().to_sparse()), a=lin(), b=lin()),
+        (torch.randn(3, 4, requires_grad=True),),
+    ),
     "one layer used twice": lambda: (Call(lambda m, x: block(m, block(m, block(m, x))), a=lin(), b=lin()), (x3(),)),
     "two layers, one weight": lambda: (Call(block, **tied(lin(), lin())), (x3(),)),
     "embedding and head, one weight": lambda: (
