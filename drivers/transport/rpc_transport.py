@@ -50,18 +50,7 @@ class RpcTransport(Transport):
             self.post(to, key, own)
 
     def receive(self, key: ValueKey, source: int) -> Any:
-        received = self.received
-        received.check(key)
-        while not received.has(key):
-            received.check_source(key, source)
-            received.waiting_for = key
-            try:
-                received.check(key)
-                self._wait()
-                received.check(key)
-            finally:
-                received.waiting_for = None
-        value = received.take(key)
+        value = super().receive(key, source)
         return value if self.device is None else map_tensors(self._on_device, value)
 
     def ready(self, key: ValueKey) -> bool:

@@ -71,24 +71,6 @@ class SharedMemoryTransport(Transport):
         sent.values += 1
         sent.bytes += payload
 
-    def receive(self, key: ValueKey, source: int) -> Any:
-        received, connection = self.received, self.connections.get(source)
-        received.check(key)
-        while not received.has(key):
-            if connection is not None and connection.fd in self._peer_of and self._step(connection):
-                continue
-            received.check_source(key, source)
-            if self.patience and connection is not None and self._poll(connection):
-                continue
-            received.waiting_for = key
-            try:
-                received.check(key)
-                self._wait()
-                received.check(key)
-            finally:
-                received.waiting_for = None
-        return received.take(key)
-
     def ready(self, key: ValueKey) -> bool:
         while not self.received.has(key) and self._serve(0):
             pass
@@ -115,6 +97,12 @@ class SharedMemoryTransport(Transport):
         self._peer_of.clear()
         self._epoll.close()
         self.received.close()
+
+    def _take_in(self, source: int) -> bool:
+        connection = self.connections.get(source)
+        if connection is None or connection.fd not in self._peer_of:
+            return False
+        return self._step(connection) or (self.patience > 0 and self._poll(connection))
 
     def _wait_for_traffic(self, seconds: float | None) -> None:
         self._serve(-1 if seconds is None else seconds)

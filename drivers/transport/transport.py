@@ -46,12 +46,25 @@ class Transport(ABC):
         What is sent to a peer that is lost is dropped.
         """
 
-    @abstractmethod
     def receive(self, key: ValueKey, source: int) -> Any:
         """Wait for a value, and take it.
 
         Raises Interrupted, or PeerLost if the source is lost and the value has not arrived.
         """
+        received = self.received
+        received.check(key)
+        while not received.has(key):
+            if self._take_in(source):
+                continue
+            received.check_source(key, source)
+            received.waiting_for = key
+            try:
+                received.check(key)
+                self._wait_for_traffic(None)
+                received.check(key)
+            finally:
+                received.waiting_for = None
+        return received.take(key)
 
     def wait_any(self, wanted: Sequence[tuple[ValueKey, int]], seconds: float | None = None) -> None:
         """Wait until one of these values, given with their sources, has arrived, or so many seconds have passed.
@@ -107,6 +120,10 @@ class Transport(ABC):
 
         A worker whose values others still need stays in ``wait_for`` until it is told to end.
         """
+
+    def _take_in(self, source: int) -> bool:
+        """Take in what ``source`` has sent, before a receive sleeps. True if something came."""
+        return False
 
     @abstractmethod
     def _wait_for_traffic(self, seconds: float | None) -> None:
