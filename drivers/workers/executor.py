@@ -78,7 +78,7 @@ class StageCall:
 
 
 def filled(template: Any, inputs: Sequence[Any]) -> Any:
-    """A template with its slots filled.
+    """A template with the inputs in their places.
 
     >>> filled((InputIndex(1), [InputIndex(0), "x"]), inputs=["a", "b"])
     ('b', ['a', 'x'])
@@ -115,7 +115,7 @@ class Executor:
         )
         self.single = SingleLoss(self.calls[LOSS]) if program.single_loss and LOSS in self.calls else None
         self.at = 0
-        self.number = 0
+        self.step = 0
         self.code = [self._bound(instruction) for instruction in program.order]
         self._clear()
 
@@ -128,7 +128,7 @@ class Executor:
 
     def run(
         self,
-        number: int,
+        step: int,
         inputs: Mapping[str, Sequence[Any]],
         weights: Sequence[float],
         trains: bool,
@@ -147,7 +147,7 @@ class Executor:
         program, each with the place of the loss if only that is wanted.
         """
         self.own_rows, self.loss_probe = own_rows, loss_probe
-        self.number, self.weights, self.trains = number, weights, trains
+        self.step, self.weights, self.trains = step, weights, trains
         self.casts = torch._C._is_any_autocast_enabled()
         chunks = len(weights)
         self.seeds = dict.fromkeys(self.program.returns) if returns is None else returns
@@ -201,11 +201,11 @@ class Executor:
             case Compute(op, stage, microbatch):
                 return self._bound_computation(op, stage, microbatch)
             case Send(value, microbatch, to):
-                slot, rank = self.program.value_numbers[value], self.program.ranks[to]
-                return self._send, ((value, microbatch), rank, slot, microbatch)
+                number, rank = self.program.value_numbers[value], self.program.ranks[to]
+                return self._send, ((value, microbatch), rank, number, microbatch)
             case Receive(value, microbatch, source):
-                slot, rank = self.program.value_numbers[value], self.program.ranks[source]
-                return self._receive, ((value, microbatch), rank, slot, microbatch)
+                number, rank = self.program.value_numbers[value], self.program.ranks[source]
+                return self._receive, ((value, microbatch), rank, number, microbatch)
             case Free(value, microbatch):
                 return self._free, ((value, microbatch),)
             case Reduce():  # gradients are added up when the step ends, in the same order on all workers
@@ -327,18 +327,18 @@ class Executor:
             deferred = self.deferred.pop((call.name, microbatch))
             run_backward(call.name, call.module, _PUT_OFF, None, lambda *_: _weights(deferred))
 
-    def _send(self, key: Key, to: int, slot: int, microbatch: int) -> None:
+    def _send(self, key: Key, to: int, number: int, microbatch: int) -> None:
         value = self.values[key]
         if self.trains and type(value) is not torch.Tensor:
             check_opaque_leaves(value)
         try:
-            self.transport.send(to, (self.number, slot, microbatch), value)
+            self.transport.send(to, (self.step, number, microbatch), value)
         except Exception as error:
             what = f"{key[0]} of micro-batch {microbatch}, {describe(self.values[key])}"
             raise StageError(f"{what}, could not be sent to worker {to}: {type(error).__name__}: {error}") from error
 
-    def _receive(self, key: Key, source: int, slot: int, microbatch: int) -> None:
-        self.values[key] = self.transport.receive((self.number, slot, microbatch), source)
+    def _receive(self, key: Key, source: int, number: int, microbatch: int) -> None:
+        self.values[key] = self.transport.receive((self.step, number, microbatch), source)
 
     def _free(self, key: Key) -> None:
         del self.values[key]

@@ -147,7 +147,7 @@ class OutOfOrderExecutor(Executor):
     def _wanted(self, receive: int) -> tuple[ValueKey, int]:
         """The same for the current step, as the transport is asked for it."""
         key, source = self._keys[receive]
-        return (self.number, *key), source
+        return (self.step, *key), source
 
     def _taken(self, compute: Compute) -> Iterable[str]:
         return chain.from_iterable(taken(work) for work in self._work(compute))
