@@ -1,7 +1,7 @@
 """Reading the nodes of the top-level graph: their inputs, and the `getitem` nodes of their outputs."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
@@ -84,17 +84,27 @@ def seeded(output_grads: Any) -> Any:
     return SEED if output_grads is None else output_grads
 
 
-def map_nodes(function: Any, argument: Any) -> Any:
+def map_nodes(function: Callable[[fx.Node], Any], argument: Any) -> Any:
     """``argument`` with ``function(node)`` in place of each node.
 
     The containers are plain ones, since the user may get them; those of `fx.node.map_arg` are immutable.
     """
-    if isinstance(argument, fx.Node):
+    return map_instances(fx.Node, function, argument)
+
+
+def map_instances(kind: type, function: Callable[[Any], Any], argument: Any) -> Any:
+    """An argument of a call in a graph, with ``function(each)`` in place of each object of a class.
+
+    >>> map_instances(int, str, (1, [2, "x"]))
+    ('1', ['2', 'x'])
+    """
+    if isinstance(argument, kind):
         return function(argument)
     if isinstance(argument, tuple) and hasattr(argument, "_fields"):
-        return type(argument)(*(map_nodes(function, item) for item in argument))
+        return type(argument)(*(map_instances(kind, function, item) for item in argument))
     if isinstance(argument, (tuple, list)):
-        return (tuple if isinstance(argument, tuple) else list)(map_nodes(function, item) for item in argument)
+        items = [map_instances(kind, function, item) for item in argument]
+        return tuple(items) if isinstance(argument, tuple) else items
     if isinstance(argument, dict):
-        return {key: map_nodes(function, item) for key, item in argument.items()}
+        return {key: map_instances(kind, function, item) for key, item in argument.items()}
     return argument

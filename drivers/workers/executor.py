@@ -30,6 +30,7 @@ from pippy.drivers.workers.saved_memory import SavedMemory
 from pippy.drivers.workers.single_loss import SingleLoss
 from pippy.ir.errors import StageError
 from pippy.ir.names import LOSS
+from pippy.ir.nodes import map_instances
 from pippy.ir.run.changing_tensors import apart_from, memory_of_layers
 from pippy.ir.run.given_inputs import NamedInputs, check_versions, versions
 from pippy.ir.run.opaque_values import check_opaque_leaves
@@ -83,15 +84,7 @@ def filled(template: Any, inputs: Sequence[Any]) -> Any:
     >>> filled((InputIndex(1), [InputIndex(0), "x"]), inputs=["a", "b"])
     ('b', ['a', 'x'])
     """
-    if isinstance(template, InputIndex):
-        return inputs[template.index]
-    if isinstance(template, tuple) and hasattr(template, "_fields"):
-        return type(template)(*(filled(item, inputs) for item in template))
-    if isinstance(template, (tuple, list)):
-        return type(template)(filled(item, inputs) for item in template)
-    if isinstance(template, dict):
-        return {key: filled(item, inputs) for key, item in template.items()}
-    return template
+    return map_instances(InputIndex, lambda each: inputs[each.index], template)
 
 
 class Executor:
