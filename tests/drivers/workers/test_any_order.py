@@ -34,9 +34,9 @@ class Training(RuleBasedStateMachine):
         self.running = []
 
     def teardown(self):
-        torch.set_default_dtype(torch.float32)
         if hasattr(self, "opened"):
             self.opened.__exit__(None, None, None)
+        torch.set_default_dtype(torch.float32)  # only now: a step may be under way in this process
 
     def plain_run(self):
         loss = loss_fn(self.plain(self.x), self.target)
