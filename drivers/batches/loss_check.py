@@ -8,17 +8,15 @@ A loss that pippy cannot read is checked on the worker that computes it, in the 
 """
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from pippy.drivers.batches.division import CutTensor, DividedValue, Division
+from pippy.drivers.batches.division import Division
 from pippy.drivers.batches.loss_weights import IGNORED
+from pippy.drivers.batches.target_questions import Question
 from pippy.drivers.errors import MicrobatchError
 from pippy.ir.errors import PippyWarning
-from pippy.ir.trees import children, tensors
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class LossCheck:
     """What ``worker`` is asked to check. ``value`` names the value that the loss is, or lies in, at ``seed``.
 
     ``kind`` is how the losses are weighted: "mean" over rows, or "sum". ``inputs`` has the user's name for each input of
-    the Pipe that the loss is computed from. ``held`` are values that the targets hold and the loss may leave out.
+    the Pipe that the loss is computed from. ``held`` are questions to which its targets have different answers.
     """
 
     worker: int
@@ -34,15 +32,15 @@ class LossCheck:
     seed: Any
     kind: str
     inputs: Mapping[str, str]
-    held: tuple[int, ...] = ()
+    held: tuple[Question, ...] = ()
 
 
 @dataclass(frozen=True)
 class LossReport:
     """What a check found. ``fits``: the parts add up as assumed. If not, ``reduction`` is the one that fits, as it is written.
 
-    ``ignored`` are the ``ignore_index`` of the cross entropies that the loss calls. ``possible`` is False if nothing could
-    be compared, ``conclusive`` if a later step should be checked too.
+    ``unseen`` are questions that matter to the loss, and that all targets of the step answer alike. ``possible`` is False if
+    nothing could be compared, ``conclusive`` if a later step should be checked too.
     """
 
     fits: bool = True
@@ -50,19 +48,18 @@ class LossReport:
     random: bool = False
     possible: bool = True
     conclusive: bool = True
-    ignored: tuple[int, ...] = ()
+    unseen: tuple[Question, ...] = ()
     seen: str = ""
 
 
 class LossChecks:
-    """Remembers what of a driver's loss was checked: the programs, and the values that targets may be left out for."""
+    """Remembers what of a driver's loss was checked: the programs, and by what targets may be left out."""
 
     def __init__(self, function: bool) -> None:
         self.function = function  # a loss function; otherwise the model returns its loss
         self.programs: set[int] = set()
-        self.watched: dict[int, bool] = {
-            IGNORED: False
-        }  # False until it was seen that the loss counts targets of this value
+        # False until it was seen that the loss counts targets with either answer
+        self.watched: dict[Question, bool] = {Question("==", IGNORED): False}
         self.warned = False
 
     def begin(
@@ -71,13 +68,10 @@ class LossChecks:
         """What to check in the step that begins; None if all was."""
         users = {name: user for user, name in division.names.items()}
         inputs = {name: users.get(name, name) for name in taken if name in division.arguments}
-        held = tuple(self._held(division, inputs)) if kind == "mean" else ()
+        given = {name: division.arguments[name] for name in inputs}
+        unseen = [question for question, seen in self.watched.items() if not seen] if kind == "mean" else []
+        held = tuple(question for question in unseen if question.is_held(given))
         return LossCheck(worker, value, seed, kind, inputs, held) if held or program not in self.programs else None
-
-    def _held(self, division: Division, inputs: Mapping[str, str]) -> Iterator[int]:
-        for value in [value for value, done in self.watched.items() if not done]:
-            if any(bool((each == value).any()) for name in inputs for each in indices(division.arguments[name])):
-                yield value
 
     def end(self, program: int, check: LossCheck, report: LossReport) -> None:
         """Take in what a worker found. Raises if the loss of the step is wrong."""
@@ -86,8 +80,8 @@ class LossChecks:
         if report.conclusive:
             self.programs.add(program)
             self.watched.update(dict.fromkeys(check.held, True))
-        for value in report.ignored:
-            self.watched.setdefault(value, False)
+        for question in report.unseen:
+            self.watched.setdefault(question, False)
         if not report.possible and not self.warned:
             self.warned = True
             warnings.warn(
@@ -119,19 +113,3 @@ class LossChecks:
 
 def _spelled(kind: str) -> str:
     return "sum" if kind == "sum" else "mean over rows"
-
-
-def indices(divided: Any) -> Iterator[torch.Tensor]:
-    """The tensors of integers in a divided value: class indices, perhaps."""
-    if isinstance(divided, DividedValue):
-        values = getattr(divided, "values", None) or (getattr(divided, "value", None),)
-        found: Iterator[torch.Tensor] = tensors(values) if not isinstance(divided, CutTensor) else iter([divided.value])
-        yield from (
-            each
-            for each in found
-            if each.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-            and each.layout is torch.strided
-        )
-    else:
-        for item in children(divided) or ():
-            yield from indices(item)

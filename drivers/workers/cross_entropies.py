@@ -10,6 +10,9 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from pippy.drivers.batches.loss_weights import IGNORED
+from pippy.drivers.batches.target_questions import Question
+
 
 class CrossEntropies(TorchFunctionMode):
     """Notes the arguments of the cross entropies and NLL losses that are called inside.
@@ -17,7 +20,7 @@ class CrossEntropies(TorchFunctionMode):
     >>> with CrossEntropies() as noted:
     ...     _ = F.cross_entropy(torch.zeros(2, 3), torch.tensor([0, 1]), ignore_index=1)
     >>> noted.ignored()
-    (1,)
+    [Question(sign='==', value=1, place=None)]
     """
 
     def __init__(self) -> None:
@@ -30,19 +33,21 @@ class CrossEntropies(TorchFunctionMode):
                 self.calls.append(inspect.signature(func).bind(*args, **(kwargs or {})).arguments)
         return func(*args, **(kwargs or {}))
 
-    def ignored(self) -> tuple[int, ...]:
-        """The targets that means leave out."""
-        return tuple(dict.fromkeys(each.get("ignore_index", -100) for each in self.calls if _averages(each)))
+    def ignored(self) -> list[Question]:
+        """Which targets the means leave out."""
+        found = [each.get("ignore_index", IGNORED) for each in self.calls if _averages(each)]
+        return [Question("==", value) for value in dict.fromkeys(found)]
 
-    def classes(self) -> list[int]:
-        """Of the classes that weigh something, the one that weighs least and the one that weighs most."""
+    def classes(self) -> list[Question]:
+        """Whether targets are of the class that weighs least, but more than nothing, and of the one that weighs most."""
         weights = [
             each["weight"].detach().double()
             for each in self.calls
             if _averages(each) and each.get("weight") is not None
         ]
         positive = [torch.where(weight > 0, weight, math.inf) for weight in weights]
-        return [int(each) for weight, least in zip(weights, positive) for each in (least.argmin(), weight.argmax())]
+        classes = [each for weight, least in zip(weights, positive) for each in (least.argmin(), weight.argmax())]
+        return [Question("==", int(each)) for each in classes]
 
 
 def _averages(entropy: Mapping[str, Any]) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from pippy.drivers.batches.specs import items_with_paths
+from pippy.drivers.batches.target_questions import Question, is_index
 from pippy.drivers.workers.loss_sample import Cut
 
 Weights = Callable[[Cut], tuple[float, float]]
@@ -16,7 +17,7 @@ _WRITTEN = 16  # class weights that are written out
 class KnownReductions:
     """The reductions of a loss that is computed from ``inputs``, which the user calls ``names`` (None for computed values).
 
-    ``calls`` are the cross entropies that the loss calls; ``ignored`` are targets that may be left out.
+    ``calls`` are the cross entropies that the loss calls; by ``questions`` it may leave out targets.
     """
 
     def __init__(
@@ -24,9 +25,9 @@ class KnownReductions:
         inputs: Sequence[Any],
         names: Sequence[str | None],
         calls: Sequence[Mapping[str, Any]],
-        ignored: Sequence[int],
+        questions: Sequence[Question],
     ) -> None:
-        self.inputs, self.names, self.calls, self.ignored = inputs, names, calls, ignored
+        self.inputs, self.names, self.calls, self.questions = inputs, names, calls, questions
 
     def __iter__(self) -> Iterator[tuple[str, Weights]]:
         yield "'sum'", alone
@@ -40,7 +41,9 @@ class KnownReductions:
                     yield text, _counted(eval(text, {"torch": torch, **names}), number)
 
     def _counts(self, expression: str, leaf: torch.Tensor) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Expressions that count what a tensor holds, and the names that they use."""
+        """Expressions that count what a tensor holds, and the names that they use; first what the loss asks of it."""
+        for question in self.questions:
+            yield from ((count, {}) for count in question.counts(expression))
         if leaf.dtype == torch.bool:
             yield f"{expression}.sum()", {}
         elif leaf.is_floating_point():
@@ -52,7 +55,8 @@ class KnownReductions:
                 if weight is not None and not (each.get("label_smoothing") and bool((weight == 0).any())):
                     yield _weighing(expression, weight, each.get("ignore_index", -100))
             some = leaf.unique()[:_VALUES].tolist()
-            for value in dict.fromkeys([*self.ignored, 0, *some]):
+            asked = [question.value for question in self.questions if question.sign == "=="]
+            for value in dict.fromkeys([*asked, 0, *some]):
                 yield f"({expression} != {value}).sum()", {}
                 if leaf.dim() > 1:
                     yield f"({expression}[:, 1:] != {value}).sum()", {}
@@ -92,9 +96,3 @@ def _tensors_with_paths(value: Any, path: str) -> Iterator[tuple[str, torch.Tens
         yield from [(path, value)] if isinstance(value, torch.Tensor) else []
     for where, item in held or ():
         yield from _tensors_with_paths(item, where)
-
-
-def is_index(leaf: torch.Tensor) -> bool:
-    """Whether a tensor holds integers: class indices, perhaps."""
-    whole = not leaf.is_floating_point() and not leaf.is_complex() and leaf.dtype != torch.bool
-    return whole and leaf.layout is torch.strided

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from pippy.drivers.batches.division import Division
-from pippy.drivers.batches.loss_check import LossCheck, LossReport, indices
+from pippy.drivers.batches.loss_check import LossCheck, LossReport
 from pippy.drivers.workers.leave_unchanged import left_unchanged
 from pippy.drivers.workers.loss_judge import Call, Judge
 from pippy.drivers.workers.loss_sample import Sample, sample_of
@@ -49,10 +49,5 @@ class LossProbe:
             with torch.no_grad(), left_unchanged(call.module):
                 index = None if len(gives) == 1 else list(gives).index(self.check.value)
                 computed = [number for number, name in enumerate(names) if name not in self.check.inputs]
-                judge = Judge(self.check, call, index, names, computed)
-                judge.holds = self._holds
+                judge = Judge(self.check, call, index, names, computed, self.division)
                 self.report = judge.judge(found, last)
-
-    def _holds(self, value: int) -> bool:
-        given = [self.division.arguments[name] for name in self.check.inputs if name in self.division.arguments]
-        return any(bool((each == value).any()) for divided in given for each in indices(divided))

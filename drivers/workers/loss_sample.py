@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ import torch
 from pippy.drivers.batches.division import CutTensor, DividedValue, Division, PerMicrobatch
 from pippy.ir.sparse_tensors import cat, equal, has_rows, narrow
 from pippy.ir.trees import children, leaves, map_leaves
+
+Place = tuple[int, int]  # of a tensor: the number of the input, and of the value in it
 
 
 @dataclass(frozen=True)
@@ -20,24 +23,16 @@ class Sample:
     dims: tuple[int | None, ...]
     rows: int
 
-    def dims_of(self, number: int) -> list[int | None]:
-        """The dimensions of one input's tensors."""
-        counts = [sum(1 for _ in leaves(value)) for value in self.inputs]
-        start = sum(counts[:number])
-        return list(self.dims[start : start + counts[number]])
-
-    def part(self, start: int, stop: int) -> tuple[Any, ...]:
+    def part(self, start: int, stop: int) -> "Sample":
         """Some rows, in tensors of their own."""
-        dims = iter(self.dims)
-        return tuple(map_leaves(lambda leaf: self._cut(leaf, next(dims), start, stop), value) for value in self.inputs)
 
-    def _cut(self, leaf: Any, dim: int | None, start: int, stop: int) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        if dim is None:
-            return leaf.clone()
-        each = leaf.shape[dim] // self.rows
-        return narrow(leaf, dim, start * each, (stop - start) * each).clone()
+        def cut(place: Place, leaf: torch.Tensor, dim: int | None) -> torch.Tensor:
+            if dim is None:
+                return leaf.clone()
+            each = leaf.shape[dim] // self.rows
+            return narrow(leaf, dim, start * each, (stop - start) * each).clone()
+
+        return replace(self.mapped(cut), rows=stop - start)
 
     def joined(self, other: "Sample") -> "Sample | None":
         """The rows of both; None if what has no rows differs."""
@@ -56,16 +51,32 @@ class Sample:
             rows=self.rows + other.rows,
         )
 
-    def mapped(self, function: Callable[[int, torch.Tensor, int | None], torch.Tensor]) -> "Sample":
-        """The same with other tensors: ``function`` takes the number of the input, the tensor and its dimension."""
+    def mapped(self, function: Callable[[Place, torch.Tensor, int | None], torch.Tensor]) -> "Sample":
+        """The same with other tensors: ``function`` takes the place of each, the tensor and its dimension."""
         dims = iter(self.dims)
 
-        def one(number: int, leaf: Any) -> Any:
+        def one(place: Place, leaf: Any) -> Any:
             dim = next(dims)
-            return function(number, leaf, dim) if isinstance(leaf, torch.Tensor) else leaf
+            return function(place, leaf, dim) if isinstance(leaf, torch.Tensor) else leaf
 
-        inputs = [map_leaves(lambda leaf, n=number: one(n, leaf), value) for number, value in enumerate(self.inputs)]  # type: ignore[misc]
+        inputs = []
+        for number, value in enumerate(self.inputs):
+            places = ((number, index) for index in count())
+            inputs.append(map_leaves(lambda leaf, places=places: one(next(places), leaf), value))  # type: ignore[misc]
         return replace(self, inputs=tuple(inputs))
+
+    def tensors(self) -> Iterator[tuple[Place, torch.Tensor, int | None]]:
+        """The tensors, with their places and dimensions."""
+        dims = iter(self.dims)
+        for number, value in enumerate(self.inputs):
+            for index, leaf in enumerate(leaves(value)):
+                dim = next(dims)
+                if isinstance(leaf, torch.Tensor):
+                    yield (number, index), leaf, dim
+
+    def copied(self) -> "Sample":
+        """The same in tensors of their own: a loss may change what it is given."""
+        return self.mapped(lambda place, leaf, dim: leaf.clone())
 
 
 @dataclass(frozen=True)

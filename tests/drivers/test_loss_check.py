@@ -2,12 +2,11 @@
 
 import copy
 import functools
+import math
 import re
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
@@ -219,26 +218,42 @@ def test_a_micro_batch_that_is_all_padding_counts_nothing(threads, loss_fn, how)
         torch.testing.assert_close(gradient, model.get_parameter(name).grad * scale)
 
 
-REDUCED = {
-    "module": nn.CrossEntropyLoss(ignore_index=0),
-    "partial": functools.partial(F.cross_entropy, reduction="sum"),
-    "ignore": lambda o, t: F.cross_entropy(o, t, ignore_index=0),
-    "sum": lambda o, t: F.cross_entropy(o, t, reduction="sum"),
-    "smooth": lambda o, t: F.cross_entropy(o, t, label_smoothing=0.1),
-    "masked": lambda o, t: (o.square().sum(1) * (t != 0)).sum() / (t != 0).sum(),
-    "std": lambda o, t: (o - t[:, None]).std(),
+def mean_where(counts):
+    def loss(output, target):
+        return (output.square().sum(1) * counts(target)).sum() / counts(target).sum()
+
+    return loss
+
+
+LATER = {
+    "a number": (mean_where(lambda t: t != 7), [1, 2, 3, 0], [1, 7, 7, 2], "lambda target: (target != 7).sum()"),
+    "a limit": (mean_where(lambda t: t > 0), [1, 2, 3, 1], [0, 0, 0, 2], "lambda target: (target > 0).sum()"),
+    "a mask": (mean_where(lambda t: t), [True] * 4, [True, False, False, True], "lambda target: target.sum()"),
+    "weights": (mean_where(lambda t: t), [1.0] * 4, [0.5, 2.0, 0.0, 1.0], "lambda target: target.clamp(min=0).sum()"),
+    "not a number": (
+        lambda o, t: torch.where(t.isnan(), 0, o.sum(1)).sum() / (~t.isnan()).sum(),
+        [1.0, 2.0, 3.0, 4.0],
+        [1.0, math.nan, math.nan, 4.0],
+        "lambda target: (~target.isnan()).sum()",
+    ),
 }
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    name=st.sampled_from(sorted(REDUCED)),
-    labels=st.lists(st.integers(0, 3), min_size=4, max_size=9),
-    chunks=st.integers(2, 4),
-)
-def test_any_loss_gives_the_plain_numbers_or_advice_that_does(threads, name, labels, chunks):
-    target = torch.tensor([1, 2, *labels])  # something counts
-    model, x = Net(), torch.randn(len(target), 4)
-    driver, _ = follow(threads, pipeline(copy.deepcopy(model), REDUCED[name]), chunks, x, target)
-    assert_same(driver, chunks, model, REDUCED[name], x, target)
-    driver.close()
+@pytest.mark.parametrize("name", LATER)
+def test_what_first_comes_in_a_later_step(threads, name):
+    loss_fn, first, later, advice = LATER[name]
+    model, x, first, later = Net(), torch.randn(4, 4), torch.tensor(first), torch.tensor(later)
+    pipe = pipeline(copy.deepcopy(model), loss_fn)
+    driver = PipelineDriver1F1B(pipe, threads)
+    assert_same(driver, 2, model, loss_fn, x, first)
+    with pytest.raises(MicrobatchError, match=re.escape(f"loss_reduction={advice}") + "$"):
+        driver.run(2, x, later)
+    driver = PipelineDriver1F1B(pipe, threads, loss_reduction=eval(advice))
+    assert_same(driver, 2, model, loss_fn, x, later)
+
+
+def test_what_matters_not_is_not_looked_for(threads):
+    loss_fn = lambda o, t: (o.square().sum(1) * torch.where(t == 7, 2.0, 1.0)).mean()  # noqa: E731
+    driver = PipelineDriver1F1B(pipeline(Net(), loss_fn), threads)
+    driver.run(2, torch.randn(4, 4), torch.tensor([1, 2, 3, 0]))
+    assert {(each.sign, each.value) for each in driver.loss_checks.watched} == {("==", -100)}
