@@ -1,5 +1,6 @@
 """A cluster whose workers are threads of this process: for tests that need workers, and no processes."""
 
+import gc
 import threading
 from contextlib import contextmanager, suppress
 
@@ -66,12 +67,14 @@ def thread_cluster(n):
     threads = [threading.Thread(target=_run, args=(worker,), daemon=True) for worker in workers]
     for thread in threads:
         thread.start()
+    gc.freeze()  # a worker collects garbage when a driver is closed: as in a process, without what was imported before
     control = ThreadControl(workers, [Address(name, name, "here", 0) for name in names])
     cluster = Cluster(names, control, NoProcesses())
     try:
         with cluster:
             yield cluster
     finally:
+        gc.unfreeze()
         for worker, count in zip(workers, control.counts):
             worker.context.messages.put(count, None, lambda _: None)
         for thread in threads:
