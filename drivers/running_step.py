@@ -16,7 +16,9 @@ class RunningStep:
     """
 
     def __init__(self, dispatch: Dispatch, results: Results, check: Callable[[LossReport], None] | None) -> None:
-        self._dispatch, self._results, self._check = dispatch, results, check
+        self._dispatch, self._check = dispatch, check
+        self._results: Results | None = results
+        self._posted: PendingCommand | None = None
         self._result: Any = None
 
     def posted(self, posted: PendingCommand, note: Callable[[Mapping[int, StepResult]], None] | None) -> "RunningStep":
@@ -29,13 +31,16 @@ class RunningStep:
         for answer in answers.values():
             if answer.loss_report is not None and self._check is not None:
                 self._check(answer.loss_report)
+        assert self._results is not None
         values = {name: value for answer in answers.values() for name, value in answer.values.items()}
         self._result = self._results.assemble(values)
 
     def result(self) -> Any:
         """Wait for the step, and give what `run` would have given."""
-        answers = self._dispatch.wait(self._posted)
-        self.peak_live = {worker: answer.peak_live for worker, answer in answers.items()}
-        if self._note is not None:
-            self._note(answers)
+        if self._posted is not None:
+            answers = self._dispatch.wait(self._posted)
+            self.peak_live = {worker: answer.peak_live for worker, answer in answers.items()}
+            if self._note is not None:
+                self._note(answers)
+            self._posted = self._results = None  # they hold the inputs and the outputs of the micro-batches
         return self._result

@@ -147,7 +147,7 @@ class Executor:
         self.returned = {name: [None] * chunks for name in self.seeds}
         for name, microbatches in inputs.items():
             for microbatch, value in enumerate(microbatches):
-                self.values[name, microbatch] = self._here(value)
+                self.values[name, microbatch] = self._here(value) if trains else value
         code = self.recorder.timed() if record else self.code
         code = self.saved_memory.measured(code) if weigh else code
         try:
@@ -182,6 +182,19 @@ class Executor:
         modules = {name: call.module for name, call in self.calls.items()}
         return SavedMemory(self.program.order, modules, lambda: self.runs)
 
+    @cached_property
+    def last_takers(self) -> dict[Key, int]:
+        """The stage that takes an input of the model last on this worker, for each input and micro-batch."""
+        forwards = {key.stage: work for key, work in self.program.work.items() if key.phase == "F"}
+        made = {name for work in forwards.values() for each in work for name in each.gives}
+        found: dict[Key, int] = {}
+        for each in self.program.order:
+            if isinstance(each, Compute) and each.op == Op.FORWARD:
+                names = [name for work in forwards.get(each.stage, ()) for name in work.takes]
+                inputs = [name for name in names if name not in made and name not in self.program.value_numbers]
+                found.update({(name, each.microbatch): each.stage for name in inputs})
+        return found
+
     def current(self) -> Instruction:
         """The instruction that runs now."""
         return self.program.order[self.at]
@@ -215,12 +228,11 @@ class Executor:
         }[op]
         work = self.program.work.get(Pass("F" if forward else "B", stage), ())
         bound = tuple(self._operands(each, microbatch) for each in work)
-        own = tuple(
-            (name, microbatch)
-            for each in work
-            for name in each.gives
-            if name and name not in self.program.value_numbers
-        )
+        given = [name for each in work for name in each.gives if name and name not in self.program.value_numbers]
+        if forward:
+            names = {name for each in work for name in each.takes}
+            given += [name for name in names if self.last_takers.get((name, microbatch)) == stage]
+        own = tuple((name, microbatch) for name in given)
         if forward:
             return self._computation, (handle, bound, own, 1 if Pass("B", stage) in self.program.work else 0)
         return self._computation, (handle, bound, own, 0 if op == Op.BACKWARD_INPUT else -1)
@@ -235,7 +247,7 @@ class Executor:
         return self.calls[work.call], microbatch, tuple(map(keys, work.takes)), gives
 
     def _computation(self, handle: Handle, bound: Sequence[tuple[Any, ...]], own: Sequence[Key], live: int) -> None:
-        """Run the calls of a computation. ``own`` are the values that no other computation takes: no instruction frees them."""
+        """Run the calls of a computation. ``own`` are the values that no later one takes and that no instruction frees."""
         if handle == self._forward:
             self.peak_live = max(self.peak_live, self.live + 1)
         if self.casts:
@@ -248,7 +260,10 @@ class Executor:
 
     def _forward(self, call: StageCall, microbatch: int, takes: Sequence[Key], gives: Sequence[Key]) -> None:
         values = self.values
-        inputs = tuple(as_leaf(values[key]) for key in takes) if self.trains else tuple(values[key] for key in takes)
+        if self.trains:
+            inputs = tuple(as_leaf(values[key]) for key in takes)
+        else:  # inputs of the model are put on the device now: all at once would take as much memory as the mini-batch
+            inputs = tuple(self._here(values[key]) for key in takes)
         args = inputs
         if call.name == LOSS and self.own_rows is not None:
             args = tuple(self.own_rows(value, microbatch) for value in inputs)
@@ -268,8 +283,8 @@ class Executor:
             values[key] = value
             if key[0] in self.returned:
                 seed = self.seeds[key[0]]
-                kept = value if seed is None else loss_inside(seed, value)
-                self.returned[key[0]][microbatch] = map_tensors(_detached, kept)
+                kept = map_tensors(_detached, value if seed is None else loss_inside(seed, value))
+                self.returned[key[0]][microbatch] = kept if self.trains else map_tensors(_off_the_device, kept)
 
     def _probe(self, call: StageCall, microbatch: int, takes: Sequence[Key], gives: Sequence[Key], args: Any) -> None:
         assert self.loss_probe is not None
@@ -348,6 +363,11 @@ def _nothing() -> None:
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
+
+
+def _off_the_device(tensor: torch.Tensor) -> torch.Tensor:
+    """Outputs do not wait on the device for the end of the step. Numbers do: they are fetched in one piece."""
+    return tensor.cpu() if tensor.dim() else tensor
 
 
 def _packed(values: list[Any]) -> Any:

@@ -7,6 +7,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from pippy import PipelineDriver, PipelineDriver1F1B, pipe_split, pipeline
+from pippy.drivers.workers.executor import Executor
 
 made: dict[str, list[StorageWeakRef]] = {}
 most: dict[str, int] = {}
@@ -83,3 +84,38 @@ def test_what_a_step_holds_does_not_grow_with_the_micro_batches(threads, kind):
         assert set(held(lambda: driver.run(32, x, target)).values()) == {1}
         asked = held(lambda: driver.run(32, x, target, outputs=True))
     assert asked == {"first": 1, "second": 1, "output": 32}, "outputs wait for the answer, and nothing else does"
+
+
+def test_forward_only_steps_hold_the_inputs_of_one_micro_batch_on_the_device(threads, monkeypatch):
+    """Here "on the device" is a copy. In a training step all inputs are there from the start, and go when they were used."""
+
+    def copied(executor, value):
+        return noted("input", value.clone()) if value.shape == (2, 8) and not value.requires_grad else value
+
+    monkeypatch.setattr(Executor, "_here", copied)
+    x, target = torch.randn(64, 8), torch.randn(64, 8)
+    driver = PipelineDriver1F1B(pipeline(Three(), loss_fn), threads, world_size=1, loss_reduction="mean")
+    with torch.no_grad():
+        assert held(lambda: driver.run(32, x, target))["input"] <= 2
+    left, forward = [], Executor._forward
+
+    def counted(*args):
+        left.append(sum(not each.expired() for each in made["input"]))
+        return forward(*args)
+
+    monkeypatch.setattr(Executor, "_forward", counted)
+    driver = PipelineDriver1F1B(driver.pipe, threads, world_size=1, loss_reduction="mean")
+    held(lambda: driver.run(32, x, target))
+    assert max(left) == 64 and min(left) <= 4
+
+
+def test_a_step_that_is_done_holds_its_result_alone(threads):
+    driver = PipelineDriver1F1B(pipeline(Three()), threads)
+    x = torch.randn(8, 8)
+    storage = StorageWeakRef(x.untyped_storage())
+    with driver.record() as recording:
+        step = driver.run_async(4, x)
+    del x
+    first = step.result()
+    assert storage.expired(), "the inputs"
+    assert step.result() is first and len(recording.steps) == 1 and step.peak_live
