@@ -13,11 +13,12 @@ The search goes through two graphs, since a container can be made at two places:
 
     1. The top-level graph returns a tuple, list or dict of nodes. The specification leads to one of them (`_marked`).
     2. If something of the specification is left, it leads into the value of that node: a dataclass, a named tuple or a
-       mapping that the last stage makes. The names of its fields are those of the class (`_field_names`). Then the
+       mapping that the last stage makes. The names of its fields are those of the class (`_fields`). Then the
        seed of the backward is a list, with `SEED` for the field that is the loss and None for the others.
 """
 
 import dataclasses
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,9 +39,10 @@ def default_loss_spec(compiled: Compiled, model: nn.Module) -> LossSpec:
     declared = getattr(model, "loss_spec", None) if isinstance(model, LossWrapper) else None
     if declared is not None:
         return declared
-    if isinstance(output, Mapping) and "loss" in output:
-        return "loss"
-    if isinstance(output, fx.Node) and "loss" in _field_names(compiled, output, Mapping):
+    items = output if isinstance(output, Mapping) else {}
+    if isinstance(output, fx.Node):
+        items = _fields(compiled, output, Mapping)
+    if items.get("loss") is not None:  # a model may return None there, if it is given no labels
         return "loss"
     if isinstance(model, LossWrapper):
         if isinstance(output, fx.Node):
@@ -100,8 +102,16 @@ class _Search:
     def _node(self, output: Any) -> fx.Node:
         if isinstance(output, fx.Node):
             return output
+        if output is None:
+            raise self._none()
         hint = "mark one value in it" if isinstance(output, (Sequence, Mapping)) else "which is a constant"
         raise self._error(f"marks {_shape(output)} as the loss; {hint}")
+
+    def _none(self) -> LossError:
+        return self._error(
+            "marks what is None in the values that the model returns; leave the specification out for a Pipe without a loss, "
+            "or have the model return its loss there"
+        )
 
     def _in_full(self, output: Any, key: str | int) -> Any:
         """The short form ``key`` written in full, in the shape of ``output``."""
@@ -115,7 +125,8 @@ class _Search:
 
     def _inner_seed(self, value: fx.Node, spec: Any) -> list[Any]:
         """The seed for a loss that is a field of ``value``."""
-        names = _field_names(self.compiled, value, object)
+        fields = _fields(self.compiled, value, object)
+        names = list(fields)
         if not names:
             raise self._error(
                 f"looks inside {value.name!r}, but tracing does not know what that is made of; "
@@ -124,6 +135,8 @@ class _Search:
         flags = _field_flags(names, spec)
         if sum(flag is True for flag in flags) != 1:
             raise self._error(f"does not mark one of the fields {names}")
+        if any(flag is True and fields[name] is None for name, flag in zip(names, flags)):
+            raise self._none()
         return [SEED if flag is True else None for flag in flags]
 
 
@@ -140,16 +153,20 @@ def _field_flags(names: list[str], spec: Any) -> list[Any]:
     return [spec in (name, index, index - len(names)) for index, name in enumerate(names)]
 
 
-def _field_names(compiled: Compiled, value: fx.Node, kind: type) -> list[str]:
-    """The names of the fields of a value, if a stage makes it by a call of its class, which is a ``kind``; else none."""
+def _fields(compiled: Compiled, value: fx.Node, kind: type) -> dict[str, Any]:
+    """The fields of a value and what they hold, if a stage makes it by a call of its class, which is a ``kind``; else none."""
     made = _maker(compiled, value)
     if made is None or not isinstance(made.target, type) or not issubclass(made.target, kind):
-        return []
+        return {}
     if dataclasses.is_dataclass(made.target):
-        return [field.name for field in dataclasses.fields(made.target)]
-    if hasattr(made.target, "_fields"):
-        return list(made.target._fields)
-    return list(made.args[0]) if made.args and isinstance(made.args[0], Mapping) else []
+        names = [field.name for field in dataclasses.fields(made.target)]
+    elif hasattr(made.target, "_fields"):
+        names = list(made.target._fields)
+    else:
+        return dict(made.args[0]) if made.args and isinstance(made.args[0], Mapping) else {}
+    given = inspect.signature(made.target).bind_partial(*made.args, **made.kwargs)
+    given.apply_defaults()
+    return {name: given.arguments.get(name, ...) for name in names}  # a class may fill a field itself
 
 
 def _maker(compiled: Compiled, value: fx.Node) -> fx.Node | None:

@@ -2,6 +2,8 @@
 
 import copy
 import functools
+from collections import OrderedDict
+from dataclasses import dataclass, fields
 
 import pytest
 import torch
@@ -152,6 +154,38 @@ def test_a_dict_with_a_loss_can_be_told_that_it_has_none():
     pipe = pipeline(model, output_loss_value_spec=False)
     pipe(X)["loss"].backward()
     assert model.a.weight.grad is not None
+
+
+@dataclass
+class ModelOutput(OrderedDict):
+    """As those of transformers: fields that are items too, unless they are None."""
+
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+
+    def __post_init__(self):
+        self.update({each.name: getattr(self, each.name) for each in fields(self)})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda loss, logits: {"loss": None, "logits": logits},
+        lambda loss, logits: OrderedDict(loss=None, logits=logits),
+        lambda loss, logits: ModelOutput(None, logits),
+        lambda loss, logits: ModelOutput(logits=logits),
+    ],
+)
+def test_a_loss_of_none_is_no_loss(make):
+    model = Returns(make)
+    pipe = pipeline(model)
+    assert pipe.loss is None
+    torch.testing.assert_close(pipe(X)["logits"], model(X)["logits"])
+    loss = pipeline(model, lambda output, target: F.mse_loss(output["logits"], target))(X, T)
+    torch.testing.assert_close(loss, F.mse_loss(model(X)["logits"], T))
+    with pytest.raises(LossError, match=r"'loss' marks what is None .*; leave the specification out"):
+        pipeline(model, output_loss_value_spec="loss")
+    assert pipeline(model, output_loss_value_spec=False).loss is None
 
 
 def test_a_loss_wrapper_needs_a_forward():
