@@ -6,6 +6,9 @@ A linear layer computes y = x @ W.T + b. Given the gradient g of y, its backward
     gradient of b    g.sum(0)    now, by autograd: it costs little
     gradient of W    g.T @ x     later, from x and g
 
+Under autocast all is computed with fewer bits: x is kept as it is cast, and the gradient of W is cast back when it is
+complete, as autograd does.
+
 So the forward gives the operation a detached W, and autograd computes nothing for it. Each call of the layer makes a
 `LayerCall`, which keeps x. When autograd has g, a hook on the node that made y puts g beside x, and the `LayerCall` into
 a queue.
@@ -108,7 +111,7 @@ class LinearLayer(DeferrableLayer):
         too_small = input.numel() < self._smallest_input
         if weight is None or too_small or not (_can_defer(input, weight) and _is_one_product(input, weight)):
             return F.linear(input, weight, bias)  # type: ignore[arg-type]
-        call = LayerCall(self._queue, (weight,), input, _linear_gradients)
+        call = LayerCall(self._queue, (weight,), _as_computed(input), _linear_gradients)
         output = F.linear(input, weight.detach(), bias)
         _receive_gradient(output, call)
         return output
@@ -140,7 +143,7 @@ class ConvolutionLayer(DeferrableLayer):
         if weight is None or too_small or input.dim() != weight.dim() or not _can_defer(input, weight, bias):
             return module._conv_forward(input, weight, bias)
         parameters = [one for one in (weight, bias) if one is not None and one.requires_grad]
-        call = LayerCall(self._queue, parameters, input, self._gradients)
+        call = LayerCall(self._queue, parameters, _as_computed(input), self._gradients)
         output = module._conv_forward(input, weight.detach(), None if bias is None else bias.detach())
         _receive_gradient(output, call)
         return output
@@ -151,8 +154,8 @@ class ConvolutionLayer(DeferrableLayer):
         assert weight is not None
         needs_bias = bias is not None and bias.requires_grad
         _, of_weight, of_bias = torch.ops.aten.convolution_backward(
-            grad, x, weight, None if bias is None else list(bias.shape), module.stride, module.padding, module.dilation,
-            False, [0], module.groups, [False, True, needs_bias],
+            grad, x, weight.to(x.dtype), None if bias is None else list(bias.shape), module.stride, module.padding,
+            module.dilation, False, [0], module.groups, [False, True, needs_bias],
         )  # fmt: skip
         return (of_weight, of_bias) if needs_bias else (of_weight,)
 
@@ -166,12 +169,27 @@ def _can_defer(x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None 
         and type(x) in _PLAIN
         and type(weight) is nn.Parameter
         and x.layout is torch.strided
-        and x.dtype == weight.dtype
+        and _same_dtype(x, weight, bias)
         and not _has_hooks(weight)
         and (bias is None or not _has_hooks(bias))
-        and not torch.is_autocast_enabled(x.device.type)
         and torch._C._functorch.peek_interpreter_stack() is None
     )
+
+
+def _same_dtype(*operands: torch.Tensor | None) -> bool:
+    """Whether the operands have one dtype, or autocast gives them one."""
+    dtypes = {operand.dtype for operand in operands if operand is not None}
+    device = next(operand.device.type for operand in operands if operand is not None)
+    if not torch.is_autocast_enabled(device):
+        return len(dtypes) == 1
+    # Without its cache autocast casts a weight at each use, and autograd adds up what the uses give with more bits.
+    return torch.is_autocast_cache_enabled() and dtypes <= {torch.float32, torch.get_autocast_dtype(device)}
+
+
+def _as_computed(x: torch.Tensor) -> torch.Tensor:
+    """An input in the dtype that the operation computes in. A cast one is no part of the graph: autocast makes its own."""
+    device = x.device.type
+    return x.detach().to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:

@@ -18,8 +18,8 @@ Autograd runs once, over the whole graph. The other way is to run it twice, once
 then somebody has to find out which nodes belong to which run. Nodes off the path to the inputs are missed, custom
 functions, hooks and checkpointed blocks run twice, and graphs inside of graphs are not seen. Here only the weights of
 linear and convolution layers wait for W. Autograd computes all else in I: biases, norms, embeddings, recurrent cells,
-weights that are used in several ways or have hooks, layers under autocast, custom functions, and layers that are too
-small. So a layer that is not found makes I longer, and no gradient wrong.
+weights that are used in several ways or have hooks, custom functions, and layers that are too small. So a layer that is
+not found makes I longer, and no gradient wrong.
 
 Special cases:
 
@@ -123,7 +123,7 @@ def _summed(queue: list[LayerCall]) -> Iterator[tuple[nn.Parameter, torch.Tensor
             sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
             calls_left[parameter] -= 1
             if not calls_left[parameter]:
-                yield parameter, sums.pop(parameter)
+                yield parameter, sums.pop(parameter).to(parameter.dtype)
 
 
 def _add_to_grad(gradients: dict[nn.Parameter, torch.Tensor]) -> None:

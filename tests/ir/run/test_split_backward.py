@@ -186,6 +186,7 @@ CASES: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
         (x3(),),
     ),
     "autocast": lambda: (Call(_under_autocast, a=lin().float(), b=lin().float()), (x3(),)),
+    "no autocast": lambda: (Call(_without_autocast, a=lin(), b=lin()), (x3(),)),
     "nothing reaches the parameters": lambda: (Call(lambda m, x: x * 2, a=lin(), b=lin()), (x3(),)),
     "one layer unused": lambda: (Call(lambda m, x: (m.b(x), m.a(x))[1], a=lin(), b=lin()), (x3(),)),
     "loss": lambda: (Call(lambda m, x: block(m, x).square().mean(), a=lin(), b=lin()), (x3(),)),
@@ -200,6 +201,11 @@ def _frozen_bias(module: Any) -> nn.Module:
 def _under_autocast(m: Any, x: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return block(m, x.float()).double()
+
+
+def _without_autocast(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return block(m, x)
 
 
 def run(
@@ -282,6 +288,27 @@ def test_whatever_outputs_have_a_gradient(case: str, skip: int, times: int) -> N
 def test_in_single_precision_the_bits_are_the_same_too(case: str) -> None:
     torch.set_default_dtype(torch.float32)
     both(case, times=2)
+
+
+@pytest.mark.parametrize("case", ["block", "strided", "conv2d", "one layer used twice", "checkpoint", "no autocast"])
+@pytest.mark.parametrize("precision", [torch.float32, torch.float64])
+def test_under_autocast_the_bits_are_the_same_too(case: str, precision: torch.dtype) -> None:
+    torch.set_default_dtype(precision)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        both(case, times=2)
+
+
+@pytest.mark.parametrize("case", ["block", "conv2d", "checkpoint"])
+def test_heavy_weights_wait_under_autocast(case: str) -> None:
+    """All gradients were computed in I, so a zero-bubble schedule had nothing for W."""
+    torch.set_default_dtype(torch.float32)
+    stage, args = CASES[case]()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, deferred = split_once(stage, *args)
+        assert len(deferred) == 2
+        backward_weight(deferred)
+        with torch.autocast("cpu", cache_enabled=False):
+            assert not len(split_once(stage, *args)[1])
 
 
 def split_once(stage: nn.Module, *inputs: Any) -> tuple[Any, Any]:
