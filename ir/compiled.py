@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from pippy.ir.errors import NameLookupError
+from pippy.ir.guards import Guards
 from pippy.ir.modes import Modes
 from pippy.ir.names import LOSS, Qualnames, stage_name
 from pippy.ir.run.graph_module import PipeGraphModule
@@ -35,7 +36,8 @@ class Compiled:
     ``split_gm`` is the top-level graph, which holds the stages. ``replicated_params`` has a dict for every replicated
     parameter, from the stages that hold a copy to the name in that stage; the first is the model's own. ``required_inputs``
     names the inputs that must not be None. ``balance`` is the result of the ``cut`` of `Pipe.from_tracing`. ``seen_inputs``
-    has the inputs that each stage must not change in place: their numbers and names.
+    has the inputs that each stage must not change in place: their numbers and names. ``guards`` are checked for
+    each micro-batch.
     """
 
     split_gm: PipeGraphModule
@@ -50,6 +52,7 @@ class Compiled:
     target_name: str | None = None
     balance: Any = None
     seen_inputs: dict[str, tuple[tuple[int, str], ...]] = field(default_factory=dict)
+    guards: Guards | None = None
 
     def __post_init__(self) -> None:
         self.split_gm.__dict__["replicated_params"] = self.replicated_params

@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from pippy.ir.reference import run_reference
 from pippy.ir.run.copies import follow_owners
 from pippy.ir.show.content import content_of
 from pippy.ir.show.drawing import Drawing
-from pippy.ir.signature import bind
+from pippy.ir.signature import bind, check_guards
 from pippy.ir.state import load_state
 from pippy.ir.training_flags import TrainingFlags
 
@@ -77,14 +77,22 @@ class Pipe(nn.Module):
         concrete_args: Mapping[str, Any] | None = None,
         deep_copy_module: bool = False,
         cut: Cut | None = None,
+        example: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
     ) -> "Pipe":
         """Trace a model and cut it at its marks. `pippy.pipeline` is this, and says what the arguments mean.
 
-        ``cut`` may mark the traced graph itself; what it gives becomes ``balance`` of the Pipe.
+        ``cut`` may mark the traced graph itself; what it gives becomes ``balance`` of the Pipe. With ``example``, the
+        positional and the named arguments of a call of the model, `torch.export` traces it.
         """
         check_loss(loss_fn, output_loss_value_spec)
         with torch.inference_mode(False):
-            traced = trace(copy.deepcopy(model) if deep_copy_module else model, tracer, concrete_args)
+            model = copy.deepcopy(model) if deep_copy_module else model
+            if example is None:
+                traced = trace(model, tracer, concrete_args)
+            else:
+                from pippy.ir.export.trace import trace_export
+
+                traced = trace_export(model, *example, tracer, concrete_args)
             return Pipe(traced, compile_traced(traced, multi_use_param_spec, loss_fn, output_loss_value_spec, cut))
 
     @staticmethod
@@ -131,7 +139,9 @@ class Pipe(nn.Module):
         follow_training_flags(self)
         check_still_shared(self, compiled)
         follow_owners(compiled.copies())
-        return run_reference(compiled, bind(compiled, args, kwargs))
+        inputs = bind(compiled, args, kwargs)
+        check_guards(compiled, inputs)
+        return run_reference(compiled, inputs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict, which has the model's names, into every copy; nothing is written unless all of it fits."""

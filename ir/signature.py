@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from torch import fx
 
 from pippy.ir.errors import InputError
+from pippy.ir.guards import Guards
 from pippy.ir.trees import describe
 
 
@@ -19,6 +20,15 @@ class Callee(Protocol):
     signature: inspect.Signature
     concrete_args: dict[str, Any]
     required_inputs: tuple[str, ...]
+    target_name: str | None
+
+    def placeholders(self) -> Sequence[fx.Node]: ...
+
+
+class Guarded(Protocol):
+    """What has guards: a Pipe."""
+
+    guards: Guards | None
     target_name: str | None
 
     def placeholders(self) -> Sequence[fx.Node]: ...
@@ -72,6 +82,15 @@ def bind(pipe: Callee, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[s
         }
     )
     return values
+
+
+def check_guards(pipe: Guarded, inputs: Mapping[str, Any]) -> None:
+    """Raise an `InputError` if the inputs of a micro-batch, by their placeholders' names, differ from the example."""
+    if pipe.guards is not None:
+        names = {node.name: str(node.target).lstrip("*") for node in pipe.placeholders()}
+        pipe.guards.check(
+            {names[name]: value for name, value in inputs.items() if name in names and name != pipe.target_name}
+        )
 
 
 def _check_required(pipe: Callee, arguments: Mapping[str, Any]) -> None:

@@ -5,11 +5,12 @@ from typing import Any
 
 from torch import nn
 
-from pippy.balance.balancer import Balancer
+from pippy.balance.balancer import Balancer, check_examples
 from pippy.balance.policies import Split
 from pippy.ir.cut.params import MultiUseParamSpec
-from pippy.ir.errors import BalanceError
+from pippy.ir.errors import BalanceError, TracingError
 from pippy.ir.front.trace import TracerLike
+from pippy.ir.passes.loss_function import TARGET
 from pippy.ir.passes.returned_loss import LossSpec
 from pippy.ir.pipe import Pipe
 
@@ -31,6 +32,7 @@ def pipeline(
     param_scale: float | None = None,
     in_flight: int | None = None,
     progress: bool | None = None,
+    front_end: str = "fx",
 ) -> Pipe:
     """Trace ``model``, cut it into stages, and write its backward pass into the same graph.
 
@@ -65,6 +67,8 @@ def pipeline(
         in_flight: of how many micro-batches a stage holds activations at a time. By default as many as under 1F1B, which
             is 1 in the last stage and one more in each before it.
         progress: whether to show on stderr how far the measurement is; by default where that is a terminal.
+        front_end: what traces the model: "fx" (the default) is `torch.fx`; "export" is `torch.export`, which needs example
+            arguments, and goes through most models that "fx" refuses.
 
     >>> import torch
     >>> from pippy import pipe_split
@@ -120,7 +124,7 @@ def pipeline(
             progress=progress,
             **options,
         )
-    elif given:
+    elif set(given) - ({"example_args", "example_kwargs"} if front_end == "export" else set()):
         raise BalanceError(
             f"{', '.join(given)} say how to cut the model evenly, but nothing asks for that; give num_stages too"
         )
@@ -133,4 +137,25 @@ def pipeline(
         concrete_args=concrete_args,
         deep_copy_module=deep_copy_module,
         cut=balancer,
+        example=_example(front_end, loss_fn, example_args, example_kwargs),
     )
+
+
+def _example(
+    front_end: str, loss_fn: object, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
+) -> tuple[Sequence[Any], Mapping[str, Any]] | None:
+    """The arguments of a call of the model, for `torch.export`: those of the Pipe, without the loss's target."""
+    if front_end == "fx":
+        return None
+    if front_end != "export":
+        raise TracingError(f"front_end is {front_end!r}; give 'fx' or 'export'")
+    if args is None and kwargs is None:
+        raise TracingError(
+            "front_end='export' runs the model on fake tensors that are like yours, and needs arguments for that: give "
+            "example_args, as you will call the Pipe with them (the loss's target last), or example_kwargs"
+        )
+    check_examples(args, kwargs)
+    args, kwargs = list(args or ()), dict(kwargs or {})
+    if loss_fn is not None and kwargs.pop(TARGET, None) is None and args:
+        args.pop()
+    return args, kwargs

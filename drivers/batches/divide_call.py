@@ -7,7 +7,7 @@ from pippy.drivers.batches.divide import divide
 from pippy.drivers.batches.division import Division
 from pippy.drivers.errors import MicrobatchError
 from pippy.ir.compiled import Compiled
-from pippy.ir.signature import bind, signature_of
+from pippy.ir.signature import bind, check_guards, signature_of
 
 
 def divide_call(
@@ -36,7 +36,11 @@ def divide_call(
     for name, dim in _specs_of_call(compiled, args, kwargs, _without_zero(batch_dims), "batch_dims").items():
         found[name] = _either(name, found.get(name), dim)
     by_input = {name: found[user] for name, user in users.items() if user in found}
-    return divide(values, chunks, by_input, mask=mask, names={user: name for name, user in users.items()})
+    division = divide(values, chunks, by_input, mask=mask, names={user: name for name, user in users.items()})
+    if compiled.guards is not None:
+        for chunk in {size: chunk for chunk, size in enumerate(division.sizes or (0,))}.values():  # one of each size
+            check_guards(compiled, {name: division.take(name, chunk) for name in users})
+    return division
 
 
 def _without_zero(dims: Sequence[int | None] | Mapping[str, int | None] | None) -> Any:

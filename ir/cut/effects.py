@@ -43,6 +43,10 @@ _NOT_IN_PLACE = frozenset(("requires_grad_", "retain_grad", "retain_grad_", "det
 _OPERATORS = frozenset(
     f"i{name}" for name in "add and floordiv lshift matmul mod mul or pow rshift sub truediv xor".split()
 )
+_NORMS_OF_ATEN = (
+    torch.ops.aten.batch_norm.default,
+    torch.ops.aten.instance_norm.default,
+)  # no schema tells what these change
 
 Roots = dict[fx.Node, tuple[fx.Node, ...]]
 
@@ -142,12 +146,12 @@ def _of_operator(name: str, args: Sequence[Any]) -> _Effect:
 def _of_function(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], attributes: Mapping[str, Any]
 ) -> _Effect:
-    name, module = getattr(function, "__name__", ""), getattr(function, "__module__", None) or ""
+    name, module = _name_of(function), getattr(function, "__module__", None) or ""
     if module in ("_operator", "operator"):
         return _of_operator(name, args)
     if function is getattr:
         return _Effect([], [] if args[1] in _SHAPE_ATTRIBUTES else args[:1])
-    if function in (F.batch_norm, F.instance_norm):
+    if function in (F.batch_norm, F.instance_norm, *_NORMS_OF_ATEN):
         bound = _bind(function, args, kwargs)
         updates = bound.get("training") or bound.get("use_input_stats")
         return _Effect([bound.get("running_mean"), bound.get("running_var")] if updates is not False else [])
@@ -166,6 +170,12 @@ def _of_function(
         return _Effect()
     effect = _unknown(name, args, kwargs)
     return _Effect(effect.changed, [each for each in _nodes(effect.shared) if not _is_parameter(each, attributes)])
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    if isinstance(function, torch._ops.OpOverload):
+        return function._schema.name.partition("::")[2]
+    return getattr(function, "__name__", "")
 
 
 def _is_parameter(node: fx.Node, attributes: Mapping[str, Any]) -> bool:
@@ -253,6 +263,8 @@ def _arguments(schema: torch.FunctionSchema) -> _Overload:
 
 
 def _bind(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(function, torch._ops.OpOverload):
+        return {**{each.name: given for each, given in zip(function._schema.arguments, args)}, **kwargs}
     signature = _signature(function)
     if signature is None:
         return dict(kwargs)

@@ -41,6 +41,7 @@ def split(traced: Traced, spec: MultiUseParamSpec = None) -> Compiled:
         required_inputs=traced.required_inputs,
         modes=traced.modes,
         seen_inputs={stage.name: _seen_inputs(plan, stage) for stage in plan.stages},
+        guards=traced.guards,
     )
 
 

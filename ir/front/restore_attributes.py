@@ -59,6 +59,7 @@ def _attributes(module: nn.Module) -> _Attributes:
 def _restore(module: nn.Module, before: _Attributes) -> list[str]:
     """Set a module's attributes to those of ``before``, and give the names of those that had changed."""
     changed = _restore_contents(before)
+    is_of_torch = type(module).__module__.startswith("torch.nn.")  # what it keeps of its own is set when it runs
     for table, old in before.tables.items():
         now = module.__dict__ if table == "" else module.__dict__[table]
         names = [name for name in now if not (table == "" and name in _TABLES)]
@@ -73,7 +74,7 @@ def _restore(module: nn.Module, before: _Attributes) -> list[str]:
         elif stale:  # this also restores the order
             now.clear()
             now.update(old)
-    return changed
+    return [] if is_of_torch else changed
 
 
 def _restore_contents(before: _Attributes) -> list[str]:

@@ -27,6 +27,7 @@ from pippy.ir.front.tracer import PipeTracer
 from pippy.ir.front.tracing_thread import tracing_thread
 from pippy.ir.front.training_flag import Setting, flags_after_train, follow_training, recording_training_reads
 from pippy.ir.front.untraceable import check_assigned_buffers, check_backward_hooks, check_model, explained
+from pippy.ir.guards import Guards
 from pippy.ir.marks import SplitPoint, annotated_modules, pipe_split, recording_splits, split_points
 from pippy.ir.modes import Modes
 from pippy.ir.names import named_state
@@ -39,6 +40,7 @@ class Traced:
     ``attributes`` has the value of each target of a `get_attr` or `call_module` node. ``required_inputs`` names
     the inputs that must not be None, because forward does something else without them. ``balanced`` is True if a pass has
     placed the marks, or has decided that there are none.
+    ``guards`` say what an example has fixed, if the graph was made with one.
     """
 
     model: nn.Module
@@ -49,6 +51,7 @@ class Traced:
     signature: inspect.Signature = field(default_factory=inspect.Signature)
     modes: Modes = field(default_factory=Modes)
     balanced: bool = False
+    guards: Guards | None = None
 
     def recorded(self) -> Recorded:
         """The graph with its names, for a comparison."""
@@ -69,7 +72,7 @@ def trace(model: nn.Module, tracer: TracerLike | None = None, concrete_args: Map
 def _trace(model: nn.Module, tracer: TracerLike | None, concrete: dict[str, Any]) -> Traced:
     state = dict(named_state(model))  # forward may assign buffers while it is traced
     with recording_training_reads() as reads, restoring_attributes(model):
-        graph = _record(model, _tracer(tracer), concrete)
+        graph = _record(model, tracer_of(tracer), concrete)
         attributes = _attributes(model, graph, state)
     traced = Traced(model, graph, attributes, concrete, signature=signature_of(model))
     traced.required_inputs = _find_required_inputs(traced, tracer)
@@ -79,7 +82,8 @@ def _trace(model: nn.Module, tracer: TracerLike | None, concrete: dict[str, Any]
     return traced
 
 
-def _tracer(given: TracerLike | None) -> fx.Tracer:
+def tracer_of(given: TracerLike | None) -> fx.Tracer:
+    """The tracer that the user has given, as an object of its class."""
     tracer: object = PipeTracer() if given is None else given
     if not isinstance(tracer, fx.Tracer) and callable(tracer):
         tracer = tracer()
@@ -205,7 +209,7 @@ def _retrace(traced: Traced, tracer: TracerLike | None, concrete: dict[str, Any]
     """Trace the model once more, under other conditions."""
     state = dict(named_state(traced.model))
     with restoring_attributes(traced.model, silent=True):
-        graph = _record(traced.model, _tracer(tracer), concrete)
+        graph = _record(traced.model, tracer_of(tracer), concrete)
         return Recorded(graph, _attributes(traced.model, graph, state))
 
 

@@ -97,7 +97,7 @@ def unflatten_graph(flat: list[tuple[Any, ...]]) -> fx.Graph:
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
     for op, name, target, args, kwargs, meta in flat:
-        found = target.resolve() if isinstance(target, _Named) else target
+        found = target.resolve() if isinstance(target, (_Named, _Operator)) else target
         args, kwargs = fx.node.map_aggregate((args, kwargs), partial(_resolved, nodes))
         node = graph.create_node(op, found, args, kwargs, name)
         node.meta.update(meta)
@@ -119,7 +119,20 @@ class _Named:
         return getattr(importlib.import_module(self.module), self.name)
 
 
+class _Operator:
+    """An operator of torch, which pickle cannot write: `torch.ops.aten.add.Tensor`, say."""
+
+    def __init__(self, operator: torch._ops.OpOverload) -> None:
+        self.name, self.overload = operator._schema.name, operator._overloadname
+
+    def resolve(self) -> torch._ops.OpOverload:
+        namespace, _, name = self.name.partition("::")
+        return getattr(getattr(getattr(torch.ops, namespace), name), self.overload)
+
+
 def _portable(function: Callable[..., Any]) -> Any:
+    if isinstance(function, torch._ops.OpOverload):
+        return _Operator(function)
     try:
         pickle.dumps(function)
     except Exception:  # pickle has no one error for what it cannot write

@@ -75,7 +75,7 @@ class Balancer:
         progress: bool | None = None,
         clock: Clock = time.perf_counter_ns,
     ) -> None:
-        _check_examples(example_args, example_kwargs)
+        check_examples(example_args, example_kwargs)
         _check_memory(memory_limit, param_scale, in_flight)
         if loss_fn is not None:
             check_loss_function(loss_fn)
@@ -142,7 +142,8 @@ class Balancer:
         return f"{parameters}, and activations, {flight}"
 
 
-def _check_examples(args: object, kwargs: object) -> None:
+def check_examples(args: object, kwargs: object) -> None:
+    """Refuse example arguments that are no arguments."""
     if args is not None and not isinstance(args, (tuple, list)):
         raise BalanceError(
             f"example_args is a {type(args).__name__}; give a tuple of arguments, as in example_args=(x, target) or (x,)"

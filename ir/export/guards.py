@@ -1,0 +1,77 @@
+"""The guards of an exported program: what its example has fixed."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch.utils._sympy.printers import PythonPrinter
+
+from pippy.ir import source
+from pippy.ir.export.program import Program
+from pippy.ir.guards import Condition, GivenTensor, GivenValue, Guards, leaves_by_path
+
+
+def guards_of(program: Program) -> Guards:
+    """The guards that the sizes of the example, and forward's questions about them, make."""
+    given: dict[str, GivenTensor | GivenValue] = {}
+    inputs = {name: value for name, value in program.inputs.items() if name not in program.constants}
+    env: Any = None
+    for path, leaf in leaves_by_path(inputs).items():
+        if isinstance(leaf, torch.Tensor):
+            given[path] = GivenTensor(leaf.dtype, program.sizes[id(leaf)])
+            env = leaf.fake_mode.shape_env  # type: ignore[attr-defined]
+        else:
+            given[path] = GivenValue(leaf)
+    guards = Guards(given)
+    texts = {name: f"{path}.size({dim})" for path, dim, name in guards.free_sizes()}
+    return Guards(given, tuple(_conditions(program, env, texts, _sizes(program, guards)))) if texts else guards
+
+
+def _sizes(program: Program, guards: Guards) -> dict[str, int]:
+    """The sizes in the example, by their names."""
+    leaves = leaves_by_path(program.example)
+    return {name: leaves[path].shape[dim] for path, dim, name in guards.free_sizes()}
+
+
+def _conditions(program: Program, env: Any, texts: Mapping[str, str], sizes: Mapping[str, int]) -> list[Condition]:
+    """What torch knows of the sizes. Where that is no code that Python runs, the sizes in it are those of the example."""
+    found: dict[str, Condition] = {}
+
+    def add(expression: Any, where: source.Source | None) -> None:
+        free = {str(each) for each in getattr(expression, "free_symbols", ())}
+        if free and free <= set(texts):  # what depends on values is checked by the graph itself
+            code = PythonPrinter().doprint(expression)
+            readable = expression.xreplace({each: sympy.Symbol(texts[str(each)]) for each in expression.free_symbols})
+            condition = Condition(code, PythonPrinter().doprint(readable), where)
+            try:
+                condition.holds(sizes)
+            except Exception:  # sympy has functions of its own
+                for name in free:
+                    text = f"{texts[name]} == {sizes[name]}"
+                    found.setdefault(text, Condition(f"{name} == {sizes[name]}", text, where))
+            else:
+                found.setdefault(code, condition)
+
+    for number, guard in enumerate(env.guards):
+        if number not in program.kept.asked_again or not isinstance(guard.expr, sympy.Ne):
+            add(guard.expr, _line(guard.sloc))
+    for symbol, value in env.replacements.items():
+        add(sympy.Eq(symbol, value, evaluate=False), None)
+    asked = [set(each.expr.free_symbols) for each in env.guards]
+    for symbol, bounds in env.var_to_range.items():
+        if {symbol} in asked:  # the bound comes from there
+            continue
+        if isinstance(bounds.lower, (int, sympy.Integer)) and bounds.lower > 0:
+            add(sympy.Ge(symbol, bounds.lower, evaluate=False), None)
+        if isinstance(bounds.upper, (int, sympy.Integer)):
+            add(sympy.Le(symbol, bounds.upper, evaluate=False), None)
+    return list(found.values())
+
+
+def _line(place: Any) -> source.Source | None:
+    """The user's line of a guard of torch's."""
+    for frame in (place.maybe_user_loc, place.framework_loc):
+        if hasattr(frame, "filename") and source.is_users(frame.filename):
+            return source.Source(frame.filename, frame.lineno, frame.name)
+    return None

@@ -1,0 +1,133 @@
+"""From a model and an example to a marked graph, by `torch.export`. What follows does not ask which front end made it."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from pippy.ir import source
+from pippy.ir.errors import InputError, PippyError
+from pippy.ir.export.guards import guards_of
+from pippy.ir.export.program import Exporter
+from pippy.ir.export.rebuild import marked_graph, with_defaults
+from pippy.ir.front.arguments import check_concrete_args, signature_of
+from pippy.ir.front.compare_graphs import first_difference
+from pippy.ir.front.restore_attributes import restoring_attributes
+from pippy.ir.front.trace import Traced, TracerLike, tracer_of
+from pippy.ir.front.tracer import PipeTracer
+from pippy.ir.front.tracing_thread import tracing_thread
+from pippy.ir.front.training_flag import Setting, flags_after_train, follow_training, recording_training_reads
+from pippy.ir.front.untraceable import check_model
+from pippy.ir.guards import Guards
+
+_TRACED_THROUGH = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
+
+
+def trace_export(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    tracer: TracerLike | None = None,
+    concrete_args: Mapping[str, Any] | None = None,
+) -> Traced:
+    """Trace ``model`` with an example of its arguments. The model keeps its attributes and its training flags."""
+    check_model(model)
+    concrete = check_concrete_args(model, concrete_args)
+    example = _bound(model, args, {**kwargs, **concrete})
+    is_leaf = default_leaf if tracer is None else tracer_of(tracer).is_leaf_module
+    with tracing_thread():
+        return _Export(model, example, is_leaf).trace()
+
+
+def default_leaf(module: nn.Module, path: str) -> bool:
+    """Modules of `torch.nn` are called whole, except those that are made of many layers."""
+    return not isinstance(module, _TRACED_THROUGH) and PipeTracer().is_leaf_module(module, path)
+
+
+def _bound(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
+    try:
+        return inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise InputError(f"example_args are not arguments of forward: {error}") from None
+
+
+class _Export:
+    """The exports of one model: as it is, and in the other mode."""
+
+    def __init__(
+        self, model: nn.Module, example: inspect.BoundArguments, is_leaf: Callable[[nn.Module, str], bool]
+    ) -> None:
+        self.model, self.example = model, example
+        self.exporter = Exporter(model, example, is_leaf)
+        self.modules = dict(model.named_modules())
+        self.reads: set[str] = set()
+
+    def trace(self) -> Traced:
+        before = {path: module.training for path, module in self.modules.items()}
+        traced = self._traced(before)
+        traced.modes.after = flags_after_train(self.model)
+        if self.reads:
+            self._follow_modes(traced, before)
+        return traced
+
+    def _traced(self, flags: Mapping[str, bool], silent: bool = False) -> Traced:
+        with _with_flags(self.modules, flags), restoring_attributes(self.model, silent):
+            with recording_training_reads() as reads:
+                program = self.exporter.export(reads)
+            signature = signature_of(self.model)
+            graph, attributes = marked_graph(self.model, signature, program)
+        paths = {id(module.__dict__): path for path, module in self.modules.items()}
+        self.reads |= {paths[id(module.__dict__)] for module in reads if id(module.__dict__) in paths}
+        left_out = {
+            name: parameter.default
+            for name, parameter in signature.parameters.items()
+            if name not in program.inputs and parameter.default is not parameter.empty
+        }
+        concrete = {**left_out, **program.constants}
+        return Traced(self.model, graph, attributes, concrete, signature=signature, guards=guards_of(program))
+
+    def _follow_modes(self, traced: Traced, before: Mapping[str, bool]) -> None:
+        """Export again with the flags of each mode, and do what the table in `training_flag.py` says."""
+        graphs = [(before, traced.graph)]
+        for mode in (True, False):
+            flags = {path: traced.modes.flag(path, mode) for path in self.modules}
+            if all(flags[path] == before[path] for path in self.reads):
+                graphs.append((flags, traced.graph))
+                continue
+            try:
+                other = self._traced(flags, silent=True)
+            except PippyError as error:
+                traced.modes.refused[mode] = f"  {error}"
+                continue
+            with_defaults(traced.graph, other.graph)
+            difference = first_difference(traced.recorded(), other.recorded())
+            if difference is None:
+                traced.guards = _guards(traced).joined(_guards(other).conditions)
+                graphs.append((flags, other.graph))
+            else:
+                traced.modes.refused[mode] = source.excerpt_of(difference)
+        paths = [path for path in self.modules if path in self.reads]
+        follow_training([Setting({path: flags[path] for path in paths}, graph) for flags, graph in graphs])
+        traced.attributes.update({f"{path}.training".lstrip("."): before[path] for path in paths})
+        traced.modes.traced = {path: before[path] for path in paths}
+
+
+def _guards(traced: Traced) -> Guards:
+    assert traced.guards is not None
+    return traced.guards
+
+
+@contextmanager
+def _with_flags(modules: Mapping[str, nn.Module], flags: Mapping[str, bool]) -> Iterator[None]:
+    before = {path: module.__dict__.get("training") for path, module in modules.items()}
+    for path, module in modules.items():
+        if before[path] is not None:
+            module.__dict__["training"] = flags[path]
+    try:
+        yield
+    finally:
+        for path, module in modules.items():
+            if before[path] is not None:
+                module.__dict__["training"] = before[path]
