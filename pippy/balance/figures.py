@@ -13,6 +13,7 @@ from pippy.ir.cut.params import MultiUseParamSpec
 from pippy.ir.cut.uses import operations, uses_of_tensors
 from pippy.ir.errors import BalanceError
 from pippy.ir.front.trace import Traced
+from pippy.ir.run.checkpointed_parts import is_begin, is_end
 from pippy.ir.trees import nbytes
 
 
@@ -77,5 +78,5 @@ def figures_of(traced: Traced, spec: MultiUseParamSpec = None, param_scale: floa
         figures.parameters[first] += uses.tensor.numel() if isinstance(uses.tensor, torch.nn.Parameter) else 0
         figures.bytes[first] += 0 if copied else size
     if not any(figures.layers):
-        figures.layers = [1] * count
+        figures.layers = [int(not is_begin(node) and not is_end(node)) for node in nodes]
     return figures

@@ -29,6 +29,7 @@ from pippy.ir.cut.uses import is_operation, operations
 from pippy.ir.errors import BalanceError, StageError
 from pippy.ir.front.trace import Traced
 from pippy.ir.names import named_state
+from pippy.ir.run.checkpointed_parts import is_end, parts_of
 from pippy.ir.run.stage_run import as_leaf
 from pippy.ir.sparse_tensors import map_stored
 from pippy.ir.trees import map_tensors, nbytes, tensors
@@ -96,7 +97,10 @@ class _Run:
         self.targets: dict[fx.Node, set[fx.Node]] = {}  # what each operation changes in place
         for mutation in mutations:
             self.targets.setdefault(mutation.node, set()).add(mutation.target)
-        self.saved = SavedBytes(tensor for _, tensor in named_state(traced.model))
+        self.own = [tensor for _, tensor in named_state(traced.model)]
+        self.saved = SavedBytes(self.own)
+        self.parts = {part.begin: part for part in parts_of(list(traced.graph.nodes))}
+        self.around: list[SavedBytes] = []  # what counted before each checkpointed part that has begun
 
     def run(self, inputs: Mapping[str, Any], loss_fn: Any, target: Any, shown: bool | None) -> Profile:
         """Walk over the graph."""
@@ -115,6 +119,7 @@ class _Run:
                 elif is_operation(node):
                     progress.step(str(node.target) if node.op == "call_module" else node.name)
                     self._operation(node)
+                    self._enter_or_leave(node)
                 for each in expired.get(node, ()):
                     self.values.pop(each, None)
         finally:
@@ -152,6 +157,23 @@ class _Run:
             as_leaf(value)
         except StageError:
             self.found.untravelling.append(node)
+
+    def _enter_or_leave(self, node: fx.Node) -> None:
+        """In a checkpointed part, autograd saves what it is given, and runs its operations once more for each part around."""
+        part = self.parts.get(node)
+        cost = self.found.costs[-1]
+        if part is not None:
+            given = [self.values[each] for each in (*part.inputs, *part.captured())]
+            if not self.around and torch.is_grad_enabled():
+                cost.activations = sum(map(self.saved.added, tensors(given)))
+            self.around.append(self.saved)
+            self.saved = SavedBytes(self.own)
+            return
+        if self.around:
+            cost.activations = 0
+            cost.backward += len(self.around) * cost.forward if cost.backward else 0
+        if is_end(node):
+            self.saved = self.around.pop()
 
     def _put(self, node: fx.Node, value: Any) -> None:
         """Keep a value, cut off from what made it."""

@@ -31,6 +31,12 @@ class SavedBytes:
         with torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor):
             yield self
 
+    def added(self, tensor: torch.Tensor) -> int:
+        """The bytes that are saved with a tensor, and were not before."""
+        before = self.bytes
+        self._save(tensor)
+        return self.bytes - before
+
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:
         for storage in [part.untyped_storage() for part in plain_parts(tensor)]:
             if storage._cdata not in self.own and storage._cdata not in self.seen:

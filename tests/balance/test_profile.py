@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from pippy import pipeline
 from pippy.balance.balancer import Balancer
+from pippy.balance.figures import figures_of
 from pippy.balance.profile import profile
 from pippy.balance.restore_model import restoring_model
 from pippy.ir.cut.cuts import marks
@@ -255,6 +257,39 @@ def test_what_needs_no_gradient_has_no_backward():
     assert [(cost.forward, cost.backward) for cost in found.costs] == [(0, 0), (3, 0), (0, 0), (3, 5)]
 
 
+class Checkpoints(Ticking):
+    def __init__(self, reentrant):
+        super().__init__(1, 4)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        shift = self.layers[0](x)
+
+        def part(x):
+            return torch.sin(Tick.apply(torch.tanh(self.layers[1](x)), 4)) + shift
+
+        return checkpoint(part, shift.sin(), use_reentrant=self.reentrant).cos()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpointed_part_runs_forward_twice_and_keeps_its_inputs(reentrant, seeded):
+    model, x = Checkpoints(reentrant), torch.randn(3, 2)
+    found = profile(trace(model), {"x": x}, clock=lambda: Tick.clock)
+    assert sum(cost.forward for cost in found.costs) == 12
+    assert sum(cost.backward for cost in found.costs) == 20 + 12
+    assert sum(cost.activations for cost in found.costs) == saved_bytes(model, x)
+    assert figures_of(trace(Unweighted(reentrant))).layers == [0, 1, 1, 0]
+
+
+class Unweighted(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        return checkpoint(lambda x: x.sin().cos(), x, use_reentrant=self.reentrant)
+
+
 def test_what_looking_at_the_clock_takes_does_not_count():
     looks = 0
 
@@ -411,6 +446,11 @@ def test_activations_are_what_autograd_saves_each_once(seeded):
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
     x, traced = torch.randn(16, 4), trace(model)
     found = profile(traced, inputs_of(traced, x), timed=False)
+    assert sum(cost.activations for cost in found.costs) == saved_bytes(model, x)
+
+
+def saved_bytes(model, x):
+    """What autograd saves in a plain run."""
     memories: dict[int, torch.UntypedStorage] = {}
 
     def save(tensor):
@@ -420,9 +460,8 @@ def test_activations_are_what_autograd_saves_each_once(seeded):
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         output = model(x)
-    expected = sum(memory.nbytes() for key, memory in memories.items() if key not in own)
-    assert sum(cost.activations for cost in found.costs) == expected
     assert output.requires_grad
+    return sum(memory.nbytes() for key, memory in memories.items() if key not in own)
 
 
 def test_gradients_that_a_part_makes_by_itself_reach_nobody(seeded):
