@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from pippy.drivers.commands import Commands
 from pippy.drivers.control.messages import LoadOptimizerState, MakeOptimizer, OptimizerState, OptimizerStep
 from pippy.drivers.errors import OptimizerError
+from pippy.drivers.gradient_layouts import check_gradient_layouts
 from pippy.drivers.optimizer_check import check_separable
 from pippy.drivers.placed_pipe import PlacedPipe
 from pippy.drivers.stale_models import StaleModels
@@ -50,6 +51,8 @@ class PipelineOptimizer(Optimizer):
         self.names = {id(parameter): name for name, parameter in parameters.items()}
         groups = self._groups(parameters, options.pop("param_groups", None))
         check_separable(optimizer_class, args, options)
+        named = [{**group, "params": [self.names[id(each)] for each in group["params"]]} for group in groups]
+        check_gradient_layouts(placed.compiled, optimizer_class, args, options, named)
         # The same class here, over the same parameters: it checks the arguments and fills in its defaults.
         here = optimizer_class(groups, *args, **options)
         super().__init__(here.param_groups, here.defaults)

@@ -16,6 +16,7 @@ from pippy import (
     pipe_split,
     pipeline,
 )
+from pippy.drivers.errors import OptimizerError
 from pippy.drivers.workers.saved_memory import ByteCounter
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
@@ -190,6 +191,37 @@ def test_the_norm_of_a_gradient_that_stores_nothing(threads):
             twins.driver.grad_norm(norm_type), nn.utils.get_total_norm(gradients, norm_type=norm_type)
         )
     twins.driver.close()
+
+
+def test_an_optimizer_that_does_not_take_sparse_gradients_is_refused(threads):
+    """torch raises in the step; here other workers would have done the update by then."""
+    driver = PipelineDriver1F1B(pipeline(Words(), F.mse_loss), threads)
+    before = list(threads.control.counts)
+    for kind, options in ((torch.optim.Adam, {}), (torch.optim.SGD, {"weight_decay": 0.1})):
+        with pytest.raises(OptimizerError, match=r"sparse gradients of 'words.weight', 'bag.weight' .*SparseAdam"):
+            driver.instantiate_optimizer(kind, **options)
+    with pytest.raises(OptimizerError, match=r"sparse gradients only, and those of 'hidden.weight', 'hidden.bias' are"):
+        driver.instantiate_optimizer(torch.optim.SparseAdam)
+    assert threads.control.counts == before
+    advised = [
+        driver.instantiate_optimizer(torch.optim.SparseAdam, param_groups=[{"params": ["words.weight", "bag.weight"]}]),
+        driver.instantiate_optimizer(torch.optim.Adam, param_groups=[{"params": "hidden.*"}]),
+    ]
+    driver.run(2, torch.randint(1, 12, (4, 3)), torch.randn(4, 8))
+    for each in advised:
+        each.step()
+    driver.close()
+
+
+def test_a_sparse_embedding_with_a_dense_gradient_has_any_optimizer(threads):
+    """It is the output layer too, so its gradient is dense; SparseAdam fails on it, as in plain PyTorch."""
+    for config in (REPLICATE, TRANSMIT):
+        pipe = pipeline(Tied(dense=True), F.mse_loss, multi_use_param_spec=config)
+        driver = PipelineDriver1F1B(pipe, threads)
+        optimizer = driver.instantiate_optimizer(torch.optim.Adam)
+        driver.run(2, torch.randint(1, 12, (4, 3)), torch.randn(4, 3, 13))
+        optimizer.step()
+        driver.close()
 
 
 @pytest.mark.parametrize("kind", ["SparseAdam", "SGD"])
