@@ -9,15 +9,20 @@ from pippy.ir.show.figures import StageFigures, stage_figures
 from pippy.ir.show.readable import bytes_text, count_text, shortened
 from pippy.ir.show.shapes import Shape, Shapes, propagate
 from pippy.ir.show.structure import Box, Structure, Value, structure_of
+from pippy.ir.trees import nbytes
 
 
 @dataclass(frozen=True)
 class Content:
-    """What a drawing shows. ``stages`` has the figures of the stages and of the loss, by their names, in order."""
+    """What a drawing shows. ``stages`` has the figures of the stages and of the loss, by their names, in order.
+
+    ``repeated`` are the parameters, and their bytes, that copies of replicated parameters add to the model's own.
+    """
 
     structure: Structure
     shapes: Shapes | None
     stages: dict[str, StageFigures]
+    repeated: tuple[int, int] = (0, 0)
 
     def shape(self, value: Value) -> Shape | None:
         """The shape of a value; None without example arguments."""
@@ -50,4 +55,5 @@ def content_of(compiled: Compiled, args: Sequence[Any] = (), kwargs: Mapping[str
         for index, box in enumerate(structure.boxes)
         if box.computes
     }
-    return Content(structure, shapes, stages)
+    again = [copy for _, *copies in compiled.copies() for copy in copies]
+    return Content(structure, shapes, stages, (sum(copy.numel() for copy in again), nbytes(again)))

@@ -17,14 +17,15 @@ _HOLDS = 48
 def stages_table(content: Content) -> str:
     """The table as text, with its notes below."""
     head, *rows, total = table_cells(content)
-    return "\n".join([text_table(head, rows, total=total, words=(0, len(head) - 1)), *notes(content)])
+    once = ["the total counts replicated parameters once"] if any(content.repeated) else []
+    return "\n".join([text_table(head, rows, total=total, words=(0, len(head) - 1)), *once, *notes(content)])
 
 
 def table_cells(content: Content) -> list[list[str]]:
     """A head, a row for each stage, and the totals. The first and the last column are words, the others numbers."""
     heads = [*_ALWAYS, *(_WITH_SHAPES if content.shapes else ()), "holds"]
     rows = list(content.stages.values())
-    return [heads, *map(_cells, rows), _cells(_total(rows))]
+    return [heads, *map(_cells, rows), _cells(_total(rows, *content.repeated))]
 
 
 def _cells(row: StageFigures) -> list[str]:
@@ -39,9 +40,9 @@ def _cells(row: StageFigures) -> list[str]:
     return [*cells, shortened(", ".join(row.holds), _HOLDS)]
 
 
-def _total(rows: Sequence[StageFigures]) -> StageFigures:
+def _total(rows: Sequence[StageFigures], repeated: int, repeated_bytes: int) -> StageFigures:
     parameters, parameter_bytes = sum(row.parameters for row in rows), sum(row.parameter_bytes for row in rows)
-    sizes = parameters, parameter_bytes, sum(row.buffer_bytes for row in rows)
+    sizes = parameters - repeated, parameter_bytes - repeated_bytes, sum(row.buffer_bytes for row in rows)
     forwards = [row.forward for row in rows if row.forward is not None]
     if not forwards:
         return StageFigures("total", (), *sizes)

@@ -38,14 +38,15 @@ backward: _loss → submod_2 → submod_1 → submod_0; gradients take the same 
 """
 
 TABLE = """
-stage      parameters     bytes   buffers   receives   sends   FLOPs   holds
-─────────────────────────────────────────────────────────────────────────────────────
-submod_0           64     256 B       0 B      128 B   512 B     512   mm_param
-submod_1           72     288 B       0 B      384 B   128 B   1.0 k   lin
-submod_2          136     544 B       0 B      256 B   128 B   1.0 k   mm_param2, lin
-_loss               0       0 B       0 B      256 B     4 B       0   MSELoss
-─────────────────────────────────────────────────────────────────────────────────────
-total             272   1.1 KiB       0 B    1.0 KiB   772 B   2.6 k
+stage      parameters   bytes   buffers   receives   sends   FLOPs   holds
+───────────────────────────────────────────────────────────────────────────────────
+submod_0           64   256 B       0 B      128 B   512 B     512   mm_param
+submod_1           72   288 B       0 B      384 B   128 B   1.0 k   lin
+submod_2          136   544 B       0 B      256 B   128 B   1.0 k   mm_param2, lin
+_loss               0     0 B       0 B      256 B     4 B       0   MSELoss
+───────────────────────────────────────────────────────────────────────────────────
+total             200   800 B       0 B    1.0 KiB   772 B   2.6 k
+the total counts replicated parameters once
 replicated: lin.weight, lin.bias in submod_1, submod_2; gradients are summed
 backward: _loss → submod_2 → submod_1 → submod_0; gradients take the same ways back
 """
