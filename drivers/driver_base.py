@@ -309,6 +309,10 @@ class PipelineDriverBase:
         """
         return self.parameters.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clamp every element of all gradients between -clip_value and ``clip_value``: `torch.nn.utils.clip_grad_value_`."""
+        self.parameters.clip_grad_value_(clip_value)
+
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of all gradients together."""
         return self.parameters.grad_norm(norm_type)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pippy.drivers.commands import Commands, GradientState
-from pippy.drivers.control.messages import Fetch, GradientNorms, ReduceGradients, ScaleGradients, Store
+from pippy.drivers.control.messages import ClampGradients, Fetch, GradientNorms, ReduceGradients, ScaleGradients, Store
 from pippy.drivers.errors import DriverError
 from pippy.drivers.placed_pipe import PlacedPipe
 from pippy.drivers.stale_models import StaleModels
@@ -68,6 +68,11 @@ class RemoteParameters:
         factor = float(torch.clamp(max_norm / (total + 1e-6), max=1.0))  # min() would take 1.0 for a norm that is NaN
         self.commands.call(dict.fromkeys(self.commands.workers, ScaleGradients(factor)))
         return total
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clamp every element of all gradients between -clip_value and ``clip_value``."""
+        limit = float(clip_value)
+        self.commands.call_reducing(lambda reduce: dict.fromkeys(self.commands.workers, ClampGradients(limit, reduce)))
 
     # State dicts
 

@@ -273,6 +273,14 @@ class ScaleGradients:
 
 
 @dataclass(frozen=True)
+class ClampGradients:
+    """Clamp every element of all gradients between -limit and limit, after adding up those of copies if need be."""
+
+    limit: float
+    reduce: bool
+
+
+@dataclass(frozen=True)
 class MakeOptimizer:
     """Make an optimizer, and keep it under a number. A group has the locations of its parameters, and its options.
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from pippy.drivers.control.messages import (
     AddProgram,
+    ClampGradients,
     Command,
     Fetch,
     GradientNorms,
@@ -73,6 +74,7 @@ class DriverState:
             ReduceGradients: self._reduce,
             GradientNorms: self._norms,
             ScaleGradients: self._scale,
+            ClampGradients: self._clamp,
             MakeOptimizer: self._make_optimizer,
             OptimizerStep: self._optimizer_step,
             OptimizerState: self._optimizer_state,
@@ -159,6 +161,11 @@ class DriverState:
 
     def _scale(self, scale: ScaleGradients, number: int) -> None:
         self.gradients.scale(number, scale.factor)
+
+    def _clamp(self, clamp: ClampGradients, number: int) -> None:
+        if clamp.reduce:
+            self.gradients.reduce(number)
+        self.gradients.clamp(number, clamp.limit)
 
     def _make_optimizer(self, make: MakeOptimizer, number: int) -> None:
         groups = [{"params": [self.tensor(place) for place in places], **options} for places, options in make.groups]

@@ -26,8 +26,9 @@ first copy adds them, in the order of the stages, and sends the sum back:
     worker of another copy ──its gradient──▶ worker of the first copy ──the sum──▶ worker of another copy
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -35,7 +36,7 @@ from pippy.drivers.control.messages import ReplicatedParameter
 from pippy.drivers.transport.transport import Transport
 from pippy.drivers.workers.unscaling import unscaled
 from pippy.ir.run.stage_backward import add_gradients
-from pippy.ir.sparse_tensors import vector_norm
+from pippy.ir.sparse_tensors import is_sparse, map_stored, vector_norm
 
 Gradient = torch.Tensor | None
 FIRST_NUMBER = 1 << 24  # of the replicated parameters in the keys of messages; no program has as many values
@@ -45,13 +46,15 @@ FIRST_NUMBER = 1 << 24  # of the replicated parameters in the keys of messages; 
 class _Pending:
     """What a command that may still be given up did to the gradients, by the id of the parameter.
 
-    ``own`` are new gradients, ``sums`` were added up over all copies. After that, everything is multiplied by ``factor``.
+    ``own`` are new gradients, ``sums`` were added up over all copies. After that, everything is multiplied by ``factor``, and
+    clamped between -limit and ``limit``.
     """
 
     number: int
     own: Mapping[int, Gradient]
     sums: Mapping[int, Gradient] = field(default_factory=dict)
     factor: float = 1.0
+    limit: float | None = None
 
 
 class Gradients:
@@ -136,6 +139,10 @@ class Gradients:
         """Multiply all gradients, once all workers are known to do so."""
         self.pending.append(_Pending(number, {}, factor=factor))
 
+    def clamp(self, number: int, limit: float) -> None:
+        """Clamp all gradients, once all workers are known to do so."""
+        self.pending.append(_Pending(number, {}, limit=limit))
+
     def settle(self, through: int) -> None:
         """Settle the commands up to a number: they succeeded on all workers."""
         self.adding_up = False
@@ -149,18 +156,20 @@ class Gradients:
             for key, gradient in command.sums.items():
                 self.unsummed.pop(key, None)
                 _add(self.total, key, gradient)
-            self._multiply(command.factor)
+            if command.factor != 1.0:
+                self._change(partial(torch.Tensor.mul_, other=command.factor))
+            if command.limit is not None:
+                self._change(partial(_clamped, limit=command.limit))
 
     def drop(self, first: int, last: int) -> None:
         """Drop what the commands from ``first`` to ``last`` did: they were given up."""
         self.pending = [command for command in self.pending if not first <= command.number <= last]
         self.clear_grad()
 
-    def _multiply(self, factor: float) -> None:
-        if factor != 1.0:
-            for key, gradient in self.total.items():
-                if gradient is not None:
-                    self.total[key] = gradient.to(self.wider.get(key, gradient.dtype)).mul_(factor)
+    def _change(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        for key, gradient in self.total.items():
+            if gradient is not None:
+                self.total[key] = function(gradient.to(self.wider.get(key, gradient.dtype)))
 
     def _sums(self, number: int, gradients: Mapping[int, Gradient]) -> dict[int, Gradient]:
         """Add up the gradients of all copies of each replicated parameter. Returns the sum for every copy that is here."""
@@ -221,6 +230,12 @@ def norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
 def _key(number: int, group_index: int, copy: int) -> tuple[int, int, int]:
     """The key of a message: the gradient of a copy. The sum for a worker has the number of copies plus the worker."""
     return number, FIRST_NUMBER + group_index, copy
+
+
+def _clamped(gradient: torch.Tensor, limit: float) -> torch.Tensor:
+    if is_sparse(gradient) and gradient.layout is torch.sparse_coo:
+        gradient = gradient.coalesce()  # an element may be stored in several parts
+    return map_stored(lambda values: values.clamp(-limit, limit), gradient)
 
 
 def _without(gradients: Mapping[int, Gradient], parameters: Set[int]) -> dict[int, Gradient]:

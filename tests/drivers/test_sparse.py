@@ -179,6 +179,22 @@ def test_norms_of_sparse_gradients(threads, case):
     twins.driver.close()
 
 
+@pytest.mark.parametrize("case", ["embedding and bag", "copies", "a copy with a dense gradient"])
+def test_gradients_are_clipped_by_value(threads, case):
+    """torch.nn.utils.clip_grad_value_ raises for sparse gradients; here they are clipped as their dense form is."""
+    twins = Twins(threads, case)
+    for _ in range(2):  # an element may be stored in several parts
+        twins.backward()
+    for parameter in twins.plain.parameters():
+        parameter.grad = parameter.grad.to_dense()
+    nn.utils.clip_grad_value_(twins.plain.parameters(), 1e-3)
+    twins.driver.clip_grad_value_(1e-3)
+    for name, gradient in twins.driver.gradients().items():
+        torch.testing.assert_close(gradient.to_dense(), twins.plain.get_parameter(name).grad)
+    twins.update()
+    twins.compare_parameters()
+
+
 def test_the_norm_of_a_gradient_that_stores_nothing(threads):
     twins = Twins(threads, "embedding and bag")
     x, target = torch.zeros(4, 3, dtype=torch.long), torch.randn(4, 8)  # padding only
