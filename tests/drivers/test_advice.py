@@ -1,0 +1,516 @@
+"""What a message of a driver says to do works when it is done. Messages whose advice other tests try are not here."""
+
+# mypy: disable-error-code="arg-type, call-overload"
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pippy import (
+    ChunkSpec,
+    Mean,
+    MicroBatches,
+    Pipe,
+    PipelineDriver,
+    PipelineDriver1F1B,
+    PipelineDriverFillDrain,
+    PippyError,
+    Replicate,
+    TensorChunkSpec,
+    pipe_split,
+    pipeline,
+)
+from pippy.drivers.lowering.lower import lower
+from pippy.drivers.schedules import make_schedule
+from pippy.errors import DriverError, OptimizerError, StepError
+from tests.comparisons import assert_same
+from tests.drivers.models import Chain
+from tests.drivers.thread_cluster import thread_cluster
+
+pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
+X, TARGET = torch.randn(6, 8, dtype=torch.float64), torch.randn(6, 8, dtype=torch.float64)
+mse = F.mse_loss
+
+
+@pytest.fixture(scope="module")
+def four():
+    with thread_cluster(4) as cluster:
+        yield cluster
+
+
+def same(cluster, *inputs, model=None, loss=mse, chunks=2, kind=PipelineDriver, plain=None, **options):
+    """Run a step, and compare its result with the plain model's."""
+    model = Chain(2) if model is None else model
+    expected = copy.deepcopy(model) if plain is None else plain
+    driver = kind(pipeline(model, loss), cluster, **options)
+    inputs = inputs or ((X, TARGET) if loss else (X,))
+    if plain is None:
+        wanted = expected(*inputs) if loss is None else loss(expected(*inputs[:-1]), inputs[-1])
+    else:
+        wanted = expected
+    try:
+        torch.testing.assert_close(driver.run(chunks, *inputs), wanted.detach())
+    finally:
+        driver.close()
+
+
+def step(cluster, *inputs, model=None, loss=mse, chunks=2, kind=PipelineDriver, **options):
+    """Run a step."""
+    driver = kind(pipeline(Chain(2) if model is None else model, loss), cluster, **options)
+    try:
+        return driver.run(chunks, *(inputs or (X, TARGET)))
+    finally:
+        driver.close()
+
+
+class Gives(nn.Module):
+    """Two stages that give what ``make`` makes of the second's output."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.a, self.b, self.make = nn.Linear(8, 8), nn.Linear(8, 8), make
+
+    def forward(self, x):
+        x = self.a(x)
+        pipe_split()
+        return self.make(self.b(x))
+
+
+class Scales(Gives):
+    """Takes a factor."""
+
+    def forward(self, x, by):
+        return super().forward(x) * by
+
+
+def outputs(cluster, make, spec):
+    """Whether the outputs are the plain model's, with this spec."""
+    model = Gives(make)
+    driver = PipelineDriver(pipeline(model), cluster, output_spec=spec)
+    with torch.no_grad():
+        assert_same(driver.run(2, X[:5]), model(X[:5]), "outputs")
+    driver.close()
+
+
+DRIVERS = [
+    ("make one: pipeline(model, loss_fn)", lambda c: PipelineDriver(Chain(2), c), same),
+    ("numbers of workers as world_size=", lambda c: step(2), lambda c: same(c, world_size=2)),
+    (
+        "ask for 1 to 4",
+        lambda c: step(c, world_size=5),
+        lambda c: [same(c, model=Chain(4), world_size=n) for n in (1, 4)],
+    ),
+    ("name workers of the cluster, 0 to 3", lambda c: step(c, all_ranks=[0, 4]), lambda c: same(c, all_ranks=[3, 0])),
+    ("give one of them", lambda c: step(c, all_ranks=[3, 0], world_size=3), lambda c: same(c, all_ranks=[3, 0])),
+    ("give the number of micro-batches first", lambda c: step(c, chunks=X), lambda c: same(c, chunks=4)),
+    ("name 2 workers", lambda c: step(c, world_size=3), lambda c: same(c, world_size=2)),
+    (
+        "or cut the model into more stages",
+        lambda c: step(c, world_size=3),
+        lambda c: same(c, model=Chain(3), world_size=3),
+    ),
+    (
+        "or None for no limit",
+        lambda c: step(c, step_timeout=-1),
+        lambda c: [same(c, step_timeout=each) for each in (30, None)],
+    ),
+    (
+        "give True to hold no more",
+        lambda c: step(c, out_of_order=-1),
+        lambda c: [same(c, out_of_order=n) for n in (True, 3)],
+    ),
+    (
+        "give at least 2, or True",
+        lambda c: step(c, chunks=3, out_of_order=1),
+        lambda c: [same(c, chunks=3, out_of_order=n) for n in (True, 2)],
+    ),
+    (
+        "detach it, or make it a parameter",
+        lambda c: step(c, X.clone().requires_grad_(), TARGET),
+        lambda c: same(c, X.clone().requires_grad_().detach(), TARGET),
+    ),
+    (
+        "give each of them a worker",
+        lambda c: step(c, placement={0: 0, 1: 1, 2: 0}),
+        lambda c: same(c, placement={0: 0, 1: 1}),
+    ),
+    (
+        "start a larger cluster",
+        lambda c: step(c, model=Chain(4), schedule=schedule(4), world_size=2),
+        lambda c: same(c, model=Chain(4), schedule=schedule(4)),
+    ),
+    (
+        "run it with as many, or make another program",
+        lambda c: step(c, schedule=schedule(2), chunks=3),
+        lambda c: [same(c, schedule=schedule(2)), same(c, schedule=schedule(2, chunks=3), chunks=3)],
+    ),
+    (
+        "leave out one of them (schedule='list' takes memory=)",
+        lambda c: step(c, schedule="1f1b", max_live=2),
+        lambda c: [same(c, schedule="auto", max_live=2), same(c, schedule="list", memory=2)],
+    ),
+    (
+        "leave one of them out",
+        lambda c: step(c, kind=PipelineDriverFillDrain, single_loss=True, _debug_mask_minibatches=True),
+        lambda c: same(c, kind=PipelineDriverFillDrain, single_loss=True),
+    ),
+    (
+        "and the Pipe has no loss function; give one",
+        lambda c: step(c, X, loss=None, kind=PipelineDriverFillDrain, single_loss=True),
+        lambda c: same(c, kind=PipelineDriverFillDrain, single_loss=True),
+    ),
+]
+
+
+def schedule(workers, chunks=2):
+    return make_schedule("1f1b", workers=workers, chunks=chunks)
+
+
+@pytest.mark.parametrize(("words", "fails", "advised"), DRIVERS, ids=[row[0] for row in DRIVERS])
+def test_arguments_of_drivers(words, fails, advised, four):
+    with pytest.raises(PippyError) as caught:
+        fails(four)
+    assert words in str(caught.value)
+    advised(four)
+
+
+class EveryOther(ChunkSpec):
+    def split(self, value, chunks):
+        return [value[index::chunks] for index in range(chunks)]
+
+
+class AddsUp(ChunkSpec):
+    def merge(self, values):
+        return sum(values)
+
+
+OWN = [EveryOther()] * 2
+BY = torch.full((1, 8), 3.0, dtype=torch.float64)
+
+
+def scaling(cluster, by=BY, plain_by=None, **options):
+    """Compare a step of a model that takes a factor, too: ``plain_by`` for the plain model."""
+    model = Scales(lambda x: x)
+    wanted = mse(model(X, by if plain_by is None else plain_by), TARGET)
+    same(cluster, X, by, TARGET, model=model, plain=wanted, **options)
+
+
+PARTS = [BY.expand(3, 8), 2 * BY.expand(3, 8)]
+WHOLE, PAIRS = torch.cat(PARTS), [(BY, torch.ones(2, 8, dtype=torch.float64))] * 2
+COUNTED = {"loss_reduction": len}
+MASKED = {"kind": PipelineDriverFillDrain, "_debug_mask_minibatches": True}
+INPUTS = [
+    (
+        "give one for each, in order, or a dict by name",
+        lambda c: scaling(c, chunk_spec=[0, Replicate(), 0, 0]),
+        lambda c: [scaling(c, chunk_spec=each) for each in ([0, Replicate(), 0], {"by": Replicate()})],
+    ),
+    (
+        "give one of them",
+        lambda c: step(c, chunk_spec={"x": 0}, batch_dims={"x": 1}),
+        lambda c: [same(c, chunk_spec={"x": 0}), same(c, batch_dims={"x": 0})],
+    ),
+    (
+        "a Replicate(), or MicroBatches(values, dim=None)",
+        lambda c: scaling(c, MicroBatches([BY, BY]), BY),
+        lambda c: [scaling(c, MicroBatches([BY, BY], dim=None), BY), scaling(c, chunk_spec=[None, Replicate()])],
+    ),
+    (
+        "say MicroBatches(values, dim=...)",
+        lambda c: scaling(c, MicroBatches(PARTS), WHOLE, chunk_spec=[None, TensorChunkSpec(1)]),
+        lambda c: [scaling(c, MicroBatches(PARTS), WHOLE), scaling(c, MicroBatches(PARTS, dim=0), WHOLE)],
+    ),
+    (
+        "if they are no rows, say MicroBatches(values, dim=None)",
+        lambda c: two_factors(c, MicroBatches(PAIRS)),
+        lambda c: two_factors(c, MicroBatches(PAIRS, dim=None)),
+    ),
+    (
+        "and there are 2 micro-batches",
+        lambda c: scaling(c, MicroBatches([WHOLE]), WHOLE),
+        lambda c: scaling(c, MicroBatches(PARTS), WHOLE),
+    ),
+    (
+        "every micro-batch is the whole mini-batch; give it whole",
+        lambda c: scaling(c, MicroBatches(PARTS), WHOLE, **MASKED),
+        lambda c: scaling(c, WHOLE, **MASKED),
+    ),
+    (
+        "write its split(value, chunks)",
+        lambda c: same(c, chunk_spec=[AddsUp()]),
+        lambda c: same(c, chunk_spec=OWN, **COUNTED),
+    ),
+    (
+        "give loss_reduction='sum', or a function that counts what a micro-batch holds",
+        lambda c: same(c, chunk_spec=OWN),
+        lambda c: [
+            same(c, chunk_spec=OWN, **COUNTED),
+            same(c, chunk_spec=OWN, loss=nn.MSELoss(reduction="sum"), loss_reduction="sum"),
+        ],
+    ),
+    (
+        "with the target alone: name them so",
+        lambda c: same(c, loss_reduction=lambda one, other: 1),
+        lambda c: [
+            same(c, loss_reduction=lambda x, target: len(x)),
+            same(c, loss_reduction=lambda any_name: len(any_name)),
+        ],
+    ),
+    ("a number, 0 or more", lambda c: same(c, loss_reduction=lambda target: -1), lambda c: same(c, **COUNTED)),
+    (
+        "use fewer chunks, or reduction='sum'",
+        lambda c: smoothed(c, chunks=2),
+        lambda c: [smoothed(c, chunks=1), smoothed(c, chunks=2, reduction="sum")],
+    ),
+    (
+        "the dimension is an int, as in TensorChunkSpec(0)",
+        lambda c: step(c, chunk_spec=[TensorChunkSpec("0")]),
+        lambda c: same(c, chunk_spec=[TensorChunkSpec(0)]),
+    ),
+    (
+        "needs no spec, or TensorChunkSpec(dim)",
+        lambda c: scaling(c, MicroBatches(X), X),
+        lambda c: [scaling(c, X), scaling(c, X, chunk_spec=[None, TensorChunkSpec(0)])],
+    ),
+    (
+        "or a ChunkSpec of your own",
+        lambda c: step(c, chunk_spec=["rows"]),
+        lambda c: same(c, chunk_spec=OWN, **COUNTED),
+    ),
+    (
+        "or TensorChunkSpec(dim) if the rows are along another dimension",
+        lambda c: same(c, X[None], TARGET[None], model=Chain(2)),
+        lambda c: same(c, X[None], TARGET[None], model=Chain(2), chunk_spec=[TensorChunkSpec(1)] * 2),
+    ),
+]
+
+
+def two_factors(cluster, pair):
+    """Compare a step of a model that takes two factors, the same for all micro-batches."""
+
+    class Two(Scales):
+        def forward(self, x, pair):
+            return super().forward(x, pair[0]) * pair[1].sum()
+
+    model = Two(lambda x: x)
+    same(cluster, X, pair, TARGET, model=model, plain=mse(model(X, PAIRS[0]), TARGET))
+
+
+def smoothed(cluster, chunks, reduction="mean"):
+    """Compare a step with class weights of 0 for all targets of the first half, and smoothed targets."""
+    weight = torch.tensor([0.0] + [1.0] * 7)
+    loss = nn.CrossEntropyLoss(weight=weight, label_smoothing=0.1, reduction=reduction)
+    same(cluster, X, torch.tensor([0, 0, 0, 1, 2, 3]), loss=loss, chunks=chunks)
+
+
+@pytest.mark.parametrize(("words", "fails", "advised"), INPUTS, ids=[row[0] for row in INPUTS])
+def test_specs_of_inputs(words, fails, advised, four):
+    with pytest.raises(PippyError) as caught:
+        fails(four)
+    assert words in str(caught.value)
+    advised(four)
+
+
+def total(tags):
+    return Tag(sum(tag.rows for tag in tags))
+
+
+OUTPUTS = [
+    ("or a function of the list of values", lambda x: (x, tag(x)), None, (0, total)),
+    (
+        "give a function of the list of values",
+        lambda x: rows_as_list(x),
+        None,
+        lambda values: [r for v in values for r in v],
+    ),
+    ("a function of the list of values can pad them", lambda x: x.t(), 0, lambda values: torch.cat(values, 1)),
+    ("cannot be concatenated along 2", lambda x: x.t(), 2, 1),
+    ("has the spec Replicate(), and differs", lambda x: x.t(), Replicate(), TensorChunkSpec(1)),
+    ("give one spec for all of it, or specs in the same shape", lambda x: (x, x + 1), (0,), (0, 0)),
+    ("give one spec for all of it, or specs in the same shape", lambda x: (x, x + 1), (0, 0, 0), 0),
+    ("it holds ['y', 'z']", lambda x: {"y": x, "z": -x}, {"w": 0}, {"y": 0}),
+    ("write its merge(values)", lambda x: x.sum(0), EveryOther(), AddsUp()),
+    ("Mean(), Max(), Min() or a function", lambda x: x.mean(0), "mean", Mean()),
+]
+
+
+class Tag:
+    """What is neither a tensor nor a number."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __eq__(self, other):
+        return isinstance(other, Tag) and self.rows == other.rows
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+torch.fx.wrap("tag")
+
+
+def tag(x):
+    return Tag(len(x))
+
+
+torch.fx.wrap("rows_as_list")
+
+
+def rows_as_list(x):
+    return list(x)
+
+
+@pytest.mark.parametrize(("words", "make", "spec", "advised"), OUTPUTS, ids=[row[0] for row in OUTPUTS])
+def test_specs_of_outputs(words, make, spec, advised, four):
+    with pytest.raises(PippyError) as caught:
+        outputs(four, make, spec)
+    assert words in str(caught.value)
+    outputs(four, make, advised)
+
+
+# Optimizers and what is on the workers
+
+
+@pytest.fixture
+def driver(four):
+    driver = PipelineDriver1F1B(pipeline(Chain(2), mse), four)
+    yield driver
+    driver.close()
+
+
+def trains(driver, optimizer):
+    """Whether steps of this optimizer make the loss smaller."""
+    first = driver.run(2, X, TARGET)
+    optimizer.step()
+    assert driver.run(2, X, TARGET) < first
+    optimizer.zero_grad()
+
+
+def made(driver, *groups, kind=torch.optim.SGD, lr=0.1, **options):
+    groups = {"param_groups": list(groups)} if groups else {}
+    return driver.instantiate_optimizer(kind, lr=lr, **groups, **options)
+
+
+NAMES = ["layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias"]
+OPTIMIZERS = [
+    (
+        "instantiate_optimizer(torch.optim.AdamW, lr=1e-3)",
+        lambda d: made(d, kind="AdamW"),
+        lambda d: made(d, kind=torch.optim.AdamW, lr=1e-3),
+    ),
+    ("use another class", lambda d: made(d, kind=torch.optim.LBFGS), lambda d: made(d, kind=torch.optim.Adam)),
+    (
+        "name it in one of them",
+        lambda d: made(d, {"params": NAMES}, {"params": NAMES[:1]}),
+        lambda d: made(d, {"params": NAMES}),
+    ),
+    (
+        "and one for the rest if there is a rest",
+        lambda d: made(d, {"params": ...}, {"params": ...}),
+        lambda d: made(d, {"params": NAMES[:1]}, {"params": ...}),
+    ),
+    ('give a dict with "params"', lambda d: made(d, NAMES), lambda d: made(d, {"params": NAMES})),
+    (
+        "the model has layers.0.weight, ",
+        lambda d: made(d, {"params": "weight"}),
+        lambda d: made(d, {"params": "layers.0.weight"}),
+    ),
+    ("call driver.run before step()", lambda d: made(d).step(lambda: 0), made),
+    (
+        "give them all to instantiate_optimizer",
+        lambda d: made(d, {"params": NAMES[:1]}).add_param_group({"params": NAMES[1:]}),
+        lambda d: made(d, {"params": NAMES[:1]}, {"params": NAMES[1:]}),
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "fails", "advised"), OPTIMIZERS, ids=[row[0] for row in OPTIMIZERS])
+def test_optimizers(words, fails, advised, driver):
+    with pytest.raises(OptimizerError) as caught:
+        fails(driver)
+    assert words in str(caught.value)
+    trains(driver, advised(driver))
+
+
+def test_state_of_an_optimizer(driver):
+    optimizer = made(driver, kind=torch.optim.Adam)
+    with pytest.raises(TypeError, match=r"pickle optimizer.state_dict\(\)"):
+        pickle.dumps(optimizer)
+    trains(driver, optimizer)
+    other = made(driver, kind=torch.optim.Adam)
+    other.load_state_dict(pickle.loads(pickle.dumps(optimizer.state_dict())))
+    torch.testing.assert_close(other.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+def test_a_driver_is_not_pickled_and_its_state_is(driver):
+    with pytest.raises(TypeError, match=r"pickle driver.state_dict\(\)"):
+        pickle.dumps(driver)
+    state = pickle.loads(pickle.dumps(driver.state_dict()))
+    driver.load_state_dict(state)
+    torch.testing.assert_close(driver.state_dict(), state)
+
+
+def test_a_closed_driver(driver):
+    driver.close()
+    with pytest.raises(DriverError, match="this driver was closed; make another"):
+        driver.run(2, X, TARGET)
+    step(driver.cluster)
+
+
+def test_gradients_that_are_not_finite(driver):
+    driver.run(2, X * float("inf"), TARGET)
+    with pytest.raises(DriverError, match="pass error_if_nonfinite=False to clip anyway"):
+        driver.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    assert not driver.clip_grad_norm_(1.0, error_if_nonfinite=False).isfinite()
+
+
+def test_recordings(driver, tmp_path):
+    words = r"run steps inside `with driver.record\(\) as recording:`"
+    for limit in (0, 2):
+        with pytest.raises(DriverError, match="1 or more" if not limit else words), driver.record(limit) as recording:
+            recording.report(tmp_path / "page.html")
+    with driver.record() as recording:
+        driver.run(2, X, TARGET)
+    with pytest.raises(DriverError, match="give 0 to 0, or none"):
+        recording.report(tmp_path / "page.html", step=1)
+    for step_number in (0, None):
+        recording.report(tmp_path / f"{step_number}.html", step=step_number)
+        assert (tmp_path / f"{step_number}.html").exists()
+
+
+class Locks(nn.Module):
+    """A layer with a lock, which cannot be sent."""
+
+    def __init__(self, lock):
+        super().__init__()
+        self.lock, self.lin = lock, nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.lin(x)
+
+
+def test_what_belongs_to_this_process(four):
+    with pytest.raises(PippyError, match="keep that out of the model and its arguments"):
+        PipelineDriver(Pipe.from_sequential(nn.Sequential(nn.Linear(8, 8), Locks(threading.Lock())), mse), four)
+    PipelineDriver(Pipe.from_sequential(nn.Sequential(nn.Linear(8, 8), Locks(None)), mse), four).run(2, X, TARGET)
+
+
+def test_programs_that_do_not_fit(four):
+    pipe = pipeline(Chain(2), mse)
+    with pytest.raises(PippyError, match=r"make a schedule with as many stages \(workers times stages_per_worker\)"):
+        lower(pipe, make_schedule("1f1b", workers=3, chunks=2))
+    for program in (schedule(2), make_schedule("looped_bfs", workers=1, chunks=2, stages_per_worker=2)):
+        assert lower(pipe, program)
+    with pytest.raises(PippyError, match="lower takes a Pipe and a program, as make_schedule gives it"):
+        lower(pipe, "1f1b")
+
+
+def test_a_loss_that_is_not_a_number(four):
+    with pytest.raises(StepError, match=r"reduce it, with .mean\(\) or .sum\(\)"):
+        step(four, loss=lambda output, target: output - target, loss_reduction="sum", chunks=1)
+    same(four, loss=lambda output, target: (output - target).mean())
