@@ -115,6 +115,7 @@ class PipelineDriverBase:
         self.parameters = RemoteParameters(pipe, self.placed, self.commands, self.stale)
         self.loss_checks = LossChecks(LOSS in self.compiled.split_gm._modules)
         self._optimizers = 0
+        self._probed: set[tuple[int, bool]] = set()  # programs, and whether outputs were asked for, whose outputs were checked
         self._grad_scaler: PipelineGradScaler | None = None
         self._recording: Recording | None = None
         self.commands.load(self.placed.loads(), self.placed.flags())
@@ -200,13 +201,15 @@ class PipelineDriverBase:
         reduce = trains and bool(program.replicated) and self.commands.last_before_update
         check = self._loss_check(sent, division, results)
         scale = self._grad_scaler.scale_of_steps if self._grad_scaler is not None and trains else None
-        steps = self._steps(sent, purpose, division, results.weights, trains, reduce, check, scale)
+        unprobed = (sent.number, outputs is not None)
+        probe = results.merges and division.chunks > 1 and not division.mask and unprobed not in self._probed
+        steps = self._steps(sent, purpose, division, results.weights, trains, reduce, check, scale, probe)
         returned = values_to_return(self.compiled, outputs)
         if returned is not None:
             returns = self.placed.returns(returned)
             steps = {rank: StepReturning(**vars(step), returns=returns[rank]) for rank, step in steps.items()}
         judge = None if check is None else partial(self.loss_checks.end, sent.number, check)
-        running = RunningStep(self.dispatch, results, judge)
+        running = RunningStep(self.dispatch, results, judge, partial(self._probed.add, unprobed))
         self.dispatch.wait_given_up(self.step_timeout)
         note = None
         if self._recording is not None:
@@ -241,6 +244,7 @@ class PipelineDriverBase:
         reduce: bool,
         check: LossCheck | None,
         scale: float | None,
+        probe: bool,
     ) -> dict[int, Step]:
         """The message for each worker."""
         flags = self.commands.flags_to_send(self.placed.flags())
@@ -257,6 +261,7 @@ class PipelineDriverBase:
                 purpose.weigh,
                 check if check is not None and rank == check.worker else None,
                 scale,
+                probe,
             )
             for worker, rank in enumerate(self.ranks)
         }

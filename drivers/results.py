@@ -16,7 +16,7 @@ from pippy.ir.compiled import Compiled
 from pippy.ir.names import LOSS
 from pippy.ir.nodes import map_nodes
 from pippy.ir.run.stage_backward import loss_inside
-from pippy.ir.trees import children, with_children
+from pippy.ir.trees import children, leaves, with_children
 
 
 class Results:
@@ -62,12 +62,13 @@ class Results:
         output = self.compiled.split_gm.graph.output_node().args[0]
         return isinstance(output, fx.Node) and self._is_loss(output) and not isinstance(self.loss_seed, list)
 
-    def assemble(self, returned: Mapping[str, Any]) -> Any:
-        """The whole mini-batch's result."""
+    def assemble(self, returned: Mapping[str, Any], by_chance: Sequence[tuple[str, int]] = ()) -> Any:
+        """The whole mini-batch's result. ``by_chance`` names tensors that have the rows of a micro-batch by chance."""
         loss = None if self.compiled.loss is None else self._total(self._losses(returned))
         if not self.merges:
             return loss
         values = {name: self._listed(packed) for name, packed in returned.items()}
+        self.by_chance = {id(list(leaves(values[name][0]))[number]) for name, number in by_chance}
         parts = [map_nodes(partial(self._value, values, each), self.output) for each in range(self.division.chunks)]
         outputs = self._with_loss(self.output, self._merged(self.output, [*map(self._without_loss, parts)]), loss)
         return LossAndOutputs(loss, outputs) if self.outputs else outputs
@@ -84,7 +85,8 @@ class Results:
 
     def _merged(self, output: Any, parts: Sequence[Any]) -> Any:
         shared = _map_output(self._is_shared, output)
-        return merge_outputs(parts, self.division.sizes, self.output_spec, mask=self.division.mask, shared=shared)
+        given = parts, self.division.sizes, self.output_spec
+        return merge_outputs(*given, mask=self.division.mask, shared=shared, by_chance=self.by_chance)
 
     def _is_shared(self, value: Any) -> bool:
         """Whether all micro-batches have the same value: a constant of the graph, or an input that is not cut."""

@@ -12,11 +12,18 @@ from pippy.drivers.results import Results
 class RunningStep:
     """A step that was dispatched with `run_async`. ``note`` is given the answers, if the step is recorded.
 
-    ``check`` is given what a worker found about the loss, and raises if it is wrong.
+    ``check`` is given what a worker found about the loss, and raises if it is wrong. ``accepted`` is called when answers are put
+    together.
     """
 
-    def __init__(self, dispatch: Dispatch, results: Results, check: Callable[[LossReport], None] | None) -> None:
-        self._dispatch, self._check = dispatch, check
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        results: Results,
+        check: Callable[[LossReport], None] | None,
+        accepted: Callable[[], None],
+    ) -> None:
+        self._dispatch, self._check, self._accepted = dispatch, check, accepted
         self._results: Results | None = results
         self._posted: PendingCommand | None = None
         self._result: Any = None
@@ -33,7 +40,9 @@ class RunningStep:
                 self._check(answer.loss_report)
         assert self._results is not None
         values = {name: value for answer in answers.values() for name, value in answer.values.items()}
-        self._result = self._results.assemble(values)
+        by_chance = [each for answer in answers.values() for each in answer.by_chance]
+        self._result = self._results.assemble(values, by_chance)
+        self._accepted()
 
     def result(self) -> Any:
         """Wait for the step, and give what `run` would have given."""

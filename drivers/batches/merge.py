@@ -8,7 +8,7 @@
 A spec changes that: see specs.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
@@ -37,13 +37,20 @@ from pippy.ir.trees import children, describe, leaves, with_children
 
 
 def merge_outputs(
-    outputs: Sequence[Any], sizes: tuple[int, ...] | None, spec: Any = None, *, mask: bool = False, shared: Any = False
+    outputs: Sequence[Any],
+    sizes: tuple[int, ...] | None,
+    spec: Any = None,
+    *,
+    mask: bool = False,
+    shared: Any = False,
+    by_chance: Collection[int] = (),
 ) -> Any:
     """One output from those of the micro-batches, which have ``sizes`` rows.
 
     With ``mask``, each has all rows of the mini-batch, and only its own rows are used.
 
     ``shared`` has the shape of an output, or of the outer part of it, with True where all micro-batches have the same.
+    ``by_chance`` has the ids of tensors of the first output that have as many rows as the micro-batch, and are not its rows.
 
     >>> outputs = [{"y": torch.zeros(2, 1), "best": torch.tensor(1.0)}, {"y": torch.ones(1, 1), "best": torch.tensor(4.0)}]
     >>> merge_outputs(outputs, sizes=(2, 1), spec={"best": Max()})
@@ -55,10 +62,10 @@ def merge_outputs(
     """
     if sizes is not None and len(sizes) != len(outputs):
         raise MicrobatchError(f"there are {len(outputs)} outputs, and sizes of {len(sizes)} micro-batches: {sizes}")
-    merge = _Merge(sizes, mask)
+    merge = _Merge(sizes, mask, by_chance)
     merged = merge.tree(list(outputs), spec, "output", shared)
     if merge.unknown:
-        raise MicrobatchError(_needs_spec(merge.unknown, outputs, sizes))
+        raise MicrobatchError(_needs_spec(merge, outputs))
     return merged
 
 
@@ -104,7 +111,9 @@ def check_leaves_loss_alone(spec: Any, value: Any, path: str = "output") -> None
 class _Merge:
     sizes: tuple[int, ...] | None
     mask: bool
+    by_chance: Collection[int] = ()
     unknown: list[str] = field(default_factory=list)  # paths of values that only the user knows how to put together
+    alike: list[str] = field(default_factory=list)  # those of them that have as many rows by chance
 
     def tree(self, values: list[Any], spec: Any, path: str, shared: Any, outer: bool = True) -> Any:
         """Merge containers item by item. ``outer`` says that the spec is for this value, not for a container of it."""
@@ -148,7 +157,9 @@ class _Merge:
     def default(self, values: list[Any], path: str) -> Any:
         if len(values) == 1:
             return values[0]
-        if self.follows(values, 0):
+        if id(values[0]) in self.by_chance:
+            self.alike.append(path)
+        elif self.follows(values, 0):
             return self.cat(values, TensorChunkSpec(0), path)
         if isinstance(values[0], _SAYS_NOTHING) and all(map(_same, values[1:], values[:-1])):
             return values[0]
@@ -236,16 +247,18 @@ def _shared_parts(shared: Any, count: int) -> Sequence[Any]:
     return parts if parts is not None and len(parts) == count else [shared is True] * count
 
 
-def _needs_spec(unknown: Sequence[str], outputs: Sequence[Any], sizes: tuple[int, ...] | None) -> str:
+def _needs_spec(merge: _Merge, outputs: Sequence[Any]) -> str:
     """The error for outputs without rows, with a spec to give."""
+    unknown, sizes = merge.unknown, merge.sizes
 
     def written(value: Any, path: str) -> str:
         return "Sum()" if path in unknown else spec_of_parts(value, path, written)
 
     rows = "" if sizes is None else f" {sizes}"
+    alike = f" ({', '.join(merge.alike)} by chance as many, but not one more for one row more)" if merge.alike else ""
     return (
-        f"{', '.join(unknown)}: not with the rows{rows} of the micro-batches in front, so only you know how to put together "
-        f"what they give. Micro-batch 0 gave {describe(outputs[0])}. If it is a sum, give the driver "
+        f"{', '.join(unknown)}: not with the rows{rows} of the micro-batches in front{alike}, so only you know how to put "
+        f"together what they give. Micro-batch 0 gave {describe(outputs[0])}. If it is a sum, give the driver "
         f"output_spec={written(outputs[0], 'output')}\n"
         "In place of Sum() may be Mean() (over rows), Max(), Min(), Replicate() for what is the same in all, "
         "TensorChunkSpec(dim) for rows in another dimension, or a function of the list of values"

@@ -145,7 +145,8 @@ class Step:
     change. With ``reduce``, the gradients of replicated parameters are added up at the end. With ``record``, the
     times of all instructions are recorded. With ``weigh``, the worker measures how many bytes each stage keeps for its
     backward. ``loss_check`` asks it to check how the losses of the micro-batches add up. With ``scale``, the loss is multiplied
-    by it for the backward, and the gradients are divided by it in the end.
+    by it for the backward, and the gradients are divided by it in the end. With ``probe_outputs``, it is checked which returned
+    values have the rows of a micro-batch by chance.
     """
 
     program: int
@@ -158,6 +159,7 @@ class Step:
     weigh: bool = False
     loss_check: LossCheck | None = None
     scale: float | None = None
+    probe_outputs: bool = False
 
 
 @dataclass(frozen=True)
@@ -220,7 +222,8 @@ class StepResult:
     ``peak_live`` is the largest number of micro-batches that its stages held at a time. ``kept`` has the bytes that one
     micro-batch of each stage keeps, if the step was asked to measure them, and
     ``loss_report`` what a check of the loss found. ``nonfinite`` has the parameters whose gradients are not finite, if the loss
-    was scaled.
+    was scaled. ``by_chance`` has the values, and the numbers of the tensors in them, that have as many rows as a micro-batch,
+    and not its rows.
     """
 
     values: Mapping[str, Any]
@@ -229,6 +232,7 @@ class StepResult:
     kept: Mapping[int, int] | None = None
     loss_report: LossReport | None = None
     nonfinite: tuple[TensorLocation, ...] = ()
+    by_chance: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from pippy.drivers.workers.executor import Executor
 from pippy.drivers.workers.gradients import Gradients, norm
 from pippy.drivers.workers.loss_probe import LossProbe
 from pippy.drivers.workers.out_of_order import OutOfOrderExecutor
+from pippy.drivers.workers.output_probe import OutputProbe
 from pippy.drivers.workers.worker_optimizer import WorkerOptimizer
 from pippy.ir.run.shared_tensors import get_tensor
 
@@ -124,10 +125,11 @@ class DriverState:
         own_rows = step.inputs.own_rows if step.inputs.mask else None
         self.gradients.clear_grad()
         probe = None if step.loss_check is None else LossProbe(step.loss_check, step.inputs)
+        outputs = OutputProbe(step.inputs) if step.probe_outputs else None
         returns = step.returns if isinstance(step, StepReturning) else None
         weights = step.weights if step.scale is None else tuple([weight * step.scale for weight in step.weights])
         result = executor.run(
-            number, inputs, weights, step.trains, self.given_up, own_rows, step.record, step.weigh, probe, returns
+            number, inputs, weights, step.trains, self.given_up, own_rows, step.record, step.weigh, probe, returns, outputs
         )
         self.running = None
         if step.record and step.reduce:

@@ -25,6 +25,7 @@ from pippy.drivers.schedules.programs.instructions import Compute, Free, Instruc
 from pippy.drivers.transport.received_values import Interrupted
 from pippy.drivers.transport.transport import Transport
 from pippy.drivers.workers.loss_probe import LossProbe
+from pippy.drivers.workers.output_probe import OutputProbe
 from pippy.drivers.workers.recorder import Recorder
 from pippy.drivers.workers.saved_memory import SavedMemory
 from pippy.drivers.workers.single_loss import SingleLoss
@@ -131,15 +132,17 @@ class Executor:
         weigh: bool = False,
         loss_probe: LossProbe | None = None,
         returns: Mapping[str, Any] | None = None,
+        output_probe: OutputProbe | None = None,
     ) -> StepResult:
         """Run all instructions once, or until the step is given up.
 
         ``own_rows`` takes a micro-batch's rows from the inputs of the loss, if each of those is the whole mini-batch. With
         ``record``, the times of the instructions are noted; with ``weigh``, the bytes that stages keep are measured. A
-        ``loss_probe`` sees what the loss is computed from. ``returns`` are the values to return, if not those of the
-        program, each with the place of the loss if only that is wanted.
+        ``loss_probe`` sees what the loss is computed from, an ``output_probe`` what returned values are.
+        ``returns`` are the values to return, if not those of the program, each with the place of the loss if only that is
+        wanted.
         """
-        self.own_rows, self.loss_probe = own_rows, loss_probe
+        self.own_rows, self.loss_probe, self.output_probe = own_rows, loss_probe, output_probe
         self.step, self.weights, self.trains = step, weights, trains
         self.casts = torch._C._is_any_autocast_enabled()
         chunks = len(weights)
@@ -158,7 +161,8 @@ class Executor:
             returned = {name: _packed(values) for name, values in self.returned.items()}
             kept = dict(self.saved_memory.kept) if weigh else None
             report = None if loss_probe is None else loss_probe.report
-            return StepResult(returned, self.peak_live, None, kept, report)
+            by_chance = () if output_probe is None else tuple(output_probe.by_chance)
+            return StepResult(returned, self.peak_live, None, kept, report, by_chance=by_chance)
         finally:
             self._clear()
             if self.single is not None:
@@ -285,6 +289,9 @@ class Executor:
                 seed = self.seeds[key[0]]
                 kept = map_tensors(_detached, value if seed is None else loss_inside(seed, value))
                 self.returned[key[0]][microbatch] = kept if self.trains else map_tensors(_off_the_device, kept)
+        if self.output_probe is not None and microbatch == 0 and call.name != LOSS:
+            given = {key[0]: values[key] for key in gives}
+            self.output_probe.see(call, [key[0] for key in takes], args, given, self.returned)
 
     def _probe(self, call: StageCall, microbatch: int, takes: Sequence[Key], gives: Sequence[Key], args: Any) -> None:
         assert self.loss_probe is not None

@@ -34,6 +34,18 @@ class Sample:
 
         return replace(self.mapped(cut), rows=stop - start)
 
+    def longer(self) -> "Sample":
+        """One row more: the last one twice, in tensors of their own."""
+
+        def longer(place: Place, leaf: torch.Tensor, dim: int | None) -> torch.Tensor:
+            if dim is None:
+                return leaf.clone()
+            size = leaf.shape[dim]
+            each = size // self.rows
+            return cat([leaf, narrow(leaf, dim, size - each, each)], dim)
+
+        return replace(self.mapped(longer), rows=self.rows + 1)
+
     def joined(self, other: "Sample") -> "Sample | None":
         """The rows of both; None if what has no rows differs."""
         mine, theirs = ([leaf for value in each.inputs for leaf in leaves(value)] for each in (self, other))

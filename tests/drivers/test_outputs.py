@@ -78,3 +78,71 @@ def test_an_input_that_is_not_cut_is_returned_once(threads):
     driver = PipelineDriver1F1B(pipeline(Passing()), threads)
     with torch.no_grad():
         assert driver.run(3, torch.randn(6, 4), torch.tensor(2.0))[1] == 2
+
+
+class Returning(nn.Module):
+    """Returns what a function makes of a value and the number of its rows."""
+
+    def __init__(self, returned):
+        super().__init__()
+        self.a, self.norm, self.b, self.returned = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 4), returned
+
+    def forward(self, x):
+        x, rows = self.norm(torch.relu(self.a(x))), x.shape[0]
+        pipe_split()
+        return self.returned(self.b(x), rows)
+
+
+BY_CHANCE = {
+    "rows by rows": (lambda y, rows: y @ y.t(), (8, 8)),
+    "a number for each feature": (lambda y, rows: y.mean(0), (4,)),
+    "a number in brackets": (lambda y, rows: y.sum().reshape(1), (1,)),
+}
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("name", BY_CHANCE)
+def test_as_many_rows_by_chance(threads, name, trains):
+    returned, shape = BY_CHANCE[name]
+    both = lambda y, rows: {"loss": y.square().mean(), "value": returned(y, rows)}  # noqa: E731
+    model = Returning(both if trains else returned).train(trains)
+    if shape == (1,):
+        model.eval()  # of one row there is no batch norm
+    pipe, x = pipeline(copy.deepcopy(model)), torch.randn(8, 4)
+    chunks = 8 if shape == (1,) else 2
+    driver = PipelineDriver1F1B(pipe, threads)
+    for _ in range(2):  # the next step is checked too
+        with pytest.raises(MicrobatchError, match=r"by chance as many, but not one more for one row more.*only you know"):
+            driver.run(chunks, x)
+
+
+ROWS = {
+    "rows": lambda y, rows: (y, y.sum(1), {"none": None}),
+    "rows that an earlier stage counted": lambda y, rows: y.view(rows, 2, 2),
+    "several values for each row": lambda y, rows: y.reshape(-1, 2).reshape(-1, 2, 2),
+    "the rows of all": lambda y, rows: y - y.mean(0),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_are_seen_as_such(threads, name):
+    model = Returning(ROWS[name]).eval()
+    driver, x = PipelineDriver1F1B(pipeline(copy.deepcopy(model)), threads), torch.randn(8, 4)
+    mine, plain = driver.run(2, x), model(x)
+    if name != "the rows of all":
+        torch.testing.assert_close(mine, plain)
+
+
+def test_only_first_steps_run_a_stage_once_more(threads):
+    runs = []
+    model = Returning(lambda y, rows: y)
+    pipe = pipeline(model, nn.MSELoss())
+    driver, x = PipelineDriver1F1B(pipe, threads), torch.randn(8, 4)
+    for state in [each for worker in threads.control.threads for each in worker.drivers.values()]:
+        for module in state.modules.values():
+            module.register_forward_hook(lambda *_: runs.append(1))
+    driver.run(2, x, x)
+    once = len(runs)
+    driver.run(2, x, x, outputs=True)
+    driver.run(2, x, x, outputs=True)
+    assert len(runs) == 3 * once + 1
