@@ -115,7 +115,9 @@ class PipelineDriverBase:
         self.parameters = RemoteParameters(pipe, self.placed, self.commands, self.stale)
         self.loss_checks = LossChecks(LOSS in self.compiled.split_gm._modules)
         self._optimizers = 0
-        self._probed: set[tuple[int, bool]] = set()  # programs, and whether outputs were asked for, whose outputs were checked
+        self._probed: set[tuple[int, bool]] = (
+            set()
+        )  # programs, and whether outputs were asked for, whose outputs were checked
         self._grad_scaler: PipelineGradScaler | None = None
         self._recording: Recording | None = None
         self.commands.load(self.placed.loads(), self.placed.flags())

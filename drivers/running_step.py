@@ -12,8 +12,8 @@ from pippy.drivers.results import Results
 class RunningStep:
     """A step that was dispatched with `run_async`. ``note`` is given the answers, if the step is recorded.
 
-    ``check`` is given what a worker found about the loss, and raises if it is wrong. ``accepted`` is called when answers are put
-    together.
+    ``check`` is given what a worker found about the loss, and raises if it is wrong. ``accepted`` is called when no answer was
+    refused.
     """
 
     def __init__(

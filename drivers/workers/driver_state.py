@@ -129,7 +129,17 @@ class DriverState:
         returns = step.returns if isinstance(step, StepReturning) else None
         weights = step.weights if step.scale is None else tuple([weight * step.scale for weight in step.weights])
         result = executor.run(
-            number, inputs, weights, step.trains, self.given_up, own_rows, step.record, step.weigh, probe, returns, outputs
+            number,
+            inputs,
+            weights,
+            step.trains,
+            self.given_up,
+            own_rows,
+            step.record,
+            step.weigh,
+            probe,
+            returns,
+            outputs,
         )
         self.running = None
         if step.record and step.reduce:

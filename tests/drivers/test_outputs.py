@@ -112,7 +112,9 @@ def test_as_many_rows_by_chance(threads, name, trains):
     chunks = 8 if shape == (1,) else 2
     driver = PipelineDriver1F1B(pipe, threads)
     for _ in range(2):  # the next step is checked too
-        with pytest.raises(MicrobatchError, match=r"by chance as many, but not one more for one row more.*only you know"):
+        with pytest.raises(
+            MicrobatchError, match=r"by chance as many, but not one more for one row more.*only you know"
+        ):
             driver.run(chunks, x)
 
 
