@@ -21,6 +21,7 @@ from torch._ops import HigherOrderOperator
 from torch.fx.experimental.proxy_tensor import (
     _ModuleStackTracer,
     disable_proxy_modes_tracing,
+    get_proxy_mode,
     track_tensor_tree,
 )
 from torch.utils import _pytree
@@ -179,7 +180,7 @@ class KeptCalls:
         self, operator: torch._ops.OpOverload, tensor: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """Record a call of an operator that has given ``tensor`` itself, without a trace."""
-        if self._inside or self._tracer is None:
+        if self._inside or get_proxy_mode() is None:  # torch's own code calls it, to find out what an operator gives
             return tensor
         with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
             result = tensor.view_as(tensor)

@@ -84,7 +84,9 @@ class Exporter:
         return Program(exported, kept, inputs, self.example.arguments, sizes)
 
     def _run(self) -> ExportedProgram:
-        shapes = {name: _pytree.tree_map(_free_sizes, value) for name, value in self.example.arguments.items()}
+        shapes: Any = {name: _pytree.tree_map(_free_sizes, value) for name, value in self.example.arguments.items()}
+        if any(each.kind is each.VAR_KEYWORD for each in self._parameters_given()):
+            shapes = None  # torch.export does not find the sizes of what **kwargs takes: all stay as in the example
         # Sizes of 0 and 1 are like all others then, so that a micro-batch may have one row.
         oblivious = _config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
         with oblivious, warnings.catch_warnings():
@@ -92,6 +94,9 @@ class Exporter:
             return torch.export.export(
                 self.model, self.example.args, self.example.kwargs, dynamic_shapes=shapes, strict=False
             )
+
+    def _parameters_given(self) -> list[inspect.Parameter]:
+        return [self.example.signature.parameters[name] for name in self.example.arguments]
 
 
 def _distinct(model: nn.Module, example: inspect.BoundArguments) -> inspect.BoundArguments:

@@ -187,8 +187,9 @@ class _Run:
         self.values[node] = map_tensors(torch.Tensor.detach, value)
         roots = {root for target in self.targets[node] for root in self.roots[target]}
         for other in self.flags if wanted else ():
-            if roots.intersection(self.roots[other]):  # after a write into a part, the whole value depends on it
-                self.flags[other] = [True] * len(self.flags[other])
+            if other in self.values and roots.intersection(self.roots[other]):
+                # After a write into a part, the whole value depends on it.
+                self.flags[other] = [each.is_floating_point() or each.is_complex() for each in tensors(self.values[other])]
 
     def _loss(self, loss_fn: Callable[..., Any], output: Any, target: Any) -> None:
         needs = [tensor for _, tensor in named_state(loss_fn)] if isinstance(loss_fn, nn.Module) else []

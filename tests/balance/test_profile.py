@@ -516,3 +516,20 @@ def test_sparse_tensors_are_measured(layout):
         Graph(), nn.MSELoss(), split="time", num_stages=2, example_args=(torch.randn(8, 4), torch.randn(8, 4))
     )
     assert pipe.num_stages == 2
+
+
+class Routed(nn.Module):
+    """Chooses experts: numbers and indices come in one result, and the numbers are changed in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.out = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        weights, indices = self.gate(x).topk(2)
+        weights /= weights.sum(-1, keepdim=True)
+        return self.out(x) * weights.sum() + indices.reshape(-1).sum()
+
+
+def test_whole_numbers_beside_a_tensor_that_is_changed_want_no_gradient():
+    profile(trace(Routed()), {"x": torch.randn(3, 4, requires_grad=True)}, timed=False)
