@@ -189,7 +189,9 @@ class _Run:
         for other in self.flags if wanted else ():
             if other in self.values and roots.intersection(self.roots[other]):
                 # After a write into a part, the whole value depends on it.
-                self.flags[other] = [each.is_floating_point() or each.is_complex() for each in tensors(self.values[other])]
+                self.flags[other] = [
+                    each.is_floating_point() or each.is_complex() for each in tensors(self.values[other])
+                ]
 
     def _loss(self, loss_fn: Callable[..., Any], output: Any, target: Any) -> None:
         needs = [tensor for _, tensor in named_state(loss_fn)] if isinstance(loss_fn, nn.Module) else []

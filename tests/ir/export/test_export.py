@@ -247,3 +247,39 @@ def test_wrong_requests_are_refused():
         pipeline(Language(), front_end="export")
     with pytest.raises(InputError, match="missing a required argument: 'batch'"):
         pipeline(Language(), front_end="export", example_kwargs={"bonus": True})
+
+
+class Attention(nn.Module):
+    """In training, attention gives rows in another order in memory, and drops some."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, x, keys, **options):
+        heads, other = (each.view(*each.shape[:2], 2, 2).transpose(1, 2) for each in (x, keys))
+        rate = 0.5 if self.training else 0.0
+        x = nn.functional.scaled_dot_product_attention(heads, other, other, dropout_p=rate)
+        x = x.transpose(1, 2).contiguous().flatten(2)
+        x = x.masked_fill(x < 0, 0.0) * options.get("scale", 1.0)
+        pipe_split()
+        return self.out(x)
+
+
+def test_what_is_one_tensor_in_the_example_is_two_arguments():
+    x, keys = torch.randn(2, 3, 4), torch.randn(2, 5, 4)
+    model = Attention().eval()
+    pipe = pipeline(model, front_end="export", example_args=(x, x))
+    assert_same(pipe(x, keys), model(x, keys), "output")
+
+
+def test_attention_follows_the_mode():
+    x = torch.randn(2, 3, 4)
+    model = Attention()
+    pipe = pipeline(model, front_end="export", example_args=(x, x.clone()), example_kwargs={"scale": torch.tensor(2.0)})
+    for mode in (False, True):
+        model.train(mode)
+        torch.manual_seed(1)
+        expected = model(x, x.clone(), scale=torch.tensor(2.0))
+        torch.manual_seed(1)
+        assert_same(pipe(x, x.clone(), scale=torch.tensor(2.0)), expected, f"output in mode {mode}")
