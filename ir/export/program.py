@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._dynamo.config
 from torch import nn
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental import _config
@@ -89,7 +90,10 @@ class Exporter:
             shapes = None  # torch.export does not find the sizes of what **kwargs takes: all stay as in the example
         # Sizes of 0 and 1 are like all others then, so that a micro-batch may have one row.
         oblivious = _config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
-        with oblivious, warnings.catch_warnings():
+        uncached = torch._dynamo.config.patch(
+            fake_tensor_cache_enabled=False
+        )  # with free sizes, the cache takes longer
+        with oblivious, uncached, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The tensor attribute")
             return torch.export.export(
                 self.model, self.example.args, self.example.kwargs, dynamic_shapes=shapes, strict=False
