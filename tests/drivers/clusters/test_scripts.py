@@ -56,7 +56,9 @@ def closure(power):
 
 torch.set_default_dtype(torch.float64)
 cluster = local_cluster(2, threads=1)
-print(*[worker.pid for worker in cluster.control.workers], flush=True)
+pids = [worker.pid for worker in cluster.control.workers]
+fork_server = open(f"/proc/{pids[0]}/stat").read().split()[3]
+print(fork_server, *pids, flush=True)
 model, inputs, target = Model(), Inputs(torch.randn(6, 4), 0.5), torch.randn(6, 4)
 loss_fn = closure(2)
 driver = PipelineDriver1F1B(pipeline(model, loss_fn), cluster)
@@ -84,12 +86,51 @@ class Layer(nn.Module):
         return self.linear(x).tanh()
 """
 
+# torch.compile looked up what the classes and the loss use in the worker's own `__main__`, by the name of the module.
+COMPILES = """
+from torch.nn import functional as F
+
+SCALE = 2.0
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return F.gelu(self.lin(x)) * SCALE
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = Block(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.a(x)
+        pipe_split()
+        return self.b(x)
+
+def scaled_loss(output, target):
+    return F.mse_loss(output, target) * SCALE
+
+class WithBlocks(torch.fx.Tracer):
+    def is_leaf_module(self, module, name):
+        return isinstance(module, Block) or super().is_leaf_module(module, name)
+
+net, x, t = Net(), torch.randn(8, 4), torch.randn(8, 4)
+pipe = pipeline(net, scaled_loss, tracer=WithBlocks)
+compiled = PipelineDriver1F1B(pipe, cluster, compile={"backend": "aot_eager"}, loss_reduction="mean")
+torch.testing.assert_close(compiled.run(2, x, t), scaled_loss(net(x), t).detach())
+"""
+
+# How a script is given to Python, its last line, and its exit status. A notebook runs cells in the namespace of a main
+# module that has no file.
 ENDS = {
-    "forgets": ("", 0),
-    "raises": ("raise ValueError('on its own')", 1),
-    "exits": ("sys.exit(3)", 3),
-    "is gone at once": ("import os; os._exit(4)", 4),
-    "leaves a step under way": ("driver.run_async(2, inputs, target)", 0),
+    "a file that raises": ("file", "raise ValueError('on its own')", 1),
+    "a file that leaves a step under way": ("file", "driver.run_async(2, inputs, target)", 0),
+    "lines that exit": ("command", "sys.exit(3)", 3),
+    "a notebook that is gone at once": ("notebook", "import os; os._exit(4)", 4),
+    "a stream that compiles": ("stdin", COMPILES, 0),
 }
 
 
@@ -105,78 +146,30 @@ def ends_soon(pid):
         os.close(handle)
 
 
-def run(command, folder, text=None):
-    (folder / "beside.py").write_text(BESIDE)
-    began = time.monotonic()
-    done = subprocess.run(command, cwd=folder, input=text, capture_output=True, text=True, timeout=90)
-    pids, *rest = done.stdout.splitlines() or [""]
-    assert rest == ["same"], done.stderr
-    assert time.monotonic() - began < 60
-    for pid in map(int, pids.split()):
-        assert ends_soon(pid)
-    return done
-
-
 @pytest.mark.parametrize("end", ENDS)
 def test_a_script_that_does_not_close_its_cluster_leaves_nothing(tmp_path, end):
-    line, code = ENDS[end]
-    (tmp_path / "script.py").write_text(SCRIPT + line + "\n")
-    done = run([sys.executable, "script.py"], tmp_path)
+    how, last, code = ENDS[end]
+    text = f"{SCRIPT}{last}\n"
+    cells = f"import __main__; exec(compile({text!r}, '<cell>', 'exec'), __main__.__dict__)"
+    arguments = {"file": ["script.py"], "stdin": ["-"], "command": ["-c", text], "notebook": ["-c", cells]}[how]
+    for name, content in (("beside.py", BESIDE), ("script.py", text)):
+        (tmp_path / name).write_text(content)
+    (tmp_path / "temporary").mkdir()
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=tmp_path,
+        input=text if how == "stdin" else None,
+        env=os.environ | {"TMPDIR": str(tmp_path / "temporary")},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    ended = time.monotonic()
+    pids, *rest = done.stdout.splitlines() or [""]
+    assert rest == ["same"], done.stderr
     assert done.returncode == code, done.stderr
-    assert end == "raises" or "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("how", ["stdin", "command", "notebook"])
-def test_a_script_need_not_be_a_file(tmp_path, how):
-    """A notebook runs cells in the namespace of a main module that has no file."""
-    cells = f"import __main__; exec(compile({SCRIPT!r}, '<cell>', 'exec'), __main__.__dict__)"
-    command = {"stdin": ["-"], "command": ["-c", SCRIPT], "notebook": ["-c", cells]}[how]
-    done = run([sys.executable, *command], tmp_path, SCRIPT if how == "stdin" else None)
-    assert done.returncode == 0, done.stderr
-
-
-COMPILED = """
-import torch
-from torch import nn
-from torch.nn import functional as F
-from pippy import PipelineDriver1F1B, local_cluster, pipe_split, pipeline
-
-SCALE = 2.0
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(4, 4)
-    def forward(self, x):
-        return F.gelu(self.lin(x)) * SCALE
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = Block(), nn.Linear(4, 4)
-    def forward(self, x):
-        x = self.a(x)
-        pipe_split()
-        return self.b(x)
-
-def loss_fn(output, target):
-    return F.mse_loss(output, target) * SCALE
-
-
-class WithBlocks(torch.fx.Tracer):
-    def is_leaf_module(self, module, name):
-        return isinstance(module, Block) or super().is_leaf_module(module, name)
-
-net = Net()
-x, t = torch.randn(8, 4), torch.randn(8, 4)
-with local_cluster(2, threads=1) as cluster:
-    driver = PipelineDriver1F1B(pipeline(net, loss_fn, tracer=WithBlocks), cluster,
-        compile={"backend": "aot_eager"}, loss_reduction="mean")
-    print(torch.allclose(driver.run(2, x, t), loss_fn(net(x), t)))
-"""
-
-
-def test_a_script_whose_classes_and_loss_use_its_globals_can_be_compiled():
-    """torch.compile looked those up in the worker's own `__main__`, by the name of the module."""
-    done = subprocess.run([sys.executable, "-"], input=COMPILED, capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == ["True"], done.stderr
+    assert how == "file" or "Traceback" not in done.stderr
+    for pid in map(int, pids.split()):
+        assert ends_soon(pid)
+    assert time.monotonic() - ended < 60
+    assert [each for each in (tmp_path / "temporary").iterdir() if not each.name.startswith("torchinductor")] == []
