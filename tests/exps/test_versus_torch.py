@@ -2,21 +2,19 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from exps import versus_torch
+from exps import control, versus_torch
 from exps.peers import gpt, pippy_peer, torch_peer
 from exps.peers.empty import torch_control
-from exps.peers.process import ROOT, Child, ChildFailed
+from exps.peers.process import Child, ChildFailed
 from exps.peers.rounds import Disagreement, check, ratio, started, take_turns
 from exps.peers.single import single
 from pippy import SplitPoint, annotate_split_points, pipeline
-from tests.drivers.processes import within
+from tests.drivers.processes import close_open_cluster, within
+from tests.exps.answers import Answers, refuse
 
 TINY = gpt.SIZES["tiny"]
 
@@ -44,26 +42,6 @@ class Fake:
 
     def close(self):
         self.closed += 1
-
-
-class Answers:
-    """What a child of these tests holds."""
-
-    def fail(self):
-        raise ValueError("this is why")
-
-    def pid(self):
-        return os.getpid()
-
-    def pinned(self):
-        return sorted(os.sched_getaffinity(0)), torch.get_num_threads()
-
-    def die(self):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def refuse():
-    raise ValueError("not made")
 
 
 @pytest.fixture
@@ -204,22 +182,18 @@ def test_what_was_started_is_closed_when_another_fails_to_start():
     assert [fake.closed for fake in fakes.values()] == [1, 1]
 
 
-def test_a_child_is_pinned_and_ends_when_it_is_closed(child):
+def test_a_child_is_pinned_and_tells_its_errors_and_ends_when_it_is_closed(child):
     child.ask("pinned")
     assert child.answer() == ([min(os.sched_getaffinity(0))], 1)
-    child.ask("pid")
-    pid = child.answer()
-    with within(4):
-        child.close()
-        assert not is_running(pid)
-
-
-def test_the_error_of_a_child_is_told(child):
     child.ask("fail")
     with pytest.raises(ChildFailed, match=r"(?s)Answers failed.*ValueError: this is why"):
         child.answer()
     child.ask("pid")
-    assert is_running(child.answer())  # and it is as good as before
+    pid = child.answer()
+    assert is_running(pid)  # and it is as good as before
+    with within(4):
+        child.close()
+        assert not is_running(pid)
 
 
 def test_a_child_that_dies_is_noticed_at_once(child):
@@ -239,12 +213,10 @@ def test_a_child_that_cannot_make_its_object_says_why():
         child.close()
 
 
-def test_the_command_on_empty_stages_runs():
-    only = ["torch GPipe", "pippy 1f1b"]
-    command = [sys.executable, "-m", "exps.control", "--chunks", "4", "--rounds", "1", "--only", *only]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr
-    rows = [line.split()[:3] for line in done.stdout.splitlines()[1:]]
+def test_the_command_on_empty_stages_runs(capsys):
+    close_open_cluster()
+    control.main(["--chunks", "4", "--rounds", "1", "--only", "torch GPipe", "pippy 1f1b"])
+    rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()[1:]]
     assert rows == [["torch", "GPipe", "4"], ["pippy", "1f1b", "4"]]
 
 
