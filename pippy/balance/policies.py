@@ -74,7 +74,7 @@ def _by_policy(split: str, num_stages: int | None, with_examples: bool) -> Polic
         hint = did_you_mean(split, _KNOWN, most=1, cutoff=0.6)
         raise BalanceError(f"split is {split!r}; {hint}{' Else ' if hint else ''}{_ADVICE}")
     if num_stages is None:
-        raise BalanceError(f"split={split!r} needs to know into how many stages; give num_stages=4, say")
+        raise BalanceError(f"split={split!r} needs to know into how many stages; give num_stages=2, say")
     if kind in ("time", "size") and not with_examples:
         raise BalanceError(
             f"split={split!r} runs the model to measure it, and needs arguments for that: give example_args, those of one "
