@@ -105,29 +105,22 @@ def pipeline(
         return _loss
     <BLANKLINE>
     """  # noqa: E501
-    options: dict[str, Any] = {
-        "example_args": example_args,
-        "example_kwargs": example_kwargs,
-        "memory_limit": memory_limit,
-        "param_scale": param_scale,
-        "in_flight": in_flight,
-    }
-    given = [name for name, value in options.items() if value is not None]
-    balancer = None
-    if split is not None or num_stages is not None:
-        balancer = Balancer(
-            split,
-            num_stages,
-            loss_fn=loss_fn,
-            multi_use_param_spec=multi_use_param_spec,
-            trains=output_loss_value_spec is not False,
-            progress=progress,
-            **options,
-        )
-    elif set(given) - ({"example_args", "example_kwargs"} if front_end == "export" else set()):
-        raise BalanceError(
-            f"{', '.join(given)} say how to cut the model evenly, but nothing asks for that; give num_stages too"
-        )
+    balancer = _balancer(
+        split,
+        num_stages,
+        front_end,
+        {
+            "example_args": example_args,
+            "example_kwargs": example_kwargs,
+            "memory_limit": memory_limit,
+            "param_scale": param_scale,
+            "in_flight": in_flight,
+        },
+        loss_fn=loss_fn,
+        multi_use_param_spec=multi_use_param_spec,
+        trains=output_loss_value_spec is not False,
+        progress=progress,
+    )
     return Pipe.from_tracing(
         model,
         multi_use_param_spec,
@@ -139,6 +132,20 @@ def pipeline(
         cut=balancer,
         example=_example(front_end, loss_fn, example_args, example_kwargs),
     )
+
+
+def _balancer(
+    split: Split, num_stages: int | None, front_end: str, how: Mapping[str, Any], **others: Any
+) -> Balancer | None:
+    """What places the cuts; None if nothing asks for that. The arguments ``how`` are refused then, as they would do nothing."""
+    if split is not None or num_stages is not None:
+        return Balancer(split, num_stages, **how, **others)
+    given = [name for name, value in how.items() if value is not None]
+    if set(given) - ({"example_args", "example_kwargs"} if front_end == "export" else set()):
+        raise BalanceError(
+            f"{', '.join(given)} say how to cut the model evenly, but nothing asks for that; give num_stages too"
+        )
+    return None
 
 
 def _example(
