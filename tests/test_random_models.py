@@ -1,6 +1,7 @@
 """Random models, cut at random places: a Pipe gives the numbers of the plain model."""
 
 import copy
+import functools
 import warnings
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from pippy import MultiUseParameterConfig, PippyWarning, pipe_split, pipeline, verify
 from pippy.ir.errors import SharedParameterError, SplitError
@@ -137,3 +139,71 @@ def quiet_pipeline(model, config):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PippyWarning)  # some programs have no cut, or end in one
         return pipeline(model, loss_of, multi_use_param_spec=config)
+
+
+class Checkpointed(Random):
+    """Runs groups of steps under torch.utils.checkpoint, some inside of others."""
+
+    def __init__(self, program: list[Any], outputs: list[int], sizes: list[int], reentrant: bool) -> None:
+        super().__init__(program, outputs)
+        self.sizes, self.reentrant = sizes, reentrant
+
+    def forward(self, x: Any) -> Any:
+        values, program = [torch.sin(x)], list(self.program)
+        for size in self.sizes:
+            group, program = program[:size], program[size:]
+            values = self.group(values, group, size % 3)
+            if group and group[-1][-1]:
+                pipe_split()
+        return tuple(values[-1 - index % len(values)] for index in self.outputs)
+
+    def group(self, values: list[Any], program: list[Any], depth: int) -> Any:
+        if not depth:
+            for kind, one, other, which, _ in program:
+                operands = values[-1 - one % len(values)], values[-1 - other % len(values)]
+                values = [*values, self.step(kind, *operands, which)]
+            return values
+        if self.reentrant:
+            return [*values, *checkpoint(self.part, len(values), program, depth, *values, use_reentrant=True)]
+        return [
+            *values,
+            *checkpoint(lambda _: self.part(len(values), program, depth, *values), values[-1], use_reentrant=False),
+        ]
+
+    def part(self, known: int, program: list[Any], depth: int, *values: Any) -> Any:
+        inner = self.group(list(values), program[: len(program) // 2], depth - 1)
+        return tuple(self.group(inner, program[len(program) // 2 :], 0)[known:])
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    programs(UNARY + BINARY),
+    st.lists(st.integers(0, 30), min_size=1, max_size=4),
+    st.lists(st.integers(1, 5), min_size=3, max_size=6),
+    st.booleans(),
+    st.sampled_from(MultiUseParameterConfig),
+)
+def test_random_models_that_checkpoint(program, outputs, sizes, reentrant, config):
+    torch.manual_seed(0)
+    model = Checkpointed(program, outputs, sizes, reentrant).double()
+    plain, x = copy.deepcopy(model), torch.randn(3, WIDTH, dtype=torch.float64, requires_grad=True)
+    try:
+        expected = expected_step(plain, x)
+    except RuntimeError:  # torch itself cannot run it again: a buffer has changed, or a result has no gradient
+        return
+    try:
+        pipe = quiet_pipeline(model, config)
+    except (SplitError, SharedParameterError) as refusal:
+        assert "in place" in str(refusal)
+        return
+    if expected is None:
+        return
+    torch.manual_seed(1)
+    assert_same(pipe(x, torch.tensor(0.5)), expected, "loss")
+    if reentrant:  # torch runs the backward of a result that the loss does not use, with zeros
+        for parameter in (*pipe.split_gm.parameters(), *plain.parameters()):
+            parameter.grad = parameter.grad if parameter.grad is not None and parameter.grad.any() else None
+    else:
+        assert_same_state(pipe, plain)
+    assert_same_gradients(pipe, plain)
+    verify(pipe)
