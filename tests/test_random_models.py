@@ -1,7 +1,6 @@
 """Random models, cut at random places: a Pipe gives the numbers of the plain model."""
 
 import copy
-import functools
 import warnings
 from typing import Any
 

@@ -155,6 +155,18 @@ DRIVERS = [
         lambda c: [same(c, schedule="auto", max_live=2), same(c, schedule="list", memory=2)],
     ),
     (
+        "one number or one for each worker",
+        lambda c: step(c, schedule="auto", max_live=0),
+        lambda c: [same(c, schedule="auto", max_live=each) for each in (2, [2, 1])],
+    ),
+    ("give one, or one each", lambda c: auto(step, c, [2]), lambda c: auto(same, c, [2, 2])),
+    ("give it at least 2", lambda c: auto(step, c, 1), lambda c: auto(same, c, 2)),
+    (
+        "schedule='auto' takes memory_limit, max_live and placement",
+        lambda c: step(c, schedule="auto", memory=4),
+        lambda c: same(c, schedule="auto", max_live=4, memory_limit=10**9, placement={0: 0, 1: 1}),
+    ),
+    (
         "leave one of them out",
         lambda c: step(c, kind=PipelineDriverFillDrain, single_loss=True, _debug_mask_minibatches=True),
         lambda c: same(c, kind=PipelineDriverFillDrain, single_loss=True),
@@ -165,6 +177,11 @@ DRIVERS = [
         lambda c: same(c, kind=PipelineDriverFillDrain, single_loss=True),
     ),
 ]
+
+
+def auto(run, cluster, max_live):
+    """Run a step on two workers with two stages each, by the automatic schedule."""
+    return run(cluster, model=Chain(4), schedule="auto", world_size=2, max_live=max_live)
 
 
 def schedule(workers, chunks=2):

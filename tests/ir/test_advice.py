@@ -8,6 +8,7 @@ are not here.
 
 import copy
 import functools
+import random
 
 import pytest
 import torch
@@ -223,6 +224,29 @@ def test_what_forward_may_do_instead(words, fails, advised):
         pipeline(fails())
     assert words in str(caught.value)
     same(advised(), X, tracer=Keeps)
+
+
+def draws_in_python(self, x):
+    return x * 2 if random.random() < 0.5 else x
+
+
+def draws_with_torch(self, x):
+    return torch.where(torch.rand(()) < 0.5, x * 2, x)
+
+
+def test_random_numbers():
+    with pytest.raises(PippyError) as caught:
+        pipeline(in_second(draws_in_python))
+    assert "(torch.rand(()) < p and torch.where)" in str(caught.value)
+    model = in_second(draws_with_torch)
+    plain, pipe, found = copy.deepcopy(model), pipeline(model), set()
+    for seed in range(8):
+        torch.manual_seed(seed)
+        expected = plain(X)
+        torch.manual_seed(seed)
+        assert_same(pipe(X), expected, "output")
+        found.add(float(expected.detach().sum()))
+    assert len(found) == 2
 
 
 def test_an_attribute_that_forward_sets():
