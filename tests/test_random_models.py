@@ -164,10 +164,8 @@ class Checkpointed(Random):
             return values
         if self.reentrant:
             return [*values, *checkpoint(self.part, len(values), program, depth, *values, use_reentrant=True)]
-        return [
-            *values,
-            *checkpoint(lambda _: self.part(len(values), program, depth, *values), values[-1], use_reentrant=False),
-        ]
+        part = functools.partial(self.part, len(values), program, depth, *values)
+        return [*values, *checkpoint(lambda _: part(), values[-1], use_reentrant=False)]
 
     def part(self, known: int, program: list[Any], depth: int, *values: Any) -> Any:
         inner = self.group(list(values), program[: len(program) // 2], depth - 1)
