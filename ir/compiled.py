@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from pippy.ir.asked import Asked
 from pippy.ir.errors import NameLookupError
 from pippy.ir.guards import Guards
+from pippy.ir.kinds import Kind
 from pippy.ir.modes import Modes
 from pippy.ir.names import LOSS, Qualnames, stage_name
 from pippy.ir.run.graph_module import PipeGraphModule
@@ -36,8 +38,8 @@ class Compiled:
     ``split_gm`` is the top-level graph, which holds the stages. ``replicated_params`` has a dict for every replicated
     parameter, from the stages that hold a copy to the name in that stage; the first is the model's own. ``required_inputs``
     names the inputs that must not be None. ``balance`` is the result of the ``cut`` of `Pipe.from_tracing`. ``seen_inputs``
-    has the inputs that each stage must not change in place: their numbers and names. ``guards`` are checked for
-    each micro-batch.
+    has the inputs that each stage must not change in place: their numbers and names. ``guards``, ``asked`` and ``kinds`` are
+    those of the traced graph, and are checked in each call; ``kept_whole`` is its, too.
     """
 
     split_gm: PipeGraphModule
@@ -53,6 +55,9 @@ class Compiled:
     balance: Any = None
     seen_inputs: dict[str, tuple[tuple[int, str], ...]] = field(default_factory=dict)
     guards: Guards | None = None
+    kinds: dict[str, Kind] = field(default_factory=dict)
+    asked: Asked = field(default_factory=Asked)
+    kept_whole: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.split_gm.__dict__["replicated_params"] = self.replicated_params

@@ -4,9 +4,11 @@ A mark on a module is a private attribute of plain strings. It changes no name, 
 deepcopy and pickle, and only the tracer reads it.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from enum import Enum
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -115,6 +117,31 @@ def clear_split_points(model: nn.Module) -> None:
     """
     for module in model.modules():
         module.__dict__.pop(_ATTRIBUTE, None)
+
+
+def has_marks_inside(module: nn.Module) -> bool:
+    """Whether a part of a module is marked, or the code of a forward in it calls `pipe_split()`.
+
+    A mark before or after the module itself is not inside.
+
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    >>> annotate_split_points(model, {"0": SplitPoint.END})
+    >>> has_marks_inside(model), has_marks_inside(model[0])
+    (True, False)
+    """
+    inside = (each for each in module.modules() if each is not module)
+    return any(map(split_points, inside)) or any(_calls_split(type(each).forward) for each in module.modules())
+
+
+def _calls_split(function: Any) -> bool:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code is not None and _names_split(code)
+
+
+def _names_split(code: CodeType) -> bool:
+    nested = (each for each in code.co_consts if isinstance(each, CodeType))
+    return pipe_split.__name__ in code.co_names or any(map(_names_split, nested))
 
 
 def split_points(module: nn.Module) -> tuple[SplitPoint, ...]:

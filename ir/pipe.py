@@ -11,6 +11,8 @@ from torch import nn
 from pippy.ir.compiled import Compiled
 from pippy.ir.compiler import Cut, check_loss, compile_traced
 from pippy.ir.cut.params import MultiUseParamSpec
+from pippy.ir.errors import TracingError
+from pippy.ir.front.arguments import Example
 from pippy.ir.front.sequential import trace_sequential
 from pippy.ir.front.trace import Traced, TracerLike, trace
 from pippy.ir.model_parts import (
@@ -75,24 +77,21 @@ class Pipe(nn.Module):
         output_loss_value_spec: LossSpec = None,
         tracer: TracerLike | None = None,
         concrete_args: Mapping[str, Any] | None = None,
+        example_args: Sequence[Any] | None = None,
+        example_kwargs: Mapping[str, Any] | None = None,
         deep_copy_module: bool = False,
         cut: Cut | None = None,
-        example: tuple[Sequence[Any], Mapping[str, Any]] | None = None,
+        front_end: str = "fx",
     ) -> "Pipe":
         """Trace a model and cut it at its marks. `pippy.pipeline` is this, and says what the arguments mean.
 
-        ``cut`` may mark the traced graph itself; what it gives becomes ``balance`` of the Pipe. With ``example``, the
-        positional and the named arguments of a call of the model, `torch.export` traces it.
+        ``cut`` may mark the traced graph itself; what it gives becomes ``balance`` of the Pipe.
         """
         check_loss(loss_fn, output_loss_value_spec)
         with torch.inference_mode(False):
             model = copy.deepcopy(model) if deep_copy_module else model
-            if example is None:
-                traced = trace(model, tracer, concrete_args)
-            else:
-                from pippy.ir.export.trace import trace_export
-
-                traced = trace_export(model, *example, tracer, concrete_args)
+            example = Example.of(model, example_args, example_kwargs, loss_fn is not None)
+            traced = _front_end(front_end)(model, tracer, concrete_args, example)
             return Pipe(traced, compile_traced(traced, multi_use_param_spec, loss_fn, output_loss_value_spec, cut))
 
     @staticmethod
@@ -208,6 +207,17 @@ class Pipe(nn.Module):
 
     def __repr__(self) -> str:
         return str(self)
+
+
+def _front_end(name: str) -> Callable[..., Traced]:
+    """What makes a marked graph of a model."""
+    if name == "fx":
+        return trace
+    if name == "export":
+        from pippy.ir.export.trace import trace_export  # it imports torch.export, which takes a second
+
+        return trace_export
+    raise TracingError(f"front_end is {name!r}; give 'fx' or 'export'")
 
 
 def compiled_of(pipe: Pipe) -> Compiled:

@@ -6,29 +6,34 @@ from typing import Any, Protocol
 
 from torch import fx
 
+from pippy.ir.asked import Asked
 from pippy.ir.errors import InputError
 from pippy.ir.guards import Guards
+from pippy.ir.kinds import Kind
 from pippy.ir.trees import describe
 
 
 class Callee(Protocol):
     """What the arguments of a call are bound to: a Pipe, or a traced graph that will be one.
 
-    ``required_inputs`` names the inputs that must not be None. ``target_name`` is the name of the loss's target, or None.
+    ``required_inputs`` names the inputs that must not be None; ``kinds`` has the kinds of those of an example.
+    ``target_name`` is the name of the loss's target, or None.
     """
 
     signature: inspect.Signature
     concrete_args: dict[str, Any]
     required_inputs: tuple[str, ...]
+    kinds: dict[str, Kind]
     target_name: str | None
 
     def placeholders(self) -> Sequence[fx.Node]: ...
 
 
 class Guarded(Protocol):
-    """What has guards: a Pipe."""
+    """What is right for some calls only: a Pipe."""
 
     guards: Guards | None
+    asked: Asked
     target_name: str | None
 
     def placeholders(self) -> Sequence[fx.Node]: ...
@@ -74,6 +79,7 @@ def bind(pipe: Callee, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[s
     _check_concrete(pipe, bound.arguments)
     bound.apply_defaults()
     _check_required(pipe, bound.arguments)
+    _check_kinds(pipe, bound.arguments)
     values.update(
         {
             node.name: bound.arguments[str(node.target).lstrip("*")]
@@ -85,7 +91,8 @@ def bind(pipe: Callee, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[s
 
 
 def check_guards(pipe: Guarded, inputs: Mapping[str, Any]) -> None:
-    """Raise an `InputError` if the inputs of a micro-batch, by their placeholders' names, differ from the example."""
+    """Raise an `InputError` if the inputs of a micro-batch, by their placeholders' names, are not as the Pipe needs them."""
+    pipe.asked.check(inputs)
     if pipe.guards is not None:
         names = {node.name: str(node.target).lstrip("*") for node in pipe.placeholders()}
         pipe.guards.check(
@@ -101,6 +108,15 @@ def _check_required(pipe: Callee, arguments: Mapping[str, Any]) -> None:
             f"{', '.join(map(repr, missing))} is None, and forward does something else then; the model was traced as given it. "
             f"For a Pipe that runs without: pipeline(model, ..., concrete_args={{{fixed}}})"
         )
+
+
+def _check_kinds(pipe: Callee, arguments: Mapping[str, Any]) -> None:
+    for name, kind in pipe.kinds.items():
+        if not kind.fits(arguments[name]):
+            raise InputError(
+                f"{name!r} is {describe(arguments[name])}, and the model was traced with an example of another kind, "
+                f"{kind.shown}; for a Pipe that takes this, call pipeline() with such an example"
+            )
 
 
 def _check_concrete(pipe: Callee, arguments: Mapping[str, Any]) -> None:

@@ -5,12 +5,11 @@ from typing import Any
 
 from torch import nn
 
-from pippy.balance.balancer import Balancer, check_examples
+from pippy.balance.balancer import Balancer
 from pippy.balance.policies import Split
 from pippy.ir.cut.params import MultiUseParamSpec
-from pippy.ir.errors import BalanceError, TracingError
+from pippy.ir.errors import BalanceError
 from pippy.ir.front.trace import TracerLike
-from pippy.ir.passes.loss_function import TARGET
 from pippy.ir.passes.returned_loss import LossSpec
 from pippy.ir.pipe import Pipe
 
@@ -108,7 +107,6 @@ def pipeline(
     balancer = _balancer(
         split,
         num_stages,
-        front_end,
         {
             "example_args": example_args,
             "example_kwargs": example_kwargs,
@@ -128,41 +126,21 @@ def pipeline(
         output_loss_value_spec=output_loss_value_spec,
         tracer=tracer,
         concrete_args=concrete_args,
+        example_args=example_args,
+        example_kwargs=example_kwargs,
         deep_copy_module=deep_copy_module,
         cut=balancer,
-        example=_example(front_end, loss_fn, example_args, example_kwargs),
+        front_end=front_end,
     )
 
 
-def _balancer(
-    split: Split, num_stages: int | None, front_end: str, how: Mapping[str, Any], **others: Any
-) -> Balancer | None:
-    """What places the cuts; None if nothing asks for that. The arguments ``how`` are refused then, as they would do nothing."""
+def _balancer(split: Split, num_stages: int | None, how: Mapping[str, Any], **others: Any) -> Balancer | None:
+    """What places the cuts; None if nothing asks for that. Those of ``how`` are refused then that would do nothing."""
     if split is not None or num_stages is not None:
         return Balancer(split, num_stages, **how, **others)
-    given = [name for name, value in how.items() if value is not None]
-    if set(given) - ({"example_args", "example_kwargs"} if front_end == "export" else set()):
+    given = [name for name, value in how.items() if value is not None and not name.startswith("example_")]
+    if given:
         raise BalanceError(
             f"{', '.join(given)} say how to cut the model evenly, but nothing asks for that; give num_stages too"
         )
     return None
-
-
-def _example(
-    front_end: str, loss_fn: object, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
-) -> tuple[Sequence[Any], Mapping[str, Any]] | None:
-    """The arguments of a call of the model, for `torch.export`: those of the Pipe, without the loss's target."""
-    if front_end == "fx":
-        return None
-    if front_end != "export":
-        raise TracingError(f"front_end is {front_end!r}; give 'fx' or 'export'")
-    if args is None and kwargs is None:
-        raise TracingError(
-            "front_end='export' runs the model on fake tensors that are like yours, and needs arguments for that: give "
-            "example_args, as you will call the Pipe with them (the loss's target last), or example_kwargs"
-        )
-    check_examples(args, kwargs)
-    args, kwargs = list(args or ()), dict(kwargs or {})
-    if loss_fn is not None and kwargs.pop(TARGET, None) is None and args:
-        args.pop()
-    return args, kwargs

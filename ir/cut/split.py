@@ -40,6 +40,9 @@ def split(traced: Traced, spec: MultiUseParamSpec = None) -> Compiled:
         concrete_args=traced.concrete_args,
         required_inputs=traced.required_inputs,
         modes=traced.modes,
+        kinds=traced.kinds,
+        asked=traced.asked,
+        kept_whole=traced.kept_whole,
         seen_inputs={stage.name: _seen_inputs(plan, stage) for stage in plan.stages},
         guards=traced.guards,
     )

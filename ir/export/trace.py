@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 
 from pippy.ir import source
-from pippy.ir.errors import InputError, PippyError
+from pippy.ir.errors import InputError, PippyError, TracingError
 from pippy.ir.export.guards import guards_of
 from pippy.ir.export.program import Exporter
 from pippy.ir.export.rebuild import marked_graph, with_defaults
-from pippy.ir.front.arguments import check_concrete_args, signature_of
+from pippy.ir.front.arguments import Example, check_concrete_args, signature_of
 from pippy.ir.front.compare_graphs import first_difference
 from pippy.ir.front.restore_attributes import restoring_attributes
 from pippy.ir.front.trace import Traced, TracerLike, tracer_of
@@ -27,13 +27,18 @@ _TRACED_THROUGH = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 
 def trace_export(
     model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
     tracer: TracerLike | None = None,
     concrete_args: Mapping[str, Any] | None = None,
+    given: Example | None = None,
 ) -> Traced:
     """Trace ``model`` with an example of its arguments. The model keeps its attributes and its training flags."""
     check_model(model)
+    if given is None:
+        raise TracingError(
+            "front_end='export' runs the model on fake tensors that are like yours, and needs arguments for that: give "
+            "example_args, as you will call the Pipe with them (the loss's target last), or example_kwargs"
+        )
+    args, kwargs = given.of_model(signature_of(model))
     concrete = check_concrete_args(model, concrete_args)
     example = _bound(model, args, {**kwargs, **concrete})
     is_leaf = default_leaf if tracer is None else tracer_of(tracer).is_leaf_module

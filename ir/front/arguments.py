@@ -1,13 +1,201 @@
-"""The arguments of a model's forward: which of them are constants of the graph, and which are optional."""
+"""The call of a model's forward while it is traced: which of its arguments are inputs of the graph, and which are constants."""
 
+import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx, nn
 
-from pippy.ir.errors import TracingError
+from pippy.ir.errors import InputError, TracingError
+from pippy.ir.front.replaced import replaced
 from pippy.ir.near_names import did_you_mean
+from pippy.ir.trees import describe
+
+_STAR = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_EMPTY = inspect.Parameter.empty
+
+
+@dataclass
+class Call:
+    """A call of forward. Inputs and constants together are the parameters of ``signature``, which is that of the Pipe.
+
+    ``concrete`` has the arguments that the graph is specialized to. ``given`` has the values of inputs that are known: those of
+    the example, or defaults. ``by_position`` inputs are passed without their names, in order.
+    """
+
+    signature: inspect.Signature
+    concrete: dict[str, Any] = field(default_factory=dict)
+    given: dict[str, Any] = field(default_factory=dict)
+    is_example: bool = False
+    is_decorated: bool = False
+    by_position: tuple[str, ...] = ()
+
+    def inputs(self) -> list[inspect.Parameter]:
+        """The parameters that become placeholders, in order."""
+        return [each for name, each in self.signature.parameters.items() if name not in self.concrete]
+
+    def arguments(self, inputs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """What forward is called with, for the values of the inputs. Arguments that the example leaves out are left out."""
+        values = {**inputs, **{name: value for name, value in self.concrete.items() if name in self.passed()}}
+        positional = [values.pop(name) for name in self.by_position]
+        return positional, values
+
+    def passed(self) -> set[str]:
+        """The constants that are passed on, for they are not those that forward takes by itself."""
+        return {
+            name
+            for name, value in self.concrete.items()
+            if name in self.by_position or value is not self.signature.parameters[name].default
+        }
+
+
+@dataclass(frozen=True)
+class Example:
+    """Arguments of a call of a Pipe, of which the last may be the target of its loss, with the name ``target``."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: str | None = None
+
+    @staticmethod
+    def of(
+        model: nn.Module, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, with_target: bool
+    ) -> "Example | None":
+        """The example that is given by ``args`` and ``kwargs``; None if neither is."""
+        check_examples(args, kwargs)
+        if args is None and not kwargs:
+            return None
+        target = "target_1" if "target" in signature_of(model).parameters else "target"
+        return Example(tuple(args or ()), dict(kwargs or {}), target if with_target else None)
+
+    def of_model(self, signature: inspect.Signature) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the model, without the target."""
+        kwargs = {name: value for name, value in self.kwargs.items() if name != self.target}
+        if self.target is None or self.target in self.kwargs:
+            return self.args, kwargs
+        if not self.args:
+            raise self.unfit(signature, TypeError(f"missing the loss's {self.target!r}"))
+        return self.args[:-1], kwargs
+
+    def unfit(self, signature: inspect.Signature, error: TypeError) -> InputError:
+        """The error for arguments that forward cannot be called with."""
+        shown = [describe(value) for value in self.args]
+        shown += [f"{name}={describe(value)}" for name, value in self.kwargs.items()]
+        names = [*map(str, signature.parameters.values()), *([self.target] if self.target else [])]
+        return InputError(
+            f"example_args are not arguments of this Pipe: {error}; it is called as pipe({', '.join(names)}), and the example "
+            f"is ({', '.join(shown)})"
+        )
+
+
+def check_examples(args: object, kwargs: object) -> None:
+    """Refuse example arguments that are no tuple and no dict."""
+    if args is not None and not isinstance(args, (tuple, list)):
+        raise InputError(
+            f"example_args is a {type(args).__name__}; give a tuple of arguments, as in example_args=(x, target) or (x,)"
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise InputError(f"example_kwargs is a {type(kwargs).__name__}; give a dict from names of arguments to values")
+
+
+def call_of(model: nn.Module, concrete_args: Mapping[str, Any] | None, example: Example | None = None) -> Call:
+    """The call to trace: of an example if one is given. Raises if ``concrete_args`` cannot be used."""
+    concrete = check_concrete_args(model, concrete_args)
+    if example is None:
+        return _call_without_example(model, concrete)
+    return _call_of_example(model, concrete, example)
+
+
+def _call_without_example(model: nn.Module, concrete: dict[str, Any]) -> Call:
+    signature, decorated = signature_of(model), is_decorated(model)
+    named = {name: each for name, each in signature.parameters.items() if each.kind not in _STAR}
+    defaults = {
+        name: each.default
+        for name, each in named.items()
+        if isinstance(each.default, (bool, int, float, str)) and name not in concrete
+    }
+    by_position = tuple(name for name, each in named.items() if each.kind is not each.KEYWORD_ONLY)
+    if decorated:
+        signature = inspect.Signature(list(named.values()))
+    return Call(signature, concrete, defaults, is_decorated=decorated, by_position=by_position)
+
+
+def _call_of_example(model: nn.Module, concrete: dict[str, Any], example: Example) -> Call:
+    signature = signature_of(model)
+    args, kwargs = example.of_model(signature)
+    again = [name for name in concrete if name in kwargs]
+    if again:
+        raise TracingError(f"{', '.join(again)}: given by concrete_args and by example_kwargs; leave one of them out")
+    try:
+        bound = signature.bind(*args, **kwargs, **concrete)
+    except TypeError as error:
+        raise example.unfit(signature, error) from None
+    parameters: list[inspect.Parameter] = []
+    values: dict[str, Any] = {}
+    for name, each in signature.parameters.items():
+        new = _spread(each, bound.arguments.get(name, _EMPTY))
+        if each.kind is each.VAR_POSITIONAL and new:
+            parameters = [before.replace(default=_EMPTY) for before in parameters]
+        parameters += [parameter for parameter, _ in new]
+        values.update({parameter.name: value for parameter, value in new if value is not _EMPTY})
+    fixed = {name: value for name, value in values.items() if name in concrete or _is_constant(value)}
+    by_position = tuple(values)[: len(args)]
+    given = {name: value for name, value in values.items() if name not in fixed}
+    constants = {**fixed, **{each.name: each.default for each in parameters if each.name not in values}}
+    return Call(inspect.Signature(parameters), constants, given, True, is_decorated(model), by_position)
+
+
+def _spread(parameter: inspect.Parameter, value: Any) -> list[tuple[inspect.Parameter, Any]]:
+    """A parameter with its value; for `*args` and `**kwargs`, a parameter for each value that they hold."""
+    if parameter.kind is parameter.VAR_POSITIONAL:
+        items = () if value is _EMPTY else value
+        kind = parameter.POSITIONAL_OR_KEYWORD
+        return [(inspect.Parameter(f"{parameter.name}_{at}", kind), item) for at, item in enumerate(items)]
+    if parameter.kind is parameter.VAR_KEYWORD:
+        named = {} if value is _EMPTY else value
+        return [(inspect.Parameter(name, parameter.KEYWORD_ONLY), item) for name, item in named.items()]
+    return [(parameter, value)]
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether the graph is specialized to this argument of an example: no operation takes it, so Python must have asked."""
+    return value is None or isinstance(value, (bool, str))
+
+
+@contextmanager
+def calling_forward(tracer: fx.Tracer, call: Call) -> Iterator[dict[str, Any] | None]:
+    """A context in which ``tracer`` calls forward as ``call`` says, and makes a placeholder of each input.
+
+    torch.fx does so for a plain forward, if it is given the concrete arguments that this gives. It reads the code of the
+    function that a decorator wraps, and cannot call it.
+    """
+    own = type(tracer).create_args_for_root is not fx.Tracer.create_args_for_root
+    if own or not (call.is_example or call.is_decorated):
+        yield call.concrete or None
+        return
+
+    def create_args(function: Callable[..., Any], is_module: bool, concrete_args: Any = None) -> Any:
+        model = tracer.root
+        inputs = {
+            each.name: tracer.create_proxy("placeholder", each.name, _default(each), {}) for each in call.inputs()
+        }
+        positional, named = call.arguments(inputs)
+
+        @functools.wraps(function)
+        def forward(*_: Any) -> Any:
+            return function(model, *positional, **named)
+
+        return forward, []
+
+    with replaced(tracer, "create_args_for_root", create_args):
+        yield None
+
+
+def _default(parameter: inspect.Parameter) -> tuple[Any, ...]:
+    return () if parameter.default is _EMPTY else (parameter.default,)
 
 
 def check_concrete_args(model: nn.Module, concrete_args: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -35,11 +223,15 @@ def signature_of(model: nn.Module) -> inspect.Signature:
     return inspect.Signature([each.replace(annotation=inspect.Parameter.empty) for each in parameters])
 
 
+def is_decorated(model: nn.Module) -> bool:
+    """Whether forward is a wrapper around the function whose signature it has."""
+    return hasattr(type(model).forward, "__wrapped__")
+
+
 def _named_arguments(model: nn.Module) -> list[str]:
     """The names of forward's arguments, in the order of the placeholders that fx makes."""
-    star = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(model.forward).parameters.values()
-    return [parameter.name for parameter in parameters if parameter.kind not in star]
+    return [parameter.name for parameter in parameters if parameter.kind not in _STAR]
 
 
 def drop_concrete_inputs(model: nn.Module, graph: fx.Graph, concrete_args: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from pippy.ir import source
+from pippy.ir.front.replaced import replaced
 
 _OWNERS = (random.Random, torch.Generator, ModuleType)  # of the functions that a check may be for
 
@@ -46,7 +47,7 @@ def watching_c_calls(tracer: fx.Tracer, check: Callable[[Any, FrameType], None])
 @contextmanager
 def paused_for_nodes(tracer: fx.Tracer, pause: Callable[[], None], resume: Callable[[], None]) -> Iterator[None]:
     """A context in which a watch pauses while ``tracer`` makes a node: most calls are in there, and none is the user's."""
-    before, create_proxy = dict(vars(tracer)), tracer.create_proxy
+    create_proxy = tracer.create_proxy
 
     def unwatched(*args: Any, **kwargs: Any) -> Any:
         pause()
@@ -55,10 +56,5 @@ def paused_for_nodes(tracer: fx.Tracer, pause: Callable[[], None], resume: Calla
         finally:
             resume()
 
-    tracer.create_proxy = unwatched  # type: ignore[method-assign]
-    try:
+    with replaced(tracer, "create_proxy", unwatched):
         yield
-    finally:
-        del tracer.create_proxy
-        if "create_proxy" in before:
-            tracer.create_proxy = before["create_proxy"]  # type: ignore[method-assign]

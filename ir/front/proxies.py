@@ -6,9 +6,10 @@ when the graph runs. Other questions are refused, also if forward catches the er
 
 import dis
 import functools
+import math
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -18,68 +19,140 @@ from torch import fx
 from pippy.ir import source
 from pippy.ir.errors import TracingError
 from pippy.ir.front import questions
+from pippy.ir.front.in_place import IN_PLACE
 from pippy.ir.front.refusals import refused
+from pippy.ir.front.values import UNKNOWN, fix_value, none_if_known, value_of
 from pippy.ir.run.functions import check_tensor
 
-IN_PLACE = "iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor".split()
 _IS_PARAMETER = type(torch.nn.Parameter).__instancecheck__.__code__
+_DIMENSIONS = frozenset(
+    ("ndim", "dim", "ndimension")
+)  # the number is the same in each call, as those of the inputs are
 _PROXY_STATE = frozenset(("tracer", "node", "root", "attr", "_node", "tensor"))
 
 
 class RecordingProxy(fx.Proxy):
     """A proxy that records `x += y`, `x[i] = y` and `assert x`, and for which `isinstance(x, torch.Tensor)` is True.
 
-    A proxy of torch.fx makes `x += y` a new value, refuses `x[i] = y` and `assert x`, and is no tensor.
+    A proxy of torch.fx makes `x += y` a new value, refuses `x[i] = y` and `assert x`, and is no tensor. Where its value is
+    known (`values.py`), this one also answers what Python asks of a size, of a dtype or of a container.
     """
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
 
-    def __getattr__(self, name: str) -> "RecordingAttribute":
+    def __getitem__(self, index: Any) -> Any:
+        return none_if_known(self.tracer.create_proxy("call_function", operator.getitem, (self, index), {}))
+
+    def __getattr__(self, name: str) -> Any:
         return self._attribute(name, sys._getframe(1))
 
-    def _attribute(self, name: str, frame: FrameType) -> "RecordingAttribute":
-        if not hasattr(torch.Tensor, name) and _asks_for_attribute(frame):
+    def _attribute(self, name: str, frame: FrameType) -> Any:
+        value = value_of(self)
+        if isinstance(value, torch.Tensor) and name in _DIMENSIONS:
+            return getattr(value, name)
+        if value is not UNKNOWN and not hasattr(value, name):
+            raise AttributeError(f"{type(value).__name__!r} object has no attribute {name!r}")
+        if value is UNKNOWN and not hasattr(torch.Tensor, name) and _asks_for_attribute(frame):
             self._check_tensor()
             raise AttributeError(f"a tensor has no attribute {name!r}")
-        if questions.is_compared(frame):
+        if questions.is_compared(frame) and not _is_none_of(value, name):
             raise questions.asked(
                 f"forward() asks what .{name} of a traced value is, which tracing cannot answer", frame
             )
-        return RecordingAttribute(self, name)
+        made = RecordingAttribute(self, name)
+        return made if value is UNKNOWN or callable(getattr(value, name)) else none_if_known(made)
 
     @property
     def keys(self) -> Any:
         """As for any other attribute: fx.Proxy has a method of this name, and a tensor has none."""
-        return self._attribute("keys", sys._getframe(1))
+        value = fix_keys(self)
+        return self._attribute("keys", sys._getframe(1)) if value is UNKNOWN else value.keys
+
+    @property
+    def items(self) -> Any:
+        """The keys of a known dict with proxies of its values; otherwise as for any other attribute."""
+        value = fix_keys(self)
+        return (
+            self._attribute("items", sys._getframe(1))
+            if value is UNKNOWN
+            else lambda: [(key, self[key]) for key in value]
+        )
+
+    @property
+    def values(self) -> Any:
+        """Proxies of the values of a known dict; otherwise as for any other attribute."""
+        value = fix_keys(self)
+        return self._attribute("values", sys._getframe(1)) if value is UNKNOWN else lambda: [self[key] for key in value]
+
+    def __contains__(self, item: Any) -> bool:
+        value = fix_keys(self)
+        return any(each == item for each in self) if value is UNKNOWN else item in value
 
     def __hash__(self) -> int:
         frame = sys._getframe(1)
-        if source.is_users(frame.f_code.co_filename):
+        if not source.is_users(frame.f_code.co_filename):
+            return id(self)
+        if questions.keeps_keys(frame):  # a cache may live longer than the trace
+            raise TypeError("unhashable: a traced value")
+        value = fix_value(self)
+        if value is UNKNOWN:
             raise questions.asked(
                 "forward() looks a traced value up in a dict or a set, and tracing sees no values", frame
             )
-        return id(self)
-
-    def __iter__(self) -> Iterator[fx.Proxy]:
-        """As in fx.Proxy, which disassembles the function anew for each value that is unpacked."""
-        frame = sys._getframe(1)
-        for each in source.instructions(frame.f_code):
-            if each.offset == frame.f_lasti and each.opname == "UNPACK_SEQUENCE":
-                return (self[index] for index in range(each.argval))  # type: ignore[index]
-        return self.tracer.iter(self)
+        return hash(value)
 
     def __len__(self) -> int:
-        raise refused(RuntimeError("'len' is not supported in symbolic tracing by default"))
+        value = value_of(self)
+        if value is UNKNOWN or (isinstance(value, torch.Tensor) and value.dim() == 0):
+            raise refused(RuntimeError("'len' is not supported in symbolic tracing by default"))
+        if not isinstance(value, torch.Size):  # a tensor's dimensions are known
+            fix_value(self.tracer.create_proxy("call_function", len, (self,), {}))
+        return len(value)
+
+    def __iter__(self) -> Any:
+        value = value_of(self)
+        if value is UNKNOWN or (isinstance(value, torch.Tensor) and value.dim() == 0):
+            count = _unpacked(sys._getframe(1))
+            return self.tracer.iter(self) if count is None else (self[index] for index in range(count))
+        if isinstance(value, Mapping):
+            return iter(fix_keys(self))
+        return iter([self[index] for index in range(len(self))])
+
+    def __index__(self) -> int:
+        return operator.index(self._told(TypeError("a traced value cannot be interpreted as an integer")))
 
     def __int__(self) -> int:
-        raise refused(fx.proxy.TraceError("int() of a traced value"))
+        return int(self._told(fx.proxy.TraceError("int() of a traced value")))
 
     def __float__(self) -> float:
-        raise refused(fx.proxy.TraceError("float() of a traced value"))
+        return float(self._told(fx.proxy.TraceError("float() of a traced value")))
 
     def __complex__(self) -> complex:
-        raise refused(fx.proxy.TraceError("complex() of a traced value"))
+        return complex(self._told(fx.proxy.TraceError("complex() of a traced value")))
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return self.tracer.create_proxy("call_function", round, (self, *(() if digits is None else (digits,))), {})
+
+    def __floor__(self) -> Any:
+        return self.tracer.create_proxy("call_function", math.floor, (self,), {})
+
+    def __ceil__(self) -> Any:
+        return self.tracer.create_proxy("call_function", math.ceil, (self,), {})
+
+    def __trunc__(self) -> Any:
+        return self.tracer.create_proxy("call_function", math.trunc, (self,), {})
+
+    def __format__(self, spec: str) -> str:
+        value = fix_value(self) if source.is_users(sys._getframe(1).f_code.co_filename) else UNKNOWN
+        return super().__format__(spec) if value is UNKNOWN else format(value, spec)
+
+    def _told(self, error: Exception) -> Any:
+        """The value, which Python needs now; ``error`` is raised if it is not known."""
+        value = fix_value(self)
+        if value is UNKNOWN:
+            raise refused(error)
+        return value
 
     def _check_tensor(self) -> None:
         self.tracer.create_proxy("call_function", check_tensor, (self,), {})
@@ -103,6 +176,9 @@ class RecordingProxy(fx.Proxy):
             )
 
     def __bool__(self) -> bool:
+        value = fix_value(self)
+        if value is not UNKNOWN:
+            return bool(value)
         if _is_assertion(sys._getframe(1)):
             self.tracer.create_proxy("call_function", torch._assert, (self, "an assertion in forward failed"), {})
             return True
@@ -110,11 +186,32 @@ class RecordingProxy(fx.Proxy):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """`torch.Tensor` where code asks for the class of a value; elsewhere the real class, as C code needs it."""
+        """The class of the value where code asks for it; elsewhere the real class, as C code needs it."""
         if not _asks_for_class(sys._getframe(1)):
             return type(self)
-        self._check_tensor()
-        return torch.Tensor
+        value = value_of(self)
+        if value is UNKNOWN:
+            self._check_tensor()
+        return torch.Tensor if value is UNKNOWN or isinstance(value, torch.Tensor) else type(value)
+
+
+def _unpacked(frame: FrameType) -> int | None:
+    """How many values the frame takes, as in `a, b = x`; None if it asks for all of them."""
+    code = frame.f_code.co_code
+    return code[frame.f_lasti + 1] if dis.opname[code[frame.f_lasti]] == "UNPACK_SEQUENCE" else None
+
+
+def _is_none_of(value: Any, name: str) -> bool:
+    return value is not UNKNOWN and not isinstance(value, torch.Tensor) and getattr(value, name) is None
+
+
+def fix_keys(proxy: fx.Proxy) -> Any:
+    """The value of a proxy that is a mapping, whose keys Python is told; `UNKNOWN` if it is none."""
+    value = value_of(proxy)
+    if not isinstance(value, Mapping):
+        return UNKNOWN
+    fix_value(proxy.tracer.create_proxy("call_function", list, (proxy,), {}))
+    return value
 
 
 def _asks_for_class(frame: Any) -> bool:
@@ -205,29 +302,6 @@ def _is_assertion(frame: Any) -> bool:
     if at is None or "IF_TRUE" not in instructions[at].opname:
         return False
     return instructions[at + 1].opname == "LOAD_ASSERTION_ERROR"
-
-
-def is_changed_in_place(value: Any) -> bool:
-    """Whether ``value`` is what an in-place operation gave of a tensor that the model has in a container."""
-    if not issubclass(type(value), fx.Proxy):
-        return False
-    node = value.node
-    while node.op.startswith("call_") and _is_in_place(node) and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node is not value.node and node.op == "get_attr"
-
-
-def _is_in_place(node: fx.Node) -> bool:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-
-
-def changes_in_place(node: fx.Node, attribute: str) -> bool:
-    """Whether ``node`` is an in-place operator on the attribute of the model with that name."""
-    if node.op != "call_function" or getattr(node.target, "__name__", "") not in IN_PLACE:
-        return False
-    changed = node.args[0]
-    return isinstance(changed, fx.Node) and changed.op == "get_attr" and changed.target == attribute
 
 
 def made_in_forward(tracer: fx.Tracer) -> list[torch.Tensor]:

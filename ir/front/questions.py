@@ -24,8 +24,11 @@ from torch import fx
 from pippy.ir import source
 from pippy.ir.errors import TracingError
 from pippy.ir.front.c_calls import paused_for_nodes
+from pippy.ir.front.classes import answer_in, answering_classes
 from pippy.ir.front.none_questions import check, compared_variables, is_call_compared, may_be_none
 from pippy.ir.front.refusals import refused
+from pippy.ir.front.replaced import replaced
+from pippy.ir.front.values import UNKNOWN, value_of
 
 _ADVICE = (
     "What to do: if it is an argument, pass it as a constant with concrete_args={...}; or ask with isinstance(x, torch.Tensor)"
@@ -57,6 +60,7 @@ def watching_questions(tracer: fx.Tracer) -> Iterator[None]:
     sys.settrace(watch.on_call)
     try:
         with (
+            answering_classes(_refusing),
             watch.for_none(),
             paused_for_nodes(tracer, lambda: sys.settrace(None), lambda: sys.settrace(watch.on_call)),
         ):
@@ -81,15 +85,12 @@ class Watch:
 
         def create(*args: Any, **kwargs: Any) -> Any:
             proxy = create_proxy(*args, **kwargs)
-            if may_be_none(proxy.node, self.tracer.root):
+            if may_be_none(proxy.node, self.tracer.root) and value_of(proxy) is UNKNOWN:
                 self._given(proxy, sys._getframe(1))
             return proxy
 
-        self.tracer.create_proxy = create  # type: ignore[method-assign]
-        try:
+        with replaced(self.tracer, "create_proxy", create):
             yield
-        finally:
-            del self.tracer.create_proxy
 
     def _given(self, proxy: Any, frame: FrameType | None) -> None:
         innermost, self.counts_none = True, True
@@ -113,6 +114,9 @@ class Watch:
         asks = _questions(code) or (self.counts_none and compared_variables(code))
         if not asks or not _is_called_by_user(frame):
             return None
+        for _, other in _questions(code).values():
+            if isinstance(other, _Called):
+                answer_in(frame, other.name)
         self._watch(frame)
         return self.on_instruction
 
@@ -133,7 +137,7 @@ class Watch:
                 )
         compared = compared_variables(frame.f_code).get(frame.f_lasti) if self.counts_none else None
         proxy: Any = None if compared is None else frame.f_locals.get(compared)
-        if isinstance_of_proxy(proxy) and may_be_none(proxy.node, self.tracer.root):
+        if isinstance_of_proxy(proxy) and may_be_none(proxy.node, self.tracer.root) and value_of(proxy) is UNKNOWN:
             check(proxy)
 
 
@@ -144,9 +148,14 @@ def _is_called_by_user(frame: FrameType | None) -> bool:
     return frame is not None and source.is_users(frame.f_code.co_filename)
 
 
+def _refusing(what: str) -> TracingError:
+    return asked(f"forward() asks what a traced value is ({what}), which tracing cannot answer", sys._getframe(1))
+
+
 def _matters(frame: FrameType, other: Any) -> bool:
     if isinstance(other, _Called):
-        return source.lookup(frame, other.name) in _ABOUT_CLASSES
+        called = source.lookup(frame, other.name)
+        return any(called is each for each in _ABOUT_CLASSES)
     if isinstance(other, _Local):
         compared = frame.f_locals.get(other.name)
         return not (compared is None or isinstance_of_proxy(compared))
@@ -210,6 +219,16 @@ def _compared_with(steps: Sequence[dis.Instruction], at: int) -> str | None:
     if between[0].opname == "LOAD_CONST" and between[0].argval is None:
         return None
     return _Local(between[0].argval) if len(between) == 1 and between[0].opname in _NAMES else ""
+
+
+def keeps_keys(frame: FrameType) -> bool:
+    """Whether the frame's instruction hashes a value to keep it: in a dict, in a set, or in a cache of functools."""
+    at = next((each for each in source.instructions(frame.f_code) if each.offset == frame.f_lasti), None)
+    if at is None or at.opname in ("BINARY_SUBSCR", "CONTAINS_OP"):
+        return False
+    if at.opname.startswith("CALL"):
+        return isinstance(source.called(frame), functools._lru_cache_wrapper)
+    return True
 
 
 def is_compared(frame: FrameType) -> bool:

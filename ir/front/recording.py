@@ -28,10 +28,12 @@ from pippy.ir import source
 from pippy.ir.errors import TracingError
 from pippy.ir.front.c_calls import watching_c_calls
 from pippy.ir.front.checkpointing import record_reentrant, recording_checkpoints
-from pippy.ir.front.proxies import IN_PLACE, RecordingProxy, made_in_forward, with_in_place_operators
+from pippy.ir.front.in_place import IN_PLACE
+from pippy.ir.front.proxies import RecordingProxy, made_in_forward, with_in_place_operators
 from pippy.ir.front.questions import check_not_asked_for_mode, watching_questions
 from pippy.ir.front.random_draws import check_no_draw, refusing_numpys_draws
 from pippy.ir.front.refusals import refused
+from pippy.ir.front.replaced import replaced
 from pippy.ir.front.tracing_thread import method_patched_here, patched_here
 from pippy.ir.surroundings import ChangesInForward, OwnFunctionMode, device_contexts
 
@@ -47,7 +49,10 @@ _CONSTANTS = frozenset((torch.tensor, torch.as_tensor, torch.from_numpy, torch.a
 _OPERATORS = frozenset((*(f"__{name}__" for name in IN_PLACE), "__setitem__"))
 _REVERSED = frozenset("__rsub__ __rdiv__ __rtruediv__ __rfloordiv__ __rmod__ __rpow__ __rmatmul__".split())
 # The C parsers of these functions refuse a proxy among the sizes, or in place of the dtype.
-_TAKING_SIZES = ("empty", "ones", "rand", "randn", "zeros", "finfo", "iinfo")
+_TAKING_SIZES = """arange as_tensor empty eye finfo full iinfo linspace logspace ones rand randint randn randperm tensor
+    tril_indices triu_indices zeros""".split()
+# These check what they are given as no proxy can be checked.
+_WHOLE = ("pack_padded_sequence", "pad_packed_sequence", "pack_sequence", "unpack_sequence")
 
 
 class AutogradFunction:
@@ -81,6 +86,10 @@ def recording(tracer: fx.Tracer, model: nn.Module) -> Iterator[None]:
         stack.enter_context(patched_here(torch, "is_tensor", lambda value: isinstance(value, (torch.Tensor, fx.Proxy))))
         for name in _TAKING_SIZES:
             stack.enter_context(patched_here(torch, name, _given_proxies(tracer, getattr(torch, name))))
+        for name in _WHOLE:
+            function = getattr(nn.utils.rnn, name)
+            tracer._autowrap_function_ids.add(id(function))  # for the names of the user's modules
+            stack.enter_context(patched_here(nn.utils.rnn, name, _given_proxies(tracer, function)))
         stack.enter_context(_annotated_nodes(tracer))
         stack.enter_context(_recording_proxies(tracer))
         stack.enter_context(torch.enable_grad())
@@ -106,11 +115,10 @@ def _recording_proxies(tracer: fx.Tracer) -> Iterator[None]:
     def proxy(node: fx.Node) -> fx.Proxy:
         return RecordingProxy(node, tracer) if plain else with_in_place_operators(make(node))
 
-    tracer.proxy = proxy  # type: ignore[method-assign]
     try:
-        yield
+        with replaced(tracer, "proxy", proxy):
+            yield
     finally:
-        del tracer.proxy
         made_in_forward(tracer).clear()
 
 
@@ -128,11 +136,11 @@ def _refusing_values(tracer: fx.Tracer) -> Iterator[None]:
 
         return ask
 
-    tracer.to_bool, tracer.iter = refusing(tracer.to_bool), refusing(tracer.iter)  # type: ignore[method-assign]
-    try:
+    with (
+        replaced(tracer, "to_bool", refusing(tracer.to_bool)),
+        replaced(tracer, "iter", refusing(tracer.iter)),
+    ):
         yield
-    finally:
-        del tracer.to_bool, tracer.iter
 
 
 def _given_proxies(tracer: fx.Tracer, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,13 +149,21 @@ def _given_proxies(tracer: fx.Tracer, function: Callable[..., Any]) -> Callable[
     before = len(device_contexts())
 
     def record(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(arg, fx.Proxy) for arg in (*args, *kwargs.values())):
+        if any(map(_holds_proxy, (*args, *kwargs.values()))):
             if len(device_contexts()) != before:
                 raise _lost("a default device", sys._getframe(1), "the device in the call")
             return tracer.create_proxy("call_function", function, args, kwargs)
         return function(*args, **kwargs)
 
     return record
+
+
+def _holds_proxy(value: Any) -> bool:
+    if isinstance(value, (tuple, list)) and not issubclass(type(value), fx.Proxy):
+        return any(map(_holds_proxy, value))
+    if isinstance(value, slice):
+        return any(map(_holds_proxy, (value.start, value.stop, value.step)))
+    return issubclass(type(value), fx.Proxy)
 
 
 class _RecordUntraced(OwnFunctionMode):
@@ -161,6 +177,8 @@ class _RecordUntraced(OwnFunctionMode):
         name = getattr(function, "__name__", "")
         if function in _CONSTANTS:
             return self._constant(function(*args, **(kwargs or {})), args)
+        if name == "__getitem__" and _holds_proxy(args[1]):
+            return self.tracer.create_proxy("call_function", operator.getitem, args, {})
         if name in _OPERATORS:
             return self.tracer.create_proxy("call_function", getattr(operator, name), args, {})
         if (
@@ -224,8 +242,5 @@ def _annotated_nodes(tracer: fx.Tracer) -> Iterator[None]:
             node.meta["no_grad"] = True
         return node
 
-    tracer.create_node = create  # type: ignore[method-assign]
-    try:
+    with replaced(tracer, "create_node", create):
         yield
-    finally:
-        del tracer.create_node

@@ -32,3 +32,26 @@ def raising_refusals() -> Iterator[None]:
         _seen.reset(token)
     if seen:
         raise seen[0]
+
+
+@contextmanager
+def forgiving() -> Iterator["Forgiving"]:
+    """A context that knows which refusals were raised inside, also if forward caught them, and can take them back."""
+    seen = _seen.get()
+    yield Forgiving([] if seen is None else seen)
+
+
+class Forgiving:
+    """The refusals of a region."""
+
+    def __init__(self, seen: list[Exception]) -> None:
+        self._seen, self._before = seen, len(seen)
+
+    def raise_caught(self) -> None:
+        """Raise the first refusal of the region, which forward has caught."""
+        if len(self._seen) > self._before:
+            raise self._seen[self._before]
+
+    def forgive(self) -> None:
+        """Let the trace go on, as if nothing in the region had been refused."""
+        del self._seen[self._before :]

@@ -11,26 +11,41 @@ import torch
 from torch import nn
 
 from pippy.ir import source
-from pippy.ir.front.proxies import is_changed_in_place
+from pippy.ir.front.in_place import is_changed_in_place
 
 _OF_TRACING = ("_tensor_constant", "_tensor_from_outside")  # what the tracer sets on the model
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
+class Attributes:
+    """The attributes that the modules of a model have."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._before = {
+            path: (module, _attributes(module))
+            for path, module in model.named_modules()
+            if not isinstance(module, torch.jit.ScriptModule)
+        }
+
+    def restore(self, within: str = "") -> list[str]:
+        """Give the modules below a path their attributes again. Returns the names of those that had changed."""
+        inside = {
+            path: each for path, each in self._before.items() if within in ("", path) or path.startswith(f"{within}.")
+        }
+        return [f"{path}.{name}".lstrip(".") for path, each in inside.items() for name in _restore(*each)]
+
+
 @contextmanager
-def restoring_attributes(model: nn.Module, silent: bool = False) -> Iterator[None]:
+def restoring_attributes(model: nn.Module, silent: bool = False) -> Iterator[Attributes]:
     """A context after which every module of ``model`` has its attributes again.
 
     Warns, unless ``silent``, of attributes that were set inside.
     """
-    modules = [
-        (path, module) for path, module in model.named_modules() if not isinstance(module, torch.jit.ScriptModule)
-    ]
-    before = [(path, module, _attributes(module)) for path, module in modules]
+    attributes = Attributes(model)
     try:
-        yield
+        yield attributes
     finally:
-        changed = [f"{path}.{name}".lstrip(".") for path, module, old in before for name in _restore(module, old)]
+        changed = attributes.restore()
     if changed and not silent:
         source.warn(
             f"forward() sets {', '.join(changed)} on the model; a pipeline's stages do not set attributes, so it stays "

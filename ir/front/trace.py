@@ -4,33 +4,43 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from pippy.ir import source
+from pippy.ir.asked import Asked, asked_of
 from pippy.ir.errors import MarkError, PippyError, TracingError
 from pippy.ir.front.arguments import (
-    check_concrete_args,
+    Call,
+    Example,
+    call_of,
+    calling_forward,
     drop_concrete_inputs,
     nullable_inputs,
     optional_inputs,
-    signature_of,
 )
+from pippy.ir.front.attributes import lookup_attribute
 from pippy.ir.front.checkpointing import finish_parts
 from pippy.ir.front.compare_graphs import Recorded, first_difference
+from pippy.ir.front.kept_whole import KeptWhole
 from pippy.ir.front.recording import recording
-from pippy.ir.front.refusals import raising_refusals
-from pippy.ir.front.restore_attributes import restoring_attributes
+from pippy.ir.front.refusals import raising_refusals, refused
+from pippy.ir.front.replaced import replaced
+from pippy.ir.front.restore_attributes import Attributes, restoring_attributes
 from pippy.ir.front.tracer import PipeTracer
 from pippy.ir.front.tracing_thread import tracing_thread
 from pippy.ir.front.training_flag import Setting, flags_after_train, follow_training, recording_training_reads
 from pippy.ir.front.untraceable import check_assigned_buffers, check_backward_hooks, check_model, explained
+from pippy.ir.front.values import knowing_values, none_if_known
 from pippy.ir.guards import Guards
+from pippy.ir.kinds import Kind
 from pippy.ir.marks import SplitPoint, annotated_modules, pipe_split, recording_splits, split_points
 from pippy.ir.modes import Modes
 from pippy.ir.names import named_state
+from pippy.ir.run.functions import check_fixed
 
 
 @dataclass
@@ -39,8 +49,9 @@ class Traced:
 
     ``attributes`` has the value of each target of a `get_attr` or `call_module` node. ``required_inputs`` names
     the inputs that must not be None, because forward does something else without them. ``balanced`` is True if a pass has
-    placed the marks, or has decided that there are none.
-    ``guards`` say what an example has fixed, if the graph was made with one.
+    placed the marks, or has decided that there are none. ``guards`` say what an example has fixed, if torch.export made the
+    graph. If pippy did, ``kinds`` has the kinds of the example's inputs, ``asked`` what forward asked of inputs, and
+    ``kept_whole`` the reason for each module that the graph calls because it could not be traced.
     """
 
     model: nn.Module
@@ -52,6 +63,9 @@ class Traced:
     modes: Modes = field(default_factory=Modes)
     balanced: bool = False
     guards: Guards | None = None
+    kept_whole: dict[str, str] = field(default_factory=dict)
+    kinds: dict[str, Kind] = field(default_factory=dict)
+    asked: Asked = field(default_factory=Asked)
 
     def recorded(self) -> Recorded:
         """The graph with its names, for a comparison."""
@@ -61,24 +75,34 @@ class Traced:
 TracerLike = fx.Tracer | Callable[[], fx.Tracer]
 
 
-def trace(model: nn.Module, tracer: TracerLike | None = None, concrete_args: Mapping[str, Any] | None = None) -> Traced:
-    """Trace ``model`` into a marked graph. The model keeps its attributes and its training flags."""
+def trace(
+    model: nn.Module,
+    tracer: TracerLike | None = None,
+    concrete_args: Mapping[str, Any] | None = None,
+    example: Example | None = None,
+) -> Traced:
+    """Trace ``model`` into a marked graph. The model keeps its attributes and its training flags.
+
+    With an example, Python may ask for sizes (`values.py`).
+    """
     check_model(model)
-    concrete = check_concrete_args(model, concrete_args)
+    call = call_of(model, concrete_args, example)
     with tracing_thread():
-        return _trace(model, tracer, concrete)
+        return _trace(model, tracer, call)
 
 
-def _trace(model: nn.Module, tracer: TracerLike | None, concrete: dict[str, Any]) -> Traced:
+def _trace(model: nn.Module, tracer: TracerLike | None, call: Call) -> Traced:
     state = dict(named_state(model))  # forward may assign buffers while it is traced
-    with recording_training_reads() as reads, restoring_attributes(model):
-        graph = _record(model, tracer_of(tracer), concrete)
-        attributes = _attributes(model, graph, state)
-    traced = Traced(model, graph, attributes, concrete, signature=signature_of(model))
-    traced.required_inputs = _find_required_inputs(traced, tracer)
+    with recording_training_reads() as reads, restoring_attributes(model) as before:
+        recorded = _record(model, tracer_of(tracer), call, before)
+        attributes = _attributes(model, recorded.graph, state)
+    traced = Traced(model, recorded.graph, attributes, call.concrete, signature=call.signature)
+    traced.kept_whole, traced.asked = recorded.kept_whole, recorded.asked
+    traced.kinds = {name: Kind.of(value) for name, value in call.given.items()} if call.is_example else {}
+    traced.required_inputs = tuple(call.given) if call.is_example else _find_required_inputs(traced, tracer)
     traced.modes.after = flags_after_train(model)
     if reads:
-        _follow_modes(traced, tracer, reads)
+        _follow_modes(traced, tracer, call, reads)
     return traced
 
 
@@ -92,18 +116,38 @@ def tracer_of(given: TracerLike | None) -> fx.Tracer:
     return tracer
 
 
-def _record(model: nn.Module, tracer: fx.Tracer, concrete_args: dict[str, Any]) -> fx.Graph:
+@dataclass
+class _Recorded:
+    """What a tracer made of a model."""
+
+    graph: fx.Graph
+    kept_whole: dict[str, str]
+    asked: Asked
+
+
+def _record(
+    model: nn.Module, tracer: fx.Tracer, call: Call, before: Attributes, kept_whole: Mapping[str, str] | None = None
+) -> _Recorded:
+    """The graph of ``model``. Those parts are kept whole that are so in ``kept_whole``, and those that must be."""
     buffers = dict(model.named_buffers())
     versions = {name: buffer._version for name, buffer in buffers.items()}
-    calls = _Calls(model, tracer)
+    calls = _Calls(model, tracer, KeptWhole(tracer, before, kept_whole or {}))
     try:
-        with raising_refusals(), recording(tracer, model), calls.recording():
-            graph = tracer.trace(model, dict(concrete_args) or None)
+        with (
+            raising_refusals(),
+            knowing_values(tracer, model, call.given, call.is_example) as values,
+            recording(tracer, model),
+            calls.kept_whole.recording(),
+            calls.recording(),
+            calling_forward(tracer, call) as concrete,
+        ):
+            graph = tracer.trace(model, concrete and dict(concrete))
     except PippyError:
         raise
     except Exception as error:
-        raise explained(error, model) from error
+        raise explained(error, model, call.is_example) from error
     calls.check_all_met()
+    calls.kept_whole.drop_unused()
     finish_parts(graph)
     changed = [name for name, buffer in buffers.items() if buffer._version != versions[name]]
     if changed:
@@ -112,21 +156,24 @@ def _record(model: nn.Module, tracer: fx.Tracer, concrete_args: dict[str, Any]) 
             "(self.count.add_(1))"
         )
     check_assigned_buffers(model, buffers)
-    drop_concrete_inputs(model, graph, concrete_args)
-    return graph
+    if concrete:
+        drop_concrete_inputs(model, graph, concrete)
+    return _Recorded(graph, calls.kept_whole.reasons, asked_of(graph, check_fixed, values.is_tensor))
 
 
 class _Calls:
-    """While a tracer runs, makes a node of each `pipe_split()` and of each mark on a module."""
+    """While a tracer runs, makes a node of each `pipe_split()` and of each mark on a module, and keeps modules whole."""
 
-    def __init__(self, model: nn.Module, tracer: fx.Tracer) -> None:
-        self.tracer, self.unmet = tracer, dict(annotated_modules(model))
+    def __init__(self, model: nn.Module, tracer: fx.Tracer, kept_whole: KeptWhole) -> None:
+        self.tracer, self.unmet, self.kept_whole = tracer, dict(annotated_modules(model)), kept_whole
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         call_module = self.tracer.call_module
 
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def call(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            if module not in (self.tracer.submodule_paths or {}):
+                return _call_module_from_outside(module, forward, args, kwargs)
             points = split_points(module)
             if module._backward_hooks or module._backward_pre_hooks:
                 check_backward_hooks(self.tracer, module)
@@ -134,17 +181,14 @@ class _Calls:
                 self.unmet.pop(self.tracer.path_of_module(module), None)
             if SplitPoint.BEGINNING in points:
                 self._mark()
-            result = call_module(module, *args, **kwargs)
+            follow = partial(call_module, module, forward, args, kwargs)
+            result = self.kept_whole.call(module, follow, args, kwargs)
             if SplitPoint.END in points:
                 self._mark()
-            return result
+            return none_if_known(result) if issubclass(type(result), fx.Proxy) else result
 
-        self.tracer.call_module = call  # type: ignore[method-assign,assignment]
-        try:
-            with recording_splits(self._mark):
-                yield
-        finally:
-            del self.tracer.call_module
+        with replaced(self.tracer, "call_module", call), recording_splits(self._mark):
+            yield
 
     def _mark(self) -> None:
         self.tracer.create_node("call_function", pipe_split, (), {})
@@ -158,25 +202,24 @@ class _Calls:
             )
 
 
+def _call_module_from_outside(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Trace through a module that forward has made, a loss for example; it is no part of the model, so no node can call it."""
+    tensors = [name for name, _ in named_state(module)]
+    if tensors:
+        raise refused(
+            TracingError(
+                f"forward calls a {type(module).__name__} that is not a part of the model, and it has parameters or buffers "
+                f"({', '.join(tensors)}); make it in __init__, and keep it as an attribute (or in an nn.ModuleList)"
+            )
+        )
+    return forward(*args, **kwargs)
+
+
 def _attributes(model: nn.Module, graph: fx.Graph, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """The value of each target of the graph. Found now, because the constants that tracing sets on the model are removed."""
     targets = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
     modules = dict(model.named_modules(remove_duplicate=False))
-    return {target: state[target] if target in state else _lookup(modules, target) for target in targets}
-
-
-def _lookup(modules: dict[str, nn.Module], target: str) -> Any:
-    if target in modules:
-        return modules[target]
-    path, _, name = target.rpartition(".")
-    found = modules[path] if path in modules else _walk(modules[""], path)
-    return getattr(found, name)
-
-
-def _walk(value: Any, path: str) -> Any:
-    for atom in path.split("."):
-        value = getattr(value, atom)
-    return value
+    return {target: state[target] if target in state else lookup_attribute(modules, target) for target in targets}
 
 
 def _find_required_inputs(traced: Traced, tracer: TracerLike | None) -> tuple[str, ...]:
@@ -199,21 +242,21 @@ def _find_required_inputs(traced: Traced, tracer: TracerLike | None) -> tuple[st
 def _differs_without(traced: Traced, tracer: TracerLike | None, names: list[str]) -> bool:
     concrete = {**traced.concrete_args, **dict.fromkeys(names)}
     try:
-        without = _retrace(traced, tracer, concrete)
+        without = _retrace(traced, tracer, call_of(traced.model, concrete))
     except PippyError:
         return True
     return first_difference(traced.recorded(), without, frozenset(names), constants=True) is not None
 
 
-def _retrace(traced: Traced, tracer: TracerLike | None, concrete: dict[str, Any]) -> Recorded:
+def _retrace(traced: Traced, tracer: TracerLike | None, call: Call) -> Recorded:
     """Trace the model once more, under other conditions."""
     state = dict(named_state(traced.model))
-    with restoring_attributes(traced.model, silent=True):
-        graph = _record(traced.model, tracer_of(tracer), concrete)
+    with restoring_attributes(traced.model, silent=True) as before:
+        graph = _record(traced.model, tracer_of(tracer), call, before, traced.kept_whole).graph
         return Recorded(graph, _attributes(traced.model, graph, state))
 
 
-def _follow_modes(traced: Traced, tracer: TracerLike | None, reads: list[nn.Module]) -> None:
+def _follow_modes(traced: Traced, tracer: TracerLike | None, call: Call, reads: list[nn.Module]) -> None:
     """Trace again with the flags of each mode, and do what the table in `training_flag.py` says."""
     modules = dict(traced.model.named_modules())
     read = {id(module) for module in reads}
@@ -225,7 +268,7 @@ def _follow_modes(traced: Traced, tracer: TracerLike | None, reads: list[nn.Modu
             graphs.append((flags, traced.graph))
             continue
         with recording_training_reads({modules[path]: flag for path, flag in flags.items()}) as reads:
-            graph = _graph_in_mode(traced, tracer, mode)
+            graph = _graph_in_mode(traced, tracer, call, mode)
         if graph is not None:
             graphs.append((flags, graph))
             read |= {id(module) for module in reads}
@@ -235,10 +278,10 @@ def _follow_modes(traced: Traced, tracer: TracerLike | None, reads: list[nn.Modu
     traced.modes.traced = {path: before[path] for path in paths}
 
 
-def _graph_in_mode(traced: Traced, tracer: TracerLike | None, mode: bool) -> fx.Graph | None:
+def _graph_in_mode(traced: Traced, tracer: TracerLike | None, call: Call, mode: bool) -> fx.Graph | None:
     """The graph with other training flags; None, with the reason in ``traced.modes``, where more differs than constants."""
     try:
-        other = _retrace(traced, tracer, traced.concrete_args)
+        other = _retrace(traced, tracer, call)
     except PippyError as error:  # this mode cannot be traced, or not cut as it is marked
         traced.modes.refused[mode] = f"  {error}"
         return None

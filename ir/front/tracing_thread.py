@@ -20,18 +20,30 @@ from pippy.ir.errors import TracingError
 
 _lock = threading.Lock()
 _tracing: int | None = None  # the thread that traces
+_suspended = False  # that thread runs something that is not to be traced
 
 
 def is_tracing() -> bool:
     """Whether this thread is the one that traces."""
-    return _tracing == threading.get_ident()
+    return _tracing == threading.get_ident() and not _suspended
+
+
+@contextmanager
+def not_tracing() -> Iterator[None]:
+    """A context in which the thread that traces has what torch has, as other threads do."""
+    global _suspended
+    before, _suspended = _suspended, True
+    try:
+        yield
+    finally:
+        _suspended = before
 
 
 @contextmanager
 def tracing_thread() -> Iterator[None]:
     """Make this thread the one that traces. Others wait here. Inside, the patches of torch.fx act in this thread only."""
     global _tracing
-    if is_tracing():
+    if _tracing == threading.get_ident():
         raise TracingError(
             "forward() makes a Pipe while it is traced itself; make that Pipe before, outside of forward, and keep it"
         )

@@ -8,7 +8,7 @@ from torch import fx, nn
 from pippy.ir import source
 from pippy.ir.compiled import Compiled
 from pippy.ir.errors import TracingError
-from pippy.ir.front.proxies import changes_in_place
+from pippy.ir.front.in_place import changes_in_place
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -26,6 +26,7 @@ _REASONS = (
     ("as parameter", "assigning to a parameter cannot be recorded; change it in place under torch.no_grad()"),
 )
 
+_EXAMPLE = "What to do: if it asks for a size, give example_args or example_kwargs, so that sizes are known; or pass"
 _ADVICE = (
     "What to do: pass the value as a constant with concrete_args={...} if it is an argument; or move this code into a "
     "module of its own and keep it whole with a tracer whose is_leaf_module says True for it; or mark the function with "
@@ -33,15 +34,16 @@ _ADVICE = (
 )
 
 
-def explained(error: Exception, model: nn.Module) -> TracingError:
+def explained(error: Exception, model: nn.Module, with_example: bool) -> TracingError:
     """The error to raise for ``error``, which the user's forward raised while it was traced."""
+    advice = _ADVICE if with_example else _ADVICE.replace("What to do: pass", _EXAMPLE)
     text = str(error)
     reasons = [reason for clue, reason in _REASONS if clue in text]
     where = getattr(error, "source", None) or source.of_traceback(error.__traceback__, below="trace")
     lines = [f"cannot trace {type(model).__name__}: {type(error).__name__}: {text}"]
     lines += [where.excerpt()] if where else []
     lines += [f"Why: {reason}." for reason in reasons[:1]]
-    lines += [] if isinstance(error, NotImplementedError) else [_ADVICE]
+    lines += [] if isinstance(error, NotImplementedError) else [advice]
     return TracingError("\n".join(lines))
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from pippy.ir.errors import InputError
 from pippy.ir.trees import map_tensors
 
 
@@ -29,6 +30,26 @@ def check_not_none(value: Any) -> None:
         raise TypeError(
             "forward asked whether a value is None, and tracing took it for one that is not; it is None. Let what gives the "
             "value decide what to do without it, or keep the code whole with a tracer whose is_leaf_module says True"
+        )
+
+
+def check_fixed(value: Any, fixed: Any, line: str = "") -> None:
+    """Raise if a value is not what it was while forward was traced, and Python asked for it.
+
+    >>> check_fixed(3, 3)
+    >>> check_fixed(4, 3, "net.py:7, in forward")
+    Traceback (most recent call last):
+      ...
+    pippy.ir.errors.InputError: forward asked for a value while it was traced, and went on for 3; now it is 4:
+      net.py:7, in forward
+    What to do: make another Pipe with example arguments for which it is 4
+    """
+    kinds = [next((kind for kind in (tuple, list) if isinstance(each, kind)), type(each)) for each in (value, fixed)]
+    if kinds[0] is not kinds[1] or value != fixed:
+        raise InputError(
+            f"forward asked for a value while it was traced, and went on for {fixed!r}; now it is {value!r}"
+            + (f":\n  {line}\n" if line else "; ")
+            + f"What to do: make another Pipe with example arguments for which it is {value!r}"
         )
 
 

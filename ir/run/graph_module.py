@@ -17,12 +17,20 @@ from torch import fx, nn
 from pippy.ir.names import local_name
 from pippy.ir.run.checkpointed_parts import end_part
 from pippy.ir.run.copies import owners_in_place_of_copies
-from pippy.ir.run.functions import by_mode, check_not_none, check_tensor, own_copy, set_grad_mode
+from pippy.ir.run.functions import by_mode, check_fixed, check_not_none, check_tensor, own_copy, set_grad_mode
 from pippy.ir.run.part_code import with_parts_as_functions
 from pippy.ir.run.stage_backward import stage_backward
 
 _STATE = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training")
-_OURS = (stage_backward, set_grad_mode, check_tensor, check_not_none, by_mode, own_copy)  # graphs call these
+_OURS = (
+    stage_backward,
+    set_grad_mode,
+    check_tensor,
+    check_fixed,
+    check_not_none,
+    by_mode,
+    own_copy,
+)  # graphs call these
 KEPT_META = ("source", "module_path")  # the entries of `meta` that the nodes of a stage keep
 
 

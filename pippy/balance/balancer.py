@@ -26,7 +26,9 @@ from pippy.ir.cut.constraints import Constraint, constraints
 from pippy.ir.cut.cuts import crossing, mark, marks
 from pippy.ir.cut.params import MultiUseParamSpec
 from pippy.ir.errors import BalanceError, InputError
+from pippy.ir.front.arguments import check_examples
 from pippy.ir.front.trace import Traced
+from pippy.ir.kinds import Kind
 from pippy.ir.passes.loss_function import TARGET, check_loss_function
 from pippy.ir.signature import bind
 
@@ -40,6 +42,7 @@ class _Call:
     signature: inspect.Signature
     concrete_args: dict[str, Any]
     required_inputs: tuple[str, ...]
+    kinds: dict[str, Kind]
     target_name: str | None
     graph: fx.Graph
 
@@ -116,7 +119,7 @@ class Balancer:
         inputs = traced.graph.find_nodes(op="placeholder")
         target = f"{TARGET}_1" if any(node.name == TARGET for node in inputs) else TARGET
         name = None if self.loss_fn is None else target
-        call = _Call(traced.signature, traced.concrete_args, traced.required_inputs, name, traced.graph)
+        call = _Call(traced.signature, traced.concrete_args, traced.required_inputs, traced.kinds, name, traced.graph)
         try:
             values = bind(call, self.args, self.kwargs)
         except InputError as error:
@@ -140,18 +143,6 @@ class Balancer:
             "as many micro-batches as 1F1B keeps in flight" if self.in_flight is None else f"{self.in_flight} at a time"
         )
         return f"{parameters}, and activations, {flight}"
-
-
-def check_examples(args: object, kwargs: object) -> None:
-    """Refuse example arguments that are no arguments."""
-    if args is not None and not isinstance(args, (tuple, list)):
-        raise BalanceError(
-            f"example_args is a {type(args).__name__}; give a tuple of arguments, as in example_args=(x, target) or (x,)"
-        )
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise BalanceError(
-            f"example_kwargs is a {type(kwargs).__name__}; give a dict from names of arguments to values"
-        )
 
 
 def _check_memory(limit: object, scale: object, in_flight: object) -> None:

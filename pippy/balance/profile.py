@@ -239,7 +239,7 @@ class _Trial:
 
             def leaf(tensor: torch.Tensor) -> torch.Tensor:
                 own = tensor.detach()
-                if next(flags):
+                if next(flags) and (own.is_floating_point() or own.is_complex()):
                     leaves.append(own.requires_grad_())
                 return self._copy(own) if changes else own
 

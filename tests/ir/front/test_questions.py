@@ -141,11 +141,6 @@ class LooksUp(Asks):
         return x * {torch.float32: 1.0}.get(x.dtype, 2.0)
 
 
-class LooksUpInASet(Asks):
-    def answer(self, x, flag):
-        return x * 2 if flag in {1, 2} else x
-
-
 class RequiresGrad(Asks):
     def answer(self, x, flag):
         return x * 2 if x.requires_grad is False else x * 3
@@ -258,7 +253,6 @@ class AsksForGradMode(Asks):
 REFUSED = [
     (Callable, "if callable(x)"),
     (LooksUp, "{torch.float32: 1.0}.get"),
-    (LooksUpInASet, "if flag in {1, 2}"),
     (RequiresGrad, "x.requires_grad is False"),
     (DtypeIs, "x.dtype is torch.float32"),
     (DtypeIsByName, "torch.float32 is dtype"),

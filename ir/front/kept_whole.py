@@ -1,0 +1,113 @@
+"""A part of the model that cannot be traced is kept whole: the graph calls the module, as it calls one of torch.nn.
+
+    while forward of `experts` was traced          in the graph
+    ─────────────────────────────────────────────────────────────────────
+    gate = self.gate(x)                            erased again
+    for hit in gate.nonzero(): ...                 experts = self.experts(x)
+        ^^^ refused
+
+The innermost module around the failure is kept, and the next one around it if that one cannot be: the model itself is none,
+and neither is a part with a mark inside, nor one whose call has changed a list or a dict that it was given.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import fx, nn
+
+from pippy.ir import source
+from pippy.ir.errors import MarkError
+from pippy.ir.front.refusals import forgiving
+from pippy.ir.front.replaced import replaced
+from pippy.ir.front.restore_attributes import Attributes
+from pippy.ir.marks import has_marks_inside, pipe_split
+
+
+class KeptWhole:
+    """The parts that ``tracer`` could not follow: the reason of each, by its path."""
+
+    def __init__(self, tracer: fx.Tracer, attributes: Attributes, known: Mapping[str, str]) -> None:
+        self.tracer, self.attributes = tracer, attributes
+        self.reasons = dict(known)
+        self._made: list[fx.Node] = []
+        self._abandoned: list[fx.Node] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """A context in which `call` can take back what was traced."""
+        create_node = self.tracer.create_node
+
+        def create(*args: Any, **kwargs: Any) -> fx.Node:
+            node = create_node(*args, **kwargs)
+            self._made.append(node)
+            return node
+
+        with replaced(self.tracer, "create_node", create):
+            yield
+
+    def call(self, module: nn.Module, follow: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+        """Trace the call of a module by ``follow``; if that fails, record a call of the module."""
+        path = self.tracer.path_of_module(module)
+        if path == "" or self.tracer.is_leaf_module(module, path):
+            return follow()
+        if path in self.reasons:
+            return self._record(path, args, kwargs)
+        before, given, depth = len(self._made), _contents(args, kwargs), len(self.tracer.module_stack)
+        with forgiving() as refusals:
+            try:
+                result = follow()
+                refusals.raise_caught()
+                return result
+            except MarkError:
+                raise
+            except Exception as error:
+                if self._is_cut(module, before) or _contents(args, kwargs) != given:
+                    raise
+                refusals.forgive()
+                self._take_back(before)
+                self.attributes.restore(path)
+                while len(self.tracer.module_stack) > depth:  # torch.fx does not, after an error
+                    self.tracer.module_stack.popitem()
+                self.reasons[path] = _reason(error)
+        return self._record(path, args, kwargs)
+
+    def _is_cut(self, module: nn.Module, before: int) -> bool:
+        return has_marks_inside(module) or any(node.target is pipe_split for node in self._made[before:])
+
+    def _record(self, path: str, args: Any, kwargs: Any) -> Any:
+        return self.tracer.create_proxy("call_module", path, args, kwargs)
+
+    def _take_back(self, before: int) -> None:
+        made, self._made[before:] = self._made[before:], []
+        for node in reversed(made):
+            if node.op == "get_attr":  # the tracer may use it again
+                self._abandoned.append(node)
+            else:
+                node.graph.erase_node(node)
+
+    def drop_unused(self) -> None:
+        """After tracing: drop what was read of the model for parts that were taken back."""
+        for node in self._abandoned:
+            if not node.users:
+                node.graph.erase_node(node)
+
+
+def _reason(error: Exception) -> str:
+    """Why a part could not be traced: the line, and the first line of the error."""
+    where = getattr(error, "source", None) or source.of_traceback(error.__traceback__, below="call")
+    text = str(error).partition("\n")[0]
+    return f"{text} ({where})" if where else text
+
+
+def _contents(*values: Any) -> list[Any]:
+    """What lists and dicts among arguments hold, as they are now."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, dict) and not isinstance(value, fx.Proxy):
+            found.append([(key, id(item)) for key, item in value.items()])
+            found += _contents(*value.values())
+        elif type(value) in (list, tuple):
+            found.append([id(item) for item in value])
+            found += _contents(*value)
+    return found
