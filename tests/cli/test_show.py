@@ -48,6 +48,10 @@ def distance(output, target):
 chain = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 1))
 pipe = Pipe.from_sequential(chain, nn.MSELoss())
 size = 3
+
+class Deep(nn.Sequential):
+    def __init__(self, width, depth):
+        super().__init__(*(nn.Linear(width, width) for _ in range(depth)))
 """
 
 
@@ -169,6 +173,27 @@ def test_what_is_wrong_is_said_in_one_message(pippy, command, words):
 )
 def test_usage(pippy, command, words):
     assert words in pippy(f"show {command}", status=2)
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "words", "advised"),
+    [
+        ("nets:Deep", 1, "give --arg width=VALUE --arg depth=VALUE", "nets:Deep --arg width=4 --arg depth=2"),
+        ("nets.py", 1, "as in nets.py:Net", "nets.py:Net"),
+        ("nets:Net --arg layer=4", 1, "did you mean 'layers'?", "nets:Net --arg layers=4"),
+        ("nets:Net --arg layers", 2, "write --arg layers=4", "nets:Net --arg layers=4"),
+        ("nets:Net --loss torch.nn:MSELos", 1, "did you mean 'MSELoss'", "nets:Net --loss torch.nn:MSELoss"),
+        ("nets:Net --sequential", 1, "leave out --sequential", "nets:Net"),
+        ("nets:chain --sequential --split 1", 2, "leave out --split and --shared", "nets:chain --sequential"),
+        ("nets:pipe --split 1", 2, "leave --split out", "nets:pipe"),
+        ("nets:chain --arg a=1", 2, "takes no --arg", "nets:chain"),
+        ("nets:Net --input x=3,8", 2, "write 'float32[4,8]'", "nets:Net --input x=float32[4,8]"),
+    ],
+)
+def test_the_advice(pippy, command, status, words, advised):
+    output = pippy(f"show {command}", status=status)
+    assert words in output
+    assert "submod_0" in pippy(f"show {advised}")
 
 
 def test_the_users_own_lines_are_shown_where_the_users_code_raises(pippy, tmp_path):
