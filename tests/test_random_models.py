@@ -1,6 +1,7 @@
 """Random models, cut at random places: a Pipe gives the numbers of the plain model."""
 
 import copy
+import functools
 import warnings
 from typing import Any
 
