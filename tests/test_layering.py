@@ -23,6 +23,7 @@ LAYERS = """
     ir/show ir/state ir/model_parts ir/training_flags ir/pipe
 
     drivers/errors drivers/interrupts drivers/stderr_filter drivers/lowering drivers/batches drivers/transport
+    drivers/transport/messages
     drivers/control drivers/workers drivers/recording drivers/clusters drivers/placed_pipe drivers/auto
     drivers/nonfinite_gradients drivers/commands drivers/programs drivers/stale_models drivers/parameters
     drivers/asked_outputs drivers/results drivers/optimizer_check drivers/gradient_layouts drivers/optimizer drivers/grad_scaler

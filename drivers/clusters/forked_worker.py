@@ -66,8 +66,8 @@ def run_worker(
     """Make a worker, join the group, and run it."""
     import torch
 
-    from pippy.drivers.transport import rpc
-    from pippy.drivers.transport.message_queue import MessageQueue
+    from pippy.drivers.transport.messages import rpc
+    from pippy.drivers.transport.messages.message_queue import MessageQueue
     from pippy.drivers.workers.worker_context import WorkerContext
 
     torch.set_num_threads(config.threads)
@@ -84,10 +84,10 @@ def run_worker(
 
 def make_transport(config: LaunchConfig, index: int, peers: dict[int, socket.socket], messages: Any) -> Any:
     """The transport of this worker to the others and to the controller; None if the cluster passes no tensors."""
-    from pippy.drivers.transport import rpc
+    from pippy.drivers.transport.messages import rpc
 
     if config.transport == "shared_memory":
-        from pippy.drivers.transport.message_connection import WorkerMessageConnection
+        from pippy.drivers.transport.messages.message_connection import WorkerMessageConnection
         from pippy.drivers.transport.shared_memory_transport import SharedMemoryTransport
 
         end = socket.socket(fileno=config.sockets[index])

@@ -20,8 +20,8 @@ from pippy.drivers.clusters.launch_config import CONTROLLER, LaunchConfig
 from pippy.drivers.clusters.launch_reports import Died, Failed, Ready
 from pippy.drivers.control.control import Address
 from pippy.drivers.errors import ClusterError
-from pippy.drivers.transport import rpc
-from pippy.drivers.transport.controller_connections import ControllerConnections
+from pippy.drivers.transport.messages import rpc
+from pippy.drivers.transport.messages.controller_connections import ControllerConnections
 
 # glibc keeps freed memory: fresh memory takes a page fault for every 4 KB, and a training step frees and takes gigabytes
 MEMORY = {

@@ -33,7 +33,7 @@ from pippy.drivers.clusters.torchrun_processes import TorchrunProcesses
 from pippy.drivers.clusters.torchrun_worker import TorchrunWorker
 from pippy.drivers.control.control import Address, Control
 from pippy.drivers.errors import ClusterError
-from pippy.drivers.transport import rpc
+from pippy.drivers.transport.messages import rpc
 
 _was_open = False
 _SIOCGIFADDR = 0x8915

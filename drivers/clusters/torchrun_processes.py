@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from pippy.drivers.clusters.torchrun_worker import Leave, TorchrunWorker
-from pippy.drivers.transport import rpc
+from pippy.drivers.transport.messages import rpc
 
 
 class TorchrunProcesses:

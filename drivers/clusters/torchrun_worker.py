@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 import torch
 
 from pippy.drivers.control.messages import GiveUp
-from pippy.drivers.transport import rpc
-from pippy.drivers.transport.message_queue import Ended, MessageQueue
+from pippy.drivers.transport.messages import rpc
+from pippy.drivers.transport.messages.message_queue import Ended, MessageQueue
 from pippy.drivers.transport.rpc_transport import RpcTransport
 from pippy.drivers.workers.worker import Worker
 from pippy.drivers.workers.worker_context import WorkerContext

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pippy.drivers.errors import ClusterError, WorkerLostError
-from pippy.drivers.transport import rpc
-from pippy.drivers.transport.controller_connections import ControllerConnections
-from pippy.drivers.transport.message_queue import DeliveryFailure
+from pippy.drivers.transport.messages import rpc
+from pippy.drivers.transport.messages.controller_connections import ControllerConnections
+from pippy.drivers.transport.messages.message_queue import DeliveryFailure
 from pippy.drivers.transport.pickling import pickle_message, unpickle
 from pippy.drivers.transport.pollable_event import PollableEvent
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from pippy.drivers.transport.message_queue import MessageQueue
+from pippy.drivers.transport.messages.message_queue import MessageQueue
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.control.control import Address, Control, PendingCall
 from pippy.drivers.transport.in_process import in_process
-from pippy.drivers.transport.message_queue import MessageQueue
+from pippy.drivers.transport.messages.message_queue import MessageQueue
 from pippy.drivers.transport.pickling import pickle_message, unpickle
 from pippy.drivers.workers.worker import Worker
 from pippy.drivers.workers.worker_context import WorkerContext

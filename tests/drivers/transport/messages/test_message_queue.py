@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pippy.drivers.transport.message_queue import MessageQueue
+from pippy.drivers.transport.messages.message_queue import MessageQueue
 
 
 @pytest.fixture

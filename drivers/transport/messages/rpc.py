@@ -14,7 +14,7 @@ import torch
 from torch.distributed import rpc
 
 from pippy.drivers.stderr_filter import StderrFilter
-from pippy.drivers.transport.message_queue import DeliveryFailure, MessageQueue
+from pippy.drivers.transport.messages.message_queue import DeliveryFailure, MessageQueue
 from pippy.drivers.transport.pickling import Pickled, pickle_message, unpickle
 
 

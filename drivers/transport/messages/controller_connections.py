@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pippy.drivers.interrupts import uninterrupted
-from pippy.drivers.transport.message_connection import LARGE, MessageConnection
+from pippy.drivers.transport.messages.message_connection import LARGE, MessageConnection
 from pippy.drivers.transport.pickling import Pickled
 from pippy.drivers.transport.pollable_event import PollableEvent
 

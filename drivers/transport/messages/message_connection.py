@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from pippy.drivers.transport.connection import Connection
-from pippy.drivers.transport.message_queue import MessageQueue
+from pippy.drivers.transport.messages.message_queue import MessageQueue
 from pippy.drivers.transport.pickling import Pickled
 from pippy.drivers.transport.received_values import Unreadable, ValueKey
 

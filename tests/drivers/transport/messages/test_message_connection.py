@@ -7,9 +7,9 @@ import threading
 import pytest
 import torch
 
-from pippy.drivers.transport.controller_connections import ControllerConnections
-from pippy.drivers.transport.message_connection import LARGE, MessageConnection, WorkerMessageConnection
-from pippy.drivers.transport.message_queue import DeliveryFailure, MessageQueue
+from pippy.drivers.transport.messages.controller_connections import ControllerConnections
+from pippy.drivers.transport.messages.message_connection import LARGE, MessageConnection, WorkerMessageConnection
+from pippy.drivers.transport.messages.message_queue import DeliveryFailure, MessageQueue
 from pippy.drivers.transport.pickling import pickle_message, unpickle
 from pippy.drivers.transport.pollable_event import PollableEvent
 from pippy.drivers.transport.shared_memory_transport import SharedMemoryTransport

@@ -1,0 +1,1 @@
+"""What carries messages between the controller and the workers: RPC between hosts, sockets on one host."""
