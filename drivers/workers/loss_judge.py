@@ -11,6 +11,7 @@ losses often leave out, such as -100, are tried with more of it.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -177,18 +178,20 @@ class Judge:
         return next((text for text, weights in known if _all_fit(cuts, weights)), None)
 
     def _more_cuts(self, sample: Sample, asked: Sequence[Question]) -> list[Cut]:
-        """Cuts after each row, with all targets that there are, or may be, in the first row."""
+        """Cuts after each row, with all targets that there are, or may be, in the first row, and with others in the last."""
         places = range(1, min(sample.rows, _CUTS))
         found = self._cuts(sample, places)
-        others = [*asked]
-        for place, leaf, dim in self._targets(sample):
-            if dim is not None:
-                values = leaf.unique()[:_CUTS].tolist() if is_index(leaf) else [0, 0.5]
-                more = range(min(max(values, default=0), _CUTS)) if is_index(leaf) else ()
-                others += [Question("==", value, place) for value in [*values, *more]]
-        for question in dict.fromkeys(others):
+        for question in asked:
             with suppress(Exception):
                 found += self._answers(sample, question, places)
+        for place, leaf, dim in self._targets(sample):
+            if dim is None:
+                continue
+            values = [*leaf.unique()[:_CUTS].tolist(), *range(_CUTS)] if is_index(leaf) else [0, 0.5, 1]
+            for value, other in pairwise(dict.fromkeys(values)):
+                with suppress(Exception):
+                    last = self._holding(sample, other, place, sample.rows - 1)
+                    found += self._cuts(self._holding(last, value, place), places)
         return found
 
     def _tolerance(self, sample: Sample) -> float:
@@ -221,8 +224,8 @@ class Judge:
         seed_all(2)
         return sample.mapped(noisy)
 
-    def _holding(self, sample: Sample, value: float, only: tuple[str, int] | None = None) -> Sample:
-        """The same with this target in all of the first row: of one tensor, or of all integers that the user gave."""
+    def _holding(self, sample: Sample, value: float, only: tuple[str, int] | None = None, row: int = 0) -> Sample:
+        """The same with this target in all of a row: of one tensor, or of all integers that the user gave."""
         changed = []
 
         def holding(place: Place, leaf: torch.Tensor, dim: int | None) -> torch.Tensor:
@@ -237,7 +240,8 @@ class Judge:
                 return leaf
             changed.append(place)
             leaf = leaf.clone()
-            leaf.narrow(dim, 0, leaf.shape[dim] // sample.rows).fill_(value)
+            each = leaf.shape[dim] // sample.rows
+            leaf.narrow(dim, row * each, each).fill_(value)
             return leaf
 
         held = sample.mapped(holding)

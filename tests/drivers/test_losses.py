@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from pippy import PipelineDriver1F1B, PipelineDriverFillDrain, pipe_split, pipeline
 from pippy.drivers.errors import MicrobatchError
+from pippy.ir.trees import leaves
 from tests.drivers.thread_cluster import thread_cluster
 
 pytestmark = pytest.mark.usefixtures("in_float64")
@@ -132,6 +133,36 @@ def two_means(output, target):
     return F.cross_entropy(output, target, ignore_index=0) + 0.1 * output.square().mean()
 
 
+def words(x: torch.Tensor) -> torch.Tensor:
+    return torch.randint(CLASSES, x.shape[:2])
+
+
+def words_and_mask(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"words": words(x), "mask": torch.ones(x.shape[:2], dtype=torch.bool)}
+
+
+def words_and_weights(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return words(x), torch.ones(x.shape[0])
+
+
+def masked_words(output, target):
+    losses = F.cross_entropy(output.transpose(1, 2), target["words"], reduction="none")
+    return (losses * target["mask"]).sum() / target["mask"].sum()
+
+
+def weighted_words(output, target):
+    losses = F.cross_entropy(output.transpose(1, 2), target[0], reduction="none").mean(1)
+    return (losses * target[1]).sum() / target[1].sum()
+
+
+SEQUENCES = {
+    "words": (lambda o, t: F.cross_entropy(o.transpose(1, 2), t, ignore_index=0), words),
+    "flat words": (lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten()), words),
+    "flat words, a sum": (lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten(), reduction="sum"), words),
+    "next words": (lambda o, t: F.cross_entropy(o[:, :-1].flatten(0, 1), t[:, 1:].flatten(), ignore_index=0), words),
+    "masked words": (masked_words, words_and_mask),
+    "weighted words": (weighted_words, words_and_weights),
+}
 OWN = {
     "masked": masked(3),
     "masked, a value out of range": masked(7),
@@ -156,17 +187,27 @@ class Case:
     plain: Callable[[Any, Any], Any]
     targets: Callable[[torch.Tensor], Any]
     pad: int | None
+    words: tuple[int, ...] = ()
 
-    def padded(self, x: torch.Tensor, rows: list[bool]) -> Any:
-        target = self.targets(x)
+    def batch(self, rows: list[bool]) -> tuple[torch.Tensor, Any]:
+        """An input and a target, which is padded in some rows: of the first tensor in it, and of the last."""
+        x = torch.randn(len(rows), *self.words, CLASSES)
+        target, padded = self.targets(x), torch.tensor(rows)
+        tensors = list(leaves(target))
         if self.pad is not None:
-            target[torch.tensor(rows)] = self.pad
-        return target
+            tensors[0][padded] = self.pad
+        if len(tensors) > 1:
+            tensors[-1][padded] = 0
+        return x, target
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    name = draw(st.sampled_from((*LOSSES, *OWN)))
+    name = draw(st.sampled_from((*LOSSES, *OWN, *SEQUENCES)))
+    if name in SEQUENCES:
+        (own, targets), form = SEQUENCES[name], draw(st.sampled_from(FORMS[2:]))
+        pad = -100 if name.startswith("flat") else draw(st.sampled_from((None, 0)))
+        return Case(form, given_as(form, own), own, targets, pad, words=(3,))
     if name in OWN:
         form, own = draw(st.sampled_from(FORMS[2:])), OWN[name]
         pad = draw(st.sampled_from((-100, 0, 3, 7))) if "masked" in name else draw(st.sampled_from((None, 0, 3)))
@@ -248,6 +289,5 @@ def test_any_loss_gives_the_plain_numbers_or_advice_that_does(workers, case, pad
     torch.manual_seed(seed)
     checked = Checked(case, workers)
     for rows in padding:
-        x = torch.randn(len(rows), CLASSES)
-        checked.step(chunks, x, case.padded(x, rows))
+        checked.step(chunks, *case.batch(rows))
     checked.driver.close()
