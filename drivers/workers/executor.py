@@ -107,6 +107,7 @@ class Executor:
         self.halves = any(
             isinstance(each, Compute) and each.op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT) for each in program.order
         )
+        self.with_backward = {each.call for key, work in program.work.items() if key.phase == "B" for each in work}
         self.single = SingleLoss(self.calls[LOSS]) if program.single_loss and LOSS in self.calls else None
         self.at = 0
         self.step = 0
@@ -276,12 +277,13 @@ class Executor:
             return
         if self.loss_probe is not None:
             self._probe(call, microbatch, takes, gives, args)
-        if self.halves and self.trains:
+        keeps = self.trains and call.name in self.with_backward
+        if self.halves and keeps:
             with call.deferral.recording(inputs) as self.deferred[call.name, microbatch]:
                 outputs = call.run(args)
         else:
             outputs = call.run(args)
-        if self.trains:
+        if keeps:
             self.runs[call.name, microbatch] = StageRun(outputs, inputs)
         for key, value in zip(gives, [outputs] if len(gives) == 1 else outputs, strict=True):
             values[key] = value

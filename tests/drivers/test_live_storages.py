@@ -6,7 +6,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
-from pippy import PipelineDriver, PipelineDriver1F1B, pipe_split, pipeline
+from pippy import Max, PipelineDriver, PipelineDriver1F1B, pipe_split, pipeline
 from pippy.drivers.workers.executor import Executor
 
 made: dict[str, list[StorageWeakRef]] = {}
@@ -119,3 +119,27 @@ def test_a_step_that_is_done_holds_its_result_alone(threads):
     first = step.result()
     assert storage.expired(), "the inputs"
     assert step.result() is first and len(recording.steps) == 1 and step.peak_live
+
+
+class LossInTheMiddle(nn.Module):
+    """The last stage makes an output that the loss does not depend on."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x, target):
+        x = self.layers[0](x)
+        pipe_split()
+        x = self.layers[1](x)
+        loss = F.mse_loss(x, target)
+        pipe_split()
+        return {"loss": loss, "largest": noted("beside", torch.tanh(self.layers[2](x))).amax()}
+
+
+def test_a_stage_without_a_backward_keeps_nothing_for_one(threads):
+    x, target = torch.randn(64, 8), torch.randn(64, 8)
+    for schedule in ("1f1b", "zb_h1"):
+        options = {"schedule": schedule, "loss_reduction": "mean", "output_spec": Max()}
+        driver = PipelineDriver(pipeline(LossInTheMiddle()), threads, **options)
+        assert held(lambda driver=driver: driver.run(32, x, target)) == {"beside": 1}
