@@ -6,7 +6,7 @@ stay free, as far as forward has not asked about them: `if x.shape[1] > 3` fixes
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -51,11 +51,14 @@ class Condition:
 class Guards:
     """What each call must have in common with the example.
 
-    ``given`` has what the example had, by the argument and the way into it: ``mask``, ``batch['ids']``.
+    ``given`` has what the example had, by the argument and the way into it: ``mask``, ``batch['ids']``. ``dtypes`` has those of
+    the model's parameters and buffers, by their names; ``asked_autocast`` the line that asked whether autocast is on.
     """
 
     given: dict[str, GivenTensor | GivenValue]
     conditions: tuple[Condition, ...] = ()
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    asked_autocast: Source | None = None
 
     def joined(self, others: Sequence[Condition]) -> "Guards":
         """These guards, and other conditions."""
@@ -63,6 +66,11 @@ class Guards:
 
     def check(self, values: Mapping[str, Any]) -> None:
         """Raise an `InputError` if the inputs, by their names, differ from the example in something that is fixed."""
+        if self.asked_autocast is not None and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+            raise InputError(
+                "forward asks whether autocast is on, and the model was traced without; call the Pipe without autocast, and "
+                f"have the model compute in the dtype that you want:\n{self.asked_autocast.excerpt()}"
+            )
         found = leaves_by_path(values)
         for path in [*self.given, *found]:
             if path not in found or path not in self.given:

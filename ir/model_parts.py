@@ -92,6 +92,18 @@ def check_still_shared(pipe: nn.Module, compiled: Compiled) -> None:
             )
 
 
+def check_dtypes(compiled: Compiled) -> None:
+    """Raise if the model has other dtypes than when it was traced with an example, which has written them into the graph."""
+    for name, dtype in compiled.guards.dtypes.items() if compiled.guards is not None else ():
+        places = compiled.qualnames.places.get(name, ())
+        if places and get_tensor(compiled.split_gm, places[0]).dtype is not dtype:
+            raise ModeError(
+                f"{name!r} was {dtype} when the model was traced, and torch.export has written the dtypes of the example into "
+                f"the graph; it is {get_tensor(compiled.split_gm, places[0]).dtype} now. Convert the model and the example first, "
+                "and make the Pipe then"
+            )
+
+
 def all_tensors(pipe: nn.Module, compiled: Compiled) -> Iterator[torch.Tensor]:
     """Every tensor of the Pipe once: the model's, and those of its stages and loss."""
     tensors = {id(tensor): tensor for module in (pipe, compiled.split_gm) for _, tensor in named_state(module)}

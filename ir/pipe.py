@@ -17,6 +17,7 @@ from pippy.ir.front.sequential import trace_sequential
 from pippy.ir.front.trace import Traced, TracerLike, trace
 from pippy.ir.model_parts import (
     all_tensors,
+    check_dtypes,
     check_still_shared,
     constants_of,
     parts_come_first,
@@ -137,6 +138,7 @@ class Pipe(nn.Module):
         compiled = compiled_of(self)
         follow_training_flags(self)
         check_still_shared(self, compiled)
+        check_dtypes(compiled)
         follow_owners(compiled.copies())
         inputs = bind(compiled, args, kwargs)
         check_guards(compiled, inputs)

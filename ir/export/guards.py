@@ -5,14 +5,16 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
+from torch import nn
 from torch.utils._sympy.printers import PythonPrinter
 
 from pippy.ir import source
 from pippy.ir.export.program import Program
 from pippy.ir.guards import Condition, GivenTensor, GivenValue, Guards, leaves_by_path
+from pippy.ir.names import named_state
 
 
-def guards_of(program: Program) -> Guards:
+def guards_of(model: nn.Module, program: Program) -> Guards:
     """The guards that the sizes of the example, and forward's questions about them, make."""
     given: dict[str, GivenTensor | GivenValue] = {}
     inputs = {name: value for name, value in program.inputs.items() if name not in program.constants}
@@ -25,7 +27,10 @@ def guards_of(program: Program) -> Guards:
             given[path] = GivenValue(leaf)
     guards = Guards(given)
     texts = {name: f"{path}.size({dim})" for path, dim, name in guards.free_sizes()}
-    return Guards(given, tuple(_conditions(program, env, texts, _sizes(program, guards)))) if texts else guards
+    conditions = tuple(_conditions(program, env, texts, _sizes(program, guards))) if texts else ()
+    state = {name: tensor for name, tensor in named_state(model) if tensor.is_floating_point() or tensor.is_complex()}
+    dtypes = {name: tensor.dtype for name, tensor in state.items()}
+    return Guards(given, conditions, dtypes, program.kept.asked_autocast)
 
 
 def _sizes(program: Program, guards: Guards) -> dict[str, int]:

@@ -26,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.utils import _pytree
 
+from pippy.ir import source
 from pippy.ir.errors import MarkError, TracingError
 from pippy.ir.export.known_results import result_of
 from pippy.ir.front.recording import AutogradFunction
@@ -64,6 +65,7 @@ class KeptCalls:
         on_start: Callable[[Any, Any], None],
         reads: list[nn.Module],
     ) -> None:
+        self.asked_autocast: source.Source | None = None  # the line that asked whether autocast is on
         self.asked_again: set[int] = set()  # the numbers of the questions about sizes that the stages ask themselves
         self.calls: list[KeptModule | AutogradFunction | str] = []
         self._is_leaf, self._on_start, self._reads = is_leaf, on_start, reads

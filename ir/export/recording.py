@@ -29,6 +29,7 @@ from torch.fx.experimental.proxy_tensor import _ModuleStackTracer
 from pippy.ir import source
 from pippy.ir.errors import TracingError
 from pippy.ir.export.kept import KeptCalls
+from pippy.ir.front import tracing_thread
 from pippy.ir.front.random_draws import check_no_draw, refusing_numpys_draws
 from pippy.ir.front.refusals import refused
 from pippy.ir.front.tracing_thread import is_tracing, method_patched_here, patched_here
@@ -77,7 +78,11 @@ def recording(model: nn.Module, kept: KeptCalls) -> Iterator[None]:
             stack.enter_context(method_patched_here(owner, name, refusing(what, owner.__dict__[name])))
         for owner, name, what in functions:
             stack.enter_context(patched_here(owner, name, refusing(what, getattr(owner, name))))
+        stack.enter_context(
+            patched_here(torch, "is_autocast_enabled", _noting_autocast(kept, torch.is_autocast_enabled))
+        )
         stack.enter_context(_annotated_nodes())
+        stack.enter_context(torch._C._DisableAutocast())  # it would write its casts into the graph
         stack.enter_context(torch.enable_grad())
         stack.enter_context(refusing_numpys_draws(model))
         for name in _NUMBERS_UNCHANGED:
@@ -85,6 +90,18 @@ def recording(model: nn.Module, kept: KeptCalls) -> Iterator[None]:
         # A question for an error that the stage raises itself, and that would fix sizes.
         stack.enter_context(patched_here(torch, "_debug_has_internal_overlap", lambda _: 0))
         yield
+
+
+def _noting_autocast(kept: KeptCalls, ask: Callable[..., bool]) -> Callable[..., bool]:
+    def note(*args: Any) -> bool:
+        caller = sys._getframe(1)
+        while caller.f_code.co_filename == tracing_thread.__file__ and caller.f_back is not None:
+            caller = caller.f_back
+        if source.is_users(caller.f_code.co_filename) and not kept.is_inside():
+            kept.asked_autocast = source.of_frame(caller)
+        return ask(*args)
+
+    return note
 
 
 def _asking_again(kept: KeptCalls, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -91,7 +91,9 @@ class _Export:
             if name not in program.inputs and parameter.default is not parameter.empty
         }
         concrete = {**left_out, **program.constants}
-        return Traced(self.model, graph, attributes, concrete, signature=signature, guards=guards_of(program))
+        return Traced(
+            self.model, graph, attributes, concrete, signature=signature, guards=guards_of(self.model, program)
+        )
 
     def _follow_modes(self, traced: Traced, before: Mapping[str, bool]) -> None:
         """Export again with the flags of each mode, and do what the table in `training_flag.py` says."""

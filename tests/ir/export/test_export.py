@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pippy import SplitPoint, annotate_split_points, pipe_split, pipeline
-from pippy.ir.errors import InputError, MarkError, TracingError
+from pippy.ir.errors import InputError, MarkError, ModeError, TracingError
 from pippy.ir.front.tracer import PipeTracer
 from pippy.ir.trees import map_tensors
 from tests.comparisons import assert_same, assert_same_gradients, assert_same_state, run_plain
@@ -283,3 +283,33 @@ def test_attention_follows_the_mode():
         expected = model(x, x.clone(), scale=torch.tensor(2.0))
         torch.manual_seed(1)
         assert_same(pipe(x, x.clone(), scale=torch.tensor(2.0)), expected, f"output in mode {mode}")
+
+
+class Rotary(nn.Module):
+    """Computes a part without autocast, if that is on, as models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.lin(x)
+        pipe_split()
+        if torch.is_autocast_enabled("cpu"):
+            with torch.autocast("cpu", enabled=False):
+                return x @ x.T
+        return x.to(x.dtype) @ x.T
+
+
+def test_autocast_and_dtypes_are_those_of_the_example():
+    x, model = torch.randn(3, 4), Rotary()
+    with torch.autocast("cpu", torch.bfloat16):
+        pipe = pipeline(model, front_end="export", example_args=(x,))
+        with pytest.raises(InputError, match=r"asks whether autocast is on(.|\n)*if torch.is_autocast_enabled"):
+            pipe(x)
+    assert_same(pipe(x), model(x), "output")
+    model.float()
+    with pytest.raises(ModeError, match=r"'lin.weight' was torch.float64"):
+        pipe(x)
+    again = pipeline(model, front_end="export", example_args=(x.float(),))
+    assert_same(again(x.float()), model(x.float()), "output")
