@@ -99,8 +99,8 @@ def check_dtypes(compiled: Compiled) -> None:
         if places and get_tensor(compiled.split_gm, places[0]).dtype is not dtype:
             raise ModeError(
                 f"{name!r} was {dtype} when the model was traced, and torch.export has written the dtypes of the example into "
-                f"the graph; it is {get_tensor(compiled.split_gm, places[0]).dtype} now. Convert the model and the example first, "
-                "and make the Pipe then"
+                f"the graph; it is {get_tensor(compiled.split_gm, places[0]).dtype} now. Convert the model and the example "
+                "first, and make the Pipe then"
             )
 
 

@@ -96,6 +96,7 @@ class _StageGraph:
         self.plan, self.stage, self.graph = plan, stage, fx.Graph()
         self.values: dict[fx.Node, fx.Node] = {}
         self.targets: dict[str, None] = {}  # in the order of their first use
+        self.device: fx.Node | None = None  # what gives the device of the stage
         self.grad_mode: fx.Node | None = None  # while gradients are disabled: the node that disabled them
         self.modes_around: list[fx.Node | None] = []  # the same where each checkpointed part began that has not ended
 
@@ -131,10 +132,23 @@ class _StageGraph:
             self.grad_mode = around  # not a node of the part, which what follows cannot use
         made = self.graph.node_copy(node, self._value)
         made.meta = _kept_meta(node)
+        if "names_device" in node.meta:
+            self._follow_device(made, node.meta["names_device"])
         if node.op == "call_module":
             self.targets[str(node.target)] = None
             made.target = local_name(str(node.target))
         self.values[node] = made
+
+    def _follow_device(self, made: fx.Node, named: torch.device) -> None:
+        """In place of the device where the model was traced, give an operation that of the stage's tensors."""
+        if self.device is None:
+            tensor = next((here for value, here in self.values.items() if value.meta.get("is_tensor")), None)
+            if tensor is None:
+                return
+            with self.graph.inserting_before(made):
+                self.device = self.graph.call_function(getattr, (tensor, "device"))
+        arguments = made.args, made.kwargs
+        made.args, made.kwargs = fx.node.map_aggregate(arguments, lambda each: self.device if each == named else each)
 
     def _value(self, node: fx.Node) -> fx.Node:
         if node.op == "get_attr":

@@ -31,6 +31,7 @@ from pippy.ir.export.kept import MARK, KeptModule, kept
 from pippy.ir.export.program import Program
 from pippy.ir.marks import pipe_split
 from pippy.ir.names import first_names, named_state
+from pippy.ir.trees import tensors
 
 _aten = torch.ops.aten
 _STARS: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
@@ -64,7 +65,7 @@ class _Rebuilt:
         self._lifted: dict[fx.Node, str] = {}
         self._fetched: dict[str, fx.Node] = {}
         self._leaves: dict[fx.Node, tuple[fx.Node, Sequence[Any]]] = {}
-        self._shapes: dict[fx.Node, Any] = {}
+        self._device = _only_device([*self._state.values(), *tensors(program.example)])
 
     # inputs
 
@@ -112,7 +113,7 @@ class _Rebuilt:
             value, way = self._leaves[node]
             for step in way:
                 value = self._item(value, step)
-            self._shapes[value] = node.meta.get("val")
+            self._note_tensor(value, node)
             self.values[node] = value
         return self.values[node]
 
@@ -144,8 +145,15 @@ class _Rebuilt:
                 self._follow_meta(node)
                 self.values[node] = self._rebuilt(body, node)
                 if isinstance(self.values[node], fx.Node):
-                    self._shapes[self.values[node]] = node.meta.get("val")
+                    self._note_tensor(self.values[node], node)
         raise AssertionError("a graph ends in its output")
+
+    def _note_tensor(self, made: fx.Node, node: fx.Node) -> None:
+        """Note which values are tensors, and which operations name the device of the example: a stage may be on another."""
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            made.meta["is_tensor"] = True
+        if self._device is not None and self._device in _pytree.tree_leaves((made.args, made.kwargs)):
+            made.meta["names_device"] = self._device
 
     def _follow_meta(self, node: fx.Node) -> None:
         if "scope" not in node.meta:  # a node that export adds afterwards
@@ -287,6 +295,11 @@ def _is_itself(value: Any, buffer: fx.Node) -> bool:
             return False
         value = value.args[0]
     return value is buffer
+
+
+def _only_device(of: list[torch.Tensor]) -> torch.device | None:
+    devices = {tensor.device for tensor in of}
+    return devices.pop() if len(devices) == 1 else None
 
 
 def with_defaults(graph: fx.Graph, other: fx.Graph) -> None:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from pippy import SplitPoint, annotate_split_points, pipe_split, pipeline
 from pippy.ir.errors import InputError, MarkError, ModeError, TracingError
 from pippy.ir.front.tracer import PipeTracer
-from pippy.ir.trees import map_tensors
+from pippy.ir.trees import map_tensors, tensors
 from tests.comparisons import assert_same, assert_same_gradients, assert_same_state, run_plain
 from tests.ir.export.models import Classifier, Language, Normed
 
@@ -313,3 +313,9 @@ def test_autocast_and_dtypes_are_those_of_the_example():
         pipe(x)
     again = pipeline(model, front_end="export", example_args=(x.float(),))
     assert_same(again(x.float()), model(x.float()), "output")
+
+
+def test_tensors_that_forward_makes_are_on_the_device_of_the_stage():
+    pipe = pipeline(Language(), front_end="export", example_args=({"ids": ids()},))
+    stage = copy.deepcopy(pipe.split_gm.submod_0).to("meta")
+    assert all(tensor.is_meta for tensor in tensors(stage({"ids": ids().to("meta")})))
