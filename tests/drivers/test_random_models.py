@@ -23,6 +23,7 @@ from pippy import (
     Mean,
     Min,
     MultiUseParameterConfig,
+    Pipe,
     PipelineDriver,
     PipeTracer,
     PippyWarning,
@@ -321,6 +322,18 @@ def run_steps(example: Example, plain: nn.Module, model: nn.Module, driver: Pipe
                 each.get_parameter(example.frozen).requires_grad_(False)
 
 
+def check_reference(
+    example: Example, pipe: Pipe, x: torch.Tensor, target: torch.Tensor, expected: Any, once: nn.Module
+) -> None:
+    """The first step in this process, where stages share memory."""
+    same = partial(assert_alike, loosely=example.autocast)
+    with example.surroundings():
+        same(pipe(x, target), expected, "what the Pipe returns")
+    for name, parameter in once.named_parameters():
+        if name in dict(pipe.named_parameters()):
+            same(pipe.get_grad(name), parameter.grad, f"gradient of {name} in this process")
+
+
 def assert_alike(mine: Any, theirs: Any, what: str, loosely: bool) -> None:
     """To rounding; under autocast, to that of bfloat16."""
     if not loosely:
@@ -336,14 +349,19 @@ def assert_alike(mine: Any, theirs: Any, what: str, loosely: bool) -> None:
 def test_random_models_on_workers(workers, example):
     torch.manual_seed(0)
     model = example.model()
-    plain = copy.deepcopy(model)
-    if plain_step(example, copy.deepcopy(plain), *next(example.batches())) is None:
+    plain, once = copy.deepcopy(model), copy.deepcopy(model)
+    x, target = next(example.batches())
+    expected = plain_step(example, once, x.clone(), target)
+    if expected is None:
         return
     driver = made(example, model, workers)
     if driver is None:
         return
     try:
         run_steps(example, plain, model, driver)
+        for name, parameter in once.named_parameters():
+            model.get_parameter(name).requires_grad_(parameter.requires_grad)
+        check_reference(example, driver.pipe, x, target, expected, once)
     except StepError as refusal:
         kinds = {kind for kind, *_ in example.program}
         changed_input = bool(kinds & {"clamp", "change"}) and "changed its input" in str(refusal)
