@@ -24,7 +24,7 @@ def pipeline(
     concrete_args: Mapping[str, Any] | None = None,
     deep_copy_module: bool = False,
     split: Split = None,
-    num_stages: int | None = None,
+    num_stages: int | str | None = None,
     example_args: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     memory_limit: int | None = None,
@@ -56,7 +56,8 @@ def pipeline(
             and activations), "parameters", "uniform" (numbers of layers) or "type:regex" (numbers of modules whose class
             name matches); "auto" is "time" with example arguments and "parameters" without. Or by hand: a list of names
             of modules before which to cut, or a list with the number of layers of each stage.
-        num_stages: into how many stages to cut; alone it means ``split="auto"``.
+        num_stages: into how many stages to cut; alone it means ``split="auto"``. "auto" is as many as the current cluster
+            has workers.
         example_args: the arguments of one call of the Pipe, with the size of one micro-batch, the loss's target last.
             The model is run on them and left as it was.
         example_kwargs: those by name.
@@ -134,7 +135,7 @@ def pipeline(
     )
 
 
-def _balancer(split: Split, num_stages: int | None, how: Mapping[str, Any], **others: Any) -> Balancer | None:
+def _balancer(split: Split, num_stages: int | str | None, how: Mapping[str, Any], **others: Any) -> Balancer | None:
     """What places the cuts; None if nothing asks for that. Those of ``how`` are refused then that would do nothing."""
     if split is not None or num_stages is not None:
         return Balancer(split, num_stages, **how, **others)

@@ -3,13 +3,15 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from pippy.ir.cut.params import MultiUseParamSpec, config_by_tensor, is_to_replicate
 from pippy.ir.cut.uses import operations, uses_of_tensors
 from pippy.ir.front.trace import Traced
 from pippy.ir.marks import pipe_split
 from pippy.ir.trees import nbytes
+
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def marks(traced: Traced) -> list[fx.Node]:
@@ -52,6 +54,25 @@ def crossing(traced: Traced, sizes: Mapping[fx.Node, int] | None = None, spec: M
             and not is_to_replicate(config.get(key), spec)
         ):
             add(each.by_name[0], max(each.by_name), 1 if sizes is None else nbytes(each.tensor))
+    return _running_sums(steps[:-1])
+
+
+def inside_lists(traced: Traced) -> list[int]:
+    """In how many calls of modules of a `nn.ModuleList`, `nn.Sequential` or `nn.ModuleDict` a cut before each operation lies.
+
+    >>> from torch import nn
+    >>> from pippy.ir.front.trace import trace
+    >>> block = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    >>> inside_lists(trace(nn.Sequential(block, nn.Sequential(nn.Linear(4, 4), nn.ReLU()))))
+    [0, 1, 0, 1]
+    """
+    steps = [0] * (len(operations(traced)) + 1)
+    lists = {name for name, module in traced.model.named_modules() if isinstance(module, _LISTS)}
+    for (_, path), (_, numbers) in scopes(traced).items():
+        owner = path.rpartition(".")[0]
+        if path and owner in lists:
+            steps[numbers[0] + 1] += 1
+            steps[numbers[-1] + 1] -= 1
     return _running_sums(steps[:-1])
 
 

@@ -65,7 +65,7 @@ class Balancer:
     def __init__(
         self,
         split: Split = "auto",
-        num_stages: int | None = None,
+        num_stages: int | str | None = None,
         *,
         loss_fn: Callable[..., Any] | None = None,
         multi_use_param_spec: MultiUseParamSpec = None,
@@ -105,6 +105,8 @@ class Balancer:
         else:
             cuts = weighing.best_cuts(self.memory_limit)
         mark(traced, [figures.nodes[cut] for cut in cuts])
+        if self.policy.assumes and cuts:
+            source.warn(_what_parameters_cost(self.policy.stages))
         return self._report(weighing, cuts)
 
     def _report(self, weighing: Weighing, cuts: Sequence[int]) -> Balance:
@@ -143,6 +145,14 @@ class Balancer:
             "as many micro-batches as 1F1B keeps in flight" if self.in_flight is None else f"{self.in_flight} at a time"
         )
         return f"{parameters}, and activations, {flight}"
+
+
+def _what_parameters_cost(stages: int) -> str:
+    return (
+        f"num_stages={stages} without example arguments gives the stages equal numbers of parameters, which is not equal time: "
+        "the slowest of 4 stages of ResNet-50 takes 2.76 times the mean so, and 1.03 times the mean with measured times; give "
+        "example_args, the arguments of one micro-batch, or say split='parameters'"
+    )
 
 
 def _check_memory(limit: object, scale: object, in_flight: object) -> None:

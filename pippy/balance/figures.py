@@ -8,7 +8,7 @@ from torch import fx
 from torch.nn.parameter import is_lazy
 
 from pippy.ir.cut.constraints import Constraint, constraints
-from pippy.ir.cut.cuts import crossing
+from pippy.ir.cut.cuts import crossing, inside_lists
 from pippy.ir.cut.params import MultiUseParamSpec
 from pippy.ir.cut.uses import operations, uses_of_tensors
 from pippy.ir.errors import BalanceError
@@ -24,7 +24,7 @@ class Figures:
     ``layers`` is 1 for an operation that uses parameters, or for each if none does. ``parameters`` counts each parameter
     where it is first used. ``held`` has the bytes of tensors that are in every stage that uses them, ``bytes`` of those
     that are in the first only; a parameter to be trained counts ``param_scale`` times. ``crossing`` is what crosses a cut
-    before the operation.
+    before the operation, and ``inside`` of how many modules of lists it would be, one in the other.
     """
 
     nodes: list[fx.Node]
@@ -33,6 +33,7 @@ class Figures:
     bytes: list[int]
     held: list[dict[Hashable, int]]
     crossing: list[int]
+    inside: list[int]
     constraints: list[Constraint]
 
 
@@ -56,6 +57,7 @@ def figures_of(traced: Traced, spec: MultiUseParamSpec = None, param_scale: floa
         [0] * count,
         [{} for _ in nodes],
         crossing(traced, spec=spec),
+        inside_lists(traced),
         constraints(traced, spec),
     )
     for key, uses in uses_of_tensors(traced).items():

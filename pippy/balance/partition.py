@@ -1,4 +1,4 @@
-"""Cuts a row of units into stages so that the cost of the heaviest stage is as low as possible. The result is exact.
+"""Cuts a row of units into stages: cheap cuts whose heaviest stage is nearly as light as possible. The result is exact.
 
 If there are cuts whose stages all cost at most some ceiling, there are cuts for every higher ceiling. So the lowest ceiling
 is found by bisection over whole numbers. One step of it, for a floor and a ceiling of the cost of each stage:
@@ -6,15 +6,19 @@ is found by bisection over whole numbers. One step of it, for a floor and a ceil
     1 for each stage and each end of it: from where to where it may start      (a window that only moves to the right)
     2 stage by stage: which ends can be reached, and at which price            (stages × units)
 
-Among all cuts under the lowest ceiling, those with the lowest price are taken; among these, by a second bisection, those
-whose lightest stage is heaviest; and among these the latest.
+A cut that is a little cheaper in every step is worth more than a heaviest stage that is a little lighter. So the ceiling
+is raised by `SLACK`, and the cuts with the lowest price under it are taken. Among these, costs that are exact choose: first
+the lowest ceiling, then, by another bisection, those whose lightest stage is heaviest, then the latest. Costs that were
+measured are a little different each time; there everything within the slack counts as alike, and the latest are taken.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil
 
+SLACK = 0.03  # of the cost of the heaviest stage, for a lower price
 Window = tuple[int, int]  # the first and the last start that are allowed for an end
 
 
@@ -76,7 +80,7 @@ class Row:
 
     ``costs`` and ``memory`` hold a Load for each stage (they may differ), ``limits`` the most memory of each stage.
     ``prices[i]`` is the price of a cut before unit i. ``layers`` says how many layers each unit has; a stage has at least
-    ``least`` and at most ``most`` of them.
+    ``least`` and at most ``most`` of them. ``measured`` costs are not quite the same each time.
     """
 
     stages: int
@@ -87,6 +91,7 @@ class Row:
     limits: Sequence[int] = ()
     least: Sequence[int] = ()
     most: Sequence[int] = ()
+    measured: bool = False
 
     @property
     def units(self) -> int:
@@ -116,45 +121,48 @@ def runs(cuts: Sequence[int], units: int) -> list[tuple[int, int]]:
 
 
 def best_cuts(row: Row) -> list[int] | None:
-    """The best cuts: first the heaviest stage is as light as possible, then the price is lowest, then the lightest stage is
-    as heavy as possible, then the cuts are as late as possible.
+    """The best cuts: those with the lowest price of all whose heaviest stage is within the slack of the lightest possible.
 
-    None if no cut is allowed.
+    Of cuts with one price, those whose heaviest stage is lightest, then those whose lightest stage is heaviest, then the
+    latest. None if no cut is allowed.
 
     >>> load = Load([3, 1, 1, 1, 2])
     >>> best_cuts(Row(2, [load] * 2, layers=[1] * 5, prices=[0] * 5))
     [2]
     >>> best_cuts(Row(2, [load] * 2, layers=[1, 0, 0, 0, 0], prices=[0] * 5)) is None
     True
+    >>> load = Load([50, 49, 51, 50])
+    >>> best_cuts(Row(2, [load] * 2, layers=[1] * 4, prices=[0, 7, 8, 2])), best_cuts(Row(2, [load] * 2, [1] * 4, [0, 2, 8, 2]))
+    ([2], [2])
     """
     search = _Search(row)
-    ceiling = max(load.total() for load in row.costs)
-    if not search.feasible(ceiling):
+    most = max(load.total() for load in row.costs)
+    if not search.feasible(most):
         return None
-    low = -1
-    while ceiling - low > 1:
-        middle = (low + ceiling) // 2
-        if search.feasible(middle):
-            ceiling = middle
-        else:
-            low = middle
-    return _evenest(search, ceiling)
+    least = _least(search.feasible, 0, most)
+    ceiling = min(most, least + int(least * SLACK))
+    price = search.lowest_price(ceiling)
+    if not row.measured:
+        ceiling = _least(lambda each: search.lowest_price(each) == price, least, ceiling)
+    return _evenest(search, ceiling, price)
 
 
-def _evenest(search: "_Search", ceiling: int) -> list[int]:
-    """Of the cheapest cuts under a ceiling, those whose lightest stage is heaviest."""
-    best = search.cheapest(ceiling)
-    assert best is not None
-    row = search.row
-    price, low, high = row.price(best), row.least_cost(best), ceiling + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        cuts = search.cheapest(ceiling, middle)
-        if cuts is None or row.price(cuts) > price:
-            high = middle
-        else:
-            best, low = cuts, row.least_cost(cuts)
-    return best
+def _least(holds: Callable[[int], bool], low: int, high: int) -> int:
+    """The least number from ``low`` to ``high`` for which something holds; it holds for ``high``, and above the least."""
+    return bisect_left(range(low, high), True, key=holds) + low
+
+
+def _evenest(search: "_Search", ceiling: int, price: int | None) -> list[int]:
+    """Of the cuts with this price under a ceiling, those whose lightest stage is heaviest; as good as that, if measured."""
+
+    def too_high(floor: int) -> bool:
+        cuts = search.cheapest(ceiling, floor)
+        return cuts is None or search.row.price(cuts) != price
+
+    floor = _least(too_high, 0, ceiling + 1) - 1
+    found = search.cheapest(ceiling, floor - int(floor * SLACK) if search.row.measured else floor)
+    assert found is not None
+    return found
 
 
 def least_memory(row: Row) -> int | None:
@@ -230,6 +238,11 @@ class _Search:
                 before.append(before[-1] + each)
             reached = [first <= last and before[last + 1] > before[first] for first, last in windows]
         return reached[-1]
+
+    def lowest_price(self, ceiling: int) -> int | None:
+        """The price of the cheapest cuts under a ceiling; None if there are none."""
+        cuts = self.cheapest(ceiling)
+        return None if cuts is None else self.row.price(cuts)
 
     def cheapest(self, ceiling: int, floor: int = 0) -> list[int] | None:
         """The cheapest cuts whose stages all cost from ``floor`` to ``ceiling``; of several the latest."""

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from pippy.drivers.clusters.current_cluster import current_cluster
+from pippy.drivers.errors import ClusterError
 from pippy.ir.cut.constraints import Constraint
 from pippy.ir.cut.cuts import scopes
 from pippy.ir.errors import BalanceError
@@ -25,7 +27,8 @@ _KNOWN = ("auto", "uniform", "parameters", "type:REGEX", "time", "size")
 class Policy:
     """A split as it was asked for.
 
-    ``kind`` is a key of MEASURES, or "names" or "counts" for cuts by hand. ``text`` is what a report calls it.
+    ``kind`` is a key of MEASURES, or "names" or "counts" for cuts by hand. ``text`` is what a report calls it. ``assumes`` says
+    that nobody asked for parameters to be balanced, and nothing else is known.
     """
 
     kind: str
@@ -34,6 +37,7 @@ class Policy:
     pattern: re.Pattern[str] | None = None
     names: tuple[str, ...] = ()
     counts: tuple[int, ...] = field(default=())
+    assumes: bool = False
 
     @property
     def measure(self) -> str:
@@ -41,7 +45,7 @@ class Policy:
         return MEASURES.get(self.kind, "parameters")
 
 
-def read_split(split: Split, num_stages: int | None, with_examples: bool) -> Policy:
+def read_split(split: Split, num_stages: int | str | None, with_examples: bool) -> Policy:
     """The policy that ``split`` and ``num_stages`` ask for.
 
     >>> read_split("auto", 4, with_examples=True).text
@@ -49,13 +53,27 @@ def read_split(split: Split, num_stages: int | None, with_examples: bool) -> Pol
     >>> read_split([3, 3, 2], None, with_examples=False).stages
     3
     """
+    if num_stages == "auto":
+        num_stages = _number_of_workers()
     if num_stages is not None and (not isinstance(num_stages, int) or isinstance(num_stages, bool) or num_stages < 1):
-        raise BalanceError(f"num_stages is {num_stages!r}; give a number of stages, 1 or more")
+        raise BalanceError(
+            f"num_stages is {num_stages!r}; give a number of stages, 1 or more, or 'auto' for as many as there are workers"
+        )
     if split is None or isinstance(split, str):
         return _by_policy("auto" if split is None else split, num_stages, with_examples)
     if not isinstance(split, Sequence) or not split:
         raise BalanceError(f"split is {split!r}; {_ADVICE}")
     return _by_hand(list(split), num_stages)
+
+
+def _number_of_workers() -> int:
+    try:
+        return len(current_cluster())
+    except ClusterError as error:
+        raise BalanceError(
+            f"num_stages='auto' is as many stages as the current cluster has workers, and {error}; or give a number, as in "
+            "num_stages=4"
+        ) from None
 
 
 _ADVICE = (
@@ -66,6 +84,7 @@ _ADVICE = (
 
 def _by_policy(split: str, num_stages: int | None, with_examples: bool) -> Policy:
     kind, colon, pattern = split.partition(":")
+    assumes = kind == "auto" and not with_examples
     if kind == "auto":
         kind, text = ("time", "time (auto)") if with_examples else ("parameters", "parameters (auto)")
     else:
@@ -81,7 +100,7 @@ def _by_policy(split: str, num_stages: int | None, with_examples: bool) -> Polic
             "micro-batch, as you will call the Pipe with them (the loss's target last); or split='parameters', which runs "
             "nothing"
         )
-    return Policy(kind, text, num_stages, _compiled(pattern) if kind == "type" else None)
+    return Policy(kind, text, num_stages, _compiled(pattern) if kind == "type" else None, assumes=assumes)
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:

@@ -85,9 +85,16 @@ class Weighing:
         layers, units = _summed(self.layers, edges), self._units(edges)
         # By counts, what has no parameters stays with the layer before it, however long it takes.
         costs = [Load(layers)] * self.stages if counts else [units[load] for load in self.costs]
-        prices = [self.figures.crossing[edge] for edge in edges[:-1]]
+        prices = self._prices(edges)
         limits = [] if memory_limit is None else [memory_limit] * self.stages
-        return Row(self.stages, costs, layers, prices, [units[load] for load in self.memory], limits, counts, counts)
+        memory, measured = [units[load] for load in self.memory], self.policy.measure == "time"
+        return Row(self.stages, costs, layers, prices, memory, limits, counts, counts, measured)
+
+    def _prices(self, edges: Sequence[int]) -> list[int]:
+        """What crosses a cut; where that is the same, it is cheaper to cut between the modules of a list than in one."""
+        crossing, inside = self.figures.crossing, self.figures.inside
+        scale = 1 + (self.stages - 1) * max(inside)
+        return [crossing[edge] * scale + inside[edge] for edge in edges[:-1]]
 
     def _units(self, edges: Sequence[int]) -> dict[Load, Load]:
         return {load: _merged(load, edges) for load in dict.fromkeys([*self.costs, *self.memory])}

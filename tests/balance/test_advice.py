@@ -12,7 +12,10 @@ from pippy import PipeTracer, SplitPoint, annotate_split_points, clear_split_poi
 from pippy.errors import BalanceError
 from tests.comparisons import assert_same
 
-pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
+pytestmark = [
+    pytest.mark.usefixtures("in_float64", "seeded"),
+    pytest.mark.filterwarnings("ignore:num_stages=. without example arguments"),
+]
 X = torch.randn(3, 4, dtype=torch.float64)
 
 

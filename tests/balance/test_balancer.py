@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import random
 import re
 import warnings
 from itertools import pairwise
@@ -16,6 +17,7 @@ from torch import nn
 from pippy import (
     MultiUseParameterConfig,
     Pipe,
+    PipelineDriver1F1B,
     PippyWarning,
     SplitPoint,
     annotate_split_points,
@@ -24,11 +26,17 @@ from pippy import (
     verify,
 )
 from pippy.balance.balancer import Balancer
+from pippy.balance.figures import figures_of
+from pippy.balance.policies import read_split
+from pippy.balance.profile import Cost, Profile
 from pippy.balance.progress import Progress
+from pippy.balance.weighing import Weighing
 from pippy.ir.cut.cuts import marks
 from pippy.ir.errors import BalanceError, InputError, SplitError
+from pippy.ir.front.trace import trace
 from pippy.ir.names import named_state
 from tests.comparisons import assert_same, assert_same_gradients, assert_same_state, fresh_inputs, run_plain, twin
+from tests.drivers.thread_cluster import thread_cluster
 from tests.test_random_models import Random, loss_of, steps
 from tests.zoo import exhibits
 
@@ -209,9 +217,30 @@ def test_type_matches_leaves_too():
 
 @pytest.mark.parametrize("examples", [{"example_args": (torch.tensor([[1, 2]]),)}, {}])
 def test_auto_is_time_with_examples_and_parameters_without(examples):
-    pipe = pipeline(Transformer(), num_stages=2, **examples)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", PippyWarning)
+        pipe = pipeline(Transformer(), num_stages=2, **examples)
     assert pipe.balance.policy == ("time (auto)" if examples else "parameters (auto)")
     assert pipe.num_stages == 2
+    if examples:
+        assert not told
+    else:
+        (warning,) = told
+        assert warning.filename == __file__
+        assert re.search(r"num_stages=2 .*equal numbers of parameters.*2\.76.*split='parameters'", str(warning.message))
+        pipeline(Transformer(), split="parameters", num_stages=2)  # and no warning
+
+
+def test_as_many_stages_as_workers():
+    with pytest.raises(BalanceError, match=r"num_stages='auto' .* no cluster is open; .*num_stages=4"):
+        pipeline(net(4, 4, 4, 4), split="parameters", num_stages="auto")
+    for workers in (2, 3):
+        with thread_cluster(workers) as cluster:
+            pipe = pipeline(net(4, 4, 4, 4), nn.MSELoss(), split="parameters", num_stages="auto")
+            assert pipe.num_stages == workers
+            driver = PipelineDriver1F1B(pipe, cluster)
+            driver.run(1, torch.randn(2, 4), torch.randn(2, 4))
+            driver.close()
 
 
 def test_examples_by_name():
@@ -235,6 +264,44 @@ def test_of_cuts_that_are_alike_the_one_that_sends_fewest_bytes():
     pipe = pipeline(Waist(), split="parameters", num_stages=2, example_args=(torch.randn(3, 4),))
     assert pipe.balance.stages[0].sends == 3 * 4
     assert "expand" in str(pipe.stage(1))
+
+
+class InTwo(nn.Module):
+    """What is after the sum in a block sends as much as what is between blocks."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.one, self.other = Block(width), Block(width)
+
+    def forward(self, x):
+        return self.other(self.one(x))
+
+
+@pytest.mark.parametrize(("blocks", "stages"), [(12, 4), (8, 2), (18, 3)])
+def test_measured_times_that_differ_by_chance_cut_between_the_same_blocks(blocks, stages):
+    """The cuts wandered into blocks, and sent more, for a heaviest stage that chance had made lighter."""
+    model = nn.Sequential(nn.Linear(4, 4), *[InTwo(4) for _ in range(blocks)], nn.Linear(4, 4))
+    traced = trace(model)
+    figures, numbers = figures_of(traced), random.Random(0)
+    times = [100 + 40 * count for count in figures.parameters]
+    seen = set()
+    for trial in range(20):
+        costs = [Cost(round(each * numbers.uniform(0.97, 1.03) if trial else each)) for each in times]
+        policy = read_split("time", stages, with_examples=True)
+        cuts = Weighing(traced, figures, Profile(costs), policy, None).best_cuts(None)
+        seen.add(tuple(str(figures.nodes[cut].target) for cut in cuts))
+    assert len(seen) == 1
+    assert all(name.endswith(".one.norm") for name in seen.pop())
+
+
+@pytest.mark.parametrize(("at", "bytes_sent"), [(39, 2 * 1 * 4), (30, 2 * 10 * 4)])
+def test_within_three_percent_the_fewest_bytes_win(at, bytes_sent):
+    """80 layers, and a narrow place: one layer from the middle, or too far from it."""
+    row = [nn.Linear(10, 10, bias=False) for _ in range(80)]
+    row[at:at] = [nn.Linear(10, 1, bias=False), nn.Linear(1, 10, bias=False)]
+    pipe = pipeline(nn.Sequential(*row), split="parameters", num_stages=2, example_args=(torch.randn(2, 10),))
+    assert pipe.balance.stages[0].sends == bytes_sent
+    assert pipe.balance.ratio < 1.03
 
 
 # By hand.
@@ -441,6 +508,7 @@ X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
         ({"split": "size", "num_stages": 2}, "needs arguments for that: give example_args"),
         ({"num_stages": 3}, "cut into 3 stages, of which each needs a layer: it has 2 layers: 0, 2"),
         ({"num_stages": 0}, "num_stages is 0"),
+        ({"num_stages": "all"}, "num_stages is 'all'; .*'auto' for as many as there are workers"),
         ({"num_stages": True}, "num_stages is True"),
         ({"num_stages": 2.0}, r"num_stages is 2\.0"),
         ({"split": []}, r"split is \[\]"),
