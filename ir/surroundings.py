@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 _C: Any = torch._C
+_checkpoint: Any = torch.utils.checkpoint
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,11 @@ TABLE: tuple[Setting | Entered | Refused, ...] = (
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         lambda values: torch.set_anomaly_enabled(*values),
     ),
+    Setting(
+        "torch.utils.checkpoint.set_checkpoint_early_stop",
+        lambda: _checkpoint._enable_checkpoint_early_stop,
+        lambda enable: setattr(_checkpoint, "_enable_checkpoint_early_stop", enable),
+    ),
     Entered("torch.no_grad, torch.inference_mode", torch.is_grad_enabled),
     Entered("torch.autocast", _read_autocast, _enter_autocast),
     Refused(
@@ -207,7 +214,11 @@ TABLE: tuple[Setting | Entered | Refused, ...] = (
     Refused("torch.autograd.forward_ad.dual_level", lambda: forward_ad._current_level >= 0, _IN_MODEL),
 )
 
-_RECORDED = ("torch.no_grad, torch.inference_mode", "torch.set_default_device, with torch.device")
+_RECORDED = (
+    "torch.no_grad, torch.inference_mode",
+    "torch.set_default_device, with torch.device",
+    "torch.utils.checkpoint.set_checkpoint_early_stop",
+)
 SETTINGS = [row for row in TABLE if isinstance(row, Setting)]
 ENTERED = [row for row in TABLE if isinstance(row, Entered) and row.enter is not None]
 REFUSED = [row for row in TABLE if isinstance(row, Refused)]
@@ -260,7 +271,7 @@ class Surroundings:
 class ChangesInForward:
     """Says which rows of the table are not as they were when this was made: a graph that is traced would lose them.
 
-    Gradient modes and default devices do not count: they are recorded.
+    Gradient modes, default devices and what is said of checkpointed parts do not count: they are recorded.
     """
 
     ROWS = [row for row in TABLE if row.name not in _RECORDED]

@@ -30,6 +30,8 @@ _torchs: Any = torch.utils.checkpoint
 def recording_checkpoints(tracer: fx.Tracer) -> Iterator[None]:
     """A context in which ``tracer`` records the calls with ``use_reentrant=False``."""
 
+    before = _forced()
+
     def generator(
         _: Any,
         preserve: Any,
@@ -41,13 +43,13 @@ def recording_checkpoints(tracer: fx.Tracer) -> Iterator[None]:
         **__: Any,
     ) -> Iterator[None]:
         # torch runs the function between the two steps of its generator.
-        forced_debug, forced_stop = _torchs._checkpoint_debug_enabled, _torchs._enable_checkpoint_early_stop
         options = {
             "preserve_rng_state": preserve,
             "determinism_check": determinism_check,
-            "debug": debug if forced_debug is None else forced_debug,
-            "early_stop": early_stop if forced_stop is None else forced_stop,
+            "debug": debug,
+            "early_stop": early_stop,
         }
+        options.update({name: value for name, value in _forced().items() if value != before[name]})
         begin = _begin(tracer, args, False, options, context_fn)
         yield
         tracer.create_proxy("call_function", end_part, (begin,), {}, name="checkpoint")
@@ -69,6 +71,11 @@ def _without_dynamo() -> Iterator[None]:
 
     with patch.object(plain, _DISABLED, call, create=True):
         yield
+
+
+def _forced() -> dict[str, bool | None]:
+    """The options that a region says for all calls in it; None if it does not."""
+    return {"debug": _torchs._checkpoint_debug_enabled, "early_stop": _torchs._enable_checkpoint_early_stop}
 
 
 def record_reentrant(tracer: fx.Tracer, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:

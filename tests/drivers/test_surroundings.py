@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
 from pippy import Pipe, PipelineDriver, PipelineDriver1F1B, PipeTracer, pipe_split, pipeline
@@ -161,6 +162,7 @@ CONTEXTS = {
     "torch.backends.mkldnn.flags": lambda: torch.backends.mkldnn.flags(enabled=False),
     "torch.nn.attention.sdpa_kernel": lambda: sdpa_kernel(SDPBackend.MATH),
     "torch.autograd.detect_anomaly": lambda: torch.autograd.detect_anomaly(check_nan=False),
+    "torch.utils.checkpoint.set_checkpoint_early_stop": lambda: set_checkpoint_early_stop(False),
     "torch.no_grad, torch.inference_mode": torch.inference_mode,
     "torch.autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False),
     "torch.set_default_device, with torch.device": lambda: META,
@@ -348,7 +350,11 @@ class Whole(PipeTracer):
         return isinstance(m, Region) or super().is_leaf_module(m, module_qualified_name)
 
 
-KEPT = ("torch.no_grad, torch.inference_mode", "torch.set_default_device, with torch.device")
+KEPT = (
+    "torch.no_grad, torch.inference_mode",
+    "torch.set_default_device, with torch.device",
+    "torch.utils.checkpoint.set_checkpoint_early_stop",
+)
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
