@@ -121,8 +121,9 @@ class Pairs:
 
         Unlike `fx.node.map_aggregate` this walks through two arguments at once.
         """
-        if self._at(mine) is not None or self._at(other) is not None:
-            return _require(self._at(mine) == self._at(other), mine)
+        here, there = self._at(mine), self._at(other)
+        if here is not None or there is not None:
+            return _require(here == there, mine)
         match mine, other:
             case ((tuple() | list()), (tuple() | list())):
                 _require(len(mine) == len(other))

@@ -110,7 +110,9 @@ def follow_training(settings: Sequence[Setting]) -> None:
     first = settings[0].graph
     pairs = [Pairs(first, setting.graph) for setting in settings]
     for node, *others in zip(*(each.others for each in pairs)):
-        values = [_constants(*each) for each in zip(pairs, (node, *others))]
+        # settings that take the same branches have one graph
+        constants = {each: _constants(pair, each) for each, pair in dict(zip((node, *others), pairs)).items()}
+        values = [constants[each] for each in (node, *others)]
         if all(is_same_constant(*pair) for other in values for pair in zip(values[0], other)):
             continue
         choices = _Choices(first, node, settings)
