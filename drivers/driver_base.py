@@ -115,10 +115,7 @@ class PipelineDriverBase:
         self.parameters = RemoteParameters(pipe, self.placed, self.commands, self.stale)
         self.loss_checks = LossChecks(LOSS in self.compiled.split_gm._modules)
         self._optimizers = 0
-        self._probed: set[tuple[int, bool]] = (
-            set()
-        )  # programs, and whether outputs were asked for, whose outputs were checked
-        self._grad_scaler: PipelineGradScaler | None = None
+        self._probed: set[tuple[int, bool, bool]] = set()  # kinds of steps whose outputs were checked
         self._recording: Recording | None = None
         self.commands.load(self.placed.loads(), self.placed.flags())
         watch(pipe.parameters(), self.commands)
@@ -203,7 +200,7 @@ class PipelineDriverBase:
         reduce = trains and bool(program.replicated) and self.commands.last_before_update
         check = self._loss_check(sent, division, results)
         scale = self._grad_scaler.scale_of_steps if self._grad_scaler is not None and trains else None
-        unprobed = (sent.number, outputs is not None)
+        unprobed = (chunks, trains, outputs is not None)
         probe = results.merges and division.chunks > 1 and not division.mask and unprobed not in self._probed
         steps = self._steps(sent, purpose, division, results.weights, trains, reduce, check, scale, probe)
         returned = values_to_return(self.compiled, outputs)
