@@ -116,6 +116,7 @@ class PipelineDriverBase:
         self.loss_checks = LossChecks(LOSS in self.compiled.split_gm._modules)
         self._optimizers = 0
         self._probed: set[tuple[int, bool, bool]] = set()  # kinds of steps whose outputs were checked
+        self._grad_scaler: PipelineGradScaler | None = None
         self._recording: Recording | None = None
         self.commands.load(self.placed.loads(), self.placed.flags())
         watch(pipe.parameters(), self.commands)
