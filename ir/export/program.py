@@ -104,11 +104,11 @@ class Exporter:
 
 
 def _distinct(model: nn.Module, example: inspect.BoundArguments) -> inspect.BoundArguments:
-    """The example with a tensor of its own in each place. torch.export takes one that is there twice for one argument."""
+    """The example with a tensor of its own in each place: torch.export takes one that is there twice for one argument."""
     seen = {id(tensor) for _, tensor in named_state(model)}
 
     def another(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) in seen:
+        if id(tensor) in seen or tensor.is_inference():
             return tensor.detach().clone().requires_grad_(tensor.requires_grad)
         seen.add(id(tensor))
         return tensor

@@ -319,3 +319,12 @@ def test_tensors_that_forward_makes_are_on_the_device_of_the_stage():
     pipe = pipeline(Language(), front_end="export", example_args=({"ids": ids()},))
     stage = copy.deepcopy(pipe.split_gm.submod_0).to("meta")
     assert all(tensor.is_meta for tensor in tensors(stage({"ids": ids().to("meta")})))
+
+
+def test_an_example_made_in_inference_mode_will_do():
+    model = Normed()
+    with torch.inference_mode():
+        example = (torch.randn(4, 4), torch.randn(4, 1))
+        pipe = pipeline(model, nn.MSELoss(), front_end="export", example_args=example)
+    pipe(torch.randn(4, 4), torch.randn(4, 1))
+    assert pipe.out.weight.grad is not None
