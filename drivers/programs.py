@@ -13,6 +13,7 @@ from pippy.drivers.placed_pipe import PlacedPipe
 from pippy.drivers.schedules import Program, make_schedule
 from pippy.drivers.schedules.programs.instructions import Op
 from pippy.drivers.schedules.programs.placement import Placement
+from pippy.drivers.whole_batch_gradients import check_whole_batch_gradients
 from pippy.ir.pipe import Pipe
 
 
@@ -122,6 +123,8 @@ class DriverPrograms:
         """Lower a program and send it to the workers, unless they have it."""
         key = chunks, name, untrained
         if key not in self.sent:
+            if trains:
+                check_whole_batch_gradients(self.placed.compiled, chunks)
             left_out = untrained if program.edges is None else frozenset()  # a program with its values is run as it is
             lowered, number = lower(self.pipe, program, untrained=left_out), len(self.sent)
             out_of_order = self.out_of_order if trains else False

@@ -16,7 +16,7 @@ from pippy import (
     pipe_split,
     pipeline,
 )
-from pippy.drivers.errors import OptimizerError
+from pippy.drivers.errors import DriverError, OptimizerError
 from pippy.drivers.workers.saved_memory import ByteCounter
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
@@ -266,6 +266,35 @@ def test_sparse_gradients_between_processes(cluster):
         twins.mine[0].load_state_dict(twins.mine[0].state_dict())  # its momentum is sparse
         twins.backward(), twins.update()
         twins.compare_parameters()
+
+
+class Frequent(nn.Module):
+    def __init__(self, as_function):
+        super().__init__()
+        self.words = nn.Embedding(13, 8, scale_grad_by_freq=not as_function)
+        self.hidden, self.as_function = nn.Linear(8, 8), as_function
+
+    def forward(self, x):
+        y = F.embedding(x, self.words.weight, scale_grad_by_freq=True) if self.as_function else self.words(x)
+        pipe_split()
+        return self.hidden(y)
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+def test_gradients_by_the_frequency_in_the_mini_batch_are_refused_for_micro_batches(threads, as_function):
+    plain = Frequent(as_function)
+    driver = PipelineDriver1F1B(pipeline(copy.deepcopy(plain), F.mse_loss), threads)
+    x, target = torch.randint(13, (6, 5)), torch.randn(6, 5, 8)
+    before = list(threads.control.counts)
+    with pytest.raises(DriverError, match=r"(?s)scale_grad_by_freq=True.*test_sparse.py.*words"):
+        driver.run(2, x, target)
+    assert threads.control.counts == before
+    driver.run(1, x, target)
+    F.mse_loss(plain(x), target).backward()
+    torch.testing.assert_close(driver.get_grad("words.weight"), plain.words.weight.grad)
+    with torch.no_grad():
+        driver.run(2, x, target)
+    driver.close()
 
 
 # Sparse tensors as inputs, between stages, as outputs and targets

@@ -1,0 +1,50 @@
+"""Refuses what needs the whole mini-batch for its gradient: a word's frequency, where embeddings divide by it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn import functional as F
+
+from pippy.drivers.errors import DriverError
+from pippy.ir.compiled import Compiled
+from pippy.ir.source import excerpt_of
+
+_PLACE_OF_FLAG: dict[Any, int] = {  # scale_grad_by_freq among the arguments
+    F.embedding: 5,
+    F.embedding_bag: 5,
+    torch.ops.aten.embedding.default: 3,
+    torch.ops.aten._embedding_bag.default: 3,
+}
+
+
+def check_whole_batch_gradients(compiled: Compiled, chunks: int) -> None:
+    """Raise if a micro-batch would compute another gradient than its share of the mini-batch's."""
+    found = list(_scaled_by_frequency(compiled)) if chunks > 1 else []
+    if found:
+        raise DriverError(
+            "an embedding has scale_grad_by_freq=True: its gradient is divided by how often a word comes in the batch, and "
+            f"each of {chunks} micro-batches counts only its own words; use chunks=1, or leave scale_grad_by_freq out:\n"
+            + "\n".join(found)
+        )
+
+
+def _scaled_by_frequency(compiled: Compiled) -> Iterator[str]:
+    for call in compiled.split_gm.graph.find_nodes(op="call_module"):
+        stage = compiled.stage(str(call.target))
+        nodes = stage.graph.nodes if isinstance(stage, fx.GraphModule) else ()
+        lines = {node.target: excerpt_of(node) for node in nodes if node.op == "call_module"}
+        for name, module in stage.named_modules():
+            if getattr(module, "scale_grad_by_freq", False) is True and any(
+                p.requires_grad for p in module.parameters()
+            ):
+                yield lines.get(name, f"  {module!r}")
+        yield from (excerpt_of(node) for node in nodes if node.op == "call_function" and _has_flag(node))
+
+
+def _has_flag(node: fx.Node) -> bool:
+    place = _PLACE_OF_FLAG.get(node.target)
+    if place is None:
+        return False
+    return node.kwargs.get("scale_grad_by_freq", node.args[place] if len(node.args) > place else False) is True
