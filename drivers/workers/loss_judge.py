@@ -192,6 +192,8 @@ class Judge:
                 with suppress(Exception):
                     last = self._holding(sample, other, place, sample.rows - 1)
                     found += self._cuts(self._holding(last, value, place), places)
+                    if leaf.dim() > 1:
+                        found += self._cuts(self._holding(last, value, place, corner=True), places)
         return found
 
     def _tolerance(self, sample: Sample) -> float:
@@ -224,8 +226,10 @@ class Judge:
         seed_all(2)
         return sample.mapped(noisy)
 
-    def _holding(self, sample: Sample, value: float, only: tuple[str, int] | None = None, row: int = 0) -> Sample:
-        """The same with this target in all of a row: of one tensor, or of all integers that the user gave."""
+    def _holding(
+        self, sample: Sample, value: float, only: tuple[str, int] | None = None, row: int = 0, corner: bool = False
+    ) -> Sample:
+        """The same with this target in all of a row, or in its first place: of one tensor, or of all integers of the user."""
         changed = []
 
         def holding(place: Place, leaf: torch.Tensor, dim: int | None) -> torch.Tensor:
@@ -241,7 +245,8 @@ class Judge:
             changed.append(place)
             leaf = leaf.clone()
             each = leaf.shape[dim] // sample.rows
-            leaf.narrow(dim, row * each, each).fill_(value)
+            held = leaf.narrow(dim, row * each, each)
+            held[(slice(1),) * held.dim() if corner else ...].fill_(value)
             return leaf
 
         held = sample.mapped(holding)

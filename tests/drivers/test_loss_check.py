@@ -257,3 +257,10 @@ def test_what_matters_not_is_not_looked_for(threads):
     driver = PipelineDriver1F1B(pipeline(Net(), loss_fn), threads)
     driver.run(2, torch.randn(4, 4), torch.tensor([1, 2, 3, 0]))
     assert {(each.sign, each.value) for each in driver.loss_checks.watched} == {("==", -100)}
+
+
+def test_targets_of_which_the_first_counts_nothing(threads):
+    loss_fn = lambda o, t: F.cross_entropy(o[:, :-1].flatten(0, 1), t[:, 1:].flatten(), ignore_index=0)  # noqa: E731
+    target = torch.tensor([[1, 2, 3], [0, 0, 0], [3, 1, 2], [0, 0, 0]])
+    pipe, x = pipeline(Net(), loss_fn), torch.randn(4, 3, 4)
+    assert follow(threads, pipe, 2, x, target)[1] == "lambda target: (target[:, 1:] != 0).sum()"
