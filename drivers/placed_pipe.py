@@ -26,7 +26,7 @@ from pippy.drivers.transport.pickling import pickle_by_value
 from pippy.ir.compiled import Compiled
 from pippy.ir.model_parts import check_dtypes
 from pippy.ir.names import stage_index
-from pippy.ir.nodes import flat_inputs, is_getitem, map_nodes
+from pippy.ir.nodes import map_nodes
 
 
 class PlacedPipe:
@@ -167,32 +167,6 @@ class PlacedPipe:
             tuple([each.training for each in self._modules[call]]),
             tuple([each.requires_grad for each in self._parameters[call]]),
         )
-
-    def untrained(self) -> frozenset[int]:
-        """The stages without a parameter to train that take values only from such stages: no gradient is of use to them.
-
-        It is empty if all are such stages: then the loss has no gradient, and the worker that computes it says so.
-        """
-        trained: set[int] = set()
-        for call, (stage, sources) in self._sources.items():
-            if sources & trained or any(each.requires_grad for each in self._parameters[call]):
-                trained.add(stage)
-        untrained = {stage for stage, _ in self._sources.values()} - trained
-        return frozenset(untrained if trained else ())
-
-    @cached_property
-    def _sources(self) -> dict[str, tuple[int, set[int]]]:
-        """The stage of each call, and the stages whose values it takes."""
-
-        def stage(node: fx.Node) -> int:
-            index = stage_index(str(node.target))
-            return self.loss_stage if index is None else index
-
-        found = {}
-        for call, node in self.nodes.items():
-            makers: list[Any] = [value.args[0] if is_getitem(value) else value for value in flat_inputs(node)]
-            found[call] = stage(node), {stage(made) for made in makers if made.op == "call_module"}
-        return found
 
     @cached_property
     def _modules(self) -> dict[str, list[nn.Module]]:

@@ -87,9 +87,7 @@ class DriverPrograms:
     ) -> None:
         self.pipe, self.schedule, self.placed, self.commands = pipe, schedule, placed, commands
         self.workers, self.single_loss, self.out_of_order = workers, single_loss, out_of_order
-        self.sent: dict[
-            Any, SentProgram
-        ] = {}  # by the number of micro-batches, what it is for, and the untrained stages
+        self.sent: dict[tuple[int, str], SentProgram] = {}  # by the number of micro-batches, and what it is for
 
     def for_display(self, chunks: int, trains: bool) -> Program:
         """The program of the next step with ``chunks`` micro-batches, as far as is known now."""
@@ -109,24 +107,20 @@ class DriverPrograms:
 
     def _plain(self, chunks: int, trains: bool) -> SentProgram:
         name = "training" if trains else "forward only"
-        untrained = self.placed.untrained() if trains else frozenset()
-        if (chunks, name, untrained) in self.sent:
-            return self.sent[chunks, name, untrained]
+        if (chunks, name) in self.sent:
+            return self.sent[chunks, name]
         program = self.schedule.make(chunks, self.workers)
         if not trains:
             program = make_schedule("forward_only", workers=program.workers, chunks=chunks, placement=program.placement)
-        return self._send(chunks, name, program, trains, untrained)
+        return self._send(chunks, name, program, trains)
 
-    def _send(
-        self, chunks: int, name: str, program: Program, trains: bool = True, untrained: frozenset[int] = frozenset()
-    ) -> SentProgram:
+    def _send(self, chunks: int, name: str, program: Program, trains: bool = True) -> SentProgram:
         """Lower a program and send it to the workers, unless they have it."""
-        key = chunks, name, untrained
+        key = chunks, name
         if key not in self.sent:
             if trains:
                 check_whole_batch_gradients(self.placed.compiled, chunks)
-            left_out = untrained if program.edges is None else frozenset()  # a program with its values is run as it is
-            lowered, number = lower(self.pipe, program, untrained=left_out), len(self.sent)
+            lowered, number = lower(self.pipe, program), len(self.sent)
             out_of_order = self.out_of_order if trains else False
             _check_limit(out_of_order, lowered.program)
             self.commands.call(self.placed.programs(number, lowered, self.single_loss, out_of_order))

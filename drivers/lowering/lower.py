@@ -34,12 +34,11 @@ class Lowered:
     outputs: Mapping[str, int]
 
 
-def lower(pipe: Pipe, schedule: Program, buffer: int | None = None, untrained: frozenset[int] = frozenset()) -> Lowered:
+def lower(pipe: Pipe, schedule: Program, buffer: int | None = None) -> Lowered:
     """Lower a schedule for a Pipe, and prove the result. ``buffer`` is how many sent values a channel can hold.
 
     Whole backwards (B) of the schedule stay whole, and halves (I, W) stay halves. Backwards that the loss does
-    not need are left out, and those of stages in ``untrained``: neither they nor the stages that they take values from have
-    anything to train. Without a loss, all are left out. A program that already has its communication, for example one
+    not need are left out; without a loss, all are left out. A program that already has its communication, for example one
     that was written by hand, is not changed; its edges must be those of the Pipe.
 
     >>> from torch import nn
@@ -71,8 +70,8 @@ def lower(pipe: Pipe, schedule: Program, buffer: int | None = None, untrained: f
     check_rules(compiled)
     interpreter = RemoteInterpreter(compiled)
     training = bool(schedule.backward) and compiled.loss is not None
-    work = _by_pass(interpreter.run_until(lambda node: node.op == "output"), training, untrained)
-    replicated = _replicated(compiled, interpreter, untrained) if training else ()
+    work = _by_pass(interpreter.run_until(lambda node: node.op == "output"), training)
+    replicated = _replicated(compiled, interpreter) if training else ()
     _check_backward(schedule, work)
     edges = tuple(_edges(work))
     program = _fitted(schedule, edges, work, replicated)
@@ -81,10 +80,10 @@ def lower(pipe: Pipe, schedule: Program, buffer: int | None = None, untrained: f
     return Lowered(program, work, dict(_inputs(interpreter, work, worker_of)), dict(_outputs(interpreter, worker_of)))
 
 
-def _by_pass(work: list[Work], training: bool, untrained: frozenset[int]) -> dict[Pass, tuple[Work, ...]]:
+def _by_pass(work: list[Work], training: bool) -> dict[Pass, tuple[Work, ...]]:
     found: dict[Pass, tuple[Work, ...]] = {}
     for each in work:
-        if each.phase == "F" or (training and each.stage not in untrained):
+        if each.phase == "F" or training:
             key = Pass(each.phase, each.stage)  # type: ignore[arg-type]
             found[key] = (*found.get(key, ()), each)
     return found
@@ -134,16 +133,13 @@ def _check_same(what: str, theirs: set[str], ours: set[str]) -> None:
         raise LoweringError("the program was made for another Pipe:\n" + "\n".join(lines))
 
 
-def _replicated(
-    compiled: Compiled, interpreter: RemoteInterpreter, untrained: frozenset[int]
-) -> tuple[Replicated, ...]:
+def _replicated(compiled: Compiled, interpreter: RemoteInterpreter) -> tuple[Replicated, ...]:
     groups = []
     for group in compiled.replicated_params:
         stages = {index if (index := stage_index(stage)) is not None else interpreter.loss_stage for stage in group}
         stage, local = next(iter(group.items()))
         name = compiled.qualnames.canonical[compiled.remap_qualname(f"{stage}.{local}")]
-        if not stages & untrained:  # what an untrained stage has a copy of is frozen
-            groups.append(Replicated(name, tuple(sorted(stages))))
+        groups.append(Replicated(name, tuple(sorted(stages))))
     return tuple(groups)
 
 
