@@ -344,7 +344,7 @@ def assert_alike(mine: Any, theirs: Any, what: str, loosely: bool) -> None:
             torch.testing.assert_close(one, other, rtol=0.05, atol=0.05, msg=lambda text: f"{what}: {text}")
 
 
-@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(example=examples)
 def test_random_models_on_workers(workers, example):
     torch.manual_seed(0)
