@@ -113,7 +113,7 @@ class PipelineDriverBase:
         )
         self.stale = StaleModels(pipe)
         self.parameters = RemoteParameters(pipe, self.placed, self.commands, self.stale)
-        self.loss_checks = LossChecks(LOSS in self.compiled.split_gm._modules)
+        self.loss_checks = LossChecks(LOSS in self.compiled.split_gm._modules, self.compiled.row_sizes)
         self._optimizers = 0
         self._probed: set[tuple[int, bool, bool]] = set()  # kinds of steps whose outputs were checked
         self._grad_scaler: PipelineGradScaler | None = None

@@ -39,7 +39,8 @@ class Compiled:
     parameter, from the stages that hold a copy to the name in that stage; the first is the model's own. ``required_inputs``
     names the inputs that must not be None. ``balance`` is the result of the ``cut`` of `Pipe.from_tracing`. ``seen_inputs``
     has the inputs that each stage must not change in place: their numbers and names. ``guards``, ``asked`` and ``kinds`` are
-    those of the traced graph, and are checked in each call; ``kept_whole`` is its, too.
+    those of the traced graph, and are checked in each call; ``kept_whole`` is its, too. ``row_sizes`` has, by their names,
+    the values between stages that tell how many rows there are.
     """
 
     split_gm: PipeGraphModule
@@ -58,6 +59,7 @@ class Compiled:
     kinds: dict[str, Kind] = field(default_factory=dict)
     asked: Asked = field(default_factory=Asked)
     kept_whole: dict[str, str] = field(default_factory=dict)
+    row_sizes: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.split_gm.__dict__["replicated_params"] = self.replicated_params

@@ -9,7 +9,7 @@ A loss that pippy cannot read is checked on the worker that computes it, in the 
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pippy.drivers.batches.division import Division
@@ -24,7 +24,8 @@ class LossCheck:
     """What ``worker`` is asked to check. ``value`` names the value that the loss is, or lies in, at ``seed``.
 
     ``kind`` is how the losses are weighted: "mean" over rows, or "sum". ``inputs`` has the user's name for each input of
-    the Pipe that the loss is computed from. ``held`` are questions to which its targets have different answers.
+    the Pipe that the loss is computed from. ``held`` are questions to which its targets have different answers. ``row_sizes``
+    are those of the Pipe, of what the loss is computed from.
     """
 
     worker: int
@@ -33,6 +34,7 @@ class LossCheck:
     kind: str
     inputs: Mapping[str, str]
     held: tuple[Question, ...] = ()
+    row_sizes: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,8 @@ class LossReport:
 class LossChecks:
     """Remembers what of a driver's loss was checked: the programs, and by what targets may be left out."""
 
-    def __init__(self, function: bool) -> None:
-        self.function = function  # a loss function; otherwise the model returns its loss
+    def __init__(self, function: bool, row_sizes: Mapping[str, Any]) -> None:
+        self.function, self.row_sizes = function, row_sizes  # without a function, the model returns its loss
         self.programs: set[int] = set()
         # False until it was seen that the loss counts targets with either answer
         self.watched: dict[Question, bool] = {Question("==", IGNORED): False}
@@ -71,7 +73,10 @@ class LossChecks:
         given = {name: division.arguments[name] for name in inputs}
         unseen = [question for question, seen in self.watched.items() if not seen] if kind == "mean" else []
         held = tuple(question for question in unseen if question.is_held(given))
-        return LossCheck(worker, value, seed, kind, inputs, held) if held or program not in self.programs else None
+        if not held and program in self.programs:
+            return None
+        sizes = {name: self.row_sizes[name] for name in taken if name in self.row_sizes}
+        return LossCheck(worker, value, seed, kind, inputs, held, sizes)
 
     def end(self, program: int, check: LossCheck, report: LossReport) -> None:
         """Take in what a worker found. Raises if the loss of the step is wrong."""

@@ -103,7 +103,7 @@ class Judge:
 
     def _loss_of(self, sample: Sample, seed: int = 0) -> float:
         seed_all(seed)
-        value = self.call.run(sample.inputs)
+        value = self.call.run(sample.given())
         value = _at(value if self.index is None else value[self.index], self.check.seed)
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             raise NotPossible

@@ -39,7 +39,9 @@ class LossProbe:
         detached = tuple(
             map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, v) for v in inputs
         )
-        found = sample_of(detached, names, self.check.inputs, microbatch, self.division, call.name == LOSS)
+        found = sample_of(
+            detached, names, self.check.inputs, microbatch, self.division, call.name == LOSS, self.check.row_sizes
+        )
         last = self.seen == self.division.chunks
         if self.sample is not None:
             joined = self.sample.joined(found)

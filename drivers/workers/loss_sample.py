@@ -1,7 +1,7 @@
 """A sample of what a loss is computed from, which can be cut into rows."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from pippy.drivers.batches.division import CutTensor, DividedValue, Division, PerMicrobatch
+from pippy.ir.row_sizes import at_rows
 from pippy.ir.sparse_tensors import cat, equal, has_rows, narrow
 from pippy.ir.trees import children, leaves, map_leaves
 
@@ -17,11 +18,22 @@ Place = tuple[int, int]  # of a tensor: the number of the input, and of the valu
 
 @dataclass(frozen=True)
 class Sample:
-    """Inputs of the loss that can be cut: each tensor along its ``dims`` entry, or not at all (None)."""
+    """Inputs of the loss that can be cut: each tensor along its ``dims`` entry, or not at all (None).
+
+    ``row_sizes`` has for each input that tells how many rows there are what it is for any number of them.
+    """
 
     inputs: tuple[Any, ...]
     dims: tuple[int | None, ...]
     rows: int
+    row_sizes: tuple[Any, ...] = ()
+
+    def given(self) -> tuple[Any, ...]:
+        """The inputs, in which sizes are those of so many rows."""
+        sizes = self.row_sizes or (None,) * len(self.inputs)
+        return tuple(
+            value if size is None else at_rows(size, self.rows, value) for value, size in zip(self.inputs, sizes)
+        )
 
     def part(self, start: int, stop: int) -> "Sample":
         """Some rows, in tensors of their own."""
@@ -119,6 +131,7 @@ def sample_of(
     microbatch: int,
     division: Division,
     flattened: bool,
+    row_sizes: Mapping[str, Any] | None = None,
 ) -> Sample:
     """A sample of a micro-batch. ``names`` are those of the inputs, and ``given`` those of them that the user gave.
 
@@ -132,7 +145,7 @@ def sample_of(
     dims: list[int | None] = []
     for name, value in zip(names, inputs):
         dims += known[name] if name in known else [_dim_of(leaf, rows, likely, flattened) for leaf in leaves(value)]
-    return Sample(tuple(inputs), tuple(dims), rows)
+    return Sample(tuple(inputs), tuple(dims), rows, tuple(map((row_sizes or {}).get, names)))
 
 
 def _dims_given(divided: Any, value: Any) -> Iterator[int | None]:

@@ -43,9 +43,15 @@ def split(traced: Traced, spec: MultiUseParamSpec = None) -> Compiled:
         kinds=traced.kinds,
         asked=traced.asked,
         kept_whole=traced.kept_whole,
+        row_sizes=_row_sizes(plan),
         seen_inputs={stage.name: _seen_inputs(plan, stage) for stage in plan.stages},
         guards=traced.guards,
     )
+
+
+def _row_sizes(plan: CutPlan) -> dict[str, Any]:
+    values = {value for stage in plan.stages for value in stage.inputs if "row_size" in value.meta}
+    return {value_name(plan, value): value.meta["row_size"] for value in values}
 
 
 def _seen_inputs(plan: CutPlan, stage: StagePlan) -> tuple[tuple[int, str], ...]:

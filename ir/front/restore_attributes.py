@@ -26,13 +26,30 @@ class Attributes:
             for path, module in model.named_modules()
             if not isinstance(module, torch.jit.ScriptModule)
         }
+        # A forward may write into them: a model of Hugging Face notes in its config what kind of problem it solves.
+        self._objects = [(each, dict(vars(each))) for each in _plain_objects(model)]
 
     def restore(self, within: str = "") -> list[str]:
         """Give the modules below a path their attributes again. Returns the names of those that had changed."""
         inside = {
             path: each for path, each in self._before.items() if within in ("", path) or path.startswith(f"{within}.")
         }
+        for each, attributes in self._objects:
+            if vars(each) != attributes:
+                vars(each).clear()
+                vars(each).update(attributes)
         return [f"{path}.{name}".lstrip(".") for path, each in inside.items() for name in _restore(*each)]
+
+
+def _plain_objects(model: nn.Module) -> list[Any]:
+    """The objects with attributes that modules hold directly: their configurations."""
+    found = {
+        id(value): value
+        for module in model.modules()
+        for value in vars(module).values()
+        if type(getattr(value, "__dict__", None)) is dict and not isinstance(value, (nn.Module, torch.Tensor, type))
+    }
+    return [value for value in found.values() if not callable(value)]
 
 
 @contextmanager

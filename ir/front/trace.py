@@ -34,7 +34,7 @@ from pippy.ir.front.tracer import PipeTracer
 from pippy.ir.front.tracing_thread import tracing_thread
 from pippy.ir.front.training_flag import Setting, flags_after_train, follow_training, recording_training_reads
 from pippy.ir.front.untraceable import check_assigned_buffers, check_backward_hooks, check_model, explained
-from pippy.ir.front.values import knowing_values, none_if_known
+from pippy.ir.front.values import find_row_sizes, knowing_values, none_if_known
 from pippy.ir.guards import Guards
 from pippy.ir.kinds import Kind
 from pippy.ir.marks import SplitPoint, annotated_modules, pipe_split, recording_splits, split_points
@@ -158,6 +158,8 @@ def _record(
     check_assigned_buffers(model, buffers)
     if concrete:
         drop_concrete_inputs(model, graph, concrete)
+    if call.is_example:
+        find_row_sizes(tracer, model, graph, values)
     return _Recorded(graph, calls.kept_whole.reasons, asked_of(graph, check_fixed, values.is_tensor))
 
 

@@ -14,6 +14,7 @@ A value that Python was told is fixed in the graph by a `check_fixed` node: wher
 """
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -37,9 +38,10 @@ from pippy.ir.front.replaced import replaced
 from pippy.ir.front.restore_attributes import restoring_attributes
 from pippy.ir.front.tracing_thread import not_tracing
 from pippy.ir.marks import recording_splits
+from pippy.ir.row_sizes import row_size
 from pippy.ir.run.functions import check_fixed
 from pippy.ir.run.random_state import untouched_random_state
-from pippy.ir.trees import map_leaves
+from pippy.ir.trees import map_leaves, tensors
 
 
 class _Unknown:
@@ -62,7 +64,7 @@ class Values:
     """
 
     def __init__(self, tracer: fx.Tracer, model: nn.Module, given: Mapping[str, Any], example: bool) -> None:
-        self.tracer, self.example = tracer, example
+        self.tracer, self.example, self.given = tracer, example, given
         self._modules = dict(model.named_modules(remove_duplicate=False)) if example else {}
         self.failures: dict[fx.Node, Exception] = {}
         self._values: dict[fx.Node, Any] = {}
@@ -199,6 +201,32 @@ def _lose_mark(module: nn.Module) -> None:
         f"pipe_split() is called inside a {type(module).__name__}, which is not traced through but kept whole (a leaf of your "
         "tracer, or a part that cannot be traced); mark what is outside of it"
     )
+
+
+def find_row_sizes(tracer: fx.Tracer, model: nn.Module, graph: fx.Graph, values: Values) -> None:
+    """Note at each node that gives sizes how they depend on the rows of the inputs: its values are found for one row more."""
+    given = values.given
+    counts = Counter(each.shape[0] for value in given.values() for each in tensors(value) if each.dim())
+    if not counts:
+        return
+    rows = counts.most_common(1)[0][0]
+
+    def longer(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows:
+            return torch.empty((rows + 1, *leaf.shape[1:]), dtype=leaf.dtype, device=leaf.device)
+        return leaf
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        more = {name: map_leaves(longer, value) for name, value in given.items()}
+    others = Values(tracer, model, more, example=True)
+    for node in graph.nodes:
+        second, first = (
+            others.of(node) if node.op != "output" else None,
+            values.of(node) if node.op != "output" else None,
+        )
+        found = row_size(first, second, rows, rows + 1)
+        if found is not None:
+            node.meta["row_size"] = found
 
 
 def _asked_of(node: fx.Node, args: Any) -> str:
