@@ -5,6 +5,7 @@ global of that name, which hides the builtin. Other threads get the builtin's an
 """
 
 import builtins
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -34,8 +35,9 @@ def answering_classes(refuse: Callable[[str], Exception]) -> Iterator[None]:
 
 
 def answer_in(frame: FrameType, name: str) -> None:
-    """Hide the builtin of that name in the module of a function that is about to run."""
-    if _hidden is None or name not in _NAMES or name in frame.f_globals:
+    """Hide the builtin of that name in the module of a function that is about to run, if that is not one of Python's own."""
+    module = str(frame.f_globals.get("__name__")).partition(".")[0]
+    if _hidden is None or name not in _NAMES or name in frame.f_globals or module in sys.stdlib_module_names:
         return
     frame.f_globals[name] = _Answer(getattr(builtins, name))
     _hidden.append((frame.f_globals, name))
@@ -48,6 +50,8 @@ class _Answer:
 
     def __init__(self, builtin: Any) -> None:
         self.builtin = builtin
+        # What a metaclass calls: `type.__new__(kind, name, bases, namespace)`.
+        self.__dict__.update({name: getattr(builtin, name) for name in ("__new__", "__init__", "__call__")})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs or not issubclass(type(args[0]), fx.Proxy):

@@ -543,3 +543,31 @@ def test_a_pickled_pipe_keeps_its_guards():
     assert isinstance(pipe, Pipe)
     with pytest.raises(InputError, match="went on for True; now it is False"):
         pipe(X[:2])
+
+
+class Meta(type):
+    def __new__(cls, name, bases, namespace):
+        return type.__new__(cls, name, bases, namespace)
+
+    def __call__(cls, x):
+        return type.__call__(cls, x)
+
+
+class MakesAClass(nn.Module):
+    """As an import in forward may do: of `typing.TypedDict`, say."""
+
+    def forward(self, x):
+        assert type(x) is torch.Tensor
+
+        class Pair(metaclass=Meta):
+            def __init__(self, x):
+                self.value = x
+
+        x = Pair(x).value.sin() if isinstance(Pair, type) else x
+        pipe_split()
+        return x.cos()
+
+
+def test_a_metaclass_in_forward():
+    x = torch.randn(3)
+    assert torch.equal(pipeline(MakesAClass(), example_args=(x,))(x), x.sin().cos())
