@@ -14,6 +14,12 @@ from typing import Any
 from torch import fx
 
 _HOMES = ("_operator", "builtins", "math")
+_METHODS = frozenset(
+    "dim element_size get get_device is_complex is_floating_point nelement ndimension numel size".split()
+)
+_CHANGING = frozenset(
+    "delitem setitem iadd iand iconcat ifloordiv ilshift imatmul imod imul ior ipow irshift isub ixor".split()
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ def asked_of(graph: fx.Graph, check: Callable[..., None], is_tensor: Callable[[f
     needed = _with_inputs(checks)
     steps = [node for node in graph.nodes if node in needed and node.op != "placeholder"]
     return Asked(
-        tuple(node.name for node in graph.nodes if node in needed and node.op == "placeholder"),
+        tuple(str(node.target) for node in graph.nodes if node in needed and node.op == "placeholder"),
         tuple((node.name, _function(node), *_named((node.args, node.kwargs))) for node in steps),
     )
 
@@ -65,9 +71,10 @@ def asked_of(graph: fx.Graph, check: Callable[..., None], is_tensor: Callable[[f
 def _is_cheap(node: fx.Node, is_tensor: bool) -> bool:
     if node.target in (getattr, operator.getitem):
         return True
-    if node.op == "call_method":
-        return not is_tensor
-    return node.op == "call_function" and not is_tensor and node.target.__module__ in _HOMES
+    if is_tensor or node.op == "call_method":
+        return not is_tensor and node.target in _METHODS
+    function: Any = node.target
+    return node.op == "call_function" and function.__module__ in _HOMES and function.__name__ not in _CHANGING
 
 
 def _with_inputs(nodes: Iterable[fx.Node]) -> set[fx.Node]:
@@ -96,4 +103,4 @@ class _Method:
 
 
 def _named(arguments: Any) -> Any:
-    return fx.node.map_arg(arguments, lambda node: Value(node.name))
+    return fx.node.map_arg(arguments, lambda node: Value(node.target if node.op == "placeholder" else node.name))

@@ -92,12 +92,11 @@ def bind(pipe: Callee, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[s
 
 def check_guards(pipe: Guarded, inputs: Mapping[str, Any]) -> None:
     """Raise an `InputError` if the inputs of a micro-batch, by their placeholders' names, are not as the Pipe needs them."""
-    pipe.asked.check(inputs)
+    names = {node.name: str(node.target).lstrip("*") for node in pipe.placeholders() if node.name != pipe.target_name}
+    given = {names[name]: value for name, value in inputs.items() if name in names}
+    pipe.asked.check(given)
     if pipe.guards is not None:
-        names = {node.name: str(node.target).lstrip("*") for node in pipe.placeholders()}
-        pipe.guards.check(
-            {names[name]: value for name, value in inputs.items() if name in names and name != pipe.target_name}
-        )
+        pipe.guards.check(given)
 
 
 def _check_required(pipe: Callee, arguments: Mapping[str, Any]) -> None:

@@ -34,7 +34,7 @@ from pippy.ir.front.tracer import PipeTracer
 from pippy.ir.front.tracing_thread import tracing_thread
 from pippy.ir.front.training_flag import Setting, flags_after_train, follow_training, recording_training_reads
 from pippy.ir.front.untraceable import check_assigned_buffers, check_backward_hooks, check_model, explained
-from pippy.ir.front.values import find_row_sizes, knowing_values, none_if_known
+from pippy.ir.front.values import Values, find_row_sizes, knowing_values, none_if_known
 from pippy.ir.guards import Guards
 from pippy.ir.kinds import Kind
 from pippy.ir.marks import SplitPoint, annotated_modules, pipe_split, recording_splits, split_points
@@ -96,6 +96,8 @@ def _trace(model: nn.Module, tracer: TracerLike | None, call: Call) -> Traced:
     with recording_training_reads() as reads, restoring_attributes(model) as before:
         recorded = _record(model, tracer_of(tracer), call, before)
         attributes = _attributes(model, recorded.graph, state)
+        if call.is_example:
+            find_row_sizes(recorded.values, model, recorded.graph)
     traced = Traced(model, recorded.graph, attributes, call.concrete, signature=call.signature)
     traced.kept_whole, traced.asked = recorded.kept_whole, recorded.asked
     traced.kinds = {name: Kind.of(value) for name, value in call.given.items()} if call.is_example else {}
@@ -123,6 +125,7 @@ class _Recorded:
     graph: fx.Graph
     kept_whole: dict[str, str]
     asked: Asked
+    values: Values
 
 
 def _record(
@@ -158,9 +161,7 @@ def _record(
     check_assigned_buffers(model, buffers)
     if concrete:
         drop_concrete_inputs(model, graph, concrete)
-    if call.is_example:
-        find_row_sizes(tracer, model, graph, values)
-    return _Recorded(graph, calls.kept_whole.reasons, asked_of(graph, check_fixed, values.is_tensor))
+    return _Recorded(graph, calls.kept_whole.reasons, asked_of(graph, check_fixed, values.is_tensor), values)
 
 
 class _Calls:

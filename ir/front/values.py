@@ -203,7 +203,7 @@ def _lose_mark(module: nn.Module) -> None:
     )
 
 
-def find_row_sizes(tracer: fx.Tracer, model: nn.Module, graph: fx.Graph, values: Values) -> None:
+def find_row_sizes(values: Values, model: nn.Module, graph: fx.Graph) -> None:
     """Note at each node that gives sizes how they depend on the rows of the inputs: its values are found for one row more."""
     given = values.given
     counts = Counter(each.shape[0] for value in given.values() for each in tensors(value) if each.dim())
@@ -218,7 +218,7 @@ def find_row_sizes(tracer: fx.Tracer, model: nn.Module, graph: fx.Graph, values:
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         more = {name: map_leaves(longer, value) for name, value in given.items()}
-    others = Values(tracer, model, more, example=True)
+    others = Values(values.tracer, model, more, example=True)
     for node in graph.nodes:
         second, first = (
             others.of(node) if node.op != "output" else None,

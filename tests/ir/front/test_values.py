@@ -571,3 +571,23 @@ class MakesAClass(nn.Module):
 def test_a_metaclass_in_forward():
     x = torch.randn(3)
     assert torch.equal(pipeline(MakesAClass(), example_args=(x,))(x), x.sin().cos())
+
+
+def test_the_check_of_a_call_changes_no_argument():
+    class Pops(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+
+        def forward(self, batch):
+            times = batch.pop("times")
+            x = self.lin(batch["x"])
+            pipe_split()
+            return sum(x * number for number in range(times))
+
+    model = Pops().double()
+    pipe = pipeline(model, example_args=({"x": X, "times": 3},))
+    batch = {"x": X, "times": 3}
+    assert torch.equal(pipe(batch), model({"x": X, "times": 3}))
+    with pytest.raises(PippyError, match="went on for 3; now it is 2"):
+        pipe({"x": X, "times": 2})
