@@ -13,6 +13,7 @@ and so is what depends on it.
 A value that Python was told is fixed in the graph by a `check_fixed` node: where it is another one, the graph raises.
 """
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -27,13 +28,15 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    UnsupportedFakeTensorException,
     unset_fake_temporarily,
 )
 from torch.nn.utils.stateless import _reparametrize_module
 
 from pippy.ir import source
-from pippy.ir.errors import MarkError
+from pippy.ir.errors import MarkError, TracingError
 from pippy.ir.front.attributes import lookup_attribute
+from pippy.ir.front.refusals import refused
 from pippy.ir.front.replaced import replaced
 from pippy.ir.front.restore_attributes import restoring_attributes
 from pippy.ir.front.tracing_thread import not_tracing
@@ -57,6 +60,15 @@ _UNKNOWN_OF_TENSORS = frozenset(
 )
 
 
+_OF_FAKES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    NotImplementedError,
+)
+_ABOUT_TENSORS = re.compile(r"device|shape|size of tensor|dim")
+
+
 class Values:
     """The values of the nodes that a tracer makes: of ``given``, the inputs by their names, and of what is computed of them.
 
@@ -66,7 +78,6 @@ class Values:
     def __init__(self, tracer: fx.Tracer, model: nn.Module, given: Mapping[str, Any], example: bool) -> None:
         self.tracer, self.example, self.given = tracer, example, given
         self._modules = dict(model.named_modules(remove_duplicate=False)) if example else {}
-        self.failures: dict[fx.Node, Exception] = {}
         self._values: dict[fx.Node, Any] = {}
         self._fixed: dict[fx.Node, fx.Node] = {}
         self._mode = FakeTensorMode(allow_non_fake_inputs=True) if example else None
@@ -109,8 +120,22 @@ class Values:
         except MarkError:
             raise
         except Exception as error:  # a leaf of the user's may raise anything when it is given a fake tensor
-            self.failures[node] = error
+            if self._is_of_example(node, error):
+                raise refused(unfit_example(node, error)) from error
             return UNKNOWN
+
+    def _is_of_example(self, node: fx.Node, error: Exception) -> bool:
+        """Whether an operation of torch fails for the example: it would fail in the plain model too."""
+        is_tracing = self.tracer.__dict__.get("_values") is self
+        if not (is_tracing and self.example) or not isinstance(error, (RuntimeError, IndexError)):
+            return False
+        if isinstance(error, _OF_FAKES):
+            return False
+        if node.op == "call_module":
+            of_torch = type(self._modules[str(node.target)]).__module__.startswith("torch.nn.")
+        else:
+            of_torch = node.op == "call_method" or (getattr(node.target, "__module__", "") or "").startswith("torch")
+        return of_torch and _ABOUT_TENSORS.search(str(error)) is not None
 
     def _compute(self, node: fx.Node) -> Any:
         if node.op == "get_attr":
@@ -200,6 +225,14 @@ def _lose_mark(module: nn.Module) -> None:
     raise MarkError(
         f"pipe_split() is called inside a {type(module).__name__}, which is not traced through but kept whole (a leaf of your "
         "tracer, or a part that cannot be traced); mark what is outside of it"
+    )
+
+
+def unfit_example(node: fx.Node, error: Exception) -> TracingError:
+    """The error for an example for which an operation of the model fails."""
+    return TracingError(
+        f"with the example arguments, this operation fails:\n{source.excerpt_of(node)}\n{type(error).__name__}: {error}\n"
+        "What to do: give example_args and example_kwargs that the model itself can be called with, on its device"
     )
 
 

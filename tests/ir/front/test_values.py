@@ -591,3 +591,9 @@ def test_the_check_of_a_call_changes_no_argument():
     assert torch.equal(pipe(batch), model({"x": X, "times": 3}))
     with pytest.raises(PippyError, match="went on for 3; now it is 2"):
         pipe({"x": X, "times": 2})
+
+
+@pytest.mark.parametrize("example", [X[:, :3], X.to("meta")], ids=["narrow", "meta"])
+def test_an_example_for_which_the_model_fails_is_refused_with_the_line(example):
+    with pytest.raises(TracingError, match=r"(?s)with the example arguments.*self\.first\(x\).*What to do: give"):
+        pipeline(If().double(), example_args=(example,))
