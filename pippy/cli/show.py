@@ -26,6 +26,7 @@ _INPUT = re.compile(r"(?:(?P<name>\w+)=)?(?P<dtype>[a-z]\w*)?\[(?P<sizes>[\d,\s]
 @click.option(
     "--split", multiple=True, metavar="MODULE", help="Begin a stage at this module; or MODULE:end, behind it."
 )
+@click.option("--num-stages", type=click.IntRange(1), help="Cut into so many stages, of parameters alike.")
 @click.option("--sequential", is_flag=True, help="Make each child of an nn.Sequential a stage.")
 @click.option("--loss", metavar="MODULE:NAME", help="The loss: a function or module of (output, target).")
 @click.option("--shared", type=click.Choice(["transmit", "replicate"]), help="Parameters that several stages use.")
@@ -38,6 +39,7 @@ def show(
     target: str,
     arguments: tuple[str, ...],
     split: tuple[str, ...],
+    num_stages: int | None,
     sequential: bool,
     loss: str | None,
     shared: str | None,
@@ -48,7 +50,8 @@ def show(
     """Show how a model is cut into stages: the graph, the drawing of what passes, and the table of stages.
 
     TARGET is module:Name or path/to/file.py:Name, and names a model, a Pipe, or a class or function that makes one.
-    Nothing is computed: with --input, the shapes come from fake tensors.
+    Nothing is computed: with --input, the shapes come from fake tensors. The inputs, with the size of one micro-batch, are
+    the example for a model whose Python asks for sizes, too.
 
     \b
     graph    the code of the Pipe, its backward included
@@ -63,13 +66,14 @@ def show(
       pippy show models.gpt:GPT --arg layers=4 --split blocks.2 --loss torch.nn:MSELoss
       pippy show model.py:Net --input 'float32[32,16]' --format table
       pippy show model.py:Net -o net.svg
+      pippy show gpt2.py:model --num-stages 4 --input 'input_ids=int64[2,16]' --input 'labels=int64[2,16]'
     """
     given = dict(_pair(each) for each in arguments)
     kind = kind or (_SUFFIXES.get(Path(output).suffix, "all") if output else "all")
-    examples = [_parsed(each) for each in inputs]
+    args, kwargs = _made([_parsed(each) for each in inputs])
     with said_warnings():
-        pipe = _pipe(target, given, split, sequential, loss, shared)
-        text = _drawn(pipe, kind, *_made(examples))
+        pipe = _pipe(target, given, split, num_stages, sequential, loss, shared, args, kwargs)
+        text = _drawn(pipe, kind, args, kwargs)
     if output:
         write(output, text)
     else:
@@ -84,31 +88,51 @@ def _pair(text: str) -> tuple[str, Any]:
 
 
 def _pipe(
-    target: str, given: dict[str, Any], split: tuple[str, ...], sequential: bool, loss: str | None, shared: str | None
+    target: str,
+    given: dict[str, Any],
+    split: tuple[str, ...],
+    num_stages: int | None,
+    sequential: bool,
+    loss: str | None,
+    shared: str | None,
+    args: list[Any],
+    kwargs: dict[str, Any],
 ) -> "Pipe":
     from torch import nn
 
+    from pippy.balance.balancer import Balancer
     from pippy.ir.cut.params import MultiUseParameterConfig
     from pippy.ir.pipe import Pipe
-    from pippy.pipeline import pipeline
 
     model = _model(target, given)
     if isinstance(model, Pipe):
-        for option, value in (("--split", split), ("--sequential", sequential), ("--loss", loss), ("--shared", shared)):
+        options = {
+            "--split": split, "--num-stages": num_stages, "--sequential": sequential, "--loss": loss, "--shared": shared
+        }  # fmt: skip
+        for option, value in options.items():
             if value:
                 raise click.UsageError(f"{target} is a Pipe already, which {option} cannot change; leave {option} out")
         return model
     loss_fn = _loss(loss) if loss else None
     if sequential:
-        if split or shared:
-            raise click.UsageError("--sequential makes each child a stage; leave out --split and --shared")
+        if split or shared or num_stages:
+            raise click.UsageError(
+                "--sequential makes each child a stage; leave out --split, --num-stages and --shared"
+            )
         if not isinstance(model, nn.Sequential):
             raise click.ClickException(
                 f"{target} is a {type(model).__name__}, no nn.Sequential; leave out --sequential"
             )
         return Pipe.from_sequential(model, loss_fn)
     _mark(model, split)
-    return pipeline(model, loss_fn, multi_use_param_spec=MultiUseParameterConfig(shared) if shared else None)
+    return Pipe.from_tracing(
+        model,
+        MultiUseParameterConfig(shared) if shared else None,
+        loss_fn=loss_fn,
+        example_args=args or None,
+        example_kwargs=kwargs or None,
+        cut=Balancer("parameters", num_stages, loss_fn=loss_fn) if num_stages else None,
+    )
 
 
 def _model(target: str, given: dict[str, Any]) -> Any:
@@ -163,19 +187,17 @@ def _parsed(text: str) -> tuple[str | None, str, list[int]]:
 
 
 def _made(examples: list[tuple[str | None, str, list[int]]]) -> tuple[list[Any], dict[str, Any]]:
-    """Fake tensors: they take no memory."""
+    """Tensors of zeros: drawing takes nothing of them but shapes."""
     if not examples:
         return [], {}
     import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
     made = []
-    with FakeTensorMode():
-        for name, dtype, sizes in examples:
-            kind = getattr(torch, dtype, None)
-            if not isinstance(kind, torch.dtype):
-                raise click.BadParameter(f"torch has no dtype {dtype!r}; write float32, int64, …", param_hint="--input")
-            made.append((name, torch.empty(sizes, dtype=kind)))
+    for name, dtype, sizes in examples:
+        kind = getattr(torch, dtype, None)
+        if not isinstance(kind, torch.dtype):
+            raise click.BadParameter(f"torch has no dtype {dtype!r}; write float32, int64, …", param_hint="--input")
+        made.append((name, torch.zeros(sizes, dtype=kind)))
     return [tensor for name, tensor in made if name is None], {name: tensor for name, tensor in made if name}
 
 

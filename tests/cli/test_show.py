@@ -168,7 +168,7 @@ def test_what_is_wrong_is_said_in_one_message(pippy, command, words):
         ("nets:Net --split blocks:middle", "a module is cut at its beginning or its end"),
         ("nets:pipe --split 0", "is a Pipe already, which --split cannot change"),
         ("nets:chain --arg a=1", "nets:chain is a Sequential and takes no --arg"),
-        ("nets:chain --sequential --split 1", "leave out --split and --shared"),
+        ("nets:chain --sequential --split 1", "leave out --split, --num-stages and --shared"),
     ],
 )
 def test_usage(pippy, command, words):
@@ -184,7 +184,7 @@ def test_usage(pippy, command, words):
         ("nets:Net --arg layers", 2, "write --arg layers=4", "nets:Net --arg layers=4"),
         ("nets:Net --loss torch.nn:MSELos", 1, "did you mean 'MSELoss'", "nets:Net --loss torch.nn:MSELoss"),
         ("nets:Net --sequential", 1, "leave out --sequential", "nets:Net"),
-        ("nets:chain --sequential --split 1", 2, "leave out --split and --shared", "nets:chain --sequential"),
+        ("nets:chain --sequential --split 1", 2, "leave out --split, --num-stages and --shared", "nets:chain --sequential"),
         ("nets:pipe --split 1", 2, "leave --split out", "nets:pipe"),
         ("nets:chain --arg a=1", 2, "takes no --arg", "nets:chain"),
         ("nets:Net --input x=3,8", 2, "write 'float32[4,8]'", "nets:Net --input x=float32[4,8]"),
@@ -218,3 +218,14 @@ def test_a_file_called_like_a_module_of_python_hides_nothing(pippy, tmp_path):
     import token
 
     assert token.NAME == 1
+
+
+def test_the_inputs_are_the_example_of_a_model_that_asks_for_sizes(pippy, tmp_path):
+    (tmp_path / "asks.py").write_text(
+        "from torch import nn\n\n\nclass Asks(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))\n\n    def forward(self, x):\n"
+        "        for layer in self.layers:\n            x = layer(x) if x.shape[0] > 1 else x\n        return x\n"
+    )
+    assert "give example_args" in pippy("show asks.py:Asks --num-stages 2", status=1)
+    shown = pippy("show asks.py:Asks --num-stages 2 --format table --input", "float32[3,4]")
+    assert "layers.0, layers.1" in shown and "layers.2, layers.3" in shown
