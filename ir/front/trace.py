@@ -96,8 +96,8 @@ def _trace(model: nn.Module, tracer: TracerLike | None, call: Call) -> Traced:
     with recording_training_reads() as reads, restoring_attributes(model) as before:
         recorded = _record(model, tracer_of(tracer), call, before)
         attributes = _attributes(model, recorded.graph, state)
-        if call.is_example:
-            find_row_sizes(recorded.values, model, recorded.graph)
+    if call.is_example:
+        find_row_sizes(recorded.values, model, recorded.graph, attributes)
     traced = Traced(model, recorded.graph, attributes, call.concrete, signature=call.signature)
     traced.kept_whole, traced.asked = recorded.kept_whole, recorded.asked
     traced.kinds = {name: Kind.of(value) for name, value in call.given.items()} if call.is_example else {}

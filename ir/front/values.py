@@ -77,12 +77,26 @@ class Values:
 
     def __init__(self, tracer: fx.Tracer, model: nn.Module, given: Mapping[str, Any], example: bool) -> None:
         self.tracer, self.example, self.given = tracer, example, given
+        self.attributes: Mapping[str, Any] | None = None  # those of the model as it is now, otherwise
         self._modules = dict(model.named_modules(remove_duplicate=False)) if example else {}
         self._values: dict[fx.Node, Any] = {}
         self._fixed: dict[fx.Node, fx.Node] = {}
         self._mode = FakeTensorMode(allow_non_fake_inputs=True) if example else None
         self._given = {name: self._fake(value) for name, value in given.items()}
         self.are_known = example or bool(given)
+
+    def longer(self, rows: int, attributes: Mapping[str, Any]) -> "Values":
+        """These, where the inputs that have ``rows`` rows have one more. ``attributes`` has those of the model."""
+
+        def leaf_of(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows:
+                return leaf.new_empty((rows + 1, *leaf.shape[1:]))
+            return leaf
+
+        with self._computing():
+            self._given = {name: map_leaves(leaf_of, value) for name, value in self._given.items()}
+        self.attributes = attributes
+        return self
 
     def of(self, node: fx.Node) -> Any:
         """The value of a node; `UNKNOWN` if nothing is known of it."""
@@ -139,8 +153,7 @@ class Values:
 
     def _compute(self, node: fx.Node) -> Any:
         if node.op == "get_attr":
-            with not_tracing():
-                return self._fake(lookup_attribute(self._modules, str(node.target)))
+            return self._fake(self._attribute(str(node.target)))
         args, kwargs = self._argument(node.args), self._argument(node.kwargs)
         if _asked_of(node, args) in _UNKNOWN_OF_TENSORS:
             return UNKNOWN
@@ -150,6 +163,12 @@ class Values:
             if node.op == "call_module":
                 return self._call(self._modules[str(node.target)], args, kwargs)
             return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _attribute(self, target: str) -> Any:
+        if self.attributes is not None:
+            return self.attributes[target]
+        with not_tracing():
+            return lookup_attribute(self._modules, target)
 
     def _argument(self, argument: Any) -> Any:
         """The value of an argument of a node. Containers are new, since what is called may change them."""
@@ -236,7 +255,7 @@ def unfit_example(node: fx.Node, error: Exception) -> TracingError:
     )
 
 
-def find_row_sizes(values: Values, model: nn.Module, graph: fx.Graph) -> None:
+def find_row_sizes(values: Values, model: nn.Module, graph: fx.Graph, attributes: Mapping[str, Any]) -> None:
     """Note at each node that gives sizes how they depend on the rows of the inputs: its values are found for one row more."""
     given = values.given
     counts = Counter(each.shape[0] for value in given.values() for each in tensors(value) if each.dim())
@@ -244,20 +263,9 @@ def find_row_sizes(values: Values, model: nn.Module, graph: fx.Graph) -> None:
         return
     rows = counts.most_common(1)[0][0]
 
-    def longer(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows:
-            return torch.empty((rows + 1, *leaf.shape[1:]), dtype=leaf.dtype, device=leaf.device)
-        return leaf
-
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        more = {name: map_leaves(longer, value) for name, value in given.items()}
-    others = Values(values.tracer, model, more, example=True)
-    for node in graph.nodes:
-        second, first = (
-            others.of(node) if node.op != "output" else None,
-            values.of(node) if node.op != "output" else None,
-        )
-        found = row_size(first, second, rows, rows + 1)
+    others = Values(values.tracer, model, given, example=True).longer(rows, attributes)
+    for node in list(graph.nodes):
+        found = None if node.op == "output" else row_size(values.of(node), others.of(node), rows, rows + 1)
         if found is not None:
             node.meta["row_size"] = found
 

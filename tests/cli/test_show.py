@@ -184,7 +184,12 @@ def test_usage(pippy, command, words):
         ("nets:Net --arg layers", 2, "write --arg layers=4", "nets:Net --arg layers=4"),
         ("nets:Net --loss torch.nn:MSELos", 1, "did you mean 'MSELoss'", "nets:Net --loss torch.nn:MSELoss"),
         ("nets:Net --sequential", 1, "leave out --sequential", "nets:Net"),
-        ("nets:chain --sequential --split 1", 2, "leave out --split, --num-stages and --shared", "nets:chain --sequential"),
+        (
+            "nets:chain --sequential --split 1",
+            2,
+            "leave out --split, --num-stages and --shared",
+            "nets:chain --sequential",
+        ),
         ("nets:pipe --split 1", 2, "leave --split out", "nets:pipe"),
         ("nets:chain --arg a=1", 2, "takes no --arg", "nets:chain"),
         ("nets:Net --input x=3,8", 2, "write 'float32[4,8]'", "nets:Net --input x=float32[4,8]"),
