@@ -321,7 +321,7 @@ def interrupted(after, times=1):
 def test_ctrl_c_ends_a_step_at_once(cluster):
     training = Training(cluster)
     training.step()
-    with within(1.3), interrupted(0.3), pytest.raises(KeyboardInterrupt):
+    with within(1.3), pytest.raises(KeyboardInterrupt), interrupted(0.3):
         training.fail(SLOW)
     training.check()
     training.driver.close()
@@ -330,7 +330,7 @@ def test_ctrl_c_ends_a_step_at_once(cluster):
 def test_a_second_ctrl_c_while_the_next_command_waits(cluster):
     training = Training(cluster)
     training.step()
-    with within(1.0), interrupted(0.2, times=2), pytest.raises(KeyboardInterrupt):
+    with within(1.0), pytest.raises(KeyboardInterrupt), interrupted(0.2, times=2):
         try:
             training.fail(SLOW)
         except KeyboardInterrupt:
@@ -345,7 +345,7 @@ def test_ctrl_c_at_any_moment_of_posting(cluster):
         training.step()
         training.driver.zero_grad()
         training.plain.zero_grad()
-        with interrupted(delay), pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt), interrupted(delay):
             while True:
                 training.start()
         training.driver.zero_grad()
