@@ -1,24 +1,24 @@
 """From a model and an example to a marked graph, by `torch.export`. What follows does not ask which front end made it."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from pippy.ir import source
-from pippy.ir.errors import InputError, PippyError, TracingError
+from pippy.ir.errors import PippyError, TracingError
 from pippy.ir.export.guards import guards_of
 from pippy.ir.export.program import Exporter
 from pippy.ir.export.rebuild import marked_graph, with_defaults
 from pippy.ir.front.arguments import Example, check_concrete_args, signature_of
 from pippy.ir.front.compare_graphs import first_difference
 from pippy.ir.front.restore_attributes import restoring_attributes
-from pippy.ir.front.trace import Traced, TracerLike, tracer_of
+from pippy.ir.front.trace import Traced, TracerLike, follow_flags, tracer_of
 from pippy.ir.front.tracer import PipeTracer
 from pippy.ir.front.tracing_thread import tracing_thread
-from pippy.ir.front.training_flag import Setting, flags_after_train, follow_training, recording_training_reads
+from pippy.ir.front.training_flag import flags_after_train, recording_training_reads
 from pippy.ir.front.untraceable import check_model
 from pippy.ir.guards import Guards
 
@@ -38,9 +38,13 @@ def trace_export(
             "front_end='export' runs the model on fake tensors that are like yours, and needs arguments for that: give "
             "example_args, as you will call the Pipe with them (the loss's target last), or example_kwargs"
         )
-    args, kwargs = given.of_model(signature_of(model))
+    signature = signature_of(model)
+    args, kwargs = given.of_model(signature)
     concrete = check_concrete_args(model, concrete_args)
-    example = _bound(model, args, {**kwargs, **concrete})
+    try:
+        example = signature.bind(*args, **{**kwargs, **concrete})
+    except TypeError as error:
+        raise given.unfit(signature, error) from None
     is_leaf = default_leaf if tracer is None else tracer_of(tracer).is_leaf_module
     with tracing_thread():
         return _Export(model, example, is_leaf).trace()
@@ -49,13 +53,6 @@ def trace_export(
 def default_leaf(module: nn.Module, path: str) -> bool:
     """Modules of `torch.nn` are called whole, except those that are made of many layers."""
     return not isinstance(module, _TRACED_THROUGH) and PipeTracer().is_leaf_module(module, path)
-
-
-def _bound(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
-    try:
-        return inspect.signature(model.forward).bind(*args, **kwargs)
-    except TypeError as error:
-        raise InputError(f"example_args are not arguments of forward: {error}") from None
 
 
 class _Export:
@@ -115,10 +112,7 @@ class _Export:
                 graphs.append((flags, other.graph))
             else:
                 traced.modes.refused[mode] = source.excerpt_of(difference)
-        paths = [path for path in self.modules if path in self.reads]
-        follow_training([Setting({path: flags[path] for path in paths}, graph) for flags, graph in graphs])
-        traced.attributes.update({f"{path}.training".lstrip("."): before[path] for path in paths})
-        traced.modes.traced = {path: before[path] for path in paths}
+        follow_flags(traced, [path for path in self.modules if path in self.reads], graphs)
 
 
 def _guards(traced: Traced) -> Guards:

@@ -1,7 +1,7 @@
 """Tracing: from an `nn.Module` to a marked graph, which has the model's operations and a `pipe_split` node for each cut."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from pippy.ir import source
-from pippy.ir.asked import Asked, asked_of
+from pippy.ir.asked import Asked
 from pippy.ir.errors import MarkError, PippyError, TracingError
 from pippy.ir.front.arguments import (
     Call,
@@ -22,6 +22,7 @@ from pippy.ir.front.arguments import (
     nullable_inputs,
     optional_inputs,
 )
+from pippy.ir.front.asked_of_inputs import asked_of
 from pippy.ir.front.attributes import lookup_attribute
 from pippy.ir.front.checkpointing import finish_parts
 from pippy.ir.front.compare_graphs import Recorded, first_difference
@@ -40,7 +41,6 @@ from pippy.ir.kinds import Kind
 from pippy.ir.marks import SplitPoint, annotated_modules, pipe_split, recording_splits, split_points
 from pippy.ir.modes import Modes
 from pippy.ir.names import named_state
-from pippy.ir.run.functions import check_fixed
 
 
 @dataclass
@@ -161,7 +161,7 @@ def _record(
     check_assigned_buffers(model, buffers)
     if concrete:
         drop_concrete_inputs(model, graph, concrete)
-    return _Recorded(graph, calls.kept_whole.reasons, asked_of(graph, check_fixed, values.is_tensor), values)
+    return _Recorded(graph, calls.kept_whole.reasons, asked_of(graph, values.is_tensor), values)
 
 
 class _Calls:
@@ -264,7 +264,7 @@ def _follow_modes(traced: Traced, tracer: TracerLike | None, call: Call, reads: 
     modules = dict(traced.model.named_modules())
     read = {id(module) for module in reads}
     before = {path: module.training for path, module in modules.items()}
-    graphs = [(before, traced.graph)]
+    graphs: list[tuple[Mapping[str, bool], fx.Graph]] = [(before, traced.graph)]
     for mode in (True, False):
         flags = {path: traced.modes.flag(path, mode) for path in modules}
         if all(flags[path] == before[path] for path, module in modules.items() if id(module) in read):
@@ -275,7 +275,12 @@ def _follow_modes(traced: Traced, tracer: TracerLike | None, call: Call, reads: 
         if graph is not None:
             graphs.append((flags, graph))
             read |= {id(module) for module in reads}
-    paths = [path for path, module in modules.items() if id(module) in read]
+    follow_flags(traced, [path for path, module in modules.items() if id(module) in read], graphs)
+
+
+def follow_flags(traced: Traced, paths: Sequence[str], graphs: Sequence[tuple[Mapping[str, bool], fx.Graph]]) -> None:
+    """Have the graph follow the flags of the modules at ``paths``. ``graphs`` have the flags of each; its own is the first."""
+    before = graphs[0][0]
     follow_training([Setting({path: flags[path] for path in paths}, graph) for flags, graph in graphs])
     traced.attributes.update({f"{path}.training".lstrip("."): before[path] for path in paths})
     traced.modes.traced = {path: before[path] for path in paths}
