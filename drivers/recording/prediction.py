@@ -26,8 +26,8 @@ def median_seconds(program: Program, durations: Mapping[str, Sequence[float]]) -
 
 def predicted(program: Program, medians: Medians) -> Simulation:
     """Simulate a program whose passes take these times."""
-    forward, whole, inputs, weights = (medians[op] for op in Op)
-    return simulate_with(program, Costs(forward, inputs, weights, whole))
+    forward, again, whole, inputs, weights = (medians[op] for op in Op)
+    return simulate_with(program, Costs(forward, inputs, weights, whole, recompute=again))
 
 
 def evened(medians: Medians) -> Medians:

@@ -35,6 +35,7 @@ FILLS = {
 }
 LEGEND = {
     "F": "forward",
+    "R": "forward again",
     "B": "backward",
     "I": "backward, inputs",
     "W": "backward, weights",

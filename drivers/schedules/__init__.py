@@ -9,6 +9,7 @@ from pippy.drivers.schedules.make import make_schedule
 from pippy.drivers.schedules.orders.registry import register
 from pippy.drivers.schedules.programs.program import Program
 from pippy.drivers.schedules.programs.program_file import load_program, parse_program
+from pippy.drivers.schedules.recompute import add_recompute
 from pippy.drivers.schedules.simulation.costs import Costs
 from pippy.drivers.schedules.simulation.simulate import Simulation, simulate, simulate_with
 from pippy.drivers.schedules.simulation.timeline import Span, Timeline
@@ -20,6 +21,7 @@ __all__ = [
     "Span",
     "Timeline",
     "add_communication",
+    "add_recompute",
     "load_program",
     "make_schedule",
     "parse_program",

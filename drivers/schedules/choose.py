@@ -14,7 +14,7 @@ from pippy.drivers.schedules.make import make_schedule
 from pippy.drivers.schedules.orders.registry import REGISTRY
 from pippy.drivers.schedules.programs.instructions import Compute, Op
 from pippy.drivers.schedules.programs.placement import SHAPES, Placement, make_placement
-from pippy.drivers.schedules.programs.program import Program
+from pippy.drivers.schedules.programs.program import Program, live_changes
 from pippy.drivers.schedules.simulation.costs import Costs
 from pippy.drivers.schedules.simulation.simulate import simulate_with
 
@@ -218,21 +218,28 @@ def _candidate(name: str, program: Program, placement: Placement, costs: Costs, 
     return Candidate(made, float(simulate_with(made, costs).makespan), peaks)
 
 
-def peak_bytes(order: Sequence[Compute], stage_bytes: Sequence[int]) -> int:
+def peak_bytes(order: Sequence[Compute], stage_bytes: Sequence[int], input_bytes: Sequence[int] | None = None) -> int:
     """The most bytes that a worker holds. A micro-batch counts from its forward to the end of its backward.
+
+    One that is computed again counts its ``input_bytes`` until then.
 
     >>> program = make_schedule("1f1b", workers=2, chunks=4)
     >>> [peak_bytes(order, stage_bytes=[10, 100]) for order in program.computations]
     [20, 100]
+    >>> program = make_schedule("1f1b", workers=2, chunks=4, checkpoint="always")
+    >>> [peak_bytes(order, stage_bytes=[10, 100], input_bytes=[1, 2]) for order in program.computations]
+    [11, 100]
     """
-    ends = {compute.stage for compute in order if compute.op != Op.FORWARD}
+    backward = frozenset(compute.stage for compute in order if compute.op != Op.FORWARD)
+    again = {(compute.stage, compute.microbatch) for compute in order if compute.op == Op.RECOMPUTE}
     held = peak = 0
-    for compute in order:
-        if compute.op == Op.FORWARD:
+    for compute, change in zip(order, live_changes(order, backward)):
+        inputs = input_bytes[compute.stage] if input_bytes and (compute.stage, compute.microbatch) in again else 0
+        if compute.op == Op.RECOMPUTE:
+            held -= inputs
+        if compute.op in (Op.FORWARD, Op.RECOMPUTE):
             peak = max(peak, held + stage_bytes[compute.stage])
-            held += stage_bytes[compute.stage] if compute.stage in ends else 0
-        elif compute.op != Op.BACKWARD_INPUT:
-            held -= stage_bytes[compute.stage]
+        held += change * stage_bytes[compute.stage] + (inputs if compute.op == Op.FORWARD else 0)
     return peak
 
 

@@ -20,15 +20,18 @@ from operator import itemgetter
 from pippy.drivers.schedules.checks.computations import check_computations
 from pippy.drivers.schedules.checks.faults import Faults
 from pippy.drivers.schedules.checks.values import last_backward
-from pippy.drivers.schedules.checks.waits import production
+from pippy.drivers.schedules.checks.waits import Location, production
 from pippy.drivers.schedules.errors import require
 from pippy.drivers.schedules.programs.edges import Edge, Pass, produced_by
-from pippy.drivers.schedules.programs.instructions import Compute, Free, Instruction, Receive, Reduce, Send
+from pippy.drivers.schedules.programs.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
 from pippy.drivers.schedules.programs.program import Program
 
 
-def add_communication(program: Program) -> Program:
+def add_communication(program: Program, early_recompute: bool = True) -> Program:
     """Lower a valid program for its edges and replicated parameters. A lowered program is lowered again.
+
+    A forward is computed again before the gradients for its backward are received, so that it is done while the worker would
+    wait for them; with ``early_recompute=False``, after they are received.
 
     >>> from pippy.drivers.schedules import make_schedule
     >>> lowered = add_communication(make_schedule("forward_only", workers=2, chunks=1))
@@ -40,7 +43,7 @@ def add_communication(program: Program) -> Program:
     faults = Faults(computations)
     check_computations(computations, faults)
     faults.raise_if_any()
-    return replace(program, orders=tuple(Communication(computations).orders()), lowered=True)
+    return replace(program, orders=tuple(Communication(computations, early_recompute).orders()), lowered=True)
 
 
 # The order of what belongs to the same computation.
@@ -50,9 +53,10 @@ RECEIVE, COMPUTE, SEND, FREE, REDUCE = range(5)
 class Communication:
     """The instructions of each worker, each with the index of the computation it belongs to, and its rank there."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, early_recompute: bool) -> None:
         self.program = program
         self.places = production(program)
+        self.receiving = self.places if early_recompute else self.places | places_of_recomputes(program)
         self.targets = {edge.value: targets_by_worker(program, edge) for edge in program.flow}
         self.due: list[list[tuple[int, int, Instruction]]] = [[] for _ in program.orders]
         edges: dict[Pass, list[Edge]] = defaultdict(list)
@@ -81,7 +85,8 @@ class Communication:
                         last = max(uses)
                         continue
                     self.due[worker].append((index, SEND, Send(edge.value, chunk, to)))
-                    channels[to].append((Receive(edge.value, chunk, worker), min(uses)))
+                    first = min(self.receiving[target, chunk][1] for target in targets)
+                    channels[to].append((Receive(edge.value, chunk, worker), first))
                     self.due[to].append((max(uses), FREE, Free(edge.value, chunk)))
                 self.due[worker].append((last, FREE, Free(edge.value, chunk)))
         for to, channel in channels.items():
@@ -99,6 +104,16 @@ class Communication:
             held = [last[stage] for stage in copies.stages if stage in last]
             if held:
                 self.due[worker].append((max(held), REDUCE, Reduce(copies.parameter)))
+
+
+def places_of_recomputes(program: Program) -> dict[tuple[Pass, int], Location]:
+    """Where a forward is computed again, by the backward that it is for."""
+    return {
+        (Pass("B", compute.stage), compute.microbatch): (worker, index)
+        for worker, order in enumerate(program.computations)
+        for index, compute in enumerate(order)
+        if compute.op == Op.RECOMPUTE
+    }
 
 
 def targets_by_worker(program: Program, edge: Edge) -> list[tuple[int, list[Pass]]]:

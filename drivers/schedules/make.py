@@ -9,6 +9,7 @@ from pippy.drivers.schedules.orders.registry import REGISTRY, RegisteredSchedule
 from pippy.drivers.schedules.orders.schedule import WorkerOrders
 from pippy.drivers.schedules.programs.placement import Placement, make_placement, require_count
 from pippy.drivers.schedules.programs.program import Program
+from pippy.drivers.schedules.recompute import Checkpoint, add_recompute
 from pippy.drivers.schedules.search.list_scheduler import list_schedule
 
 register("list", list_schedule)  # not in registry.py, because it uses the registry itself
@@ -21,13 +22,15 @@ def make_schedule(
     chunks: int,
     stages_per_worker: int | Sequence[int] | None = None,
     placement: str | Mapping[int, int] | Placement | None = None,
+    checkpoint: Checkpoint = "never",
     **options: object,
 ) -> Program:
     """The program of a named schedule, validated: computations only, with communication implied.
 
     ``stages_per_worker`` is one number, or one for each worker. Its default is 1, or 2 for the V-shaped schedules.
-    ``placement`` is "linear", "looped", "v", or a dict from stage to worker. Its default is the schedule's usual one. Other
-    options go to the schedule.
+    ``placement`` is "linear", "looped", "v", or a dict from stage to worker. Its default is the schedule's usual one.
+    ``checkpoint`` says which forwards keep their inputs only and are computed again: "always", "except_last", "never", or a
+    dict from stage to one of these. Other options go to the schedule.
 
     >>> print(make_schedule("1f1b", workers=2, chunks=1))
     pippy program 1
@@ -70,6 +73,7 @@ def make_schedule(
         backward=tuple(range(placed.stages)) if entry.training else (),
         memory=None if result.memory is None else tuple(result.memory),
     )
+    program = add_recompute(program, checkpoint)
     validate(program)
     return program
 

@@ -12,6 +12,7 @@ from pippy.ir.show.text_table import text_table
 if TYPE_CHECKING:
     from pippy.drivers.schedules import Costs, Program, Simulation, Timeline
 
+MODES = ["always", "except_last", "never"]  # those of drivers/schedules/recompute.py
 WIDEST = 320  # columns; beyond that nobody reads a grid
 
 
@@ -20,6 +21,7 @@ WIDEST = 320  # columns; beyond that nobody reads a grid
 @with_sizes
 @click.option("--placement", type=click.Choice(["linear", "looped", "v"]), help="How stages are dealt to workers.")
 @click.option("--memory", type=click.IntRange(1), help="Of list: the most micro-batches that a worker may hold.")
+@click.option("--checkpoint", type=click.Choice(MODES), help="What keeps its inputs only, and is computed again (R).")
 @with_costs
 @click.option("--step", type=click.FloatRange(0, min_open=True), help="The time that a column of the grid stands for.")
 @click.option("--svg", type=click.Path(), help="Write the timeline as a picture to this file.")
@@ -32,6 +34,7 @@ def schedule(
     stages_per_worker: int | None,
     placement: str | None,
     memory: int | None,
+    checkpoint: str | None,
     step: float | None,
     svg: str | None,
     trace: str | None,
@@ -53,13 +56,14 @@ def schedule(
     from pippy.drivers.schedules import make_schedule, render_svg, render_trace, simulate_with
 
     priced = costs_of(**costs)
-    options = {"memory": memory} if memory is not None else {}
+    options: dict[str, Any] = {"memory": memory} if memory is not None else {}
     made = make_schedule(
         name,
         workers=workers,
         chunks=chunks,
         stages_per_worker=stages_per_worker,
         placement=placement,
+        checkpoint=checkpoint or "never",
         **options | ({"costs": priced} if name == "list" else {}),
     )
     result = simulate_with(made, priced)

@@ -109,6 +109,12 @@ def test_costs_of_each_stage(pippy):
     assert f"makespan {simulate_with(make_schedule('1f1b', workers=3, chunks=4), costs).makespan:g}," in output
 
 
+def test_forwards_that_are_computed_again(pippy):
+    output = pippy("schedule fill_drain -p 2 -m 3 --checkpoint always")
+    assert "1 | .  F0 F1 F2 R0 B0 -- R1 B1 -- R2 B2 -- .  ." in output
+    assert "makespan 15," in output
+
+
 def test_an_awkward_common_step_gives_a_grid_that_can_be_read():
     result = simulate(make_schedule("1f1b", workers=2, chunks=4), 1.37, latency=0.123)
     drawn = grid(result.timeline)

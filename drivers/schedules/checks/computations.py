@@ -9,17 +9,19 @@ from pippy.drivers.schedules.programs.program import Program
 # What must be computed before each kind of computation, and what excludes it: a backward is whole, or comes in two halves.
 BUILDS_ON = {
     Op.FORWARD: (),
+    Op.RECOMPUTE: (Op.FORWARD,),
     Op.BACKWARD: (Op.FORWARD,),
     Op.BACKWARD_INPUT: (Op.FORWARD,),
     Op.BACKWARD_WEIGHT: (Op.BACKWARD_INPUT,),
 }
 EXCLUDES = {
     Op.FORWARD: (),
+    Op.RECOMPUTE: (Op.BACKWARD, Op.BACKWARD_INPUT),
     Op.BACKWARD: (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT),
     Op.BACKWARD_INPUT: (Op.BACKWARD,),
     Op.BACKWARD_WEIGHT: (Op.BACKWARD,),
 }
-
+BEGIN_BACKWARD = (Op.BACKWARD, Op.BACKWARD_INPUT)
 
 Done = set[tuple[Op, int, int]]
 
@@ -35,7 +37,7 @@ def check_computations(program: Program, faults: Faults) -> None:
             elif misplaced := where_else(program, worker, compute):
                 faults.at(worker, index, misplaced)
             else:
-                for problem in problems(compute, done):
+                for problem in problems(program, compute, done):
                     faults.at(worker, index, problem)
                 done.add((compute.op, compute.stage, compute.microbatch))
     check_complete(program, done, faults)
@@ -55,8 +57,13 @@ def where_else(program: Program, worker: int, compute: Compute) -> str | None:
     return None
 
 
-def problems(compute: Compute, done: Done) -> Iterator[str]:
+def problems(program: Program, compute: Compute, done: Done) -> Iterator[str]:
     stage, chunk = compute.stage, compute.microbatch
+    checkpointed = (stage, chunk) in program.checkpointed
+    if compute.op == Op.RECOMPUTE and not checkpointed:
+        yield f"has nothing to compute again: {Compute(Op.FORWARD, stage, chunk)} keeps what the backward needs"
+    if compute.op in BEGIN_BACKWARD and checkpointed and (Op.RECOMPUTE, stage, chunk) not in done:
+        yield f"comes before {Compute(Op.RECOMPUTE, stage, chunk)}: the forward kept its inputs only"
     if (compute.op, stage, chunk) in done:
         yield "is computed twice"
     for op in BUILDS_ON[compute.op]:
@@ -71,12 +78,12 @@ def check_complete(program: Program, done: Done, faults: Faults) -> None:
     backward = frozenset(program.backward)
     for stage, worker in enumerate(program.placement.worker_of):
         for chunk in range(program.chunks):
-            for op in missing_passes(stage, chunk, stage in backward, done):
+            for op in missing_passes(program, stage, chunk, stage in backward, done):
                 faults.at_end(worker, f"{Compute(op, stage, chunk)} is missing")
 
 
-def missing_passes(stage: int, chunk: int, backward: bool, done: Done) -> list[Op]:
-    wanted = [Op.FORWARD]
+def missing_passes(program: Program, stage: int, chunk: int, backward: bool, done: Done) -> list[Op]:
+    wanted = [Op.FORWARD, *([Op.RECOMPUTE] if (stage, chunk) in program.checkpointed else [])]
     if backward and (Op.BACKWARD, stage, chunk) not in done:
         halves = [Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT]
         wanted += halves if any((half, stage, chunk) in done for half in halves) else [Op.BACKWARD]

@@ -12,6 +12,7 @@ ROW, GAP = 28, 4
 NARROWEST_NAMED = 14  # pixels; a box that is narrower has its name in its tooltip only
 COLOURS = {
     Op.FORWARD: "#7aa6e8",
+    Op.RECOMPUTE: "#a9b7cc",
     Op.BACKWARD: "#63bf8f",
     Op.BACKWARD_INPUT: "#6ccfcf",
     Op.BACKWARD_WEIGHT: "#b6a3e3",

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from pippy.drivers.schedules.programs.instructions import Compute, Op
 
-F, B, I, W = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT  # noqa: E741 - as the papers call them
+F, R, B, I, W = Op  # noqa: E741 - as the papers call them
 
 
 @dataclass(frozen=True)

@@ -77,8 +77,8 @@ def chain(stages: int, backward: Collection[int]) -> tuple[Edge, ...]:
 
 
 def produced_by(compute: Compute) -> Pass | None:
-    """The pass whose values exist once ``compute`` is done. The weight half of a backward makes none."""
-    if compute.op == Op.BACKWARD_WEIGHT:
+    """The pass whose values exist once ``compute`` is done. The weight half of a backward makes none, nor does a recompute."""
+    if compute.op in (Op.RECOMPUTE, Op.BACKWARD_WEIGHT):
         return None
     return Pass("F" if compute.op == Op.FORWARD else "B", compute.stage)
 

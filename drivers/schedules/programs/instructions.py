@@ -4,6 +4,7 @@
 |--------------------------|----------------------------------------------------------------------------------------|
 | ``F2.0``                 | the forward pass of stage 2 on micro-batch 0                                           |
 | ``B2.0``                 | its whole backward pass                                                                |
+| ``R2.0``                 | the forward pass once more, for the backward: the first one has kept its inputs only   |
 | ``I2.0``, ``W2.0``       | the halves of its backward pass: gradients of the inputs, gradients of the weights     |
 | ``send x.0 to 3``        | put value ``x`` of micro-batch 0 into the channel to worker 3, and go on               |
 | ``receive x.0 from 1``   | take value ``x`` of micro-batch 0 from the channel from worker 1, or wait for it       |
@@ -28,6 +29,7 @@ class Op(StrEnum):
     """
 
     FORWARD = "F"
+    RECOMPUTE = "R"
     BACKWARD = "B"
     BACKWARD_INPUT = "I"
     BACKWARD_WEIGHT = "W"

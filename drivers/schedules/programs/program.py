@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from pippy.drivers.schedules.errors import ArgumentError, require
+from pippy.drivers.schedules.programs.checkpoints import Checkpoints
 from pippy.drivers.schedules.programs.edges import Edge, Replicated, chain
 from pippy.drivers.schedules.programs.instructions import Compute, Instruction, Op
 from pippy.drivers.schedules.programs.placement import Placement, is_count, require_count
@@ -21,7 +22,8 @@ class Program:
     """What each worker does, in order, and what has to be known to check it.
 
     ``backward`` lists the stages that have a backward pass: none in a program for inference. ``memory`` is the limit of live
-    stage-micro-batches on each worker, if there is one. ``edges`` are the values that pass between stages; None means that the
+    stage-micro-batches on each worker, if there is one. ``checkpoints`` are the forwards that keep their inputs only, and are
+    computed again before their backwards. ``edges`` are the values that pass between stages; None means that the
     stages form a chain. A ``lowered`` program says what is sent, received, freed and reduced. Any other program only orders
     computations, and the edges imply the rest. ``str(program)`` is the text of its file, and ``parse_program`` reads it.
 
@@ -43,6 +45,7 @@ class Program:
     edges: tuple[Edge, ...] | None = None
     replicated: tuple[Replicated, ...] = ()
     lowered: bool = False
+    checkpoints: tuple[Checkpoints, ...] = ()
 
     def __post_init__(self) -> None:
         require("placement", self.placement, Placement, "give a Placement, as make_placement makes it")
@@ -61,6 +64,7 @@ class Program:
             if not is_count(limit, least=0):
                 raise ArgumentError(f"memory={self.memory}: {limit!r} must be a whole number of at least 0")
         self._refuse_unclear_stages()
+        self._refuse_unclear_checkpoints()
         self._refuse_unclear_names()
         self._refuse_unclear_edges()
 
@@ -75,6 +79,18 @@ class Program:
                 )
         if list(self.backward) != sorted(set(self.backward)):
             raise ArgumentError(f"backward={self.backward} must name each stage once, in order")
+
+    def _refuse_unclear_checkpoints(self) -> None:
+        for each in self.checkpoints:
+            if each.stage not in self.backward:
+                raise ArgumentError(f"checkpoint {each}: stage {each.stage} has no backward; leave the line out")
+            if not all(0 <= microbatch < self.chunks for microbatch in each.microbatches):
+                raise ArgumentError(f"checkpoint {each}: the program has micro-batches 0 to {self.chunks - 1}")
+            if not each.microbatches or list(each.microbatches) != sorted(set(each.microbatches)):
+                raise ArgumentError(f"checkpoint {each} must name at least one micro-batch, each once, in order")
+        stages = [each.stage for each in self.checkpoints]
+        if stages != sorted(set(stages)):
+            raise ArgumentError(f"checkpoints of stages {stages} must name each stage once, in order")
 
     def _refuse_unclear_names(self) -> None:
         values = [(f"edge {edge}", edge.value, NAME) for edge in self.edges or ()]
@@ -118,6 +134,7 @@ class Program:
         yield f"placement {self.placement}"
         yield f"backward {stage_set_text(self.backward, self.stages)}"
         yield f"memory {'unlimited' if self.memory is None else ' '.join(map(str, self.memory))}"
+        yield from (f"checkpoint {each}" for each in self.checkpoints)
         if not self.edges:
             yield f"edges {'chain' if self.edges is None else 'none'}"
         yield from (f"edge {edge}" for edge in self.edges or ())
@@ -145,8 +162,16 @@ class Program:
         )
 
     @cached_property
+    def checkpointed(self) -> frozenset[tuple[int, int]]:
+        """The stages and micro-batches whose forwards keep their inputs only."""
+        return frozenset((each.stage, microbatch) for each in self.checkpoints for microbatch in each.microbatches)
+
+    @cached_property
     def peak_live(self) -> tuple[int, ...]:
-        """The most stage-micro-batches that each worker holds at a time: from forward to the end of the backward."""
+        """The most stage-micro-batches that each worker holds at a time: from forward to the end of the backward.
+
+        One that is computed again is held from then on. Before that, its inputs are held, and these do not count.
+        """
         return tuple(peak_live(order, frozenset(self.backward)) for order in self.computations)
 
     def for_graph(
@@ -171,6 +196,7 @@ class Program:
             edges=tuple(edges),
             replicated=tuple(replicated),
             lowered=False,
+            checkpoints=tuple(each for each in self.checkpoints if each.stage in kept),
         )
 
     def with_orders(self, orders: Iterable[Iterable[Instruction]]) -> "Program":
@@ -182,16 +208,32 @@ class Program:
         Path(path).write_text(str(self), encoding="utf-8")
 
 
-def peak_live(order: Iterable[Compute], backward: frozenset[int]) -> int:
-    """The most stage-micro-batches held at a time: a forward begins one, a backward or its weight half ends it."""
+def peak_live(order: Sequence[Compute], backward: frozenset[int]) -> int:
+    """The most stage-micro-batches held at a time, while a forward runs also its own."""
     live = peak = 0
+    for compute, change in zip(order, live_changes(order, backward)):
+        if compute.op in (Op.FORWARD, Op.RECOMPUTE):
+            peak = max(peak, live + 1)
+        live += change
+    return peak
+
+
+def live_changes(order: Sequence[Compute], backward: frozenset[int]) -> Iterator[int]:
+    """By how many more or fewer stage-micro-batches are held after each computation.
+
+    A forward begins one, or the recompute if there is one. A backward or its weight half ends it.
+
+    >>> from pippy.drivers.schedules.programs.instructions import parse_instruction
+    >>> order = [parse_instruction(text) for text in ("F0.0", "F0.1", "R0.0", "B0.0", "I0.1", "W0.1")]
+    >>> list(live_changes(order, frozenset([0])))
+    [0, 1, 1, -1, 0, -1]
+    """
+    again = {(compute.stage, compute.microbatch) for compute in order if compute.op == Op.RECOMPUTE}
     for compute in order:
         if compute.op == Op.FORWARD:
-            peak = max(peak, live + 1)
-            live += compute.stage in backward
-        elif compute.op != Op.BACKWARD_INPUT:
-            live -= 1
-    return peak
+            yield int(compute.stage in backward and (compute.stage, compute.microbatch) not in again)
+        else:
+            yield {Op.RECOMPUTE: 1, Op.BACKWARD_INPUT: 0}.get(compute.op, -1)
 
 
 def stage_set_text(stages: Sequence[int], total: int) -> str:

@@ -1,9 +1,10 @@
 """Reads a program from its text. An error names the line and column of what cannot be read."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 
 from pippy.drivers.schedules.errors import ParseError, require
+from pippy.drivers.schedules.programs.checkpoints import Checkpoints, scan_checkpoints
 from pippy.drivers.schedules.programs.edges import Edge, scan_edge, scan_replicated
 from pippy.drivers.schedules.programs.instructions import Instruction, scan_instruction
 from pippy.drivers.schedules.programs.placement import Placement
@@ -71,6 +72,7 @@ class ProgramParser:
         placement = self.placement(workers, stages)
         backward = self.backward(stages)
         memory = self.memory(workers)
+        checkpoints = self.checkpoints(stages, chunks, backward)
         edges = self.edges(stages)
         replicated = []
         while self.upcoming("replicated "):
@@ -81,7 +83,9 @@ class ProgramParser:
         orders = tuple(self.order(worker) for worker in range(workers))
         if len(self.rest) > 1:
             raise self.rest[-1].error("expected the end of the program")
-        return Program(schedule, placement, chunks, orders, backward, memory, edges, tuple(replicated), lowered)
+        return Program(
+            schedule, placement, chunks, orders, backward, memory, edges, tuple(replicated), lowered, checkpoints
+        )
 
     def upcoming(self, word: str) -> bool:
         return self.rest[-1].text.startswith(word)
@@ -139,6 +143,21 @@ class ProgramParser:
         if found is not None and len(found) != workers:
             raise ParseError(f"expected {workers} limits, found {len(found)}", scanner.line, len("memory ") + 1)
         return found
+
+    def checkpoints(self, stages: int, chunks: int, backward: Container[int]) -> tuple[Checkpoints, ...]:
+        found: list[Checkpoints] = []
+        while self.upcoming("checkpoint "):
+            scanner = self.field("checkpoint ")
+            each = scan_checkpoints(scanner, chunks)
+            self.finish(scanner, stages, [each.stage])
+            if each.stage not in backward:
+                raise ParseError(f"stage {each.stage} has no backward", scanner.line, len("checkpoint ") + 1)
+            if found and each.stage <= found[-1].stage:
+                raise ParseError("name each stage once, in order", scanner.line, len("checkpoint ") + 1)
+            if list(each.microbatches) != sorted(set(each.microbatches)):
+                raise ParseError("name each micro-batch once, in order", scanner.line, len("checkpoint ") + 1)
+            found.append(each)
+        return tuple(found)
 
     def edges(self, stages: int) -> tuple[Edge, ...] | None:
         if self.upcoming("edge "):

@@ -26,7 +26,7 @@ class Costs:
     """The costs of passes, and of moving a value between workers: ``size / bandwidth`` in a channel, then ``latency``.
 
     A channel moves one value at a time. ``backward`` is the cost of a whole backward; left out, it is that of its two
-    halves.
+    halves. ``recompute`` is that of a forward which is computed again; left out, it is that of the forward.
 
     >>> from pippy.drivers.schedules import make_schedule
     >>> program = make_schedule("interleaved_1f1b", workers=2, chunks=2, stages_per_worker=2)
@@ -43,6 +43,7 @@ class Costs:
     latency: PerEdge = 0
     size: PerEdge = 0
     bandwidth: Number = 1
+    recompute: PerStage | None = None
 
     def resolve(self, program: Program) -> "ResolvedCosts":
         """The costs of every stage and edge of a program; one that is missing or negative is refused."""
@@ -58,9 +59,10 @@ class Costs:
         else:
             whole = per_stage("backward", self.backward, program)
         forward = per_stage("forward", self.forward, program)
+        again = forward if self.recompute is None else per_stage("recompute", self.recompute, program)
         sizes = per_edge("size", self.size, program)
         return ResolvedCosts(
-            {Op.FORWARD: forward, Op.BACKWARD: whole, **halves},
+            {Op.FORWARD: forward, Op.RECOMPUTE: again, Op.BACKWARD: whole, **halves},
             per_edge("latency", self.latency, program),
             {value: size / self.bandwidth if size else 0 for value, size in sizes.items()},
         )

@@ -63,6 +63,7 @@ def simulate(
     latency: PerEdge = 0,
     size: PerEdge = 0,
     bandwidth: Number = 1,
+    recompute: PerStage | None = None,
 ) -> Simulation:
     """Simulate a valid program. ``Costs`` says what the costs mean. A sender never waits for its channel.
 
@@ -73,7 +74,7 @@ def simulate(
     >>> result.idle_parts[1]
     Idle(fill=1.0, drain=2.0, waiting={2: 6.0})
     """
-    costs = Costs(forward, backward_input, backward_weight, backward, latency, size, bandwidth)
+    costs = Costs(forward, backward_input, backward_weight, backward, latency, size, bandwidth, recompute)
     return simulate_with(program, costs)
 
 

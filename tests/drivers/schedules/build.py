@@ -1,5 +1,6 @@
 """Programs in one line, for tests: workers are separated by bars, instructions by commas."""
 
+from pippy.drivers.schedules.programs.checkpoints import Checkpoints
 from pippy.drivers.schedules.programs.edges import Edge, Replicated, scan_edge
 from pippy.drivers.schedules.programs.instructions import parse_instruction
 from pippy.drivers.schedules.programs.placement import Placement
@@ -19,6 +20,7 @@ def build(
     memory: tuple[int, ...] | None = None,
     edges: tuple[Edge, ...] | None = None,
     replicated: tuple[Replicated, ...] = (),
+    checkpoints: tuple[Checkpoints, ...] = (),
 ) -> Program:
     """A program; it is lowered if anything in it is no computation."""
     parsed = tuple(
@@ -28,4 +30,6 @@ def build(
     lowered = any(word in orders for word in ("send", "receive", "free", "reduce"))
     if backward is None:
         backward = tuple(range(len(placement)))
-    return Program("test", Placement(placement), chunks, parsed, backward, memory, edges, replicated, lowered)
+    return Program(
+        "test", Placement(placement), chunks, parsed, backward, memory, edges, replicated, lowered, checkpoints
+    )

@@ -28,6 +28,7 @@ class Machine:
         self.stores: list[dict[Any, int]] = [{} for _ in program.orders]
         self.channels: dict[tuple[int, int], deque[tuple[Any, int]]] = defaultdict(deque)
         self.forwards: dict[tuple[int, int, int], int] = {}
+        self.inputs_only: dict[tuple[int, int, int], int] = {}  # forwards that have to be computed again
         self.halves: dict[tuple[int, int, int], int] = {}
         self.outputs: Counter[Any] = Counter()
         self.gradients: Counter[Any] = Counter()
@@ -89,8 +90,15 @@ class Machine:
     def compute(self, worker: int, op: Op, stage: int, chunk: int) -> None:
         here = (worker, stage, chunk)
         if op == Op.FORWARD:
-            self.forwards[here] = self.run_pass(worker, "F", stage, chunk)
-            self.outputs[worker, stage, chunk, self.forwards[here]] += 1
+            found = self.run_pass(worker, "F", stage, chunk)
+            kept = self.inputs_only if (stage, chunk) in self.program.checkpointed else self.forwards
+            kept[here] = found
+            self.outputs[worker, stage, chunk, found] += 1
+            return
+        if op == Op.RECOMPUTE:
+            if here not in self.inputs_only:
+                raise Impossible(here)
+            self.forwards[here] = self.inputs_only.pop(here)
             return
         if op != Op.BACKWARD_WEIGHT:
             if here not in self.forwards:

@@ -14,9 +14,11 @@ from pippy.drivers.schedules.errors import ProgramError
 from pippy.drivers.schedules.orders.registry import REGISTRY
 from pippy.drivers.schedules.programs.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
 from pippy.drivers.schedules.programs.program import Program
+from pippy.drivers.schedules.recompute import Checkpoint
 from tests.drivers.schedules.graphs import with_random_graph
 from tests.drivers.schedules.symbolic import outcome
 
+CHECKPOINTS: list[Checkpoint] = ["never", "always", "except_last", {0: "always"}]
 PROGRAMS, MUTANTS_EACH = 130, 60
 Orders = list[list[Instruction]]
 
@@ -25,7 +27,10 @@ def random_program(rng: random.Random) -> Program:
     name = rng.choice(list(REGISTRY))
     workers = rng.randint(1, 4)
     stages = None if REGISTRY[name].stages_per_worker > 1 or name.startswith("zb") else rng.randint(1, 2)
-    program = make_schedule(name, workers=workers, chunks=rng.randint(1, 4), stages_per_worker=stages)
+    checkpoint: Checkpoint = rng.choice(CHECKPOINTS)
+    program = make_schedule(
+        name, workers=workers, chunks=rng.randint(1, 4), stages_per_worker=stages, checkpoint=checkpoint
+    )
     if rng.random() < 0.7:
         program = with_random_graph(program, rng)
     if rng.random() < 0.5:
