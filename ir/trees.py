@@ -49,8 +49,8 @@ def children(value: Any) -> Sequence[Any] | None:
 
 def with_children(value: Any, items: Sequence[Any]) -> Any:
     """A container of the same type and shape that holds ``items``."""
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*items)
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return value._make(items)  # past a constructor that checks them, as that of a PackedSequence
     if isinstance(value, (tuple, list)):
         return type(value)(items)
     if dataclasses.is_dataclass(value):

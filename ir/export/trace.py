@@ -19,10 +19,9 @@ from pippy.ir.front.trace import Traced, TracerLike, follow_flags, tracer_of
 from pippy.ir.front.tracer import PipeTracer
 from pippy.ir.front.tracing_thread import tracing_thread
 from pippy.ir.front.training_flag import flags_after_train, recording_training_reads
+from pippy.ir.front.transformers import TRACED_THROUGH
 from pippy.ir.front.untraceable import check_model
 from pippy.ir.guards import Guards
-
-_TRACED_THROUGH = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 
 
 def trace_export(
@@ -52,7 +51,7 @@ def trace_export(
 
 def default_leaf(module: nn.Module, path: str) -> bool:
     """Modules of `torch.nn` are called whole, except those that are made of many layers."""
-    return not isinstance(module, _TRACED_THROUGH) and PipeTracer().is_leaf_module(module, path)
+    return not isinstance(module, TRACED_THROUGH) and PipeTracer().is_leaf_module(module, path)
 
 
 class _Export:

@@ -35,6 +35,7 @@ from pippy.ir.front.random_draws import check_no_draw, refusing_numpys_draws
 from pippy.ir.front.refusals import refused
 from pippy.ir.front.replaced import replaced
 from pippy.ir.front.tracing_thread import method_patched_here, patched_here
+from pippy.ir.front.transformers import tracing_transformers
 from pippy.ir.surroundings import ChangesInForward, OwnFunctionMode, device_contexts
 
 # These are answered at once: a forward may branch on what they say of a parameter.
@@ -83,6 +84,7 @@ def recording(tracer: fx.Tracer, model: nn.Module) -> Iterator[None]:
         stack.enter_context(method_patched_here(torch.autograd.Function, "apply", _recorded_apply(tracer)))
         stack.enter_context(method_patched_here(torch.autocast, "__enter__", _refuse_autocast))
         stack.enter_context(recording_checkpoints(tracer))
+        stack.enter_context(tracing_transformers(tracer))
         stack.enter_context(patched_here(torch, "is_tensor", lambda value: isinstance(value, (torch.Tensor, fx.Proxy))))
         for name in _TAKING_SIZES:
             stack.enter_context(patched_here(torch, name, _given_proxies(tracer, getattr(torch, name))))

@@ -29,6 +29,12 @@ class Attributes:
         # A forward may write into them: a model of Hugging Face notes in its config what kind of problem it solves.
         self._objects = [(each, dict(vars(each))) for each in _plain_objects(model)]
 
+    def get(self, target: str, default: Any) -> Any:
+        """The attribute that a dotted name stood for, which forward may have assigned since."""
+        path, _, name = target.rpartition(".")
+        tables = self._before[path][1].tables.values() if path in self._before else ()
+        return next((table[name] for table in tables if name in table), default)
+
     def restore(self, within: str = "") -> list[str]:
         """Give the modules below a path their attributes again. Returns the names of those that had changed."""
         inside = {

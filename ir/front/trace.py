@@ -95,7 +95,7 @@ def _trace(model: nn.Module, tracer: TracerLike | None, call: Call) -> Traced:
     state = dict(named_state(model))  # forward may assign buffers while it is traced
     with recording_training_reads() as reads, restoring_attributes(model) as before:
         recorded = _record(model, tracer_of(tracer), call, before)
-        attributes = _attributes(model, recorded.graph, state)
+        attributes = _attributes(model, recorded.graph, state, before)
     if call.is_example:
         find_row_sizes(recorded.values, model, recorded.graph, attributes)
     traced = Traced(model, recorded.graph, attributes, call.concrete, signature=call.signature)
@@ -218,11 +218,16 @@ def _call_module_from_outside(module: nn.Module, forward: Callable[..., Any], ar
     return forward(*args, **kwargs)
 
 
-def _attributes(model: nn.Module, graph: fx.Graph, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _attributes(
+    model: nn.Module, graph: fx.Graph, state: Mapping[str, torch.Tensor], before: Attributes
+) -> dict[str, Any]:
     """The value of each target of the graph. Found now, because the constants that tracing sets on the model are removed."""
     targets = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
     modules = dict(model.named_modules(remove_duplicate=False))
-    return {target: state[target] if target in state else lookup_attribute(modules, target) for target in targets}
+    known = {target: state.get(target, before.get(target, None)) for target in targets}
+    return {
+        target: value if value is not None else lookup_attribute(modules, target) for target, value in known.items()
+    }
 
 
 def _find_required_inputs(traced: Traced, tracer: TracerLike | None) -> tuple[str, ...]:
@@ -256,7 +261,7 @@ def _retrace(traced: Traced, tracer: TracerLike | None, call: Call) -> Recorded:
     state = dict(named_state(traced.model))
     with restoring_attributes(traced.model, silent=True) as before:
         graph = _record(traced.model, tracer_of(tracer), call, before, traced.kept_whole).graph
-        return Recorded(graph, _attributes(traced.model, graph, state))
+        return Recorded(graph, _attributes(traced.model, graph, state, before))
 
 
 def _follow_modes(traced: Traced, tracer: TracerLike | None, call: Call, reads: list[nn.Module]) -> None:

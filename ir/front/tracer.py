@@ -9,11 +9,15 @@ from torch import fx, nn
 from torch.fx.immutable_collections import immutable_dict
 
 from pippy.ir.front.proxies import RecordingProxy, StateProxy, is_made_in_forward
+from pippy.ir.front.transformers import TRACED_THROUGH
+from pippy.ir.front.values import has_example
 from pippy.ir.names import first_names
 
 
 class PipeTracer(fx.Tracer):
     """The default tracer: modules of `torch.nn` are leaves, everything else is traced through.
+
+    With example arguments so are `nn.Transformer`, `nn.TransformerEncoder` and `nn.TransformerDecoder`, into their layers.
 
     Derive from it to choose other leaves:
 
@@ -47,6 +51,8 @@ class PipeTracer(fx.Tracer):
         return RecordingProxy(node, self)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if type(m) in TRACED_THROUGH and has_example(self):
+            return False
         return isinstance(m, torch.jit.ScriptModule) or super().is_leaf_module(m, module_qualified_name)
 
     def create_arg(self, a: Any) -> Any:

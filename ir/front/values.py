@@ -302,6 +302,12 @@ def knowing_values(tracer: fx.Tracer, model: nn.Module, given: Mapping[str, Any]
         del tracer.__dict__["_values"]
 
 
+def has_example(tracer: fx.Tracer) -> bool:
+    """Whether ``tracer`` traces with example arguments."""
+    values = tracer.__dict__.get("_values")
+    return values is not None and values.example
+
+
 def value_of(proxy: fx.Proxy) -> Any:
     """What is known of a proxy's value; `UNKNOWN` if nothing is."""
     values = proxy.tracer.__dict__.get("_values")

@@ -53,6 +53,20 @@ def check_fixed(value: Any, fixed: Any, line: str = "") -> None:
         )
 
 
+def check_padding(src: torch.Tensor, padding: torch.Tensor, training: bool, trained: bool) -> None:
+    """Raise where `nn.TransformerEncoder` would leave the padding out, and the layers of a Pipe compute it."""
+    if training or not torch.backends.mha.get_fastpath_enabled():
+        return
+    if torch.is_grad_enabled() and (trained or src.requires_grad):
+        return
+    if torch._nested_tensor_from_mask_left_aligned(src, padding.logical_not()):
+        raise InputError(
+            "nn.TransformerEncoder fills padded positions with zeros in evaluation without gradients, and its layers in a "
+            "Pipe compute them. What to do: make the model with nn.TransformerEncoder(..., enable_nested_tensor=False), or "
+            "leave the mask out if nothing is padded"
+        )
+
+
 def by_mode(training: bool, in_training: Any, in_eval: Any) -> Any:
     """One of two constants, chosen by the training flag.
 

@@ -17,7 +17,15 @@ from torch import fx, nn
 from pippy.ir.names import local_name
 from pippy.ir.run.checkpointed_parts import end_part
 from pippy.ir.run.copies import owners_in_place_of_copies
-from pippy.ir.run.functions import by_mode, check_fixed, check_not_none, check_tensor, own_copy, set_grad_mode
+from pippy.ir.run.functions import (
+    by_mode,
+    check_fixed,
+    check_not_none,
+    check_padding,
+    check_tensor,
+    own_copy,
+    set_grad_mode,
+)
 from pippy.ir.run.part_code import with_parts_as_functions
 from pippy.ir.run.stage_backward import stage_backward
 
@@ -28,6 +36,7 @@ _OURS = (
     check_tensor,
     check_fixed,
     check_not_none,
+    check_padding,
     by_mode,
     own_copy,
 )  # graphs call these
