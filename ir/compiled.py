@@ -40,7 +40,8 @@ class Compiled:
     names the inputs that must not be None. ``balance`` is the result of the ``cut`` of `Pipe.from_tracing`. ``seen_inputs``
     has the inputs that each stage must not change in place: their numbers and names. ``guards``, ``asked`` and ``kinds`` are
     those of the traced graph, and are checked in each call; ``kept_whole`` is its, too. ``row_sizes`` has, by their names,
-    the values between stages that tell how many rows there are.
+    the values between stages that tell how many rows there are. ``front_end`` says what traced the model: "fx" for `torch.fx`,
+    "export" for `torch.export`; ``why_export`` why it was that, if nobody asked for it.
     """
 
     split_gm: PipeGraphModule
@@ -60,6 +61,8 @@ class Compiled:
     asked: Asked = field(default_factory=Asked)
     kept_whole: dict[str, str] = field(default_factory=dict)
     row_sizes: dict[str, Any] = field(default_factory=dict)
+    front_end: str = "fx"
+    why_export: str = ""
 
     def __post_init__(self) -> None:
         self.split_gm.__dict__["replicated_params"] = self.replicated_params

@@ -11,10 +11,10 @@ from torch import nn
 from pippy.ir.compiled import Compiled
 from pippy.ir.compiler import Cut, check_loss, compile_traced
 from pippy.ir.cut.params import MultiUseParamSpec
-from pippy.ir.errors import TracingError
 from pippy.ir.front.arguments import Example
 from pippy.ir.front.sequential import trace_sequential
-from pippy.ir.front.trace import Traced, TracerLike, trace
+from pippy.ir.front.trace import Traced, TracerLike
+from pippy.ir.front_ends import ModelCall, trace_and_compile
 from pippy.ir.model_parts import (
     all_tensors,
     check_dtypes,
@@ -82,7 +82,7 @@ class Pipe(nn.Module):
         example_kwargs: Mapping[str, Any] | None = None,
         deep_copy_module: bool = False,
         cut: Cut | None = None,
-        front_end: str = "fx",
+        front_end: str | None = None,
     ) -> "Pipe":
         """Trace a model and cut it at its marks. `pippy.pipeline` is this, and says what the arguments mean.
 
@@ -92,8 +92,12 @@ class Pipe(nn.Module):
         with torch.inference_mode(False):
             model = copy.deepcopy(model) if deep_copy_module else model
             example = Example.of(model, example_args, example_kwargs, loss_fn is not None)
-            traced = _front_end(front_end)(model, tracer, concrete_args, example)
-            return Pipe(traced, compile_traced(traced, multi_use_param_spec, loss_fn, output_loss_value_spec, cut))
+            call = ModelCall(model, tracer, concrete_args, example)
+
+            def compiled(traced: Traced) -> Compiled:
+                return compile_traced(traced, multi_use_param_spec, loss_fn, output_loss_value_spec, cut)
+
+            return Pipe(*trace_and_compile(call, front_end, compiled))
 
     @staticmethod
     def from_sequential(
@@ -205,21 +209,13 @@ class Pipe(nn.Module):
         return self
 
     def __str__(self) -> str:
-        return str(compiled_of(self).split_gm)
+        compiled = compiled_of(self)
+        why = f", since torch.fx could not: {compiled.why_export}" if compiled.why_export else ""
+        note = f"\n# traced by torch.export{why}\n" if compiled.front_end == "export" else ""
+        return f"{compiled.split_gm}{note}"
 
     def __repr__(self) -> str:
         return str(self)
-
-
-def _front_end(name: str) -> Callable[..., Traced]:
-    """What makes a marked graph of a model."""
-    if name == "fx":
-        return trace
-    if name == "export":
-        from pippy.ir.export.trace import trace_export  # it imports torch.export, which takes a second
-
-        return trace_export
-    raise TracingError(f"front_end is {name!r}; give 'fx' or 'export'")
 
 
 def compiled_of(pipe: Pipe) -> Compiled:

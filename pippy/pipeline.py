@@ -31,7 +31,7 @@ def pipeline(
     param_scale: float | None = None,
     in_flight: int | None = None,
     progress: bool | None = None,
-    front_end: str = "fx",
+    front_end: str | None = None,
 ) -> Pipe:
     """Trace ``model``, cut it into stages, and write its backward pass into the same graph.
 
@@ -67,8 +67,10 @@ def pipeline(
         in_flight: of how many micro-batches a stage holds activations at a time. By default as many as under 1F1B, which
             is 1 in the last stage and one more in each before it.
         progress: whether to show on stderr how far the measurement is; by default where that is a terminal.
-        front_end: what traces the model: "fx" (the default) is `torch.fx`; "export" is `torch.export`, which needs example
-            arguments, and goes through most models that "fx" refuses.
+        front_end: what traces the model: "fx" is `torch.fx`; "export" is `torch.export`, which needs example arguments, and
+            follows some models that `torch.fx` cannot. By default, or with "auto", it is `torch.fx`, and `torch.export` where
+            that cannot follow the model and there are example arguments. ``pipe.front_end`` says which it was, and
+            ``pipe.why_export`` why.
 
     >>> import torch
     >>> from pippy import pipe_split

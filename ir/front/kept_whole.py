@@ -17,7 +17,7 @@ from typing import Any
 from torch import fx, nn
 
 from pippy.ir import source
-from pippy.ir.errors import MarkError
+from pippy.ir.errors import MarkError, PippyError
 from pippy.ir.front.refusals import forgiving
 from pippy.ir.front.replaced import replaced
 from pippy.ir.front.restore_attributes import Attributes
@@ -30,6 +30,7 @@ class KeptWhole:
     def __init__(self, tracer: fx.Tracer, attributes: Attributes, known: Mapping[str, str]) -> None:
         self.tracer, self.attributes = tracer, attributes
         self.reasons = dict(known)
+        self.another_front_end_may = True  # follow all of them, for none was refused on purpose
         self._made: list[fx.Node] = []
         self._abandoned: list[fx.Node] = []
 
@@ -69,8 +70,14 @@ class KeptWhole:
                 self.attributes.restore(path)
                 while len(self.tracer.module_stack) > depth:  # torch.fx does not, after an error
                     self.tracer.module_stack.popitem()
-                self.reasons[path] = _reason(error)
-        return self._record(path, args, kwargs)
+                self.reasons[path] = reason_of(error)
+                self.another_front_end_may &= not isinstance(error, PippyError) or error.another_front_end_may
+        try:
+            return self._record(path, args, kwargs)
+        except MarkError as error:
+            told = MarkError(f"{error}. {path!r} cannot be traced: {self.reasons[path]}")
+            told.another_front_end_may = self.another_front_end_may
+            raise told from None
 
     def _is_cut(self, module: nn.Module, before: int) -> bool:
         return has_marks_inside(module) or any(node.target is pipe_split for node in self._made[before:])
@@ -93,7 +100,7 @@ class KeptWhole:
                 node.graph.erase_node(node)
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """Why a part could not be traced: the line, and the first line of the error."""
     where = getattr(error, "source", None) or source.of_traceback(error.__traceback__, below="call")
     text = str(error).partition("\n")[0]

@@ -51,7 +51,8 @@ class Traced:
     the inputs that must not be None, because forward does something else without them. ``balanced`` is True if a pass has
     placed the marks, or has decided that there are none. ``guards`` say what an example has fixed, if torch.export made the
     graph. If pippy did, ``kinds`` has the kinds of the example's inputs, ``asked`` what forward asked of inputs, and
-    ``kept_whole`` the reason for each module that the graph calls because it could not be traced.
+    ``kept_whole`` the reason for each module that the graph calls because it could not be traced; ``another_front_end_may`` is
+    True if there are such, and all of them could be traced otherwise.
     """
 
     model: nn.Module
@@ -66,6 +67,7 @@ class Traced:
     kept_whole: dict[str, str] = field(default_factory=dict)
     kinds: dict[str, Kind] = field(default_factory=dict)
     asked: Asked = field(default_factory=Asked)
+    another_front_end_may: bool = False
 
     def recorded(self) -> Recorded:
         """The graph with its names, for a comparison."""
@@ -99,7 +101,8 @@ def _trace(model: nn.Module, tracer: TracerLike | None, call: Call) -> Traced:
     if call.is_example:
         find_row_sizes(recorded.values, model, recorded.graph, attributes)
     traced = Traced(model, recorded.graph, attributes, call.concrete, signature=call.signature)
-    traced.kept_whole, traced.asked = recorded.kept_whole, recorded.asked
+    traced.kept_whole, traced.asked = recorded.kept_whole.reasons, recorded.asked
+    traced.another_front_end_may = bool(traced.kept_whole) and recorded.kept_whole.another_front_end_may
     traced.kinds = {name: Kind.of(value) for name, value in call.given.items()} if call.is_example else {}
     traced.required_inputs = tuple(call.given) if call.is_example else _find_required_inputs(traced, tracer)
     traced.modes.after = flags_after_train(model)
@@ -123,7 +126,7 @@ class _Recorded:
     """What a tracer made of a model."""
 
     graph: fx.Graph
-    kept_whole: dict[str, str]
+    kept_whole: KeptWhole
     asked: Asked
     values: Values
 
@@ -132,9 +135,17 @@ def _record(
     model: nn.Module, tracer: fx.Tracer, call: Call, before: Attributes, kept_whole: Mapping[str, str] | None = None
 ) -> _Recorded:
     """The graph of ``model``. Those parts are kept whole that are so in ``kept_whole``, and those that must be."""
+    parts = KeptWhole(tracer, before, kept_whole or {})
+    try:
+        return _record_calls(model, tracer, call, _Calls(model, tracer, parts))
+    except PippyError as error:
+        error.another_front_end_may &= parts.another_front_end_may
+        raise
+
+
+def _record_calls(model: nn.Module, tracer: fx.Tracer, call: Call, calls: "_Calls") -> _Recorded:
     buffers = dict(model.named_buffers())
     versions = {name: buffer._version for name, buffer in buffers.items()}
-    calls = _Calls(model, tracer, KeptWhole(tracer, before, kept_whole or {}))
     try:
         with (
             raising_refusals(),
@@ -161,7 +172,7 @@ def _record(
     check_assigned_buffers(model, buffers)
     if concrete:
         drop_concrete_inputs(model, graph, concrete)
-    return _Recorded(graph, calls.kept_whole.reasons, asked_of(graph, values.is_tensor), values)
+    return _Recorded(graph, calls.kept_whole, asked_of(graph, values.is_tensor), values)
 
 
 class _Calls:

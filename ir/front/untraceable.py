@@ -1,13 +1,14 @@
 """Refuses what symbolic tracing cannot follow, or would silently leave out. Each error has the line and a remedy."""
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 import torch
 from torch import fx, nn
 
 from pippy.ir import source
 from pippy.ir.compiled import Compiled
-from pippy.ir.errors import TracingError
+from pippy.ir.errors import PippyError, TracingError
 from pippy.ir.front.in_place import changes_in_place
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -44,7 +45,16 @@ def explained(error: Exception, model: nn.Module, with_example: bool) -> Tracing
     lines += [where.excerpt()] if where else []
     lines += [f"Why: {reason}." for reason in reasons[:1]]
     lines += [] if isinstance(error, NotImplementedError) else [advice]
-    return TracingError("\n".join(lines))
+    return limited(TracingError("\n".join(lines)))
+
+
+_Error = TypeVar("_Error", bound=PippyError)
+
+
+def limited(error: _Error) -> _Error:
+    """``error``, which says what this front end cannot follow; another may. All other errors are of the model or the call."""
+    error.another_front_end_may = True
+    return error
 
 
 def check_model(model: object) -> None:
@@ -91,7 +101,10 @@ def check_assigned_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor]
         for name, value in module._buffers.items():
             full = f"{path}.{name}".lstrip(".")
             if isinstance(value, fx.Proxy) and not changes_in_place(value.node, full):
-                raise TracingError(
-                    f"forward() assigns the buffer {full!r}, which cannot be recorded:\n{source.excerpt_of(value.node)}\n"
-                    f"What to do: change it in place, as in self.{name}.copy_(...), .add_(...) or +="
+                raise limited(
+                    TracingError(
+                        f"forward() assigns the buffer {full!r}, which cannot be recorded:\n"
+                        f"{source.excerpt_of(value.node)}\n"
+                        f"What to do: change it in place, as in self.{name}.copy_(...), .add_(...) or +="
+                    )
                 )

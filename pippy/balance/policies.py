@@ -155,17 +155,27 @@ def named_cuts(traced: Traced, names: Sequence[str]) -> list[int]:
         begins[path] = min(numbers[0], begins.get(path, numbers[0]))
     cuts: dict[int, str] = {}
     for name in names:
-        at = _begin(name, modules, first_name, begins)
+        at = _begin(name, modules, first_name, begins, traced)
         if at in cuts:
             raise BalanceError(f"split: {cuts[at]!r} and {name!r} begin with the same operation; name one of them")
         cuts[at] = name
     return sorted(cuts)
 
 
-def _begin(name: str, modules: dict[str, nn.Module], first_name: dict[int, str], begins: dict[str, int]) -> int:
+def _begin(
+    name: str, modules: dict[str, nn.Module], first_name: dict[int, str], begins: dict[str, int], traced: Traced
+) -> int:
     if name == "" or name not in modules:
         raise BalanceError("split: " + unknown_name("module", name, (known for known in modules if known)))
     at = begins.get(first_name[id(modules[name])])
+    around = next((path for path in traced.kept_whole if name.startswith(f"{path}.")), None)
+    if at is None and around is not None:
+        error = BalanceError(
+            f"split: {name!r} lies inside of {around!r}, which cannot be traced and is kept whole: {traced.kept_whole[around]}"
+            f". Name {around!r} or a module outside of it, or write that line with torch functions (torch.where)"
+        )
+        error.another_front_end_may = traced.another_front_end_may
+        raise error
     if at is None:
         raise BalanceError(
             f"split: tracing saw no operation of {name!r}. Either forward does not call it, or it lies inside a module that is "

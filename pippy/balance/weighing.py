@@ -27,7 +27,7 @@ class Weighing:
     def __init__(
         self, traced: Traced, figures: Figures, found: Profile | None, policy: Policy, in_flight: int | None
     ) -> None:
-        self.figures, self.found, self.policy = figures, found, policy
+        self.traced, self.figures, self.found, self.policy = traced, figures, found, policy
         self.count, self.stages = len(figures.nodes), policy.stages
         self.layers, self.constraints = figures.layers, list(figures.constraints)
         if policy.pattern is not None:
@@ -106,7 +106,7 @@ class Weighing:
             self.edges = list(range(self.count + 1))  # cut as it was asked; the splitter refuses it if it must
             found = self._search(memory_limit)
         if found is None:
-            raise BalanceError(self._why_not(memory_limit))
+            raise self._refusal(memory_limit)
         return [self.edges[unit] for unit in found]
 
     def _search(self, memory_limit: int | None) -> list[int] | None:
@@ -131,6 +131,14 @@ class Weighing:
                     f"{stage_name(stage)}, cut by hand, needs {_bytes(needs)}, more than memory_limit={_bytes(limit)}; cut "
                     "elsewhere, or have split='size' look for cuts under the limit"
                 )
+
+    def _refusal(self, memory_limit: int | None) -> BalanceError:
+        kept = self.traced.kept_whole
+        parts = "".join(f"\n  {path}: {why}" for path, why in list(kept.items())[:_REASONS_SHOWN])
+        note = f"\nNo cut can be inside of these parts, which cannot be traced:{parts}" if kept else ""
+        error = BalanceError(self._why_not(memory_limit) + note)
+        error.another_front_end_may = self.traced.another_front_end_may
+        return error
 
     def _why_not(self, memory_limit: int | None) -> str:
         row, counts = self._row(), list(self.policy.counts)
