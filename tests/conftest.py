@@ -10,6 +10,7 @@ import hypothesis
 import pytest
 import torch
 
+from tests.drivers.stand_by import standing_by
 from tests.several_processes import SeveralProcesses, give_way, order
 
 torch.set_num_threads(1)
@@ -32,6 +33,13 @@ def pytest_collection_modifyitems(config, items):
 def pytest_runtest_setup(item):
     if hasattr(item.config, "workerinput"):
         give_way(item.nodeid)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_clusters():
+    """Local clusters start from one process that has imported torch."""
+    with standing_by() as stand_by:
+        yield stand_by
 
 
 @pytest.fixture

@@ -48,6 +48,7 @@ def main(controller: socket.socket) -> None:
         report(controller, Failed(None, traceback.format_exc()))
     finally:
         fork_server.end()
+        os._exit(0)  # the controller waits for this; to take Python and torch apart would keep it most of a second
 
 
 class ForkServer:

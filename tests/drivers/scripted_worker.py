@@ -1,6 +1,8 @@
 """A worker that runs scripted commands, for tests of the cluster without drivers."""
 
 import os
+import signal
+import sys
 import threading
 import time
 from typing import Any
@@ -83,6 +85,15 @@ class Worker:
             "cores": os.sched_getaffinity(0),
             "name": self.context.name,
             "environment": dict(os.environ),
+            "folder": os.getcwd(),
+            "path": sys.path,
+            "arguments": [each for each in sys.argv if not each.isdigit()],
+            "main": sorted(name for name in vars(sys.modules["__main__"]) if not name.startswith("__")),
+            "niceness": os.nice(0),
+            "signals": [str(signal.getsignal(each)) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)],
+            "session": os.getsid(0) == os.getppid(),
+            "output": [os.readlink(f"/proc/self/fd/{number}") for number in range(3)],
+            "files": len(os.listdir("/proc/self/fd")),
         }
 
 

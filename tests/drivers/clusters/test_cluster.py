@@ -51,6 +51,10 @@ def pids(cluster):
     return [address.pid for address in cluster.control.workers]
 
 
+def parent_of(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 @contextmanager
 def opened(**options):
     """A cluster that is opened after others: it answers, and leaves no process."""
@@ -65,14 +69,23 @@ def opened(**options):
 
 
 @pytest.mark.usefixtures("alone")
-def test_options_reach_the_workers_and_no_directory_is_left(tmp_path, monkeypatch):
+def test_options_reach_the_workers_and_no_directory_is_left(tmp_path, monkeypatch, quick_clusters):
+    """With a new Python, and from the process that stands by for the tests, which gives a cluster all that Python would."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with opened(names=("front", "back"), pin=True) as cluster:
-        assert list(tmp_path.iterdir()) == []
-        about = [ask(cluster, worker, "about") for worker in range(2)]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SOME_NAME", "a value")
+    found = []
+    for manner in (quick_clusters.left_out(), nullcontext()):
+        with manner, opened(names=("front", "back"), pin=True) as cluster:
+            assert list(tmp_path.iterdir()) == []
+            assert parent_of(ask(cluster, 0, "parent")) == os.getpid()
+            found.append([ask(cluster, worker, "about") for worker in range(2)])
+    about = found[0]
     assert [each["name"] for each in about] == ["front", "back"]
     assert all(each["threads"] == 1 and len(each["cores"]) == 1 for each in about)
     assert all(each["environment"]["MALLOC_ARENA_MAX"] == "1" for each in about)
+    assert all(each["environment"]["SOME_NAME"] == "a value" and each["folder"] == str(tmp_path) for each in about)
+    assert found[1] == about
 
 
 @pytest.mark.usefixtures("alone")
