@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from pippy.balance.figures import Figures, figures_of
-from pippy.balance.partition import runs
+from pippy.balance.partition import SLACK, runs
 from pippy.balance.policies import Split, named_cuts, read_split
 from pippy.balance.profile import Profile, profile
 from pippy.balance.report import Balance
@@ -113,9 +113,8 @@ class Balancer:
         bound, alone = weighing.bound(cuts)
         stages = tuple(weighing.stage(number, run) for number, run in enumerate(runs(cuts, weighing.count)))
         optimal = self.policy.kind not in ("names", "counts")
-        return Balance(
-            self.policy.text, self.policy.measure, stages, bound, alone, optimal, self._memory_note(weighing.found)
-        )
+        note, within = self._memory_note(weighing.found), max(SLACK, weighing.uncertain)
+        return Balance(self.policy.text, self.policy.measure, stages, bound, alone, optimal, note, within)
 
     def _profile(self, traced: Traced) -> Profile:
         inputs = traced.graph.find_nodes(op="placeholder")

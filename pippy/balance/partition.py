@@ -9,7 +9,8 @@ is found by bisection over whole numbers. One step of it, for a floor and a ceil
 A cut that is a little cheaper in every step is worth more than a heaviest stage that is a little lighter. So the ceiling
 is raised by `SLACK`, and the cuts with the lowest price under it are taken. Among these, costs that are exact choose: first
 the lowest ceiling, then, by another bisection, those whose lightest stage is heaviest, then the latest. Costs that were
-measured are a little different each time; there everything within the slack counts as alike, and the latest are taken.
+measured are a little different each time; there everything within `SLACK` counts as alike, and the latest are taken. How
+different they are may be known: then the ceiling is raised by that, if it is more.
 """
 
 from bisect import bisect_left
@@ -80,7 +81,8 @@ class Row:
 
     ``costs`` and ``memory`` hold a Load for each stage (they may differ), ``limits`` the most memory of each stage.
     ``prices[i]`` is the price of a cut before unit i. ``layers`` says how many layers each unit has; a stage has at least
-    ``least`` and at most ``most`` of them. ``measured`` costs are not quite the same each time.
+    ``least`` and at most ``most`` of them. ``measured`` costs are not quite the same each time; they may be wrong by
+    ``uncertain`` of themselves.
     """
 
     stages: int
@@ -92,6 +94,7 @@ class Row:
     least: Sequence[int] = ()
     most: Sequence[int] = ()
     measured: bool = False
+    uncertain: float = 0.0
 
     @property
     def units(self) -> int:
@@ -140,10 +143,11 @@ def best_cuts(row: Row) -> list[int] | None:
     if not search.feasible(most):
         return None
     least = _least(search.feasible, 0, most)
-    ceiling = min(most, least + int(least * SLACK))
+    ceiling = min(most, least + int(least * max(SLACK, row.uncertain)))
     price = search.lowest_price(ceiling)
-    if not row.measured:
-        ceiling = _least(lambda each: search.lowest_price(each) == price, least, ceiling)
+    if not row.measured or row.uncertain > SLACK:
+        lowest = _least(lambda each: search.lowest_price(each) == price, least, ceiling)
+        ceiling = min(ceiling, lowest + int(lowest * SLACK)) if row.measured else lowest
     return _evenest(search, ceiling, price)
 
 

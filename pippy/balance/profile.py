@@ -4,7 +4,8 @@
     ────────────────────────────────────────────────────────────────────────────────    ──────────────────
     1 its arguments become leaves; what it changes in place, a copy                     _Trial._prepared
     2 one run gives the value for later operations, and what autograd saves             _Trial, SavedBytes
-    3 more runs, each followed by a backward of the operation alone, give the times     _Trial, Stopwatch
+    3 more runs, each followed by a backward of the operation alone, give the times;    _Trial, Stopwatch
+      fewer if others have done the same work
     4 its value is detached and kept until its last use                                 _Run
 
 Values are detached from one another, so only one operation's graph is alive at a time.
@@ -22,7 +23,7 @@ from torch import fx, nn
 from pippy.balance.progress import Progress
 from pippy.balance.restore_model import ChangedTensors, restoring_model
 from pippy.balance.saved_bytes import SavedBytes
-from pippy.balance.stopwatch import Clock, Stopwatch
+from pippy.balance.stopwatch import Clock, Stopwatch, Timing
 from pippy.ir import source
 from pippy.ir.cut.effects import find_mutations
 from pippy.ir.cut.uses import is_operation, operations
@@ -31,6 +32,7 @@ from pippy.ir.front.trace import Traced
 from pippy.ir.names import named_state
 from pippy.ir.run.checkpointed_parts import is_end, parts_of
 from pippy.ir.run.stage_run import as_leaf
+from pippy.ir.same_work import work_of
 from pippy.ir.sparse_tensors import map_stored
 from pippy.ir.trees import map_tensors, nbytes, tensors
 
@@ -49,7 +51,7 @@ class Profile:
     """The cost of each operation in order, the bytes of its value, the cost of the loss, and what the runs showed.
 
     ``changed`` has the ids of tensors of the model that changed, ``untravelling`` the operations whose values cannot be
-    sent to another stage.
+    sent to another stage. All times together may be wrong by ``uncertain`` of themselves.
     """
 
     costs: list[Cost] = field(default_factory=list)
@@ -57,6 +59,7 @@ class Profile:
     loss: Cost = field(default_factory=Cost)
     changed: set[int] = field(default_factory=set)
     untravelling: list[fx.Node] = field(default_factory=list)
+    uncertain: float = 0.0
 
 
 def profile(
@@ -101,6 +104,7 @@ class _Run:
         self.saved = SavedBytes(self.own)
         self.parts = {part.begin: part for part in parts_of(list(traced.graph.nodes))}
         self.around: list[SavedBytes] = []  # what counted before each checkpointed part that has begun
+        self.timed: list[_Timed] = []
 
     def run(self, inputs: Mapping[str, Any], loss_fn: Any, target: Any, shown: bool | None) -> Profile:
         """Walk over the graph."""
@@ -125,7 +129,17 @@ class _Run:
         finally:
             progress.end()
         self.found.changed = self.state.changed
+        self._read_times()
         return self.found
+
+    def _read_times(self) -> None:
+        """Write the times into the costs, now that all runs are made."""
+        for each in self.timed:
+            each.cost.forward, each.cost.backward = each.timing.forward, each.timing.backward
+            each.cost.backward += each.runs_again * each.cost.forward if each.cost.backward else 0
+        total = sum(each.cost.forward + each.cost.backward for each in self.timed)
+        uncertain = sum(each.timing.uncertain for each in self.timed)
+        self.found.uncertain = uncertain / total if total else 0.0
 
     def _operation(self, node: fx.Node) -> None:
         module = self.traced.attributes[str(node.target)] if node.op == "call_module" else None
@@ -147,7 +161,7 @@ class _Run:
             enabled = torch.is_grad_enabled() and not node.meta.get("no_grad")
             with torch.set_grad_enabled(enabled):
                 trial = _Trial(self, call, (node.args, node.kwargs), needs, self.targets.get(node, set()))
-                value, cost = trial.measure()
+                value, cost = trial.measure(module or node.target)
             self._put(node, value)
             if node in self.targets:
                 self._change(node, call, wanted=any(copy.requires_grad for copy in trial.copies))
@@ -171,7 +185,8 @@ class _Run:
             return
         if self.around:
             cost.activations = 0
-            cost.backward += len(self.around) * cost.forward if cost.backward else 0
+            if self.timed and self.timed[-1].cost is cost:
+                self.timed[-1].runs_again = len(self.around)
         if is_end(node):
             self.saved = self.around.pop()
 
@@ -200,6 +215,15 @@ class _Run:
             self.found.loss = trial.measure()[1]
 
 
+@dataclass
+class _Timed:
+    """What was timed of an operation; the backward of a checkpointed part runs its forward again, so many times."""
+
+    cost: Cost
+    timing: Timing
+    runs_again: int = 0
+
+
 class _Trial:
     """One operation, run on leaves of its own."""
 
@@ -215,15 +239,17 @@ class _Trial:
         self.weights = [tensor for tensor in needs if tensor.requires_grad]
         self.copies: list[torch.Tensor] = []  # of what the call changes in place
 
-    def measure(self) -> tuple[Any, Cost]:
-        """The value of the operation, and its cost."""
+    def measure(self, target: Any = None) -> tuple[Any, Cost]:
+        """The value of the operation, which calls ``target``, and its cost."""
         arguments, leaves = self._prepared()
+        work = None if target is None else work_of(target, *arguments)
         with self.run.saved.counting() as counted:
             value = self.call(arguments)
-        self._backward(value, leaves)()
-        cost = Cost(activations=counted.bytes)
-        if self.run.stopwatch is not None:
-            cost.forward, cost.backward = self.run.stopwatch.medians(self._timed)
+        cost, stopwatch = Cost(activations=counted.bytes), self.run.stopwatch
+        if stopwatch is None or not stopwatch.knows(work):
+            self._backward(value, leaves)()
+        if stopwatch is not None:
+            self.run.timed.append(_Timed(cost, stopwatch.time(self._timed, work)))
         return value, cost
 
     def _prepared(self) -> tuple[Any, list[torch.Tensor]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import ceil
 
 from pippy.ir.show.readable import bytes_text, count_text, shortened
 from pippy.ir.show.text_table import text_table
@@ -55,7 +56,8 @@ class Balance:
 
     ``measure`` says what the costs are: layers, matches, parameters, time (nanoseconds) or memory (bytes). ``bound`` is the
     lowest cost that the heaviest stage can have: the mean, or the cost of the one layer that ``alone`` names. ``optimal``
-    says that no other cuts under the given limits have a heaviest stage that is 3 % lighter; it is False for cuts by hand.
+    says that no other cuts under the given limits have a heaviest stage that is lighter by the part ``within`` of it, which is
+    3 %, or more where measured times may be wrong by more; it is False for cuts by hand.
 
     >>> stages = (StageBalance("submod_0", "a", "b", 2, 30, 30, 120, 64), StageBalance("submod_1", "c", "c", 1, 20, 20, 80, None))
     >>> balance = Balance("parameters", "parameters", stages, 25, None, True, "parameters once")
@@ -70,6 +72,7 @@ class Balance:
     alone: str | None
     optimal: bool
     memory_note: str
+    within: float = 0.03
 
     @property
     def greatest(self) -> StageBalance:
@@ -94,7 +97,8 @@ class Balance:
         why = f"{self.alone} alone" if self.alone else "the mean"
         return (
             f"by {self.policy}: the greatest stage, {self.greatest.name}, is {self.ratio:.2f} times the mean; the bound is "
-            f"{bound:.2f} ({why})" + ("; no other cut does 3 % better" if self.optimal else "; cut by hand")
+            f"{bound:.2f} ({why})"
+            + (f"; no other cut does {ceil(round(self.within * 100, 6))} % better" if self.optimal else "; cut by hand")
         )
 
     def __str__(self) -> str:

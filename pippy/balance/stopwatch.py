@@ -1,7 +1,11 @@
-"""How long a forward and a backward take: the median of several calls."""
+"""How long a forward and a backward take, found from several calls.
 
-from collections.abc import Callable, Sequence
-from statistics import median
+A machine that does something else meanwhile makes calls longer, and never shorter. So a time is the lower quartile of its
+calls. Operations that do the same work (`same_work.py`) have one time: equal blocks weigh the same, however busy the machine.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -9,10 +13,38 @@ from torch import nn
 from pippy.ir.names import named_state
 
 Clock = Callable[[], int]
+Once = Callable[[], tuple[int, int]]
 
 _FEWEST_CALLS = 3
+_CALLS_AT_FIRST = 13
 _MOST_CALLS = 25
-_LONG_ENOUGH = 20_000_000  # nanoseconds: after these no more calls are made than the fewest
+_LONG_ENOUGH = 10_000_000  # nanoseconds: after these no more calls are made at first than the fewest
+_LONG_IN_ALL = 5_000_000_000  # after these none is called more often than the fewest
+
+
+@dataclass
+class Timing:
+    """The nanoseconds of forward and backward of each call of one kind of work."""
+
+    forwards: list[int] = field(default_factory=list)
+    backwards: list[int] = field(default_factory=list)
+
+    @property
+    def forward(self) -> int:
+        return _lower_quartile(self.forwards)
+
+    @property
+    def backward(self) -> int:
+        return _lower_quartile(self.backwards)
+
+    @property
+    def uncertain(self) -> int:
+        """By how much the time may be another one: how far the shortest calls are apart."""
+        return sum(_lower_quartile(times) - min(times) for times in (self.forwards, self.backwards))
+
+
+def _lower_quartile(times: Sequence[int]) -> int:
+    return sorted(times)[len(times) // 4]
 
 
 class Stopwatch:
@@ -22,8 +54,11 @@ class Stopwatch:
         devices = {tensor.device for module in modules for _, tensor in named_state(module)}
         self.devices = [device for device in devices if device.type not in ("cpu", "meta")]
         self.clock = clock
+        self.timings: dict[Hashable, Timing] = {}
+        self.begin = clock()
         self.own = (0, 0)
-        self.own = self.medians(self._nearly_nothing)
+        own = self.time(self._nearly_nothing)
+        self.own = own.forward, own.backward
 
     def now(self) -> int:
         """The time in nanoseconds, when everything that was started is done."""
@@ -31,17 +66,38 @@ class Stopwatch:
             torch.accelerator.synchronize(device)
         return self.clock()
 
-    def medians(self, once: Callable[[], tuple[int, int]]) -> tuple[int, int]:
-        """The median times of ``once``, which times one forward and one backward. Short calls are repeated more often.
+    def knows(self, work: Hashable | None) -> bool:
+        """Whether this work was timed already."""
+        return work is not None and work in self.timings
 
+    def time(self, once: Once, work: Hashable | None = None) -> Timing:
+        """The times of ``work``, of which ``once`` times one forward and one backward.
+
+        Short calls are repeated, and each time that the same work is met it is timed once more.
         The time that it takes to read the clock, and to start autograd, is subtracted.
         """
-        found: list[tuple[int, int]] = []
-        begin = self.now()
-        while len(found) < _FEWEST_CALLS or (len(found) < _MOST_CALLS and self.now() - begin < _LONG_ENOUGH):
-            found.append(once())
-        forward, backward = (round(median(times)) for times in zip(*found))
-        return max(0, forward - self.own[0]), max(0, backward - self.own[1])
+        if self.knows(work):
+            timing = self.timings[work]
+            if len(timing.forwards) < (_MOST_CALLS if self._is_early() else _FEWEST_CALLS):
+                self._add(timing, once)
+            return timing
+        timing = Timing()
+        if work is not None:
+            self.timings[work] = timing
+        begin, most = self.now(), _CALLS_AT_FIRST if work is not None else _MOST_CALLS
+        while len(timing.forwards) < _FEWEST_CALLS or (
+            len(timing.forwards) < most and self.now() - begin < _LONG_ENOUGH and self._is_early()
+        ):
+            self._add(timing, once)
+        return timing
+
+    def _is_early(self) -> bool:
+        return self.clock() - self.begin < _LONG_IN_ALL
+
+    def _add(self, timing: Timing, once: Once) -> None:
+        forward, backward = once()
+        timing.forwards.append(max(0, forward - self.own[0]))
+        timing.backwards.append(max(0, backward - self.own[1]))
 
     @torch.enable_grad()
     def _nearly_nothing(self) -> tuple[int, int]:

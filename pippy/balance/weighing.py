@@ -14,6 +14,7 @@ from pippy.ir.front.trace import Traced
 from pippy.ir.names import stage_name
 from pippy.ir.show.readable import bytes_text
 
+_MOST_UNCERTAIN = 0.25  # stages may be so much heavier for a lower price, where times cannot tell
 _NAMES_SHOWN = 40
 _REASONS_SHOWN = 6
 
@@ -40,6 +41,8 @@ class Weighing:
         memory = {each: self._memory_load(each) for each in set(waiting)}
         self.memory = [memory[each] for each in waiting]
         self.costs = self._cost_loads()
+        timed = found if policy.measure == "time" else None
+        self.uncertain = 0.0 if timed is None else min(timed.uncertain, _MOST_UNCERTAIN)
         self.edges = self._allowed_edges()
 
     def _memory_load(self, in_flight: int) -> Load:
@@ -88,7 +91,7 @@ class Weighing:
         prices = self._prices(edges)
         limits = [] if memory_limit is None else [memory_limit] * self.stages
         memory, measured = [units[load] for load in self.memory], self.policy.measure == "time"
-        return Row(self.stages, costs, layers, prices, memory, limits, counts, counts, measured)
+        return Row(self.stages, costs, layers, prices, memory, limits, counts, counts, measured, self.uncertain)
 
     def _prices(self, edges: Sequence[int]) -> list[int]:
         """What crosses a cut; where that is the same, it is cheaper to cut between the modules of a list than in one."""

@@ -30,7 +30,8 @@ def rows(draw):
         draw(st.lists(st.integers(0, 200), min_size=stages, max_size=stages)) if limited else (),
         draw(st.lists(st.integers(0, 2), min_size=stages, max_size=stages)) if bounded else (),
         draw(st.lists(st.integers(1, 6), min_size=stages, max_size=stages)) if bounded else (),
-        draw(st.booleans()),
+        measured := draw(st.booleans()),
+        draw(st.sampled_from([0.0, 0.2])) if measured else 0.0,
     )
 
 
@@ -52,12 +53,12 @@ def every_cut(row):
 def best_of(row, tried):
     """The best of all cuts, by the words of `best_cuts`."""
     least = min(map(row.greatest, tried))
-    cheap = [cuts for cuts in tried if row.greatest(cuts) <= least + int(least * SLACK)]
+    cheap = [cuts for cuts in tried if row.greatest(cuts) <= least + int(least * max(SLACK, row.uncertain))]
     cheapest = min(map(row.price, cheap))
     same = [cuts for cuts in cheap if row.price(cuts) == cheapest]
-    if not row.measured:
-        lowest = min(map(row.greatest, same))
-        same = [cuts for cuts in same if row.greatest(cuts) == lowest]
+    lowest = min(map(row.greatest, same))
+    lowest += int(lowest * SLACK) if row.measured else 0
+    same = [cuts for cuts in same if row.greatest(cuts) <= lowest]
     floor = max(map(row.least_cost, same))
     floor -= int(floor * SLACK) if row.measured else 0
     return max((cuts for cuts in same if row.least_cost(cuts) >= floor), key=sum)

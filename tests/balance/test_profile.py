@@ -13,8 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from pippy import pipeline
 from pippy.balance.balancer import Balancer
 from pippy.balance.figures import figures_of
-from pippy.balance.profile import profile
+from pippy.balance.policies import read_split
+from pippy.balance.profile import Cost, Profile, profile
 from pippy.balance.restore_model import restoring_model
+from pippy.balance.weighing import Weighing
 from pippy.ir.cut.cuts import marks
 from pippy.ir.cut.uses import operations
 from pippy.ir.errors import BalanceError, TracingError
@@ -429,16 +431,51 @@ class Sleeping(nn.Module):
         return x
 
 
-def test_real_time_finds_the_cuts_that_are_known_to_be_best():
-    """The sums are 16, 16 and 18 ms; the next best cuts have a stage of 20."""
-    model = Sleeping(0.004, 0.004, 0.004, 0.004, 0.008, 0.008, 0.018)
-    x = torch.randn(3, 2)
-    pipe = pipeline(model, num_stages=3, example_args=(x,))
-    assert [len(stage.graph.find_nodes(op="call_function", target=sleeps)) for _, stage in pipe.stages()] == [4, 2, 1]
+def test_times_find_the_cuts_that_are_known_to_be_best():
+    """The sums are 16, 16 and 18; the next best cuts have a stage of 20."""
+    balancer = Balancer("time", 3, example_args=(torch.randn(3, 2),), clock=lambda: Tick.clock)
+    balance = balancer(trace(Ticking(4, 4, 4, 4, 8, 8, 18)))
+    assert [stage.cost for stage in balance.stages] == [8 * 16, 8 * 16, 8 * 18]
+
+
+def test_real_time_is_measured():
+    """However busy the machine, one pause is shorter than two."""
+    model, x = Sleeping(0.02, 0.02), torch.randn(3, 2)
+    pipe = pipeline(model, num_stages=2, example_args=(x,))
+    assert [len(stage.graph.find_nodes(op="call_function", target=sleeps)) for _, stage in pipe.stages()] == [1, 1]
     assert pipe.balance.policy == "time (auto)"
+    assert all(stage.cost >= 20_000_000 for stage in pipe.balance.stages)
     assert torch.equal(pipe(x), model(x))
-    uniform = pipeline(model, split="uniform", num_stages=3).balance
-    assert sorted(stage.layers for stage in uniform.stages) == [2, 2, 3]
+
+
+def equal_blocks(count):
+    return nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.ReLU()) for _ in range(count)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_equal_operations_take_equal_times_whatever_else_the_machine_does(seed):
+    dice, now, looks = random.Random(seed), 0, 0
+
+    def clock():
+        nonlocal now, looks
+        now, looks = now + dice.randrange(1000, 2000) + (dice.random() < 0.1) * 100_000, looks + 1
+        return now
+
+    balancer = Balancer("time", 4, example_args=(torch.randn(3, 2),), clock=clock)
+    _, *others = balancer(trace(equal_blocks(40))).stages
+    assert [stage.first for stage in others] == ["10.0", "20.0", "30.0"]
+    assert len({stage.cost for stage in others}) == 1
+    assert looks < 1000  # for 120 operations of three kinds
+
+
+def test_where_times_cannot_tell_cuts_lie_between_blocks():
+    """A cut inside of the second block is better by 6 %: that counts unless the times may be wrong by more."""
+    traced = trace(nn.Sequential(*equal_blocks(2), nn.Tanh()))
+    costs = [Cost(each) for each in (100, 100, 100, 20, 100, 100, 120)]
+    policy = read_split("time", 2, with_examples=True)
+    for uncertain, cut in ((0.0, 4), (0.1, 3)):
+        found = Profile(costs, uncertain=uncertain)
+        assert Weighing(traced, figures_of(traced), found, policy, None).best_cuts(None) == [cut]
 
 
 def test_activations_are_what_autograd_saves_each_once(seeded):
