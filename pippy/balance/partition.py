@@ -16,10 +16,11 @@ different they are may be known: then the ceiling is raised by that, if it is mo
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import ceil
 
 SLACK = 0.03  # of the cost of the heaviest stage, for a lower price
+_FINEST = 0.001  # of the mean: costs that were measured are told apart no finer
 Window = tuple[int, int]  # the first and the last start that are allowed for an end
 
 
@@ -48,16 +49,19 @@ class Load:
 
     def starts(self, ceiling: int) -> list[int]:
         """For each end, the first start from which the run weighs no more than ``ceiling``; the end itself if none."""
+        if not self.held:
+            before = [0, *accumulate(self.weights)]
+            return [bisect_left(before, weight - ceiling, 0, end) for end, weight in enumerate(before)]
         weight, start, counts = 0, 0, dict[Hashable, int]()
         found = [0]
         for unit, own in enumerate(self.weights):
             weight += own
-            for thing, amount in self._held(unit).items():
+            for thing, amount in self.held[unit].items():
                 counts[thing] = counts.get(thing, 0) + 1
                 weight += amount if counts[thing] == 1 else 0
             while weight > ceiling and start <= unit:
                 weight -= self.weights[start]
-                for thing, amount in self._held(start).items():
+                for thing, amount in self.held[start].items():
                     counts[thing] -= 1
                     weight -= 0 if counts[thing] else amount
                 start += 1
@@ -70,9 +74,6 @@ class Load:
             return [end - 1 for end in range(len(self.weights) + 1)]
         # A run weighs no more than floor - 1 from its first start on, and more from the one before it.
         return [start - 1 for start in self.starts(floor - 1)]
-
-    def _held(self, unit: int) -> Mapping[Hashable, int]:
-        return self.held[unit] if self.held else {}
 
 
 @dataclass(frozen=True)
@@ -142,28 +143,36 @@ def best_cuts(row: Row) -> list[int] | None:
     most = max(load.total() for load in row.costs)
     if not search.feasible(most):
         return None
-    least = _least(search.feasible, 0, most)
+    step = max(1, int(_FINEST * most / row.stages)) if row.measured else 1
+    least = _least(search.feasible, _no_less(row), most, step)
     ceiling = min(most, least + int(least * max(SLACK, row.uncertain)))
     price = search.lowest_price(ceiling)
     if not row.measured or row.uncertain > SLACK:
-        lowest = _least(lambda each: search.lowest_price(each) == price, least, ceiling)
+        lowest = _least(lambda each: search.lowest_price(each) == price, least, ceiling, step)
         ceiling = min(ceiling, lowest + int(lowest * SLACK)) if row.measured else lowest
-    return _evenest(search, ceiling, price)
+    return _evenest(search, ceiling, price, step)
 
 
-def _least(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """The least number from ``low`` to ``high`` for which something holds; it holds for ``high``, and above the least."""
-    return bisect_left(range(low, high), True, key=holds) + low
+def _no_less(row: Row) -> int:
+    """Some stage costs as much, however the row is cut."""
+    weights = [min(each) for each in zip(*(load.weights for load in _different(row.costs)))]
+    return max(ceil(sum(weights) / row.stages), *weights)
 
 
-def _evenest(search: "_Search", ceiling: int, price: int | None) -> list[int]:
+def _least(holds: Callable[[int], bool], low: int, high: int, step: int = 1) -> int:
+    """The least number from ``low`` to ``high``, by steps, for which something holds; it holds for ``high``, and above the
+    least."""
+    return min(high, low + step * bisect_left(range(low, high, step), True, key=holds))
+
+
+def _evenest(search: "_Search", ceiling: int, price: int | None, step: int) -> list[int]:
     """Of the cuts with this price under a ceiling, those whose lightest stage is heaviest; as good as that, if measured."""
 
     def too_high(floor: int) -> bool:
         cuts = search.cheapest(ceiling, floor)
         return cuts is None or search.row.price(cuts) != price
 
-    floor = _least(too_high, 0, ceiling + 1) - 1
+    floor = max(0, _least(too_high, 0, ceiling + 1, step) - step)
     found = search.cheapest(ceiling, floor - int(floor * SLACK) if search.row.measured else floor)
     assert found is not None
     return found
