@@ -63,12 +63,13 @@ class KeptCalls:
         model: nn.Module,
         is_leaf: Callable[[nn.Module, str], bool],
         on_start: Callable[[Any, Any], None],
+        on_leaf: Callable[[nn.Module, Any], None],
         reads: list[nn.Module],
     ) -> None:
         self.asked_autocast: source.Source | None = None  # the line that asked whether autocast is on
         self.asked_again: set[int] = set()  # the numbers of the questions about sizes that the stages ask themselves
         self.calls: list[KeptModule | AutogradFunction | str] = []
-        self._is_leaf, self._on_start, self._reads = is_leaf, on_start, reads
+        self._is_leaf, self._on_start, self._on_leaf, self._reads = is_leaf, on_start, on_leaf, reads
         # While it is exported, a module may be another object, which shares its dictionary.
         self._paths = {id(module.__dict__): (path, module) for path, module in model.named_modules()}
         self._unmet = dict(annotated_modules(model))
@@ -141,6 +142,7 @@ class KeptCalls:
             if path == "" or not self._is_leaf(own, path):
                 check_backward_hooks(path, own)
                 return self._call_module(tracer, module, forward, args, kwargs)
+            self._on_leaf(own, args)
             return self._keep(KeptModule(path), result_of(own, forward), args, kwargs)
         finally:
             self._scope = outside

@@ -18,6 +18,7 @@ from pippy.ir.errors import PippyError, TracingError
 from pippy.ir.export.kept import KeptCalls
 from pippy.ir.export.recording import PythonDraws, recording, refusing_python_draws
 from pippy.ir.front.refusals import raising_refusals
+from pippy.ir.front.unfit_example import check_call, is_unfit, unfit_example
 from pippy.ir.names import named_state
 from pippy.ir.trees import map_tensors
 
@@ -73,13 +74,20 @@ class Exporter:
                 if isinstance(leaf, torch.Tensor):
                     sizes[id(leaf)] = tuple(_size(each) for each in leaf.shape)
 
-        kept = KeptCalls(self.model, self.is_leaf, on_start, reads)
+        def on_leaf(module: nn.Module, args: Any) -> None:
+            check_call(module, args, self.model, self.example.arguments)
+
+        kept = KeptCalls(self.model, self.is_leaf, on_start, on_leaf, reads)
         try:
             with raising_refusals(), kept.recording(), recording(self.model, kept):
                 exported = self._run()
         except PippyError:
             raise
         except Exception as error:
+            if is_unfit(error, self.model, self.example.arguments):
+                where = _place(error)
+                line = where.excerpt() if where else ""
+                raise unfit_example(line, error, self.model, self.example.arguments) from error
             raise explained(error, self.model) from error
         kept.check_all_met()
         return Program(exported, kept, inputs, self.example.arguments, sizes)
@@ -125,9 +133,13 @@ def _size(size: Any) -> int | str:
     return str(size.node._expr) if isinstance(size, torch.SymInt) else size
 
 
+def _place(error: Exception) -> source.Source | None:
+    return source.of_traceback(error.__traceback__, below="trace")
+
+
 def explained(error: Exception, model: nn.Module) -> TracingError:
     """The error to raise for ``error``, which torch.export raised."""
-    where = source.of_traceback(error.__traceback__, below="trace")
+    where = _place(error)
     text = str(error).strip().split("\n\n")[0]
     lines = [f"torch.export cannot trace {type(model).__name__}: {type(error).__name__}: {text}"]
     lines += [where.excerpt()] if where else []

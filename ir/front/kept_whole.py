@@ -17,7 +17,7 @@ from typing import Any
 from torch import fx, nn
 
 from pippy.ir import source
-from pippy.ir.errors import MarkError, PippyError
+from pippy.ir.errors import InputError, MarkError, PippyError
 from pippy.ir.front.refusals import forgiving
 from pippy.ir.front.replaced import replaced
 from pippy.ir.front.restore_attributes import Attributes
@@ -60,7 +60,7 @@ class KeptWhole:
                 result = follow()
                 refusals.raise_caught()
                 return result
-            except MarkError:
+            except (MarkError, InputError):  # an example for which the model fails
                 raise
             except Exception as error:
                 if self._is_cut(module, before) or _contents(args, kwargs) != given:

@@ -34,12 +34,13 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.utils.stateless import _reparametrize_module
 
 from pippy.ir import source
-from pippy.ir.errors import MarkError, TracingError
+from pippy.ir.errors import MarkError
 from pippy.ir.front.attributes import lookup_attribute
 from pippy.ir.front.refusals import refused
 from pippy.ir.front.replaced import replaced
 from pippy.ir.front.restore_attributes import restoring_attributes
 from pippy.ir.front.tracing_thread import not_tracing
+from pippy.ir.front.unfit_example import check_call, unfit_example
 from pippy.ir.marks import recording_splits
 from pippy.ir.row_sizes import row_size
 from pippy.ir.run.functions import check_fixed
@@ -66,7 +67,7 @@ _OF_FAKES = (
     UnsupportedFakeTensorException,
     NotImplementedError,
 )
-_ABOUT_TENSORS = re.compile(r"device|shape|size of tensor|dim")
+_ABOUT_TENSORS = re.compile(r"device|shape|size of tensor|dim|dtype|scalar type|Input type|its parameters are")
 
 
 class Values:
@@ -76,7 +77,7 @@ class Values:
     """
 
     def __init__(self, tracer: fx.Tracer, model: nn.Module, given: Mapping[str, Any], example: bool) -> None:
-        self.tracer, self.example, self.given = tracer, example, given
+        self.tracer, self.example, self.given, self._model = tracer, example, given, model
         self.attributes: Mapping[str, Any] | None = None  # those of the model as it is now, otherwise
         self._modules = dict(model.named_modules(remove_duplicate=False)) if example else {}
         self._values: dict[fx.Node, Any] = {}
@@ -135,7 +136,9 @@ class Values:
             raise
         except Exception as error:  # a leaf of the user's may raise anything when it is given a fake tensor
             if self._is_of_example(node, error):
-                raise refused(unfit_example(node, error)) from error
+                where = source.excerpt_of(node)
+                inputs = {str(each.target): self.of(each) for each in node.all_input_nodes}
+                raise refused(unfit_example(where, error, self._model, self.given, inputs)) from error
             return UNKNOWN
 
     def _is_of_example(self, node: fx.Node, error: Exception) -> bool:
@@ -192,6 +195,7 @@ class Values:
         buffers = {name: self._fake(buffer) for name, buffer in module.named_buffers()}
         with _with_buffers(module, buffers):
             if type(module).__module__.startswith("torch.nn."):
+                check_call(module, args, self._model, self.given)
                 return module.forward(*args, **kwargs)
             return self._call_users(module, args, kwargs)
 
@@ -244,14 +248,6 @@ def _lose_mark(module: nn.Module) -> None:
     raise MarkError(
         f"pipe_split() is called inside a {type(module).__name__}, which is not traced through but kept whole (a leaf of your "
         "tracer, or a part that cannot be traced); mark what is outside of it"
-    )
-
-
-def unfit_example(node: fx.Node, error: Exception) -> TracingError:
-    """The error for an example for which an operation of the model fails."""
-    return TracingError(
-        f"with the example arguments, this operation fails:\n{source.excerpt_of(node)}\n{type(error).__name__}: {error}\n"
-        "What to do: give example_args and example_kwargs that the model itself can be called with, on its device"
     )
 
 

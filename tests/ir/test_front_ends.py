@@ -164,7 +164,7 @@ def unmet():
         (Marked(sets_data), {}, TracingError, r"\.data"),
         (nn.Sequential(nn.Linear(4, 4), Inner(in_grad_mode)), {"num_stages": 3}, BalanceError, "is_grad_enabled"),
         (unmet(), {}, MarkError, r"0\.linear1"),
-        (nn.Sequential(nn.Linear(3, 4), Inner(in_rows)), {}, TracingError, "this operation fails"),
+        (nn.Sequential(nn.Linear(3, 4), Inner(in_rows)), {}, InputError, "this operation fails"),
         (nn.Sequential(nn.Linear(4, 4), Marked(in_rows)), {"tracer": WholeInner}, MarkError, "kept whole"),
         (Marked(in_rows), {"tracer": OwnProxies}, TracingError, "of ints"),
         (Marked(in_rows), {"num_stages": 2, "front_end": "fx"}, TracingError, "of ints"),

@@ -595,5 +595,61 @@ def test_the_check_of_a_call_changes_no_argument():
 
 @pytest.mark.parametrize("example", [X[:, :3], X.to("meta")], ids=["narrow", "meta"])
 def test_an_example_for_which_the_model_fails_is_refused_with_the_line(example):
-    with pytest.raises(TracingError, match=r"(?s)with the example arguments.*self\.first\(x\).*What to do: give"):
-        pipeline(If().double(), example_args=(example,))
+    for model in (If(), nn.Sequential(nn.Identity(), If())):
+        with pytest.raises(InputError, match=r"(?s)with the example arguments.*self\.first\(x\).*What to do: give"):
+            pipeline(model.double(), example_args=(example,))
+
+
+class Takes(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.last = layer, nn.Linear(4, 4)
+
+    def forward(self, x, scale=None):
+        x = self.layer(x)
+        pipe_split()
+        return self.last(x if scale is None else x * scale)
+
+
+LAYERS = {"linear": nn.Linear(4, 4), "norm": nn.LayerNorm(4), "convolution": nn.Conv1d(4, 4, 1)}
+OTHERS = {
+    "dtype": (X.float(), "float32, and the model's parameters are float64", "x.to(torch.float64)"),
+    "device": (X.to("meta"), "on meta, and the model is on cpu", "x.to('cpu')"),
+}
+
+
+@pytest.mark.parametrize("front_end", ["fx", "export"])
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("other", OTHERS)
+def test_an_example_in_another_dtype_or_on_another_device_is_refused_with_its_name(front_end, layer, other):
+    model = Takes(LAYERS[layer]).double()
+    x, why, remedy = OTHERS[other]
+    x, right = (each[..., None] if layer == "convolution" else each for each in (x[:, :4], X[:, :4]))
+    if layer == "convolution":
+        model.last = nn.Identity()
+    with pytest.raises(InputError, match="with the example arguments") as caught:
+        pipeline(model, front_end=front_end, example_args=(x,))
+    text = str(caught.value)
+    assert f"'x' is {why}" in text and f"give {remedy} in the example" in text and "self.layer(x)" in text
+    x = x if other == "dtype" else right
+    pipe = pipeline(model, front_end=front_end, example_args=(eval(remedy),))
+    assert torch.equal(pipe(right), model(right))
+
+
+def test_ids_that_are_no_integers_are_named():
+    with pytest.raises(InputError, match=r"this operation takes x=float32\[2, 4\]"):
+        pipeline(Takes(nn.Embedding(4, 4)), example_args=(torch.ones(2, 4),))
+
+
+def test_an_example_in_a_dtype_that_the_model_or_autocast_converts():
+    class Converts(Takes):
+        def forward(self, x):
+            return super().forward(x.double(), x)
+
+    model, x = Converts(nn.Linear(4, 4)).double(), torch.randn(2, 4)
+    assert torch.equal(pipeline(model, example_args=(x,))(x), model(x))
+    model = Takes(nn.Linear(4, 4)).bfloat16()
+    with pytest.raises(InputError, match=r"call pipeline\(\) under it, too"):
+        pipeline(model, example_args=(x,))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(pipeline(model, example_args=(x,))(x), model(x))
