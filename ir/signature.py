@@ -1,7 +1,7 @@
 """Binds the arguments of a call of a Pipe: those of the model's forward, and the target of the loss."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 from torch import fx
@@ -72,14 +72,16 @@ def bind(pipe: Callee, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[s
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
         given = [describe(value) for value in args] + [f"{name}={describe(value)}" for name, value in kwargs.items()]
+        what = misfits(signature, args, kwargs) or str(error)
         raise InputError(
-            f"{error}; the Pipe is called as {_usage(pipe, signature)}, and was given ({', '.join(given)})"
+            f"{what}; the Pipe is called as {_usage(pipe, signature)}, and was given ({', '.join(given)})"
             + (f" before the target {describe(values[pipe.target_name])}" if pipe.target_name else "")
         ) from None
-    _check_concrete(pipe, bound.arguments)
+    faults = [*_other_constants(pipe, bound.arguments)]
     bound.apply_defaults()
-    _check_required(pipe, bound.arguments)
-    _check_kinds(pipe, bound.arguments)
+    faults += [*_missing_values(pipe, bound.arguments), *_other_kinds(pipe, bound.arguments)]
+    if faults:
+        raise InputError("\n".join(faults))
     values.update(
         {
             node.name: bound.arguments[str(node.target).lstrip("*")]
@@ -99,30 +101,61 @@ def check_guards(pipe: Guarded, inputs: Mapping[str, Any]) -> None:
         pipe.guards.check(given)
 
 
-def _check_required(pipe: Callee, arguments: Mapping[str, Any]) -> None:
+def misfits(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """All that is wrong with the arguments of a call, of which Python tells the first; empty if that is something else.
+
+    >>> misfits(inspect.signature(lambda x, mask, *, scale: 0), (1,), {"masks": 2, "scales": 3})
+    "missing required arguments: 'mask', 'scale'; got unexpected keyword arguments 'masks', 'scales'"
+    """
+    parameters = list(signature.parameters.values())
+    kinds = {each.kind for each in parameters}
+    by_position = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    named = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    given = {each.name for each in by_position[: len(args)]} | {*kwargs}
+    stars = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [each.name for each in parameters if each.default is each.empty and each.kind not in stars]
+    unknown = [] if stars[1] in kinds else [name for name in kwargs if name not in named]
+    twice = [each.name for each in by_position[: len(args)] if each.name in kwargs]
+    return "; ".join(
+        [
+            *_told("missing a required argument: {}", "missing required arguments: {}", required, given),
+            *_told("got an unexpected keyword argument {}", "got unexpected keyword arguments {}", unknown),
+            *_told("multiple values for argument {}", "multiple values for arguments {}", twice),
+            *["too many positional arguments"] * (len(args) > len(by_position) and stars[0] not in kinds),
+        ]
+    )
+
+
+def _told(one: str, several: str, names: Sequence[str], without: Set[str] = frozenset()) -> Iterator[str]:
+    left = [repr(name) for name in names if name not in without]
+    if left:
+        yield (one if len(left) == 1 else several).format(", ".join(left))
+
+
+def _missing_values(pipe: Callee, arguments: Mapping[str, Any]) -> Iterator[str]:
     missing = [name for name in pipe.required_inputs if arguments.get(name) is None]
     if missing:
         fixed = ", ".join(f"{name!r}: None" for name in missing)
-        raise InputError(
+        yield (
             f"{', '.join(map(repr, missing))} is None, and forward does something else then; the model was traced as given it. "
             f"For a Pipe that runs without: pipeline(model, ..., concrete_args={{{fixed}}})"
         )
 
 
-def _check_kinds(pipe: Callee, arguments: Mapping[str, Any]) -> None:
+def _other_kinds(pipe: Callee, arguments: Mapping[str, Any]) -> Iterator[str]:
     for name, kind in pipe.kinds.items():
-        if not kind.fits(arguments[name]):
-            raise InputError(
+        if not kind.fits(arguments[name]) and arguments[name] is not None:
+            yield (
                 f"{name!r} is {describe(arguments[name])}, and the model was traced with an example of another kind, "
                 f"{kind.shown}; for a Pipe that takes this, call pipeline() with such an example"
             )
 
 
-def _check_concrete(pipe: Callee, arguments: Mapping[str, Any]) -> None:
+def _other_constants(pipe: Callee, arguments: Mapping[str, Any]) -> Iterator[str]:
     for name, fixed in pipe.concrete_args.items():
         given = arguments.get(name, fixed)
         if given is not fixed and not (isinstance(given, (bool, int, float, str)) and given == fixed):
-            raise InputError(
+            yield (
                 f"{name!r} is {describe(given)}, but the model was traced with {name}={fixed!r}; trace it again to run it with "
                 "another value"
             )

@@ -43,7 +43,7 @@ def trace_export(
     try:
         example = signature.bind(*args, **{**kwargs, **concrete})
     except TypeError as error:
-        raise given.unfit(signature, error) from None
+        raise given.unfit(signature, error, concrete) from None
     is_leaf = default_leaf if tracer is None else tracer_of(tracer).is_leaf_module
     with tracing_thread():
         return _Export(model, example, is_leaf).trace()

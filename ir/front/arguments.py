@@ -12,6 +12,7 @@ from torch import fx, nn
 from pippy.ir.errors import InputError, TracingError
 from pippy.ir.front.replaced import replaced
 from pippy.ir.near_names import did_you_mean
+from pippy.ir.signature import misfits
 from pippy.ir.trees import describe
 
 _STAR = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -77,16 +78,21 @@ class Example:
         if self.target is None or self.target in self.kwargs:
             return self.args, kwargs
         if not self.args:
-            raise self.unfit(signature, TypeError(f"missing the loss's {self.target!r}"))
+            also = misfits(signature, (), kwargs)
+            raise self._refusal(signature, f"missing the loss's {self.target!r}" + f"; {also}" * bool(also))
         return self.args[:-1], kwargs
 
-    def unfit(self, signature: inspect.Signature, error: TypeError) -> InputError:
-        """The error for arguments that forward cannot be called with."""
+    def unfit(self, signature: inspect.Signature, error: TypeError, constants: Mapping[str, Any]) -> InputError:
+        """The error for arguments that forward cannot be called with, with all that is wrong with them."""
+        args, kwargs = self.of_model(signature)
+        return self._refusal(signature, misfits(signature, args, {**kwargs, **constants}) or str(error))
+
+    def _refusal(self, signature: inspect.Signature, what: str) -> InputError:
         shown = [describe(value) for value in self.args]
         shown += [f"{name}={describe(value)}" for name, value in self.kwargs.items()]
         names = [*map(str, signature.parameters.values()), *([self.target] if self.target else [])]
         return InputError(
-            f"example_args are not arguments of this Pipe: {error}; it is called as pipe({', '.join(names)}), and the example "
+            f"example_args are not arguments of this Pipe: {what}; it is called as pipe({', '.join(names)}), and the example "
             f"is ({', '.join(shown)})"
         )
 
@@ -132,7 +138,7 @@ def _call_of_example(model: nn.Module, concrete: dict[str, Any], example: Exampl
     try:
         bound = signature.bind(*args, **kwargs, **concrete)
     except TypeError as error:
-        raise example.unfit(signature, error) from None
+        raise example.unfit(signature, error, concrete) from None
     parameters: list[inspect.Parameter] = []
     values: dict[str, Any] = {}
     for name, each in signature.parameters.items():
@@ -205,15 +211,18 @@ def check_concrete_args(model: nn.Module, concrete_args: Mapping[str, Any] | Non
             f"concrete_args is {concrete_args!r}; give a dict from names of forward's arguments to values"
         )
     concrete, names = dict(concrete_args or {}), _named_arguments(model)
+    faults = []
     for name, value in concrete.items():
         if name not in names:
             hint = did_you_mean(name, names, most=1, cutoff=0.6) or f"it takes {', '.join(names) or 'none'}"
-            raise TracingError(f"concrete_args[{name!r}]: forward has no argument of that name; {hint}")
-        if not (value is None or isinstance(value, (bool, int, float, str))):
-            raise TracingError(
+            faults.append(f"concrete_args[{name!r}]: forward has no argument of that name; {hint}")
+        elif not (value is None or isinstance(value, (bool, int, float, str))):
+            faults.append(
                 f"concrete_args[{name!r}] is a {type(value).__name__}; a value that the graph is specialized to must be "
                 "None, a bool, an int, a float or a str"
             )
+    if faults:
+        raise TracingError("\n".join(faults))
     return concrete
 
 

@@ -224,6 +224,11 @@ def test_what_a_stage_computes_is_checked_in_the_stage():
             r"'batch' is dict\(float64\[6, 4\]\), .* another kind, dict\(float64\[6, 4\], int64\[6\]\)",
         ),
         ((X,), {"other": X}, "'other' is float64.*was traced with other=None"),
+        (
+            (X[None],),
+            {"flag": False, "batch": None},
+            r"(?s)'flag' is False.*'batch' is None.*'x' is float64\[1, 6, 4\]",
+        ),
     ],
 )
 def test_arguments_of_another_kind_than_the_example(args, kwargs, words):
@@ -250,6 +255,13 @@ def test_arguments_of_another_kind_than_the_example(args, kwargs, words):
     ("args", "kwargs", "options", "words"),
     [
         ((), {}, {}, "missing a required argument: 'x'"),
+        (
+            (),
+            {"scales": 1.0, "factor": 2},
+            {},
+            r"missing a required argument: 'x'; got unexpected keyword arguments 'scales', 'factor'",
+        ),
+        ((X,), {}, {"concrete_args": {"scales": 1, "scale": X}}, r"(?s)did you mean 'scale'.*'scale'\] is a Tensor"),
         ((X, X, X), {}, {}, r"too many positional arguments; it is called as pipe\(x, scale=1.0\)"),
         ((X,), {"scales": 1.0}, {}, "unexpected keyword argument 'scales'"),
         ((X,), {"scale": 2.0}, {"concrete_args": {"scale": 2.0}}, "given by concrete_args and by example_kwargs"),

@@ -277,6 +277,7 @@ def test_a_loss_that_cannot_be_differentiated_is_refused_when_it_is_seen(loss_fn
     [
         ((), {}, "the loss's 'target' is missing; call the Pipe as pipe(x, target)"),
         ((X,), {}, "missing a required argument: 'x'"),
+        ((X,), {"scale": 1}, "missing a required argument: 'x'; got an unexpected keyword argument 'scale'"),
         ((X, T, T), {}, "too many positional arguments; the Pipe is called as pipe(x, target)"),
         ((X, T), {"scale": 1}, "unexpected keyword argument 'scale'"),
     ],
