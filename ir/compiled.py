@@ -39,9 +39,9 @@ class Compiled:
     parameter, from the stages that hold a copy to the name in that stage; the first is the model's own. ``required_inputs``
     names the inputs that must not be None. ``balance`` is the result of the ``cut`` of `Pipe.from_tracing`. ``seen_inputs``
     has the inputs that each stage must not change in place: their numbers and names. ``guards``, ``asked`` and ``kinds`` are
-    those of the traced graph, and are checked in each call; ``kept_whole`` is its, too. ``row_sizes`` has, by their names,
-    the values between stages that tell how many rows there are. ``front_end`` says what traced the model: "fx" for `torch.fx`,
-    "export" for `torch.export`; ``why_export`` why it was that, if nobody asked for it.
+    those of the traced graph, and are checked in each call; ``kept_whole`` is its, too. ``row_sizes`` says of the values
+    between stages, by their names, how they depend on the number of rows. ``front_end`` says what traced the model: "fx" for
+    `torch.fx`, "export" for `torch.export`; ``why_export`` why it was that, if nobody asked for it.
     """
 
     split_gm: PipeGraphModule

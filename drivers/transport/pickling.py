@@ -15,6 +15,7 @@ the plain tensors that it is made of. Classes and functions of a script, a noteb
 What `pickle_by_value` returns may be part of a message. It is not pickled again: its bytes are set aside, too.
 """
 
+import copyreg
 import io
 import pickle
 import threading
@@ -33,6 +34,14 @@ from pippy.ir.sparse_tensors import from_parts, is_sparse, parts_of
 
 _EVERYWHERE = ("builtins", "collections", "pippy", "torch")  # every process has these packages
 _unpickling = threading.local()  # has the tensors that were set aside, while this thread unpickles
+
+
+def _by_dtype(info: torch.finfo | torch.iinfo) -> tuple[Any, ...]:
+    return type(info), (getattr(torch, info.dtype),)
+
+
+for _kind in (torch.finfo, torch.iinfo):  # torch does not say how to pickle them, and masks are made with their limits
+    copyreg.pickle(_kind, _by_dtype)  # type: ignore[arg-type]
 
 
 class Pickled(NamedTuple):

@@ -11,6 +11,7 @@ losses often leave out, such as -100, are tried with more of it.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -25,8 +26,10 @@ from pippy.drivers.workers.comparisons import Comparisons
 from pippy.drivers.workers.cross_entropies import CrossEntropies
 from pippy.drivers.workers.known_reductions import KnownReductions, Weights, alone, by_rows
 from pippy.drivers.workers.loss_sample import Cut, Place, Sample
+from pippy.ir.errors import InputError
 from pippy.ir.names import LOSS
 from pippy.ir.passes.loss_function import FunctionLoss
+from pippy.ir.row_sizes import is_known
 from pippy.ir.run.random_state import seed_all
 from pippy.ir.sparse_tensors import map_stored
 from pippy.ir.trees import children
@@ -53,6 +56,10 @@ class NotPossible(Exception):
     """The loss cannot be computed for parts, or not be compared."""
 
 
+class TooFewRows(NotPossible):
+    """The sample cannot be cut in two."""
+
+
 class Judge:
     """Finds how the losses of parts add up. ``computed`` are the numbers of the inputs that the user did not give."""
 
@@ -66,6 +73,7 @@ class Judge:
         division: Division,
     ) -> None:
         self.check, self.call, self.index, self.names, self.computed = check, call, index, names, computed
+        self.least = 1  # rows of a part
         self.given = {name: division.arguments[name] for name in check.inputs if name in division.arguments}
 
     def judge(self, sample: Sample, last: bool) -> LossReport | None:
@@ -77,9 +85,14 @@ class Judge:
             return LossReport(possible=False)
         if not math.isfinite(whole):
             return LossReport(conclusive=False) if last else None
-        if sample.rows < 2 or all(dim is None for (number, _), _, dim in sample.tensors() if number in self.computed):
+        if not self._has_rows(sample):
+            sample = self._guessed(sample)
+        if sample.rows < 2 or not self._has_rows(sample):
             return LossReport(possible=False)
-        report = self._report(sample)
+        try:
+            report = self._report(sample)
+        except TooFewRows:
+            return LossReport(possible=False) if last else None
         training = [module for module in self.call.module.modules() if module.training]
         if not report.fits and training and not isinstance(self.call.module, FunctionLoss):
             for module in training:
@@ -117,9 +130,19 @@ class Judge:
         if abs(self._loss(sample, seed=1) - whole) > 1e-2 * self._tolerance(sample) * abs(whole):
             return LossReport(fits=False, random=True)
         try:
-            cuts = self._cuts(sample)
+            cuts = self._first_cuts(sample)
+        except TooFewRows:
+            raise
         except Exception as error:
-            return LossReport(fits=False, seen=f"for a part of the rows it raised {type(error).__name__}: {error}")
+            if self.call.name == LOSS or all(map(is_known, sample.row_sizes)):
+                return LossReport(fits=False, seen=f"for a part of the rows it raised {type(error).__name__}: {error}")
+            sample = self._guessed(sample)  # it may have been cut wrongly
+            try:
+                cuts = self._first_cuts(sample)
+            except TooFewRows:
+                raise
+            except Exception:
+                return LossReport(possible=False)
         conclusive = True
         if all(cut.alike() for cut in cuts):
             conclusive = False
@@ -134,9 +157,24 @@ class Judge:
         wrong = [cut for cut in cuts if not cut.fits(self._assumed()(cut))]
         if wrong:
             reduction = self._reduction(sample, cuts, entropies, [*asked, *self.check.held])
+            if reduction is None and sample.flattened() and not sample.spread:
+                spread = self._report(replace(sample, spread=True))  # the rows may stand in the other order
+                if spread.fits or spread.reduction is not None:
+                    return spread
+                if sample.is_joined or sample.flattened() > 1:  # which they cannot in some of the tensors only
+                    return LossReport(possible=False)
             return LossReport(fits=False, reduction=reduction, seen=_seen(wrong[0]))
         unseen = [each for each in dict.fromkeys(asked) if each not in held and not self._is_no_matter(sample, each)]
         return LossReport(conclusive=conclusive, unseen=tuple(unseen))
+
+    def _has_rows(self, sample: Sample) -> bool:
+        """Whether a computed input has rows, or none of them depends on what the rows hold."""
+        known = self.call.name != LOSS and all(map(is_known, sample.row_sizes))
+        return any(dim is not None for (number, _), _, dim in sample.tensors() if known or number in self.computed)
+
+    def _guessed(self, sample: Sample) -> Sample:
+        """The sample with another guess of where the rows are, if that is a guess at all."""
+        return sample if self.call.name == LOSS else sample.guessed(self.computed)
 
     def _targets(self, sample: Sample) -> Iterator[tuple[tuple[str, int], torch.Tensor, int | None]]:
         """The tensors that the user gave, where they are in the inputs of the Pipe, and their dimensions."""
@@ -163,7 +201,7 @@ class Judge:
     def _is_no_matter(self, sample: Sample, question: Question) -> bool:
         """Whether the loss adds up for any answers of its targets."""
         try:
-            cuts = self._answers(sample, question, [max(sample.rows // 3, 1)])
+            cuts = self._answers(sample, question, [max(sample.rows // 3, self.least)])
         except Exception:
             return False
         return all(cut.fits(self._assumed()(cut)) for cut in cuts)
@@ -179,7 +217,7 @@ class Judge:
 
     def _more_cuts(self, sample: Sample, asked: Sequence[Question]) -> list[Cut]:
         """Cuts after each row, with all targets that there are, or may be, in the first row, and with others in the last."""
-        places = range(1, min(sample.rows, _CUTS))
+        places = range(self.least, min(sample.rows - self.least + 1, _CUTS))
         found = self._cuts(sample, places)
         for question in asked:
             with suppress(Exception):
@@ -202,12 +240,24 @@ class Judge:
         kinds = [leaf.dtype for (number, _), leaf, _ in sample.tensors() if number in self.computed]
         return max(_TOLERANCES.get(kind, 2e-2) for kind in [self.dtype, *kinds] if kind.is_floating_point)
 
+    def _first_cuts(self, sample: Sample) -> list[Cut]:
+        """Cuts of a sample. The Pipe may have been traced for more than one row."""
+        try:
+            return self._cuts(sample)
+        except Exception as error:
+            if not isinstance(error.__cause__, InputError):
+                raise
+        self.least = 2
+        if sample.rows < 2 * self.least:
+            raise TooFewRows
+        return self._cuts(sample)
+
     def _cuts(self, sample: Sample, places: Iterable[int] | None = None) -> list[Cut]:
         whole, rows = self._loss(sample), sample.rows
         if not math.isfinite(whole):  # nothing adds up to it
             return []
         found = []
-        for at in dict.fromkeys((max(rows // 3, 1), rows - 1)) if places is None else places:
+        for at in dict.fromkeys((max(rows // 3, self.least), rows - self.least)) if places is None else places:
             parts = sample.part(0, at), sample.part(at, rows)
             losses = self._loss(parts[0]), self._loss(parts[1])
             found.append(

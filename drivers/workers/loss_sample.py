@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pippy.drivers.batches.division import CutTensor, DividedValue, Division, PerMicrobatch
-from pippy.ir.row_sizes import at_rows
+from pippy.ir.row_sizes import UNSURE, RowDim, at_rows, dims_of, guess_rows, is_known
 from pippy.ir.sparse_tensors import cat, equal, has_rows, narrow
 from pippy.ir.trees import children, leaves, map_leaves
 
@@ -20,20 +20,38 @@ Place = tuple[int, int]  # of a tensor: the number of the input, and of the valu
 class Sample:
     """Inputs of the loss that can be cut: each tensor along its ``dims`` entry, or not at all (None).
 
-    ``row_sizes`` has for each input that tells how many rows there are what it is for any number of them.
+    ``row_sizes`` says how each input depends on the number of rows: of a number, what it is for any number of them. Where a
+    dimension has several values for each row, those of one row stand together, or with ``spread`` those of one kind.
+    ``is_joined`` says that it is of several micro-batches. Tensors that are ``counted`` number their rows from 0.
     """
 
     inputs: tuple[Any, ...]
     dims: tuple[int | None, ...]
     rows: int
-    row_sizes: tuple[Any, ...] = ()
+    row_sizes: tuple[Any, ...]
+    spread: bool = False
+    is_joined: bool = False
+    counted: frozenset[Place] = frozenset()
 
     def given(self) -> tuple[Any, ...]:
         """The inputs, in which sizes are those of so many rows."""
-        sizes = self.row_sizes or (None,) * len(self.inputs)
-        return tuple(
-            value if size is None else at_rows(size, self.rows, value) for value, size in zip(self.inputs, sizes)
-        )
+        return tuple(at_rows(size, self.rows, value) for value, size in zip(self.inputs, self.row_sizes))
+
+    def flattened(self) -> int:
+        """How many tensors have several values for each row in a dimension."""
+        return sum(dim is not None and leaf.shape[dim] > self.rows for _, leaf, dim in self.tensors())
+
+    def guessed(self, numbers: Sequence[int]) -> "Sample":
+        """The same with another guess for these inputs, where nothing is known: sizes in them are those of the rows."""
+        sizes, dims = list(self.row_sizes), list[int | None]()
+        places = iter(self.dims)
+        for number, value in enumerate(self.inputs):
+            its = [next(places) for _ in leaves(value)]
+            if number in numbers and not is_known(sizes[number]):
+                sizes[number] = guess_rows(value, self.rows)
+                its = [each.dim if isinstance(each, RowDim) else None for each in dims_of(sizes[number], value)]
+            dims += its
+        return replace(self, dims=tuple(dims), row_sizes=tuple(sizes))
 
     def part(self, start: int, stop: int) -> "Sample":
         """Some rows, in tensors of their own."""
@@ -42,6 +60,10 @@ class Sample:
             if dim is None:
                 return leaf.clone()
             each = leaf.shape[dim] // self.rows
+            if place in self.counted:
+                return narrow(leaf, dim, 0, (stop - start) * each).clone()
+            if self.spread and each > 1:
+                return leaf.unflatten(dim, (each, self.rows)).narrow(dim + 1, start, stop - start).flatten(dim, dim + 1)
             return narrow(leaf, dim, start * each, (stop - start) * each).clone()
 
         return replace(self.mapped(cut), rows=stop - start)
@@ -61,7 +83,7 @@ class Sample:
     def joined(self, other: "Sample") -> "Sample | None":
         """The rows of both; None if what has no rows differs."""
         mine, theirs = ([leaf for value in each.inputs for leaf in leaves(value)] for each in (self, other))
-        if len(mine) != len(theirs) or self.dims != other.dims:
+        if len(mine) != len(theirs) or self.dims != other.dims or self.counted:
             return None
         found = []
         for one, two, dim in zip(mine, theirs, self.dims):
@@ -73,6 +95,7 @@ class Sample:
             self,
             inputs=tuple(map_leaves(lambda _: next(items), value) for value in self.inputs),
             rows=self.rows + other.rows,
+            is_joined=True,
         )
 
     def mapped(self, function: Callable[[Place, torch.Tensor, int | None], torch.Tensor]) -> "Sample":
@@ -135,17 +158,35 @@ def sample_of(
 ) -> Sample:
     """A sample of a micro-batch. ``names`` are those of the inputs, and ``given`` those of them that the user gave.
 
-    ``flattened`` says that a computed tensor may have several values for each row in its first dimension.
+    ``flattened`` says that a computed tensor may have several values for each row in its first dimension. ``row_sizes``
+    were found for rows in the first dimension of the inputs of the Pipe.
     """
     rows = division.rows_of(microbatch)
     known = {
         name: list(_dims_given(division.arguments[name], value)) for name, value in zip(names, inputs) if name in given
     }
     likely = [*(dim for dims in known.values() for dim in dims if dim is not None), 0]
-    dims: list[int | None] = []
-    for name, value in zip(names, inputs):
-        dims += known[name] if name in known else [_dim_of(leaf, rows, likely, flattened) for leaf in leaves(value)]
-    return Sample(tuple(inputs), tuple(dims), rows, tuple(map((row_sizes or {}).get, names)))
+    first = all(divided.dim == 0 for value in division.arguments.values() for divided in _cut_tensors(value))
+    found = row_sizes if row_sizes and first else {}
+    sizes = [None if name in known else found.get(name, UNSURE) for name in names]
+    dims, counted = list[int | None](), set[Place]()
+    for number, (name, value, size) in enumerate(zip(names, inputs, sizes)):
+        if name in known:
+            dims += known[name]
+            continue
+        for index, (leaf, its) in enumerate(zip(leaves(value), dims_of(size, value))):
+            dims.append(_dim_of(leaf, rows, likely, flattened) if its is UNSURE else its.dim if its else None)
+            if isinstance(its, RowDim) and its.counted:
+                counted.add((number, index))
+    return Sample(tuple(inputs), tuple(dims), rows, tuple(sizes), counted=frozenset(counted))
+
+
+def _cut_tensors(divided: Any) -> Iterator[CutTensor]:
+    if isinstance(divided, CutTensor):
+        yield divided
+    elif not isinstance(divided, DividedValue):
+        for item in children(divided) or ():
+            yield from _cut_tensors(item)
 
 
 def _dims_given(divided: Any, value: Any) -> Iterator[int | None]:

@@ -42,7 +42,7 @@ from pippy.ir.front.restore_attributes import restoring_attributes
 from pippy.ir.front.tracing_thread import not_tracing
 from pippy.ir.front.unfit_example import check_call, unfit_example
 from pippy.ir.marks import recording_splits
-from pippy.ir.row_sizes import row_size
+from pippy.ir.row_sizes import compare_rows
 from pippy.ir.run.functions import check_fixed
 from pippy.ir.run.random_state import untouched_random_state
 from pippy.ir.trees import map_leaves, tensors
@@ -252,7 +252,7 @@ def _lose_mark(module: nn.Module) -> None:
 
 
 def find_row_sizes(values: Values, model: nn.Module, graph: fx.Graph, attributes: Mapping[str, Any]) -> None:
-    """Note at each node that gives sizes how they depend on the rows of the inputs: its values are found for one row more."""
+    """Note at each node how its value depends on the rows of the inputs: the values are found for one row more."""
     given = values.given
     counts = Counter(each.shape[0] for value in given.values() for each in tensors(value) if each.dim())
     if not counts:
@@ -260,10 +260,15 @@ def find_row_sizes(values: Values, model: nn.Module, graph: fx.Graph, attributes
     rows = counts.most_common(1)[0][0]
 
     others = Values(values.tracer, model, given, example=True).longer(rows, attributes)
-    for node in list(graph.nodes):
-        found = None if node.op == "output" else row_size(values.of(node), others.of(node), rows, rows + 1)
-        if found is not None:
-            node.meta["row_size"] = found
+    holding = set[fx.Node]()  # what depends on the values that the rows hold
+    for node in graph.nodes:
+        value = values.of(node)
+        may_hold = value is UNKNOWN or any(True for _ in tensors(value))
+        if may_hold and (node.op == "placeholder" or not holding.isdisjoint(node.all_input_nodes)):
+            holding.add(node)
+        if node.op != "output" and value is not UNKNOWN and others.of(node) is not UNKNOWN:
+            found = compare_rows(value, others.of(node), rows, rows + 1, counted=node not in holding)
+            node.meta["row_sizes"] = found
 
 
 def _asked_of(node: fx.Node, args: Any) -> str:

@@ -178,6 +178,49 @@ def lambda_model(model, target):
     return Called()
 
 
+class Flattening(nn.Module):
+    """Its batches have several values for each row, in one dimension with the rows, or no rows in the first."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.place, self.words, self.places = place, nn.Embedding(7, 6), nn.Embedding(5, 6)
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 7)
+
+    def mark(self, place):
+        if place == self.place:
+            pipe_split()
+
+    def forward(self, ids, labels):
+        rows, length = ids.shape
+        positions = self.places(torch.arange(length))
+        x = self.words(ids)
+        size = x.size()[:-1] + (7,)
+        self.mark(0)
+        flat = x.view(-1, x.size(-1))
+        self.mark(1)
+        flat = self.a(flat)
+        turned = (flat.view(rows, length, 6) + positions).transpose(0, 1)
+        self.mark(2)
+        pairs = {"turned": turned.tanh(), "flat": [flat]}
+        self.mark(3)
+        turned, flat = pairs["turned"].flatten(0, 1), pairs["flat"][0].view(rows, length, 6)
+        self.mark(4)
+        both = turned.view(length, rows, 6).transpose(0, 1) + flat
+        logits = self.b(both).view(size)
+        self.mark(5)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("with_example", [True, False])
+@pytest.mark.parametrize("place", range(6))
+def test_a_model_that_returns_its_loss_may_be_cut_anywhere(threads, place, with_example):
+    model, ids, labels = Flattening(place), torch.randint(7, (8, 5)), torch.randint(7, (8, 5))
+    example = {"example_args": (ids[:4], labels[:4])} if with_example else {}
+    pipe = pipeline(copy.deepcopy(model), output_loss_value_spec=True, **example)
+    driver = PipelineDriver1F1B(pipe, threads)
+    assert_same(driver, 3, lambda_model(model, labels), lambda o, t: o, ids, labels)
+
+
 def test_only_first_steps_are_checked(threads, monkeypatch):
     from pippy.drivers.workers.loss_judge import Judge
 

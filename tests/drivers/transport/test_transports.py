@@ -140,7 +140,25 @@ def tensors(draw):
     return tensor
 
 
-CONSTANTS = [None, True, False, 1, 0, 1.0, -0.0, 0.0, float("nan"), 2**70, "a", b"b", 1j, torch.float32, range(3)]
+LIMITS = [torch.finfo(torch.bfloat16), torch.iinfo(torch.int8)]
+CONSTANTS = [
+    None,
+    True,
+    False,
+    1,
+    0,
+    1.0,
+    -0.0,
+    0.0,
+    float("nan"),
+    2**70,
+    "a",
+    b"b",
+    1j,
+    torch.float32,
+    range(3),
+    *LIMITS,
+]
 TREES = st.recursive(
     st.one_of(tensors(), st.sampled_from(CONSTANTS)),
     lambda inner: st.one_of(
