@@ -47,8 +47,8 @@ def pipeline(
             (the default: it lives in the first, and travels) or `REPLICATE` (a copy each, gradients summed), or a dict
             from parameter names to one of them.
         output_loss_value_spec: for a model that returns its loss, which of its outputs that is: True, an index, a key,
-            or True and False in the shape of the output, as in ``{"loss": True, "logits": False}``. A dict with "loss" is
-            understood by itself; False says that there is no loss.
+            or True and False in the shape of the output, as in ``{"loss": True, "logits": False}``. A dict or a dataclass
+            with "loss" is understood by itself; False says that there is no loss.
         tracer: a `torch.fx.Tracer`, or a class of one, instead of `PipeTracer`: to choose other leaf modules, say.
         concrete_args: arguments of forward that the graph is specialized to, by name.
         deep_copy_module: work on a copy. By default the Pipe and the model share their parameters.

@@ -7,7 +7,7 @@ The specification has the shape of what the model returns, with True for the los
     loss                                    True
     (loss, logits)                          (True, False)                       or 0
     {"loss": loss, "logits": logits}        {"loss": True, "logits": False}     or "loss", or None
-    Output(loss=loss, logits=logits)        {"loss": True, "logits": False}     or "loss", or 0
+    Output(loss=loss, logits=logits)        {"loss": True, "logits": False}     or "loss", or 0, or None
 
 The search goes through two graphs, since a container can be made at two places:
 
@@ -34,14 +34,14 @@ LossSpec = bool | str | int | Sequence[Any] | Mapping[str, Any] | None
 
 
 def default_loss_spec(compiled: Compiled, model: nn.Module) -> LossSpec:
-    """The specification if the user gives none: all that a LossWrapper returns, or the "loss" of a dict."""
+    """The specification if the user gives none: all that a LossWrapper returns, or what is called "loss"."""
     output = _returned(compiled)
     declared = getattr(model, "loss_spec", None) if isinstance(model, LossWrapper) else None
     if declared is not None:
         return declared
     items = output if isinstance(output, Mapping) else {}
     if isinstance(output, fx.Node):
-        items = _fields(compiled, output, Mapping)
+        items = _fields(compiled, output)
     if items.get("loss") is not None:  # a model may return None there, if it is given no labels
         return "loss"
     if isinstance(model, LossWrapper):
@@ -125,7 +125,7 @@ class _Search:
 
     def _inner_seed(self, value: fx.Node, spec: Any) -> list[Any]:
         """The seed for a loss that is a field of ``value``."""
-        fields = _fields(self.compiled, value, object)
+        fields = _fields(self.compiled, value)
         names = list(fields)
         if not names:
             raise self._error(
@@ -153,10 +153,10 @@ def _field_flags(names: list[str], spec: Any) -> list[Any]:
     return [spec in (name, index, index - len(names)) for index, name in enumerate(names)]
 
 
-def _fields(compiled: Compiled, value: fx.Node, kind: type) -> dict[str, Any]:
-    """The fields of a value and what they hold, if a stage makes it by a call of its class, which is a ``kind``; else none."""
+def _fields(compiled: Compiled, value: fx.Node) -> dict[str, Any]:
+    """The fields of a value and what they hold, if a stage makes it by a call of its class; else none."""
     made = _maker(compiled, value)
-    if made is None or not isinstance(made.target, type) or not issubclass(made.target, kind):
+    if made is None or not isinstance(made.target, type):
         return {}
     if dataclasses.is_dataclass(made.target):
         names = [field.name for field in dataclasses.fields(made.target)]

@@ -188,6 +188,19 @@ def test_a_loss_of_none_is_no_loss(make):
     assert pipeline(model, output_loss_value_spec=False).loss is None
 
 
+@dataclass
+class Answers:
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+def test_a_dataclass_with_a_loss_is_understood_by_itself():
+    model = Returns(Answers)
+    pipe, expected = pipeline(model), model(X).loss
+    torch.testing.assert_close(pipe(X).loss, expected.detach())
+    assert pipe.get_grad("a.weight") is not None
+
+
 def test_a_loss_wrapper_needs_a_forward():
     with pytest.raises(NotImplementedError, match="no forward of its own"):
         LossWrapper(Net(), nn.MSELoss())(X)
