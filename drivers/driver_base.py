@@ -26,6 +26,8 @@ from pippy.drivers.clusters.current_cluster import current_cluster
 from pippy.drivers.commands import Commands
 from pippy.drivers.control.messages import Step, StepReturning
 from pippy.drivers.errors import DriverError
+from pippy.drivers.generation import TokenGraphs
+from pippy.drivers.generation_arguments import prompts_of
 from pippy.drivers.grad_scaler import PipelineGradScaler
 from pippy.drivers.local_optimizers import watch
 from pippy.drivers.nonfinite_gradients import NonFiniteGradients
@@ -39,8 +41,10 @@ from pippy.drivers.running_step import RunningStep
 from pippy.drivers.schedules import Program
 from pippy.drivers.stale_models import StaleModels
 from pippy.drivers.workers.compiling import compile_options
+from pippy.ir.errors import GenerationError
+from pippy.ir.front.generation_call import check_can_generate
 from pippy.ir.names import LOSS
-from pippy.ir.pipe import Pipe, compiled_of, follow_training_flags
+from pippy.ir.pipe import Pipe, compiled_of, follow_training_flags, model_of
 from pippy.ir.surroundings import Surroundings, refused_here
 from pippy.ir.trees import describe, tensors
 
@@ -114,6 +118,7 @@ class PipelineDriverBase:
         self.stale = StaleModels(pipe)
         self.parameters = RemoteParameters(pipe, self.placed, self.commands, self.stale)
         self.loss_checks = LossChecks(LOSS in self.compiled.split_gm._modules, self.compiled.row_sizes)
+        self._token_graphs: TokenGraphs | None = None
         self._optimizers = 0
         self._probed: set[tuple[int, bool, bool]] = set()  # kinds of steps whose outputs were checked
         self._grad_scaler: PipelineGradScaler | None = None
@@ -287,6 +292,59 @@ class PipelineDriverBase:
         """Put all stages in evaluation mode."""
         return self.train(False)
 
+    def generate(
+        self,
+        ids: Any = None,
+        *,
+        max_new_tokens: int | None = None,
+        attention_mask: torch.Tensor | None = None,
+        do_sample: bool | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        chunks: int | None = None,
+        **others: Any,
+    ) -> torch.Tensor:
+        """Make tokens behind prompts with a causal language model, and give the prompts with them: `generate` of transformers.
+
+        Takes the ids of the prompts, [rows, length], padded on the left, and gives what `model.generate` gives with the same
+        arguments and random state, in evaluation mode. What is left out is as the model's ``generation_config`` has it. The
+        parameters are those on the workers. ``chunks`` is into how many groups the rows are divided, which are under way at a
+        time; without it as many as there are workers. See docs/hugging_face.md.
+        """
+        _surroundings("generate")
+        model = self._language_model()
+        prompts = prompts_of(
+            model,
+            others.pop("input_ids", None) if ids is None else ids,
+            attention_mask=attention_mask,
+            max_new_tokens=max_new_tokens,
+            do_sample=do_sample,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+            chunks=chunks,
+            workers=len(self.ranks),
+            others=others,
+        )
+        if self._token_graphs is None:
+            self._token_graphs = TokenGraphs(model, self.placed, self.commands)
+        return self._token_graphs.run(prompts)
+
+    def _language_model(self) -> torch.nn.Module:
+        model = model_of(self.pipe)
+        if model is None:
+            raise GenerationError(
+                "this Pipe is a copy of another, and generate() needs the model that a Pipe was made from; make the driver "
+                "from the Pipe that pipeline() gave"
+            )
+        check_can_generate(model)
+        return model
+
     # Gradients
 
     def zero_grad(self) -> None:
@@ -390,12 +448,12 @@ class PipelineDriverBase:
         )
 
 
-def _surroundings() -> Surroundings:
+def _surroundings(method: str = "run") -> Surroundings:
     """What surrounds the call of the driver."""
     refused = refused_here()
     if refused is not None:
         raise DriverError(
-            f"{refused.name} is in force around driver.run(), and the stages run on workers, where it does not act; "
+            f"{refused.name} is in force around driver.{method}(), and the stages run on workers, where it does not act; "
             f"{refused.remedy}"
         )
     return Surroundings.current()

@@ -140,7 +140,7 @@ class PlacedPipe:
                 program=number,
                 order=order,
                 work=(work := dict(_own_work(lowered, order))),
-                calls={each.call: self._call(each.call) for calls in work.values() for each in calls},
+                calls={each.call: self.call_of(each.call) for calls in work.values() for each in calls},
                 value_numbers=value_numbers,
                 ranks=ranks,
                 returns=tuple(name for name, maker in lowered.outputs.items() if maker == worker),
@@ -150,7 +150,8 @@ class PlacedPipe:
             for worker, (rank, order) in enumerate(zip(ranks, lowered.program.orders))
         }
 
-    def _call(self, call: str) -> Call:
+    def call_of(self, call: str) -> Call:
+        """How the graph calls a stage."""
         args = self.nodes[call].args
         seen = self.compiled.seen_inputs.get(call, ())
         if all(isinstance(arg, fx.Node) for arg in args):

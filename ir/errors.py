@@ -61,6 +61,10 @@ class ModeError(PippyError, RuntimeError):
     """The Pipe was not traced for its current mode, train or eval, in which the model runs other operations."""
 
 
+class GenerationError(PippyError, ValueError):
+    """`driver.generate` cannot do what it is asked for, or not with this model."""
+
+
 class StateDictError(PippyError, RuntimeError):
     """A state dict does not fit the Pipe: names are missing or unknown, or shapes differ."""
 

@@ -36,6 +36,7 @@ from pippy.ir.training_flags import TrainingFlags
 
 _COMPILED = "pippy.compiled"  # no part of a model can have this name, since it has a dot
 _TRAINING_FLAGS = "pippy.training_flags"
+_MODEL = "pippy.model"
 _FIELDS = frozenset(field.name for field in dataclasses.fields(Compiled))
 _SHOWN = _FIELDS | {name for name in vars(Compiled) if not name.startswith("_")}
 
@@ -66,6 +67,7 @@ class Pipe(nn.Module):
         if compiled.target_name is not None:
             put_loss_parameters(self, compiled)
         self.training = traced.model.training
+        self.__dict__[_MODEL] = TracedModel(traced.model)
         self.__dict__[_TRAINING_FLAGS] = flags = TrainingFlags()
         flags.note(self, compiled, traced.model)
 
@@ -135,7 +137,7 @@ class Pipe(nn.Module):
             super().__setattr__(name, value)
 
     def __dir__(self) -> Iterable[str]:
-        return sorted((set(super().__dir__()) | _SHOWN) - {_COMPILED, _TRAINING_FLAGS})
+        return sorted((set(super().__dir__()) | _SHOWN) - {_COMPILED, _TRAINING_FLAGS, _MODEL})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run in this process: outputs or loss, and gradients if there is a loss and gradients are on."""
@@ -216,6 +218,22 @@ class Pipe(nn.Module):
 
     def __repr__(self) -> str:
         return str(self)
+
+
+class TracedModel:
+    """The model that a Pipe was made from. A copy of a Pipe has none: its tensors are not those of the model."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self.model = model
+
+    def __reduce__(self) -> Any:
+        return TracedModel, ()
+
+
+def model_of(pipe: Pipe) -> nn.Module | None:
+    """The model that a Pipe was made from, which shares its tensors; None for a copy of a Pipe."""
+    model: nn.Module | None = pipe.__dict__[_MODEL].model
+    return model
 
 
 def compiled_of(pipe: Pipe) -> Compiled:

@@ -18,6 +18,7 @@ from pippy.drivers.errors import (
 )
 from pippy.ir.errors import (
     BalanceError,
+    GenerationError,
     InputError,
     LossError,
     MarkError,
@@ -37,6 +38,7 @@ __all__ = [
     "BalanceError",
     "ClusterError",
     "DriverError",
+    "GenerationError",
     "InputError",
     "LossError",
     "LoweringError",

@@ -20,7 +20,8 @@ import io
 import pickle
 import threading
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple, cast
 
@@ -72,8 +73,10 @@ def pickle_message(message: Any) -> Pickled:
         return _pickled(_ByValuePickler, message)
 
 
-def pickle_by_value(value: Any) -> Pickled:
+def pickle_by_value(value: Any, held: Mapping[int, Any] | None = None) -> Pickled:
     """Modules and code, for a worker that cannot import all of their classes. Raises PackingError if it cannot be pickled.
+
+    ``held`` has what stands for tensors that the worker has already, by their ids: `unpickle` is told what that means.
 
     >>> linear = nn.Linear(2, 2)
     >>> twice = unpickle(pickle_by_value([linear, linear]))
@@ -81,7 +84,7 @@ def pickle_by_value(value: Any) -> Pickled:
     (True, True)
     """
     try:
-        return _pickled(_ModulePickler, value)
+        return _pickled(_ModulePickler if held is None else partial(_ModulePickler, held=held), value)
     except Exception as error:  # pickle has no one error for what it cannot write
         raise PackingError(
             f"a {type(value).__name__} cannot be sent to the workers: {type(error).__name__}: {error}. Something in it "
@@ -98,17 +101,25 @@ def pickle_to_bytes(value: Any) -> bytes:
     return cloudpickle.dumps(value, pickle.HIGHEST_PROTOCOL)
 
 
-def unpickle(pickled: tuple[bytes, list[torch.Tensor]]) -> Any:
-    """The object that was pickled. It shares memory with the tensors that were set aside."""
+def unpickle(pickled: tuple[bytes, list[torch.Tensor]], held: Callable[[Any], torch.Tensor] | None = None) -> Any:
+    """The object that was pickled. It shares memory with the tensors that were set aside.
+
+    ``held`` gives the tensor for what stands for one that this process has.
+
+    >>> weight = torch.ones(1)
+    >>> unpickle(pickle_by_value([weight], held={id(weight): "the weight"}), held=lambda name: name)
+    ['the weight']
+    """
     data, tensors = pickled
-    before, _unpickling.tensors = getattr(_unpickling, "tensors", None), tensors
+    before = getattr(_unpickling, "tensors", None), getattr(_unpickling, "held", None)
+    _unpickling.tensors, _unpickling.held = tensors, held
     try:
         return pickle.loads(data)
     finally:
-        _unpickling.tensors = before
+        _unpickling.tensors, _unpickling.held = before
 
 
-def _pickled(kind: "type[_SetsAside]", value: Any) -> Pickled:
+def _pickled(kind: "Callable[[io.BytesIO], _SetsAside]", value: Any) -> Pickled:
     stream = io.BytesIO()
     pickler = kind(stream)
     pickler.dump(value)
@@ -169,11 +180,14 @@ class _ByValuePickler(_SetsAside, cloudpickle.Pickler):
 class _ModulePickler(_ByValuePickler):
     """Sets storages aside, of parameters too, so that tensors that share memory share it after they are unpickled."""
 
-    def __init__(self, stream: io.BytesIO) -> None:
+    def __init__(self, stream: io.BytesIO, held: Mapping[int, Any] | None = None) -> None:
         super().__init__(stream)
         self.numbers: dict[int, int] = {}  # of the storages that were set aside
+        self.held = held or {}
 
     def reducer_override(self, obj: Any) -> Any:
+        if id(obj) in self.held:
+            return _held, (self.held[id(obj)],)
         if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
             kind = parametrize.type_before_parametrizations(obj)
             return _empty_module, (kind,), obj.__dict__, None, None, _put_parametrized
@@ -226,6 +240,11 @@ def _set_aside(obj: torch.Tensor | Pickled, tensors: list[torch.Tensor]) -> tupl
 def _tensor(number: int) -> torch.Tensor:
     """A tensor that was set aside."""
     return _unpickling.tensors[number]
+
+
+def _held(place: Any) -> torch.Tensor:
+    """A tensor that the process has that unpickles."""
+    return _unpickling.held(place)
 
 
 def _pickled_before(start: int, end: int) -> Pickled:

@@ -8,10 +8,13 @@ import torch
 from torch import nn
 
 from pippy.drivers.control.messages import (
+    AddGeneration,
     AddProgram,
     ClampGradients,
     Command,
     Fetch,
+    Generate,
+    Generated,
     GradientNorms,
     Load,
     LoadOptimizerState,
@@ -30,6 +33,7 @@ from pippy.drivers.transport.pickling import unpickle
 from pippy.drivers.transport.transport import Transport
 from pippy.drivers.workers.compiling import compile_modules
 from pippy.drivers.workers.executor import Executor
+from pippy.drivers.workers.generating import Generation
 from pippy.drivers.workers.gradients import Gradients, norm
 from pippy.drivers.workers.loss_probe import LossProbe
 from pippy.drivers.workers.out_of_order import OutOfOrderExecutor
@@ -49,7 +53,7 @@ class DriverState:
         device: torch.device,
         given_up: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.given_up = given_up
+        self.given_up, self.index = given_up, index
         self.transport, self.device, self.constant = transport, device, load.constant
         self.modules: dict[str, nn.Module] = unpickle(load.modules)
         for module in self.modules.values():
@@ -65,6 +69,7 @@ class DriverState:
         self.programs: dict[int, Executor] = {}
         self.optimizers: dict[int, WorkerOptimizer] = {}
         self.running: Executor | None = None
+        self.generation: Generation | None = None
         self.handlers: Mapping[type, Callable[[Any, int], Any]] = {
             type(None): lambda body, number: None,  # the command only drops gradients, or drivers
             AddProgram: self._add_program,
@@ -80,6 +85,8 @@ class DriverState:
             OptimizerStep: self._optimizer_step,
             OptimizerState: self._optimizer_state,
             LoadOptimizerState: self._load_optimizer_state,
+            AddGeneration: self._add_generation,
+            Generate: self._generate,
         }
 
     def obey(self, command: Command) -> Any:
@@ -95,6 +102,11 @@ class DriverState:
         """The ids of the parameters that some optimizers have on this worker."""
         own = [self.optimizers[number] for number in optimizers if number in self.optimizers]
         return {key for each in own for key in each.parameters}
+
+    @property
+    def generating(self) -> str | None:
+        """What is done now of a call that makes tokens."""
+        return None if self.generation is None else self.generation.doing
 
     def tensor(self, place: TensorLocation) -> torch.Tensor:
         """The parameter or buffer at a location."""
@@ -200,3 +212,10 @@ class DriverState:
         if body.optimizer in self.optimizers:
             states = {id(self.tensor(place)): state for place, state in body.state.items()}
             self.optimizers[body.optimizer].load_state(states)
+
+    def _add_generation(self, add: AddGeneration, number: int) -> None:
+        self.generation = Generation(add, self.index, self.transport, self.device, self.tensor)
+
+    def _generate(self, generate: Generate, number: int) -> Generated | None:
+        assert self.generation is not None
+        return self.generation.run(number, generate, self.given_up)

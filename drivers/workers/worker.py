@@ -89,12 +89,16 @@ class Worker:
         executor = state.running if state else None
         if executor is not None:
             doing += f", instruction {executor.at + 1} of {len(executor.code)}: {executor.current()}"
+        elif state is not None and state.generating is not None:
+            doing += f", {state.generating}"
         waiting = self.context.transport.waiting_for()
         waits = f"; waits for {self._named(state, executor, waiting)}" if state and waiting else ""
         return f"worker {self.context.index} (pid {os.getpid()}): {doing}{waits}"
 
     def _named(self, state: DriverState, executor: Executor | None, key: tuple[int, int, int]) -> str:
         step, number, microbatch = key
+        if state.generation is not None and state.generating is not None:
+            return state.generation.named(number, microbatch)
         if executor is None:
             return state.gradients.named(number, microbatch)
         instruction = executor.current()
@@ -141,6 +145,8 @@ class Worker:
         state = self.drivers.get(command.driver)
         if state is not None:
             state.running = None
+            if state.generation is not None:
+                state.generation.doing = None
             state.gradients.drop(command.number, command.number)
 
     def _failure(self, command: Command, error: BaseException, peer: int | None = None) -> Failure:
@@ -152,6 +158,8 @@ class Worker:
             what = type(command.body).__name__
             if state and state.gradients.adding_up:
                 what += ", adding up the gradients of replicated parameters"
+            if state and state.generating is not None:
+                what += f", {state.generating}"
             return Failure(message, text, where=what, peer=peer)
         instruction = executor.current()
         stage = instruction.stage if isinstance(instruction, Compute) else None

@@ -44,6 +44,10 @@ class Call:
         positional = [values.pop(name) for name in self.by_position]
         return positional, values
 
+    def result(self, output: Any) -> Any:
+        """What the graph gives, of what forward gives."""
+        return output
+
     def passed(self) -> set[str]:
         """The constants that are passed on, for they are not those that forward takes by itself."""
         return {
@@ -192,7 +196,7 @@ def calling_forward(tracer: fx.Tracer, call: Call) -> Iterator[dict[str, Any] | 
 
         @functools.wraps(function)
         def forward(*_: Any) -> Any:
-            return function(model, *positional, **named)
+            return call.result(function(model, *positional, **named))
 
         return forward, []
 

@@ -93,6 +93,15 @@ def trace(
         return _trace(model, tracer, call)
 
 
+def trace_call(model: nn.Module, call: Call) -> Traced:
+    """Trace one call, with the training flags that the model has now; the graph follows no others."""
+    check_model(model)
+    state = dict(named_state(model))
+    with tracing_thread(), recording_training_reads(), restoring_attributes(model, silent=True) as before:
+        graph = _record(model, tracer_of(None), call, before).graph
+        return Traced(model, graph, _attributes(model, graph, state, before), call.concrete, signature=call.signature)
+
+
 def _trace(model: nn.Module, tracer: TracerLike | None, call: Call) -> Traced:
     state = dict(named_state(model))  # forward may assign buffers while it is traced
     with recording_training_reads() as reads, restoring_attributes(model) as before:

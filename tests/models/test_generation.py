@@ -1,0 +1,214 @@
+"""Generation gives what the plain model's `generate` gives, token for token: see docs/hugging_face.md."""
+
+import copy
+import gc
+import re
+
+import pytest
+import torch
+
+from pippy import PipelineDriver1F1B, PipelineDriverInterleaved1F1B, pipeline
+from pippy.errors import GenerationError, StepError
+from pippy.ir.pipe import model_of
+from pippy.ir.run.key_value_cache import KeyValueCache
+from tests.drivers.thread_cluster import thread_cluster
+
+transformers = pytest.importorskip("transformers", reason="transformers is in the extra 'dev'")
+transformers.logging.set_verbosity_error()
+
+WORDS, ROWS, LENGTH = 31, 5, 6
+TOKENS = {"vocab_size": WORDS, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "use_cache": False}
+GPT2 = {
+    "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 24, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1,
+    **TOKENS,
+}  # fmt: skip
+LLAMA = {
+    "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 32, **TOKENS,
+}  # fmt: skip
+ENDS = {"eos_token_id": [2, 3, 4, 5, 6, 7, 8]}  # so many that rows end at different tokens
+
+
+@pytest.fixture(scope="module")
+def threads():
+    with thread_cluster(4) as cluster:
+        yield cluster
+
+
+def gpt2(**options):
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**GPT2, **options})).double()
+
+
+def llama(**options):
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**LLAMA, **options})).double()
+
+
+def prompts():
+    ids = torch.randint(9, WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, :3], mask[3, :1] = 0, 0
+    return ids.masked_fill(mask == 0, 0), mask
+
+
+def pipe_of(model, stages):
+    ids, mask = prompts()
+    return pipeline(
+        model,
+        num_stages=stages,
+        split="parameters",
+        example_kwargs={"input_ids": ids[:2], "attention_mask": mask[:2], "labels": ids[:2]},
+    )
+
+
+def plain(model, seed, *args, **kwargs):
+    """What the plain model generates in evaluation mode, and the random number that comes next."""
+    flags = [module.training for module in model.modules()]
+    model.eval()
+    torch.manual_seed(seed)
+    ids = model.generate(*args, **kwargs)
+    for module, flag in zip(model.modules(), flags, strict=True):
+        module.training = flag
+    return ids, torch.rand(1)
+
+
+CASES = [
+    {"max_new_tokens": 7, "chunks": 2, "eos_token_id": 30},
+    {"max_new_tokens": 9, "chunks": 3, **ENDS},
+    {"max_new_tokens": 9, "chunks": 2, "do_sample": True, "top_k": 9, "top_p": 0.9, "temperature": 1.5, **ENDS},
+    {"max_new_tokens": 5, "do_sample": True, "pad_token_id": 29},
+    {"max_new_tokens": 1, "chunks": 5},
+]
+
+
+def check_cases(driver, model, cases):
+    ids, mask = prompts()
+    for seed, case in enumerate(cases):
+        expected, after = plain(
+            model, seed, ids, attention_mask=mask, **{k: v for k, v in case.items() if k != "chunks"}
+        )
+        torch.manual_seed(seed)
+        assert torch.equal(driver.generate(ids, attention_mask=mask, **case), expected), case
+        assert torch.equal(torch.rand(1), after), case
+
+
+@pytest.mark.parametrize(("make", "stages"), [(gpt2, 2), (llama, 4)])
+def test_generates_what_the_plain_model_generates_before_and_after_training(threads, make, stages):
+    model = make()
+    driver = PipelineDriver1F1B(pipe_of(model, stages), threads)
+    check_cases(driver, model, CASES)
+
+    ids, mask = prompts()
+    optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=1.0)
+    arguments = {"input_ids": ids, "attention_mask": mask, "labels": ids}
+    driver.run(1, **arguments)
+    optimizer.step()
+    driver.run(1, **arguments)
+    gradients = driver.gradients()
+    driver.generate(ids, max_new_tokens=2)
+    assert all(torch.equal(gradient, gradients[name]) for name, gradient in driver.gradients().items())
+    assert all(module.training for module in model.modules())
+    driver.copy_to(model)
+    check_cases(driver, model, CASES[:3])
+
+
+def test_rows_end_at_different_tokens(threads):
+    ids, mask = prompts()
+    model = gpt2()
+    expected, _ = plain(model, 2, ids, attention_mask=mask, **{**CASES[2], "chunks": None})
+    ended = (torch.isin(expected[:, LENGTH:], torch.tensor(ENDS["eos_token_id"]))).int().argmax(dim=1)
+    assert len(ended.unique()) > 1
+
+
+@pytest.fixture(scope="module")
+def driver(threads):
+    """A driver of GPT-2 in two stages, whose model is in training mode and stays so."""
+    return PipelineDriver1F1B(pipe_of(gpt2(), 2), threads)
+
+
+def caches_with_keys():
+    gc.collect()
+    return [each for each in gc.get_objects() if isinstance(each, KeyValueCache) and each.layers]
+
+
+def test_each_value_crosses_once_and_the_controller_sends_one_message(threads, driver):
+    ids, _ = prompts()
+    driver.generate(ids, max_new_tokens=2)
+    first, second = (worker.context.transport for worker in threads.control.threads[:2])
+    before, posted = (first.sent[1].values, second.sent[0].values), list(threads.control.counts)
+    driver.generate(ids, max_new_tokens=6, chunks=2, eos_token_id=[])
+    assert first.sent[1].values - before[0] == 6 * 2
+    assert second.sent[0].values - before[1] == 5 * 2  # nobody needs to be told of the last token
+    assert [now - then for now, then in zip(threads.control.counts, posted, strict=True)] == [1, 1, 0, 0]
+    assert not caches_with_keys()
+    assert not first.received.values and not second.received.values
+
+
+def test_a_chunk_that_has_ended_sends_nothing_more(threads, driver):
+    ids, _ = prompts()
+    first = threads.control.threads[0].context.transport
+    before = first.sent[1].values
+    made = driver.generate(ids, max_new_tokens=15, chunks=2, eos_token_id=list(range(WORDS)))
+    assert made.shape == (ROWS, LENGTH + 1)
+    assert first.sent[1].values - before == 2 * 2  # the first token of each chunk, and its end
+
+
+def test_interleaved_stages_and_prompts_of_one_token(threads):
+    model = llama(num_hidden_layers=1)
+    driver = PipelineDriverInterleaved1F1B(pipe_of(model, 4), threads, world_size=2)
+    ids, _ = prompts()
+    for kwargs in ({"max_new_tokens": 4}, {"max_new_tokens": 9, "do_sample": True, **ENDS}):
+        expected, _ = plain(model, 0, ids[:, :1], attention_mask=torch.ones_like(ids[:, :1]), **kwargs)
+        torch.manual_seed(0)
+        assert torch.equal(driver.generate(input_ids=ids[:, :1], chunks=3, **kwargs), expected)
+
+
+def test_a_stage_that_fails_ends_the_call_and_the_next_one_works(threads, driver):
+    ids, _ = prompts()
+    with pytest.raises(StepError, match=r"Generate, token 19 of micro-batch \d\n.*submod_0 failed: IndexError"):
+        driver.generate(ids, max_new_tokens=30, chunks=3, eos_token_id=[])  # there are only 24 positions
+    assert driver.generate(ids, max_new_tokens=3).shape == (ROWS, LENGTH + 3)
+    assert not caches_with_keys()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"num_beams": 4}, "generate() does not take num_beams"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"max_new_tokens": None}, "max_new_tokens=None"),
+        ({"attention_mask": torch.ones(1, 2)}, "attention_mask is float32[1, 2]"),
+        ({"do_sample": 1}, "do_sample=1"),
+        ({"do_sample": True, "temperature": 0}, "temperature=0"),
+        ({"do_sample": True, "top_k": -1}, "top_k=-1"),
+        ({"do_sample": True, "top_p": 2}, "top_p=2"),
+        ({"eos_token_id": "end"}, "eos_token_id='end'"),
+        ({"pad_token_id": -1}, "pad_token_id=-1"),
+        ({"chunks": 6}, "chunks=6 for 5 prompts"),
+        ({"ids": torch.zeros(3)}, "got float32[3] for the prompts"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_sent(threads, driver, wrong, text):
+    before = list(threads.control.counts)
+    with pytest.raises(GenerationError, match=re.escape(text)):
+        driver.generate(**{"ids": prompts()[0], "max_new_tokens": 3, **wrong})
+    assert threads.control.counts == before
+
+
+def test_settings_of_the_model_that_are_not_followed_are_refused(threads, driver):
+    config = model_of(driver.pipe).generation_config
+    config.repetition_penalty = 1.2
+    with pytest.raises(GenerationError, match=r"has repetition_penalty=1\.2"):
+        driver.generate(prompts()[0], max_new_tokens=3)
+    config.repetition_penalty = None
+    driver.generate(prompts()[0], max_new_tokens=3)
+
+
+def test_models_without_a_cache_are_refused(threads):
+    pipe = pipeline(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), num_stages=2, split="uniform")
+    with pytest.raises(GenerationError, match="forward of Sequential does not take input_ids"):
+        PipelineDriver1F1B(pipe, threads).generate(prompts()[0], max_new_tokens=3)
+    copied = copy.deepcopy(pipe)
+    with pytest.raises(GenerationError, match="this Pipe is a copy of another"):
+        PipelineDriver1F1B(copied, threads).generate(prompts()[0], max_new_tokens=3)
