@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx, nn
 
 from pippy.ir.errors import InputError, TracingError
+from pippy.ir.front.fake_results import FakeResults
 from pippy.ir.front.replaced import replaced
 from pippy.ir.near_names import did_you_mean
 from pippy.ir.signature import misfits
@@ -33,6 +34,7 @@ class Call:
     is_example: bool = False
     is_decorated: bool = False
     by_position: tuple[str, ...] = ()
+    results: FakeResults = field(default_factory=FakeResults, compare=False)  # for all traces of the call
 
     def inputs(self) -> list[inspect.Parameter]:
         """The parameters that become placeholders, in order."""

@@ -158,7 +158,7 @@ def _record_calls(model: nn.Module, tracer: fx.Tracer, call: Call, calls: "_Call
     try:
         with (
             raising_refusals(),
-            knowing_values(tracer, model, call.given, call.is_example) as values,
+            knowing_values(tracer, model, call.given, call.is_example, call.results) as values,
             recording(tracer, model),
             calls.kept_whole.recording(),
             calls.recording(),

@@ -27,7 +27,6 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
     UnsupportedFakeTensorException,
     unset_fake_temporarily,
 )
@@ -36,6 +35,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from pippy.ir import source
 from pippy.ir.errors import MarkError
 from pippy.ir.front.attributes import lookup_attribute
+from pippy.ir.front.fake_results import FakeResults, ShapeChangedError
 from pippy.ir.front.refusals import refused
 from pippy.ir.front.replaced import replaced
 from pippy.ir.front.restore_attributes import restoring_attributes
@@ -76,27 +76,39 @@ class Values:
     Without an ``example``, those of tensors are unknown.
     """
 
-    def __init__(self, tracer: fx.Tracer, model: nn.Module, given: Mapping[str, Any], example: bool) -> None:
+    def __init__(
+        self,
+        tracer: fx.Tracer,
+        model: nn.Module,
+        given: Mapping[str, Any],
+        example: bool,
+        results: FakeResults | None = None,
+    ) -> None:
         self.tracer, self.example, self.given, self._model = tracer, example, given, model
         self.attributes: Mapping[str, Any] | None = None  # those of the model as it is now, otherwise
         self._modules = dict(model.named_modules(remove_duplicate=False)) if example else {}
-        self._values: dict[fx.Node, Any] = {}
         self._fixed: dict[fx.Node, fx.Node] = {}
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True) if example else None
-        self._given = {name: self._fake(value) for name, value in given.items()}
+        self.results = (results or FakeResults()) if example else None
+        self._longer = 0  # the rows of inputs that have one more here
+        self._begin()
         self.are_known = example or bool(given)
+
+    def _begin(self) -> None:
+        self._values: dict[fx.Node, Any] = {}
+        self._given = {name: self._fake(value) for name, value in self.given.items()}
+        if self._longer:
+            with self._computing():
+                self._given = {name: map_leaves(self._one_more, value) for name, value in self._given.items()}
+
+    def _one_more(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == self._longer:
+            return leaf.new_empty((self._longer + 1, *leaf.shape[1:]))
+        return leaf
 
     def longer(self, rows: int, attributes: Mapping[str, Any]) -> "Values":
         """These, where the inputs that have ``rows`` rows have one more. ``attributes`` has those of the model."""
-
-        def leaf_of(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == rows:
-                return leaf.new_empty((rows + 1, *leaf.shape[1:]))
-            return leaf
-
-        with self._computing():
-            self._given = {name: map_leaves(leaf_of, value) for name, value in self._given.items()}
-        self.attributes = attributes
+        self.attributes, self._longer = attributes, rows
+        self._begin()
         return self
 
     def of(self, node: fx.Node) -> Any:
@@ -160,12 +172,33 @@ class Values:
         args, kwargs = self._argument(node.args), self._argument(node.kwargs)
         if _asked_of(node, args) in _UNKNOWN_OF_TENSORS:
             return UNKNOWN
+        compute = partial(self._run, node, args, kwargs)
+        if self.results is None:
+            return compute()
+        target = self._modules[str(node.target)] if node.op == "call_module" else node.target
+        try:
+            return self.results.of(target, args, kwargs, compute)
+        except ShapeChangedError:
+            return self._start_over(node)
+
+    def _run(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         with self._computing():
             if node.op == "call_method":
                 return getattr(args[0], str(node.target))(*args[1:], **kwargs)
             if node.op == "call_module":
                 return self._call(self._modules[str(node.target)], args, kwargs)
             return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _start_over(self, last: fx.Node) -> Any:
+        """Find all values again, up to that of ``last``, and share none."""
+        assert self.results is not None
+        self.results.share_nothing()
+        self._begin()
+        for node in last.graph.nodes:
+            found = self.of(node)
+            if node is last:
+                break
+        return found
 
     def _attribute(self, target: str) -> Any:
         if self.attributes is not None:
@@ -218,10 +251,10 @@ class Values:
     @contextmanager
     def _computing(self) -> Iterator[None]:
         with not_tracing(), torch._C.DisableTorchFunction():
-            if self._mode is None:
+            if self.results is None:
                 yield
             else:
-                with self._mode:
+                with self.results.mode:
                     yield
 
     def _fake(self, value: Any) -> Any:
@@ -229,9 +262,9 @@ class Values:
             return map_leaves(self._fake_leaf, value)
 
     def _fake_leaf(self, leaf: Any) -> Any:
-        if self._mode is None or not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
+        if self.results is None or not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
             return leaf
-        return self._mode.from_tensor(leaf)
+        return self.results.mode.from_tensor(leaf)
 
 
 def _with_buffers(module: nn.Module, buffers: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
@@ -259,7 +292,7 @@ def find_row_sizes(values: Values, model: nn.Module, graph: fx.Graph, attributes
         return
     rows = counts.most_common(1)[0][0]
 
-    others = Values(values.tracer, model, given, example=True).longer(rows, attributes)
+    others = Values(values.tracer, model, given, True, values.results).longer(rows, attributes)
     holding = set[fx.Node]()  # what depends on the values that the rows hold
     for node in graph.nodes:
         value = values.of(node)
@@ -281,9 +314,11 @@ def _asked_of(node: fx.Node, args: Any) -> str:
 
 
 @contextmanager
-def knowing_values(tracer: fx.Tracer, model: nn.Module, given: Mapping[str, Any], example: bool) -> Iterator[Values]:
+def knowing_values(
+    tracer: fx.Tracer, model: nn.Module, given: Mapping[str, Any], example: bool, results: FakeResults
+) -> Iterator[Values]:
     """A context in which the proxies of ``tracer`` know what is known of their values."""
-    values = Values(tracer, model, given, example)
+    values = Values(tracer, model, given, example, results)
     if not values.are_known:
         yield values
         return
