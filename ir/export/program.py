@@ -16,7 +16,9 @@ from torch.utils import _pytree
 from pippy.ir import source
 from pippy.ir.errors import PippyError, TracingError
 from pippy.ir.export.kept import KeptCalls
-from pippy.ir.export.recording import PythonDraws, recording, refusing_python_draws
+from pippy.ir.export.recording import PythonDraws, recording
+from pippy.ir.front.c_calls import watching_c_calls
+from pippy.ir.front.random_draws import check_no_draw, refusal
 from pippy.ir.front.refusals import raising_refusals
 from pippy.ir.front.unfit_example import check_call, is_unfit, unfit_example
 from pippy.ir.names import named_state
@@ -60,8 +62,10 @@ class Exporter:
         draws = PythonDraws()
         program = self._export(reads)
         if draws.seen():  # the line is found only by a slow run
-            with refusing_python_draws():
+            with watching_c_calls(check_no_draw):
                 program = self._export(reads)
+            if draws.seen():  # another profiler is on
+                raise refusal("Python's random, or torch's seed", None)
         return program
 
     def _export(self, reads: list[nn.Module]) -> Program:

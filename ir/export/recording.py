@@ -30,7 +30,7 @@ from pippy.ir import source
 from pippy.ir.errors import TracingError
 from pippy.ir.export.kept import KeptCalls
 from pippy.ir.front import tracing_thread
-from pippy.ir.front.random_draws import check_no_draw, refusing_numpys_draws
+from pippy.ir.front.random_draws import refusing_numpys_draws
 from pippy.ir.front.refusals import refused
 from pippy.ir.front.tracing_thread import is_tracing, method_patched_here, patched_here
 
@@ -153,19 +153,3 @@ class PythonDraws:
         random.setstate(self._state)
         torch.set_rng_state(self._torch)
         return True
-
-
-@contextmanager
-def refusing_python_draws() -> Iterator[None]:
-    """A context in which drawing one of Python's random numbers, or seeding a generator of torch's, is refused. It is slow."""
-    before: Any = sys.getprofile()
-
-    def on_event(frame: FrameType, event: str, function: Any) -> None:
-        if event == "c_call" and isinstance(getattr(function, "__self__", None), (random.Random, torch.Generator)):
-            check_no_draw(function, frame)
-
-    sys.setprofile(on_event)
-    try:
-        yield
-    finally:
-        sys.setprofile(before)

@@ -7,15 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from pippy.ir import source
-from pippy.ir.errors import PippyError, TracingError
+from pippy.ir.errors import TracingError
 from pippy.ir.export.guards import guards_of
 from pippy.ir.export.program import Exporter
 from pippy.ir.export.rebuild import marked_graph, with_defaults
 from pippy.ir.front.arguments import Example, check_concrete_args, signature_of
-from pippy.ir.front.compare_graphs import first_difference
 from pippy.ir.front.restore_attributes import restoring_attributes
-from pippy.ir.front.trace import Traced, TracerLike, follow_flags, tracer_of
+from pippy.ir.front.trace import Retraced, Traced, TracerLike, follow_modes, paths_of, tracer_of
 from pippy.ir.front.tracer import PipeTracer
 from pippy.ir.front.tracing_thread import tracing_thread
 from pippy.ir.front.training_flag import flags_after_train, recording_training_reads
@@ -60,58 +58,42 @@ class _Export:
     def __init__(
         self, model: nn.Module, example: inspect.BoundArguments, is_leaf: Callable[[nn.Module, str], bool]
     ) -> None:
-        self.model, self.example = model, example
+        self.model = model
         self.exporter = Exporter(model, example, is_leaf)
         self.modules = dict(model.named_modules())
-        self.reads: set[str] = set()
 
     def trace(self) -> Traced:
-        before = {path: module.training for path, module in self.modules.items()}
-        traced = self._traced(before)
+        traced, reads = self._traced({path: module.training for path, module in self.modules.items()})
         traced.modes.after = flags_after_train(self.model)
-        if self.reads:
-            self._follow_modes(traced, before)
+        if reads:
+            follow_modes(traced, reads, lambda flags: self._again(traced, flags))
         return traced
 
-    def _traced(self, flags: Mapping[str, bool], silent: bool = False) -> Traced:
+    def _traced(self, flags: Mapping[str, bool], silent: bool = False) -> tuple[Traced, set[str]]:
+        """The graph with these training flags, and the modules whose flags forward has read."""
         with _with_flags(self.modules, flags), restoring_attributes(self.model, silent):
             with recording_training_reads() as reads:
                 program = self.exporter.export(reads)
             signature = signature_of(self.model)
             graph, attributes = marked_graph(self.model, signature, program)
-        paths = {id(module.__dict__): path for path, module in self.modules.items()}
-        self.reads |= {paths[id(module.__dict__)] for module in reads if id(module.__dict__) in paths}
         left_out = {
             name: parameter.default
             for name, parameter in signature.parameters.items()
             if name not in program.inputs and parameter.default is not parameter.empty
         }
         concrete = {**left_out, **program.constants}
-        return Traced(
-            self.model, graph, attributes, concrete, signature=signature, guards=guards_of(self.model, program)
-        )
+        guards = guards_of(self.model, program)
+        traced = Traced(self.model, graph, attributes, concrete, signature=signature, guards=guards)
+        return traced, paths_of(self.model, reads)
 
-    def _follow_modes(self, traced: Traced, before: Mapping[str, bool]) -> None:
-        """Export again with the flags of each mode, and do what the table in `training_flag.py` says."""
-        graphs = [(before, traced.graph)]
-        for mode in (True, False):
-            flags = {path: traced.modes.flag(path, mode) for path in self.modules}
-            if all(flags[path] == before[path] for path in self.reads):
-                graphs.append((flags, traced.graph))
-                continue
-            try:
-                other = self._traced(flags, silent=True)
-            except PippyError as error:
-                traced.modes.refused[mode] = f"  {error}"
-                continue
-            with_defaults(traced.graph, other.graph)
-            difference = first_difference(traced.recorded(), other.recorded())
-            if difference is None:
-                traced.guards = _guards(traced).joined(_guards(other).conditions)
-                graphs.append((flags, other.graph))
-            else:
-                traced.modes.refused[mode] = source.excerpt_of(difference)
-        follow_flags(traced, [path for path in self.modules if path in self.reads], graphs)
+    def _again(self, traced: Traced, flags: Mapping[str, bool]) -> Retraced:
+        other, reads = self._traced(flags, silent=True)
+        with_defaults(traced.graph, other.graph)
+
+        def accept() -> None:
+            traced.guards = _guards(traced).joined(_guards(other).conditions)
+
+        return Retraced(other.recorded(), reads, accept)
 
 
 def _guards(traced: Traced) -> Guards:

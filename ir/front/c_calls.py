@@ -3,7 +3,7 @@
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -16,9 +16,36 @@ from pippy.ir.front.replaced import replaced
 _OWNERS = (random.Random, torch.Generator, ModuleType)  # of the functions that a check may be for
 
 
+class Watch:
+    """What tells of the calls, in one thread. It can be paused."""
+
+    def __init__(self, check: Callable[[Any, FrameType], None]) -> None:
+        self._check, self._before = check, sys.getprofile()
+        self._told = self._on_event if self._before is None else self._on_event_too
+
+    def resume(self) -> None:
+        sys.setprofile(self._told)
+
+    def pause(self) -> None:
+        """Leave the profiler that was there before."""
+        sys.setprofile(self._before)
+
+    def _on_event(self, frame: FrameType, event: str, function: Any) -> None:
+        if event == "c_call" and isinstance(getattr(function, "__self__", None), _OWNERS):
+            self._check(function, frame)
+
+    def _on_event_too(self, frame: FrameType, event: Any, function: Any) -> None:
+        assert self._before is not None
+        self._before(frame, event, function)
+        self._on_event(frame, event, function)
+
+
 @contextmanager
-def watching_c_calls(tracer: fx.Tracer, check: Callable[[Any, FrameType], None]) -> Iterator[None]:
-    """A context in which ``check(function, frame)`` runs before each call in this thread, and may raise."""
+def watching_c_calls(check: Callable[[Any, FrameType], None], tracer: fx.Tracer | None = None) -> Iterator[None]:
+    """A context in which ``check(function, frame)`` runs before each call in this thread, and may raise.
+
+    The watch pauses while ``tracer`` makes a node.
+    """
     before: Any = sys.getprofile()
     if before is not None and not callable(before):  # cProfile
         source.warn(
@@ -26,22 +53,13 @@ def watching_c_calls(tracer: fx.Tracer, check: Callable[[Any, FrameType], None])
         )
         yield
         return
-
-    def on_event(frame: FrameType, event: str, function: Any) -> None:
-        if event == "c_call" and isinstance(getattr(function, "__self__", None), _OWNERS):
-            check(function, frame)
-
-    def on_event_too(frame: FrameType, event: Any, function: Any) -> None:
-        before(frame, event, function)
-        on_event(frame, event, function)
-
-    watch = on_event if before is None else on_event_too
-    sys.setprofile(watch)
+    watch = Watch(check)
+    watch.resume()
     try:
-        with paused_for_nodes(tracer, lambda: sys.setprofile(before), lambda: sys.setprofile(watch)):
+        with nullcontext() if tracer is None else paused_for_nodes(tracer, watch.pause, watch.resume):
             yield
     finally:
-        sys.setprofile(before)
+        watch.pause()
 
 
 @contextmanager

@@ -99,7 +99,7 @@ def recording(tracer: fx.Tracer, model: nn.Module) -> Iterator[None]:
         stack.enter_context(_refusing_values(tracer))
         stack.enter_context(refusing_numpys_draws(model))
         stack.enter_context(watching_questions(tracer))
-        stack.enter_context(watching_c_calls(tracer, _check_call))
+        stack.enter_context(watching_c_calls(_check_call, tracer))
         yield
 
 

@@ -285,41 +285,57 @@ def _retrace(traced: Traced, tracer: TracerLike | None, call: Call) -> Recorded:
 
 
 def _follow_modes(traced: Traced, tracer: TracerLike | None, call: Call, reads: list[nn.Module]) -> None:
+    modules = dict(traced.model.named_modules())
+
+    def again(flags: Mapping[str, bool]) -> Retraced:
+        with recording_training_reads({modules[path]: flag for path, flag in flags.items()}) as reads:
+            other = _retrace(traced, tracer, call)
+        return Retraced(other, paths_of(traced.model, reads))
+
+    follow_modes(traced, paths_of(traced.model, reads), again)
+
+
+def paths_of(model: nn.Module, reads: Sequence[nn.Module]) -> set[str]:
+    """The paths of modules, of which torch.export may have made others that share their dictionaries."""
+    paths = {id(module.__dict__): path for path, module in model.named_modules()}
+    return {paths[id(module.__dict__)] for module in reads if id(module.__dict__) in paths}
+
+
+@dataclass
+class Retraced:
+    """The model in another mode, and the modules whose flags forward has read in it.
+
+    ``accept`` is called if the Pipe follows that mode.
+    """
+
+    recorded: Recorded
+    reads: set[str]
+    accept: Callable[[], None] = lambda: None
+
+
+def follow_modes(traced: Traced, reads: set[str], again: Callable[[Mapping[str, bool]], Retraced]) -> None:
     """Trace again with the flags of each mode, and do what the table in `training_flag.py` says."""
     modules = dict(traced.model.named_modules())
-    read = {id(module) for module in reads}
     before = {path: module.training for path, module in modules.items()}
     graphs: list[tuple[Mapping[str, bool], fx.Graph]] = [(before, traced.graph)]
     for mode in (True, False):
         flags = {path: traced.modes.flag(path, mode) for path in modules}
-        if all(flags[path] == before[path] for path, module in modules.items() if id(module) in read):
+        if all(flags[path] == before[path] for path in reads):
             graphs.append((flags, traced.graph))
             continue
-        with recording_training_reads({modules[path]: flag for path, flag in flags.items()}) as reads:
-            graph = _graph_in_mode(traced, tracer, call, mode)
-        if graph is not None:
-            graphs.append((flags, graph))
-            read |= {id(module) for module in reads}
-    follow_flags(traced, [path for path, module in modules.items() if id(module) in read], graphs)
-
-
-def follow_flags(traced: Traced, paths: Sequence[str], graphs: Sequence[tuple[Mapping[str, bool], fx.Graph]]) -> None:
-    """Have the graph follow the flags of the modules at ``paths``. ``graphs`` have the flags of each; its own is the first."""
-    before = graphs[0][0]
+        try:
+            other = again(flags)
+        except PippyError as error:  # this mode cannot be traced, or not cut as it is marked
+            traced.modes.refused[mode] = f"  {error}"
+            continue
+        difference = first_difference(traced.recorded(), other.recorded)
+        if difference is not None:  # in more than constants
+            traced.modes.refused[mode] = source.excerpt_of(difference)
+            continue
+        other.accept()
+        graphs.append((flags, other.recorded.graph))
+        reads |= other.reads
+    paths = [path for path in modules if path in reads]
     follow_training([Setting({path: flags[path] for path in paths}, graph) for flags, graph in graphs])
     traced.attributes.update({f"{path}.training".lstrip("."): before[path] for path in paths})
     traced.modes.traced = {path: before[path] for path in paths}
-
-
-def _graph_in_mode(traced: Traced, tracer: TracerLike | None, call: Call, mode: bool) -> fx.Graph | None:
-    """The graph with other training flags; None, with the reason in ``traced.modes``, where more differs than constants."""
-    try:
-        other = _retrace(traced, tracer, call)
-    except PippyError as error:  # this mode cannot be traced, or not cut as it is marked
-        traced.modes.refused[mode] = f"  {error}"
-        return None
-    difference = first_difference(traced.recorded(), other)
-    if difference is None:
-        return other.graph
-    traced.modes.refused[mode] = source.excerpt_of(difference)
-    return None

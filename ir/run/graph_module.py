@@ -7,6 +7,7 @@ refer to one another, would recurse once per node.
 
 import importlib
 import pickle
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -30,6 +31,9 @@ from pippy.ir.run.part_code import with_parts_as_functions
 from pippy.ir.run.stage_backward import stage_backward
 
 _STATE = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training")
+_FOLDERS = re.compile(
+    r"[^'\"]*[/\\](?=[^'\"/\\]+:\d+, in \w+['\"]\))"
+)  # of the file of a line that `check_fixed` names
 _OURS = (
     stage_backward,
     set_grad_mode,
@@ -69,11 +73,11 @@ class PipeGraphModule(fx.GraphModule):
 
 
 def readable_code(module: fx.GraphModule) -> str:
-    """The generated code, with short names for the functions that pippy itself puts there."""
+    """The generated code, with short names for the functions that pippy itself puts there, and for the files of lines."""
     code = module.code.strip()
     for function in _OURS:
         code = code.replace(f"{function.__module__}.{function.__name__}".replace(".", "_"), function.__name__)
-    return code + "\n"
+    return _FOLDERS.sub("", code) + "\n"
 
 
 def empty_graph_module() -> PipeGraphModule:

@@ -1,8 +1,10 @@
 """Models traced by `torch.export`: they compute what plain PyTorch computes, and what they cannot is refused."""
 
 import copy
+import cProfile
 import pickle
 import random
+import sys
 import warnings
 
 import pytest
@@ -189,6 +191,20 @@ def test_what_export_would_lose_is_refused_with_the_line(what):
         pipeline(Lossy(act), front_end="export", example_args=(torch.randn(2, 4),))
     assert "test_export.py" in str(caught.value)
     assert any(advice in str(caught.value) for advice in ("is_leaf_module", "torch.rand", "x.to(dtype)"))
+
+
+@pytest.mark.filterwarnings("ignore:a profiler is on")
+def test_random_numbers_are_refused_beside_another_profiler():
+    model, called = Lossy(LOST["random"][0]), []
+    sys.setprofile(lambda frame, event, arg: called.append(event))
+    try:
+        with pytest.raises(TracingError, match=r"(?s)Python's random.*test_export.py"):
+            pipeline(model, front_end="export", example_args=(torch.randn(2, 4),))
+    finally:
+        sys.setprofile(None)
+    assert "c_call" in called
+    with cProfile.Profile(), pytest.raises(TracingError, match="Python's random"):
+        pipeline(model, front_end="export", example_args=(torch.randn(2, 4),))
 
 
 class Kept(nn.Module):

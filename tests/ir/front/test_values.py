@@ -580,6 +580,13 @@ class MakesAClass(nn.Module):
         return x.cos()
 
 
+def test_a_printed_graph_names_files_without_their_folders():
+    pipe = pipeline(If().double(), example_args=(X,))
+    text = "".join(str(stage) for _, stage in pipe.stages())
+    assert "check_fixed(" in text and "'test_values.py:" in text and "/test_values.py" not in text
+    assert any("/test_values.py" in stage.code for _, stage in pipe.stages())
+
+
 def test_a_metaclass_in_forward():
     x = torch.randn(3)
     assert torch.equal(pipeline(MakesAClass(), example_args=(x,))(x), x.sin().cos())
