@@ -164,8 +164,8 @@ ROWS = [
     ),
     (
         "or use a split that runs nothing, 'parameters' for example",
-        blocks,
-        {"num_stages": 2, "example_args": (X[:, :2],)},
+        lambda: nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 4)),
+        {"num_stages": 2, "example_args": (torch.tensor([7]),)},
         blocks,
         {"num_stages": 2, "split": "parameters"},
     ),

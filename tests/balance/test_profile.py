@@ -19,7 +19,7 @@ from pippy.balance.restore_model import restoring_model
 from pippy.balance.weighing import Weighing
 from pippy.ir.cut.cuts import marks
 from pippy.ir.cut.uses import operations
-from pippy.ir.errors import BalanceError, TracingError
+from pippy.ir.errors import BalanceError, InputError
 from pippy.ir.front.trace import trace
 from pippy.ir.names import named_state
 from pippy.ir.pipe import Pipe
@@ -165,7 +165,7 @@ def test_an_error_names_the_line(seeded):
         def forward(self, x):
             return self.b(self.a(x))
 
-    with pytest.raises(TracingError, match=r"(?s)return self\.b\(self\.a\(x\)\).*example_args"):
+    with pytest.raises(InputError, match=r"(?s)return self\.b\(self\.a\(x\)\).*example_args"):
         pipeline(Narrow(), split="time", num_stages=2, example_args=(torch.randn(2, 4),))
 
 
