@@ -19,6 +19,7 @@ from pippy.ir.front.tracing_thread import tracing_thread
 from pippy.ir.front.training_flag import flags_after_train, recording_training_reads
 from pippy.ir.front.transformers import TRACED_THROUGH
 from pippy.ir.front.untraceable import check_model
+from pippy.ir.front.values import Values, find_row_sizes
 from pippy.ir.guards import Guards
 
 
@@ -65,6 +66,9 @@ class _Export:
     def trace(self) -> Traced:
         traced, reads = self._traced({path: module.training for path, module in self.modules.items()})
         traced.modes.after = flags_after_train(self.model)
+        example = self.exporter.example.arguments
+        values = Values(PipeTracer(), self.model, example, example=True, attributes=traced.attributes)
+        find_row_sizes(values, self.model, traced.graph, traced.attributes)
         if reads:
             follow_modes(traced, reads, lambda flags: self._again(traced, flags))
         return traced

@@ -83,9 +83,10 @@ class Values:
         given: Mapping[str, Any],
         example: bool,
         results: FakeResults | None = None,
+        attributes: Mapping[str, Any] | None = None,
     ) -> None:
         self.tracer, self.example, self.given, self._model = tracer, example, given, model
-        self.attributes: Mapping[str, Any] | None = None  # those of the model as it is now, otherwise
+        self.attributes = attributes  # None: those of the model as it is now
         self._modules = dict(model.named_modules(remove_duplicate=False)) if example else {}
         self._fixed: dict[fx.Node, fx.Node] = {}
         self.results = (results or FakeResults()) if example else None

@@ -211,11 +211,11 @@ class Flattening(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.parametrize("with_example", [True, False])
+@pytest.mark.parametrize("front_end", ["fx", "export", None])
 @pytest.mark.parametrize("place", range(6))
-def test_a_model_that_returns_its_loss_may_be_cut_anywhere(threads, place, with_example):
+def test_a_model_that_returns_its_loss_may_be_cut_anywhere(threads, place, front_end):
     model, ids, labels = Flattening(place), torch.randint(7, (8, 5)), torch.randint(7, (8, 5))
-    example = {"example_args": (ids[:4], labels[:4])} if with_example else {}
+    example = {"example_args": (ids[:4], labels[:4]), "front_end": front_end} if front_end else {}
     pipe = pipeline(copy.deepcopy(model), output_loss_value_spec=True, **example)
     driver = PipelineDriver1F1B(pipe, threads)
     assert_same(driver, 3, lambda_model(model, labels), lambda o, t: o, ids, labels)

@@ -125,6 +125,7 @@ def test_a_pipe_survives_pickling():
 
 def test_the_model_stays_as_it_was():
     model = Classifier()
+    model.plan = {"a": ["b", {"c": 1}], "d": {"e"}}
     before, state = dict(model.memory.__dict__), random.getstate()
     example = (torch.randn(4, 3, 4), torch.tensor([0, 1, 2, 0]))
     with warnings.catch_warnings():
@@ -132,6 +133,7 @@ def test_the_model_stays_as_it_was():
         pipeline(model, front_end="export", example_args=example, output_loss_value_spec="loss")
     assert random.getstate() == state
     assert all(module.training for module in model.modules())
+    assert model.plan == {"a": ["b", {"c": 1}], "d": {"e"}}
     assert all(model.memory.__dict__[name] is value for name, value in before.items())
     model(*example)
 
