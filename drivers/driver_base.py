@@ -39,6 +39,7 @@ from pippy.drivers.recording.record import Recording
 from pippy.drivers.results import Results
 from pippy.drivers.running_step import RunningStep
 from pippy.drivers.schedules import Program
+from pippy.drivers.schedules.recompute import Checkpoint, modes_of
 from pippy.drivers.stale_models import StaleModels
 from pippy.drivers.workers.compiling import compile_options
 from pippy.ir.errors import GenerationError
@@ -78,6 +79,7 @@ class PipelineDriverBase:
         step_timeout: float | None = None,
         compile: bool | Mapping[str, Any] | None = None,
         out_of_order: bool | int = False,
+        checkpoint: str | Mapping[int, str] = "never",
         _debug_mask_minibatches: bool = False,
         **options: Any,
     ) -> None:
@@ -98,7 +100,8 @@ class PipelineDriverBase:
         self.mask, self.options = _debug_mask_minibatches, options
         self.compile = compile_options(compile)
         chosen = self._chosen_workers(world_size, all_ranks)
-        schedule = RequestedSchedule(self.schedule, options, self.compiled.num_stages, self._auto)
+        self.checkpoint = _checked_checkpoint(checkpoint, self.compiled.num_stages, self._auto)
+        schedule = RequestedSchedule(self.schedule, options, self.compiled.num_stages, self._auto, self.checkpoint)
         self.placement = schedule.example(chunks=1, workers=len(chosen)).placement
         self._check_placement()
         self.ranks = tuple(chosen[: self.placement.workers])
@@ -472,6 +475,15 @@ def _checked_out_of_order(given: Any) -> bool | int:
         f"out_of_order={describe(given)}: give True to hold no more micro-batches than the schedule does, or the most that a "
         "worker may hold"
     )
+
+
+def _checked_checkpoint(given: Any, stages: int, auto: Auto | None) -> Checkpoint:
+    if auto is not None and set(modes_of(given, stages)) != {"never"}:
+        raise DriverError(
+            f"checkpoint={given!r}: schedule='auto' chooses by what forwards take and keep, and computes none again; leave "
+            "checkpoint out, or name a schedule"
+        )
+    return given
 
 
 def _refuse_inputs_with_gradients(given: Sequence[Any]) -> None:

@@ -10,9 +10,10 @@ from pippy.drivers.commands import Commands
 from pippy.drivers.errors import DriverError
 from pippy.drivers.lowering.lower import Lowered, lower
 from pippy.drivers.placed_pipe import PlacedPipe
-from pippy.drivers.schedules import Program, make_schedule
+from pippy.drivers.schedules import Program, add_recompute, make_schedule
 from pippy.drivers.schedules.programs.instructions import Op
 from pippy.drivers.schedules.programs.placement import Placement
+from pippy.drivers.schedules.recompute import Checkpoint
 from pippy.drivers.whole_batch_gradients import check_whole_batch_gradients
 from pippy.ir.pipe import Pipe
 
@@ -29,11 +30,12 @@ class RequestedSchedule:
     options: Mapping[str, Any]
     stages: int
     auto: Auto | None = None  # chooses the schedule
+    checkpoint: Checkpoint = "never"
 
     def make(self, chunks: int, workers: int) -> Program:
         """The program for a number of micro-batches and workers, not lowered yet."""
         if isinstance(self.schedule, Program):
-            return self._given(self.schedule, chunks, workers)
+            return add_recompute(self._given(self.schedule, chunks, workers), self.checkpoint)
         if workers > self.stages:
             raise DriverError(
                 f"{workers} workers for {self.stages} stages; name {self.stages} workers, or cut the model into more stages"
@@ -43,7 +45,7 @@ class RequestedSchedule:
             return make_schedule("1f1b", workers=workers, chunks=chunks, **auto_placement(self.options, per_worker))
         placed = isinstance(self.options.get("placement"), Mapping | Placement)
         options = {**({} if placed else {"stages_per_worker": per_worker}), **self.options}
-        return make_schedule(self.schedule, workers=workers, chunks=chunks, **options)
+        return make_schedule(self.schedule, workers=workers, chunks=chunks, checkpoint=self.checkpoint, **options)
 
     def example(self, chunks: int, workers: int) -> Program:
         """A program for ``chunks`` micro-batches, or the user's own, which is for one number of them only."""

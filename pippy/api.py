@@ -19,6 +19,7 @@ from pippy.ir.front.tracer import PipeTracer
 from pippy.ir.marks import PipeSplitWrapper, SplitPoint, annotate_split_points, clear_split_points, pipe_split
 from pippy.ir.passes.loss_wrappers import LossWrapper, TrivialLossWrapper
 from pippy.ir.pipe import Pipe, verify
+from pippy.ir.run.repeated_forward import is_checkpointing, is_recomputing
 from pippy.pipeline import pipeline
 
 __all__ = [
@@ -50,6 +51,8 @@ __all__ = [
     "cluster",
     "current_cluster",
     "errors",
+    "is_checkpointing",
+    "is_recomputing",
     "local_cluster",
     "pipe_split",
     "pipeline",

@@ -61,10 +61,6 @@ def lower(pipe: Pipe, schedule: Program, buffer: int | None = None) -> Lowered:
             f"lower takes a Pipe and a program, as make_schedule gives it; these are a {type(pipe).__name__} and a "
             f"{type(schedule).__name__}"
         )
-    if schedule.checkpoints:
-        raise LoweringError(
-            "the schedule computes forwards again (R), which workers do not do yet; make it without checkpoint="
-        )
     compiled = compiled_of(pipe)
     if schedule.stages != compiled.num_stages:
         raise LoweringError(

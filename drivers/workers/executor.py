@@ -3,6 +3,7 @@
 When the program arrives, each instruction is bound to its handler and arguments. A step then goes through the list:
 
     F  forward   takes values, runs the stage, keeps the run (its inputs and outputs) for the backward
+    R  recompute takes what a forward has kept instead of the run, its inputs, and runs the stage again: repeated_forward.py
     B  backward  takes the run and the gradients of its outputs, gives the gradients of its inputs
     I  the half  as B, but the gradients of the weights are put off
     W  the half  computes those
@@ -35,6 +36,7 @@ from pippy.ir.nodes import map_instances
 from pippy.ir.run.changing_tensors import apart_from, memory_of_layers
 from pippy.ir.run.given_inputs import NamedInputs, check_versions, versions
 from pippy.ir.run.opaque_values import check_opaque_leaves
+from pippy.ir.run.repeated_forward import Kept, RepeatedForward, cut
 from pippy.ir.run.shared_tensors import check_unchanged
 from pippy.ir.run.split_backward import DeferredGradients, WeightDeferral
 from pippy.ir.run.stage_backward import add_gradients, loss_inside, stage_backward, weighted
@@ -108,6 +110,24 @@ class Executor:
             isinstance(each, Compute) and each.op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT) for each in program.order
         )
         self.with_backward = {each.call for key, work in program.work.items() if key.phase == "B" for each in work}
+        again = [each for each in program.order if isinstance(each, Compute) and each.op == Op.RECOMPUTE]
+        self.repeated = {
+            each.call: RepeatedForward(each.call, modules[each.call], device, stage)
+            for stage in {each.stage for each in again}
+            for each in program.work.get(Pass("F", stage), ())
+        }
+        self.again = frozenset(
+            (call, each.microbatch)
+            for each in again
+            for call, repeated in self.repeated.items()
+            if repeated.stage == each.stage
+        )
+        self.outside = {
+            each.call: [name not in [made for other in work for made in other.gives] for name in each.takes]
+            for key, work in program.work.items()
+            for each in work
+            if key.phase == "F" and each.call in self.repeated
+        }
         self.single = SingleLoss(self.calls[LOSS]) if program.single_loss and LOSS in self.calls else None
         self.at = 0
         self.step = 0
@@ -118,6 +138,7 @@ class Executor:
         self.values: dict[Key, Any] = {}
         self.runs: dict[tuple[str, int], StageRun] = {}
         self.deferred: dict[tuple[str, int], DeferredGradients] = {}
+        self.kept: dict[tuple[str, int], Kept] = {}
         self.returned: dict[str, list[Any]] = {}
         self.live = self.peak_live = 0
 
@@ -224,6 +245,8 @@ class Executor:
         raise AssertionError(instruction)
 
     def _bound_computation(self, op: Op, stage: int, microbatch: int) -> tuple[Handle, tuple[Any, ...]]:
+        if op == Op.RECOMPUTE:
+            return self._computation, (self._recompute, (self._operands_of(Pass("F", stage), microbatch),), (), 1)
         forward = op == Op.FORWARD
         handle = {
             Op.FORWARD: self._forward,
@@ -231,16 +254,21 @@ class Executor:
             Op.BACKWARD_INPUT: self._backward_input,
             Op.BACKWARD_WEIGHT: self._backward_weight,
         }[op]
-        work = self.program.work.get(Pass("F" if forward else "B", stage), ())
-        bound = tuple(self._operands(each, microbatch) for each in work)
+        key = Pass("F" if forward else "B", stage)
+        work = self.program.work.get(key, ())
+        bound = self._operands_of(key, microbatch)
         given = [name for each in work for name in each.gives if name and name not in self.program.value_numbers]
         if forward:
             names = {name for each in work for name in each.takes}
             given += [name for name in names if self.last_takers.get((name, microbatch)) == stage]
         own = tuple((name, microbatch) for name in given)
         if forward:
-            return self._computation, (handle, bound, own, 1 if Pass("B", stage) in self.program.work else 0)
+            keeps = Pass("B", stage) in self.program.work and (work[0].call, microbatch) not in self.again
+            return self._computation, (handle, bound, own, int(keeps))
         return self._computation, (handle, bound, own, 0 if op == Op.BACKWARD_INPUT else -1)
+
+    def _operands_of(self, key: Pass, microbatch: int) -> tuple[Any, ...]:
+        return tuple(self._operands(each, microbatch) for each in self.program.work.get(key, ()))
 
     def _operands(self, work: Work, microbatch: int) -> tuple[Any, ...]:
         def keys(taken: Any) -> Any:
@@ -253,7 +281,7 @@ class Executor:
 
     def _computation(self, handle: Handle, bound: Sequence[tuple[Any, ...]], own: Sequence[Key], live: int) -> None:
         """Run the calls of a computation. ``own`` are the values that no later one takes and that no instruction frees."""
-        if handle == self._forward:
+        if handle == self._forward or live > 0:
             self.peak_live = max(self.peak_live, self.live + 1)
         if self.casts:
             torch.clear_autocast_cache()  # a weight is cast once in a computation, and never kept beyond an update
@@ -269,22 +297,18 @@ class Executor:
             inputs = tuple(as_leaf(values[key]) for key in takes)
         else:  # inputs of the model are put on the device now: all at once would take as much memory as the mini-batch
             inputs = tuple(self._here(values[key]) for key in takes)
-        args = inputs
-        if call.name == LOSS and self.own_rows is not None:
-            args = tuple(self.own_rows(value, microbatch) for value in inputs)
+        args = self._args(call, microbatch, inputs)
         if self.single is not None and call.name == LOSS:
             self.single.gather(microbatch, inputs)
             return
         if self.loss_probe is not None:
             self._probe(call, microbatch, takes, gives, args)
-        keeps = self.trains and call.name in self.with_backward
-        if self.halves and keeps:
-            with call.deferral.recording(inputs) as self.deferred[call.name, microbatch]:
-                outputs = call.run(args)
-        else:
+        if not self.trains or call.name not in self.with_backward:
             outputs = call.run(args)
-        if keeps:
-            self.runs[call.name, microbatch] = StageRun(outputs, inputs)
+        elif (call.name, microbatch) in self.again:
+            outputs = self._run_keeping_inputs(call, microbatch, inputs)
+        else:
+            outputs = self._run(call, microbatch, inputs, args)
         for key, value in zip(gives, [outputs] if len(gives) == 1 else outputs, strict=True):
             values[key] = value
             if key[0] in self.returned:
@@ -294,6 +318,54 @@ class Executor:
         if self.output_probe is not None and microbatch == 0 and call.name != LOSS:
             given = {key[0]: values[key] for key in gives}
             self.output_probe.see(call, [key[0] for key in takes], args, given, self.returned)
+
+    def _run(self, call: StageCall, microbatch: int, inputs: tuple[Any, ...], args: Sequence[Any]) -> Any:
+        """Run a stage, and keep the run for its backward."""
+        key = (call.name, microbatch)
+        if self.halves:
+            with call.deferral.recording(inputs) as self.deferred[key]:
+                outputs = call.run(args)
+        else:
+            outputs = call.run(args)
+        self.runs[key] = StageRun(outputs, inputs)
+        return outputs
+
+    def _args(self, call: StageCall, microbatch: int, inputs: tuple[Any, ...]) -> Sequence[Any]:
+        if call.name == LOSS and self.own_rows is not None:
+            return tuple(self.own_rows(value, microbatch) for value in inputs)
+        return inputs
+
+    def _run_keeping_inputs(self, call: StageCall, microbatch: int, inputs: tuple[Any, ...]) -> Any:
+        """Run a stage that is run again for its backward, and keep its inputs only."""
+        key = (call.name, microbatch)
+        outputs, kept = self.repeated[call.name].first(
+            inputs,
+            self.outside[call.name],
+            lambda leaves: self._run(call, microbatch, leaves, self._args(call, microbatch, leaves)),
+        )
+        if kept is None:
+            return outputs
+        self.kept[key] = kept
+        del self.runs[key]
+        self.deferred.pop(key, None)
+        return cut(outputs)
+
+    def _recompute(self, *calls: tuple[StageCall, int, Sequence[Key], Sequence[Key]]) -> None:
+        """Run the calls of a forward again, for their backwards. What they give goes nowhere else."""
+        made: dict[Key, Any] = {}
+        for call, microbatch, takes, gives in calls:
+            if self.single is not None and call.name == LOSS:
+                continue
+            kept = self.kept.pop((call.name, microbatch), None)
+            if kept is None:
+                outputs = self.runs[call.name, microbatch].outputs
+            else:
+                outputs = self.repeated[call.name].again(
+                    kept,
+                    [made.get(key) for key in takes],
+                    lambda leaves: self._run(call, microbatch, leaves, self._args(call, microbatch, leaves)),  # noqa: B023
+                )
+            made.update(zip(gives, [outputs] if len(gives) == 1 else outputs, strict=True))
 
     def _probe(self, call: StageCall, microbatch: int, takes: Sequence[Key], gives: Sequence[Key], args: Any) -> None:
         assert self.loss_probe is not None

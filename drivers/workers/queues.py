@@ -2,7 +2,9 @@
 
 The computations of a worker are dealt to queues. Each queue keeps the program's order:
 
-    forwards, of all stages together     F0.0  F0.1  F1.0  F1.1    random numbers are drawn, and buffers change, in this order
+    forwards, of all stages together     F0.0  F0.1  F1.0  R0.0    random numbers are drawn, and buffers change, in this order;
+                                                                   what is computed again is among them, so that the limit
+                                                                   never holds the head back
     backwards of one stage: B or I       I0.0  I0.1                gradients are added up in this order
     weight halves of one stage: W        W0.0  W0.1                a B and a W of one stage also keep their order, because both
                                                                    add to the same gradients
@@ -13,8 +15,8 @@ that is not done. It is always the front of its queue.
 
 Why no worker waits forever:
 
-1. The limit never holds the head back. Forwards keep their order, so if the head is a forward, no later forward was done, and
-   no more is alive than the program itself has alive at this place. The limit is at least the program's own peak.
+1. The limit never holds the head back. Forwards and R keep their order, so if the head is one of them, no later one was done,
+   and no more is alive than the program itself has alive at this place. The limit is at least the program's own peak.
 2. Everything that the head needs on its own worker comes before it in the program, so it is done.
 3. So a worker that waits takes its head as soon as the head's values come. Of all computations that are not done, on all
    workers, take the one that comes first when the program runs in order. It is the head of its worker. Everything that it
@@ -25,7 +27,7 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 
 from pippy.drivers.schedules.programs.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
-from pippy.drivers.schedules.programs.program import peak_live
+from pippy.drivers.schedules.programs.program import live_changes, peak_live
 
 Takes = Callable[[Compute], Iterable[str]]  # the names of the values that a computation takes
 Gives = Callable[[Compute], Iterable[str]]  # and of those that it makes
@@ -66,7 +68,8 @@ class ComputationQueues:
         self._find_needs(takes, gives, gathers)
         self._arrivals = [[need for need in needs if isinstance(order[need], Receive)] for needs in self.needs]
         self._computations = [at for at, each in enumerate(order) if isinstance(each, Compute)]
-        self._changes = [self._change(each) if isinstance(each, Compute) else 0 for each in order]  # to `live`
+        changes = iter(live_changes(computations, self.backward))
+        self._changes = [next(changes) if isinstance(each, Compute) else 0 for each in order]  # to `live`
         self._built_on = [[need for need in needs if isinstance(order[need], Compute)] for needs in self.needs]
         self.begin()
 
@@ -115,15 +118,10 @@ class ComputationQueues:
         """The instructions that are not done, in order. After the last computation, no computation needs them."""
         return [at for at, done in enumerate(self._done) if not done]
 
-    def _change(self, compute: Compute) -> int:
-        if compute.op == Op.FORWARD:
-            return 1 if compute.stage in self.backward else 0
-        return 0 if compute.op == Op.BACKWARD_INPUT else -1
-
     def _permitted(self, at: int) -> bool:
         compute = self.order[at]
         assert isinstance(compute, Compute)
-        if compute.op == Op.FORWARD and self.live >= self.limit:
+        if compute.op in (Op.FORWARD, Op.RECOMPUTE) and self.live >= self.limit:
             return False
         return all(self._done[need] for need in self._built_on[at])
 
@@ -134,6 +132,7 @@ class ComputationQueues:
             if isinstance(each, Compute):
                 key = {
                     Op.FORWARD: (Op.FORWARD, -1),
+                    Op.RECOMPUTE: (Op.FORWARD, -1),
                     Op.BACKWARD_WEIGHT: (Op.BACKWARD_WEIGHT, each.stage),
                 }.get(each.op, (Op.BACKWARD, each.stage))
                 queues.setdefault(key, []).append(at)
@@ -157,7 +156,7 @@ class ComputationQueues:
                             users.setdefault(key, []).append(at)
                             self._need(at, [makers[key]] if key in makers else [])
                         makers.update(((name, microbatch), at) for name in gives(each))
-                    if op != Op.FORWARD and stage == gathers:
+                    if op not in (Op.FORWARD, Op.RECOMPUTE) and stage == gathers:
                         self._need(at, [place for (o, s, _), place in passes.items() if (o, s) == (Op.FORWARD, stage)])
                     passes[op, stage, microbatch] = at
                 case Receive(value, microbatch, _):
@@ -179,7 +178,10 @@ class ComputationQueues:
 
     @staticmethod
     def _earlier_halves(compute: Compute, passes: dict[tuple[Op, int, int], int]) -> list[int]:
-        """The forward before a backward, and the half I before W."""
-        before = {Op.FORWARD: None, Op.BACKWARD_WEIGHT: Op.BACKWARD_INPUT}.get(compute.op, Op.FORWARD)
-        found = passes.get((before, compute.stage, compute.microbatch)) if before else None
-        return [] if found is None else [found]
+        """The forward before a backward, or that which computes it again, and the half I before W."""
+        built_on = {Op.FORWARD: [], Op.RECOMPUTE: [Op.FORWARD], Op.BACKWARD_WEIGHT: [Op.BACKWARD_INPUT]}
+        places = [
+            passes.get((op, compute.stage, compute.microbatch))
+            for op in built_on.get(compute.op, [Op.RECOMPUTE, Op.FORWARD])
+        ]
+        return [place for place in places if place is not None][:1]

@@ -57,17 +57,18 @@ def changed_since(module: nn.Module, error: Exception) -> str | None:
 def _named(module: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
     for name, tensor in _tensors(module, own_layers=False):
         holder = module.get_submodule(name.rpartition(".")[0])
-        yield name, "" if _is_of_torch(holder) else f" (of {type(holder).__name__})", tensor
+        yield name, "" if is_of_torch(holder) else f" (of {type(holder).__name__})", tensor
 
 
 def _tensors(module: nn.Module, own_layers: bool) -> Iterator[tuple[str, torch.Tensor]]:
     for path, part in module.named_modules():
-        if own_layers and _is_of_torch(part):
+        if own_layers and is_of_torch(part):
             continue
         for name, value in {**part._buffers, **part.__dict__}.items():
             if isinstance(value, torch.Tensor):
                 yield f"{path}.{name}".lstrip("."), value
 
 
-def _is_of_torch(module: nn.Module) -> bool:
+def is_of_torch(module: nn.Module) -> bool:
+    """Whether a module is torch's own, or a graph."""
     return isinstance(module, fx.GraphModule) or type(module).__module__.startswith("torch.")

@@ -39,6 +39,15 @@ class RandomState:
             numpy.random.get_state() if numpy else None,
         )
 
+    def is_current(self) -> bool:
+        """Whether the generators have this state."""
+        now = RandomState.current(list(self.devices))
+        same = all(torch.equal(state, now.devices[device]) for device, state in self.devices.items())
+        same = same and torch.equal(self.cpu, now.cpu) and self.pythons == now.pythons
+        if self.numpys is None:  # numpy was not imported, so nothing has drawn from it
+            return same
+        return same and self.numpys[2:] == now.numpys[2:] and bool((self.numpys[1] == now.numpys[1]).all())
+
     def restore(self) -> None:
         """Give the generators this state."""
         random.setstate(self.pythons)

@@ -3,6 +3,8 @@
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pippy.drivers.schedules import (
     Costs,
@@ -22,6 +24,7 @@ from pippy.drivers.schedules.orders.schedule import B, F, I, R, W
 from pippy.drivers.schedules.programs.checkpoints import Checkpoints
 from tests.drivers.schedules.build import build, edges
 from tests.drivers.schedules.graphs import with_random_graph
+from tests.drivers.schedules.test_properties import placements
 
 SIZES = [(1, 1), (1, 5), (2, 3), (3, 3), (4, 8), (5, 2)]
 
@@ -65,6 +68,23 @@ def test_every_schedule_takes_it(name, checkpoint):
             validate(each)
             assert parse_program(str(each)) == each
         assert simulate(program).makespan >= simulate(plain).makespan
+
+
+@given(placements(), st.integers(1, 5), st.sampled_from(["fill_drain", "1f1b", "interleaved_1f1b"]), st.data())
+@settings(max_examples=15)
+def test_any_placement_and_any_modes(placement, chunks, name, data):
+    modes = data.draw(
+        st.dictionaries(st.integers(0, placement.stages - 1), st.sampled_from(["always", "except_last", "never"]))
+    )
+    program = make_schedule(name, workers=placement.workers, chunks=chunks, placement=placement, checkpoint=modes)
+    for stage in range(placement.stages):
+        kept_ones = kept(program, stage)
+        assert kept_ones == [] if modes.get(stage) == "always" else chunks - 1 in kept_ones
+        assert modes.get(stage, "never") != "never" or len(kept_ones) == chunks
+    lowered = add_communication(program)
+    validate(lowered)
+    assert lowered.computations == program.computations
+    assert parse_program(str(lowered)) == lowered
 
 
 def kept(program, stage):

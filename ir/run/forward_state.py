@@ -1,0 +1,231 @@
+"""What a forward may change besides its outputs: buffers, attributes and random numbers. It is kept as it was before.
+
+    first run       note what there is, run, keep what has changed as it was before
+    run again       put that in the place of what is there now, run, put back what was there
+
+Tensors are exchanged, not written: a graph that has saved a buffer for its backward would find that it has changed.
+"""
+
+import random
+import sys
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pippy.ir.run.changing_tensors import is_of_torch
+from pippy.ir.run.random_state import RandomState
+from pippy.ir.run.shared_tensors import memory_of
+
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+_CONTAINERS = (list, dict, set, deque)
+_MISSING = object()
+
+Place = tuple[dict[str, Any], str]  # the dict of a module, and a name in it
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that a forward has changed, as it was before: it is ``name`` in ``held``."""
+
+    held: dict[str, Any]
+    name: str
+    before: Any
+
+
+class Before:
+    """What modules hold before a forward. ``copied`` says which tensors are copied: all, or those that are known to change."""
+
+    def __init__(self, modules: Sequence[nn.Module], known: set[tuple[int, str]] | None) -> None:
+        self.held = list(_held(modules))
+        self.values = [{name: _shallow(value) for name, value in _own(held).items()} for held in self.held]
+        self.same = [_own(held) for held in self.held]
+        places = [
+            (number, name, value)
+            for number, values in enumerate(self.same)
+            for name, value in values.items()
+            if isinstance(value, torch.Tensor)
+        ]
+        self.versions = {(number, name): version_of(value) for number, name, value in places}
+        chosen = [each for each in places if known is None or each[:2] in known]
+        copies = copies_of([value for _, _, value in chosen])
+        self.copies = {(number, name): copied for (number, name, _), copied in zip(chosen, copies)}
+        self.compares = known is None
+
+    def changes(self) -> tuple[list[Change], set[tuple[int, str]], bool]:
+        """What has changed since; the tensors that were written, by number and name; and whether all is known as it was."""
+        changes: list[Change] = []
+        written: set[tuple[int, str]] = set()
+        complete = True
+        for number, held in enumerate(self.held):
+            before, same, now = self.values[number], self.same[number], _own(held)
+            for name in before.keys() | now.keys():
+                old = same.get(name, _MISSING)
+                if isinstance(old, torch.Tensor) and self._is_written((number, name), old):
+                    written.add((number, name))
+                    complete = complete and (number, name) in self.copies
+                    changes.append(Change(held, name, self.copies.get((number, name), old)))
+                elif now.get(name, _MISSING) is not old or not _same_items(before.get(name, _MISSING), old):
+                    changes.append(Change(held, name, before.get(name, _MISSING)))
+        return changes, written, complete
+
+    def _is_written(self, place: tuple[int, str], tensor: torch.Tensor) -> bool:
+        if version_of(tensor) != self.versions[place]:
+            return True
+        # Some kernels write the statistics of a batch normalization, and torch counts no change.
+        if self.compares and tensor.layout is torch.strided:
+            return not torch.equal(tensor, self.copies[place])
+        return place in self.copies  # known from an earlier forward
+
+
+@contextmanager
+def as_before(changes: Sequence[Change]) -> Iterator[None]:
+    """Inside, what a forward has changed is as it was before it."""
+    now = [each.held.get(each.name, _MISSING) for each in changes]
+    try:
+        for each in changes:
+            _set(each.held, each.name, each.before)
+        yield
+    finally:
+        for each, value in zip(changes, now):
+            _set(each.held, each.name, value)
+
+
+def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of tensors. Those that share memory get copies that share memory.
+
+    >>> x = torch.zeros(3)
+    >>> one, other = copies_of([x, x[1:]])
+    >>> other[0] = 5
+    >>> one
+    tensor([0., 5., 0.])
+    """
+    memories = [memory_of(tensor) for tensor in tensors]
+    users = Counter(memories)
+    storages: dict[int, torch.UntypedStorage] = {}
+    return [
+        tensor.detach().clone()
+        if memory is None or users[memory] == 1
+        else _on(storages.setdefault(memory, _cloned(storages, memory, tensor)), tensor)
+        for tensor, memory in zip(tensors, memories)
+    ]
+
+
+def _cloned(storages: dict[int, torch.UntypedStorage], memory: int, tensor: torch.Tensor) -> torch.UntypedStorage:
+    return storages[memory] if memory in storages else tensor.untyped_storage().clone()
+
+
+def _on(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _held(modules: Sequence[nn.Module]) -> Iterator[dict[str, Any]]:
+    """The dicts that a forward may change: buffers, and the attributes of modules that are not torch's."""
+    for module in modules:
+        if module._buffers:
+            yield module._buffers
+        if not is_of_torch(module):
+            yield module.__dict__
+
+
+def _own(held: dict[str, Any]) -> dict[str, Any]:
+    """The entries of a dict that are no part of every module."""
+    if "_buffers" not in held:
+        return dict(held)
+    return {name: value for name, value in held.items() if name not in _OF_EVERY_MODULE}
+
+
+def _shallow(value: Any) -> Any:
+    return value.copy() if type(value) in _CONTAINERS else value
+
+
+def _same_items(before: Any, now: Any) -> bool:
+    """Whether a list, dict or set has the same items as its copy."""
+    if type(now) not in _CONTAINERS:
+        return True
+    if len(before) != len(now):
+        return False
+    if isinstance(now, dict):
+        return all(name in before and before[name] is value for name, value in now.items())
+    return before == now if isinstance(now, set) else all(one is other for one, other in zip(before, now))
+
+
+def _set(held: dict[str, Any], name: str, value: Any) -> None:
+    if value is _MISSING:
+        held.pop(name, None)
+    else:
+        held[name] = value
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor has been changed in place."""
+    return 0 if tensor.is_inference() else tensor._version  # torch does not count there
+
+
+class RandomNumbers:
+    """The state of all random numbers that some modules draw: torch's, Python's, numpy's, and generators that they hold."""
+
+    def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
+        values = [value for module in modules for value in module.__dict__.values()]
+        self.generators = [_accessors(value) for value in values if _is_generator(value)]
+        self.devices = [device] if device.type == "cuda" else []
+
+    def now(self) -> "RandomNumbersThen":
+        """The states now."""
+        return RandomNumbersThen(self, RandomState.current(self.devices), [get() for get, _ in self.generators])
+
+
+@dataclass(frozen=True)
+class RandomNumbersThen:
+    """The states of random numbers at some time."""
+
+    of: RandomNumbers
+    usual: RandomState
+    own: Sequence[Any]
+
+    def is_now(self) -> bool:
+        """Whether nothing was drawn since."""
+        same = all(_same_state(then, get()) for then, (get, _) in zip(self.own, self.of.generators))
+        return same and self.usual.is_current()
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Inside, the states are those; afterwards as before."""
+        now = self.of.now()
+        try:
+            self._set()
+            yield
+        finally:
+            now._set()
+
+    def _set(self) -> None:
+        self.usual.restore()
+        for then, (_, set) in zip(self.own, self.of.generators):
+            set(then)
+
+
+def _is_generator(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    numpys = (numpy.random.Generator, numpy.random.RandomState) if numpy else ()
+    return isinstance(value, (torch.Generator, random.Random, *numpys))
+
+
+def _accessors(generator: Any) -> tuple[Any, Any]:
+    """How the state of a generator is read and set."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state, generator.set_state
+    if isinstance(generator, random.Random):
+        return generator.getstate, generator.setstate
+    if hasattr(generator, "get_state"):
+        return generator.get_state, generator.set_state
+    bits = generator.bit_generator
+    return lambda: bits.state, lambda state: setattr(bits, "state", state)
+
+
+def _same_state(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else repr(one) == repr(other)

@@ -1,0 +1,193 @@
+"""A forward that keeps its inputs only, and is run again for the backward.
+
+    first     runs the stage as ever; its graph is dropped at once, and what it gives is cut from the graph
+    again     runs it on the same inputs, with the random numbers, buffers and attributes of the first run; afterwards these
+              are as they were before it
+
+The first run makes a graph too: so it takes the same kernels, its outputs require a gradient where they would, and what fails
+fails there. Where the first run changes something that earlier ones did not change, nothing is known of how that was: then the
+graph is kept, as it is where it changes a parameter.
+"""
+
+import threading
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from pippy.ir.errors import StageError
+from pippy.ir.run.forward_state import (
+    Before,
+    Change,
+    RandomNumbers,
+    RandomNumbersThen,
+    as_before,
+    copies_of,
+    version_of,
+)
+from pippy.ir.run.stage_run import as_leaf
+from pippy.ir.trees import describe, map_leaves, map_tensors, tensors
+
+Run = Callable[[tuple[Any, ...]], Any]  # runs the stage on leaves
+
+
+class _Now(threading.local):
+    checkpointing = recomputing = False
+
+
+_now = _Now()
+
+
+def is_checkpointing() -> bool:
+    """Whether this forward keeps its inputs only, and will be computed again (`checkpoint=` of a driver). For your own layers.
+
+    Tracing does not follow it: ask in a leaf module.
+
+    >>> is_checkpointing()
+    False
+    """
+    return _now.checkpointing
+
+
+def is_recomputing() -> bool:
+    """Whether this forward is computed again, for its backward (`checkpoint=` of a driver). For your own layers.
+
+    A layer that counts its calls should not count this one. Tracing does not follow it: ask in a leaf module.
+
+    >>> class Counting(torch.nn.Module):
+    ...     calls = []
+    ...     def forward(self, x):
+    ...         if not is_recomputing():
+    ...             self.calls.append(len(x))
+    ...         return x
+    >>> Counting()(torch.zeros(3)).shape, Counting.calls
+    (torch.Size([3]), [3])
+    """
+    return _now.recomputing
+
+
+@contextmanager
+def _said(name: str) -> Iterator[None]:
+    before = getattr(_now, name)
+    setattr(_now, name, True)
+    try:
+        yield
+    finally:
+        setattr(_now, name, before)
+
+
+@dataclass
+class Kept:
+    """What is kept of a first run: its inputs, and what it changed, as that was before."""
+
+    inputs: tuple[Any, ...]
+    versions: list[int]
+    changes: Sequence[Change]
+    drew: RandomNumbersThen | None
+    outputs: list[torch.Tensor] | None  # to compare with, in the first run of all
+
+
+@dataclass
+class _Known:
+    """What the forwards of a stage are known to write, with these training flags."""
+
+    flags: list[bool]
+    tensors: set[tuple[int, str]] = field(default_factory=set)
+    inputs: set[int] = field(default_factory=set)
+
+
+class RepeatedForward:
+    """The first and second runs of one call of a stage, with the number of the stage."""
+
+    def __init__(self, name: str, module: nn.Module, device: torch.device, stage: int) -> None:
+        self.name, self.modules, self.stage = name, list(module.modules()), stage
+        self.parameters = list(module.parameters())
+        self.random = RandomNumbers(self.modules, device)
+        self.known: _Known | None = None
+
+    def first(self, inputs: tuple[Any, ...], outside: Sequence[bool], run: Run) -> tuple[Any, Kept | None]:
+        """Run the stage, and give its outputs, with what is kept: only inputs from ``outside``. None if that is not enough."""
+        flags = [module.training for module in self.modules]
+        known = self.known if self.known is not None and self.known.flags == flags else None
+        own = tuple(map_leaves(lambda leaf: leaf, value) if is_own else None for value, is_own in zip(inputs, outside))
+        given = list(tensors(own))
+        versions = [version_of(tensor) for tensor in given]
+        chosen = [number for number in range(len(given)) if known is None or number in known.inputs]
+        copies = dict(zip(chosen, copies_of([given[number] for number in chosen])))
+        before = Before(self.modules, None if known is None else known.tensors)
+        random, weights = self.random.now(), [version_of(each) for each in self.parameters]
+        with _said("checkpointing"):
+            outputs = run(inputs)
+        changes, written, complete = before.changes()
+        changed = {number for number, tensor in enumerate(given) if version_of(tensor) != versions[number]}
+        first_of_all = known is None
+        known = self.known = known or _Known(flags)
+        known.tensors |= written
+        known.inputs |= changed
+        weights_changed = weights != [version_of(each) for each in self.parameters]
+        if not complete or not changed <= copies.keys() or weights_changed:
+            return outputs, None
+        numbers = iter(range(len(given)))
+        inputs = tuple(map_tensors(lambda _: _as_given(given, copies, changed, next(numbers)), value) for value in own)
+        compared = [each.detach().clone() for each in tensors(outputs)] if first_of_all else None
+        drew = None if random.is_now() else random
+        return outputs, Kept(inputs, [version_of(each) for each in tensors(inputs)], changes, drew, compared)
+
+    def again(self, kept: Kept, inputs: Sequence[Any], run: Run) -> Any:
+        """Run the stage once more, and give its outputs. ``inputs`` has those that do not come from outside."""
+        if kept.versions != [version_of(tensor) for tensor in tensors(kept.inputs)]:
+            raise StageError(
+                f"an input of {self.name} was changed in place by another stage, after the forward that has to be computed "
+                "again with it. What to do: use the operation that makes a new tensor there, or leave stage "
+                f"{self.stage} out of checkpoint=, in a dict of the other stages"
+            )
+        both = tuple(as_leaf(other if mine is None else mine) for mine, other in zip(kept.inputs, inputs, strict=True))
+        with ExitStack() as stack:
+            if kept.drew is not None:
+                stack.enter_context(kept.drew.in_force())
+            stack.enter_context(as_before(kept.changes))
+            stack.enter_context(_said("recomputing"))
+            outputs = run(both)
+        self._compare(kept, outputs)
+        return outputs
+
+    def _compare(self, kept: Kept, outputs: Any) -> None:
+        if kept.outputs is None:
+            return
+        found = [each.detach() for each in tensors(outputs)]
+        if len(found) == len(kept.outputs) and all(map(_as_good_as_equal, kept.outputs, found)):
+            return
+        raise StageError(
+            f"{self.name} gives something else when its forward is computed again: {describe(outputs)}. It depends on more "
+            "than its inputs, its buffers and the random numbers of torch, numpy and Python: on a clock, a file, or an object "
+            f"that it changes. What to do: leave stage {self.stage} out of checkpoint=, in a dict of the other stages"
+        )
+
+
+def cut(value: Any) -> Any:
+    """A value without the graph that made it. Its tensors require a gradient as before."""
+    return map_tensors(lambda tensor: tensor.detach().requires_grad_() if tensor.requires_grad else tensor, value)
+
+
+def _as_given(
+    given: Sequence[torch.Tensor], copies: Mapping[int, torch.Tensor], changed: Container[int], number: int
+) -> torch.Tensor:
+    if number not in changed:
+        return given[number]
+    return copies[number].requires_grad_(given[number].requires_grad)
+
+
+def _as_good_as_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors differ by no more than sums in another order do, as on a GPU."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not one.dtype.is_floating_point or one.layout is not torch.strided:
+        return one.layout is not torch.strided or torch.equal(one, other)
+    if torch.equal(one, other):
+        return True
+    epsilon = 1e3 * torch.finfo(one.dtype).eps
+    scale = one.abs().nan_to_num().max().item() if one.numel() else 0.0
+    return torch.allclose(one, other, rtol=epsilon, atol=epsilon * scale, equal_nan=True)
