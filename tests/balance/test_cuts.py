@@ -58,20 +58,21 @@ def test_the_splitter_accepts_every_cut_that_is_allowed(program, outputs, config
         cut(model, sorted(chosen), config)
 
 
-@pytest.mark.parametrize("config", MultiUseParameterConfig)
-def test_in_the_zoo_no_refused_place_is_allowed_and_few_others_are_forbidden(config):
+def test_in_the_zoo_no_refused_place_is_allowed_and_few_others_are_forbidden():
     """What is forbidden without need lies between a value and its change in place, where a stage would have to copy."""
     needless = total = 0
     for name, exhibit in exhibits.items():
         torch.manual_seed(0)
         model = exhibit()
         traced = unmarked(model)
-        places = allowed(traced, config)
-        for number in range(1, len(operations(traced))):
-            refused = is_refused(model, number, config)
-            assert not (refused and number in places), (name, number)
-            total += 1
-            needless += not refused and number not in places
+        allowed_by = {config: allowed(traced, config) for config in MultiUseParameterConfig}
+        alike = len({tuple(places) for places in allowed_by.values()}) == 1  # as nothing is shared
+        for config, places in list(allowed_by.items())[: 1 if alike else None]:
+            for number in range(1, len(operations(traced))):
+                refused = is_refused(model, number, config)
+                assert not (refused and number in places), (name, number)
+                total += 1
+                needless += not refused and number not in places
     assert total > 250
     assert needless < total / 10
 

@@ -8,10 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-transformers = pytest.importorskip("transformers", reason="transformers is in the extra 'dev'")
-transformers.logging.set_verbosity_error()
-
 WORDS, ROWS, LENGTH = 61, 4, 10
 _SMALL: dict[str, Any] = {
     "vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -19,6 +15,14 @@ _SMALL: dict[str, Any] = {
 }  # fmt: skip
 _QUIET: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _TOKENS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+def transformers() -> Any:
+    """The library, imported by the first test that needs it: it takes a second of each process that collects the tests."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    library = pytest.importorskip("transformers", reason="transformers is in the extra 'dev'")
+    library.logging.set_verbosity_error()
+    return library
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class HuggingFace:
     def make(self) -> torch.nn.Module:
         """The model, in float64."""
         torch.manual_seed(0)
-        kind = getattr(transformers, self.name)
+        kind = getattr(transformers(), self.name)
         config = kind.config_class(**self.options)
         return kind(config).double()
 

@@ -12,9 +12,7 @@ from pippy.errors import GenerationError, StepError
 from pippy.ir.pipe import model_of
 from pippy.ir.run.key_value_cache import KeyValueCache
 from tests.drivers.thread_cluster import thread_cluster
-
-transformers = pytest.importorskip("transformers", reason="transformers is in the extra 'dev'")
-transformers.logging.set_verbosity_error()
+from tests.models.hugging_face import transformers
 
 WORDS, ROWS, LENGTH = 31, 5, 6
 TOKENS = {"vocab_size": WORDS, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "use_cache": False}
@@ -37,12 +35,12 @@ def threads():
 
 def gpt2(**options):
     torch.manual_seed(0)
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**GPT2, **options})).double()
+    return transformers().GPT2LMHeadModel(transformers().GPT2Config(**{**GPT2, **options})).double()
 
 
 def llama(**options):
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**LLAMA, **options})).double()
+    return transformers().LlamaForCausalLM(transformers().LlamaConfig(**{**LLAMA, **options})).double()
 
 
 def prompts():

@@ -8,8 +8,6 @@ from tests.comparisons import assert_same_gradient, twin
 from tests.drivers.thread_cluster import thread_cluster
 from tests.models.hugging_face import MODELS
 
-peft = pytest.importorskip("peft", reason="peft is in the extra 'dev'")
-
 CASES = {
     "gpt2, last layer only": ("gpt2", ["c_attn"], [3], "1f1b", 2),
     "llama": ("llama", ["q_proj", "v_proj"], None, "zb_h1", 3),
@@ -17,6 +15,7 @@ CASES = {
 
 
 def low_rank(name, targets, layers):
+    peft = pytest.importorskip("peft", reason="peft is in the extra 'dev'")  # here, as its import takes a second
     model = MODELS[name].make()
     torch.manual_seed(0)
     config = peft.LoraConfig(

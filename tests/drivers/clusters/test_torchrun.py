@@ -1,6 +1,8 @@
 """One script under torchrun, on one host and on two, and without it: it trains as plain PyTorch does, and leaves nothing."""
 
 import os
+import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -53,23 +55,29 @@ def ready(process):
 
 
 @pytest.mark.parametrize(
-    "arguments, environment",
+    "ranks, environment",
     [
-        ([*STANDALONE, "2"], {}),
-        (
-            [*STANDALONE, "4"],
-            {"DRIVER_OPTIONS": '{"all_ranks": [0, 2]}', "OPTIONS": '{"n": 3, "controller_hosts": false}'},
-        ),
-        ([], {"PIPPY_WORKERS": "2"}),
+        (2, {}),
+        (3, {"DRIVER_OPTIONS": '{"all_ranks": [1, 0]}', "OPTIONS": '{"n": 2, "controller_hosts": false}'}),
     ],
 )
-def test_the_same_script_trains_everywhere_and_says_nothing(arguments, environment):
-    with started(*arguments, SCRIPT, **environment) as process:
+def test_the_same_script_trains_everywhere_and_says_nothing(ranks, environment):
+    with started(*STANDALONE, str(ranks), SCRIPT, **environment) as process:
         pids = ready(process)
         with watched(*pids):
             out, err = process.communicate(timeout=60)
             assert process.returncode == 0, err
-    assert out == DONE.format("0" if arguments else "none")
+    assert out == DONE.format("0")
+    assert err == ""
+
+
+@pytest.mark.usefixtures("alone", "in_float64")
+def test_the_same_script_trains_without_torchrun_and_says_nothing(monkeypatch, capfd):
+    monkeypatch.setenv("PIPPY_WORKERS", "2")
+    monkeypatch.setattr(sys, "argv", [SCRIPT])
+    runpy.run_path(SCRIPT, run_name="__main__")
+    out, err = capfd.readouterr()
+    assert re.fullmatch(r"ready \d+ \d+\n" + DONE.format("none"), out)
     assert err == ""
 
 

@@ -39,10 +39,10 @@ def cut_before(number):
     return cut
 
 
-def check_cut(model, number, found, config, inputs):
-    """Cut once. Says whether that was possible."""
+def check_cut(model, number, count, found, config, inputs):
+    """Cut once, in front of one of so many operations. Says whether that was possible."""
     plain = twin(model)
-    stages = [int(index >= number) for index in range(len(operations(trace(model))))]
+    stages = [int(index >= number) for index in range(count)]
     violated = [each for each in found if each.is_cut(stages)]
     refusals = [str(refusal) for each in violated if (refusal := each.refusal(stages))]
     try:
@@ -71,8 +71,9 @@ def test_every_cut_of_the_zoo(name):
         model = exhibits[name]()
         traced = trace(model)
         found = constraints(traced, config)
-        for number in range(1, len(operations(traced))):
-            check_cut(twin(model), number, found, config, model.inputs())
+        count = len(operations(traced))
+        for number in range(1, count):
+            check_cut(twin(model), number, count, found, config, model.inputs())
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
@@ -83,9 +84,10 @@ def test_every_cut_of_random_models(program, outputs, config, data):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PippyWarning)
         traced = trace(model)
-        number = data.draw(st.integers(1, len(operations(traced)))) if len(operations(traced)) > 1 else 0
-        if 0 < number < len(operations(traced)):
-            check_cut(model, number, constraints(traced, config), config, (torch.randn(3, WIDTH),))
+        count = len(operations(traced))
+        number = data.draw(st.integers(1, count)) if count > 1 else 0
+        if 0 < number < count:
+            check_cut(model, number, count, constraints(traced, config), config, (torch.randn(3, WIDTH),))
 
 
 def accepted_cuts(model, inputs, config=None):
@@ -94,8 +96,9 @@ def accepted_cuts(model, inputs, config=None):
         warnings.simplefilter("ignore", PippyWarning)
         traced = trace(model)
         found = constraints(traced, config)
-        numbers = range(1, len(operations(traced)))
-        return [number for number in numbers if check_cut(copy.deepcopy(model), number, found, config, inputs)]
+        count = len(operations(traced))
+        numbers = range(1, count)
+        return [number for number in numbers if check_cut(copy.deepcopy(model), number, count, found, config, inputs)]
 
 
 class ChangesABufferThroughAView(nn.Module):
