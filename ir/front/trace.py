@@ -108,7 +108,7 @@ def _trace(model: nn.Module, tracer: TracerLike | None, call: Call) -> Traced:
         recorded = _record(model, tracer_of(tracer), call, before)
         attributes = _attributes(model, recorded.graph, state, before)
     if call.is_example:
-        find_row_sizes(recorded.values, model, recorded.graph, attributes)
+        find_row_sizes(recorded.values, recorded.graph, attributes)
     traced = Traced(model, recorded.graph, attributes, call.concrete, signature=call.signature)
     traced.kept_whole, traced.asked = recorded.kept_whole.reasons, recorded.asked
     traced.another_front_end_may = bool(traced.kept_whole) and recorded.kept_whole.another_front_end_may

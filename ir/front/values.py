@@ -84,13 +84,14 @@ class Values:
         example: bool,
         results: FakeResults | None = None,
         attributes: Mapping[str, Any] | None = None,
+        longer: int = 0,
     ) -> None:
         self.tracer, self.example, self.given, self._model = tracer, example, given, model
         self.attributes = attributes  # None: those of the model as it is now
         self._modules = dict(model.named_modules(remove_duplicate=False)) if example else {}
         self._fixed: dict[fx.Node, fx.Node] = {}
         self.results = (results or FakeResults()) if example else None
-        self._longer = 0  # the rows of inputs that have one more here
+        self._longer = longer  # the rows of inputs that have one more here
         self._begin()
         self.are_known = example or bool(given)
 
@@ -107,10 +108,8 @@ class Values:
         return leaf
 
     def longer(self, rows: int, attributes: Mapping[str, Any]) -> "Values":
-        """These, where the inputs that have ``rows`` rows have one more. ``attributes`` has those of the model."""
-        self.attributes, self._longer = attributes, rows
-        self._begin()
-        return self
+        """The values where the inputs that have ``rows`` rows have one more. ``attributes`` has those of the model."""
+        return Values(self.tracer, self._model, self.given, True, self.results, attributes, rows)
 
     def of(self, node: fx.Node) -> Any:
         """The value of a node; `UNKNOWN` if nothing is known of it."""
@@ -285,7 +284,7 @@ def _lose_mark(module: nn.Module) -> None:
     )
 
 
-def find_row_sizes(values: Values, model: nn.Module, graph: fx.Graph, attributes: Mapping[str, Any]) -> None:
+def find_row_sizes(values: Values, graph: fx.Graph, attributes: Mapping[str, Any]) -> None:
     """Note at each node how its value depends on the rows of the inputs: the values are found for one row more."""
     given = values.given
     counts = Counter(each.shape[0] for value in given.values() for each in tensors(value) if each.dim())
@@ -293,7 +292,7 @@ def find_row_sizes(values: Values, model: nn.Module, graph: fx.Graph, attributes
         return
     rows = counts.most_common(1)[0][0]
 
-    others = Values(values.tracer, model, given, True, values.results).longer(rows, attributes)
+    others = values.longer(rows, attributes)
     holding = set[fx.Node]()  # what depends on the values that the rows hold
     for node in graph.nodes:
         value = values.of(node)
