@@ -68,7 +68,7 @@ class _Export:
         traced.modes.after = flags_after_train(self.model)
         example = self.exporter.example.arguments
         values = Values(PipeTracer(), self.model, example, example=True, attributes=traced.attributes)
-        find_row_sizes(values, self.model, traced.graph, traced.attributes)
+        find_row_sizes(values, traced.graph, traced.attributes)
         if reads:
             follow_modes(traced, reads, lambda flags: self._again(traced, flags))
         return traced
