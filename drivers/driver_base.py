@@ -316,6 +316,17 @@ class PipelineDriverBase:
         arguments and random state, in evaluation mode. What is left out is as the model's ``generation_config`` has it. The
         parameters are those on the workers. ``chunks`` is into how many groups the rows are divided, which are under way at a
         time; without it as many as there are workers. See docs/hugging_face.md.
+
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from pippy import PipelineDriver1F1B, local_cluster, pipeline
+        >>> sizes = {"vocab_size": 9, "n_embd": 4, "n_head": 1, "n_layer": 1, "n_positions": 8, "use_cache": False}
+        >>> model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)).eval()
+        >>> ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
+        >>> pipe = pipeline(model, num_stages=2, split="parameters", example_kwargs={"input_ids": ids, "labels": ids})
+        >>> with local_cluster(2, threads=1) as cluster:
+        ...     made = PipelineDriver1F1B(pipe, cluster).generate(ids, max_new_tokens=4, pad_token_id=0)
+        >>> torch.equal(made, model.generate(ids, max_new_tokens=4, pad_token_id=0))
+        True
         """
         _surroundings("generate")
         model = self._language_model()

@@ -31,7 +31,7 @@ _ROWS, _BEFORE, _PROMPT = 2, 7, 5  # what the example has of each: other numbers
 
 def check_can_generate(model: nn.Module) -> None:
     """Raise unless ``model`` is a causal language model with a cache, as transformers has them."""
-    missing = [name for name in _NEEDED if name not in signature_of(model).parameters]
+    missing = [name for name in _NEEDED if name not in _parameters(model)]
     if missing:
         raise GenerationError(
             "generate() is for causal language models with a cache of keys and values, as transformers has them, and the "
@@ -52,8 +52,18 @@ def trace_generation(model: nn.Module, prompt: bool) -> Traced:
         return trace_call(model, _call(model, length, before))
 
 
+def _parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
+    """What forward can be called with, by name. One of peft passes on what the model inside of it takes."""
+    signature = signature_of(model)
+    named = {name: each for name, each in signature.parameters.items() if each.kind not in _STAR}
+    inside = getattr(model, "get_base_model", None)
+    if len(named) < len(signature.parameters) and inside is not None:
+        named = {**_parameters(inside()), **named}
+    return {name: each.replace(kind=each.KEYWORD_ONLY) for name, each in named.items()}
+
+
 def _call(model: nn.Module, length: int, before: int) -> "GenerationCall":
-    parameters = {name: each for name, each in signature_of(model).parameters.items() if each.kind not in _STAR}
+    parameters = _parameters(model)
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
     lengths = {"input_ids": length, "attention_mask": before + length, "position_ids": length}
     given = {
@@ -63,8 +73,9 @@ def _call(model: nn.Module, length: int, before: int) -> "GenerationCall":
     }
     constants = {"use_cache": True, "logits_to_keep": 1}
     concrete = {name: constants.get(name, each.default) for name, each in parameters.items() if name not in given}
-    named = [each.replace(kind=each.KEYWORD_ONLY) for each in parameters.values()]
-    return GenerationCall(inspect.Signature(named), concrete, given, is_example=True, is_decorated=True)
+    return GenerationCall(
+        inspect.Signature(list(parameters.values())), concrete, given, is_example=True, is_decorated=True
+    )
 
 
 @dataclass

@@ -7,10 +7,11 @@ import re
 import pytest
 import torch
 
-from pippy import PipelineDriver1F1B, PipelineDriverInterleaved1F1B, pipeline
+from pippy import PipelineDriver1F1B, PipelineDriverInterleaved1F1B, local_cluster, pipeline
 from pippy.errors import GenerationError, StepError
 from pippy.ir.pipe import model_of
 from pippy.ir.run.key_value_cache import KeyValueCache
+from tests.drivers.processes import close_open_cluster
 from tests.drivers.thread_cluster import thread_cluster
 from tests.models.hugging_face import transformers
 
@@ -150,6 +151,22 @@ def test_a_chunk_that_has_ended_sends_nothing_more(threads, driver):
     made = driver.generate(ids, max_new_tokens=15, chunks=2, eos_token_id=list(range(WORDS)))
     assert made.shape == (ROWS, LENGTH + 1)
     assert first.sent[1].values - before == 2 * 2  # the first token of each chunk, and its end
+
+
+def test_workers_in_other_processes():
+    close_open_cluster()
+    model = gpt2(n_layer=1)
+    ids, mask = prompts()
+    case = {"max_new_tokens": 9, "do_sample": True, **ENDS}
+    expected, _ = plain(model, 0, ids, attention_mask=mask, **case)
+    with local_cluster(2, threads=1) as cluster:
+        driver = PipelineDriver1F1B(pipe_of(model, 2), cluster)
+        torch.manual_seed(0)
+        assert torch.equal(driver.generate(ids, attention_mask=mask, chunks=2, **case), expected)
+        with pytest.raises(StepError, match=r"Generate, token \d+ of micro-batch \d\n.*submod_0 failed: IndexError"):
+            driver.generate(ids, max_new_tokens=30, eos_token_id=[])  # there are only 24 positions
+        torch.manual_seed(0)
+        assert torch.equal(driver.generate(ids, attention_mask=mask, chunks=3, **case), expected)
 
 
 def test_interleaved_stages_and_prompts_of_one_token(threads):

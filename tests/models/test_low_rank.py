@@ -6,7 +6,7 @@ import torch
 from pippy import PipelineDriver, pipeline
 from tests.comparisons import assert_same_gradient, twin
 from tests.drivers.thread_cluster import thread_cluster
-from tests.models.hugging_face import MODELS
+from tests.models.hugging_face import MODELS, WORDS
 
 CASES = {
     "gpt2, last layer only": ("gpt2", ["c_attn"], [3], "1f1b", 2),
@@ -56,3 +56,7 @@ def test_it_trains_as_the_plain_model(case):
                 if gradient is not None:
                     torch.testing.assert_close(gradient, parameter.grad, rtol=1e-5, atol=1e-8)
             optimizer.step(), own.step()
+        if layers is None:
+            ids = arguments["input_ids"]
+            made = driver.generate(ids, max_new_tokens=4, eos_token_id=[])
+            assert torch.equal(made, plain.eval().generate(input_ids=ids, max_new_tokens=4, eos_token_id=WORDS))
