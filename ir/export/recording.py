@@ -33,6 +33,7 @@ from pippy.ir.front import tracing_thread
 from pippy.ir.front.random_draws import refusing_numpys_draws
 from pippy.ir.front.refusals import refused
 from pippy.ir.front.tracing_thread import is_tracing, method_patched_here, patched_here
+from pippy.ir.run import repeated_forward
 
 _WHOLE = "in a module that a tracer, whose is_leaf_module says True for it, keeps whole"
 _AUTOCAST = (
@@ -42,6 +43,7 @@ _CHECKPOINT = f"calls torch.utils.checkpoint, and a stage would keep what it fre
 _SAVED = f"sets hooks for the tensors that autograd saves, and a stage would not call them; do so {_WHOLE}"
 _HOOK = f"registers a hook on a tensor, and a stage would not call it; do so {_WHOLE}"
 _GRAD = f"computes gradients, and a stage would not; do so {_WHOLE}"
+_AGAIN = f"asks whether it is computed again, and a stage would keep the answer; do so {_WHOLE}"
 _INFERENCE = "enters or leaves torch.inference_mode, and a stage would not; use torch.no_grad()"
 # Whether a size is 1 decides in these how memory is laid out, and nothing that forward sees.
 _contiguous = torch.Tensor.contiguous
@@ -72,6 +74,7 @@ def recording(model: nn.Module, kept: KeptCalls) -> Iterator[None]:
         (torch.utils.checkpoint.CheckpointFunction, "apply", _CHECKPOINT),
         (torch.autograd, "grad", _GRAD),
         (torch.autograd, "backward", _GRAD),
+        (repeated_forward, "is_now", _AGAIN),
     ]
     with ExitStack() as stack:
         for owner, name, what in places:

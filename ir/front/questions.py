@@ -28,7 +28,9 @@ from pippy.ir.front.classes import answer_in, answering_classes
 from pippy.ir.front.none_questions import check, compared_variables, is_call_compared, may_be_none
 from pippy.ir.front.refusals import refused
 from pippy.ir.front.replaced import replaced
+from pippy.ir.front.tracing_thread import patched_here
 from pippy.ir.front.values import UNKNOWN, value_of
+from pippy.ir.run import repeated_forward
 
 _ADVICE = (
     "What to do: if it is an argument, pass it as a constant with concrete_args={...}; or ask with isinstance(x, torch.Tensor)"
@@ -48,6 +50,19 @@ def check_not_asked_for_mode(function: Any, frame: FrameType) -> None:
         raise asked(
             f"forward() calls torch.{function.__name__}(), which tracing would answer once for every run", frame
         )
+
+
+@contextmanager
+def refusing_to_say_what_runs() -> Iterator[None]:
+    """A context in which `is_checkpointing` and `is_recomputing` raise a `TracingError`."""
+
+    def refuse(what: str) -> bool:
+        raise asked(
+            f"forward() calls pippy.is_{what}(), which tracing would answer once for every run", sys._getframe(1)
+        )
+
+    with patched_here(repeated_forward, "is_now", refuse):
+        yield
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from pippy.ir.front.c_calls import watching_c_calls
 from pippy.ir.front.checkpointing import record_reentrant, recording_checkpoints
 from pippy.ir.front.in_place import IN_PLACE
 from pippy.ir.front.proxies import RecordingProxy, made_in_forward, with_in_place_operators
-from pippy.ir.front.questions import check_not_asked_for_mode, watching_questions
+from pippy.ir.front.questions import check_not_asked_for_mode, refusing_to_say_what_runs, watching_questions
 from pippy.ir.front.random_draws import check_no_draw, refusing_numpys_draws
 from pippy.ir.front.refusals import refused
 from pippy.ir.front.replaced import replaced
@@ -98,6 +98,7 @@ def recording(tracer: fx.Tracer, model: nn.Module) -> Iterator[None]:
         stack.enter_context(_RecordUntraced(tracer))
         stack.enter_context(_refusing_values(tracer))
         stack.enter_context(refusing_numpys_draws(model))
+        stack.enter_context(refusing_to_say_what_runs())
         stack.enter_context(watching_questions(tracer))
         stack.enter_context(watching_c_calls(_check_call, tracer))
         yield

@@ -44,18 +44,18 @@ _now = _Now()
 def is_checkpointing() -> bool:
     """Whether this forward keeps its inputs only, and will be computed again (`checkpoint=` of a driver). For your own layers.
 
-    Tracing does not follow it: ask in a leaf module.
+    While a model is traced, this is refused: ask in a leaf module.
 
     >>> is_checkpointing()
     False
     """
-    return _now.checkpointing
+    return is_now("checkpointing")
 
 
 def is_recomputing() -> bool:
     """Whether this forward is computed again, for its backward (`checkpoint=` of a driver). For your own layers.
 
-    A layer that counts its calls should not count this one. Tracing does not follow it: ask in a leaf module.
+    A layer that counts its calls should not count this one. While a model is traced, this is refused: ask in a leaf module.
 
     >>> class Counting(torch.nn.Module):
     ...     calls = []
@@ -66,7 +66,12 @@ def is_recomputing() -> bool:
     >>> Counting()(torch.zeros(3)).shape, Counting.calls
     (torch.Size([3]), [3])
     """
-    return _now.recomputing
+    return is_now("recomputing")
+
+
+def is_now(what: str) -> bool:
+    """Whether a forward of this thread is that, "checkpointing" or "recomputing"."""
+    return getattr(_now, what)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pippy import SplitPoint, annotate_split_points, pipe_split, pipeline
+from pippy import SplitPoint, annotate_split_points, is_recomputing, pipe_split, pipeline
 from pippy.ir.errors import InputError, MarkError, ModeError, TracingError
 from pippy.ir.front.tracer import PipeTracer
 from pippy.ir.trees import map_tensors, tensors
@@ -180,6 +180,7 @@ LOST = {
     "checkpoint": (lambda module, x, y: checkpoint(torch.sin, y, use_reentrant=False), "checkpoint"),
     "reentrant checkpoint": (lambda module, x, y: checkpoint(torch.sin, y, use_reentrant=True), "checkpoint"),
     "gradients": (lambda module, x, y: torch.autograd.grad(y.sum(), module.lin.weight)[0], "computes gradients"),
+    "recompute": (lambda module, x, y: y * 2 if is_recomputing() else y, "asks whether it is computed again"),
     "random": (lambda module, x, y: y if random.random() < 0.5 else y * 2, "Python's random"),
     "seed": (lambda module, x, y: y * torch.manual_seed(3).initial_seed(), "torch"),
     "control flow": (lambda module, x, y: y if y.sum() > 0 else y * 2, "cannot trace"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pippy import PipeTracer, SplitPoint, annotate_split_points, pipe_split, pipeline
+from pippy import PipeTracer, SplitPoint, annotate_split_points, is_recomputing, pipe_split, pipeline
 from pippy.ir.errors import StageError, TracingError
 from pippy.ir.front import questions
 
@@ -250,6 +250,11 @@ class AsksForGradMode(Asks):
         return x * 2 if torch.is_grad_enabled() else x * 3
 
 
+class AsksWhetherAgain(Asks):
+    def answer(self, x, flag):
+        return x * 2 if is_recomputing() else x * 3
+
+
 REFUSED = [
     (Callable, "if callable(x)"),
     (LooksUp, "{torch.float32: 1.0}.get"),
@@ -270,6 +275,7 @@ REFUSED = [
     (MatchesMapping, "match flag:"),
     (MatchesTrue, "match flag:"),
     (AsksForGradMode, "if torch.is_grad_enabled()"),
+    (AsksWhetherAgain, "if is_recomputing()"),
 ]
 
 
