@@ -10,6 +10,7 @@ import hypothesis
 import pytest
 import torch
 
+from exps.peers import process
 from tests.drivers.stand_by import standing_by
 from tests.several_processes import SeveralProcesses, give_way, order
 
@@ -37,8 +38,8 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_clusters():
-    """Local clusters start from one process that has imported torch."""
-    with standing_by() as stand_by:
+    """Local clusters, and the contestants of the benchmarks, start from one process that has imported torch."""
+    with standing_by(process) as stand_by:
         yield stand_by
 
 

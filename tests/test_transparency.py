@@ -16,7 +16,7 @@ from tests.comparisons import (
     run_plain,
     twin,
 )
-from tests.zoo import Exhibit, exhibits
+from tests.zoo import SHARING, WAYS, Exhibit, exhibits
 
 pytestmark = [
     pytest.mark.usefixtures("in_float64"),
@@ -43,8 +43,7 @@ def run_pipe(pipe: Pipe, model: Exhibit, inputs, target, seed=1):
     return pipe(*inputs, *([target] if model.loss_fn is not None else []))
 
 
-@pytest.mark.parametrize("config", MultiUseParameterConfig)
-@pytest.mark.parametrize("name", exhibits)
+@pytest.mark.parametrize(("name", "config"), WAYS)
 def test_training_is_that_of_the_plain_model(name, config):
     model = build(name)
     plain, inputs, target = twin(model), model.inputs(), model.target()
@@ -92,6 +91,20 @@ def test_without_gradients_a_training_pipe_only_computes_the_loss(name):
         expected = output if model.loss_fn is None else model.loss_fn(output, target)
     assert_same(mine, expected, "loss")
     assert all(parameter.grad is None for parameter in pipe.parameters())
+    with_copies = as_pipe(model, MultiUseParameterConfig.REPLICATE)
+    assert (described(pipe) != described(with_copies)) == (name in SHARING)
+
+
+def described(pipe: Pipe) -> tuple[object, ...]:
+    """All that the ways to share parameters could change."""
+    stages = [str(stage) for _, stage in pipe.stages()]
+    return (
+        str(pipe),
+        stages,
+        pipe.replicated_params,
+        pipe.qualnames.places,
+        list(dict(pipe.split_gm.named_parameters())),
+    )
 
 
 @pytest.mark.parametrize("name", exhibits)

@@ -1,7 +1,8 @@
 """Small models, each with one thing that a pipeline could get wrong. All run in float64.
 
 An entry is a class with `inputs()` and, where the loss is not `mean_square`, `loss_fn`; one whose loss is its own output
-has `output_loss_value_spec`. `exhibits` holds them by name.
+has `output_loss_value_spec`. `exhibits` holds them by name,
+and `WAYS` the names with each way to share parameters that makes a difference.
 """
 
 import dataclasses
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pippy import TrivialLossWrapper, pipe_split
+from pippy import MultiUseParameterConfig, TrivialLossWrapper, pipe_split
 from pippy.ir.trees import tensors
 
 exhibits: dict[str, type["Exhibit"]] = {}
@@ -818,3 +819,13 @@ class Wrapped(Exhibit):
 
     def forward(self, x, targets):
         return {"loss": self.wrapped(x, targets)}
+
+
+# The Pipe of any other is the same whether shared parameters travel or are copied; tests/test_transparency.py holds that.
+SHARING = ("ExampleCode", "TiedByFunction", "SharedByNested")
+WAYS = [
+    (name, config)
+    for name in exhibits
+    for config in MultiUseParameterConfig
+    if name in SHARING or config is MultiUseParameterConfig.TRANSMIT
+]

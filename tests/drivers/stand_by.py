@@ -17,6 +17,7 @@ import importlib
 import os
 import pickle
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -51,15 +52,15 @@ class StandBy:
         with patch.object(local_processes, "subprocess", subprocess):
             yield
 
-    def popen(self, command, *, stdin, start_new_session, pass_fds, env):
-        if len(pass_fds) + 3 > _MOST_FILES:
-            return subprocess.Popen(
-                command, stdin=stdin, start_new_session=start_new_session, pass_fds=pass_fds, env=env
-            )
+    def popen(self, command, *, pass_fds, env, cwd=None, stdin=subprocess.DEVNULL, start_new_session=False):
+        """For ``python -c code`` and ``python -m module``, with arguments."""
         if self.process is None:
             self._start(env)
         numbers = [1, 2, *pass_fds]
-        request = (command[2], ["-c", *command[3:]], numbers, env, os.getcwd(), os.nice(0))
+        _, option, code, *arguments = command
+        if option == "-m":
+            code = f"import runpy; runpy.run_module({code!r}, run_name='__main__', alter_sys=True)"
+        request = (code, ["-c", *arguments], numbers, env, str(cwd or os.getcwd()), os.nice(0), start_new_session)
         answers, answer = os.pipe()
         try:
             with _adopting():
@@ -82,10 +83,13 @@ class StandBy:
 
 
 class Child:
-    """As much of ``subprocess.Popen`` as a cluster uses."""
+    """As much of ``subprocess.Popen`` as is used."""
 
     def __init__(self, pid: int) -> None:
         self.pid, self.returncode = pid, None
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, timeout=None):
         if self.returncode is None:
@@ -97,12 +101,14 @@ class Child:
 
 
 @contextlib.contextmanager
-def standing_by():
-    """Local clusters of this process start so."""
+def standing_by(*modules):
+    """Local clusters of this process start so, and the processes of these modules."""
     stand_by = StandBy()
     stand_in = types.SimpleNamespace(**vars(subprocess) | {"Popen": stand_by.popen})
     try:
-        with patch.object(local_processes, "subprocess", stand_in):
+        with contextlib.ExitStack() as patches:
+            for module in (local_processes, *modules):
+                patches.enter_context(patch.object(module, "subprocess", stand_in))
             yield stand_by
     finally:
         stand_by.close()
@@ -142,9 +148,10 @@ def serve(requests: socket.socket) -> None:
             os.close(each)
 
 
-def become(files, code, arguments, numbers, env, folder, niceness) -> None:
+def become(files, code, arguments, numbers, env, folder, niceness, new_session) -> None:
     """Run the code of ``python -c`` as a process does that was started with these files, environment and folder."""
-    os.setsid()
+    if new_session:
+        os.setsid()
     os.nice(niceness - os.nice(0))
     os.chdir(folder)
     os.environ.clear()

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from pippy import MultiUseParameterConfig, pipeline
+from pippy import pipeline
 from pippy.drivers.batches.specs import MicroBatches
 from pippy.drivers.driver import (
     PipelineDriver1F1B,
@@ -15,7 +15,7 @@ from pippy.drivers.driver import (
 from pippy.ir.reference import run_microbatches
 from pippy.ir.signature import bind
 from pippy.ir.trees import map_tensors
-from tests.zoo import exhibits
+from tests.zoo import WAYS, exhibits
 
 pytestmark = [
     pytest.mark.usefixtures("in_float64"),
@@ -47,8 +47,7 @@ def assert_bits(mine, theirs):
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
-@pytest.mark.parametrize("config", MultiUseParameterConfig)
-@pytest.mark.parametrize("name", exhibits)
+@pytest.mark.parametrize(("name", "config"), WAYS)
 def test_the_zoo_trains_as_the_reference_does(cluster, name, config, workers):
     """All drivers, with 1, 3 and 8 micro-batches. Losses are added up, so that micro-batches may have any shapes."""
     model, pipe = build(name, config)

@@ -12,6 +12,7 @@ from torch import nn
 from pippy import MultiUseParameterConfig, PippyError, pipe_split, pipeline
 from pippy.ir.errors import NameLookupError, SharedParameterError, SplitError, StateDictError
 from tests.zoo import (
+    WAYS,
     CountingBuffer,
     ExampleCode,
     ReadBuffers,
@@ -156,8 +157,7 @@ def test_the_callers_input_is_not_changed():
     assert torch.equal(x, torch.zeros(2))
 
 
-@pytest.mark.parametrize("config", MultiUseParameterConfig)
-@pytest.mark.parametrize("name", exhibits)
+@pytest.mark.parametrize(("name", "config"), WAYS)
 @pytest.mark.filterwarnings("ignore:a mark after")
 def test_every_parameter_and_buffer_is_accounted_for_once(name, config):
     model = exhibits[name]()

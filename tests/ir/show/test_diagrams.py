@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from pippy import MultiUseParameterConfig, Pipe, pipeline
+from pippy import Pipe, pipeline
 from pippy.ir.show.content import Content, StageFigures, content_of
 from pippy.ir.show.diagrams import dot, mermaid
 from pippy.ir.show.notebook import html
@@ -19,7 +19,7 @@ from pippy.ir.show.readable import shortened
 from pippy.ir.show.structure import Box, Copies, Structure, Value, structure_of
 from pippy.ir.show.svg import svg
 from tests.ir.show.shown import Named, drawn, example
-from tests.zoo import exhibits
+from tests.zoo import WAYS, exhibits
 
 SVG = "{http://www.w3.org/2000/svg}"
 X = torch.randn(4, 8)
@@ -227,8 +227,7 @@ def test_no_text_is_crossed_or_covered(name):
 
 
 @pytest.mark.filterwarnings("ignore:a mark after the model's last operation")
-@pytest.mark.parametrize("sharing", MultiUseParameterConfig)
-@pytest.mark.parametrize("name", exhibits)
+@pytest.mark.parametrize(("name", "sharing"), WAYS)
 def test_the_zoo_is_drawn(name, sharing):
     model = exhibits[name]()
     spec = model.output_loss_value_spec

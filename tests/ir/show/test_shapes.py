@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pippy import MultiUseParameterConfig, Pipe, pipe_split, pipeline
+from pippy import Pipe, pipe_split, pipeline
 from pippy.ir.errors import InputError
 from pippy.ir.reference import _Reference
 from pippy.ir.show.shapes import Amount, propagate
 from pippy.ir.signature import bind
 from pippy.ir.trees import describe, tensors
 from tests.ir.show.shown import Convolutions, ExampleCode, Guessing, Language, Structured
-from tests.zoo import exhibits
+from tests.zoo import WAYS, exhibits
 
 MODELS = {
     "example": (ExampleCode, (torch.randn(5, 8),)),
@@ -57,8 +57,7 @@ def test_shapes_are_those_of_a_real_run(name, training):
 
 
 @pytest.mark.filterwarnings("ignore:a mark after the model's last operation")
-@pytest.mark.parametrize("sharing", MultiUseParameterConfig)
-@pytest.mark.parametrize("name", exhibits)
+@pytest.mark.parametrize(("name", "sharing"), WAYS)
 def test_shapes_are_those_of_a_real_run_in_the_zoo(name, sharing):
     model = exhibits[name]().train(name not in NEEDS_NUMBERS)
     loss, spec = type(model).loss_fn, model.output_loss_value_spec
