@@ -44,7 +44,10 @@ def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
         scores = scores.masked_fill(scores < least, -torch.inf)
     if sampling.top_p is not None and sampling.top_p < 1.0:
         scores = scores.masked_fill(_unlikely(scores, sampling.top_p), -torch.inf)
-    return scores.softmax(dim=-1)
+    found = scores.softmax(dim=-1)
+    if not found.isfinite().all():
+        raise ValueError("a logit is nan or infinite, so the next token cannot be drawn; the parameters may not be finite")
+    return found
 
 
 def _unlikely(scores: torch.Tensor, top_p: float) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Generation gives what the plain model's `generate` gives, token for token: see docs/hugging_face.md."""
 
 import copy
+import dataclasses
 import gc
 import re
 
@@ -8,11 +9,14 @@ import pytest
 import torch
 
 from pippy import PipelineDriver1F1B, PipelineDriverInterleaved1F1B, local_cluster, pipeline
+from pippy.drivers.control.messages import Sampling
+from pippy.drivers.workers.next_token import probabilities
 from pippy.errors import GenerationError, StepError
 from pippy.ir.pipe import model_of
 from pippy.ir.run.key_value_cache import KeyValueCache
 from tests.drivers.processes import close_open_cluster
 from tests.drivers.thread_cluster import thread_cluster
+from tests.models.hugging_face import MODELS
 from tests.models.hugging_face import transformers
 
 WORDS, ROWS, LENGTH = 31, 5, 6
@@ -169,10 +173,10 @@ def test_workers_in_other_processes():
         assert torch.equal(driver.generate(ids, attention_mask=mask, chunks=3, **case), expected)
 
 
-def test_interleaved_stages_and_prompts_of_one_token(threads):
-    model = llama(num_hidden_layers=1)
-    driver = PipelineDriverInterleaved1F1B(pipe_of(model, 4), threads, world_size=2)
-    ids, _ = prompts()
+def test_interleaved_stages_without_a_loss_and_prompts_of_one_token(threads):
+    model, (ids, _) = llama(num_hidden_layers=1), prompts()
+    pipe = pipeline(model, num_stages=4, split="parameters", example_kwargs={"input_ids": ids[:2]})
+    driver = PipelineDriverInterleaved1F1B(pipe, threads, world_size=2)
     for kwargs in ({"max_new_tokens": 4}, {"max_new_tokens": 9, "do_sample": True, **ENDS}):
         expected, _ = plain(model, 0, ids[:, :1], attention_mask=torch.ones_like(ids[:, :1]), **kwargs)
         torch.manual_seed(0)
@@ -185,6 +189,11 @@ def test_a_stage_that_fails_ends_the_call_and_the_next_one_works(threads, driver
         driver.generate(ids, max_new_tokens=30, chunks=3, eos_token_id=[])  # there are only 24 positions
     assert driver.generate(ids, max_new_tokens=3).shape == (ROWS, LENGTH + 3)
     assert not caches_with_keys()
+
+
+def test_tokens_are_not_drawn_from_logits_that_are_not_finite():
+    with pytest.raises(ValueError, match="a logit is nan or infinite"):
+        probabilities(torch.tensor([[0.0, torch.nan]]), Sampling(1.0, 0, 1.0, torch.get_rng_state()))
 
 
 @pytest.mark.parametrize(
@@ -227,3 +236,11 @@ def test_models_without_a_cache_are_refused(threads):
     copied = copy.deepcopy(pipe)
     with pytest.raises(GenerationError, match="this Pipe is a copy of another"):
         PipelineDriver1F1B(copied, threads).generate(prompts()[0], max_new_tokens=3)
+
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "mixtral"])
+def test_other_models(threads, name):
+    described = MODELS[name]
+    model = dataclasses.replace(described, options={**described.options, "num_hidden_layers": 1}).make()
+    driver = PipelineDriver1F1B(pipe_of(model, 2), threads)
+    check_cases(driver, model, CASES[1:3])
