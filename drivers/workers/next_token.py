@@ -46,7 +46,9 @@ def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
         scores = scores.masked_fill(_unlikely(scores, sampling.top_p), -torch.inf)
     found = scores.softmax(dim=-1)
     if not found.isfinite().all():
-        raise ValueError("a logit is nan or infinite, so the next token cannot be drawn; the parameters may not be finite")
+        raise ValueError(
+            "a logit is nan or infinite, so the next token cannot be drawn; the parameters may not be finite"
+        )
     return found
 
 

@@ -16,8 +16,7 @@ from pippy.ir.pipe import model_of
 from pippy.ir.run.key_value_cache import KeyValueCache
 from tests.drivers.processes import close_open_cluster
 from tests.drivers.thread_cluster import thread_cluster
-from tests.models.hugging_face import MODELS
-from tests.models.hugging_face import transformers
+from tests.models.hugging_face import MODELS, transformers
 
 WORDS, ROWS, LENGTH = 31, 5, 6
 TOKENS = {"vocab_size": WORDS, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "use_cache": False}
