@@ -174,10 +174,13 @@ class RandomNumbers:
         values = [value for module in modules for value in module.__dict__.values()]
         self.generators = [_accessors(value) for value in values if _is_generator(value)]
         self.devices = [device] if device.type == "cuda" else []
+        self.only_torchs = all(is_of_torch(module) and not _has_hooks(module) for module in modules)
 
     def now(self) -> "RandomNumbersThen":
         """The states now."""
-        return RandomNumbersThen(self, RandomState.current(self.devices), [get() for get, _ in self.generators])
+        return RandomNumbersThen(
+            self, RandomState.current(self.devices, self.only_torchs), [get() for get, _ in self.generators]
+        )
 
 
 @dataclass(frozen=True)
@@ -207,6 +210,10 @@ class RandomNumbersThen:
         self.usual.restore()
         for then, (_, set) in zip(self.own, self.of.generators):
             set(then)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _is_generator(value: Any) -> bool:

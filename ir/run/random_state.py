@@ -21,19 +21,19 @@ class RandomState:
     True
     """
 
-    pythons: tuple[Any, ...]
+    pythons: tuple[Any, ...] | None
     cpu: torch.Tensor
     devices: Mapping[Any, torch.Tensor]
     numpys: Any
 
     @classmethod
-    def current(cls, devices: Sequence[Any] | None = None) -> "RandomState":
-        """The state now; without ``devices``, that of all GPUs, if torch uses them."""
+    def current(cls, devices: Sequence[Any] | None = None, only_torch: bool = False) -> "RandomState":
+        """The state now; without ``devices``, that of all GPUs, if torch uses them. That of numpy takes most of the time."""
         if devices is None:
             devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-        numpy = sys.modules.get("numpy")
+        numpy = None if only_torch else sys.modules.get("numpy")
         return cls(
-            random.getstate(),
+            None if only_torch else random.getstate(),
             torch.get_rng_state(),
             {device: torch.cuda.get_rng_state(device) for device in devices},
             numpy.random.get_state() if numpy else None,
@@ -41,7 +41,7 @@ class RandomState:
 
     def is_current(self) -> bool:
         """Whether the generators have this state."""
-        now = RandomState.current(list(self.devices))
+        now = RandomState.current(list(self.devices), only_torch=self.pythons is None)
         same = all(torch.equal(state, now.devices[device]) for device, state in self.devices.items())
         same = same and torch.equal(self.cpu, now.cpu) and self.pythons == now.pythons
         if self.numpys is None:  # numpy was not imported, so nothing has drawn from it
@@ -50,7 +50,8 @@ class RandomState:
 
     def restore(self) -> None:
         """Give the generators this state."""
-        random.setstate(self.pythons)
+        if self.pythons is not None:
+            random.setstate(self.pythons)
         torch.set_rng_state(self.cpu)
         for device, state in self.devices.items():
             torch.cuda.set_rng_state(state, device)
