@@ -478,7 +478,7 @@ def test_hooks_and_weights_that_a_forward_changes(threads):
     layer.layers[1].register_forward_hook(note_forward)
     layer.layers[1].register_full_backward_hook(note_backward)
     for checkpoint in ("never", "always"):
-        driver = PipelineDriver1F1B(as_pipe(copy.deepcopy(layer)), threads, checkpoint=checkpoint)
+        driver = PipelineDriver1F1B(as_pipe(copy.deepcopy(layer)), threads, world_size=1, checkpoint=checkpoint)
         CALLS.clear()
         driver.run(2, *given)
         called.append("".join(CALLS))
