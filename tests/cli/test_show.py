@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from pippy import Pipe, SplitPoint, annotate_split_points, pipe_split, pipeline
+from tests.models.hugging_face import transformers
 
 MODEL = """
 import torch
@@ -234,3 +235,15 @@ def test_the_inputs_are_the_example_of_a_model_that_asks_for_sizes(pippy, tmp_pa
     assert "give example_args" in pippy("show asks.py:Asks --num-stages 2", status=1)
     shown = pippy("show asks.py:Asks --num-stages 2 --format table --input", "float32[3,4]")
     assert "layers.0, layers.1" in shown and "layers.2, layers.3" in shown
+
+
+def test_a_model_of_hugging_face(pippy, tmp_path):
+    transformers()
+    (tmp_path / "language.py").write_text(
+        "from transformers import GPT2Config, GPT2LMHeadModel\n\n"
+        "sizes = {'vocab_size': 9, 'n_embd': 4, 'n_head': 1, 'n_layer': 2, 'n_positions': 8}\n"
+        "model = GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False, bos_token_id=1, eos_token_id=2))\n"
+    )
+    inputs = ("--input", "input_ids=int64[2,8]", "--input", "labels=int64[2,8]")
+    shown = pippy("show language.py:model --num-stages 2", *inputs)
+    assert "stage_backward" in shown and "submod_1" in shown and "(loss)" in shown and "int64[2, 8]" in shown
