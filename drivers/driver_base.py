@@ -25,7 +25,7 @@ from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.clusters.current_cluster import current_cluster
 from pippy.drivers.commands import Commands
 from pippy.drivers.control.messages import Step, StepReturning
-from pippy.drivers.errors import DriverError
+from pippy.drivers.errors import DriverError, OptimizerError
 from pippy.drivers.generation import TokenGraphs
 from pippy.drivers.generation_arguments import prompts_of
 from pippy.drivers.grad_scaler import PipelineGradScaler
@@ -431,6 +431,11 @@ class PipelineDriverBase:
         As in torch, it leaves alone what is in no group, so that a driver may have several optimizers. Without groups, it has
         all parameters. With ``master_dtype=torch.float32`` it updates float32 copies of the parameters that have 16 bits.
         """
+        if self.compiled.loss is None:
+            raise OptimizerError(
+                "the Pipe has no loss, so there will be no gradients to step with; give pipeline() a loss_fn, or, for a model "
+                "that returns its loss, what it needs for that, such as the labels in the example"
+            )
         self._optimizers += 1
         parameters = dict(self.pipe.named_parameters())
         return PipelineOptimizer(

@@ -76,7 +76,9 @@ def bind(pipe: Callee, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[s
         raise InputError(
             f"{what}; the Pipe is called as {_usage(pipe, signature)}, and was given ({', '.join(given)})"
             + (f" before the target {describe(values[pipe.target_name])}" if pipe.target_name else "")
+            + _in_the_example([name for name in kwargs if pipe.kinds and name not in signature.parameters])
         ) from None
+    _check_unpacked(pipe, bound.arguments)
     faults = [*_other_constants(pipe, bound.arguments)]
     bound.apply_defaults()
     faults += [*_missing_values(pipe, bound.arguments), *_other_kinds(pipe, bound.arguments)]
@@ -90,6 +92,22 @@ def bind(pipe: Callee, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[s
         }
     )
     return values
+
+
+def _check_unpacked(pipe: Callee, arguments: Mapping[str, Any]) -> None:
+    """Refuse a dict of arguments, as a tokenizer gives, in the place of one of them."""
+    for name, kind in pipe.kinds.items():
+        given = arguments.get(name)
+        if isinstance(given, Mapping) and name in given and not kind.fits(given):
+            raise InputError(
+                f"{name!r} is a {type(given).__name__} with {', '.join(map(repr, given))}, and these are arguments themselves; "
+                "unpack it, as in pipe(**batch) and driver.run(chunks, **batch)"
+            )
+
+
+def _in_the_example(names: Sequence[str]) -> str:
+    shown = ", ".join(f"{name!r}: ..." for name in names)
+    return f"; for a Pipe that takes it, give it in the example, too: example_kwargs={{..., {shown}}}" if names else ""
 
 
 def check_guards(pipe: Guarded, inputs: Mapping[str, Any]) -> None:
@@ -136,9 +154,12 @@ def _missing_values(pipe: Callee, arguments: Mapping[str, Any]) -> Iterator[str]
     missing = [name for name in pipe.required_inputs if arguments.get(name) is None]
     if missing:
         fixed = ", ".join(f"{name!r}: None" for name in missing)
+        remedy = f"For a Pipe that runs without: pipeline(model, ..., concrete_args={{{fixed}}})"
+        if pipe.kinds:
+            remedy = "Give it in this call, too, or call pipeline() with an example that leaves it out"
         yield (
             f"{', '.join(map(repr, missing))} is None, and forward does something else then; the model was traced as given it. "
-            f"For a Pipe that runs without: pipeline(model, ..., concrete_args={{{fixed}}})"
+            f"{remedy}"
         )
 
 
@@ -155,10 +176,9 @@ def _other_constants(pipe: Callee, arguments: Mapping[str, Any]) -> Iterator[str
     for name, fixed in pipe.concrete_args.items():
         given = arguments.get(name, fixed)
         if given is not fixed and not (isinstance(given, (bool, int, float, str)) and given == fixed):
-            yield (
-                f"{name!r} is {describe(given)}, but the model was traced with {name}={fixed!r}; trace it again to run it with "
-                "another value"
-            )
+            left_out = bool(pipe.kinds) and fixed is None
+            again = _in_the_example([name]) if left_out else "; trace it again to run it with another value"
+            yield f"{name!r} is {describe(given)}, but the model was traced with {name}={fixed!r}{again}"
 
 
 def _usage(pipe: Callee, signature: inspect.Signature) -> str:

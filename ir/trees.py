@@ -121,11 +121,16 @@ def _tensor_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+_MANY_CHARACTERS = 200
+
+
 def describe(value: Any) -> str:
     """A value in a few characters, for error messages and tables.
 
     >>> describe((torch.zeros(2, 3), None, 7))
     '(float32[2, 3], None, 7)'
+    >>> describe([1, 2] * 500)
+    'list of 1000, the first 1'
     """
     if isinstance(value, torch.Tensor):
         layout = "" if value.layout is torch.strided else f"{str(value.layout).removeprefix('torch.')} "
@@ -133,6 +138,8 @@ def describe(value: Any) -> str:
     held = children(value)
     if held is not None:
         inside = ", ".join(map(describe, held))
+        if len(inside) > _MANY_CHARACTERS and len(set(map(type, held))) == 1:
+            return f"{type(value).__name__} of {len(held)}, the first {describe(next(iter(held)))}"
         return f"({inside})" if isinstance(value, tuple) else f"{type(value).__name__}({inside})"
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -152,9 +152,10 @@ class Divider:
         rows = counts.pop()
         if rows < self.chunks:
             where, what, _ = self.rows[0]
+            fewer = f"{max(rows, 1)}{' or less' * (rows > 1)}"
             raise MicrobatchError(
-                f"{where} has {rows} rows ({what}), too few for {self.chunks} micro-batches; "
-                f"use chunks={max(rows, 1)} or less, or TensorChunkSpec(dim) if the rows are along another dimension"
+                f"{where} has {rows} row{'s' * (rows != 1)} ({what}), too few for {self.chunks} micro-batches; "
+                f"use chunks={fewer}, or TensorChunkSpec(dim) if the rows are along another dimension"
             )
         return even_sizes(rows, self.chunks)
 

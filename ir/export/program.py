@@ -21,6 +21,7 @@ from pippy.ir.front.c_calls import watching_c_calls
 from pippy.ir.front.random_draws import check_no_draw, refusal
 from pippy.ir.front.refusals import raising_refusals
 from pippy.ir.front.unfit_example import check_call, is_unfit, unfit_example
+from pippy.ir.front.untraceable import cache_in, cache_refused
 from pippy.ir.names import named_state
 from pippy.ir.trees import map_tensors
 
@@ -145,6 +146,8 @@ def explained(error: Exception, model: nn.Module) -> TracingError:
     """The error to raise for ``error``, which torch.export raised."""
     where = _place(error)
     text = str(error).strip().split("\n\n")[0]
+    if (cache := cache_in(text)) is not None:
+        return cache_refused(model, cache)
     lines = [f"torch.export cannot trace {type(model).__name__}: {type(error).__name__}: {text}"]
     lines += [where.excerpt()] if where else []
     lines.append(

@@ -105,6 +105,8 @@ class Example:
 
 def check_examples(args: object, kwargs: object) -> None:
     """Refuse example arguments that are no tuple and no dict."""
+    if isinstance(args, Mapping):
+        raise InputError(f"example_args is a {type(args).__name__}; arguments by their names are example_kwargs")
     if args is not None and not isinstance(args, (tuple, list)):
         raise InputError(
             f"example_args is a {type(args).__name__}; give a tuple of arguments, as in example_args=(x, target) or (x,)"

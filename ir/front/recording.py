@@ -36,6 +36,7 @@ from pippy.ir.front.refusals import refused
 from pippy.ir.front.replaced import replaced
 from pippy.ir.front.tracing_thread import method_patched_here, patched_here
 from pippy.ir.front.transformers import tracing_transformers
+from pippy.ir.front.values import UNKNOWN, value_of
 from pippy.ir.surroundings import ChangesInForward, OwnFunctionMode, device_contexts
 
 # These are answered at once: a forward may branch on what they say of a parameter.
@@ -77,6 +78,13 @@ class AutogradFunction:
         return AutogradFunction, (self.function,)
 
 
+def _is_tensor(value: Any) -> bool:
+    if issubclass(type(value), fx.Proxy):
+        known = value_of(value)
+        return known is UNKNOWN or isinstance(known, torch.Tensor)
+    return isinstance(value, torch.Tensor)
+
+
 @contextmanager
 def recording(tracer: fx.Tracer, model: nn.Module) -> Iterator[None]:
     """A context in which ``tracer`` records of ``model`` what the table above says."""
@@ -85,7 +93,7 @@ def recording(tracer: fx.Tracer, model: nn.Module) -> Iterator[None]:
         stack.enter_context(method_patched_here(torch.autocast, "__enter__", _refuse_autocast))
         stack.enter_context(recording_checkpoints(tracer))
         stack.enter_context(tracing_transformers(tracer))
-        stack.enter_context(patched_here(torch, "is_tensor", lambda value: isinstance(value, (torch.Tensor, fx.Proxy))))
+        stack.enter_context(patched_here(torch, "is_tensor", _is_tensor))
         for name in _TAKING_SIZES:
             stack.enter_context(patched_here(torch, name, _given_proxies(tracer, getattr(torch, name))))
         for name in _WHOLE:

@@ -1,5 +1,6 @@
 """Refuses what symbolic tracing cannot follow, or would silently leave out. Each error has the line and a remedy."""
 
+import re
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -39,6 +40,8 @@ def explained(error: Exception, model: nn.Module, with_example: bool) -> Tracing
     """The error to raise for ``error``, which the user's forward raised while it was traced."""
     advice = _ADVICE if with_example else _ADVICE.replace("What to do: pass", _EXAMPLE)
     text = str(error)
+    if (cache := cache_in(text)) is not None:
+        return cache_refused(model, cache)
     reasons = [reason for clue, reason in _REASONS if clue in text]
     where = getattr(error, "source", None) or source.of_traceback(error.__traceback__, below="trace")
     lines = [f"cannot trace {type(model).__name__}: {type(error).__name__}: {text}"]
@@ -46,6 +49,25 @@ def explained(error: Exception, model: nn.Module, with_example: bool) -> Tracing
     lines += [f"Why: {reason}." for reason in reasons[:1]]
     lines += [] if isinstance(error, NotImplementedError) else [advice]
     return limited(TracingError("\n".join(lines)))
+
+
+def cache_in(text: str) -> str | None:
+    """The class of a cache of transformers that an error is about.
+
+    >>> cache_in("argument of type: <class 'transformers.cache_utils.DynamicCache'>")
+    'DynamicCache'
+    """
+    found = re.search(r"<class 'transformers\.cache_utils\.(\w+)'>", text)
+    return found[1] if found else None
+
+
+def cache_refused(model: nn.Module, cache: str) -> TracingError:
+    """The error for a forward that returns its cache, as those of Hugging Face do unless they are told not to."""
+    return TracingError(
+        f"cannot trace {type(model).__name__}: forward returns its cache, a {cache}, which is for generation and cannot go "
+        "from stage to stage.\nWhat to do: leave it out in training and evaluation, with model.config.use_cache = False before "
+        "pipeline(), or with 'use_cache': False in example_kwargs"
+    )
 
 
 _Error = TypeVar("_Error", bound=PippyError)

@@ -1,0 +1,104 @@
+"""What goes wrong first with a model of Hugging Face: the right numbers all the same, or a message whose advice works."""
+
+from collections import UserDict  # of which a tokenizer's BatchEncoding is a class
+from functools import partial
+
+import pytest
+import torch
+
+from pippy import PipelineDriver1F1B, pipeline
+from pippy.drivers.errors import MicrobatchError, OptimizerError
+from pippy.ir.errors import InputError, TracingError
+from tests.comparisons import twin
+from tests.drivers.thread_cluster import thread_cluster
+from tests.models.hugging_face import MODELS, WORDS, transformers
+
+IDS = torch.randint(3, WORDS, (6, 10), generator=torch.Generator().manual_seed(0))
+MASK = torch.ones_like(IDS)
+MASK[1, 7:] = 0
+EXAMPLE = {"input_ids": IDS[:2], "labels": IDS[:2]}
+
+
+def gpt2(**options):
+    torch.manual_seed(0)
+    config = transformers().GPT2Config(**{**MODELS["gpt2"].options, "n_layer": 2, **options})
+    return transformers().GPT2LMHeadModel(config).double()
+
+
+made = partial(pipeline, split=["transformer.h.1"])
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return made(gpt2(), example_kwargs=EXAMPLE)
+
+
+@pytest.fixture(scope="module")
+def driver(pipe):
+    with thread_cluster(2) as threads:
+        yield PipelineDriver1F1B(pipe, threads)
+
+
+CALL = {"input_ids": IDS, "labels": IDS}
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "words"),
+    [
+        ((), {"input_ids": IDS}, r"'labels' is None.*Give it in this call, too, or .* an example that leaves it out$"),
+        ((), {**CALL, "attention_mask": MASK}, r"in the example, too: example_kwargs=.*'attention_mask': ...}$"),
+        ((), {**CALL, "num_items_in_batch": 60}, r"in the example, too: example_kwargs=.*'num_items_in_batch': ...}$"),
+        ((UserDict(CALL),), {}, r"unpack it, as in pipe\(\*\*batch\)"),
+        ((), {**CALL, "input_ids": IDS.tolist()}, r"^'input_ids' is list of 6, the first .{,300}$"),
+    ],
+)
+def test_what_a_call_forgets_or_adds_is_named(args, kwargs, words, pipe):
+    with pytest.raises(InputError, match=words):
+        pipe(*args, **kwargs)
+
+
+@pytest.mark.parametrize("more", [{"attention_mask": MASK}, {"num_items_in_batch": 60}, {"use_cache": False}, {}])
+def test_the_advice_for_arguments_is_right(more):
+    model = gpt2(use_cache="use_cache" in more)
+    plain, call = twin(model), {"input_ids": IDS, **({"labels": IDS} if more else {}), **more}
+    found, expected = made(model, example_kwargs=call)(**call), plain(**call)
+    assert set(found) == set(expected)
+    torch.testing.assert_close(found.logits, expected.logits)
+    if more:
+        torch.testing.assert_close(found.loss, expected.loss.detach())
+
+
+@pytest.mark.parametrize("front_end", [None, "export"])
+def test_a_cache_is_refused_with_two_ways_out(front_end):
+    with pytest.raises(
+        TracingError, match=r"(?s)Cache.*model.config.use_cache = False.*'use_cache': False in example_kwargs"
+    ):
+        made(gpt2(use_cache=True, n_layer=1), example_kwargs=EXAMPLE, front_end=front_end)
+
+
+def test_an_optimizer_of_a_pipe_without_a_loss_is_refused(driver):
+    without = PipelineDriver1F1B(made(gpt2(), example_kwargs={"input_ids": IDS[:2]}), driver.cluster)
+    with pytest.raises(OptimizerError, match=r"the Pipe has no loss.*loss_fn.*the labels in the example"):
+        without.instantiate_optimizer(torch.optim.AdamW)
+
+
+@pytest.mark.parametrize("rows", [6, 5])
+def test_a_batch_of_a_tokenizer_and_a_smaller_last_one(rows, pipe, driver):
+    batch = transformers().BatchEncoding({name: value[:rows] for name, value in CALL.items()})
+    expected = gpt2()(**batch).loss
+    torch.testing.assert_close(driver.run(2, **batch).loss, expected.detach(), rtol=1e-6, atol=0)
+
+
+def test_labels_of_a_collator_need_to_be_counted_and_the_message_says_how(pipe, driver):
+    labels = IDS.clone()
+    labels[0, 3:] = labels[4, 1:] = -100
+    with pytest.raises(MicrobatchError) as caught:
+        driver.run(3, input_ids=IDS, labels=labels)
+    advice = str(caught.value).partition("loss_reduction=")[2]
+    counted = PipelineDriver1F1B(pipe, driver.cluster, loss_reduction=eval(advice))
+    plain = gpt2()
+    expected = plain(input_ids=IDS, labels=labels).loss
+    expected.backward()
+    torch.testing.assert_close(counted.run(3, input_ids=IDS, labels=labels).loss, expected.detach(), rtol=1e-6, atol=0)
+    name = "transformer.h.0.mlp.c_fc.weight"
+    torch.testing.assert_close(counted.get_grad(name), plain.get_parameter(name).grad, rtol=1e-4, atol=1e-7)
