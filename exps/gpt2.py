@@ -107,6 +107,7 @@ class Plain:
             loss.backward()
             total += loss.item()
         for copy, parameter in zip(self.copies, self.model.parameters()):
+            assert parameter.grad is not None
             copy.grad, parameter.grad = parameter.grad.float(), None
         torch.nn.utils.clip_grad_norm_(self.copies, 1.0)
         self.optimizer.step()
