@@ -4,17 +4,16 @@ import os
 import select
 import signal
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from pippy import current_cluster
-from pippy.drivers.errors import ClusterError
+from pippy.drivers.clusters.current_cluster import _open_cluster
 
 
 def close_open_cluster():
-    """End the cluster that is open in this process, if there is one: another can be opened then."""
-    with suppress(ClusterError):
-        current_cluster().close()
+    """End the workers' processes, if this process has a cluster of them: another can be opened then. Threads go on."""
+    if (cluster := _open_cluster()) is not None:
+        cluster.close()
 
 
 @contextmanager
