@@ -40,7 +40,8 @@ class Compiled:
     names the inputs that must not be None. ``balance`` is the result of the ``cut`` of `Pipe.from_tracing`. ``seen_inputs``
     has the inputs that each stage must not change in place: their numbers and names. ``guards``, ``asked`` and ``kinds`` are
     those of the traced graph, and are checked in each call; ``kept_whole`` is its, too. ``row_sizes`` says of the values
-    between stages, by their names, how they depend on the number of rows. ``front_end`` says what traced the model: "fx" for
+    between stages, by their names, how they depend on the number of rows; ``without_gradient`` has the names of those that
+    can have no gradient. ``front_end`` says what traced the model: "fx" for
     `torch.fx`, "export" for `torch.export`; ``why_export`` why it was that, if nobody asked for it.
     """
 
@@ -61,6 +62,7 @@ class Compiled:
     asked: Asked = field(default_factory=Asked)
     kept_whole: dict[str, str] = field(default_factory=dict)
     row_sizes: dict[str, Any] = field(default_factory=dict)
+    without_gradient: frozenset[str] = frozenset()
     front_end: str = "fx"
     why_export: str = ""
 

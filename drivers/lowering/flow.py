@@ -89,13 +89,24 @@ class RemoteInterpreter:
         per_output = given if isinstance(given, (list, tuple)) and output_items(call) else [given]
         takes = tuple(self._gradient(each) for each in per_output)
         gives: list[str | None] = [None] * len(flat_inputs(call))
+        silent = self._silent(flat_inputs(call))
         for item in output_items(node).values():
             index = item.args[1]
             value = flat_inputs(call)[index]  # type: ignore[index]
-            if value.op != "placeholder":
+            if value in silent:
+                self.gradients[item] = ()
+            elif value.op != "placeholder":
                 gives[index] = name = self._gradient_name(call, index)  # type: ignore[index, arg-type]
                 self.gradients[item] = (name,)
         return Work("B", self.stage_of(call), str(call.target), self.microbatch, takes, tuple(gives))
+
+    def _silent(self, inputs: list[fx.Node]) -> set[fx.Node]:
+        """The inputs of a call whose gradient is known to be None, and that need not tell so: another input of the same maker
+        has a gradient. Where none has, empty messages tell the maker that the backward has come so far."""
+        names = self.compiled.wiring.values
+        without = {value for value in inputs if names.get(value.name) in self.compiled.without_gradient}
+        telling = {_maker(value) for value in inputs if value not in without}
+        return {value for value in without if _maker(value) in telling}
 
     def _gradient(self, given: Any) -> Any:
         """The summands of a gradient: empty for None. A gradient that is not a node is the seed of the loss."""
@@ -113,6 +124,10 @@ class RemoteInterpreter:
         """The stage that computes a call."""
         index = stage_index(str(call.target))
         return self.loss_stage if index is None else index
+
+
+def _maker(value: fx.Node) -> Any:
+    return value.args[0] if is_getitem(value) else value
 
 
 def outputs_of(call: fx.Node) -> list[fx.Node]:

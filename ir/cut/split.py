@@ -44,6 +44,9 @@ def split(traced: Traced, spec: MultiUseParamSpec = None) -> Compiled:
         asked=traced.asked,
         kept_whole=traced.kept_whole,
         row_sizes=_row_sizes(plan),
+        without_gradient=frozenset(
+            value_name(plan, value) for stage in plan.stages for value in stage.inputs if value.meta.get("no_gradient")
+        ),
         seen_inputs={stage.name: _seen_inputs(plan, stage) for stage in plan.stages},
         guards=traced.guards,
     )

@@ -35,7 +35,7 @@ from pippy.ir.front.tracer import PipeTracer
 from pippy.ir.front.tracing_thread import tracing_thread
 from pippy.ir.front.training_flag import Setting, flags_after_train, follow_training, recording_training_reads
 from pippy.ir.front.untraceable import check_assigned_buffers, check_backward_hooks, check_model, explained
-from pippy.ir.front.values import Values, find_row_sizes, knowing_values, none_if_known
+from pippy.ir.front.values import Values, find_row_sizes, knowing_values, none_if_known, note_missing_gradients
 from pippy.ir.guards import Guards
 from pippy.ir.kinds import Kind
 from pippy.ir.marks import SplitPoint, annotated_modules, pipe_split, recording_splits, split_points
@@ -109,6 +109,7 @@ def _trace(model: nn.Module, tracer: TracerLike | None, call: Call) -> Traced:
         attributes = _attributes(model, recorded.graph, state, before)
     if call.is_example:
         find_row_sizes(recorded.values, recorded.graph, attributes)
+        note_missing_gradients(recorded.values, recorded.graph)
     traced = Traced(model, recorded.graph, attributes, call.concrete, signature=call.signature)
     traced.kept_whole, traced.asked = recorded.kept_whole.reasons, recorded.asked
     traced.another_front_end_may = bool(traced.kept_whole) and recorded.kept_whole.another_front_end_may

@@ -304,6 +304,14 @@ def find_row_sizes(values: Values, graph: fx.Graph, attributes: Mapping[str, Any
             node.meta["row_sizes"] = found
 
 
+def note_missing_gradients(values: Values, graph: fx.Graph) -> None:
+    """Note at each node whose value can have no gradient: whole numbers, sizes, masks."""
+    for node in graph.nodes:
+        value = values.of(node)
+        if value is not UNKNOWN and not any(each.is_floating_point() or each.is_complex() for each in tensors(value)):
+            node.meta["no_gradient"] = True
+
+
 def _asked_of(node: fx.Node, args: Any) -> str:
     """The attribute or method of a tensor that a node asks for; empty if it is none."""
     if not args or not isinstance(args[0], torch.Tensor):

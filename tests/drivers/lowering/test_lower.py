@@ -338,3 +338,35 @@ def test_every_computation_is_lowered_once():
     computed = Counter(each for order in lowered.program.orders for each in order if isinstance(each, Compute))
     assert set(computed.values()) == {1}
     assert len(computed) == 4 * 5 * 2
+
+
+class Masked(nn.Module):
+    """Sends a mask and a size to its second stage, with a tensor that has a gradient or without."""
+
+    def __init__(self, beside: bool):
+        super().__init__()
+        self.a, self.b, self.beside = nn.Linear(4, 4), nn.Linear(4, 4), beside
+
+    def forward(self, x):
+        h = self.a(x)
+        mask, size = h > 0, h.shape[1]
+        pipe_split()
+        return self.b((h if self.beside else x) * mask) / size
+
+
+@pytest.mark.parametrize(("beside", "gradients"), [(True, ["a"]), (False, ["gt", "getitem"])])
+def test_gradients_that_can_only_be_none_are_not_sent_if_another_is(beside, gradients):
+    """Where no other is, the empty messages hold the first stage back to the schedule's limit."""
+    x = torch.randn(6, 4)
+    pipe = pipeline(Masked(beside), nn.MSELoss(), example_args=(x[:2], x[:2]))
+    reference = copy.deepcopy(pipe)
+    lowered = lower(pipe, make_schedule("1f1b", workers=2, chunks=3))
+    found = {each.value for each in lowered.program.orders[1] if isinstance(each, Send)}
+    assert found == {f"{name}_grad_from_submod_1" for name in gradients}
+    run = LocalRun(pipe, lowered, [bind(pipe, (part, part), {}) for part in x.chunk(3)])
+    run.run()
+    for part in x.chunk(3):
+        reference(part, part)
+    assert run.left() == set()
+    for name, _ in reference.named_parameters():
+        assert_same_gradient(pipe.get_grad(name), reference.get_grad(name), f"gradient of {name}")
