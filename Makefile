@@ -31,6 +31,7 @@ bench: $(READY) ## run the benchmarks (minutes)
 	@$(BIN)/python -m exps.versus_torch --size tiny --rounds 15
 	@$(BIN)/python -m exps.versus_torch --size small --rounds 10
 	@$(BIN)/python -m exps.versus_torch --size medium --rounds 5 --only bound "torch 1F1B" "torch ZBV" "pippy 1f1b" "pippy zb_h1"
+	@$(BIN)/python -m exps.gpt2_step --rounds 5
 	@$(BIN)/python -m exps.control --chunks 8 128 --only "torch GPipe" "torch 1F1B" "pippy fill_drain" "pippy 1f1b"
 	@$(BIN)/python -m exps.controller
 	@$(BIN)/python -m exps.bubbles
