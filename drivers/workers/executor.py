@@ -110,7 +110,12 @@ class Executor:
             isinstance(each, Compute) and each.op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT) for each in program.order
         )
         self.with_backward = {each.call for key, work in program.work.items() if key.phase == "B" for each in work}
-        again = [each for each in program.order if isinstance(each, Compute) and each.op == Op.RECOMPUTE]
+        with_backward = {key.stage for key in program.work if key.phase == "B"}  # a program may have more by hand
+        again = [
+            each
+            for each in program.order
+            if isinstance(each, Compute) and each.op == Op.RECOMPUTE and each.stage in with_backward
+        ]
         self.repeated = {
             each.call: RepeatedForward(each.call, modules[each.call], device, stage)
             for stage in {each.stage for each in again}
@@ -246,6 +251,8 @@ class Executor:
 
     def _bound_computation(self, op: Op, stage: int, microbatch: int) -> tuple[Handle, tuple[Any, ...]]:
         if op == Op.RECOMPUTE:
+            if Pass("B", stage) not in self.program.work:
+                return _nothing, ()
             return self._computation, (self._recompute, (self._operands_of(Pass("F", stage), microbatch),), (), 1)
         forward = op == Op.FORWARD
         handle = {
@@ -303,10 +310,10 @@ class Executor:
             return
         if self.loss_probe is not None:
             self._probe(call, microbatch, takes, gives, args)
-        if not self.trains or call.name not in self.with_backward:
-            outputs = call.run(args)
-        elif (call.name, microbatch) in self.again:
+        if (call.name, microbatch) in self.again:
             outputs = self._run_keeping_inputs(call, microbatch, inputs)
+        elif not self.trains or call.name not in self.with_backward:
+            outputs = call.run(args)
         else:
             outputs = self._run(call, microbatch, inputs, args)
         for key, value in zip(gives, [outputs] if len(gives) == 1 else outputs, strict=True):

@@ -16,7 +16,7 @@ from pippy import MicroBatches, MultiUseParameterConfig, pipe_split, pipeline
 from pippy.drivers.driver import PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain
 from pippy.drivers.errors import DriverError, StepError
 from pippy.drivers.lowering.lower import lower
-from pippy.drivers.schedules import add_communication, make_schedule
+from pippy.drivers.schedules import add_communication, make_schedule, parse_program
 from pippy.drivers.schedules.errors import ArgumentError
 from pippy.ir.trees import map_tensors
 from tests.drivers.models import Chain, TiedLanguage
@@ -113,7 +113,7 @@ def as_pipe(model, loss=None):
     return pipeline(model, loss or nn.MSELoss(), tracer=Leaves())
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "fill_drain", "zb_h1"])
+@pytest.mark.parametrize("schedule", ["fill_drain", "zb_h1"])
 def test_what_a_layer_draws_counts_and_keeps_is_as_in_the_first_run(threads, schedule):
     """On one worker: the threads of this process have one random state."""
     random.seed(2)
@@ -223,6 +223,34 @@ def test_training_follows_plain_pytorch(cluster, config, schedule, checkpoint):
     driver.close()
 
 
+class Aside(nn.Module):
+    """The loss does not depend on the first stage."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, target):
+        y = self.first(x)
+        pipe_split()
+        return {"loss": F.mse_loss(self.last(x), target), "aside": y}
+
+
+def test_a_program_that_computes_again_what_has_no_backward(threads):
+    pipe = pipeline(Aside(), output_loss_value_spec={"loss": True, "aside": False})
+    given = torch.randn(4, 8), torch.randn(4, 8)
+    driver = PipelineDriver1F1B(pipe, threads, checkpoint="always", loss_reduction="mean")
+    loss, text = driver.run(2, *given)["loss"], str(driver.program(2))
+    assert "checkpoint 1 0-1" in text and "R0" not in text
+    text = text.replace("backward 1\n", "backward all\n").replace("memory 1 1\n", "memory unlimited\n")
+    text = text.replace("checkpoint 1", "checkpoint 0 0-1\ncheckpoint 1")
+    text = text.replace("worker 1\n", "  R0.0\n  B0.0\n  R0.1\n  B0.1\nworker 1\n")
+    by_hand = PipelineDriver(pipe, threads, schedule=parse_program(text), loss_reduction="mean")
+    assert torch.equal(by_hand.run(2, *given)["loss"], loss)
+    by_hand.close()
+    driver.close()
+
+
 def test_a_single_loss(threads):
     pipe = pipeline(Chain(3), lambda output, target: (output - target).std())
     given = torch.randn(12, 8), torch.randn(12, 8)
@@ -282,7 +310,9 @@ def test_autocast_around_the_step(threads):
 
 def test_compiled_stages(threads):
     """Nothing is compiled twice, and dropout drops the same."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Tanh(), nn.Linear(8, 8))
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout()), nn.Sequential(nn.Tanh(), nn.Linear(8, 8))
+    )
     compare(
         pippy.Pipe.from_sequential(model, nn.MSELoss()),
         threads,
