@@ -51,7 +51,7 @@ class Prompts:
         ]
         if generated.state is not None:
             torch.set_rng_state(generated.state)
-        return torch.cat((ids, torch.cat(padded).to(ids)), dim=1)
+        return torch.cat((ids, torch.cat(padded).to(ids.device)), dim=1)
 
 
 def prompts_of(

@@ -182,6 +182,19 @@ def test_interleaved_stages_without_a_loss_and_prompts_of_one_token(threads):
         assert torch.equal(driver.generate(input_ids=ids[:, :1], chunks=3, **kwargs), expected)
 
 
+def test_prompts_and_masks_of_other_kinds(threads, driver):
+    model, (ids, mask) = model_of(driver.pipe), prompts()
+    for given, options in (
+        (ids, {}),  # the padding in it is masked
+        (ids, {"pad_token_id": 2}),  # no token of the prompts is padding
+        (ids.int(), {"attention_mask": mask.bool()}),
+        (ids, {"attention_mask": mask.flip(1), "eos_token_id": torch.tensor([3, 4, 5])}),
+    ):
+        expected, _ = plain(model, 0, given, max_new_tokens=4, **options)
+        made = driver.generate(given, max_new_tokens=4, **options)
+        assert torch.equal(made, expected) and made.dtype is expected.dtype
+
+
 def test_a_stage_that_fails_ends_the_call_and_the_next_one_works(threads, driver):
     ids, _ = prompts()
     with pytest.raises(StepError, match=r"Generate, token 19 of micro-batch \d\n.*submod_0 failed: IndexError"):
@@ -243,3 +256,29 @@ def test_other_models(threads, name):
     model = dataclasses.replace(described, options={**described.options, "num_hidden_layers": 1}).make()
     driver = PipelineDriver1F1B(pipe_of(model, 2), threads)
     check_cases(driver, model, CASES[1:3])
+
+
+class Reversed(torch.nn.Module):
+    """It uses its layers the other way round when it generates."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.a, self.b = torch.nn.Embedding(WORDS, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, input_ids, attention_mask=None, past_key_values=None, use_cache=False):
+        x = self.words(input_ids)
+        for layer in (self.b, self.a) if use_cache else (self.a, self.b):
+            x = layer(x)
+        return (x,)
+
+
+def test_a_cut_where_generation_would_go_back_to_an_earlier_stage_is_refused(threads):
+    def driver(split):
+        pipe = pipeline(Reversed(), split=split, example_kwargs={"input_ids": prompts()[0]})
+        return PipelineDriver1F1B(pipe, threads)
+
+    with pytest.raises(
+        GenerationError, match=r"it uses 'a\.weight', which stage 0 of the Pipe has, after what stage 1 has"
+    ):
+        driver(["b"]).generate(prompts()[0], max_new_tokens=2)
+    assert driver(["a"]).generate(prompts()[0], max_new_tokens=2).shape == (ROWS, LENGTH + 2)
