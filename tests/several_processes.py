@@ -27,12 +27,14 @@ CLUSTERS = (
     "tests/test_notebook.py",
 )
 LONGEST = (
+    "tests/drivers/lowering/test_lower.py",
     "tests/drivers/workers/test_out_of_order.py",  # its workers are threads
-    "tests/test_doctests.py",
-    "tests/test_docs.py",
+    "tests/ir/cut/test_constraints.py",
     "tests/ir/passes/test_verify.py",
-    "tests/test_random_models.py",
-    "tests/ir/show/test_shapes.py",
+    "tests/ir/show/test_diagrams.py",
+    "tests/models/",
+    "tests/test_docs.py",
+    "tests/test_transparency.py",
 )
 NICENESS = 10
 

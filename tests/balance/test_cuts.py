@@ -48,7 +48,7 @@ def is_refused(model, number, config) -> bool:
     return False
 
 
-@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(steps, st.lists(st.integers(0, 30), min_size=1, max_size=4), st.sampled_from(MultiUseParameterConfig), st.data())
 def test_the_splitter_accepts_every_cut_that_is_allowed(program, outputs, config, data):
     model = Random(program, outputs)

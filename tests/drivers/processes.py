@@ -18,27 +18,29 @@ def close_open_cluster():
 
 @contextmanager
 def within(seconds):
-    """The block must end so soon, or later as the machine has more to do than it can.
-
-    What counts is how many processes want a core: over the last minute, or now, for a minute may have been quiet until now.
-    """
+    """The block must end so soon, or later as the machine has more to do than it can."""
     start = time.monotonic()
     yield
     took = time.monotonic() - start
     if took >= seconds:
-        waiting = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
-        busy = max(os.getloadavg()[0], waiting) / (os.cpu_count() or 1)
+        busy = wanting_a_core()
         assert took < seconds * busy, f"took {took:.2f} s where {busy:.1f} processes wanted each core"
+
+
+def wanting_a_core():
+    """How many processes want each core: over the last minute, or now, for a minute may have been quiet until now."""
+    waiting = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
+    return max(os.getloadavg()[0], waiting) / (os.cpu_count() or 1)
 
 
 @contextmanager
 def watched(*processes, within=3.0):
-    """At the end all of these processes must have ended in time; others are killed, and the test fails."""
+    """At the end all of these processes must have ended in time, as for `within`; others are killed, and the test fails."""
     with ExitStack() as stack:
         found = {stack.enter_context(os.fdopen(os.pidfd_open(pid), "rb", 0)): pid for pid in processes}
         try:
             yield
-            end = time.monotonic() + within
+            end = time.monotonic() + within * max(1.0, wanting_a_core())
             left = dict(found)
             while left and (done := select.select(list(left), [], [], max(0, end - time.monotonic()))[0]):
                 for fd in done:

@@ -65,7 +65,7 @@ def test_the_same_script_trains_everywhere_and_says_nothing(ranks, environment):
     with started(*STANDALONE, str(ranks), SCRIPT, **environment) as process:
         pids = ready(process)
         with watched(*pids):
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=150)
             assert process.returncode == 0, err
     assert out == DONE.format("0")
     assert err == ""
@@ -159,7 +159,7 @@ def job(names, *arguments, **environment):
 
 def test_two_hosts_train(hosts):
     with job(hosts[0]) as processes, watched(*ready(processes[0])):
-        out, err = processes[0].communicate(timeout=60)
+        out, err = processes[0].communicate(timeout=150)
         assert (processes[0].returncode, out) == (0, DONE.format(0)), err
         assert processes[1].communicate(timeout=20)[0] == ""
         assert processes[1].returncode == 0
@@ -230,7 +230,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(MISSING)
     with started(*STANDALONE, "2", str(path)) as process:
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=150)
     assert "rank 0 waited 1 s, and these ranks did not call cluster(): 1;" in err
     assert process.returncode != 0
 

@@ -108,7 +108,7 @@ def kinds(instructions, stages):
     return found
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(programs(largest=6), randoms, st.sampled_from([None, 0, 2, 50]), st.booleans())
 def test_any_allowed_order_ends_as_it_should(program, dice, more, chain):
     lowered = add_communication(program if chain else with_random_graph(program, dice))
