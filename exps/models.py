@@ -204,7 +204,9 @@ _FREE = {"another batch": "yes", "one batch": "not tried", "refused": "refused"}
 
 
 def _row(outcome: Outcome) -> str:
-    kept = f"kept whole: {', '.join(f'`{each}`' for each in outcome.kept_whole)}" if outcome.kept_whole else ""
+    kept = f"kept whole: {', '.join(f'`{each}`' for each in outcome.kept_whole[:2])}" if outcome.kept_whole else ""
+    if len(outcome.kept_whole) > 2:
+        kept += f" and {len(outcome.kept_whole) - 2} more"
     remark = outcome.reason.replace("|", "\\|") or kept
     if outcome.reason:
         return f"| {outcome.name} | | | | | {', '.join(outcome.works)} {remark} |"

@@ -21,7 +21,7 @@ from exps.tried_models.candidate import Candidate, numbers
 _CLASSES = 5
 # By name, with the size of a picture that the model takes.
 TORCHVISION = {
-    "resnet18": 32, "resnet34": 32, "resnet50": 32, "resnext50_32x4d": 32, "densenet121": 32, "squeezenet1_0": 48,
+    "resnet18": 32, "resnet34": 32, "resnet50": 32, "resnext50_32x4d": 32, "densenet121": 64, "squeezenet1_0": 48,
     "squeezenet1_1": 48, "mobilenet_v2": 32, "mobilenet_v3_small": 32, "mobilenet_v3_large": 32, "mnasnet0_5": 32,
     "mnasnet1_0": 32, "shufflenet_v2_x0_5": 32, "shufflenet_v2_x1_0": 32, "efficientnet_b0": 32, "efficientnet_v2_s": 32,
     "regnet_y_400mf": 32, "regnet_x_400mf": 32, "regnet_x_800mf": 32, "convnext_tiny": 32, "googlenet": 32,
@@ -29,7 +29,7 @@ TORCHVISION = {
 }  # fmt: skip
 TIMM = {
     "resnet10t": 32, "resnet18d": 32, "resnetv2_50": 32, "seresnet18": 32, "ecaresnet26t": 64, "res2net50_14w_8s": 32,
-    "densenet121": 32, "dpn48b": 32, "efficientnet_lite0": 32, "mobilenetv3_small_050": 32, "mobilenetv4_conv_small_035": 32,
+    "densenet121": 64, "dpn48b": 32, "efficientnet_lite0": 32, "mobilenetv3_small_050": 32, "mobilenetv4_conv_small_035": 32,
     "ghostnet_050": 32, "hardcorenas_a": 32, "regnetx_002": 32, "convnext_atto": 32, "convnextv2_atto": 32,
     "vit_tiny_patch16_224": 32, "deit_tiny_patch16_224": 32, "edgenext_xx_small": 64, "mixer_s32_224": 32,
     "resmlp_12_224": 32, "poolformer_s12": 32, "mobilevit_xxs": 64, "efficientformer_l1": 224,

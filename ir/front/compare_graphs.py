@@ -56,6 +56,22 @@ def first_difference(
     return longer[shorter] if len(longer) > shorter else _first_other_part(pairs, recorded.graph, other.graph)
 
 
+def paths_that_differ(graph: fx.Graph, other: fx.Graph) -> set[str]:
+    """The paths of modules whose own forward calls something else in one graph than in the other; that of the model if it is
+    modules that are called.
+    """
+    mine, theirs = _calls_by_path(graph), _calls_by_path(other)
+    return {path for path in {*mine, *theirs} if mine.get(path) != theirs.get(path)}
+
+
+def _calls_by_path(graph: fx.Graph) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for node in _nodes_without(graph, frozenset()):
+        path = "" if node.op == "call_module" else node.meta.get("module_path") or ""
+        found.setdefault(path, []).append(_called(node))
+    return found
+
+
 def _first_other_part(pairs: "Pairs", graph: fx.Graph, other: fx.Graph) -> fx.Node | None:
     edges, others = list(pairs.edges_of_parts(graph)), list(pairs.edges_of_parts(other))
     for edge, counterpart in zip_longest(edges, others) if others else ():

@@ -1,7 +1,7 @@
 """Tracing: from an `nn.Module` to a marked graph, which has the model's operations and a `pipe_split` node for each cut."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +25,7 @@ from pippy.ir.front.arguments import (
 from pippy.ir.front.asked_of_inputs import asked_of
 from pippy.ir.front.attributes import lookup_attribute
 from pippy.ir.front.checkpointing import finish_parts
-from pippy.ir.front.compare_graphs import Recorded, first_difference
+from pippy.ir.front.compare_graphs import Recorded, first_difference, paths_that_differ
 from pippy.ir.front.kept_whole import KeptWhole
 from pippy.ir.front.recording import recording
 from pippy.ir.front.refusals import raising_refusals, refused
@@ -38,7 +38,14 @@ from pippy.ir.front.untraceable import check_assigned_buffers, check_backward_ho
 from pippy.ir.front.values import Values, find_row_sizes, knowing_values, none_if_known, note_missing_gradients
 from pippy.ir.guards import Guards
 from pippy.ir.kinds import Kind
-from pippy.ir.marks import SplitPoint, annotated_modules, pipe_split, recording_splits, split_points
+from pippy.ir.marks import (
+    SplitPoint,
+    annotated_modules,
+    has_marks_inside,
+    pipe_split,
+    recording_splits,
+    split_points,
+)
 from pippy.ir.modes import Modes
 from pippy.ir.names import named_state
 
@@ -52,7 +59,8 @@ class Traced:
     placed the marks, or has decided that there are none. ``guards`` say what an example has fixed, if torch.export made the
     graph. If pippy did, ``kinds`` has the kinds of the example's inputs, ``asked`` what forward asked of inputs, and
     ``kept_whole`` the reason for each module that the graph calls because it could not be traced; ``another_front_end_may`` is
-    True if there are such, and all of them could be traced otherwise.
+    True if there are such, and all of them could be traced otherwise. ``differing`` has the paths of modules that call
+    something else in the other mode.
     """
 
     model: nn.Module
@@ -67,6 +75,7 @@ class Traced:
     kept_whole: dict[str, str] = field(default_factory=dict)
     kinds: dict[str, Kind] = field(default_factory=dict)
     asked: Asked = field(default_factory=Asked)
+    differing: set[str] = field(default_factory=set)
     another_front_end_may: bool = False
 
     def recorded(self) -> Recorded:
@@ -102,10 +111,12 @@ def trace_call(model: nn.Module, call: Call) -> Traced:
         return Traced(model, graph, _attributes(model, graph, state, before), call.concrete, signature=call.signature)
 
 
-def _trace(model: nn.Module, tracer: TracerLike | None, call: Call) -> Traced:
+def _trace(
+    model: nn.Module, tracer: TracerLike | None, call: Call, kept_whole: Mapping[str, str] | None = None
+) -> Traced:
     state = dict(named_state(model))  # forward may assign buffers while it is traced
     with recording_training_reads() as reads, restoring_attributes(model) as before:
-        recorded = _record(model, tracer_of(tracer), call, before)
+        recorded = _record(model, tracer_of(tracer), call, before, kept_whole)
         attributes = _attributes(model, recorded.graph, state, before)
     if call.is_example:
         find_row_sizes(recorded.values, recorded.graph, attributes)
@@ -118,7 +129,21 @@ def _trace(model: nn.Module, tracer: TracerLike | None, call: Call) -> Traced:
     traced.modes.after = flags_after_train(model)
     if reads:
         _follow_modes(traced, tracer, call, reads)
+    if call.is_example and kept_whole is None and _are_small(model, traced.differing):
+        reason = "it does something else in training than in evaluation"
+        return _trace(model, tracer, call, {**traced.kept_whole, **dict.fromkeys(sorted(traced.differing), reason)})
     return traced
+
+
+def _are_small(model: nn.Module, paths: Collection[str]) -> bool:
+    """Whether nobody would cut inside of modules: none is the model, and what they hold has no parameters."""
+    parts = [model.get_submodule(path) for path in paths if path]
+    held = [child for part in parts for child in part.children()]
+    return (
+        0 < len(parts) == len(paths)
+        and not any(map(has_marks_inside, parts))
+        and not any(True for child in held for _ in child.parameters())
+    )
 
 
 def tracer_of(given: TracerLike | None) -> fx.Tracer:
@@ -332,6 +357,7 @@ def follow_modes(traced: Traced, reads: set[str], again: Callable[[Mapping[str, 
         difference = first_difference(traced.recorded(), other.recorded)
         if difference is not None:  # in more than constants
             traced.modes.refused[mode] = source.excerpt_of(difference)
+            traced.differing |= paths_that_differ(traced.graph, other.recorded.graph)
             continue
         other.accept()
         graphs.append((flags, other.recorded.graph))
