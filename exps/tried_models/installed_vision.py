@@ -39,8 +39,8 @@ _OWN_OPTIONS: dict[str, dict[str, Any]] = {
     "inception_v3": {"aux_logits": False, "init_weights": False},
     "vit_tiny_patch16_224": {"img_size": 32, "depth": 4},
     "deit_tiny_patch16_224": {"img_size": 32, "depth": 4},
-    "mixer_s32_224": {"img_size": 32, "num_blocks": 4},
-    "resmlp_12_224": {"img_size": 32, "num_blocks": 4},
+    "mixer_s32_224": {"img_size": 32},
+    "resmlp_12_224": {"img_size": 32},
 }
 
 
