@@ -1,7 +1,8 @@
-"""Warns when the state dict of a model of this process is read, and a driver has updated only its copies on the workers.
+"""Warns when a model of this process is called, or its state dict is read, and a driver has updated only copies on the workers.
 
-The first update after the workers and this process had the same places a hook on each module of the model; the next
-`driver.copy_to(model)` takes it away again.
+The first update after the workers and this process had the same places a hook for state dicts on each module of the model, and
+sets what `model(x)` calls; the next `driver.copy_to(model)` takes both away again. A forward hook would do the second, too, but
+torch has other kernels for layers with hooks, and hooks are pickled.
 """
 
 import weakref
@@ -12,7 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from pippy.ir import source
-from pippy.ir.pipe import Pipe, modules_of_model
+from pippy.ir.pipe import Pipe, models_of, modules_of_model
 
 
 class StaleModels:
@@ -20,33 +21,35 @@ class StaleModels:
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = weakref.ref(pipe)  # an optimizer has this object, and may outlive the Pipe
-        self._handles: list[RemovableHandle] = []
-        self._warned = False
+        self._handles: list[RemovableHandle | _Call] = []
+        self._warned = set[str]()
         weakref.finalize(self, _remove, self._handles).atexit = False
 
     def updated(self) -> None:
         """An optimizer has updated the parameters on the workers."""
-        self._warned, pipe = False, self._pipe()
+        self._warned, pipe = set(), self._pipe()
         if self._handles or pipe is None:
             return
         hook: Any = _Hook(self)
         for module in modules_of_model(pipe):
             if not isinstance(module, torch.jit.ScriptModule):
                 self._handles.append(module.register_state_dict_pre_hook(hook))
+        for model in models_of(pipe):
+            if getattr(model, _CALLED, self) is None and not isinstance(model, torch.jit.ScriptModule):
+                self._handles.append(_Call(model, self))
 
     def end(self) -> None:
         """The model in this process is as it is on the workers, or nobody can copy it any more."""
         _remove(self._handles)
 
-    def warn_once(self) -> None:
-        """Warn the user whose line reads a state dict, if that was not done since the latest update."""
-        if self._warned or source.is_called_by_pippy():
+    def warn_once(self, what: str, instead: str) -> None:
+        """Warn the user whose line does ``what``, if that was not done since the latest update."""
+        if what in self._warned or source.is_called_by_pippy():
             return
-        self._warned = True
+        self._warned.add(what)
         source.warn(
-            "this state_dict() is not what was trained: the driver updates its copies of the parameters on the workers, and "
-            "the model in this process is as it was; call driver.copy_to(model) first, while the cluster is open, or take "
-            "driver.state_dict()"
+            f"this {what} is not what was trained: the driver updates its copies of the parameters on the workers, and "
+            f"the model in this process is as it was; call driver.copy_to(model) first, while the cluster is open, or {instead}"
         )
 
 
@@ -59,12 +62,37 @@ class _Hook:
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         stale = self._stale()
         if stale is not None:
-            stale.warn_once()
+            stale.warn_once("state_dict()", "take driver.state_dict()")
 
     def __reduce__(self) -> Any:
         return getattr, ("", "format")  # it takes any arguments, and a process without pippy has it
 
 
-def _remove(handles: list[RemovableHandle]) -> None:
+# What nn.Module calls in place of `_call_impl`. It is for module.compile(), and neither copied nor pickled.
+_CALLED = "_compiled_call_impl"
+
+
+class _Call:
+    """What a call of a model goes through."""
+
+    def __init__(self, model: nn.Module, stale: StaleModels) -> None:
+        self._model, self._stale = weakref.ref(model), weakref.ref(stale)
+        model.__dict__[_CALLED] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model, stale = self._model(), self._stale()
+        assert model is not None
+        if stale is not None and not torch.compiler.is_compiling():
+            stale.warn_once("call of the model", "have the workers compute it, as in driver.run(...)")
+        return model._call_impl(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Let a call be as before, unless the user has compiled the model since."""
+        model = self._model()
+        if model is not None and model.__dict__.get(_CALLED) is self:
+            del model.__dict__[_CALLED]
+
+
+def _remove(handles: "list[RemovableHandle | _Call]") -> None:
     while handles:
         handles.pop().remove()

@@ -247,6 +247,11 @@ def modules_of_model(pipe: Pipe) -> list[nn.Module]:
     return list({id(module): module for module in modules}.values())
 
 
+def models_of(pipe: Pipe) -> list[nn.Module]:
+    """What the user may call in this process: the model, and the Pipe."""
+    return list({id(module): module for module in [pipe, *pipe.__dict__[_TRAINING_FLAGS].models()]}.values())
+
+
 def follow_training_flags(pipe: Pipe) -> None:
     """Before a Pipe runs: have all modules follow what was switched, and raise if the graph is not right in these modes."""
     flags, compiled = pipe.__dict__[_TRAINING_FLAGS], compiled_of(pipe)

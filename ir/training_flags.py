@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from pippy.ir.compiled import Compiled
 from pippy.ir.errors import ModeError
@@ -69,6 +69,11 @@ class TrainingFlags:
     def modules(self) -> list[nn.Module]:
         """The modules that stand for the same module of the user's model as another does."""
         return [module for _, reference in self._members if (module := reference()) is not None]
+
+    def models(self) -> list[nn.Module]:
+        """The user's model, and the Pipe, but no stage."""
+        roots = [reference() for path, reference in self._members if path == ""]
+        return [each for each in roots if each is not None and not isinstance(each, fx.GraphModule)]
 
     def _set_all(self) -> None:
         for path, reference in self._members:

@@ -160,6 +160,25 @@ def test_a_state_dict_that_is_not_what_was_trained_says_so_once_for_each_update(
         read.state_dict()
 
 
+@pytest.mark.parametrize("called", ["model", "pipe"])
+def test_a_call_of_a_model_that_is_not_what_was_trained_says_so_once_for_each_update(called, model, driver):
+    x, target = batch()
+    call = {"model": lambda: model(x), "pipe": lambda: driver.pipe(x, target)}[called]
+    optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
+    expected, hooks = call(), len(model._forward_pre_hooks)
+    for _ in range(2):
+        train(driver, optimizer)
+        with said_once(r"this call of the model is not what was trained.*driver.copy_to\(model\).*driver.run"):
+            assert torch.equal(call(), expected)
+        call()
+    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    train(driver, optimizer)
+    assert all(torch.equal(each(x), copies[0](x)) for each in copies) and len(model._forward_pre_hooks) == hooks
+    before = set(model.__dict__)
+    driver.copy_to(model)
+    assert not torch.equal(call(), expected) and before - set(model.__dict__) == {"_compiled_call_impl"}
+
+
 def test_a_closed_or_forgotten_driver_says_nothing_of_a_state_dict(model, threads):
     for close in (True, False):
         driver = PipelineDriver1F1B(pipeline(model, nn.MSELoss()), threads)
@@ -174,6 +193,7 @@ def test_a_closed_or_forgotten_driver_says_nothing_of_a_state_dict(model, thread
         gc.collect()
         assert reference() is None and not model._state_dict_pre_hooks
         model.state_dict()
+        model(batch()[0])
 
 
 def test_a_model_that_was_trained_on_workers_can_be_copied_and_pickled(model, driver):
