@@ -23,6 +23,7 @@ class StaleModels:
         self._pipe = weakref.ref(pipe)  # an optimizer has this object, and may outlive the Pipe
         self._handles: list[RemovableHandle | _Call] = []
         self._warned = set[str]()
+        self._parameters: list[tuple[weakref.ref[torch.Tensor], int]] = []
         weakref.finalize(self, _remove, self._handles).atexit = False
 
     def updated(self) -> None:
@@ -34,6 +35,8 @@ class StaleModels:
         for module in modules_of_model(pipe):
             if not isinstance(module, torch.jit.ScriptModule):
                 self._handles.append(module.register_state_dict_pre_hook(hook))
+        everything = {id(each): each for model in models_of(pipe) for each in model.parameters()}
+        self._parameters = [(weakref.ref(each), each._version) for each in everything.values()]
         for model in models_of(pipe):
             if getattr(model, _CALLED, self) is None and not isinstance(model, torch.jit.ScriptModule):
                 self._handles.append(_Call(model, self))
@@ -51,6 +54,11 @@ class StaleModels:
             f"this {what} is not what was trained: the driver updates its copies of the parameters on the workers, and "
             f"the model in this process is as it was; call driver.copy_to(model) first, while the cluster is open, or {instead}"
         )
+
+    def has_changed(self) -> bool:
+        """Whether somebody has changed the model of this process: the user may have loaded what was trained."""
+        pairs = [(reference(), version) for reference, version in self._parameters]
+        return any(each is None or each._version != version for each, version in pairs)
 
 
 class _Hook:
@@ -82,7 +90,7 @@ class _Call:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model, stale = self._model(), self._stale()
         assert model is not None
-        if stale is not None and not torch.compiler.is_compiling():
+        if stale is not None and not torch.compiler.is_compiling() and not stale.has_changed():
             stale.warn_once("call of the model", "have the workers compute it, as in driver.run(...)")
         return model._call_impl(*args, **kwargs)
 

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from pippy.ir.asked import Asked
 from pippy.ir.errors import NameLookupError
 from pippy.ir.guards import Guards
-from pippy.ir.kinds import Kind
 from pippy.ir.modes import Modes
 from pippy.ir.names import LOSS, Qualnames, stage_name
 from pippy.ir.run.graph_module import PipeGraphModule
@@ -38,10 +36,10 @@ class Compiled:
     ``split_gm`` is the top-level graph, which holds the stages. ``replicated_params`` has a dict for every replicated
     parameter, from the stages that hold a copy to the name in that stage; the first is the model's own. ``required_inputs``
     names the inputs that must not be None. ``balance`` is the result of the ``cut`` of `Pipe.from_tracing`. ``seen_inputs``
-    has the inputs that each stage must not change in place: their numbers and names. ``guards``, ``asked`` and ``kinds`` are
-    those of the traced graph, and are checked in each call; ``kept_whole`` is its, too. ``row_sizes`` says of the values
-    between stages, by their names, how they depend on the number of rows; ``without_gradient`` has the names of those that
-    can have no gradient. ``front_end`` says what traced the model: "fx" for
+    has the inputs that each stage must not change in place: their numbers and names. ``guards`` are those of the traced
+    graph, and are checked in each call; ``kept_whole`` is its, too. ``row_sizes`` says of the values between stages, by their
+    names, how they depend on the number of rows; ``without_gradient`` has the names of those that can have no gradient.
+    ``front_end`` says what traced the model: "fx" for
     `torch.fx`, "export" for `torch.export`; ``why_export`` why it was that, if nobody asked for it.
     """
 
@@ -57,9 +55,7 @@ class Compiled:
     target_name: str | None = None
     balance: Any = None
     seen_inputs: dict[str, tuple[tuple[int, str], ...]] = field(default_factory=dict)
-    guards: Guards | None = None
-    kinds: dict[str, Kind] = field(default_factory=dict)
-    asked: Asked = field(default_factory=Asked)
+    guards: Guards = field(default_factory=Guards)
     kept_whole: dict[str, str] = field(default_factory=dict)
     row_sizes: dict[str, Any] = field(default_factory=dict)
     without_gradient: frozenset[str] = frozenset()

@@ -94,7 +94,7 @@ def check_still_shared(pipe: nn.Module, compiled: Compiled) -> None:
 
 def check_dtypes(compiled: Compiled) -> None:
     """Raise if the model has other dtypes than when it was traced with an example, which has written them into the graph."""
-    for name, dtype in compiled.guards.dtypes.items() if compiled.guards is not None else ():
+    for name, dtype in compiled.guards.dtypes.items():
         places = compiled.qualnames.places.get(name, ())
         if places and get_tensor(compiled.split_gm, places[0]).dtype is not dtype:
             raise ModeError(

@@ -6,24 +6,22 @@ from typing import Any, Protocol
 
 from torch import fx
 
-from pippy.ir.asked import Asked
 from pippy.ir.errors import InputError
 from pippy.ir.guards import Guards
-from pippy.ir.kinds import Kind
 from pippy.ir.trees import describe
 
 
 class Callee(Protocol):
     """What the arguments of a call are bound to: a Pipe, or a traced graph that will be one.
 
-    ``required_inputs`` names the inputs that must not be None; ``kinds`` has the kinds of those of an example.
+    ``required_inputs`` names the inputs that must not be None; ``guards`` say what an example has fixed.
     ``target_name`` is the name of the loss's target, or None.
     """
 
     signature: inspect.Signature
     concrete_args: dict[str, Any]
     required_inputs: tuple[str, ...]
-    kinds: dict[str, Kind]
+    guards: Guards
     target_name: str | None
 
     def placeholders(self) -> Sequence[fx.Node]: ...
@@ -32,8 +30,7 @@ class Callee(Protocol):
 class Guarded(Protocol):
     """What is right for some calls only: a Pipe."""
 
-    guards: Guards | None
-    asked: Asked
+    guards: Guards
     target_name: str | None
 
     def placeholders(self) -> Sequence[fx.Node]: ...
@@ -76,12 +73,12 @@ def bind(pipe: Callee, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[s
         raise InputError(
             f"{what}; the Pipe is called as {_usage(pipe, signature)}, and was given ({', '.join(given)})"
             + (f" before the target {describe(values[pipe.target_name])}" if pipe.target_name else "")
-            + _in_the_example([name for name in kwargs if pipe.kinds and name not in signature.parameters])
+            + _in_the_example([name for name in kwargs if pipe.guards.kinds and name not in signature.parameters])
         ) from None
     _check_unpacked(pipe, bound.arguments)
     faults = [*_other_constants(pipe, bound.arguments)]
     bound.apply_defaults()
-    faults += [*_missing_values(pipe, bound.arguments), *_other_kinds(pipe, bound.arguments)]
+    faults += [*_missing_values(pipe, bound.arguments), *pipe.guards.other_kinds(bound.arguments, pipe.required_inputs)]
     if faults:
         raise InputError("\n".join(faults))
     values.update(
@@ -96,9 +93,9 @@ def bind(pipe: Callee, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[s
 
 def _check_unpacked(pipe: Callee, arguments: Mapping[str, Any]) -> None:
     """Refuse a dict of arguments, as a tokenizer gives, in the place of one of them."""
-    for name, kind in pipe.kinds.items():
+    for name, kind in pipe.guards.kinds.items():
         given = arguments.get(name)
-        if isinstance(given, Mapping) and name in given and not kind.fits(given):
+        if isinstance(given, Mapping) and name in given and any(kind.differences(given, name)):
             raise InputError(
                 f"{name!r} is a {type(given).__name__} with {', '.join(map(repr, given))}, and these are arguments themselves; "
                 "unpack it, as in pipe(**batch) and driver.run(chunks, **batch)"
@@ -114,9 +111,7 @@ def check_guards(pipe: Guarded, inputs: Mapping[str, Any]) -> None:
     """Raise an `InputError` if the inputs of a micro-batch, by their placeholders' names, are not as the Pipe needs them."""
     names = {node.name: str(node.target).lstrip("*") for node in pipe.placeholders() if node.name != pipe.target_name}
     given = {names[name]: value for name, value in inputs.items() if name in names}
-    pipe.asked.check(given)
-    if pipe.guards is not None:
-        pipe.guards.check(given)
+    pipe.guards.check(given)
 
 
 def misfits(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
@@ -155,7 +150,7 @@ def _missing_values(pipe: Callee, arguments: Mapping[str, Any]) -> Iterator[str]
     if missing:
         fixed = ", ".join(f"{name!r}: None" for name in missing)
         remedy = f"For a Pipe that runs without: pipeline(model, ..., concrete_args={{{fixed}}})"
-        if pipe.kinds:
+        if pipe.guards.kinds:
             remedy = "Give it in this call, too, or call pipeline() with an example that leaves it out"
         yield (
             f"{', '.join(map(repr, missing))} is None, and forward does something else then; the model was traced as given it. "
@@ -163,20 +158,11 @@ def _missing_values(pipe: Callee, arguments: Mapping[str, Any]) -> Iterator[str]
         )
 
 
-def _other_kinds(pipe: Callee, arguments: Mapping[str, Any]) -> Iterator[str]:
-    for name, kind in pipe.kinds.items():
-        if not kind.fits(arguments[name]) and arguments[name] is not None:
-            yield (
-                f"{name!r} is {describe(arguments[name])}, and the model was traced with an example of another kind, "
-                f"{kind.shown}; for a Pipe that takes this, call pipeline() with such an example"
-            )
-
-
 def _other_constants(pipe: Callee, arguments: Mapping[str, Any]) -> Iterator[str]:
     for name, fixed in pipe.concrete_args.items():
         given = arguments.get(name, fixed)
         if given is not fixed and not (isinstance(given, (bool, int, float, str)) and given == fixed):
-            left_out = bool(pipe.kinds) and fixed is None
+            left_out = bool(pipe.guards.kinds) and fixed is None
             again = _in_the_example([name]) if left_out else "; trace it again to run it with another value"
             yield f"{name!r} is {describe(given)}, but the model was traced with {name}={fixed!r}{again}"
 

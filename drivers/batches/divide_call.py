@@ -37,7 +37,7 @@ def divide_call(
         found[name] = _either(name, found.get(name), dim)
     by_input = {name: found[user] for name, user in users.items() if user in found}
     division = divide(values, chunks, by_input, mask=mask, names={user: name for name, user in users.items()})
-    if compiled.guards is not None or compiled.asked.steps:
+    if compiled.guards.are_of_rows:
         for chunk in {size: chunk for chunk, size in enumerate(division.sizes or (0,))}.values():  # one of each size
             check_guards(compiled, {name: division.take(name, chunk) for name in users})
     return division

@@ -1,6 +1,7 @@
 """The guards of an exported program: what its example has fixed."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -10,33 +11,32 @@ from torch.utils._sympy.printers import PythonPrinter
 
 from pippy.ir import source
 from pippy.ir.export.program import Program
-from pippy.ir.guards import Condition, GivenTensor, GivenValue, Guards, leaves_by_path
+from pippy.ir.guards import Condition, Guards
+from pippy.ir.kinds import ConstantKind, TensorKind, kind_of
 from pippy.ir.names import named_state
+from pippy.ir.trees import tensors
 
 
 def guards_of(model: nn.Module, program: Program) -> Guards:
     """The guards that the sizes of the example, and forward's questions about them, make."""
-    given: dict[str, GivenTensor | GivenValue] = {}
     inputs = {name: value for name, value in program.inputs.items() if name not in program.constants}
-    env: Any = None
-    for path, leaf in leaves_by_path(inputs).items():
-        if isinstance(leaf, torch.Tensor):
-            given[path] = GivenTensor(leaf.dtype, program.sizes[id(leaf)])
-            env = leaf.fake_mode.shape_env  # type: ignore[attr-defined]
-        else:
-            given[path] = GivenValue(leaf)
-    guards = Guards(given)
-    texts = {name: f"{path}.size({dim})" for path, dim, name in guards.free_sizes()}
-    conditions = tuple(_conditions(program, env, texts, _sizes(program, guards))) if texts else ()
+    kinds = {name: kind_of(value, partial(_of_tensor, program), _of_constant) for name, value in inputs.items()}
+    free = Guards(kinds).free_sizes(program.example)
+    texts = {size: f"{path}.size({dim})" for path, dim, size, _ in free}
+    sizes = {size: given for _, _, size, given in free}
+    env = next((each.fake_mode.shape_env for each in tensors(list(inputs.values()))), None)  # type: ignore[attr-defined]
+    conditions = tuple(_conditions(program, env, texts, sizes)) if texts else ()
     state = {name: tensor for name, tensor in named_state(model) if tensor.is_floating_point() or tensor.is_complex()}
     dtypes = {name: tensor.dtype for name, tensor in state.items()}
-    return Guards(given, conditions, dtypes, program.kept.asked_autocast)
+    return Guards(kinds, conditions=conditions, dtypes=dtypes, asked_autocast=program.kept.asked_autocast)
 
 
-def _sizes(program: Program, guards: Guards) -> dict[str, int]:
-    """The sizes in the example, by their names."""
-    leaves = leaves_by_path(program.example)
-    return {name: leaves[path].shape[dim] for path, dim, name in guards.free_sizes()}
+def _of_tensor(program: Program, tensor: torch.Tensor) -> TensorKind:
+    return TensorKind(tensor.dim(), tensor.dtype, program.sizes[id(tensor)])
+
+
+def _of_constant(value: Any) -> ConstantKind:
+    return ConstantKind(type(value), value)
 
 
 def _conditions(program: Program, env: Any, texts: Mapping[str, str], sizes: Mapping[str, int]) -> list[Condition]:

@@ -20,7 +20,6 @@ from pippy.ir.front.training_flag import flags_after_train, recording_training_r
 from pippy.ir.front.transformers import TRACED_THROUGH
 from pippy.ir.front.untraceable import check_model
 from pippy.ir.front.values import Values, find_row_sizes
-from pippy.ir.guards import Guards
 
 
 def trace_export(
@@ -95,14 +94,9 @@ class _Export:
         with_defaults(traced.graph, other.graph)
 
         def accept() -> None:
-            traced.guards = _guards(traced).joined(_guards(other).conditions)
+            traced.guards = traced.guards.joined(other.guards.conditions)
 
         return Retraced(other.recorded(), reads, accept)
-
-
-def _guards(traced: Traced) -> Guards:
-    assert traced.guards is not None
-    return traced.guards
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from pippy.ir.front.training_flag import Setting, flags_after_train, follow_trai
 from pippy.ir.front.untraceable import check_assigned_buffers, check_backward_hooks, check_model, explained
 from pippy.ir.front.values import Values, find_row_sizes, knowing_values, none_if_known, note_missing_gradients
 from pippy.ir.guards import Guards
-from pippy.ir.kinds import Kind
+from pippy.ir.kinds import kind_of
 from pippy.ir.marks import (
     SplitPoint,
     annotated_modules,
@@ -56,11 +56,10 @@ class Traced:
 
     ``attributes`` has the value of each target of a `get_attr` or `call_module` node. ``required_inputs`` names
     the inputs that must not be None, because forward does something else without them. ``balanced`` is True if a pass has
-    placed the marks, or has decided that there are none. ``guards`` say what an example has fixed, if torch.export made the
-    graph. If pippy did, ``kinds`` has the kinds of the example's inputs, ``asked`` what forward asked of inputs, and
-    ``kept_whole`` the reason for each module that the graph calls because it could not be traced; ``another_front_end_may`` is
-    True if there are such, and all of them could be traced otherwise. ``differing`` has the paths of modules that call
-    something else in the other mode.
+    placed the marks, or has decided that there are none. ``guards`` say what is fixed. ``kept_whole`` has the
+    reason for each module that the graph calls because it could not be traced; ``another_front_end_may`` is True if there are
+    such, and all of them could be traced otherwise. ``differing`` has the paths of modules that call something else in the
+    other mode.
     """
 
     model: nn.Module
@@ -71,10 +70,8 @@ class Traced:
     signature: inspect.Signature = field(default_factory=inspect.Signature)
     modes: Modes = field(default_factory=Modes)
     balanced: bool = False
-    guards: Guards | None = None
+    guards: Guards = field(default_factory=Guards)
     kept_whole: dict[str, str] = field(default_factory=dict)
-    kinds: dict[str, Kind] = field(default_factory=dict)
-    asked: Asked = field(default_factory=Asked)
     differing: set[str] = field(default_factory=set)
     another_front_end_may: bool = False
 
@@ -122,9 +119,10 @@ def _trace(
         find_row_sizes(recorded.values, recorded.graph, attributes)
         note_missing_gradients(recorded.values, recorded.graph)
     traced = Traced(model, recorded.graph, attributes, call.concrete, signature=call.signature)
-    traced.kept_whole, traced.asked = recorded.kept_whole.reasons, recorded.asked
+    traced.kept_whole = recorded.kept_whole.reasons
     traced.another_front_end_may = bool(traced.kept_whole) and recorded.kept_whole.another_front_end_may
-    traced.kinds = {name: Kind.of(value) for name, value in call.given.items()} if call.is_example else {}
+    kinds = {name: kind_of(value) for name, value in call.given.items()} if call.is_example else {}
+    traced.guards = Guards(kinds, recorded.asked)
     traced.required_inputs = tuple(call.given) if call.is_example else _find_required_inputs(traced, tracer)
     traced.modes.after = flags_after_train(model)
     if reads:

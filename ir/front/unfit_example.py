@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from pippy.ir.errors import InputError
-from pippy.ir.guards import leaves_by_path
+from pippy.ir.kinds import leaves_by_path
 from pippy.ir.names import named_state
 from pippy.ir.trees import describe, tensors
 

@@ -28,7 +28,7 @@ from pippy.ir.cut.params import MultiUseParamSpec
 from pippy.ir.errors import BalanceError, InputError
 from pippy.ir.front.arguments import check_examples
 from pippy.ir.front.trace import Traced
-from pippy.ir.kinds import Kind
+from pippy.ir.guards import Guards
 from pippy.ir.passes.loss_function import TARGET, check_loss_function
 from pippy.ir.signature import bind
 
@@ -42,7 +42,7 @@ class _Call:
     signature: inspect.Signature
     concrete_args: dict[str, Any]
     required_inputs: tuple[str, ...]
-    kinds: dict[str, Kind]
+    guards: Guards
     target_name: str | None
     graph: fx.Graph
 
@@ -120,7 +120,7 @@ class Balancer:
         inputs = traced.graph.find_nodes(op="placeholder")
         target = f"{TARGET}_1" if any(node.name == TARGET for node in inputs) else TARGET
         name = None if self.loss_fn is None else target
-        call = _Call(traced.signature, traced.concrete_args, traced.required_inputs, traced.kinds, name, traced.graph)
+        call = _Call(traced.signature, traced.concrete_args, traced.required_inputs, traced.guards, name, traced.graph)
         try:
             values = bind(call, self.args, self.kwargs)
         except InputError as error:

@@ -174,7 +174,10 @@ def test_a_call_of_a_model_that_is_not_what_was_trained_says_so_once_for_each_up
     copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     train(driver, optimizer)
     assert all(torch.equal(each(x), copies[0](x)) for each in copies) and len(model._forward_pre_hooks) == hooks
+    trained = driver.state_dict()
     before = set(model.__dict__)
+    model.load_state_dict(trained)
+    assert not torch.equal(call(), expected)
     driver.copy_to(model)
     assert not torch.equal(call(), expected) and before - set(model.__dict__) == {"_compiled_call_impl"}
 

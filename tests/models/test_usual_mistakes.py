@@ -49,7 +49,7 @@ CALL = {"input_ids": IDS, "labels": IDS}
         ((), {**CALL, "attention_mask": MASK}, r"in the example, too: example_kwargs=.*'attention_mask': ...}$"),
         ((), {**CALL, "num_items_in_batch": 60}, r"in the example, too: example_kwargs=.*'num_items_in_batch': ...}$"),
         ((UserDict(CALL),), {}, r"unpack it, as in pipe\(\*\*batch\)"),
-        ((), {**CALL, "input_ids": IDS.tolist()}, r"^'input_ids' is list of 6, the first .{,300}$"),
+        ((), {**CALL, "input_ids": IDS.tolist()}, r"^input_ids is list of 6, the first .{,300}$"),
     ],
 )
 def test_what_a_call_forgets_or_adds_is_named(args, kwargs, words, pipe):

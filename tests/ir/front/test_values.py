@@ -206,7 +206,7 @@ def test_what_a_stage_computes_is_checked_in_the_stage():
             return x * 2 if x.reshape(-1, 8).shape[0] > 2 else x
 
     pipe = pipeline(OnHidden().double(), example_args=(X,))
-    assert compiled_of(pipe).asked.steps == ()
+    assert compiled_of(pipe).guards.asked.steps == ()
     with pytest.raises(PippyError, match=r"(?s)went on for True; now it is False.*in ask"):
         pipe(X[:4])
 
@@ -214,20 +214,24 @@ def test_what_a_stage_computes_is_checked_in_the_stage():
 @pytest.mark.parametrize(
     ("args", "kwargs", "words"),
     [
-        ((X[None],), {}, r"'x' is float64\[1, 6, 4\], .* example of another kind, float64\[6, 4\]"),
+        (
+            (X[None],),
+            {},
+            r"x is float64\[1, 6, 4\]; in the example .* a tensor of 2 dimensions.* with this call for its example",
+        ),
         ((None,), {}, "'x' is None"),
-        (([X],), {}, r"'x' is list\(float64\[6, 4\]\), .* another kind"),
+        (([X],), {}, r"x is list\(float64\[6, 4\]\); in the example .* a tensor"),
         ((X,), {"flag": False}, "'flag' is False, but the model was traced with flag=True"),
         (
             (X,),
             {"batch": {"a": X}},
-            r"'batch' is dict\(float64\[6, 4\]\), .* another kind, dict\(float64\[6, 4\], int64\[6\]\)",
+            r"batch\['b'\] is not there; in the example .* it was a tensor of 1 dimension,",
         ),
         ((X,), {"other": X}, "'other' is float64.*was traced with other=None"),
         (
             (X[None],),
             {"flag": False, "batch": None},
-            r"(?s)'flag' is False.*'batch' is None.*'x' is float64\[1, 6, 4\]",
+            r"(?s)'flag' is False.*'batch' is None.*x is float64\[1, 6, 4\]",
         ),
     ],
 )
