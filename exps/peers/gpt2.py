@@ -5,22 +5,25 @@ has weights of its own: torch's stages cannot share any.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
-from transformers.pytorch_utils import Conv1D
 
 from exps.peers import gpt
 from exps.peers.contestant import Rank
 from pippy import Pipe, SplitPoint, annotate_split_points, pipe_split, pipeline
 
+if TYPE_CHECKING:  # where it is needed it is imported by functions, as that takes seconds
+    from transformers import GPT2Config, GPT2LMHeadModel
+
 SIZES = {"full": gpt.Size(12, 512, 8, 64, 2048), "tiny": gpt.Size(4, 16, 2, 8, 32)}
 
 
-def config(size: gpt.Size) -> GPT2Config:
+def config(size: gpt.Size) -> "GPT2Config":
+    from transformers import GPT2Config
+
     return GPT2Config(
         vocab_size=size.vocabulary,
         n_positions=size.length,
@@ -37,8 +40,10 @@ def config(size: gpt.Size) -> GPT2Config:
     )
 
 
-def hugging_face(size: gpt.Size) -> GPT2LMHeadModel:
+def hugging_face(size: gpt.Size) -> "GPT2LMHeadModel":
     """The whole model, with the same parameters in every process."""
+    from transformers import GPT2LMHeadModel
+
     torch.manual_seed(0)
     return GPT2LMHeadModel(config(size))
 
@@ -48,11 +53,18 @@ def loss_fn(output: Any, target: torch.Tensor) -> torch.Tensor:
     return gpt.loss_fn(output if isinstance(output, torch.Tensor) else output.logits, target)
 
 
+def linear(outputs: int, inputs: int) -> nn.Module:
+    """A linear layer as Hugging Face's GPT-2 has it."""
+    from transformers.pytorch_utils import Conv1D
+
+    return Conv1D(outputs, inputs)
+
+
 class Attention(nn.Module):
     def __init__(self, size: gpt.Size) -> None:
         super().__init__()
         self.heads = size.heads
-        self.c_attn, self.c_proj = Conv1D(3 * size.width, size.width), Conv1D(size.width, size.width)
+        self.c_attn, self.c_proj = linear(3 * size.width, size.width), linear(size.width, size.width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.size()
@@ -65,7 +77,7 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.c_fc, self.c_proj = Conv1D(4 * width, width), Conv1D(width, 4 * width)
+        self.c_fc, self.c_proj = linear(4 * width, width), linear(width, 4 * width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.c_fc(x)
@@ -116,7 +128,7 @@ class Written(nn.Module):
 class Part(nn.Module):
     """What a stage of torch's holds of Hugging Face's model; its parameters have the names that they have there."""
 
-    def __init__(self, model: GPT2LMHeadModel, stage: int, stages: int) -> None:
+    def __init__(self, model: "GPT2LMHeadModel", stage: int, stages: int) -> None:
         super().__init__()
         whole, layers = model.transformer, len(model.transformer.h)
         places = range(*(part * layers // stages for part in (stage, stage + 1)))

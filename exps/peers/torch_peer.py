@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, schedules
 
 from exps.peers import gpt
 from exps.peers.contestant import Rank, Team
@@ -19,9 +18,9 @@ WORKERS = 2
 
 
 class Peer(NamedTuple):
-    """A schedule of torch, and which stages it wants on each worker."""
+    """A schedule of torch, by its name, and which stages it wants on each worker."""
 
-    schedule: Any
+    schedule: str
     stages_per_worker: int = 1
     v: bool = False
 
@@ -37,13 +36,13 @@ class Peer(NamedTuple):
 
 
 SCHEDULES = {
-    "GPipe": Peer(schedules.ScheduleGPipe),
-    "1F1B": Peer(schedules.Schedule1F1B),
-    "Interleaved1F1B": Peer(schedules.ScheduleInterleaved1F1B, 2),
-    "LoopedBFS": Peer(schedules.ScheduleLoopedBFS, 2),
-    "InterleavedZeroBubble": Peer(schedules.ScheduleInterleavedZeroBubble, 2),
-    "ZBVZeroBubble": Peer(schedules.ScheduleZBVZeroBubble, 2, v=True),
-    "DualPipeV": Peer(schedules.ScheduleDualPipeV, 2, v=True),
+    "GPipe": Peer("ScheduleGPipe"),
+    "1F1B": Peer("Schedule1F1B"),
+    "Interleaved1F1B": Peer("ScheduleInterleaved1F1B", 2),
+    "LoopedBFS": Peer("ScheduleLoopedBFS", 2),
+    "InterleavedZeroBubble": Peer("ScheduleInterleavedZeroBubble", 2),
+    "ZBVZeroBubble": Peer("ScheduleZBVZeroBubble", 2, v=True),
+    "DualPipeV": Peer("ScheduleDualPipeV", 2, v=True),
 }
 
 Parts = Callable[[int, int], nn.Module]
@@ -62,6 +61,8 @@ class TorchRank(Rank):
         batch: tuple[torch.Tensor, torch.Tensor],
         loss_fn: Callable[..., torch.Tensor],
     ) -> None:
+        from torch.distributed.pipelining import PipelineStage, schedules  # here, as the import takes two seconds
+
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         limit = timedelta(seconds=60)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORKERS, timeout=limit)
@@ -72,7 +73,8 @@ class TorchRank(Rank):
         self.keywords = {"target": batch[1]} if count - 1 in mine else {}
         # the loss is a mean, so gradients are divided by the number of micro-batches
         given = stages if peer.stages_per_worker > 1 else stages[0]
-        self.schedule = peer.schedule(given, n_microbatches=chunks, loss_fn=loss_fn, scale_grads=True)
+        kind = getattr(schedules, peer.schedule)
+        self.schedule = kind(given, n_microbatches=chunks, loss_fn=loss_fn, scale_grads=True)
         super().__init__([stage.submod for stage in stages])
 
     def run(self) -> list[torch.Tensor]:
