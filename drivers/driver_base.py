@@ -45,7 +45,7 @@ from pippy.drivers.workers.compiling import compile_options
 from pippy.ir.errors import GenerationError
 from pippy.ir.front.generation_call import check_can_generate
 from pippy.ir.names import LOSS
-from pippy.ir.pipe import Pipe, compiled_of, follow_training_flags, model_of
+from pippy.ir.pipe import Pipe, compiled_of, follow_parameters, follow_training_flags, model_of
 from pippy.ir.surroundings import Surroundings, refused_here
 from pippy.ir.trees import describe, tensors
 
@@ -106,6 +106,7 @@ class PipelineDriverBase:
         self._check_placement()
         self.ranks = tuple(chosen[: self.placement.workers])
         ranks = [self.ranks[worker] for worker in self.placement.worker_of]
+        follow_parameters(pipe)
         self.placed = PlacedPipe(self.compiled, ranks, self.compile)
         if single_loss:
             check_single_loss(schedule.example(chunks=3, workers=len(self.ranks)), self.placed.loss_stage, self.mask)

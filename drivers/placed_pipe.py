@@ -24,7 +24,6 @@ from pippy.drivers.schedules.programs.instructions import Compute
 from pippy.drivers.schedules.programs.placement import Placement
 from pippy.drivers.transport.pickling import pickle_by_value
 from pippy.ir.compiled import Compiled
-from pippy.ir.model_parts import check_dtypes
 from pippy.ir.names import stage_index
 from pippy.ir.nodes import map_nodes
 
@@ -36,7 +35,6 @@ class PlacedPipe:
     """
 
     def __init__(self, compiled: Compiled, ranks: Sequence[int], compile: Mapping[str, Any] | None = None) -> None:
-        check_dtypes(compiled)
         self.compiled, self.ranks, self.compile = compiled, tuple(ranks), compile
         self.loss_stage = loss_stage(compiled)
         self.nodes = {str(node.target): node for node in compiled.split_gm.graph.find_nodes(op="call_module")}

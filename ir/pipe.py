@@ -143,9 +143,7 @@ class Pipe(nn.Module):
         """Run in this process: outputs or loss, and gradients if there is a loss and gradients are on."""
         compiled = compiled_of(self)
         follow_training_flags(self)
-        check_still_shared(self, compiled)
-        check_dtypes(compiled)
-        follow_owners(compiled.copies())
+        follow_parameters(self)
         inputs = bind(compiled, args, kwargs)
         check_guards(compiled, inputs)
         return run_reference(compiled, inputs)
@@ -250,6 +248,14 @@ def modules_of_model(pipe: Pipe) -> list[nn.Module]:
 def models_of(pipe: Pipe) -> list[nn.Module]:
     """What the user may call in this process: the model, and the Pipe."""
     return list({id(module): module for module in [pipe, *pipe.__dict__[_TRAINING_FLAGS].models()]}.values())
+
+
+def follow_parameters(pipe: Pipe) -> None:
+    """Before a Pipe runs, or is sent to workers: replicated parameters follow the model's own. Raises if it cannot run so."""
+    compiled = compiled_of(pipe)
+    check_still_shared(pipe, compiled)
+    check_dtypes(compiled)
+    follow_owners(compiled.copies())
 
 
 def follow_training_flags(pipe: Pipe) -> None:

@@ -96,6 +96,22 @@ def copies(driver, name):
     return [driver.commands.call({worker: Fetch((place,))})[worker][0] for worker, place in places]
 
 
+@pytest.mark.parametrize("config", MultiUseParameterConfig)
+def test_a_driver_sends_the_parameters_that_the_model_has_now(threads, config):
+    plain, pipe = tied(config)
+    x, target = batch()
+    trained = PipelineDriver1F1B(pipe, threads)
+    optimizer = trained.instantiate_optimizer(torch.optim.SGD, lr=0.5)
+    trained.run(2, x, target)
+    optimizer.step()
+    trained.copy_to(pipe)
+
+    plain.load_state_dict(trained.state_dict())
+    again = PipelineDriver1F1B(pipe, threads)
+    torch.testing.assert_close(again.run(2, x, target), plain_step(plain, x, target), rtol=1e-12, atol=1e-12)
+    assert_gradients(again, plain)
+
+
 @pytest.mark.parametrize("looks", [False, True])
 def test_gradients_accumulate_over_several_runs(cluster, looks):
     """Looking at gradients in between adds up those of the copies early, which must not count them twice."""
