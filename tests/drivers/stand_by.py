@@ -59,7 +59,11 @@ class StandBy:
         numbers = [1, 2, *pass_fds]
         _, option, code, *arguments = command
         if option == "-m":
-            code = f"import runpy; runpy.run_module({code!r}, run_name='__main__', alter_sys=True)"
+            # Python finds the module in the folder, too
+            code = (
+                f"import runpy, sys; sys.path.insert(0, {str(cwd or os.getcwd())!r}); "
+                f"runpy.run_module({code!r}, run_name='__main__', alter_sys=True)"
+            )
         request = (code, ["-c", *arguments], numbers, env, str(cwd or os.getcwd()), os.nice(0), start_new_session)
         answers, answer = os.pipe()
         try:
