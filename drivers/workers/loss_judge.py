@@ -134,7 +134,7 @@ class Judge:
         except TooFewRows:
             raise
         except Exception as error:
-            if self.call.name == LOSS or all(map(is_known, sample.row_sizes)):
+            if self.call.name == LOSS or _is_known(sample):
                 return LossReport(fits=False, seen=f"for a part of the rows it raised {type(error).__name__}: {error}")
             sample = self._guessed(sample)  # it may have been cut wrongly
             try:
@@ -169,7 +169,7 @@ class Judge:
 
     def _has_rows(self, sample: Sample) -> bool:
         """Whether a computed input has rows, or none of them depends on what the rows hold."""
-        known = self.call.name != LOSS and all(map(is_known, sample.row_sizes))
+        known = self.call.name != LOSS and _is_known(sample)
         return any(dim is not None for (number, _), _, dim in sample.tensors() if known or number in self.computed)
 
     def _guessed(self, sample: Sample) -> Sample:
@@ -317,6 +317,11 @@ class Judge:
 def _seen(cut: Cut) -> str:
     """What is seen of a cut whose losses do not add up."""
     return "{} and {} rows have the losses {:.6g} and {:.6g}, together {:.6g}".format(*cut.rows, *cut.losses, cut.whole)
+
+
+def _is_known(sample: Sample) -> bool:
+    """Whether it is known of all inputs where their rows are."""
+    return all(map(is_known, sample.row_sizes))
 
 
 def _all_fit(cuts: Sequence[Cut], weights: Weights) -> bool:

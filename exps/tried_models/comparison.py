@@ -1,11 +1,12 @@
 """One step of a Pipe beside one step of the plain model: the loss, every gradient and every buffer."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from exps.tried_models.candidate import Candidate
+from exps.tried_models.candidate import Candidate, rows_of
 from pippy import Pipe, pipeline
 
 
@@ -52,6 +53,18 @@ def compare_step(
     assert_same_gradients(dict(model.named_parameters()), dict(plain.named_parameters()))
     for (name, buffer), other in zip(model.named_buffers(), plain.buffers(), strict=True):
         assert_close(buffer, other, name, rtol=1e-12)
+
+
+def compare_modes(candidate: Candidate, num_stages: int, *, rows: Sequence[int] = ()) -> None:
+    """Cut a model into so many stages, and compare a step in training and one in evaluation: of all rows, or of the first."""
+    model, plain, arguments = candidate.model(), candidate.model(), candidate.arguments()
+    pipe = cut(candidate, model, num_stages, arguments)
+    assert pipe.num_stages == num_stages
+    batches = [rows_of(arguments, 0, each) for each in rows] or [arguments]
+    for training in (True, False):
+        pipe.train(training), plain.train(training)
+        for batch in batches:
+            compare_step(candidate, pipe, model, plain, batch)
 
 
 def assert_same_gradients(found: dict[str, nn.Parameter], expected: dict[str, nn.Parameter]) -> None:

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from exps.tried_models.candidate import Candidate
-from exps.tried_models.comparison import compare_step, cut
-from tests.comparisons import twin
+from exps.tried_models.comparison import compare_modes
 from tests.models.hugging_face import MODELS, ROWS
 
 
@@ -33,11 +32,4 @@ def other_arguments(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_are_those_of_the_plain_model(name):
-    candidate = Candidate(MODELS[name].make, partial(other_arguments, name), of_logits)
-    model, arguments = candidate.model(), candidate.arguments()
-    plain = twin(model)
-    pipe = cut(candidate, model, 2, arguments)
-    assert pipe.num_stages == 2
-    for training in (True, False):
-        pipe.train(training), plain.train(training)
-        compare_step(candidate, pipe, model, plain, arguments)
+    compare_modes(Candidate(MODELS[name].make, partial(other_arguments, name), of_logits), 2)
