@@ -25,9 +25,9 @@ from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.clusters.current_cluster import current_cluster
 from pippy.drivers.commands import Commands
 from pippy.drivers.control.messages import Step, StepReturning
+from pippy.drivers.driver_arguments import checked_checkpoint, checked_out_of_order, chosen_workers, seconds
 from pippy.drivers.errors import DriverError, OptimizerError
-from pippy.drivers.generation import TokenGraphs
-from pippy.drivers.generation_arguments import prompts_of
+from pippy.drivers.generation.generation import Generation
 from pippy.drivers.grad_scaler import PipelineGradScaler
 from pippy.drivers.local_optimizers import watch
 from pippy.drivers.nonfinite_gradients import NonFiniteGradients
@@ -39,13 +39,10 @@ from pippy.drivers.recording.record import Recording
 from pippy.drivers.results import Results
 from pippy.drivers.running_step import RunningStep
 from pippy.drivers.schedules import Program
-from pippy.drivers.schedules.recompute import Checkpoint, modes_of
 from pippy.drivers.stale_models import StaleModels
 from pippy.drivers.workers.compiling import compile_options
-from pippy.ir.errors import GenerationError
-from pippy.ir.front.generation_call import check_can_generate
 from pippy.ir.names import LOSS
-from pippy.ir.pipe import Pipe, compiled_of, follow_parameters, follow_training_flags, model_of
+from pippy.ir.pipe import Pipe, compiled_of, follow_parameters, follow_training_flags
 from pippy.ir.surroundings import Surroundings, refused_here
 from pippy.ir.trees import describe, tensors
 
@@ -96,11 +93,11 @@ class PipelineDriverBase:
         self.cluster = current_cluster() if cluster is None else cluster
         self.chunk_spec, self.batch_dims, self.output_spec = chunk_spec, batch_dims, output_spec
         self.loss_reduction, self.single_loss = loss_reduction, single_loss
-        self.step_timeout, self.out_of_order = _seconds(step_timeout), _checked_out_of_order(out_of_order)
+        self.step_timeout, self.out_of_order = seconds(step_timeout), checked_out_of_order(out_of_order)
         self.mask, self.options = _debug_mask_minibatches, options
         self.compile = compile_options(compile)
-        chosen = self._chosen_workers(world_size, all_ranks)
-        self.checkpoint = _checked_checkpoint(checkpoint, self.compiled.num_stages, self._auto)
+        chosen = chosen_workers(len(self.cluster), self.compiled.num_stages, world_size, all_ranks)
+        self.checkpoint = checked_checkpoint(checkpoint, self.compiled.num_stages, self._auto)
         schedule = RequestedSchedule(self.schedule, options, self.compiled.num_stages, self._auto, self.checkpoint)
         self.placement = schedule.example(chunks=1, workers=len(chosen)).placement
         self._check_placement()
@@ -122,29 +119,13 @@ class PipelineDriverBase:
         self.stale = StaleModels(pipe)
         self.parameters = RemoteParameters(pipe, self.placed, self.commands, self.stale)
         self.loss_checks = LossChecks(LOSS in self.compiled.split_gm._modules, self.compiled.row_sizes)
-        self._token_graphs: TokenGraphs | None = None
+        self._generation = Generation(pipe, self.placed, self.commands, len(self.ranks))
         self._optimizers = 0
         self._probed: set[tuple[int, bool, bool]] = set()  # kinds of steps whose outputs were checked
         self._grad_scaler: PipelineGradScaler | None = None
         self._recording: Recording | None = None
         self.commands.load(self.placed.loads(), self.placed.flags())
         watch(pipe.parameters(), self.commands)
-
-    def _chosen_workers(self, world_size: int | None, all_ranks: Sequence[int] | None) -> list[int]:
-        there = len(self.cluster)
-        if all_ranks is not None:
-            ranks = list(all_ranks)
-            wrong = [rank for rank in ranks if not (isinstance(rank, int) and 0 <= rank < there)]
-            if wrong or len(set(ranks)) != len(ranks) or not ranks:
-                raise DriverError(f"all_ranks={ranks}: name workers of the cluster, 0 to {there - 1}, each once")
-            if world_size is not None and world_size != len(ranks):
-                raise DriverError(f"world_size={world_size} and all_ranks={ranks} disagree; give one of them")
-            return ranks
-        if world_size is None:
-            return list(range(min(there, self.compiled.num_stages)))
-        if not isinstance(world_size, int) or not 0 < world_size <= there:
-            raise DriverError(f"world_size={world_size!r}: the cluster has {there} workers; ask for 1 to {there}")
-        return list(range(world_size))
 
     def _check_placement(self) -> None:
         if self.placement.stages != self.compiled.num_stages:
@@ -330,9 +311,7 @@ class PipelineDriverBase:
         True
         """
         _surroundings("generate")
-        model = self._language_model()
-        prompts = prompts_of(
-            model,
+        return self._generation.run(
             others.pop("input_ids", None) if ids is None else ids,
             attention_mask=attention_mask,
             max_new_tokens=max_new_tokens,
@@ -343,22 +322,8 @@ class PipelineDriverBase:
             eos_token_id=eos_token_id,
             pad_token_id=pad_token_id,
             chunks=chunks,
-            workers=len(self.ranks),
             others=others,
         )
-        if self._token_graphs is None:
-            self._token_graphs = TokenGraphs(model, self.placed, self.commands)
-        return self._token_graphs.run(prompts)
-
-    def _language_model(self) -> torch.nn.Module:
-        model = model_of(self.pipe)
-        if model is None:
-            raise GenerationError(
-                "this Pipe is a copy of another, and generate() needs the model that a Pipe was made from; make the driver "
-                "from the Pipe that pipeline() gave"
-            )
-        check_can_generate(model)
-        return model
 
     # Gradients
 
@@ -477,30 +442,6 @@ def _surroundings(method: str = "run") -> Surroundings:
             f"{refused.remedy}"
         )
     return Surroundings.current()
-
-
-def _seconds(limit: Any) -> float | None:
-    if limit is None or (isinstance(limit, int | float) and not isinstance(limit, bool) and limit > 0):
-        return limit
-    raise DriverError(f"step_timeout={limit!r}: give how many seconds a step may take, or None for no limit")
-
-
-def _checked_out_of_order(given: Any) -> bool | int:
-    if isinstance(given, bool) or (isinstance(given, int) and given > 0):
-        return given
-    raise DriverError(
-        f"out_of_order={describe(given)}: give True to hold no more micro-batches than the schedule does, or the most that a "
-        "worker may hold"
-    )
-
-
-def _checked_checkpoint(given: Any, stages: int, auto: Auto | None) -> Checkpoint:
-    if auto is not None and set(modes_of(given, stages)) != {"never"}:
-        raise DriverError(
-            f"checkpoint={given!r}: schedule='auto' chooses by what forwards take and keep, and computes none again; leave "
-            "checkpoint out, or name a schedule"
-        )
-    return given
 
 
 def _refuse_inputs_with_gradients(given: Sequence[Any]) -> None:

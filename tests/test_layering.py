@@ -27,8 +27,8 @@ LAYERS = """
     drivers/control drivers/workers drivers/recording drivers/clusters drivers/placed_pipe drivers/auto
     drivers/nonfinite_gradients drivers/commands drivers/whole_batch_gradients drivers/programs drivers/stale_models
     drivers/parameters drivers/asked_outputs drivers/results drivers/optimizer_check drivers/gradient_layouts
-    drivers/optimizer drivers/grad_scaler drivers/local_optimizers drivers/running_step drivers/generation_arguments
-    drivers/generation drivers/driver_base
+    drivers/optimizer drivers/grad_scaler drivers/local_optimizers drivers/running_step drivers/generation
+    drivers/driver_arguments drivers/driver_base
     drivers/driver drivers
 
     pippy/errors pippy/balance pippy/pipeline pippy/api pippy/cli pippy/__main__ pippy

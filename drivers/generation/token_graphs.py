@@ -1,4 +1,4 @@
-"""Generation from the controller's side: the graphs that make tokens are made and sent once, and each call is one command.
+"""The graphs that make tokens are made and sent once, and each call is one command.
 
 driver.generate(ids, max_new_tokens=20)
     │ first call: the model is traced with a cache, and cut where the Pipe is cut          AddGeneration ──▶ each worker
@@ -10,7 +10,7 @@ import torch
 
 from pippy.drivers.commands import Commands
 from pippy.drivers.control.messages import AddGeneration, Generated, TensorLocation, TokenGraph, TokenStage
-from pippy.drivers.generation_arguments import Prompts
+from pippy.drivers.generation.prompts import Prompts
 from pippy.drivers.lowering.flow import outputs_of
 from pippy.drivers.placed_pipe import PlacedPipe
 from pippy.drivers.transport.pickling import pickle_by_value

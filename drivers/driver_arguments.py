@@ -1,0 +1,57 @@
+"""The arguments of a driver that are about the driver itself: which workers, how long, in which order, what again."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pippy.drivers.auto import Auto
+from pippy.drivers.errors import DriverError
+from pippy.drivers.schedules.recompute import Checkpoint, modes_of
+from pippy.ir.trees import describe
+
+
+def chosen_workers(there: int, stages: int, world_size: int | None, all_ranks: Sequence[int] | None) -> list[int]:
+    """The workers that a driver uses, of those that are there.
+
+    >>> chosen_workers(there=4, stages=2, world_size=None, all_ranks=None)
+    [0, 1]
+    """
+    if all_ranks is not None:
+        ranks = list(all_ranks)
+        wrong = [rank for rank in ranks if not (isinstance(rank, int) and 0 <= rank < there)]
+        if wrong or len(set(ranks)) != len(ranks) or not ranks:
+            raise DriverError(f"all_ranks={ranks}: name workers of the cluster, 0 to {there - 1}, each once")
+        if world_size is not None and world_size != len(ranks):
+            raise DriverError(f"world_size={world_size} and all_ranks={ranks} disagree; give one of them")
+        return ranks
+    if world_size is None:
+        return list(range(min(there, stages)))
+    if not isinstance(world_size, int) or not 0 < world_size <= there:
+        raise DriverError(f"world_size={world_size!r}: the cluster has {there} workers; ask for 1 to {there}")
+    return list(range(world_size))
+
+
+def seconds(limit: Any) -> float | None:
+    """The limit of a step's time."""
+    if limit is None or (isinstance(limit, int | float) and not isinstance(limit, bool) and limit > 0):
+        return limit
+    raise DriverError(f"step_timeout={limit!r}: give how many seconds a step may take, or None for no limit")
+
+
+def checked_out_of_order(given: Any) -> bool | int:
+    """How many micro-batches a worker may hold that takes them out of order."""
+    if isinstance(given, bool) or (isinstance(given, int) and given > 0):
+        return given
+    raise DriverError(
+        f"out_of_order={describe(given)}: give True to hold no more micro-batches than the schedule does, or the most that a "
+        "worker may hold"
+    )
+
+
+def checked_checkpoint(given: Any, stages: int, auto: Auto | None) -> Checkpoint:
+    """Which forwards are computed again."""
+    if auto is not None and set(modes_of(given, stages)) != {"never"}:
+        raise DriverError(
+            f"checkpoint={given!r}: schedule='auto' chooses by what forwards take and keep, and computes none again; leave "
+            "checkpoint out, or name a schedule"
+        )
+    return given

@@ -1,0 +1,40 @@
+"""What `driver.generate` does: the model is checked, then the prompts, then the graphs are made that make tokens."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from pippy.drivers.commands import Commands
+from pippy.drivers.generation.prompts import prompts_of
+from pippy.drivers.generation.token_graphs import TokenGraphs
+from pippy.drivers.placed_pipe import PlacedPipe
+from pippy.ir.errors import GenerationError
+from pippy.ir.front.generation_call import check_can_generate
+from pippy.ir.pipe import Pipe, model_of
+
+
+class Generation:
+    """Generates with the model of one driver. Nothing is traced or sent before the first call."""
+
+    def __init__(self, pipe: Pipe, placed: PlacedPipe, commands: Commands, workers: int) -> None:
+        self._pipe, self._placed, self._commands, self._workers = pipe, placed, commands, workers
+        self._graphs: TokenGraphs | None = None
+
+    def run(self, ids: Any, others: Mapping[str, Any], **arguments: Any) -> torch.Tensor:
+        """Check the arguments of a call, those of `prompts_of`, and give the prompts with the tokens behind them."""
+        model = self._language_model()
+        prompts = prompts_of(model, ids, workers=self._workers, others=others, **arguments)
+        if self._graphs is None:
+            self._graphs = TokenGraphs(model, self._placed, self._commands)
+        return self._graphs.run(prompts)
+
+    def _language_model(self) -> torch.nn.Module:
+        model = model_of(self._pipe)
+        if model is None:
+            raise GenerationError(
+                "this Pipe is a copy of another, and generate() needs the model that a Pipe was made from; make the driver "
+                "from the Pipe that pipeline() gave"
+            )
+        check_can_generate(model)
+        return model
