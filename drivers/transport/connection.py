@@ -93,6 +93,7 @@ class Connection:
         self.fd = end.fileno()
         self.socket_full = self.ended = False
         self.queue: deque[_Outgoing] = deque()
+        self._sending = False  # to make room is to read, and what is read may be answered: by the queue, for now
         self._packet, self._arrival = (private_memory(mmap.ALLOCATIONGRANULARITY * 2) for _ in range(2))
         self._buffers = [self._arrival.bytes]
         # to send
@@ -121,6 +122,8 @@ class Connection:
 
     def flush(self) -> None:
         """Send as much of the queue as possible."""
+        if self._sending:
+            return
         self.socket_full = False
         if self._unanswered is not None:
             self._answer(self._unanswered)
@@ -155,11 +158,24 @@ class Connection:
     def _post(self, outgoing: _Outgoing) -> None:
         if self.queue:
             self.flush()
-        if (self.queue or not self._try(outgoing)) and not self.ended:
-            self.queue.append(outgoing.own())
+        if self.queue or self._sending:
+            if not self.ended:
+                self.queue.append(outgoing.own())
+        elif self._try(outgoing):
+            if self.queue:
+                self.flush()
+        elif not self.ended:
+            self.queue.appendleft(outgoing.own())  # before those that came while it was tried
 
     def _try(self, outgoing: _Outgoing) -> bool:
         """Send a value or a layout; False if it must wait."""
+        self._sending = True
+        try:
+            return self._sent(outgoing)
+        finally:
+            self._sending = False
+
+    def _sent(self, outgoing: _Outgoing) -> bool:
         kind, number, key, layout = outgoing.kind, outgoing.number, outgoing.key, outgoing.layout
         rest = len(outgoing.rest)
         size = layout.size + rest
@@ -265,9 +281,10 @@ class Connection:
         if not received:
             raise ConnectionError("closed")
         kind, asks, layout, rest, step, value, microbatch, size, end, ring = HEADER.unpack_from(self._arrival.bytes)
+        taken: Any = None
         if kind == VALUE:
             if step >= self.receiver.first_step:
-                self.receiver.put((step, value, microbatch), self._read(layout, rest, size, end))
+                taken = self._read(layout, rest, size, end)
         elif kind == LAYOUT:
             self._learn(layout, rest, size, end)
         elif kind == RING:
@@ -276,6 +293,8 @@ class Connection:
             self._freed(end, ring)
         if asks:
             self._answer(end)
+        if kind == VALUE and step >= self.receiver.first_step:
+            self.receiver.put((step, value, microbatch), taken)  # at the end: it may send, and so read what comes next
         return True
 
     def _bytes_of(self, size: int, end: int) -> tuple[Memory, int]:

@@ -167,3 +167,26 @@ def test_answers_that_wait_for_room_outlive_a_step_that_is_given_up():
     assert got == list(range(sent))
     controller.connection.close()
     transport.close()
+
+
+def test_answers_that_are_given_while_others_wait_for_room_are_given_once():
+    """To make room is to read what has arrived, and that may be answered at once: in the middle of sending the queue."""
+    got, ends = [], socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    here = MessageConnection(ends[0], lambda number, pickled: got.append(number))
+    there = MessageConnection(ends[1], lambda number, pickled: there.send(number, pickled))
+    there.connection.limit = 1 << 20  # three answers
+    for number in range(4):
+        here.send(number, pickle_message(bytes(300_000)))
+    while not there.connection.queue:
+        there.connection.step()
+    while here.connection.step():
+        pass
+    here.send(4, pickle_message(bytes(300_000)))
+    while len(got) < 5 or there.connection.queue:
+        for end in (there, here):
+            end.connection.flush()
+            while end.connection.step():
+                pass
+    assert sorted(got) == list(range(5))
+    here.connection.close()
+    there.connection.close()
