@@ -22,11 +22,12 @@ from pippy.drivers.errors import DriverError, StepError
 from pippy.drivers.recording.measured import measured_costs
 from pippy.drivers.recording.record import Recording
 from pippy.drivers.schedules import make_schedule
-from pippy.drivers.schedules.choose import Choice, Limits, choose, peak_bytes
+from pippy.drivers.schedules.choose import Choice, Limits, choose
 from pippy.drivers.schedules.errors import ScheduleError
 from pippy.drivers.schedules.programs.instructions import Compute, Op
 from pippy.drivers.schedules.programs.placement import Placement
 from pippy.drivers.schedules.programs.program import Program
+from pippy.drivers.schedules.recompute import Checkpoint
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class _Measurements:
 
     programs: dict[str, Program]
     limits: Limits
+    checkpoint: Checkpoint
     done: int = 0
     step_under_way: tuple[Answers, Callable[[Mapping[int, StepResult]], None]] | None = None
     recording: Recording = field(default_factory=Recording)
@@ -76,9 +78,10 @@ class Auto:
 one number or one for each worker
     """
 
-    def __init__(self, memory_limit: Any = None, max_live: Any = None) -> None:
+    def __init__(self, memory_limit: Any = None, max_live: Any = None, checkpoint: Checkpoint = "never") -> None:
         self._bytes = _numbers("memory_limit", memory_limit, "the bytes that the activations on each worker may take")
         self._live = _numbers("max_live", max_live, "how many stage-micro-batches each worker may hold")
+        self.checkpoint = checkpoint
         self._measured: dict[int, _Measurements] = {}
         self._latest: _Measurements | None = None
 
@@ -139,7 +142,7 @@ one number or one for each worker
             limits = Limits(
                 _each("max_live", self._live, plain.placement), _each("memory_limit", self._bytes, plain.placement)
             )
-            self._measured[chunks] = _Measurements(_programs(plain, limits), limits)
+            self._measured[chunks] = _Measurements(_programs(plain, limits, self.checkpoint), limits, self.checkpoint)
         return self._measured[chunks]
 
     def _finish_step(self, measurements: _Measurements) -> None:
@@ -164,8 +167,8 @@ one number or one for each worker
     def _weighed(self, measurements: _Measurements, results: Sequence[StepResult]) -> None:
         kept = {stage: weight for result in results for stage, weight in (result.kept or {}).items()}
         plain = measurements.programs["plain"]
-        weights = tuple(kept.get(stage, 0) for stage in range(plain.stages))
-        measurements.limits = replace(measurements.limits, stage_bytes=weights)
+        weights, inputs = zip(*(kept.get(stage, (0, 0)) for stage in range(plain.stages)))
+        measurements.limits = replace(measurements.limits, stage_bytes=weights, input_bytes=inputs)
         for worker, limit in enumerate(measurements.limits.bytes or ()):
             least = sum(weights[stage] for stage in plain.placement.stages_of(worker))
             if least > limit:
@@ -174,7 +177,7 @@ one number or one for each worker
                     f"stages, which takes {least:,} bytes; raise it, or cut the mini-batch into more micro-batches"
                 )
         if measurements.limits.bytes is not None:
-            measurements.programs = _programs(plain, measurements.limits)
+            measurements.programs = _programs(plain, measurements.limits, measurements.checkpoint)
 
 
 def _step(measurements: _Measurements) -> tuple[StepPurpose, Program]:
@@ -190,7 +193,7 @@ def _step(measurements: _Measurements) -> tuple[StepPurpose, Program]:
 def _choose(measurements: _Measurements) -> None:
     steps = measurements.recording.steps
     try:
-        choice = choose(steps[-1].program, measured_costs(steps), measurements.limits)
+        choice = choose(steps[-1].program, measured_costs(steps), measurements.limits, measurements.checkpoint)
     except ScheduleError as error:
         raise DriverError(
             f"{error}\nraise memory_limit or max_live, or cut the mini-batch into more micro-batches"
@@ -200,13 +203,19 @@ def _choose(measurements: _Measurements) -> None:
     _log.info("schedule='auto': %s", choice)
 
 
-def _programs(plain: Program, limits: Limits) -> dict[str, Program]:
+def _programs(plain: Program, limits: Limits, checkpoint: Checkpoint) -> dict[str, Program]:
     """The programs to measure. They keep the limits, as far as the bytes that stages keep are known."""
     counts = limits.counts(plain.placement)
     whole = plain
     if counts is not None and not _fits(plain, counts, limits):
         whole = make_schedule(
-            "list", workers=plain.workers, chunks=plain.chunks, placement=plain.placement, memory=counts, halves=False
+            "list",
+            workers=plain.workers,
+            chunks=plain.chunks,
+            placement=plain.placement,
+            checkpoint=checkpoint,
+            memory=counts,
+            halves=False,
         )
     return {"plain": plain, "whole": whole, "halves": in_halves(whole)}
 
@@ -214,7 +223,8 @@ def _programs(plain: Program, limits: Limits) -> dict[str, Program]:
 def _fits(program: Program, counts: Sequence[int], limits: Limits) -> bool:
     if limits.bytes is None or limits.stage_bytes is None:
         return all(peak <= count for peak, count in zip(program.peak_live, counts))
-    peaks = [peak_bytes(order, limits.stage_bytes) for order in program.computations]
+    peaks = limits.peaks(program)
+    assert peaks is not None
     live = limits.live or program.peak_live
     return all(map(int.__le__, peaks, limits.bytes)) and all(map(int.__le__, program.peak_live, live))
 

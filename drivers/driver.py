@@ -9,6 +9,7 @@ from pippy.drivers.driver_base import PipelineDriverBase
 from pippy.drivers.errors import DriverError
 from pippy.drivers.schedules import Program
 from pippy.drivers.schedules.choose import Choice
+from pippy.drivers.schedules.recompute import Checkpoint
 from pippy.ir.pipe import Pipe
 
 
@@ -51,18 +52,19 @@ class PipelineDriver(PipelineDriverBase):
         schedule: str | Program = "1f1b",
         memory_limit: int | Sequence[int] | None = None,
         max_live: int | Sequence[int] | None = None,
+        checkpoint: Checkpoint = "never",
         **rest: Any,
     ) -> None:
         self.schedule = schedule
         if schedule == "auto":
-            self._auto = Auto(memory_limit, max_live)
+            self._auto = Auto(memory_limit, max_live, checkpoint)
         elif memory_limit is not None or max_live is not None:
             name, limit = ("memory_limit", memory_limit) if max_live is None else ("max_live", max_live)
             raise DriverError(
                 f"{name}={limit!r} limits what schedule='auto' may choose, and the schedule is given; leave out one of them "
                 "(schedule='list' takes memory=)"
             )
-        super().__init__(pipe, cluster, **rest)
+        super().__init__(pipe, cluster, checkpoint=checkpoint, **rest)
 
     @property
     def choice(self) -> Choice | None:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from pippy.drivers.auto import Auto
 from pippy.drivers.errors import DriverError
 from pippy.drivers.schedules.recompute import Checkpoint, modes_of
 from pippy.ir.trees import describe
@@ -47,11 +46,7 @@ def checked_out_of_order(given: Any) -> bool | int:
     )
 
 
-def checked_checkpoint(given: Any, stages: int, auto: Auto | None) -> Checkpoint:
+def checked_checkpoint(given: Any, stages: int) -> Checkpoint:
     """Which forwards are computed again."""
-    if auto is not None and set(modes_of(given, stages)) != {"never"}:
-        raise DriverError(
-            f"checkpoint={given!r}: schedule='auto' chooses by what forwards take and keep, and computes none again; leave "
-            "checkpoint out, or name a schedule"
-        )
+    modes_of(given, stages)
     return given

@@ -97,7 +97,7 @@ class PipelineDriverBase:
         self.mask, self.options = _debug_mask_minibatches, options
         self.compile = compile_options(compile)
         chosen = chosen_workers(len(self.cluster), self.compiled.num_stages, world_size, all_ranks)
-        self.checkpoint = checked_checkpoint(checkpoint, self.compiled.num_stages, self._auto)
+        self.checkpoint = checked_checkpoint(checkpoint, self.compiled.num_stages)
         schedule = RequestedSchedule(self.schedule, options, self.compiled.num_stages, self._auto, self.checkpoint)
         self.placement = schedule.example(chunks=1, workers=len(chosen)).placement
         self._check_placement()

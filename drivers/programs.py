@@ -42,9 +42,10 @@ class RequestedSchedule:
             )
         per_worker = [self.stages // workers + (worker < self.stages % workers) for worker in range(workers)]
         if self.auto is not None:
-            return make_schedule("1f1b", workers=workers, chunks=chunks, **auto_placement(self.options, per_worker))
-        placed = isinstance(self.options.get("placement"), Mapping | Placement)
-        options = {**({} if placed else {"stages_per_worker": per_worker}), **self.options}
+            placed = auto_placement(self.options, per_worker)
+            return make_schedule("1f1b", workers=workers, chunks=chunks, checkpoint=self.checkpoint, **placed)
+        by_hand = isinstance(self.options.get("placement"), Mapping | Placement)
+        options = {**({} if by_hand else {"stages_per_worker": per_worker}), **self.options}
         return make_schedule(self.schedule, workers=workers, chunks=chunks, checkpoint=self.checkpoint, **options)
 
     def example(self, chunks: int, workers: int) -> Program:

@@ -220,7 +220,7 @@ class StepResult:
     """What a worker gives back after a step: the returned values by name.
 
     ``peak_live`` is the largest number of micro-batches that its stages held at a time. ``kept`` has the bytes that one
-    micro-batch of each stage keeps, if the step was asked to measure them, and
+    micro-batch of each stage keeps, and those of its inputs alone, if the step was asked to measure them, and
     ``loss_report`` what a check of the loss found. ``nonfinite`` has the parameters whose gradients are not finite, if the loss
     was scaled. ``by_chance`` has the values, and the numbers of the tensors in them, that have as many rows as a micro-batch,
     and not its rows.
@@ -229,7 +229,7 @@ class StepResult:
     values: Mapping[str, Any]
     peak_live: int
     record: WorkerRecord | None = None
-    kept: Mapping[int, int] | None = None
+    kept: Mapping[int, tuple[int, int]] | None = None
     loss_report: LossReport | None = None
     nonfinite: tuple[TensorLocation, ...] = ()
     by_chance: tuple[tuple[str, int], ...] = ()

@@ -12,7 +12,8 @@ from pippy.drivers.schedules.simulation.costs import Costs
 def measured_costs(steps: Sequence[StepData]) -> Costs:
     """The costs of every stage and edge, in seconds: medians over all micro-batches of the steps.
 
-    Some of the steps should have whole backwards, and some halves. The loss counts as part of its stage. The latency of an
+    Some of the steps should have whole backwards, and some halves. A forward that was not computed again would take as long as
+    it did. The loss counts as part of its stage. The latency of an
     edge is the time for which its receiver waits after the sender has begun to send: the value is on its way, the receiver
     wakes up and unpacks it. An edge within a worker gets the median of the others, because another program may place its ends
     on two workers.
@@ -31,6 +32,7 @@ def measured_costs(steps: Sequence[StepData]) -> Costs:
         medians[Op.BACKWARD_INPUT],
         medians[Op.BACKWARD_WEIGHT],
         medians[Op.BACKWARD],
+        recompute=[again or first for first, again in zip(medians[Op.FORWARD], medians[Op.RECOMPUTE])],
         latency=_for_all([edge.value for edge in program.flow], transfers),
     )
 

@@ -15,6 +15,7 @@ from pippy.drivers.schedules.orders.registry import REGISTRY
 from pippy.drivers.schedules.programs.instructions import Compute, Op
 from pippy.drivers.schedules.programs.placement import SHAPES, Placement, make_placement
 from pippy.drivers.schedules.programs.program import Program, live_changes
+from pippy.drivers.schedules.recompute import Checkpoint, add_recompute, modes_of
 from pippy.drivers.schedules.simulation.costs import Costs
 from pippy.drivers.schedules.simulation.simulate import simulate_with
 
@@ -26,7 +27,8 @@ SEARCHED = 2000  # with more computations than this, the list scheduler takes ma
 class Limits:
     """The most that each worker may hold: live stage-micro-batches, and bytes of them. None stands for no limit.
 
-    ``stage_bytes`` are the bytes of one micro-batch of each stage.
+    ``stage_bytes`` are the bytes of one micro-batch of each stage, and ``input_bytes`` those of its inputs, which are held
+    until it is computed again.
 
     >>> limits = Limits(bytes=(100, 100), stage_bytes=(30, 40))
     >>> limits.counts(Placement((0, 1)))
@@ -36,6 +38,13 @@ class Limits:
     live: tuple[int, ...] | None = None
     bytes: tuple[int, ...] | None = None
     stage_bytes: tuple[int, ...] | None = None
+    input_bytes: tuple[int, ...] | None = None
+
+    def peaks(self, program: Program) -> tuple[int, ...] | None:
+        """The most bytes that each worker holds in a program, if it is known what a stage holds."""
+        if self.stage_bytes is None:
+            return None
+        return tuple(peak_bytes(order, self.stage_bytes, self.input_bytes) for order in program.computations)
 
     def counts(self, placement: Placement) -> list[int] | None:
         """How many stage-micro-batches each worker may hold, whichever they are. It is never less than its number of stages."""
@@ -166,14 +175,14 @@ class Choice:
         )
 
 
-def choose(program: Program, costs: Costs, limits: Limits = Limits()) -> Choice:
-    """The best schedule for the stages, the placement and the edges of ``program``.
+def choose(program: Program, costs: Costs, limits: Limits = Limits(), checkpoint: Checkpoint = "never") -> Choice:
+    """The best schedule for the stages, the placement and the edges of ``program``, with forwards computed again as it says.
 
     >>> from pippy.drivers.schedules import make_schedule
     >>> choose(make_schedule("1f1b", workers=2, chunks=4), Costs(), Limits(live=(1, 1))).chosen.peak_live
     (1, 1)
     """
-    fitting, left_out = candidates(program, program.placement, costs, limits)
+    fitting, left_out = candidates(program, program.placement, costs, limits, checkpoint)
     if not fitting:
         raise ArgumentError(
             "no schedule stays within the limits:\n" + "\n".join(f"  {name}: {why}" for name, why in left_out)
@@ -181,11 +190,18 @@ def choose(program: Program, costs: Costs, limits: Limits = Limits()) -> Choice:
     fitting.sort(key=lambda each: each.seconds)
     alike = [each for each in fitting if each.seconds <= fitting[0].seconds * (1 + TIE)]
     chosen = min(alike, key=lambda each: each.memory)
-    return Choice(chosen, tuple(fitting), tuple(left_out), tuple(_elsewhere(program, costs, limits, chosen)))
+    return Choice(
+        chosen, tuple(fitting), tuple(left_out), tuple(_elsewhere(program, costs, limits, checkpoint, chosen))
+    )
 
 
 def candidates(
-    program: Program, placement: Placement, costs: Costs, limits: Limits, search: bool = True
+    program: Program,
+    placement: Placement,
+    costs: Costs,
+    limits: Limits,
+    checkpoint: Checkpoint = "never",
+    search: bool = True,
 ) -> tuple[list[Candidate], list[tuple[str, str]]]:
     """The schedules that work on a placement within the limits; and the others, each with the reason."""
     fitting, left_out = [], []
@@ -193,7 +209,7 @@ def candidates(
         if not entry.training or (name == "list" and not search):
             continue
         try:
-            found = _candidate(name, program, placement, costs, limits)
+            found = _candidate(name, program, placement, costs, limits, checkpoint)
         except ScheduleError as error:
             left_out.append((name, str(error).partition("; ")[0]))
             continue
@@ -204,18 +220,39 @@ def candidates(
     return fitting, left_out
 
 
-def _candidate(name: str, program: Program, placement: Placement, costs: Costs, limits: Limits) -> Candidate:
+def _candidate(
+    name: str, program: Program, placement: Placement, costs: Costs, limits: Limits, checkpoint: Checkpoint
+) -> Candidate:
     options: dict[str, Any] = {}
     if name == "list":
         if 3 * placement.stages * program.chunks > SEARCHED:
             raise ArgumentError("a search over so many computations takes long")
-        options = {"costs": costs, "memory": limits.counts(placement), "edges": program.edges}
+        options = {
+            "costs": costs,
+            "memory": list_limits(placement, program.chunks, limits, checkpoint),
+            "edges": program.edges,
+        }
     made = make_schedule(name, workers=placement.workers, chunks=program.chunks, placement=placement, **options)
     if program.edges is not None:
         made = made.for_graph(program.edges, program.backward, program.replicated)
-    stage_bytes = limits.stage_bytes
-    peaks = None if stage_bytes is None else tuple(peak_bytes(order, stage_bytes) for order in made.computations)
-    return Candidate(made, float(simulate_with(made, costs).makespan), peaks)
+    made = add_recompute(made, checkpoint)
+    return Candidate(made, float(simulate_with(made, costs).makespan), limits.peaks(made))
+
+
+def list_limits(placement: Placement, chunks: int, limits: Limits, checkpoint: Checkpoint) -> list[int] | None:
+    """How many stage-micro-batches the list scheduler may begin on each worker: a worker that computes all again, any number.
+
+    >>> list_limits(Placement((0, 1)), 8, Limits(live=(2, 2)), {1: "always"})
+    [2, 8]
+    """
+    counts, modes = limits.counts(placement), modes_of(checkpoint, placement.stages)
+    if counts is None:
+        return None
+    again = [
+        all(modes[stage] != "never" for stage in placement.stages_of(worker)) for worker in range(placement.workers)
+    ]
+    most = [chunks * len(placement.stages_of(worker)) for worker in range(placement.workers)]
+    return [max(pair) if all_again else pair[0] for all_again, pair in zip(again, zip(counts, most))]
 
 
 def peak_bytes(order: Sequence[Compute], stage_bytes: Sequence[int], input_bytes: Sequence[int] | None = None) -> int:
@@ -243,7 +280,9 @@ def peak_bytes(order: Sequence[Compute], stage_bytes: Sequence[int], input_bytes
     return peak
 
 
-def _elsewhere(program: Program, costs: Costs, limits: Limits, chosen: Candidate) -> Iterator[tuple[str, Candidate]]:
+def _elsewhere(
+    program: Program, costs: Costs, limits: Limits, checkpoint: Checkpoint, chosen: Candidate
+) -> Iterator[tuple[str, Candidate]]:
     """The fastest schedule on each other placement, if it is faster than the chosen one."""
     placement = program.placement
     seen = {placement}
@@ -252,7 +291,7 @@ def _elsewhere(program: Program, costs: Costs, limits: Limits, chosen: Candidate
         other = make_placement(placement.workers, counts, shape)
         if other not in seen:
             seen.add(other)
-            found, _ = candidates(program, other, costs, limits, search=False)
+            found, _ = candidates(program, other, costs, limits, checkpoint, search=False)
             best = min(found, key=lambda each: each.seconds, default=None)
             if best is not None and best.seconds * (1 + TIE) < chosen.seconds:
                 yield shape, best

@@ -7,6 +7,7 @@ compile it once more. Compiled, it mostly keeps less.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,24 +41,31 @@ class SavedMemory:
         runs: Callable[[], Mapping[Any, StageRun]],
     ) -> None:
         self.order, self.modules, self.runs = order, modules, runs
-        self.kept: dict[int, int] = {}
+        self.kept: dict[int, tuple[int, int]] = {}  # of each stage, and how much of it the inputs are
+        first = {each for each in order if isinstance(each, Compute) and each.microbatch == 0}
+        again = {replace(each, op=Op.FORWARD) for each in first if each.op == Op.RECOMPUTE}
+        self.weighed = {each for each in first if each.op in (Op.FORWARD, Op.RECOMPUTE)} - again
 
     def measured(self, code: Sequence[Bound]) -> list[Bound]:
-        """The instructions, changed so that the first forward of each stage is measured."""
+        """The instructions, changed so that the first forward of each stage is measured: the second one, if it is repeated."""
         return [self._measured(instruction, *bound) for instruction, bound in zip(self.order, code)]
 
     def _measured(self, instruction: Instruction, handle: Callable[..., None], operands: tuple[Any, ...]) -> Bound:
-        if not isinstance(instruction, Compute) or instruction.op != Op.FORWARD or instruction.microbatch:
+        if instruction not in self.weighed:
             return handle, operands
+        assert isinstance(instruction, Compute)
+        stage = instruction.stage
 
         def measured(*operands: Any) -> None:
             counter, before = ByteCounter(self.modules.values()), set(self.runs())
             with uncompiled(self.modules.values()), counter.hooks():
                 handle(*operands)
+            inputs = ByteCounter(self.modules.values())
             for key, run in self.runs().items():
                 if key not in before:
                     counter.add([run.inputs, run.outputs])
-            self.kept[instruction.stage] = counter.bytes
+                    inputs.add(run.inputs)
+            self.kept[stage] = counter.bytes, inputs.bytes
 
         return measured, operands
 

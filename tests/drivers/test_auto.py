@@ -1,6 +1,7 @@
 """schedule="auto": what it measures, what it chooses, and that the numbers never show it."""
 
 import copy
+from contextlib import closing
 
 import pytest
 import torch
@@ -214,4 +215,27 @@ def test_a_step_that_fails_is_measured_again(threads):
         assert driver.run(4, x, x).shape == ()
     assert driver.choice is not None
     assert torch.isfinite(driver.run(4, x, x))
+    driver.close()
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", {1: "always"}])
+def test_forwards_are_computed_again_in_the_measured_steps_and_in_what_is_chosen(threads, in_float64, checkpoint):
+    pipe, x = pipeline(Chain(3), nn.MSELoss()), torch.randn(8, 8)
+    with closing(PipelineDriver(pipe, threads, schedule="1f1b")) as driver:
+        ((loss, gradients, _),) = stepped(driver, 1, 4, x, x)
+    driver = PipelineDriver(pipe, threads, schedule="auto", checkpoint=checkpoint, memory_limit=2000)
+    for _ in range(MEASURED + 1):
+        program = driver.program(4)
+        modes = checkpoint if isinstance(checkpoint, dict) else dict.fromkeys(range(3), checkpoint)
+        for stage, mode in modes.items():
+            assert len([each for each in program.checkpointed if each[0] == stage]) >= (4 if mode == "always" else 0)
+        ((again, same, _),) = stepped(driver, 1, 4, x, x)
+        assert torch.equal(loss, again) and all(torch.equal(gradients[name], same[name]) for name in gradients)
+    choice = driver.choice
+    assert all(each.program.checkpointed for each in choice.candidates if each.name == "fill_drain")
+    (steps,) = driver._auto._measured.values()
+    assert steps.limits.input_bytes[:2] == (128, 128) and steps.limits.stage_bytes[:2] == (256, 256)
+    assert choice.chosen.peak_bytes == tuple(
+        peak_bytes(order, steps.limits.stage_bytes, steps.limits.input_bytes) for order in choice.program.computations
+    )
     driver.close()

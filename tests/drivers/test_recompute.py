@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import pippy
 from pippy import MicroBatches, MultiUseParameterConfig, pipe_split, pipeline
 from pippy.drivers.driver import PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain
-from pippy.drivers.errors import DriverError, StepError
+from pippy.drivers.errors import StepError
 from pippy.drivers.lowering.lower import lower
 from pippy.drivers.schedules import add_communication, make_schedule, parse_program
 from pippy.drivers.schedules.errors import ArgumentError
@@ -459,8 +459,6 @@ def test_unknown_modes_and_stages_are_refused_before_anything_is_sent(threads):
         for kind in (PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain, pippy.PipelineDriverInterleaved1F1B):
             with pytest.raises(ArgumentError, match=message):
                 kind(pipe, threads, checkpoint=given)
-    with pytest.raises(DriverError, match=r"schedule='auto' chooses .*leave checkpoint out, or name a schedule"):
-        PipelineDriver(pipe, threads, schedule="auto", checkpoint="always")
     lowered = add_communication(make_schedule("1f1b", workers=2, chunks=2))
     with pytest.raises(ArgumentError, match="the program already has its sends; leave checkpoint out"):
         PipelineDriver(pipe, threads, schedule=lowered, checkpoint="always")
