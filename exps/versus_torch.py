@@ -46,11 +46,17 @@ def entries(keep_memory: bool) -> Entries:
         f"torch {name}": partial(torch_peer.torch_peer, name, keep_memory=keep_memory) for name in torch_peer.SCHEDULES
     }
     pippys = {f"pippy {name}": partial(pippy_peer.pippy_peer, name) for name in pippy_peer.SCHEDULES}
+    # these compute forwards again: torch those of the blocks, pippy those of the stages
+    again: dict[str, Callable[[gpt.Size], Contestant]] = {}
+    again[f"again {RIVAL}"] = partial(torch_peer.torch_peer, "1F1B", keep_memory=keep_memory, again=True)
+    for mode in ("always", "except_last"):
+        again[f"again pippy 1f1b {mode}"] = partial(pippy_peer.pippy_peer, "1f1b", checkpoint=mode)
     return {
         "1b": partial(single.single, keep_memory=keep_memory),
         "bound": partial(single.bound, keep_memory=keep_memory),
         **torches,
         **pippys,
+        **again,
     }
 
 
@@ -81,15 +87,15 @@ def agreement(contestants: Mapping[str, Contestant]) -> tuple[dict[str, float], 
     return agreed, wrong
 
 
-def row(name: str, seconds: Mapping[str, list[float]]) -> dict[str, Any]:
-    """The results of a contestant; times in milliseconds."""
+def row(name: str, seconds: Mapping[str, list[float]], rival: str = RIVAL) -> dict[str, Any]:
+    """The results of a contestant, beside those of ``rival``; times in milliseconds."""
     low, median, high = quartiles(seconds[name])
     perfect = quartiles(seconds["1b"])[1] / 2 * PERFECT
     return {
         "name": name,
         "median": median * 1e3,
         "quartiles": [low * 1e3, high * 1e3],
-        "ratio": ratio(seconds[name], seconds[RIVAL]) if RIVAL in seconds else None,
+        "ratio": ratio(seconds[name], seconds[rival]) if rival in seconds else None,
         "normal": median / perfect,
         "overhead": (median - perfect) / gpt.CHUNKS * 1e6,
     }
@@ -103,14 +109,14 @@ def text(each: Mapping[str, Any]) -> str:
     return f"{line}{beside:24}{each['normal']:8.3f}{each['overhead']:10.0f}"
 
 
-def print_table(title: str, rows: list[dict[str, Any]]) -> None:
+def print_table(title: str, rows: list[dict[str, Any]], rival: str) -> None:
     print(f"\n{title}")
-    print(f"{'contestant':28}{'step ms':>10}   {'quartiles':20}{'of ' + RIVAL:24}{'normal':>8}{'µs/mb':>10}")
+    print(f"{'contestant':28}{'step ms':>10}   {'quartiles':20}{'of ' + rival:24}{'normal':>8}{'µs/mb':>10}")
     for each in sorted(rows, key=lambda each: each["median"]):
         print(text(each))
 
 
-def measure(name: str, rounds: int, makers: Entries) -> dict[str, Any]:
+def measure(name: str, rounds: int, makers: Entries, rival: str = RIVAL) -> dict[str, Any]:
     """Check and time the contestants on the model of one size, and print the table."""
     size = gpt.SIZES[name]
     contestants = {who: make(size) for who, make in makers.items()}
@@ -129,8 +135,8 @@ def measure(name: str, rounds: int, makers: Entries) -> dict[str, Any]:
         agreed, wrong = agreement(contestants)
         timed = {who: contestant for who, contestant in contestants.items() if who not in wrong}
         seconds = take_turns(timed, rounds, warm, steps, done=done)
-    rows = [row(who, seconds) for who in timed]
-    print_table(f"{name}: {size}, {rounds} rounds of {steps} step(s)", rows)
+    rows = [row(who, seconds, rival) for who in timed]
+    print_table(f"{name}: {size}, {rounds} rounds of {steps} step(s)", rows, rival)
     for fault in wrong.values():
         print(f"\nNOT TIMED: {fault}")
     if agreed:
@@ -143,6 +149,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--size", choices=[*gpt.SIZES, "all"], default="all")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="beginnings of names; 1b always runs")
+    parser.add_argument(
+        "--beside", default=RIVAL, metavar="NAME", help="the contestant that the others are compared with"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all times to this file")
     parser.add_argument(
         "--keep-memory",
@@ -150,10 +159,13 @@ def main(arguments: list[str] | None = None) -> None:
         help="give the other contestants the allocator settings that pippy gives its workers",
     )
     options = parser.parse_args(arguments)
-    makers = chosen(entries(options.keep_memory), options.only)
+    everybody = entries(options.keep_memory)
+    if options.beside not in everybody:
+        raise SystemExit(f"no contestant is called {options.beside!r}; there are {list(everybody)}")
+    makers = chosen(everybody, options.only)
     sizes = list(gpt.SIZES) if options.size == "all" else [options.size]
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, {platform.machine()}; load {os.getloadavg()[0]:.1f}")
-    results = [measure(size, options.rounds, makers) for size in sizes]
+    results = [measure(size, options.rounds, makers, options.beside) for size in sizes]
     if options.json:
         options.json.write_text(json.dumps({"keep_memory": options.keep_memory, "results": results}, indent=1))
     if any(result["wrong"] for result in results):

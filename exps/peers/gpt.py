@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 BATCH, CHUNKS = 16, 8
 
@@ -57,12 +58,15 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """The whole model, or those parts of it that ``stage`` of ``stages`` holds.
 
+    With ``again``, torch.utils.checkpoint stands around each block.
+
     >>> [name for name, _ in Gpt(SIZES["tiny"], 3, 4).named_children()], list(Gpt(SIZES["tiny"], 3, 4).blocks)
     (['blocks', 'norm', 'head'], ['3'])
     """
 
-    def __init__(self, size: Size, stage: int = 0, stages: int = 1) -> None:
+    def __init__(self, size: Size, stage: int = 0, stages: int = 1, again: bool = False) -> None:
         super().__init__()
+        self.again = again
         self.first, self.last = stage == 0, stage == stages - 1
         if self.first:
             self.embed = nn.Embedding(size.vocabulary, size.width)
@@ -77,7 +81,7 @@ class Gpt(nn.Module):
         if self.first:
             x = self.embed(x) + self.position
         for block in self.blocks.values():
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
         return self.head(self.norm(x)) if self.last else x
 
 
@@ -87,14 +91,14 @@ def model(size: Size) -> Gpt:
     return Gpt(size)
 
 
-def part(size: Size, stage: int, stages: int) -> Gpt:
+def part(size: Size, stage: int, stages: int, again: bool = False) -> Gpt:
     """What ``stage`` holds of `model`, with the same parameters.
 
     >>> whole, end = model(SIZES["tiny"]), part(SIZES["tiny"], 1, 2)
     >>> bool((whole.head.weight == end.head.weight).all())
     True
     """
-    piece, state = Gpt(size, stage, stages), model(size).state_dict()
+    piece, state = Gpt(size, stage, stages, again), model(size).state_dict()
     piece.load_state_dict({name: state[name] for name in piece.state_dict()})
     return piece
 

@@ -50,6 +50,7 @@ class Controller(Rank):
         chunks: int,
         pipe_of: Callable[[int], Pipe],
         batch: tuple[torch.Tensor, torch.Tensor],
+        checkpoint: str = "never",
     ) -> None:
         super().__init__([])
         self._chunks, self._batch = chunks, batch
@@ -57,7 +58,7 @@ class Controller(Rank):
         self._names = [name for name, _ in pipe.named_parameters()]
         with ExitStack() as opened:
             cluster = opened.enter_context(local_cluster(WORKERS, threads=1, pin=True))
-            self._driver = PipelineDriver(pipe, cluster, schedule=schedule)
+            self._driver = PipelineDriver(pipe, cluster, schedule=schedule, checkpoint=checkpoint)
             self._opened = opened.pop_all()
 
     def prepare(self) -> None:
@@ -89,6 +90,6 @@ class PippyTeam(Team):
         super().close()
 
 
-def pippy_peer(schedule: str, size: gpt.Size) -> PippyTeam:
+def pippy_peer(schedule: str, size: gpt.Size, checkpoint: str = "never") -> PippyTeam:
     """pippy with the schedule ``schedule`` of `SCHEDULES`."""
-    return PippyTeam(1, Controller, schedule, gpt.CHUNKS, GptPipe(size), gpt.batch(size))
+    return PippyTeam(1, Controller, schedule, gpt.CHUNKS, GptPipe(size), gpt.batch(size), checkpoint)

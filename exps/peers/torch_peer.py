@@ -87,9 +87,10 @@ class GptParts(NamedTuple):
     """Makes the stages of a model of this size; unlike a lambda it can be sent to a process."""
 
     size: gpt.Size
+    again: bool = False
 
     def __call__(self, stage: int, stages: int) -> nn.Module:
-        return gpt.part(self.size, stage, stages)
+        return gpt.part(self.size, stage, stages, self.again)
 
 
 class TorchTeam(Team):
@@ -106,6 +107,6 @@ class TorchTeam(Team):
         self._folder.cleanup()
 
 
-def torch_peer(name: str, size: gpt.Size, keep_memory: bool = False) -> TorchTeam:
-    """torch's pipelining with the schedule ``name`` of `SCHEDULES`."""
-    return TorchTeam(name, gpt.CHUNKS, GptParts(size), gpt.batch(size), gpt.loss_fn, keep_memory=keep_memory)
+def torch_peer(name: str, size: gpt.Size, keep_memory: bool = False, again: bool = False) -> TorchTeam:
+    """torch's pipelining with the schedule ``name`` of `SCHEDULES`; ``again``: its blocks in torch.utils.checkpoint."""
+    return TorchTeam(name, gpt.CHUNKS, GptParts(size, again), gpt.batch(size), gpt.loss_fn, keep_memory=keep_memory)

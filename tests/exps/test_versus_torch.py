@@ -228,3 +228,16 @@ def test_empty_stages_are_trained(name):
         assert peer.loss() == -1.0
         # names repeat between stages: one of them is left
         assert [gradient.tolist() for gradient in peer.gradients().values()] == [[1.0]]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_blocks_in_checkpoints_compute_their_forward_twice_and_the_same_gradients(again):
+    part, (x, target) = gpt.part(TINY, 0, 1, again), gpt.batch(TINY)
+    calls = []
+    for block in part.blocks.values():
+        block.norm1.register_forward_hook(lambda *_: calls.append(1))
+    gpt.loss_fn(part(x), target).backward()
+    assert len(calls) == TINY.layers * (2 if again else 1)
+    plain = gpt.model(TINY)
+    gpt.loss_fn(plain(x), target).backward()
+    assert all(torch.equal(mine.grad, theirs.grad) for mine, theirs in zip(part.parameters(), plain.parameters()))
