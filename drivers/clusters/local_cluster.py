@@ -66,6 +66,7 @@ def local_cluster(
     threads = _threads(n, threads, pin, len(cores))
     _check_choice("transport", transport, (None, *TRANSPORTS))
     check_seconds(timeout=timeout, start_timeout=start_timeout)
+    _check_is_only_process(n)
     check_none_open()
     shared = _can_share_memory(transport)
     config = LaunchConfig(
@@ -93,6 +94,18 @@ def _started(config: LaunchConfig, timeout: float, start_timeout: float) -> Clus
         raise
     control = Control(addresses, timeout, deaths=processes.deaths, connections=processes.connections)
     return opened(Cluster(config.names, control, processes))
+
+
+def _check_is_only_process(n: int) -> None:
+    """Raise in one of several processes that torchrun has started: each of them would train on a cluster of its own."""
+    rank, ranks = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "1")
+    if rank is not None and ranks != "1":
+        raise ClusterError(
+            f"this is rank {rank} of {ranks} processes that run this script, by torchrun or something like it (RANK and "
+            f"WORLD_SIZE are set), and local_cluster({n}) would start {n} workers for each of them; write cluster() in its "
+            "place, which makes workers of these processes, or start the script with python. If it was started as one process, "
+            "unset RANK and WORLD_SIZE"
+        )
 
 
 def _can_share_memory(transport: str | None) -> bool:

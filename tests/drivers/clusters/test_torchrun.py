@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pippy.drivers.clusters.local_cluster import local_cluster
 from pippy.drivers.clusters.rank_info import RankInfo
 from pippy.drivers.clusters.torchrun import cluster, interface
 from pippy.drivers.errors import ClusterError
@@ -215,6 +216,34 @@ def test_a_second_cluster_in_one_run(monkeypatch):
     monkeypatch.setattr("pippy.drivers.clusters.torchrun._was_open", True)
     with pytest.raises(ClusterError, match="open one cluster, and use it for all"):
         cluster()
+
+
+LOCAL = """
+import pippy
+print("starts", flush=True)
+with pippy.local_cluster(3):
+    print("trains", flush=True)
+"""
+
+
+def test_a_local_cluster_is_refused_in_each_of_several_processes(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(LOCAL)
+    with started(*STANDALONE, "2", str(path)) as process:
+        out, err = process.communicate(timeout=150)
+    assert process.returncode != 0
+    assert "trains" not in out
+    assert re.search(
+        r"rank \d of 2 processes .* local_cluster\(3\) would start 3 workers for each .* write cluster\(\)", err
+    )
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_local_cluster_starts_in_the_only_process_that_torchrun_has_started(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with local_cluster(1, threads=1) as workers:
+        assert len(workers) == 1
 
 
 MISSING = """
