@@ -28,6 +28,7 @@ from pippy.drivers.schedules.programs.instructions import Compute, Op
 from pippy.drivers.schedules.programs.placement import Placement
 from pippy.drivers.schedules.programs.program import Program
 from pippy.drivers.schedules.recompute import Checkpoint
+from pippy.drivers.schedules.simulation.held_bytes import PipeBytes, StageBytes
 
 _log = logging.getLogger(__name__)
 
@@ -168,7 +169,10 @@ one number or one for each worker
         kept = {stage: weight for result in results for stage, weight in (result.kept or {}).items()}
         plain = measurements.programs["plain"]
         weights, inputs = zip(*(kept.get(stage, (0, 0)) for stage in range(plain.stages)))
-        measurements.limits = replace(measurements.limits, stage_bytes=weights, input_bytes=inputs)
+        stages = [
+            StageBytes(kept=each, forward=each, deferred=each, repeating=own) for each, own in zip(weights, inputs)
+        ]
+        measurements.limits = replace(measurements.limits, sizes=PipeBytes(tuple(stages)))
         for worker, limit in enumerate(measurements.limits.bytes or ()):
             least = sum(weights[stage] for stage in plain.placement.stages_of(worker))
             if least > limit:
@@ -221,7 +225,7 @@ def _programs(plain: Program, limits: Limits, checkpoint: Checkpoint) -> dict[st
 
 
 def _fits(program: Program, counts: Sequence[int], limits: Limits) -> bool:
-    if limits.bytes is None or limits.stage_bytes is None:
+    if limits.bytes is None or limits.sizes is None:
         return all(peak <= count for peak, count in zip(program.peak_live, counts))
     peaks = limits.peaks(program)
     assert peaks is not None

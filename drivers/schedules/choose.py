@@ -4,19 +4,20 @@ Schedules whose times differ by less than `TIE` count as equally fast. Of those,
 in seconds.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from pippy.drivers.schedules.communicate import add_communication
 from pippy.drivers.schedules.errors import ArgumentError, ScheduleError
 from pippy.drivers.schedules.make import make_schedule
 from pippy.drivers.schedules.orders.registry import REGISTRY
-from pippy.drivers.schedules.programs.instructions import Compute, Op
 from pippy.drivers.schedules.programs.placement import SHAPES, Placement, make_placement
-from pippy.drivers.schedules.programs.program import Program, live_changes
+from pippy.drivers.schedules.programs.program import Program
 from pippy.drivers.schedules.recompute import Checkpoint, add_recompute, modes_of
 from pippy.drivers.schedules.simulation.costs import Costs
+from pippy.drivers.schedules.simulation.held_bytes import PipeBytes, peak_bytes
 from pippy.drivers.schedules.simulation.simulate import simulate_with
 
 TIE = 0.02
@@ -25,26 +26,23 @@ SEARCHED = 2000  # with more computations than this, the list scheduler takes ma
 
 @dataclass(frozen=True)
 class Limits:
-    """The most that each worker may hold: live stage-micro-batches, and bytes of them. None stands for no limit.
+    """The most that each worker may hold: live stage-micro-batches, and bytes. None stands for no limit.
 
-    ``stage_bytes`` are the bytes of one micro-batch of each stage, and ``input_bytes`` those of its inputs, which are held
-    until it is computed again.
+    ``sizes`` are the bytes of stages and values that count against the limit.
 
-    >>> limits = Limits(bytes=(100, 100), stage_bytes=(30, 40))
+    >>> from pippy.drivers.schedules.simulation.held_bytes import StageBytes
+    >>> limits = Limits(bytes=(100, 100), sizes=PipeBytes((StageBytes(kept=30), StageBytes(kept=40))))
     >>> limits.counts(Placement((0, 1)))
     [3, 2]
     """
 
     live: tuple[int, ...] | None = None
     bytes: tuple[int, ...] | None = None
-    stage_bytes: tuple[int, ...] | None = None
-    input_bytes: tuple[int, ...] | None = None
+    sizes: PipeBytes | None = None
 
     def peaks(self, program: Program) -> tuple[int, ...] | None:
         """The most bytes that each worker holds in a program, if it is known what a stage holds."""
-        if self.stage_bytes is None:
-            return None
-        return tuple(peak_bytes(order, self.stage_bytes, self.input_bytes) for order in program.computations)
+        return None if self.sizes is None else peak_bytes(program, self.sizes)
 
     def counts(self, placement: Placement) -> list[int] | None:
         """How many stage-micro-batches each worker may hold, whichever they are. It is never less than its number of stages."""
@@ -56,7 +54,7 @@ class Limits:
             least = len(stages)
             counts = [] if self.live is None else [self.live[worker]]
             if self.bytes is not None:
-                largest = max((self.stage_bytes[stage] for stage in stages), default=0) if self.stage_bytes else 0
+                largest = max((self.sizes.stages[stage].kept for stage in stages), default=0) if self.sizes else 0
                 counts.append(self.bytes[worker] // largest if largest else least)
             found.append(max(least, min(counts)))
         return found
@@ -236,7 +234,8 @@ def _candidate(
     if program.edges is not None:
         made = made.for_graph(program.edges, program.backward, program.replicated)
     made = add_recompute(made, checkpoint)
-    return Candidate(made, float(simulate_with(made, costs).makespan), limits.peaks(made))
+    lowered = add_communication(made)
+    return Candidate(made, float(simulate_with(lowered, costs).makespan), limits.peaks(lowered))
 
 
 def list_limits(placement: Placement, chunks: int, limits: Limits, checkpoint: Checkpoint) -> list[int] | None:
@@ -253,31 +252,6 @@ def list_limits(placement: Placement, chunks: int, limits: Limits, checkpoint: C
     ]
     most = [chunks * len(placement.stages_of(worker)) for worker in range(placement.workers)]
     return [max(pair) if all_again else pair[0] for all_again, pair in zip(again, zip(counts, most))]
-
-
-def peak_bytes(order: Sequence[Compute], stage_bytes: Sequence[int], input_bytes: Sequence[int] | None = None) -> int:
-    """The most bytes that a worker holds. A micro-batch counts from its forward to the end of its backward.
-
-    One that is computed again counts its ``input_bytes`` until then.
-
-    >>> program = make_schedule("1f1b", workers=2, chunks=4)
-    >>> [peak_bytes(order, stage_bytes=[10, 100]) for order in program.computations]
-    [20, 100]
-    >>> program = make_schedule("1f1b", workers=2, chunks=4, checkpoint="always")
-    >>> [peak_bytes(order, stage_bytes=[10, 100], input_bytes=[1, 2]) for order in program.computations]
-    [11, 100]
-    """
-    backward = frozenset(compute.stage for compute in order if compute.op != Op.FORWARD)
-    again = {(compute.stage, compute.microbatch) for compute in order if compute.op == Op.RECOMPUTE}
-    held = peak = 0
-    for compute, change in zip(order, live_changes(order, backward)):
-        inputs = input_bytes[compute.stage] if input_bytes and (compute.stage, compute.microbatch) in again else 0
-        if compute.op == Op.RECOMPUTE:
-            held -= inputs
-        if compute.op in (Op.FORWARD, Op.RECOMPUTE):
-            peak = max(peak, held + stage_bytes[compute.stage])
-        held += change * stage_bytes[compute.stage] + (inputs if compute.op == Op.FORWARD else 0)
-    return peak
 
 
 def _elsewhere(

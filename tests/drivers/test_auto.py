@@ -11,9 +11,9 @@ from exps.bubbles import ROWS, WIDTH, Sleeper
 from pippy import Pipe, PipelineDriver, pipeline
 from pippy.drivers.errors import DriverError, StepError
 from pippy.drivers.schedules import Costs, make_schedule, simulate_with
-from pippy.drivers.schedules.choose import peak_bytes
 from pippy.drivers.schedules.errors import ScheduleError
 from pippy.drivers.schedules.orders.registry import REGISTRY
+from pippy.drivers.schedules.simulation.held_bytes import peak_bytes
 from tests.drivers.models import Chain, TiedLanguage
 
 MEASURED = 6
@@ -120,10 +120,11 @@ def test_no_step_holds_more_bytes_than_memory_limit(threads, in_float64):
     for _ in range(MEASURED + 1):
         driver.run(8, x, x)
         found.append(driver.program(8))
-    weights = weights.limits.stage_bytes
-    assert weights[:3] == (256, 256, 256) and 256 < weights[3] < 800
+    sizes = weights.limits.sizes
+    weights = [each.kept for each in sizes.stages]
+    assert weights[:3] == [256, 256, 256] and 256 < weights[3] < 800
     for program in found:
-        assert max(peak_bytes(order, weights) for order in program.computations) <= 900
+        assert max(peak_bytes(program, sizes)) <= 900
     assert max(max(program.peak_live) for program in found) == 3
     assert driver.choice.chosen.peak_bytes is not None
     driver.close()
@@ -234,7 +235,7 @@ def test_forwards_are_computed_again_in_the_measured_steps_and_in_what_is_chosen
     choice = driver.choice
     assert all(each.program.checkpointed for each in choice.candidates if each.name == "fill_drain")
     (steps,) = driver._auto._measured.values()
-    assert steps.limits.input_bytes[:2] == (128, 128) and steps.limits.stage_bytes[:2] == (256, 256)
+    assert [(each.repeating, each.kept) for each in steps.limits.sizes.stages[:2]] == [(128, 256)] * 2
     assert choice.chosen.peak_bytes == tuple(
         peak_bytes(order, steps.limits.stage_bytes, steps.limits.input_bytes) for order in choice.program.computations
     )

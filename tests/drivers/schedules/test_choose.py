@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pippy.drivers.schedules import Costs, make_schedule, simulate_with, validate
-from pippy.drivers.schedules.choose import TIE, Limits, choose, peak_bytes
+from pippy.drivers.schedules.choose import TIE, Limits, choose
 from pippy.drivers.schedules.errors import ArgumentError, ScheduleError
 from pippy.drivers.schedules.orders.registry import REGISTRY
 from pippy.drivers.schedules.programs.edges import Edge, Pass
+from pippy.drivers.schedules.simulation.held_bytes import PipeBytes, StageBytes, peak_bytes
 
 COST = st.floats(0.001, 0.01)
 
@@ -81,31 +82,16 @@ def test_schedules_that_take_as_long_differ_by_memory():
 
 def test_bytes_are_limited_where_stages_differ():
     program = make_schedule("1f1b", workers=2, chunks=6, stages_per_worker=2)
-    stage_bytes = (1, 100, 10, 10)
-    tight = Limits(bytes=(203, 50), stage_bytes=stage_bytes)
+    sizes = PipeBytes(tuple(StageBytes(kept=kept, deferred=kept) for kept in (1, 100, 10, 10)))
+    tight = Limits(bytes=(203, 50), sizes=sizes)
     choice = choose(program, Costs(), tight)
-    peaks = [peak_bytes(order, stage_bytes) for order in choice.program.computations]
-    assert list(choice.chosen.peak_bytes) == peaks and peaks[0] <= 203 and peaks[1] <= 50
+    found = peak_bytes(choice.program, sizes)
+    assert choice.chosen.peak_bytes == found and found[0] <= 203 and found[1] <= 50
     assert any("bytes on worker" in why for _, why in choice.left_out)
     with pytest.raises(
         ArgumentError, match=r"no schedule stays within the limits(.|\n)*1f1b: it holds .* bytes on worker 1"
     ):
         choose(program, Costs(), replace(tight, bytes=(203, 19)))
-
-
-def test_the_bytes_that_are_held_are_counted_again_here():
-    program = make_schedule("zb_h1", workers=3, chunks=5)
-    stage_bytes = (7, 11, 13)
-    for worker, order in enumerate(program.computations):
-        held, most = set(), 0
-        for compute in order:
-            key = compute.stage, compute.microbatch
-            if str(compute.op) == "F":
-                held.add(key)
-            elif str(compute.op) == "W":
-                held.remove(key)
-            most = max(most, sum(stage_bytes[stage] for stage, _ in held))
-        assert peak_bytes(order, stage_bytes) == most == stage_bytes[worker] * program.peak_live[worker]
 
 
 def test_the_edges_of_the_graph_are_those_of_the_choice():
