@@ -236,7 +236,5 @@ def test_forwards_are_computed_again_in_the_measured_steps_and_in_what_is_chosen
     assert all(each.program.checkpointed for each in choice.candidates if each.name == "fill_drain")
     (steps,) = driver._auto._measured.values()
     assert [(each.repeating, each.kept) for each in steps.limits.sizes.stages[:2]] == [(128, 256)] * 2
-    assert choice.chosen.peak_bytes == tuple(
-        peak_bytes(order, steps.limits.stage_bytes, steps.limits.input_bytes) for order in choice.program.computations
-    )
+    assert choice.chosen.peak_bytes == peak_bytes(choice.program, steps.limits.sizes)
     driver.close()
