@@ -46,7 +46,7 @@ def local_cluster(
         threads: how many threads each worker computes with. Default: the cores, divided among the workers.
         devices: one device for each worker.
         device: one device for all workers. Default: the CPU.
-        pin: gives each worker one core to itself.
+        pin: gives each worker one core to itself; with a warning if there are more workers than cores.
         names: the names of the workers in messages.
         timeout: a worker that does not answer for so many seconds is lost. So is one whose stage holds Python's lock for
             so long, which only a C extension does.
@@ -68,6 +68,8 @@ def local_cluster(
     check_seconds(timeout=timeout, start_timeout=start_timeout)
     _check_is_only_process(n)
     check_none_open()
+    if pin:
+        _warn_of_shared_cores(names, cores)
     shared = _can_share_memory(transport)
     config = LaunchConfig(
         worker=_worker,
@@ -129,6 +131,21 @@ def _can_share_memory(transport: str | None) -> bool:
 def _threads(n: int, threads: int | None, pin: bool, cores: int) -> int:
     check_threads(threads)
     return threads or (1 if pin else max(1, cores // n))
+
+
+def _warn_of_shared_cores(names: Sequence[str], cores: Sequence[int]) -> None:
+    if len(names) <= len(cores):
+        return
+    shared = "; ".join(
+        f"core {core}: {', '.join(on_it)}" for at, core in enumerate(cores) if len(on_it := names[at :: len(cores)]) > 1
+    )
+    warnings.warn(
+        f"pin=True gives each worker a core, and this process may use {len(cores)} for {len(names)} workers, so some share one "
+        f"and wait for each other ({shared}); start no more than {len(cores)}, or leave out pin, so that the system divides "
+        "the cores",
+        PippyWarning,
+        stacklevel=3,
+    )
 
 
 def _patience(seconds: float | None, crowded: bool) -> float:

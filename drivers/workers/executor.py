@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from pippy.drivers.control.messages import AddProgram, InputIndex, StepResult
+from pippy.drivers.errors import PeerLost
 from pippy.drivers.lowering.flow import Work
 from pippy.drivers.schedules.programs.edges import Pass
 from pippy.drivers.schedules.programs.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
@@ -175,9 +176,10 @@ class Executor:
         chunks = len(weights)
         self.seeds = dict.fromkeys(self.program.returns) if returns is None else returns
         self.returned = {name: [None] * chunks for name in self.seeds}
+        self.given = inputs.keys()
         for name, microbatches in inputs.items():
             for microbatch, value in enumerate(microbatches):
-                self.values[name, microbatch] = self._here(value) if trains else value
+                self.values[name, microbatch] = value
         code = self.recorder.timed() if record else self.code
         code = self.saved_memory.measured(code) if weigh else code
         try:
@@ -231,7 +233,7 @@ class Executor:
         return self.program.order[self.at]
 
     def _here(self, value: Any) -> Any:
-        return value if self.device.type == "cpu" else map_tensors(lambda tensor: tensor.to(self.device), value)
+        return map_tensors(lambda tensor: tensor.to(self.device), value)
 
     def _bound(self, instruction: Instruction) -> tuple[Handle, tuple[Any, ...]]:
         match instruction:
@@ -300,10 +302,11 @@ class Executor:
 
     def _forward(self, call: StageCall, microbatch: int, takes: Sequence[Key], gives: Sequence[Key]) -> None:
         values = self.values
-        if self.trains:
-            inputs = tuple(as_leaf(values[key]) for key in takes)
-        else:  # inputs of the model are put on the device now: all at once would take as much memory as the mini-batch
-            inputs = tuple(self._here(values[key]) for key in takes)
+        if self.device.type != "cpu":  # inputs of the model: all at once would take as much memory as the mini-batch
+            for key in takes:
+                if key[0] in self.given:
+                    values[key] = self._here(values[key])
+        inputs = tuple(as_leaf(values[key]) if self.trains else values[key] for key in takes)
         args = self._args(call, microbatch, inputs)
         if self.single is not None and call.name == LOSS:
             self.single.gather(microbatch, inputs)
@@ -434,7 +437,13 @@ class Executor:
             raise StageError(f"{what}, could not be sent to worker {to}: {type(error).__name__}: {error}") from error
 
     def _receive(self, key: Key, source: int, number: int, microbatch: int) -> None:
-        self.values[key] = self.transport.receive((self.step, number, microbatch), source)
+        try:
+            self.values[key] = self.transport.receive((self.step, number, microbatch), source)
+        except (Interrupted, PeerLost):
+            raise
+        except Exception as error:
+            what = f"{key[0]} of micro-batch {microbatch}, from worker {source}"
+            raise StageError(f"{what}, could not be read: {type(error).__name__}: {error}") from error
 
     def _free(self, key: Key) -> None:
         del self.values[key]

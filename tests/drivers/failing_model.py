@@ -8,8 +8,9 @@ from torch.nn import functional as F
 
 from pippy import MultiUseParameterConfig, pipe_split, pipeline
 from pippy.ir.front.tracer import PipeTracer
+from tests.drivers.cut_connections import cut_connections_to_siblings
 
-FORWARD, BACKWARD, EXIT, SLOW, ENDLESS, UNSENDABLE, LOSS = range(1, 8)
+FORWARD, BACKWARD, EXIT, SLOW, ENDLESS, UNSENDABLE, LOSS, UNREADABLE, CUT = range(1, 10)
 NOWHERE = -1
 
 
@@ -35,6 +36,16 @@ class Opaque:
         raise ValueError("an opaque value stays where it is")
 
 
+class Unreadable:
+    """A value that can be pickled, and not be unpickled."""
+
+    def __reduce__(self):
+        return int, ("no number",)
+
+    def __deepcopy__(self, memo):
+        return self
+
+
 class Trap(nn.Module):
     """Lets its input through, unless the orders, rows of (trap, how), have one for this trap."""
 
@@ -53,7 +64,10 @@ class Trap(nn.Module):
             time.sleep(1.5)
         while how == ENDLESS:
             time.sleep(0.05)
-        return Raises.apply(x, how == BACKWARD), Opaque() if how == UNSENDABLE else note
+        if how == CUT:
+            cut_connections_to_siblings()
+        note = Opaque() if how == UNSENDABLE else Unreadable() if how == UNREADABLE else note
+        return Raises.apply(x, how == BACKWARD), note
 
 
 class TrapLoss(nn.Module):

@@ -1,5 +1,7 @@
 """What a step holds: storages that are alive are counted whenever a stage makes one more."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -86,29 +88,6 @@ def test_what_a_step_holds_does_not_grow_with_the_micro_batches(threads, kind):
     assert asked == {"first": 1, "second": 1, "output": 32}, "outputs wait for the answer, and nothing else does"
 
 
-def test_forward_only_steps_hold_the_inputs_of_one_micro_batch_on_the_device(threads, monkeypatch):
-    """Here "on the device" is a copy. In a training step all inputs are there from the start, and go when they were used."""
-
-    def copied(executor, value):
-        return noted("input", value.clone()) if value.shape == (2, 8) and not value.requires_grad else value
-
-    monkeypatch.setattr(Executor, "_here", copied)
-    x, target = torch.randn(64, 8), torch.randn(64, 8)
-    driver = PipelineDriver1F1B(pipeline(Three(), loss_fn), threads, world_size=1, loss_reduction="mean")
-    with torch.no_grad():
-        assert held(lambda: driver.run(32, x, target))["input"] <= 2
-    left, forward = [], Executor._forward
-
-    def counted(*args):
-        left.append(sum(not each.expired() for each in made["input"]))
-        return forward(*args)
-
-    monkeypatch.setattr(Executor, "_forward", counted)
-    driver = PipelineDriver1F1B(driver.pipe, threads, world_size=1, loss_reduction="mean")
-    held(lambda: driver.run(32, x, target))
-    assert max(left) == 64 and min(left) <= 4
-
-
 def test_a_step_that_is_done_holds_its_result_alone(threads):
     driver = PipelineDriver1F1B(pipeline(Three()), threads)
     x = torch.randn(8, 8)
@@ -144,3 +123,42 @@ def test_a_stage_without_a_backward_keeps_nothing_for_one(threads):
         driver = PipelineDriver(pipeline(LossInTheMiddle()), threads, **options)
         driver.run(32, x, target)  # the first step looks at an output twice
         assert held(lambda driver=driver: driver.run(32, x, target)) == {"beside": 1}
+
+
+class Simulated:
+    """A device that is not the CPU."""
+
+    type = "simulated"
+
+
+@pytest.mark.parametrize(("workers", "most"), [(1, 4), (3, 8)])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_inputs_are_on_the_device_from_their_forward_on(threads, monkeypatch, checkpoint, workers, most):
+    """Those of all micro-batches were put there when a training step began, and waited for their turn."""
+    there = {}
+
+    def moved(executor, tensor):
+        if id(tensor) in there and there[id(tensor)]() is tensor:
+            return tensor
+        copy = noted("inputs", tensor.clone())
+        there[id(copy)] = weakref.ref(copy)
+        return copy
+
+    inner = Executor.__init__
+
+    def on_a_device(self, *given):
+        inner(self, *given)
+        self.device = Simulated()
+
+    monkeypatch.setattr(Executor, "__init__", on_a_device)
+    monkeypatch.setattr(Executor, "_here", moved)
+    x, target = torch.randn(64, 8), torch.randn(64, 8)
+    model = Three()
+    driver = PipelineDriver1F1B(
+        pipeline(model, loss_fn), threads, world_size=workers, loss_reduction="mean", checkpoint=checkpoint
+    )
+    for trains in (True, False):
+        with torch.set_grad_enabled(trains):
+            assert 1 <= held(lambda: driver.run(32, x, target))["inputs"] <= (most if trains else 2 * workers)
+    torch.testing.assert_close(driver.run(32, x, target), loss_fn(model(x), target).detach())
+    driver.close()

@@ -16,6 +16,7 @@ from torch.distributed import rpc
 from pippy.drivers.stderr_filter import StderrFilter
 from pippy.drivers.transport.messages.message_queue import DeliveryFailure, MessageQueue
 from pippy.drivers.transport.pickling import Pickled, pickle_message, unpickle
+from pippy.drivers.transport.received_values import Unreadable
 
 
 @dataclass(frozen=True)
@@ -122,9 +123,9 @@ def ping(to: str) -> "torch.futures.Future[Pickled]":
 
 def deliver(to: str, key: Any, value: Any) -> None:
     """Hand a value to the transport of another worker. That a worker is gone is the controller's to notice."""
-    pickled = pickle_message((key, value))
+    pickled = pickle_message(value)
     with suppress(ConnectionError):
-        _call(to, _take, pickled)
+        _call(to, _take, key, pickled)
 
 
 def watch(to: str, broken: Callable[[], None]) -> None:
@@ -181,5 +182,9 @@ def _pong() -> Pickled:
     return pickle_message(os.getpid())
 
 
-def _take(pickled: Pickled) -> None:
-    _serving().deliver(*unpickle(pickled))
+def _take(key: Any, pickled: Pickled) -> None:
+    try:
+        value = unpickle(pickled)
+    except Exception as error:  # the call's answer is looked at by nobody: who waits for the value is told
+        value = Unreadable(error)
+    _serving().deliver(key, value)

@@ -16,6 +16,7 @@ import pytest
 from pippy.drivers.clusters.current_cluster import current_cluster
 from pippy.drivers.clusters.local_cluster import local_cluster
 from pippy.drivers.errors import ClusterError, WorkerLostError
+from pippy.ir.errors import PippyWarning
 from tests.drivers.processes import close_open_cluster, listeners, watched, within
 
 ROOT = Path(__file__).parents[3]
@@ -86,6 +87,16 @@ def test_options_reach_the_workers_and_no_directory_is_left(tmp_path, monkeypatc
     assert all(each["environment"]["MALLOC_ARENA_MAX"] == "1" for each in about)
     assert all(each["environment"]["SOME_NAME"] == "a value" and each["folder"] == str(tmp_path) for each in about)
     assert found[1] == about
+
+
+@pytest.mark.usefixtures("alone")
+def test_pinned_workers_that_share_a_core_are_told_of(monkeypatch):
+    core = min(os.sched_getaffinity(0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {core})
+    words = rf"may use 1 for 2 workers.*\(core {core}: front, back\); start no more than 1, or leave out pin"
+    with pytest.warns(PippyWarning, match=words) as caught, opened(names=("front", "back"), pin=True):
+        pass
+    assert caught[0].filename == __file__
 
 
 @pytest.mark.usefixtures("alone")
