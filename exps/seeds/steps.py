@@ -1,0 +1,81 @@
+"""Steps of a model that really run, by turns: how long they take, and how much memory they make workers take."""
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from exps.memory import kilobytes
+from exps.peers.rounds import quartiles
+from exps.seeds.layer_costs import LayerCosts
+from exps.seeds.layers import Layers, cut_into
+from exps.seeds.settings import Setting
+from pippy import Cluster, PipelineDriverFillDrain, local_cluster
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass
+class Steps:
+    """Runs settings of one model on one batch. ``model`` makes it anew; its parameters are alike each time."""
+
+    model: Callable[[], Layers]
+    loss_fn: Any
+    batch: Batch
+
+    def driver(self, cluster: Cluster, setting: Setting) -> PipelineDriverFillDrain:
+        torch.manual_seed(0)
+        pipe = cut_into(self.model(), setting.balance, self.loss_fn)
+        return PipelineDriverFillDrain(pipe, cluster, world_size=setting.workers, checkpoint=setting.checkpoint)
+
+    def seconds(self, cluster: Cluster, settings: Mapping[str, Setting], rounds: int) -> dict[str, list[float]]:
+        """The seconds of each setting's steps. In each round each has a step, in random order; the first is not counted."""
+        drivers = {name: self.driver(cluster, setting) for name, setting in settings.items()}
+        found: dict[str, list[float]] = {name: [] for name in drivers}
+        dice = random.Random(0)
+        for turn in range(rounds + 1):
+            for name in dice.sample(list(drivers), len(drivers)):
+                begin = time.perf_counter()
+                drivers[name].run(settings[name].chunks, *self.batch)
+                if turn:
+                    found[name].append(time.perf_counter() - begin)
+                drivers[name].zero_grad()
+        for driver in drivers.values():
+            driver.close()
+        return found
+
+    def megabytes(self, setting: Setting) -> list[float]:
+        """By how much the memory of each worker grows, at most, from before it has a model: in new processes, in two steps."""
+        with local_cluster(setting.workers, threads=1) as cluster:
+            before = [resident(worker.pid) for worker in cluster.control.workers]
+            driver = self.driver(cluster, setting)
+            for _ in range(2):
+                driver.run(setting.chunks, *self.batch)
+            return [resident(worker.pid, "VmHWM") - was for worker, was in zip(cluster.control.workers, before)]
+
+
+def resident(pid: int, which: str = "VmRSS") -> float:
+    """The megabytes of a process: now, or at most until now."""
+    return kilobytes(Path(f"/proc/{pid}/status"))[which] / 1024
+
+
+def steps_table(steps: Steps, settings: Mapping[str, Setting], costs: LayerCosts, rounds: int) -> list[str]:
+    """Run all settings on a cluster, and print what was measured beside what these costs of layers make of it."""
+    workers = max(setting.workers for setting in settings.values())
+    with local_cluster(workers, threads=1, pin=True) as cluster:
+        seconds = steps.seconds(cluster, settings, rounds)
+    first = next(iter(settings))
+    base = settings[first].throughput(costs)
+    lines = [
+        f"{'really run':12}{'step ms':>9}  {'quartiles':16}{'speed-up':>9}{'simulated':>11}  MB by which workers grow"
+    ]
+    for name, setting in settings.items():
+        low, middle, high = (1e3 * each for each in quartiles(seconds[name]))
+        ratio, foreseen = 1e3 * quartiles(seconds[first])[1] / middle, setting.throughput(costs) / base
+        grown = " ".join(f"{each:.0f}" for each in steps.megabytes(setting))
+        lines.append(f"{name:12}{middle:9.0f}  {f'{low:.0f}–{high:.0f}':16}{ratio:9.3f}{foreseen:11.3f}  {grown}")
+    return lines

@@ -1,0 +1,153 @@
+"""The U-Net of the torchgpipe paper: its parameters, the bytes between its stages, and its speed, beside the paper's tables.
+
+Question: do the published counts of parameters come out; how many bytes do skips save that go straight to their stage (portals,
+          in the paper); which speed-ups does the simulation give from layers measured here; and what do two workers do?
+Command:  python -m exps.unet                      (from the root of the repository; parts: parameters wires speed steps)
+Method:   parameters and bytes: a model without data (the meta device), cut with the paper's balances. speed: each layer of
+          a model of --channels on --rows pictures is timed alone, and fill-drain is simulated with the sums of stages; all
+          micro-batches have the same rows, and values travel in no time. Table 1: the same costs, in the seconds of the
+          paper's GPU (28.5 pictures in a second on one), and links of --bandwidth GB/s. steps: a small model really runs
+          on two workers, by turns in random order; the memory is that of new processes.
+Finding:  all five counts of parameters are the published ones. Straight skips send 1.97 times fewer bytes between all stages,
+          and 2.29 times fewer of skips: what the paper's portals save. Speed-ups for 1, 2, 4 and 8 workers, from layers
+          measured on a busy core (the paper's): 0.86 (0.858), 1.41 (1.246), 2.06 (2.352), 3.45 (3.105) with the paper's
+          balances, and 0.86, 1.47, 2.59, 4.91 with those that are best for these layers.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+
+import torch
+from torch import nn
+
+from exps.seeds.command import Sizes, run_parts
+from exps.seeds.layer_costs import LayerCosts, measured, sums
+from exps.seeds.layers import cut_into, parameters, pictures, printed
+from exps.seeds.settings import Setting, speed_table
+from exps.seeds.steps import Steps, steps_table
+from exps.seeds.unet_model import UNet
+from exps.seeds.wires import edge_bytes, sent_bytes, value_bytes
+from pippy.drivers.lowering.lower import lower
+from pippy.drivers.schedules import Program, make_schedule, simulate
+
+LOSS = nn.BCEWithLogitsLoss()
+SIDE = 192  # of a picture, in pixels
+BLOCKS, CHANNELS = 5, 64  # of Tables 1 and 4
+PARAMETERS = {
+    (6, 72): "362.2M",
+    (11, 128): "2.21B",
+    (24, 128): "4.99B",
+    (24, 160): "7.80B",
+    (48, 160): "15.82B",
+}  # Table 3
+PORTALS = Setting([34, 76, 70, 61], 8, "except_last")  # Table 1
+ROWS = 16  # of a micro-batch there
+PER_SECOND = 28.5  # pictures, of Naive-1
+SPEEDS = {"Naive-1": 1.0, "Pipeline-1": 0.858, "Pipeline-2": 1.246, "Pipeline-4": 2.352, "Pipeline-8": 3.105}  # Table 4
+SETTINGS = {
+    "Naive-1": Setting([241], 1),
+    "Pipeline-1": Setting([241], 2, "except_last"),
+    "Pipeline-2": Setting([104, 137], 32, "except_last"),
+    "Pipeline-4": Setting([30, 66, 84, 61], 16, "except_last"),
+    "Pipeline-8": Setting([16, 27, 31, 44, 22, 57, 27, 17], 40, "except_last"),
+}
+
+
+def parameters_part(sizes: Sizes) -> None:
+    print(f"{'(B, C)':12}{'published':>10}{'ours':>10}")
+    for size, published in PARAMETERS.items():
+        print(f"{size!s:12}{published:>10}{printed(parameters(UNet(*size, device='meta'))):>10}")
+
+
+@cache
+def portals(threaded: bool) -> tuple[Program, dict[str, int]]:
+    """The program of Table 1, and the bytes of each value of one picture."""
+    pipe = cut_into(UNet(BLOCKS, CHANNELS, threaded=threaded, device="meta"), PORTALS.balance, LOSS)
+    schedule = make_schedule("fill_drain", workers=4, chunks=PORTALS.chunks, checkpoint=PORTALS.checkpoint)
+    return lower(pipe, schedule).program, value_bytes(pipe, pictures(1, SIDE, "meta"))
+
+
+def of_skips(program: Program, sizes: Mapping[str, int]) -> int:
+    """The bytes of what skips send; all but the value that each stage hands to the next, and its gradient."""
+    ends = [f"layers_{sum(PORTALS.balance[: stage + 1]) - 1}" for stage in range(3)]
+    return sum(sent_bytes(program, sizes).values()) - 2 * sum(sizes[end] for end in ends)
+
+
+def wires_part(sizes: Sizes) -> None:
+    print(f"{'MB of a picture':16}{'all':>8}{'skips':>8}   by wire")
+    found = []
+    for name, threaded in (("straight", False), ("threaded", True)):
+        program, values = portals(threaded)
+        sent = sent_bytes(program, values)
+        found.append((sum(sent.values()), of_skips(program, values)))
+        wires = " ".join(f"{source}→{to} {count / 2**20:.2f}" for (source, to), count in sorted(sent.items()))
+        print(f"{name:16}{found[-1][0] / 2**20:8.2f}{found[-1][1] / 2**20:8.2f}   {wires}")
+    (straight, skips), (all_threaded, skips_threaded) = found
+    print(f"times less: {all_threaded / straight:.2f} (paper 1.97), of skips {skips_threaded / skips:.2f} (paper 2.29)")
+
+
+@cache
+def costs_of(channels: int, rows: int, side: int, repeat: int) -> LayerCosts:
+    return measured(UNet(BLOCKS, channels), pictures(rows, side), repeat)
+
+
+def costs(sizes: Sizes) -> LayerCosts:
+    return costs_of(*(sizes[name] for name in ("channels", "rows", "side", "repeat")))
+
+
+def speed_part(sizes: Sizes) -> None:
+    print("\n".join(speed_table(SETTINGS, SPEEDS, costs(sizes))))
+
+
+def links_part(sizes: Sizes) -> None:
+    """Table 1 by simulation: the layers' times as shares of the paper's, and its pictures over links."""
+    layers, bandwidth = costs(sizes), sizes["bandwidth"]
+    unit = ROWS / PER_SECOND / layers.whole
+    passes = {
+        "forward": [unit * each for each in sums(layers.forward, PORTALS.balance)],
+        "backward": [unit * each for each in sums(layers.backward, PORTALS.balance)],
+    }
+    seconds = []
+    for threaded in (True, False):
+        program, values = portals(threaded)
+        edges = {value: ROWS * size for value, size in edge_bytes(program, values).items()}
+        seconds.append(simulate(program, **passes, size=edges, bandwidth=bandwidth * 1e9).makespan)  # type: ignore[arg-type]
+    print(
+        f"Table 1, {bandwidth:g} GB/s: straight skips make a step {seconds[0] / seconds[1]:.3f} times as fast (paper 1.060)"
+    )
+
+
+def steps_part(sizes: Sizes) -> None:
+    """The U-Net with fewer channels really runs, on two workers."""
+    torch.manual_seed(0)
+    layers, side, chunks = costs(sizes), sizes["side"], sizes["chunks"]
+    rows = sizes["rows"] * chunks
+    settings = {
+        "Naive-1": SETTINGS["Naive-1"],
+        "Pipeline-1": SETTINGS["Pipeline-1"],
+        "Pipeline-2": Setting(SETTINGS["Pipeline-2"].balance, chunks, "except_last").balanced(layers),
+        "2, never": Setting(SETTINGS["Pipeline-2"].balance, chunks).balanced(layers),
+    }
+    steps = Steps(
+        lambda: UNet(BLOCKS, sizes["channels"]), LOSS, (pictures(rows, side), torch.rand(rows, 1, side, side))
+    )
+    print("\n".join(steps_table(steps, settings, layers, sizes["rounds"])))
+
+
+PARTS = {
+    "parameters": parameters_part,
+    "wires": wires_part,
+    "speed": speed_part,
+    "links": links_part,
+    "steps": steps_part,
+}
+USUAL = {"channels": 32, "side": SIDE, "rows": 4, "repeat": 3, "bandwidth": 12.0, "chunks": 8, "rounds": 5}
+TINY = {"channels": 2, "side": 64, "rows": 1, "repeat": 1, "chunks": 2, "rounds": 1}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    run_parts(__doc__, PARTS, USUAL, TINY, arguments)
+
+
+if __name__ == "__main__":
+    main()
