@@ -7,28 +7,37 @@
                   4 one packet             ── VALUE ───▶  5 copies the bytes out, at once
                   6 frees the place        ◀── FREED ───  if the packet asked; one answer covers all before it
 
-A small value is inside its packet. If the ring has no place for a value, or the socket is full, the sender keeps a copy of
-the value in a queue. It sends the queue, in order, whenever the connection is served. No call in this file waits.
+A small value is inside its packet. A value for which the ring has no place goes in memory of its own, whose descriptor
+travels beside its packet: the sender may compute for long now, and the receiver must not wait for its next call. Only if
+there is no such memory, or the socket is full, the sender keeps a copy of the value in a queue, which it sends, in order,
+whenever the connection is served. A socket holds hundreds of packets, and small values leave it room: while many packets
+are not read, the bytes of small values go into the ring, too. No call in this file waits.
 """
 
+import fcntl
 import mmap
 import os
 import pickle
 import socket
+import struct
+import termios
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from pippy.drivers.transport.memory import Memory, create_shared, map_shared, private_memory
+from pippy.drivers.transport.memory import Memory, create_shared, map_received, private_memory
 from pippy.drivers.transport.packet import (
+    ALONE,
     ASK,
     FREED,
     HEADER,
     INLINE,
     LAYOUT,
     NO_KEY,
+    REFUSED,
     RING,
     START,
     VALUE,
@@ -36,11 +45,13 @@ from pippy.drivers.transport.packet import (
 )
 from pippy.drivers.transport.pickling import pickle_to_bytes
 from pippy.drivers.transport.received_values import Unreadable, ValueKey
-from pippy.drivers.transport.ring import Ring, ring_size
+from pippy.drivers.transport.ring import MINIMUM, Ring, RingReview, ring_size
 from pippy.drivers.transport.value_layout import Parts, ValueLayout, aligned, layout_of, rest_to_bytes, take_apart
 
 _LAYOUTS = 1024  # numbers are used again, the oldest first, so that shapes that never repeat do not fill the memory
 _NO_LAYOUT = ValueLayout(None, (), 0, 0)
+_BUFFER = 1 << 20  # what a socket is asked to hold of packets that are not read; the system may allow less
+_SMALLEST = 64  # a packet with so few bytes inside takes no more of the socket than one without
 
 
 @dataclass(slots=True)
@@ -89,6 +100,7 @@ class Connection:
         self, end: socket.socket, receiver: Receiver, limit: int = 1 << 26, device: torch.device | None = None
     ) -> None:
         end.setblocking(False)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         self.socket, self.receiver, self.limit, self.device = end, receiver, limit, device
         self.fd = end.fileno()
         self.socket_full = self.ended = False
@@ -100,12 +112,16 @@ class Connection:
         self._numbers: dict[Any, tuple[int, ValueLayout]] = {}  # of the layouts that the other end has, by signature
         self._next_number = 0
         self._ring: Ring | None = None
+        self._review = RingReview()
         self._out: Memory | None = None
         self._rings_made = 0
+        self._holds = end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        self._room = self._holds // 4  # for bytes inside packets, before it is looked how full the socket is
         # to receive
         self._layouts: list[ValueLayout | Unreadable] = [_NO_LAYOUT] * _LAYOUTS
         self._in: Memory | None = None
         self._rings_received = 0
+        self._refused: OSError | None = None  # why the ring was not taken
         self._unanswered: int | None = None  # the position of a FREED that could not be sent, as the socket was full
 
     # -- sending
@@ -134,6 +150,15 @@ class Connection:
     def discard_before(self, step: int) -> None:
         """Drop queued values of earlier steps. Layouts stay: later values may need them."""
         self.queue = deque(each for each in self.queue if each.kind != VALUE or each.key[0] >= step)
+
+    def trim(self) -> None:
+        """Give up the ring, unless something waits for room in it. The next value that needs one gets a new one."""
+        if self._ring is None or self.queue or self.socket_full or self.ended:
+            return
+        write_header(self._packet.bytes, RING, ring=self._rings_made + 1)
+        if self._send():
+            self._rings_made += 1
+            self._ring = self._out = None
 
     def close(self) -> None:
         """End the connection; the other end sees that. A second call does nothing."""
@@ -179,13 +204,13 @@ class Connection:
         kind, number, key, layout = outgoing.kind, outgoing.number, outgoing.key, outgoing.layout
         rest = len(outgoing.rest)
         size = layout.size + rest
-        if size <= INLINE:
+        if size <= _SMALLEST or (size <= INLINE and not self._is_crowded(size)):
             self._packet.write(START, layout, outgoing.tensors, outgoing.rest)
             write_header(self._packet.bytes, kind, 0, number, rest, key, size)
             return self._send(START + size)
-        start = self._allocate(aligned(size))
+        start = self._allocate(aligned(size), key[0])
         if start is None or self._ring is None or self._out is None:
-            return False
+            return self._send_alone(outgoing, size)
         ring = self._ring
         self._out.write(start, layout, outgoing.tensors, outgoing.rest)
         asks = ring.should_ask()
@@ -196,6 +221,41 @@ class Connection:
         if asks:
             ring.asked = ring.head
         return True
+
+    def _is_crowded(self, size: int) -> bool:
+        """Whether packets that are not read have filled half of the socket, before one more with so many bytes inside."""
+        self._room -= 2 * size + 1024  # no less than the system counts for it
+        if self._room < 0:
+            unread: int = struct.unpack("i", fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4)))[0]
+            if unread > self._holds // 2:
+                return True
+            self._room = self._holds // 4
+        return False
+
+    def _send_alone(self, outgoing: _Outgoing, size: int) -> bool:
+        """Send a value in memory of its own, which ends when it is read; False if it must wait."""
+        if self.socket_full:
+            return False
+        try:
+            fd, memory = create_shared(aligned(size))
+        except OSError:
+            return False
+        memory.write(0, outgoing.layout, outgoing.tensors, outgoing.rest)
+        write_header(
+            self._packet.bytes,
+            outgoing.kind,
+            0,
+            outgoing.number,
+            len(outgoing.rest),
+            outgoing.key,
+            size,
+            aligned(size),
+            ALONE,
+        )
+        try:
+            return self._send_with(fd)
+        except OSError:  # as many descriptors as this user may have are on their way
+            return False
 
     def _send(self, size: int = START) -> bool:
         """Send the packet; False if the socket is full."""
@@ -208,17 +268,36 @@ class Connection:
             self._drop_all()
         return True
 
-    def _allocate(self, size: int) -> int | None:
+    def _send_with(self, fd: int) -> bool:
+        """Send the packet and a file descriptor, which is closed here; False if the socket is full."""
+        try:
+            socket.send_fds(self.socket, [self._packet.bytes[:START]], [fd])
+        except BlockingIOError:
+            self.socket_full = True
+            return False
+        except ConnectionError:
+            self._drop_all()
+        finally:
+            os.close(fd)
+        return True
+
+    def _allocate(self, size: int, step: int) -> int | None:
         """The offset of a free place in the ring; None if there is none."""
+        if self._ring and self._review.halves(step, self._ring):
+            with suppress(OSError):
+                self._replace(max(self._ring.size // 2, size, MINIMUM))
         start = self._ring.allocate(size) if self._ring else None
-        if start is None and self._ring:
+        if self._ring and (start is None or self._ring.is_half_full()):
             self._read_answers()
-            start = self._ring.allocate(size)
+            if start is None and self._ring:
+                start = self._ring.allocate(size)
         if start is None and (self._ring is None or size > self._ring.size or self._ring.size < self.limit):
             ring = self._grow(size)
             start = ring.allocate(size) if ring else None
         if start is None:
             self._ask()
+        elif self._ring:
+            self._ring.note_use()
         return start
 
     def _read_answers(self) -> None:
@@ -230,26 +309,23 @@ class Connection:
             pass  # the next step raises it again
 
     def _grow(self, size: int) -> Ring | None:
-        """Make a larger ring, and send it. The receiver empties the old ring before it sees the new one."""
-        made = ring_size(size, self._ring.size if self._ring else 0, self.limit)
+        """Make a larger ring, and send it."""
         try:
-            fd, memory = create_shared(made)
+            ring = self._replace(ring_size(size, self._ring.size if self._ring else 0, self.limit))
         except OSError:
             if self._ring is None or size > self._ring.size:
                 raise
             self.limit = self._ring.size
             return None
-        try:
-            write_header(self._packet.bytes, RING, size=made, ring=self._rings_made + 1)
-            socket.send_fds(self.socket, [self._packet.bytes[:START]], [fd])
-        except BlockingIOError:
-            self.socket_full = True
+        self._review.grew()
+        return ring
+
+    def _replace(self, made: int) -> Ring | None:
+        """Make another ring, and send it. The receiver empties the old ring before it sees the new one."""
+        fd, memory = create_shared(made)
+        write_header(self._packet.bytes, RING, size=made, ring=self._rings_made + 1)
+        if not self._send_with(fd) or self.ended:
             return None
-        except ConnectionError:
-            self._drop_all()
-            return None
-        finally:
-            os.close(fd)
         self._rings_made += 1
         self._ring, self._out = Ring(made), memory
         return self._ring
@@ -283,52 +359,74 @@ class Connection:
         kind, asks, layout, rest, step, value, microbatch, size, end, ring = HEADER.unpack_from(self._arrival.bytes)
         taken: Any = None
         if kind == VALUE:
+            alone = self._take_alone(ancillary) if ring == ALONE else None
             if step >= self.receiver.first_step:
-                taken = self._read(layout, rest, size, end)
+                taken = self._read(layout, rest, size, end, alone)
         elif kind == LAYOUT:
-            self._learn(layout, rest, size, end)
+            self._learn(layout, rest, size, end, self._take_alone(ancillary) if ring == ALONE else None)
         elif kind == RING:
-            self._take_ring(ancillary, ring)
+            self._take_ring(ancillary, size, ring)
         elif kind == FREED:
             self._freed(end, ring)
+        elif kind == REFUSED and ring == self._rings_made:
+            self._ring = self._out = None
+            self._numbers.clear()  # layouts may have been in what was refused
         if asks:
             self._answer(end)
         if kind == VALUE and step >= self.receiver.first_step:
             self.receiver.put((step, value, microbatch), taken)  # at the end: it may send, and so read what comes next
         return True
 
-    def _bytes_of(self, size: int, end: int) -> tuple[Memory, int]:
-        if size <= INLINE:
+    def _bytes_of(self, size: int, end: int, alone: Memory | OSError | None) -> tuple[Memory, int]:
+        if not end:
             return self._arrival, START
-        assert self._in is not None
+        if alone is not None:
+            if isinstance(alone, OSError):
+                raise alone
+            return alone, 0
+        if self._in is None:
+            raise self._refused or AssertionError("a value in a ring that never came")
         return self._in, (end - aligned(size)) % self._in.size
 
-    def _read(self, number: int, rest: int, size: int, end: int) -> Any:
+    def _read(self, number: int, rest: int, size: int, end: int, alone: Memory | OSError | None) -> Any:
         layout = self._layouts[number]
         if isinstance(layout, Unreadable):
             return layout
-        memory, start = self._bytes_of(size, end)
         try:
+            memory, start = self._bytes_of(size, end, alone)
             return memory.read(start, layout, rest, self.device)
         except Exception as error:  # it is raised by the receive of this value, not by one of another value
             return Unreadable(error)
 
-    def _learn(self, number: int, rest: int, size: int, end: int) -> None:
-        memory, start = self._bytes_of(size, end)
+    def _learn(self, number: int, rest: int, size: int, end: int, alone: Memory | OSError | None) -> None:
         try:
+            memory, start = self._bytes_of(size, end, alone)
             self._layouts[number] = pickle.loads(memory.bytes[start : start + rest])
         except Exception as error:  # as in _read
             self._layouts[number] = Unreadable(error)
 
-    def _take_ring(self, ancillary: list[tuple[int, int, bytes]], ring: int) -> None:
-        fd = int.from_bytes(ancillary[0][2][:4], "little", signed=True)
+    def _take_ring(self, ancillary: list[tuple[int, int, bytes]], size: int, ring: int) -> None:
+        self._rings_received, self._unanswered = ring, None
+        self._in = self._refused = None
         try:
-            self._in, self._rings_received, self._unanswered = map_shared(fd), ring, None
-        finally:
-            os.close(fd)
+            self._in = map_received(ancillary) if size else None
+        except OSError as error:
+            self._refuse(error)
+
+    def _take_alone(self, ancillary: list[tuple[int, int, bytes]]) -> Memory | OSError:
+        try:
+            return map_received(ancillary)
+        except OSError as error:
+            self._refuse(error)
+            return error
+
+    def _refuse(self, error: OSError) -> None:
+        """Tell the sender that what it sent could not be taken. Its ring is given up, too: one way out for all cases."""
+        self._refused = error
+        self._answer(0)
 
     def _answer(self, end: int) -> None:
-        write_header(self._packet.bytes, FREED, end=end, ring=self._rings_received)
+        write_header(self._packet.bytes, REFUSED if self._refused else FREED, end=end, ring=self._rings_received)
         self._unanswered = None if self._send() else end
 
     def _freed(self, end: int, ring: int) -> None:

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import mmap
 import os
+import resource
 from collections.abc import Sequence
 from typing import Any
 
@@ -97,3 +98,38 @@ def create_shared(size: int) -> tuple[int, Memory]:
 def map_shared(fd: int) -> Memory:
     """The memory behind a file descriptor."""
     return Memory(mmap.mmap(fd, os.fstat(fd).st_size))
+
+
+def map_received(ancillary: Sequence[tuple[int, int, bytes]]) -> Memory:
+    """The memory whose file descriptor came beside a packet. Raises OSError if this process had none free for it."""
+    fd = descriptor_beside(ancillary)
+    try:
+        if fd is None:
+            raise OSError(errno.EMFILE, "none is free")
+        return map_shared(fd)
+    except OSError as error:
+        if error.errno == errno.EMFILE:
+            raise no_descriptor("the memory in which a value came") from error
+        raise
+    finally:
+        if fd is not None:
+            os.close(fd)
+
+
+def descriptor_beside(ancillary: Sequence[tuple[int, int, bytes]]) -> int | None:
+    """The file descriptor that came beside a packet; None if there is none, which is so, too, if none was free for it."""
+    return int.from_bytes(ancillary[0][2][:4], "little", signed=True) if ancillary else None
+
+
+def no_descriptor(what: str) -> OSError:
+    """The error of a process that has too many files open.
+
+    >>> no_descriptor("a socket").errno == errno.EMFILE
+    True
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return OSError(
+        errno.EMFILE,
+        f"process {os.getpid()} has no free file descriptor for {what}: it may have {limit:,} open; close files in what the "
+        f"stages run, or raise the limit before the script starts (ulimit -n)",
+    )

@@ -14,19 +14,26 @@
     32     size      all of its bytes    all of its bytes      bytes of the ring    -                  -
     40     end       where they end      where they end        -                    up to here         up to here
                      in the ring         in the ring
-    48     ring      -                   -                     its number           of which ring      -
+    48     ring      0, or ALONE         0, or ALONE           its number           of which ring      -
 
-A field that a kind does not use is 0. Positions in a ring only grow (see ring.py). The bytes of a value or a layout follow
-the header in the packet itself, at ``START``, if they are at most ``INLINE``; ``end`` is 0 then. The file descriptor of a
-new ring travels beside its packet.
+A field that a kind does not use is 0. Positions in a ring only grow (see ring.py). The bytes of a value or a layout are
+
+- in the packet itself, behind the header, at ``START``: at most ``INLINE`` bytes; ``end`` is 0 then;
+- in the ring;
+- ``ALONE``, in memory of their own, whose file descriptor travels beside the packet.
+
+The file descriptor of a new ring travels beside its packet, too. A ring of 0 bytes has none: the last one is to be given
+up. A process that has no free descriptor for what came answers REFUSED (5), with the number of the ring that it was sent
+last: the sender is to make another ring, and to send its layouts again.
 """
 
 from struct import Struct
 
-VALUE, LAYOUT, RING, FREED, ASK = range(5)
+VALUE, LAYOUT, RING, FREED, ASK, REFUSED = range(6)
 HEADER = Struct("<BBHIqqqqqq")
 NO_KEY = (0, 0, 0)
 START = 64  # the header is shorter, and tensors are aligned
+ALONE = -1
 INLINE = 4096  # up to this size, a packet with the bytes inside is faster than a place in the ring
 
 

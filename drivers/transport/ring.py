@@ -20,6 +20,7 @@ class Ring:
     def __init__(self, size: int) -> None:
         self.size = size
         self.head = self.tail = self.asked = 0
+        self.peak = 0  # the most bytes that were in use at a time since this was last set to 0
 
     def allocate(self, size: int) -> int | None:
         """The offset of free space; None if there is not enough now. The place ends at ``head``, as a position."""
@@ -34,6 +35,14 @@ class Ring:
         self.head = head + size
         return offset
 
+    def is_half_full(self) -> bool:
+        """Whether more than half of it is in use, as far as is known."""
+        return 2 * (self.head - self.tail) > self.size
+
+    def note_use(self) -> None:
+        """Keep ``peak`` up to date."""
+        self.peak = max(self.peak, self.head - self.tail)
+
     def free(self, until: int) -> None:
         """All places that end at this position or before are free."""
         self.tail = max(self.tail, until)
@@ -41,6 +50,38 @@ class Ring:
     def should_ask(self) -> bool:
         """Whether to ask the receiver how far it is: once in a quarter of the ring, so that answers are rare."""
         return self.head - self.asked >= self.size // 4
+
+
+class RingReview:
+    """Says when a ring is too large: if for ``patience`` steps no more than half of it was in use.
+
+    A ring that grows again soon after it has shrunk is one that is needed now and then: it is left alone for longer.
+
+    >>> review, ring = RingReview(patience=2), Ring(4 * MINIMUM)
+    >>> [review.halves(step, ring) for step in (0, 0, 1, 2, 3)]
+    [False, False, False, True, False]
+    """
+
+    def __init__(self, patience: int = 32) -> None:
+        self.patience, self._step, self._steps, self._shrank = patience, -1, 0, False
+
+    def halves(self, step: int, ring: Ring) -> bool:
+        """Whether to replace the ring by one of half its size, before the first value of a new step."""
+        if step == self._step:
+            return False
+        self._step = step
+        self._steps += 1
+        if self._steps <= self.patience:
+            return False
+        self._shrank = ring.size > MINIMUM and 2 * ring.peak <= ring.size
+        self._steps = ring.peak = 0
+        return self._shrank
+
+    def grew(self) -> None:
+        """The ring was replaced by a larger one."""
+        if self._shrank:
+            self.patience = min(2 * self.patience, 1 << 16)
+        self._steps, self._shrank = 0, False
 
 
 def ring_size(value: int, before: int, limit: int) -> int:

@@ -21,10 +21,11 @@ _TURN = 64  # so many packets of one peer are read before those of the next
 class SharedMemoryTransport(Transport):
     """The transport of one process, ``index``, with a connected socket for each peer.
 
-    The sockets are AF_UNIX and SOCK_SEQPACKET, one pair for each pair of workers, made by their parent. ``limit`` bounds
-    the shared memory of each direction (a single value may be larger). Values that do not fit wait in the sender's own
-    memory. While a ring grows, the old ring that the receiver has not emptied is in use too, so up to twice the limit.
-    The memory has no name in the file system, so nothing is left behind, however a process ends.
+    The sockets are AF_UNIX and SOCK_SEQPACKET, one pair for each pair of workers, made by their parent. ``limit`` bounds the
+    shared memory that is kept for each direction (a single value may be larger); values for which it has no room are in
+    memory of their own until they are read. While a ring is replaced, the old ring that the receiver has not emptied is in
+    use too. A ring of which half is not needed shrinks. The memory has no name in the file system, so nothing is left
+    behind, however a process ends.
 
     A connection to the ``controller`` is served along with those of the peers. A receive polls for its value for
     ``patience`` seconds before it sleeps, because waking a process takes longer than sending it a small value.
@@ -88,6 +89,10 @@ class SharedMemoryTransport(Transport):
         self.received.discard_before(step)
         for peer in self.sent:  # not for the controller, whose messages have other numbers
             self.connections[peer].discard_before(step)
+
+    def trim(self) -> None:
+        for peer in self.sent:
+            self.connections[peer].trim()
 
     def close(self) -> None:
         for connection in self.connections.values():

@@ -102,6 +102,9 @@ class Transport(ABC):
     def discard_before(self, step: int) -> None:
         """Drop the values of earlier steps: those that have arrived, those that will, and those not sent yet."""
 
+    def trim(self) -> None:  # noqa: B027
+        """Give up memory that is kept for values to come: what needed it is gone."""
+
     def waiting_for(self) -> ValueKey | None:
         """What a receive waits for now, if one does."""
         return self.received.waiting_for

@@ -130,6 +130,7 @@ class Worker:
         gone = [driver for driver in drivers if self.drivers.pop(driver, None)]
         if gone:
             gc.collect()
+            self.context.transport.trim()
 
     def _clean_up(self, number: int) -> None:
         """Drop the gradients and values of commands that were given up before the command with this number."""

@@ -1,8 +1,10 @@
 """The limits of shared memory: rings that wrap, grow and fill up, full sockets, processes that die, nothing left behind."""
 
 import contextlib
+import errno
 import gc
 import os
+import resource
 import signal
 import socket
 
@@ -96,9 +98,109 @@ def test_the_ring_grows_to_its_limit_and_no_further():
     with two(limit=4 * MEGABYTE) as (here, there):
         for number in range(30):
             here.send(1, (0, number, 0), filled(number, 512 * 1024))
-        assert here.connections[1]._ring.size == 4 * MEGABYTE and here.connections[1].queue
+        assert here.connections[1]._ring.size == 4 * MEGABYTE
         receive_all(here, there, range(30), [512 * 1024] * 30)
-        assert not here.connections[1].queue
+
+
+@pytest.mark.parametrize("size", [2048, 512 * 1024])
+def test_the_sender_need_not_come_back_for_what_it_has_sent(size):
+    """It may compute for seconds then, and the receiver would wait for a value that was sent long before."""
+    with two(limit=MINIMUM) as (here, there):
+        before = files()
+        for number in range(150):
+            here.send(1, (0, number, 0), filled(number, size))
+        for number in range(150):
+            assert there.ready((0, number, 0)), number
+            assert holds(there.receive((0, number, 0), 0), number, size)
+        assert files() <= before + 2  # each end has the ring
+
+
+def shared_bytes(transport):
+    """The shared memory that a transport has mapped."""
+    memories = [memory for each in transport.connections.values() for memory in (each._in, each._out)]
+    return sum(memory.size for memory in memories if memory is not None)
+
+
+def test_a_ring_that_is_larger_than_what_is_in_flight_shrinks_and_stays():
+    """One step had much in flight; the later ones have a quarter of a megabyte each, which is taken at once."""
+    with two() as (here, there):
+        receive_all(here, there, [7], [send_at_once(here, 16, MEGABYTE)])
+        assert shared_bytes(here) >= 16 * MEGABYTE
+        for step in range(1, 400):
+            here.send(1, (step, 0, 0), filled(step, MEGABYTE // 4))
+            assert holds(there.receive((step, 0, 0), 0), step, MEGABYTE // 4)
+        assert shared_bytes(here) == shared_bytes(there) == MINIMUM
+        made = here.connections[1]._rings_made
+        for step in range(400, 600):
+            here.send(1, (step, 0, 0), filled(step, MEGABYTE // 4))
+            there.receive((step, 0, 0), 0)
+        assert here.connections[1]._rings_made == made
+
+
+def send_at_once(transport, count, size):
+    for number in range(count):
+        transport.send(1, (0, number, 0), filled(number, size))
+    return size
+
+
+def test_a_ring_that_is_needed_now_and_then_is_not_made_again_and_again():
+    with two() as (here, there):
+        for step in range(1000):
+            count = 12 if step % 40 == 0 else 1
+            for number in range(count):
+                here.send(1, (step, number, 0), filled(number, MEGABYTE))
+            for number in range(count):
+                there.receive((step, number, 0), 0)
+        assert here.connections[1]._rings_made < 25
+
+
+def test_rings_that_no_driver_needs_are_given_up():
+    with two() as (here, there):
+        receive_all(here, there, [7], [send_at_once(here, 8, MEGABYTE)])
+        here.trim()
+        assert shared_bytes(here) == 0
+        there.ready((0, -1, 0))
+        assert shared_bytes(there) == 0
+        receive_all(here, there, [7], [send_at_once(here, 8, MEGABYTE)])
+
+
+@contextlib.contextmanager
+def few_descriptors(free):
+    """This process can open only so many more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = []
+    with contextlib.suppress(OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+        while True:
+            taken.append(os.eventfd(0))
+    for fd in taken[:free]:
+        os.close(fd)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in taken[free:]:
+            os.close(fd)
+
+
+@pytest.mark.parametrize("free", [0, 1])
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_receiver_without_a_free_descriptor_says_so_and_goes_on(free, alone):
+    with two(limit=MINIMUM) as (here, there):
+        if alone:
+            here.send(1, (0, 0, 0), filled(0, MEGABYTE))
+            assert there.ready((0, 0, 0))
+            here.send(1, (0, 1, 0), filled(1, MEGABYTE - 4))
+        here.send(1, (0, 2, 0), filled(2, MEGABYTE))
+        with few_descriptors(free):
+            while there.ready((0, -1, 0)):
+                pass
+        with pytest.raises(OSError, match=r"no free file descriptor.*ulimit -n") as caught:
+            there.receive((0, 2, 0), 0)
+        assert caught.value.errno == errno.EMFILE
+        for number in range(3, 6):
+            here.send(1, (1, number, 0), filled(number, MEGABYTE))
+            assert holds(there.receive((1, number, 0), 0), number, MEGABYTE)
 
 
 def test_one_value_may_be_larger_than_the_limit():
@@ -136,8 +238,9 @@ def test_answers_are_rare():
         assert 5 <= len(answers) <= 10  # 2.5 MB in quarters of 1 MB
 
 
-def test_forgotten_steps_leave_the_queue():
+def test_forgotten_steps_leave_the_queue(monkeypatch):
     with two(limit=MINIMUM) as (here, there):
+        monkeypatch.setattr(connection.Connection, "_send_alone", lambda *_: False)  # as without memory
         for step in range(3):
             for number in range(5):
                 here.send(1, (step, number, 0), filled(number, 300_000 + 4 * step))
