@@ -35,6 +35,10 @@ class LossError(PippyError, ValueError):
     """The loss, or the specification of which output is the loss, does not fit the model."""
 
 
+class BatchNormError(PippyError, TypeError):
+    """A batch norm cannot become a `DeferredBatchNorm`."""
+
+
 class VerificationError(PippyError):
     """A Pipe breaks the rules of the IR. ``faults`` lists every broken rule."""
 

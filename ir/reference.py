@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from pippy.ir.batch_norm.step_statistics import StepStatistics
 from pippy.ir.compiled import Compiled
 from pippy.ir.nodes import forward_nodes, is_getitem, map_nodes, seeded, values_to_free
 from pippy.ir.run.copies import owners_in_place_of_copies, whole_gradients
@@ -34,10 +35,21 @@ def run_microbatches(
     ]
     if not runs[0].trains:
         with owners_in_place_of_copies(compiled.replicated_params, compiled.stage):
-            return [run.run() for run in runs]
+            return _outputs(compiled, runs)
     with whole_gradients(compiled.copies()):
-        outputs = [run.run() for run in runs]
+        outputs = _outputs(compiled, runs)
     return map_tensors(torch.Tensor.detach, outputs)
+
+
+def _outputs(compiled: Compiled, runs: Sequence["_Reference"]) -> list[Any]:
+    """Run the micro-batches of a mini-batch, and give the outputs of each."""
+    if len(runs) == 1:
+        return [runs[0].run()]
+    statistics, outputs = StepStatistics(dict(compiled.stages()), compiled.qualnames.read_by_several), []
+    with statistics.step():
+        for statistics.microbatch, run in enumerate(runs):
+            outputs.append(run.run())
+    return outputs
 
 
 class _Reference:

@@ -13,6 +13,8 @@ from pippy.drivers.driver import (
     PipelineDriverInterleaved1F1B,
 )
 from pippy.drivers.driver_base import PipelineDriverBase
+from pippy.ir.batch_norm.convert import convert_deferred_batch_norm
+from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.cut.params import MultiUseParameterConfig
 from pippy.ir.errors import PippyError, PippyWarning
 from pippy.ir.front.tracer import PipeTracer
@@ -25,6 +27,7 @@ from pippy.pipeline import pipeline
 __all__ = [
     "ChunkSpec",
     "Cluster",
+    "DeferredBatchNorm",
     "LossWrapper",
     "Max",
     "Mean",
@@ -49,6 +52,7 @@ __all__ = [
     "annotate_split_points",
     "clear_split_points",
     "cluster",
+    "convert_deferred_batch_norm",
     "current_cluster",
     "errors",
     "is_checkpointing",

@@ -18,6 +18,7 @@ from pippy.drivers.errors import (
 )
 from pippy.ir.errors import (
     BalanceError,
+    BatchNormError,
     GenerationError,
     InputError,
     LossError,
@@ -36,6 +37,7 @@ from pippy.ir.errors import (
 
 __all__ = [
     "BalanceError",
+    "BatchNormError",
     "ClusterError",
     "DriverError",
     "GenerationError",

@@ -1,6 +1,7 @@
 """What a worker holds for one driver: stages, programs, gradients, optimizers. It carries out the driver's commands on them."""
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +40,7 @@ from pippy.drivers.workers.loss_probe import LossProbe
 from pippy.drivers.workers.out_of_order import OutOfOrderExecutor
 from pippy.drivers.workers.output_probe import OutputProbe
 from pippy.drivers.workers.worker_optimizer import WorkerOptimizer
+from pippy.ir.batch_norm.step_statistics import StepStatistics
 from pippy.ir.run.shared_tensors import get_tensor
 
 
@@ -66,6 +68,7 @@ class DriverState:
             for group in load.replicated
         ]
         self.gradients = Gradients(list(unique.values()), groups, index, transport)
+        self.statistics = StepStatistics.of(self.modules, self.constant)
         self.programs: dict[int, Executor] = {}
         self.optimizers: dict[int, WorkerOptimizer] = {}
         self.running: Executor | None = None
@@ -92,11 +95,19 @@ class DriverState:
     def obey(self, command: Command) -> Any:
         """Carry out a command, and return its result."""
         self.gradients.settle(command.settled)
+        if self.statistics is not None:
+            self.statistics.settle(command.settled)
         if command.zero_grad is True:
             self.gradients.zero()
         elif command.zero_grad:
             self.gradients.zero_of(self._parameters_of(command.zero_grad))
         return self.handlers[type(command.body)](command.body, command.number)
+
+    def drop(self, first: int, last: int) -> None:
+        """Drop what the commands from ``first`` to ``last`` did to gradients and deferred batch norms: they were given up."""
+        self.gradients.drop(first, last)
+        if self.statistics is not None:
+            self.statistics.drop(first, last)
 
     def _parameters_of(self, optimizers: Sequence[int]) -> set[int]:
         """The ids of the parameters that some optimizers have on this worker."""
@@ -120,7 +131,7 @@ class DriverState:
                     yield TensorLocation(call, name)
 
     def _add_program(self, program: AddProgram, number: int) -> None:
-        given = program, self.modules, self.constant, self.transport, self.device
+        given = program, self.modules, self.constant, self.transport, self.device, self.statistics
         limits = program.out_of_order
         self.programs[program.program] = OutOfOrderExecutor(*given, limits) if limits else Executor(*given)
 
@@ -140,19 +151,20 @@ class DriverState:
         outputs = OutputProbe(step.inputs) if step.probe_outputs else None
         returns = step.returns if isinstance(step, StepReturning) else None
         weights = step.weights if step.scale is None else tuple([weight * step.scale for weight in step.weights])
-        result = executor.run(
-            number,
-            inputs,
-            weights,
-            step.trains,
-            self.given_up,
-            own_rows,
-            step.record,
-            step.weigh,
-            probe,
-            returns,
-            outputs,
-        )
+        with self.statistics.step(number) if self.statistics is not None else nullcontext():
+            result = executor.run(
+                number,
+                inputs,
+                weights,
+                step.trains,
+                self.given_up,
+                own_rows,
+                step.record,
+                step.weigh,
+                probe,
+                returns,
+                outputs,
+            )
         self.running = None
         if step.record and step.reduce:
             executor.recorder.note_adding()

@@ -31,6 +31,7 @@ from pippy.drivers.workers.output_probe import OutputProbe
 from pippy.drivers.workers.recorder import Recorder
 from pippy.drivers.workers.saved_memory import SavedMemory
 from pippy.drivers.workers.single_loss import SingleLoss
+from pippy.ir.batch_norm.step_statistics import StepStatistics
 from pippy.ir.errors import StageError
 from pippy.ir.names import LOSS
 from pippy.ir.nodes import map_instances
@@ -101,8 +102,9 @@ class Executor:
         constant: Mapping[str, Sequence[str]],
         transport: Transport,
         device: torch.device,
+        statistics: StepStatistics | None = None,
     ) -> None:
-        self.program, self.transport, self.device = program, transport, device
+        self.program, self.transport, self.device, self.statistics = program, transport, device, statistics
         self.calls = {
             name: StageCall(name, modules[name], call.template, constant.get(name, ()), call.seen)
             for name, call in program.calls.items()
@@ -255,7 +257,13 @@ class Executor:
         if op == Op.RECOMPUTE:
             if Pass("B", stage) not in self.program.work:
                 return _nothing, ()
-            return self._computation, (self._recompute, (self._operands_of(Pass("F", stage), microbatch),), (), 1)
+            return self._computation, (
+                self._recompute,
+                microbatch,
+                (self._operands_of(Pass("F", stage), microbatch),),
+                (),
+                1,
+            )
         forward = op == Op.FORWARD
         handle = {
             Op.FORWARD: self._forward,
@@ -273,8 +281,8 @@ class Executor:
         own = tuple((name, microbatch) for name in given)
         if forward:
             keeps = Pass("B", stage) in self.program.work and (work[0].call, microbatch) not in self.again
-            return self._computation, (handle, bound, own, int(keeps))
-        return self._computation, (handle, bound, own, 0 if op == Op.BACKWARD_INPUT else -1)
+            return self._computation, (handle, microbatch, bound, own, int(keeps))
+        return self._computation, (handle, microbatch, bound, own, 0 if op == Op.BACKWARD_INPUT else -1)
 
     def _operands_of(self, key: Pass, microbatch: int) -> tuple[Any, ...]:
         return tuple(self._operands(each, microbatch) for each in self.program.work.get(key, ()))
@@ -288,12 +296,16 @@ class Executor:
         gives = tuple(name and (name, microbatch) for name in work.gives)
         return self.calls[work.call], microbatch, tuple(map(keys, work.takes)), gives
 
-    def _computation(self, handle: Handle, bound: Sequence[tuple[Any, ...]], own: Sequence[Key], live: int) -> None:
+    def _computation(
+        self, handle: Handle, microbatch: int, bound: Sequence[tuple[Any, ...]], own: Sequence[Key], live: int
+    ) -> None:
         """Run the calls of a computation. ``own`` are the values that no later one takes and that no instruction frees."""
         if handle == self._forward or live > 0:
             self.peak_live = max(self.peak_live, self.live + 1)
         if self.casts:
             torch.clear_autocast_cache()  # a weight is cast once in a computation, and never kept beyond an update
+        if self.statistics is not None:
+            self.statistics.microbatch = microbatch
         for operands in bound:
             handle(*operands)
         for key in own:

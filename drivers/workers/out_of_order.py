@@ -30,6 +30,7 @@ from pippy.drivers.transport.received_values import Interrupted, ValueKey
 from pippy.drivers.transport.transport import Transport
 from pippy.drivers.workers.executor import Executor, Handle
 from pippy.drivers.workers.queues import ComputationQueues
+from pippy.ir.batch_norm.step_statistics import StepStatistics
 from pippy.ir.names import LOSS
 
 EXPECTED = 0.15  # overtake at once if the expected wait is longer than this share of the computation's duration
@@ -47,9 +48,10 @@ class OutOfOrderExecutor(Executor):
         constant: Mapping[str, Sequence[str]],
         transport: Transport,
         device: torch.device,
+        statistics: StepStatistics | None,
         limits: OutOfOrderLimits,
     ) -> None:
-        super().__init__(program, modules, constant, transport, device)
+        super().__init__(program, modules, constant, transport, device, statistics)
         self.limits = limits
         backward = [key.stage for key in program.work if key.phase == "B"]
         gathers = [key.stage for key, work in program.work.items() if self.single and LOSS in [w.call for w in work]]

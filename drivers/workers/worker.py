@@ -137,7 +137,7 @@ class Worker:
         while self.to_clean_up and self.to_clean_up[0].last < number:
             given_up = self.to_clean_up.popleft()
             for state in self.drivers.values():
-                state.gradients.drop(given_up.first, given_up.last)
+                state.drop(given_up.first, given_up.last)
             self.context.transport.discard_before(given_up.last + 1)
             self.context.transport.clear_interrupt()
 
@@ -148,7 +148,7 @@ class Worker:
             state.running = None
             if state.generation is not None:
                 state.generation.doing = None
-            state.gradients.drop(command.number, command.number)
+            state.drop(command.number, command.number)
 
     def _failure(self, command: Command, error: BaseException, peer: int | None = None) -> Failure:
         state = self.drivers.get(command.driver)

@@ -27,6 +27,7 @@ from torch import fx, nn
 from torch.jit._builtins import _find_builtin
 from torch.nn.utils.parametrize import type_before_parametrizations
 
+from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.run.checkpointed_parts import is_begin, is_end
 
 # Operators and functions of torch that may return an argument or a view of it, of which no schema tells.
@@ -112,8 +113,11 @@ def _of_module(module: nn.Module, given: list[Any], attributes: Mapping[str, Any
 
 
 def _is_of_torch(module: nn.Module) -> bool:
-    """Whether all code of a module is torch's, so that it is known what it does."""
-    return type_before_parametrizations(module).__module__.startswith(("torch.nn.", "torch.ao.")) and (
+    """Whether all code of a module is torch's, so that it is known what it does, or acts as that does."""
+    kind = type_before_parametrizations(module)
+    if kind is DeferredBatchNorm:
+        return True
+    return kind.__module__.startswith(("torch.nn.", "torch.ao.")) and (
         not isinstance(module, nn.Sequential) or all(map(_is_of_torch, module))
     )
 

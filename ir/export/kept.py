@@ -27,6 +27,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.utils import _pytree
 
 from pippy.ir import source
+from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.errors import MarkError, TracingError
 from pippy.ir.export.known_results import result_of
 from pippy.ir.front.recording import AutogradFunction
@@ -139,7 +140,8 @@ class KeptCalls:
             self._numbers[path] = self._numbers.get(path, -1) + 1
             self._scope = {**outside, f"{path}@{self._numbers[path]}": (path, type(own))}
         try:
-            if path == "" or not self._is_leaf(own, path):
+            is_leaf = isinstance(own, DeferredBatchNorm) or self._is_leaf(own, path)
+            if path == "" or not is_leaf:
                 check_backward_hooks(path, own)
                 return self._call_module(tracer, module, forward, args, kwargs)
             self._on_leaf(own, args)

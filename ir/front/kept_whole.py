@@ -17,6 +17,7 @@ from typing import Any
 from torch import fx, nn
 
 from pippy.ir import source
+from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.errors import InputError, MarkError, PippyError
 from pippy.ir.front.refusals import forgiving
 from pippy.ir.front.replaced import replaced
@@ -52,7 +53,7 @@ class KeptWhole:
         path = self.tracer.path_of_module(module)
         if path == "" or self.tracer.is_leaf_module(module, path):
             return follow()
-        if path in self.reasons:
+        if path in self.reasons or isinstance(module, DeferredBatchNorm):
             return self._record(path, args, kwargs)
         before, given, depth = len(self._made), _contents(args, kwargs), len(self.tracer.module_stack)
         with forgiving() as refusals:

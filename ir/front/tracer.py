@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 from torch.fx.immutable_collections import immutable_dict
 
+from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.front.proxies import RecordingProxy, StateProxy, is_made_in_forward
 from pippy.ir.front.transformers import TRACED_THROUGH
 from pippy.ir.front.values import has_example
@@ -53,7 +54,9 @@ class PipeTracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if type(m) in TRACED_THROUGH and has_example(self):
             return False
-        return isinstance(m, torch.jit.ScriptModule) or super().is_leaf_module(m, module_qualified_name)
+        return isinstance(m, (torch.jit.ScriptModule, DeferredBatchNorm)) or super().is_leaf_module(
+            m, module_qualified_name
+        )
 
     def create_arg(self, a: Any) -> Any:
         if issubclass(type(a), fx.Proxy):  # most are, and each isinstance() below asks a proxy for its class

@@ -1,0 +1,1 @@
+"""Batch norms whose running statistics are those of whole mini-batches."""

@@ -1,0 +1,281 @@
+"""`DeferredBatchNorm` on workers: running statistics as the plain batch norms get them from the mini-batch as one batch."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+import pippy
+from pippy import MicroBatches, pipe_split, pipeline
+from pippy.drivers.driver import PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain
+from pippy.drivers.errors import StepError
+from pippy.errors import SharedParameterError
+from pippy.ir.run import repeated_forward
+
+pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
+
+
+class Net(nn.Module):
+    """Three norms in as many stages, of other dimensions, and with other arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.first = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4, momentum=0.3)
+        self.linear, self.second = nn.Linear(16, 6), nn.BatchNorm1d(6, momentum=None, affine=False)
+        self.out, self.third = nn.Linear(6, 3), nn.BatchNorm1d(3, track_running_stats=False)
+        self.fourth = nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        x = torch.relu_(self.first(self.conv(x)))
+        pipe_split()
+        x = self.second(self.linear(x.flatten(1)))
+        pipe_split()
+        return self.fourth(torch.tanh(self.third(self.out(x)) * 9))
+
+
+def norms_of(model):
+    return {name: each for name, each in model.named_modules() if isinstance(each, _BatchNorm)}
+
+
+def count(plain, microbatches):
+    """Count a mini-batch: each norm of the plain model gets as one batch what its calls get of the micro-batches."""
+    seen, pieces = {}, copy.deepcopy(plain)
+    for name, norm in norms_of(pieces).items():
+        norm.register_forward_pre_hook(lambda norm, given, name=name: seen[name][-1].append(given[0].detach()))
+    for microbatch in microbatches:
+        for name in norms_of(plain):
+            seen.setdefault(name, []).append([])
+        pieces(*microbatch)
+    with torch.no_grad():
+        for name, norm in norms_of(plain).items():
+            for calls in zip(*seen[name], strict=True):
+                norm(torch.cat(calls))
+
+
+def assert_statistics(state, plain):
+    expected = dict(plain.named_buffers())
+    assert {name for name in state if name.rpartition(".")[2] not in ("weight", "bias")} == set(expected)
+    for name, buffer in expected.items():
+        torch.testing.assert_close(state[name], buffer, rtol=1e-12, atol=1e-13, msg=lambda text, name=name: name + text)
+
+
+@contextlib.contextmanager
+def driver_of(pipe, cluster, kind=PipelineDriver1F1B, **options):
+    driver = kind(pipe, cluster, **options)
+    try:
+        yield driver
+    finally:
+        driver.close()
+
+
+SCHEDULES = ["fill_drain", "1f1b", "zb_h1", "interleaved_1f1b", "looped_bfs"]
+MODES = ["never", "always", "except_last", {1: "always"}]
+
+
+@given(
+    st.lists(st.integers(2, 5), min_size=1, max_size=5),
+    st.sampled_from(SCHEDULES),
+    st.sampled_from(MODES),
+    st.booleans(),
+    st.sampled_from(["", "single_loss", "forward"]),
+)
+@settings(max_examples=10, phases=[Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_statistics_are_those_of_the_mini_batch(threads, sizes, schedule, mode, out_of_order, how):
+    model = Net()
+    plain = copy.deepcopy(model)
+    schedule = "fill_drain" if how == "single_loss" else schedule
+    options = {
+        "schedule": schedule,
+        "checkpoint": mode,
+        "out_of_order": out_of_order,
+        "single_loss": how == "single_loss",
+    }
+    options["world_size"] = 1 if schedule in SCHEDULES[3:] else 3
+    pipe = pipeline(pippy.convert_deferred_batch_norm(model), nn.MSELoss())
+    with driver_of(pipe, threads, PipelineDriver, loss_reduction="mean", **options) as driver:
+        steps = []
+        for _ in range(2):
+            microbatches = [torch.randn(size, 2, 4, 4) * 2 + 7 for size in sizes]
+            given = MicroBatches(microbatches), MicroBatches([torch.randn(size, 3) for size in sizes])
+            with torch.set_grad_enabled(how != "forward"):
+                steps.append(driver.run_async(len(sizes), *given))
+            count(plain, [(each,) for each in microbatches])
+        for step in steps:
+            step.result()
+        assert_statistics(driver.state_dict(), plain)
+
+
+def test_a_norm_that_counts_twice_is_seen(threads, monkeypatch):
+    """A mutation: what a forward that is computed again changes is not put back."""
+    monkeypatch.setattr(repeated_forward, "as_before", lambda changes: contextlib.nullcontext())
+    model, x = Net(), torch.randn(8, 2, 4, 4)
+    plain, pipe = copy.deepcopy(model), pipeline(pippy.convert_deferred_batch_norm(model), nn.MSELoss())
+    with driver_of(pipe, threads, checkpoint="always") as driver:
+        driver.run(2, x, torch.randn(8, 3))
+        count(plain, [(each,) for each in x.split(4)])
+        with pytest.raises(AssertionError, match="running_mean"):
+            assert_statistics(driver.state_dict(), plain)
+
+
+class Fails(torch.autograd.Function):
+    fails = False
+
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        if Fails.fails:
+            raise ArithmeticError("not this time")
+        return gradient
+
+
+class FailsInBackward(Net):
+    """In the backward of the first stage: the others have ended the step."""
+
+    def forward(self, x):
+        return super().forward(Fails.apply(x + 0 * self.conv.weight.sum()))
+
+
+def test_a_step_that_fails_counts_nowhere(threads):
+    model, x, target = FailsInBackward(), torch.randn(9, 2, 4, 4), torch.randn(9, 3)
+    plain, pipe = copy.deepcopy(model), pipeline(pippy.convert_deferred_batch_norm(model), nn.MSELoss())
+    with driver_of(pipe, threads) as driver:
+        driver.run(3, x, target)
+        Fails.fails = True
+        with pytest.raises(StepError, match="not this time"):
+            driver.run(3, x + 1, target)
+        Fails.fails = False
+        count(plain, [(part,) for part in x.tensor_split(3)])
+        assert_statistics(driver.state_dict(), plain)
+        driver.run(3, x + 2, target)
+        count(plain, [(part + 2,) for part in x.tensor_split(3)])
+        assert_statistics(driver.state_dict(), plain)
+
+
+class Twice(nn.Module):
+    """A norm that is called twice, one in a part that torch checkpoints, and one that another shares its buffers with."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.first, self.twice, self.inside = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+        self.one, self.other = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+        self.other.running_mean, self.other.running_var = self.one.running_mean, self.one.running_var
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x = self.twice(torch.tanh(self.first(x)))
+        x = self.twice(x.exp())
+        pipe_split()
+        x = checkpoint(lambda x: self.inside(x.sin() * 3), x, use_reentrant=self.reentrant)
+        return self.one(self.other(x * 4).cos())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_norms_that_are_called_more_than_once(threads, reentrant):
+    """A part that torch checkpoints is counted in both of its forwards, as in plain PyTorch."""
+    x, target = torch.randn(3, 4), torch.randn(3, 4)
+    for options in ({"schedule": "zb_h1"}, {"checkpoint": "always"}):
+        model = Twice(reentrant)
+        plain, pipe = copy.deepcopy(model), pipeline(pippy.convert_deferred_batch_norm(model), nn.MSELoss())
+        with driver_of(pipe, threads, PipelineDriver, **{"schedule": "1f1b", **options}) as driver:
+            # the same rows in all micro-batches: so they are normalized as the whole is
+            loss = driver.run(3, x.repeat(3, 1), target.repeat(3, 1))
+            expected = nn.functional.mse_loss(plain(x.repeat(3, 1)), target.repeat(3, 1))
+            expected.backward()
+            torch.testing.assert_close(loss, expected.detach())
+            state = driver.state_dict()
+            for name, buffer in plain.named_buffers(remove_duplicate=False):
+                torch.testing.assert_close(state[name], buffer, msg=lambda text, name=name: name + text)
+            assert state["inside.num_batches_tracked"] == state["twice.num_batches_tracked"] == 2
+
+
+def test_forward_in_evaluation_and_without_a_pipeline_is_the_plain_model(threads):
+    model, x, target = Net(), torch.randn(8, 2, 4, 4), torch.randn(8, 3)
+    plain = copy.deepcopy(model)
+    pipe = pipeline(pippy.convert_deferred_batch_norm(model), nn.MSELoss())
+    assert torch.equal(pipe(x, target), nn.functional.mse_loss(plain(x), target))
+    assert torch.equal(model(x), plain(x))
+    assert_statistics(model.state_dict(), plain)
+    pipe.eval()
+    plain.eval()
+    with driver_of(pipe, threads) as driver, torch.no_grad():
+        torch.testing.assert_close(driver.run(1, x, target), nn.functional.mse_loss(plain(x), target))
+        driver.copy_to(model)
+    assert_statistics(model.state_dict(), plain)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert not any(
+        name in vars(norm) and vars(norm)[name] for norm in norms_of(model).values() for name in ("note", "noted")
+    )
+
+
+def test_outputs_that_are_looked_at_once_more_are_not_counted(threads):
+    model, x = Net(), torch.randn(6, 2, 4, 4)
+    plain, pipe = copy.deepcopy(model), pipeline(pippy.convert_deferred_batch_norm(model))
+    with driver_of(pipe, threads, PipelineDriverFillDrain) as driver:
+        driver.run(3, x)
+        count(plain, [(each,) for each in x.split(2)])
+        assert_statistics(driver.state_dict(), plain)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11), (torch.float32, 1e-5)]
+)
+def test_low_precision_and_autocast(threads, dtype, tolerance):
+    """Rounded to the dtype once, at the end. In float16, the mean of a micro-batch would be off by more than the variance."""
+    model, x = nn.Sequential(nn.Identity(), nn.BatchNorm1d(4, momentum=1.0), nn.Identity()), torch.randn(64, 4) / 8 + 16
+    model, x = model.to(dtype), x.to(dtype)
+    mean, variance = x.double().mean(0), x.double().var(0)
+    pipe = pippy.Pipe.from_sequential(pippy.convert_deferred_batch_norm(model))
+    with driver_of(pipe, threads, world_size=3) as driver, torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not torch.float16):  # which that does not take
+            driver.run(16, x)
+        state = driver.state_dict()
+    assert state["1.running_var"].dtype == dtype
+    torch.testing.assert_close(state["1.running_mean"].double(), mean, rtol=tolerance, atol=0)
+    torch.testing.assert_close(state["1.running_var"].double(), variance, rtol=tolerance, atol=0)
+
+
+def test_compiled_stages(threads):
+    model, x, target = Net(), torch.randn(8, 2, 4, 4), torch.randn(8, 3)
+    plain, pipe = copy.deepcopy(model), pipeline(pippy.convert_deferred_batch_norm(model), nn.MSELoss())
+    compile = {"backend": "aot_eager"}
+    with driver_of(pipe, threads, compile=compile, checkpoint={0: "always"}, world_size=1) as driver:
+        for _ in range(2):
+            driver.run(2, x, target)
+            count(plain, [(each,) for each in x.split(4)])
+        assert_statistics(driver.state_dict(), plain)
+    options = {"compile": {**compile, "fullgraph": True}, "world_size": 1}
+    with driver_of(pipe, threads, **options) as driver, pytest.raises(StepError, match="leave fullgraph=True out"):
+        driver.run(2, x, target)
+
+
+class Shared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        x = self.norm(x)
+        pipe_split()
+        return self.norm(torch.sin(x))
+
+
+def test_a_norm_that_two_stages_call_is_refused(threads):
+    with pytest.raises(SharedParameterError, match=r"'norm' \(DeferredBatchNorm\) updates its running statistics"):
+        pipeline(pippy.convert_deferred_batch_norm(Shared()))
+    pipe = pipeline(pippy.convert_deferred_batch_norm(Shared()).eval())
+    with driver_of(pipe, threads) as driver:
+        driver.run(2, torch.randn(6, 4))
+        before = driver.state_dict()
+        pipe.train()
+        with pytest.raises(StepError, match=r"changed 'norm\.\w+'.* in place, which other stages hold too"):
+            driver.run(2, torch.randn(6, 4))
+        assert all(torch.equal(each, before[name]) for name, each in driver.state_dict().items())
