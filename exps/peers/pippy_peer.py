@@ -21,10 +21,13 @@ WORKERS = 2
 SCHEDULES = {
     "fill_drain": 1,
     "1f1b": 1,
+    "eager_1f1b": 1,
     "interleaved_1f1b": 2,
     "looped_bfs": 2,
     "zb_h1": 1,
     "zb_v": 2,
+    "v_half": 2,
+    "v_min": 2,
     "dualpipe_v": 2,
 }
 

@@ -43,8 +43,8 @@ def schedule(
 ) -> None:
     """Draw a schedule, and print how long it takes, how long workers idle, and how much they hold.
 
-    NAME is 1f1b, fill_drain, interleaved_1f1b, looped_bfs, zb_h1, zb_h2, zb_v, dualpipe_v, forward_only or list, in any
-    case and with any punctuation.
+    NAME is 1f1b, eager_1f1b, fill_drain, interleaved_1f1b, looped_bfs, zb_h1, zb_h2, zb_v, v_half, v_min, dualpipe_v,
+    forward_only or list, in any case and with any punctuation.
 
     \b
     Examples:

@@ -28,7 +28,15 @@ def test_the_grid_is_that_of_the_library(pippy):
 
 @pytest.mark.parametrize(
     ("given", "name"),
-    [("1F1B", "1f1b"), ("zb-h1", "zb_h1"), ("ZB V", "zb_v"), ("Fill-Drain", "fill_drain"), ("GPipe", "fill_drain")],
+    [
+        ("1F1B", "1f1b"),
+        ("V-Min", "v_min"),
+        ("eager-1F1B", "eager_1f1b"),
+        ("zb-h1", "zb_h1"),
+        ("ZB V", "zb_v"),
+        ("Fill-Drain", "fill_drain"),
+        ("GPipe", "fill_drain"),
+    ],
 )
 def test_names_in_any_case_and_punctuation(pippy, given, name):
     assert pippy("schedule", given, "-p", "2", "-m", "4").startswith(f"{name}: 2 workers")
@@ -158,6 +166,11 @@ def test_the_figures_of_compare(pippy):
     assert (stages, makespan, bubble, peak, sends, steps) == ("4", "33", "27.3%", "4", "48", "16")
     name, stages, makespan, _, peak, _, steps = cells(pippy("compare -p 4 -m 8"), "zb_v")
     assert (stages, makespan, peak, steps) == ("8", "25.5", "4", "48")  # 8 of half stages
+    for name, expected in (("v_half", ("26.5", "3")), ("v_min", ("29.5", "2"))):
+        _, _, makespan, _, peak, _, _ = cells(pippy("compare -p 4 -m 8"), name)
+        assert (makespan, peak) == expected
+    output = pippy("compare -p 4 -m 8 --comm 1")
+    assert [cells(output, name)[2] for name in ("1f1b", "eager_1f1b")] == ["49", "39"]
 
 
 def test_compare_says_why_a_schedule_does_not_fit(pippy):

@@ -40,7 +40,7 @@ from tests.test_random_models import WIDTH, Random, programs
 UNTRACED = ("clamp", "average", "pass on", "flip", "alias")
 # Few of these save a value for the backward: autograd refuses a plain model that changes such a value in place.
 KINDS = (*UNTRACED, "clamp", "change", "lin", "lin", "add", "add", "frozen", "iadd", "cat", "view", "pair", "count")
-SCHEDULES = ("fill_drain", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "zb_h2")
+SCHEDULES = ("fill_drain", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "zb_h2", "eager_1f1b")
 CLASS_WEIGHTS = torch.tensor([0.5, 2.0, 0.25, 1.0])
 
 

@@ -255,7 +255,7 @@ def test_any_schedule_by_name(cluster, schedule):
     driver.close()
 
 
-@pytest.mark.parametrize("schedule", ["zb_v", "dualpipe_v"])
+@pytest.mark.parametrize("schedule", ["zb_v", "v_half", "v_min", "dualpipe_v"])
 def test_v_shaped_schedules(cluster, schedule):
     plain, pipe = tied()
     driver = PipelineDriver(pipe, cluster, schedule=schedule, world_size=2)

@@ -4,6 +4,7 @@ Run i of r runs of adjacent stages (stage i of r, with one stage on each worker)
 it takes a backward and a forward in turn. It idles as long as fill-drain, and holds r - i micro-batches instead of all.
 """
 
+from collections.abc import Callable
 from operator import itemgetter
 
 from pippy.drivers.schedules.orders.schedule import B, F, WorkerOrders, passes
@@ -20,25 +21,32 @@ def one_f_one_b(placement: Placement, chunks: int) -> WorkerOrders:
     >>> [str(compute) for compute in result.orders[0]]
     ['F0.0', 'F0.1', 'B0.0', 'F0.2', 'B0.1', 'B0.2']
     """
+    return backward_and_forward_in_turn(placement, chunks, warm_up=lambda ahead: ahead)
+
+
+def backward_and_forward_in_turn(placement: Placement, chunks: int, warm_up: Callable[[int], int]) -> WorkerOrders:
+    """1F1B, where a run begins with ``warm_up(ahead)`` forwards. ``ahead`` counts the runs from it to the end."""
     slots: list[list[TimeSlot]] = [[] for _ in range(placement.workers)]
     memory = [0] * placement.workers
     for index, run in enumerate(placement.runs):
         ahead = len(placement.runs) - index
-        memory[run.worker] += len(run.stages) * min(chunks, ahead)
+        most = warm_up(ahead)
+        memory[run.worker] += len(run.stages) * min(chunks, most)
         for chunk in range(chunks):
+            forward = index + chunk if chunk < most else backward_slot(index, ahead, chunk - most) + 1
             slots[run.worker] += [
-                (forward_slot(index, ahead, chunk), passes(F, run.stages, chunk)),
-                (index + 2 * (ahead + chunk) - 1, passes(B, run.stages, chunk)),
+                (forward, passes(F, run.stages, chunk)),
+                (backward_slot(index, ahead, chunk), passes(B, run.stages, chunk)),
             ]
     return WorkerOrders([in_turn(taken) for taken in slots], memory)
 
 
-def forward_slot(index: int, ahead: int, chunk: int) -> int:
-    """The time slot of a run's forward, one slot for each pass: every slot while the run warms up, later every second one.
+def backward_slot(index: int, ahead: int, chunk: int) -> int:
+    """The time slot of a run's backward. A forward has every slot while the run warms up, and later that after a backward.
 
     The slots grow along every dependency, so workers that follow them cannot wait for one another in a circle.
     """
-    return index + (chunk if chunk < ahead else 2 * chunk)
+    return index + 2 * (ahead + chunk) - 1
 
 
 def in_turn(slots: list[TimeSlot]) -> list[Compute]:

@@ -5,12 +5,15 @@ from dataclasses import dataclass
 
 from pippy.drivers.schedules.errors import ArgumentError, require
 from pippy.drivers.schedules.orders.dualpipe_v import dualpipe_v
+from pippy.drivers.schedules.orders.eager_1f1b import eager_1f1b
 from pippy.drivers.schedules.orders.fill_drain import fill_drain
 from pippy.drivers.schedules.orders.forward_only import forward_only
 from pippy.drivers.schedules.orders.interleaved import interleaved_1f1b
 from pippy.drivers.schedules.orders.looped_bfs import looped_bfs
 from pippy.drivers.schedules.orders.one_f_one_b import one_f_one_b
 from pippy.drivers.schedules.orders.schedule import Schedule
+from pippy.drivers.schedules.orders.v_half import v_half
+from pippy.drivers.schedules.orders.v_min import v_min
 from pippy.drivers.schedules.orders.zb_h1 import zb_h1
 from pippy.drivers.schedules.orders.zb_h2 import zb_h2
 from pippy.drivers.schedules.orders.zb_v import zb_v
@@ -29,11 +32,14 @@ class RegisteredSchedule:
 REGISTRY = {
     "fill_drain": RegisteredSchedule(fill_drain),
     "1f1b": RegisteredSchedule(one_f_one_b),
+    "eager_1f1b": RegisteredSchedule(eager_1f1b),
     "interleaved_1f1b": RegisteredSchedule(interleaved_1f1b, "looped"),
     "looped_bfs": RegisteredSchedule(looped_bfs, "looped"),
     "zb_h1": RegisteredSchedule(zb_h1),
     "zb_h2": RegisteredSchedule(zb_h2),
     "zb_v": RegisteredSchedule(zb_v, "v", stages_per_worker=2),
+    "v_half": RegisteredSchedule(v_half, "v", stages_per_worker=2),
+    "v_min": RegisteredSchedule(v_min, "v", stages_per_worker=2),
     "dualpipe_v": RegisteredSchedule(dualpipe_v, "v", stages_per_worker=2),
     "forward_only": RegisteredSchedule(forward_only, training=False),
 }

@@ -82,7 +82,7 @@ def test_stages_that_change_their_buffers_see_the_micro_batches_in_order(name):
     run_both(model, pipe, lower(pipe, schedule_for(pipe, "1f1b", chunks=4)), chunks=4)
 
 
-@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "looped_bfs", "zb_v"])
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "looped_bfs", "zb_v", "v_half", "v_min"])
 @pytest.mark.parametrize("name", ["Mlp", "UsedThrice", "EncoderDecoder"])
 def test_several_stages_to_a_worker(name, schedule):
     model, pipe = build(name, MultiUseParameterConfig.REPLICATE)

@@ -82,7 +82,7 @@ def test_unequal_stages():
     assert str(make_placement(3, [1, 3, 2], "v")) == "0 1 2 2 1 1"
 
 
-@pytest.mark.parametrize("name", ["zb_v", "dualpipe_v"])
+@pytest.mark.parametrize("name", ["zb_v", "v_half", "v_min", "dualpipe_v"])
 @pytest.mark.parametrize("placement", ["linear", "looped", {0: 0, 1: 1}, {0: 0, 1: 0, 2: 1, 3: 1}])
 def test_v_shaped_schedules_refuse_other_placements(name, placement):
     with pytest.raises(
@@ -91,8 +91,9 @@ def test_v_shaped_schedules_refuse_other_placements(name, placement):
         make_schedule(name, workers=2, chunks=2, placement=placement)
 
 
-def test_v_shaped_schedules_take_any_numbering_of_the_workers():
-    assert make_schedule("zb_v", workers=2, chunks=3, placement={0: 1, 1: 0, 2: 0, 3: 1}).peak_live == (4, 4)
+@pytest.mark.parametrize("name", ["zb_v", "v_half", "v_min"])
+def test_v_shaped_schedules_take_any_numbering_of_the_workers(name):
+    assert make_schedule(name, workers=2, chunks=3, placement={0: 1, 1: 0, 2: 0, 3: 1}).peak_live == (4, 4)
 
 
 @pytest.mark.parametrize("name", ["zb_h1", "zb_h2"])

@@ -109,7 +109,7 @@ def test_the_list_scheduler_on_any_placement_and_memory(placement, chunks: int, 
     assert all(peak <= limit for peak, limit in zip(program.peak_live, memory))
 
 
-@pytest.mark.parametrize("name", ["fill_drain", "looped_bfs", "forward_only", "1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("name", ["fill_drain", "looped_bfs", "forward_only", "1f1b", "eager_1f1b", "interleaved_1f1b"])
 @given(placement=placements(), chunks=st.integers(1, 6))
 @settings(max_examples=15)
 def test_schedules_for_any_placement_refuse_none(name, placement, chunks):
@@ -120,7 +120,7 @@ def test_schedules_for_any_placement_refuse_none(name, placement, chunks):
 def test_a_sample_of_large_sizes(name):
     """Evenly spread over all sizes, where the examples above are mostly small."""
     rng = random.Random(name)
-    fixed = name.startswith("zb") or name == "dualpipe_v"
+    fixed = name.startswith("zb") or REGISTRY[name].placement == "v"
     for _ in range(6):
         workers, chunks, stages = rng.randint(1, 16), rng.randint(1, 64), rng.randint(1, 4)
         program = make_schedule(name, workers=workers, chunks=chunks, stages_per_worker=None if fixed else stages)

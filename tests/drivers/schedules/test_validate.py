@@ -244,7 +244,10 @@ def test_a_buffer_that_cannot_be_is_refused(buffer):
         validate(make_schedule("1f1b", workers=1, chunks=1), buffer)
 
 
-@pytest.mark.parametrize(("name", "buffer"), [("1f1b", 1), ("interleaved_1f1b", 1), ("zb_v", 2), ("dualpipe_v", 2)])
+NEEDED = {"1f1b": 1, "eager_1f1b": 1, "interleaved_1f1b": 1, "zb_v": 2, "v_half": 1, "v_min": 1, "dualpipe_v": 2}
+
+
+@pytest.mark.parametrize(("name", "buffer"), NEEDED.items())
 def test_what_channels_the_schedules_need(name, buffer):
     stages = 2 if name == "interleaved_1f1b" else None
     validate(add_communication(make_schedule(name, workers=4, chunks=12, stages_per_worker=stages)), buffer)

@@ -10,6 +10,7 @@ from torch import nn
 from pippy import MultiUseParameterConfig, Pipe, PipelineDriver, PipelineDriverFillDrain, pipeline
 from pippy.drivers.batches.specs import MicroBatches
 from pippy.drivers.errors import DriverError, StepError
+from pippy.drivers.schedules.orders.registry import REGISTRY
 from pippy.drivers.schedules.programs.instructions import Compute
 from pippy.drivers.transport.rpc_transport import RpcTransport
 from pippy.drivers.workers import out_of_order as policy
@@ -97,9 +98,9 @@ def test_the_zoo_trains_to_the_same_bits_in_any_order(threads, at_random, name):
     compare(pipe, threads, given, chunks, limit, schedule=schedule, world_size=workers)
 
 
-@pytest.mark.parametrize("schedule", ["zb_h1", "zb_h2", "zb_v", "dualpipe_v"])
+@pytest.mark.parametrize("schedule", ["eager_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v"])
 def test_schedules_with_halves_train_to_the_same_bits(threads, at_random, schedule):
-    pipe = pipeline(Chain(8 if schedule in ("zb_v", "dualpipe_v") else 4), nn.MSELoss())
+    pipe = pipeline(Chain(4 * REGISTRY[schedule].stages_per_worker), nn.MSELoss())
     given = torch.randn(24, 8), torch.randn(24, 8)
     compare(pipe, threads, given, 8, schedule=schedule)
     assert any(at_random)

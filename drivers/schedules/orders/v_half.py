@@ -1,0 +1,24 @@
+"""V-Half: the V of ZB-V in half of 1F1B's memory, p+2 stage-micro-batches, which is p/2+1 micro-batches of a worker.
+
+If F, I and W take the same time and m >= p > 2, a worker idles for (3p-7)/2 forwards of a worker, and for one more if p is odd.
+The building block takes steps of 1 towards the last worker and of 2 back. With these turns, no two passes of a worker meet.
+"""
+
+from pippy.drivers.schedules.orders.building_block import building_block, squeeze
+from pippy.drivers.schedules.orders.pattern import require_v
+from pippy.drivers.schedules.orders.schedule import WorkerOrders
+from pippy.drivers.schedules.programs.placement import Placement
+
+
+def v_half(placement: Placement, chunks: int) -> WorkerOrders:
+    """For two stages on each worker, placed in a V.
+
+    >>> result = v_half(Placement((0, 1, 1, 0)), chunks=1)
+    >>> " ".join(map(str, result.orders[1]))
+    'F1.0 F2.0 I2.0 I1.0 W2.0 W1.0'
+    """
+    require_v(placement, "v_half")
+    p = placement.workers
+    block = building_block(p, down=1, up=2, turns=(1, 2 if p % 2 else 4, 2))
+    memory = min(2 * chunks, 2 * p, p + 2)
+    return WorkerOrders(squeeze(placement, block, chunks, memory), memory=[memory] * p)
