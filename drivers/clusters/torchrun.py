@@ -189,6 +189,7 @@ def _work(worker: TorchrunWorker, rank_info: RankInfo, timeout: float, start_tim
     worker.watch(CONTROLLER, timeout)
     worker.run()
     rpc.leave()
+    worker.has_left()
     raise SystemExit(0)
 
 

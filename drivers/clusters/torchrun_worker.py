@@ -17,6 +17,7 @@ from pippy.drivers.transport.rpc_transport import RpcTransport
 from pippy.drivers.workers.worker import Worker
 from pippy.drivers.workers.worker_context import WorkerContext
 
+LEAVES_WITHIN = 5.0  # seconds that a worker has to end what it does when its cluster is closed
 EVERYTHING = GiveUp(first=0, last=1 << 62)
 
 
@@ -61,7 +62,7 @@ class TorchrunWorker:
             shares_process,
         )
         self.worker = Worker(context)
-        self.name = names[index]
+        self.name, self.left = names[index], False
         self.thread: threading.Thread | None = None
         rpc.serve(rpc.Served(self.messages, self.urgent, self.transport.deliver))
 
@@ -91,11 +92,34 @@ class TorchrunWorker:
         rpc.stderr_filter.start()
         if message.now:
             self.end()
-            # The process ends soon, even if a stage computes for long.
-            timer = threading.Timer(5.0, os._exit, (0,))
+            timer = threading.Timer(LEAVES_WITHIN, self._still_here)
             timer.daemon = True
             timer.start()
         return None
+
+    def has_left(self) -> None:
+        """The worker is out of its cluster: what the process does now is the script's own affair, and so is how it ends."""
+        self.left = True
+
+    def _still_here(self) -> None:
+        """End a process whose stage goes on computing. Of one that has left the cluster, say what goes on."""
+        who = f"worker {self.name!r} (pid {os.getpid()})"
+        if not self.left:
+            end_process(
+                f"{who} ends itself: {LEAVES_WITHIN:g} s after its cluster was closed it was still at {self.worker.doing()}"
+            )
+        rpc.stderr_filter.stop()
+        threads = [
+            each.name for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()
+        ]
+        what = (
+            f"its threads {', '.join(map(repr, threads))}" if threads else "an exit handler, or a finally of the script"
+        )
+        print(
+            f"pippy: the process of {who} goes on {LEAVES_WITHIN:g} s after it has left its cluster: it waits for {what}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def watch(self, controller: str, timeout: float) -> None:
         """End this process when the controller has ended: at once if the connection to it breaks.

@@ -81,9 +81,14 @@ class Worker:
 
     def dump(self) -> str:
         """What the worker is doing or waiting for, in a line."""
+        who = f"worker {self.context.index} (pid {os.getpid()})"
+        return f"{who} waits for a command" if self.command is None else f"{who}: {self.doing()}"
+
+    def doing(self) -> str:
+        """The command that it runs, the instruction in it, and what that waits for."""
         command = self.command
         if command is None:
-            return f"worker {self.context.index} (pid {os.getpid()}) waits for a command"
+            return "no command"
         doing = f"command {command.number}, {type(command.body).__name__}"
         state = self.drivers.get(command.driver)
         executor = state.running if state else None
@@ -93,7 +98,7 @@ class Worker:
             doing += f", {state.generating}"
         waiting = self.context.transport.waiting_for()
         waits = f"; waits for {self._named(state, executor, waiting)}" if state and waiting else ""
-        return f"worker {self.context.index} (pid {os.getpid()}): {doing}{waits}"
+        return f"{doing}{waits}"
 
     def _named(self, state: DriverState, executor: Executor | None, key: tuple[int, int, int]) -> str:
         step, number, microbatch = key
