@@ -74,8 +74,9 @@ class ForkServer:
         for pair in pairs.values():
             for end in pair:
                 end.close()
-        for fd in self.config.sockets:
-            os.close(fd)
+        for fds in self.config.sockets:
+            for fd in fds:
+                os.close(fd)
 
     def watch(self) -> None:
         """Wait until the controller ends. Reap and report workers that die before."""
@@ -95,7 +96,8 @@ class ForkServer:
             os.kill(pid, signal.SIGKILL)
         for pid in self.children:
             os.waitpid(pid, 0)
-        shutil.rmtree(self.config.directory, ignore_errors=True)
+        if self.config.directory:
+            shutil.rmtree(self.config.directory, ignore_errors=True)
 
     def _pairs(self) -> dict[tuple[int, int], tuple[socket.socket, socket.socket]]:
         if self.config.transport != "shared_memory":

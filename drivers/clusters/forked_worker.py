@@ -9,7 +9,7 @@ import threading
 import traceback
 from typing import Any, NoReturn
 
-from pippy.drivers.clusters.launch_config import CONTROLLER, LaunchConfig
+from pippy.drivers.clusters.launch_config import LaunchConfig
 from pippy.drivers.clusters.launch_reports import Failed, Ready, report
 from pippy.drivers.clusters.parent_death import die_with_controller, die_with_parent
 
@@ -28,8 +28,8 @@ def start_worker(
             for end in pair:
                 if end not in peers.values():
                     end.close()
-        for other, fd in enumerate(config.sockets):
-            if other != index:
+        for other, fds in enumerate(config.sockets):
+            for fd in fds if other != index else ():
                 os.close(fd)
         run_worker(index, worker, config, controller, peers)
         status = 0
@@ -63,10 +63,9 @@ def become_worker(index: int, config: LaunchConfig, controller: socket.socket) -
 def run_worker(
     index: int, worker: type, config: LaunchConfig, controller: socket.socket, peers: dict[int, socket.socket]
 ) -> None:
-    """Make a worker, join the group, and run it."""
+    """Make a worker, let it be reached, and run it."""
     import torch
 
-    from pippy.drivers.transport.messages import rpc
     from pippy.drivers.transport.messages.message_queue import MessageQueue
     from pippy.drivers.workers.worker_context import WorkerContext
 
@@ -76,35 +75,30 @@ def run_worker(
     messages = MessageQueue()
     transport = make_transport(config, index, peers, messages)
     running = worker(WorkerContext(index, config.names, messages, transport, device, config.threads))
-    rpc.serve(rpc.Served(messages, running.urgent, getattr(transport, "deliver", ignore)))
-    report(controller, Ready(index, os.getpid()))
-    rpc.join(config.rpc_name(index), index + 1, len(config.names) + 1, config.meeting, config.rpc_transport, "lo")
+    if config.uses_rpc:
+        from pippy.drivers.transport.messages import rpc
+
+        rpc.serve(rpc.Served(messages, running.urgent, transport.deliver))
+        report(controller, Ready(index, os.getpid()))
+        rpc.join(config.rpc_name(index), index + 1, len(config.names) + 1, config.meeting, "uv", "lo")
+    else:
+        from pippy.drivers.transport.messages.urgent import UrgentConnection
+
+        UrgentConnection(socket.socket(fileno=config.sockets[index][1]), running.urgent).start()
+        report(controller, Ready(index, os.getpid()))
     running.run()
 
 
 def make_transport(config: LaunchConfig, index: int, peers: dict[int, socket.socket], messages: Any) -> Any:
-    """The transport of this worker to the others and to the controller; None if the cluster passes no tensors."""
-    from pippy.drivers.transport.messages import rpc
-
-    if config.transport == "shared_memory":
-        from pippy.drivers.transport.messages.message_connection import WorkerMessageConnection
-        from pippy.drivers.transport.shared_memory_transport import SharedMemoryTransport
-
-        end = socket.socket(fileno=config.sockets[index])
-        connection = WorkerMessageConnection(
-            end, messages, lambda number, packed: rpc.deliver(CONTROLLER, (index, number), packed)
-        )
-        return SharedMemoryTransport(
-            index, peers, device=config.devices[index], controller=connection.connection, patience=config.patience
-        )
-    if config.transport == "rpc":
+    """The transport of this worker to the others and, but for RPC, to the controller."""
+    device = config.devices[index]
+    if config.uses_rpc:
+        from pippy.drivers.transport.messages import rpc
         from pippy.drivers.transport.rpc_transport import RpcTransport
 
-        return RpcTransport(
-            index, lambda to, key, value: rpc.deliver(f"worker{to}", key, value), device=config.devices[index]
-        )
-    return None
+        return RpcTransport(index, lambda to, key, value: rpc.deliver(f"worker{to}", key, value), device=device)
+    from pippy.drivers.transport.messages.message_connection import WorkerMessageConnection
+    from pippy.drivers.transport.shared_memory_transport import SharedMemoryTransport
 
-
-def ignore(key: Any, value: Any) -> None:
-    """Drop values that arrive by RPC, for a transport that does not use RPC."""
+    controller = WorkerMessageConnection(socket.socket(fileno=config.sockets[index][0]), messages).connection
+    return SharedMemoryTransport(index, peers, device=device, controller=controller, patience=config.patience)

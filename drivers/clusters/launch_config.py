@@ -12,15 +12,15 @@ class LaunchConfig:
     Attributes:
         worker: the dotted name of the class that the workers run.
         transport: how workers pass tensors: "shared_memory", "rpc" or "none".
-        rpc_transport: how RPC sends bytes.
-        directory: a private one, where the processes find one another.
+        directory: a private one, where the processes find one another if they use RPC.
         cores: the core of each worker, if they are pinned.
         controller: the controller's process.
         dies_with_thread: whether the fork server is killed when the thread of the controller that started it ends.
-        sockets: the file descriptor of each worker's socket to the controller, if there are any.
+        sockets: the file descriptors of each worker's sockets to the controller, if there are any: for messages, and for
+            urgent ones.
         patience: how many seconds a worker that waits for a value polls for it before it sleeps.
 
-    >>> LaunchConfig("package.module:Class", ("a", "b"), ("cpu", "cpu"), 1, None, "none", "shm", "", 4711, False).rpc_name(0)
+    >>> LaunchConfig("package.module:Class", ("a", "b"), ("cpu", "cpu"), 1, None, "none", "", 4711, False).rpc_name(0)
     'worker0'
     """
 
@@ -30,11 +30,10 @@ class LaunchConfig:
     threads: int
     cores: tuple[int, ...] | None
     transport: str
-    rpc_transport: str
     directory: str
     controller: int
     dies_with_thread: bool
-    sockets: tuple[int, ...] = ()
+    sockets: tuple[tuple[int, int], ...] = ()
     patience: float = 0.0
 
     def rpc_name(self, index: int) -> str:
@@ -42,9 +41,9 @@ class LaunchConfig:
         return f"worker{index}"
 
     @property
-    def has_sockets(self) -> bool:
-        """Whether the controller has a socket to each worker."""
-        return self.transport == "shared_memory"
+    def uses_rpc(self) -> bool:
+        """Whether messages and values travel by RPC; else by sockets that the controller and the fork server make."""
+        return self.transport == "rpc"
 
     @property
     def meeting(self) -> str:

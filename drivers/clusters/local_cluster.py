@@ -70,16 +70,15 @@ def local_cluster(
     check_none_open()
     if pin:
         _warn_of_shared_cores(names, cores)
-    shared = _can_share_memory(transport)
+    chosen = _chosen_transport(transport)
     config = LaunchConfig(
         worker=_worker,
         names=names,
         devices=device_names,
         threads=threads,
         cores=tuple(cores[i % len(cores)] for i in range(n)) if pin else None,
-        transport=transport or ("shared_memory" if shared else "rpc"),
-        rpc_transport="uv",  # the thread of shm never sleeps, and would take time from the computing
-        directory=tempfile.mkdtemp(prefix="pippy-"),
+        transport=chosen,
+        directory=tempfile.mkdtemp(prefix="pippy-") if chosen == "rpc" else "",
         controller=os.getpid(),
         dies_with_thread=threading.current_thread() is threading.main_thread(),
         patience=_patience(patience, crowded=n * threads > len(cores)),
@@ -94,7 +93,7 @@ def _started(config: LaunchConfig, timeout: float, start_timeout: float) -> Clus
     except BaseException:
         processes.close()
         raise
-    control = Control(addresses, timeout, deaths=processes.deaths, connections=processes.connections)
+    control = Control(addresses, timeout, deaths=processes.deaths, messages=processes.messages)
     return opened(Cluster(config.names, control, processes))
 
 
@@ -110,11 +109,13 @@ def _check_is_only_process(n: int) -> None:
         )
 
 
-def _can_share_memory(transport: str | None) -> bool:
-    """Whether processes of this host can share memory; if not, warn that they use TCP. RPC and pippy both use memfd."""
+def _chosen_transport(transport: str | None) -> str:
+    """The transport of this name, or the best one for this host: where processes cannot share memory, warn of RPC."""
+    if transport in ("rpc", "none"):
+        return transport
     try:
         os.close(os.memfd_create("pippy"))
-        return True
+        return "shared_memory"
     except (OSError, AttributeError) as error:
         why = f"this host cannot share memory between processes ({error})"
     if transport == "shared_memory":
@@ -123,9 +124,12 @@ def _can_share_memory(transport: str | None) -> bool:
             f"interface"
         )
     warnings.warn(
-        f"{why}; the workers use TCP on the loopback interface instead, which is slower", PippyWarning, stacklevel=3
+        f"{why}; the workers use TCP on the loopback interface instead, which is slower, and which every account of this host "
+        f"can reach while they start",
+        PippyWarning,
+        stacklevel=3,
     )
-    return False
+    return "rpc"
 
 
 def _threads(n: int, threads: int | None, pin: bool, cores: int) -> int:

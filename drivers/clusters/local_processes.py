@@ -14,14 +14,16 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
 
 from pippy.drivers.clusters.fork_server import BOOT
 from pippy.drivers.clusters.launch_config import CONTROLLER, LaunchConfig
 from pippy.drivers.clusters.launch_reports import Died, Failed, Ready
-from pippy.drivers.control.control import Address
+from pippy.drivers.control.control import Address, Messages
 from pippy.drivers.errors import ClusterError
 from pippy.drivers.transport.messages import rpc
 from pippy.drivers.transport.messages.controller_connections import ControllerConnections
+from pippy.drivers.transport.messages.rpc_messages import RpcMessages
 
 # glibc keeps freed memory: fresh memory takes a page fault for every 4 KB, and a training step frees and takes gigabytes
 MEMORY = {
@@ -36,23 +38,22 @@ class LocalProcesses:
     """The fork server and, through it, the workers. ``close()`` ends them all, and may be called twice."""
 
     def __init__(self, config: LaunchConfig) -> None:
-        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in config.names if config.has_sockets]
-        self.connections = ControllerConnections([ours for ours, _ in pairs])
-        self.config = config = replace(config, sockets=tuple(theirs.fileno() for _, theirs in pairs))
+        self.connections, their_ends = _connections(config)
+        self.config = config = replace(config, sockets=tuple((one.fileno(), two.fileno()) for one, two in their_ends))
         self.owner = os.getpid()
         self.joined = False
         self.pids: dict[int, int] = {}
         self._died: dict[int, str] = {}
         self._reading = threading.Lock()
-        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket, theirs = socketpair()
         with ExitStack() as handed_over:
-            for end in (theirs, *(end for _, end in pairs)):
+            for end in (theirs, *chain(*their_ends)):
                 handed_over.enter_context(end)
             self.fork_server = subprocess.Popen(
                 [sys.executable, "-c", BOOT, str(theirs.fileno()), "pippy-fork-server"],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                pass_fds=[theirs.fileno(), *config.sockets],
+                pass_fds=[theirs.fileno(), *chain(*config.sockets)],
                 env=os.environ | MEMORY | {"OMP_NUM_THREADS": str(config.threads), "TORCH_CPP_LOG_LEVEL": "ERROR"},
             )
         self.socket.send(pickle.dumps(sys.path), socket.MSG_NOSIGNAL)
@@ -63,10 +64,16 @@ class LocalProcesses:
         deadline = time.monotonic() + timeout
         while len(self.pids) < len(self.config.names):
             self._await(deadline, timeout)
-        self._join(deadline, timeout)
-        shutil.rmtree(self.config.directory, ignore_errors=True)
+        if self.config.uses_rpc:
+            self._join(deadline, timeout)
+            shutil.rmtree(self.config.directory, ignore_errors=True)
         host = socket.gethostname()
         return [Address(name, self.config.rpc_name(i), host, self.pids[i]) for i, name in enumerate(self.config.names)]
+
+    @property
+    def messages(self) -> Messages:
+        """What carries messages to the workers."""
+        return RpcMessages(self._rpc_names) if self.config.uses_rpc else self.connections
 
     def deaths(self, wait: float = 0.0) -> Mapping[int, str]:
         """The workers that have died, and how. Waits up to so many seconds for the first."""
@@ -97,7 +104,12 @@ class LocalProcesses:
             self.socket.close()
             self.connections.close()
             self._end()
-            shutil.rmtree(self.config.directory, ignore_errors=True)
+            if self.config.directory:
+                shutil.rmtree(self.config.directory, ignore_errors=True)
+
+    @property
+    def _rpc_names(self) -> list[str]:
+        return [self.config.rpc_name(index) for index in range(len(self.config.names))]
 
     def _end(self) -> None:
         """Close the socket, at which the fork server ends its workers and itself. If it does not, kill all of them."""
@@ -134,25 +146,37 @@ class LocalProcesses:
 
     def _join(self, deadline: float, timeout: float) -> None:
         """Join the group on a thread, because the call waits for the others without a limit, and Ctrl-C cannot interrupt it."""
-        errors: list[BaseException] = []
+        outcome: list[BaseException | None] = []
         done = os.eventfd(0, os.EFD_CLOEXEC)
 
         def join() -> None:
             try:
-                rpc.serve_answers(lambda key, pickled: self.connections.answered(key[0], key[1], pickled))
-                rpc.join(
-                    CONTROLLER, 0, len(self.config.names) + 1, self.config.meeting, self.config.rpc_transport, "lo"
-                )
+                rpc.serve_nothing()
+                rpc.join(CONTROLLER, 0, len(self.config.names) + 1, self.config.meeting, "uv", "lo")
                 self.joined = True
+                rpc.close_ports(CONTROLLER, self._rpc_names, f"{self.config.directory}/store")
+                outcome.append(None)
             except BaseException as error:
-                errors.append(error)
+                outcome.append(error)
             os.eventfd_write(done, 1)
 
         thread = threading.Thread(target=join, daemon=True)
         thread.start()
-        while not self.joined and not errors:
+        while not outcome:
             self._await(deadline, timeout, done)
         thread.join()
         os.close(done)
-        if errors:
-            raise ClusterError(f"the controller could not join its workers: {errors[0]}") from errors[0]
+        if outcome[0] is not None:
+            raise ClusterError(f"the controller could not join its workers: {outcome[0]}") from outcome[0]
+
+
+def _connections(config: LaunchConfig) -> tuple[ControllerConnections, list[tuple[socket.socket, socket.socket]]]:
+    """The controller's ends of two sockets to each worker, and the ends that are handed over."""
+    two = [] if config.uses_rpc else [(socketpair(), socketpair()) for _ in config.names]
+    ours = ControllerConnections([one[0] for one, _ in two], [other[0] for _, other in two])
+    return ours, [(one[1], other[1]) for one, other in two]
+
+
+def socketpair() -> tuple[socket.socket, socket.socket]:
+    """Two ends of a socket that only those can use to whom they are handed."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

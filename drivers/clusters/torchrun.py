@@ -34,6 +34,7 @@ from pippy.drivers.clusters.torchrun_worker import TorchrunWorker
 from pippy.drivers.control.control import Address, Control
 from pippy.drivers.errors import ClusterError
 from pippy.drivers.transport.messages import rpc
+from pippy.drivers.transport.messages.rpc_messages import RpcMessages
 
 _was_open = False
 _SIOCGIFADDR = 0x8915
@@ -197,7 +198,7 @@ def _control(
     worker: TorchrunWorker | None, rank_info: RankInfo, addresses: list[Address], timeout: float, start_timeout: float
 ) -> Cluster:
     if worker is None:
-        rpc.serve_answers()
+        rpc.serve_nothing()
     _join(rank_info, start_timeout)
     global _was_open
     _was_open = True
@@ -206,4 +207,5 @@ def _control(
     )
     if worker is not None:
         worker.start()
-    return opened(Cluster([address.name for address in addresses], Control(addresses, timeout), joined))
+    control = Control(addresses, timeout, messages=RpcMessages([address.rpc_name for address in addresses]))
+    return opened(Cluster([address.name for address in addresses], control, joined))

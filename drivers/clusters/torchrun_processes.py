@@ -6,6 +6,7 @@ from contextlib import suppress
 
 from pippy.drivers.clusters.torchrun_worker import Leave, TorchrunWorker
 from pippy.drivers.transport.messages import rpc
+from pippy.drivers.transport.pickling import pickle_message
 
 
 class TorchrunProcesses:
@@ -27,6 +28,6 @@ class TorchrunProcesses:
             told = []
             for name in self.others:
                 with suppress(ConnectionError):
-                    told.append(rpc.urgent(name, Leave(last)))
+                    told.append(rpc.urgent(name, pickle_message(Leave(last))))
             rpc.wait_all(told, min(1.0, self.timeout))
         rpc.leave()

@@ -10,9 +10,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from pippy.drivers.control.messages import GiveUp
+from pippy.drivers.control.messages import GiveUp, Ping
 from pippy.drivers.transport.messages import rpc
 from pippy.drivers.transport.messages.message_queue import Ended, MessageQueue
+from pippy.drivers.transport.pickling import pickle_message
 from pippy.drivers.transport.rpc_transport import RpcTransport
 from pippy.drivers.workers.worker import Worker
 from pippy.drivers.workers.worker_context import WorkerContext
@@ -145,7 +146,7 @@ class TorchrunWorker:
 def answers(controller: str, timeout: float) -> bool:
     """Whether a process answers a ping in time."""
     try:
-        ping = rpc.ping(controller)
+        ping = rpc.urgent(controller, pickle_message(Ping()))
     except ConnectionError:
         return False
     rpc.wait_all([ping], timeout)

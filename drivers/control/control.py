@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+from pippy.drivers.control.messages import Ping
 from pippy.drivers.errors import ClusterError, WorkerLostError
-from pippy.drivers.transport.messages import rpc
 from pippy.drivers.transport.messages.controller_connections import ControllerConnections
 from pippy.drivers.transport.messages.message_queue import DeliveryFailure
-from pippy.drivers.transport.pickling import pickle_message, unpickle
+from pippy.drivers.transport.pickling import Pickled, pickle_message, unpickle
 from pippy.drivers.transport.pollable_event import PollableEvent
 
 
@@ -63,6 +63,19 @@ class PendingCall:
         return value
 
 
+class Messages(Protocol):
+    """Carries messages to workers. A call for a worker that is known to be gone raises a ConnectionError."""
+
+    def post(self, worker: int, number: int, pickled: Pickled) -> Any:
+        """Put a message into a worker's queue; the future has what its main thread answers."""
+
+    def urgent(self, worker: int, pickled: Pickled) -> Any:
+        """Send a message that is answered even while the worker computes."""
+
+    def wait(self, wakeup: PollableEvent, timeout: float) -> None:
+        """Sleep until an answer comes, or the event is set, or the time is up."""
+
+
 class Control:
     """Calls to the workers of one cluster. ``counts`` has how many messages were posted to each.
 
@@ -70,8 +83,7 @@ class Control:
     for; a worker that leaves a ping unanswered for ``timeout`` seconds is lost. So a worker that was killed is noticed
     within milliseconds, and one that is stopped, or out of reach, within ``interval + timeout``.
 
-    ``deaths`` returns the workers that the operating system says have died, and how. ``connections`` carry what is posted
-    to the workers of this host, unless it is large; all else goes by RPC.
+    ``deaths`` returns the workers that the operating system says have died, and how. ``messages`` carries all that is sent.
     """
 
     def __init__(
@@ -80,14 +92,14 @@ class Control:
         timeout: float = 5.0,
         interval: float = 1.0,
         deaths: Callable[[float], Mapping[int, str]] = lambda wait: {},
-        connections: ControllerConnections | None = None,
+        messages: Messages | None = None,
     ) -> None:
         self.workers = tuple(workers)
         self.timeout, self.interval = timeout, interval
         self.counts = [0] * len(self.workers)
         self.broken: str | None = None
         self._deaths = deaths
-        self.connections = connections or ControllerConnections()
+        self.messages = messages or ControllerConnections()
         self._lock = threading.Lock()
 
     def post(self, worker: int, message: Any) -> PendingCall:
@@ -96,18 +108,14 @@ class Control:
         pickled = pickle_message(message)
         with self._lock:  # the numbers must have no holes: one is used only by a message that is on its way
             number = self.counts[worker]
-            if self.connections.can_carry(pickled):
-                future = self._start(worker, lambda: self.connections.post(worker, number, pickled))
-            else:
-                future = self._start(worker, lambda: rpc.post(self.workers[worker].rpc_name, number, pickled))
+            future = self._start(worker, lambda: self.messages.post(worker, number, pickled))
             self.counts[worker] += 1
         return PendingCall(worker, type(message).__name__, future)
 
     def urgent(self, worker: int, message: Any) -> PendingCall:
         """Ask a worker something that it answers even while it computes."""
         self.check()
-        rpc_name = self.workers[worker].rpc_name
-        return PendingCall(worker, type(message).__name__, self._start(worker, lambda: rpc.urgent(rpc_name, message)))
+        return self._urgent(worker, message)
 
     def completed(self, calls: Iterable[PendingCall], timeout: float | None = None) -> Iterator[PendingCall]:
         """Yield each call when it is answered; raise WorkerLostError if its worker is lost.
@@ -141,10 +149,15 @@ class Control:
 
     def ping(self, worker: int) -> PendingCall:
         """Ask whether a worker lives."""
-        return PendingCall(worker, "ping", self._start(worker, lambda: rpc.ping(self.workers[worker].rpc_name)))
+        return self._urgent(worker, Ping())
+
+    def _urgent(self, worker: int, message: Any) -> PendingCall:
+        pickled = pickle_message(message)
+        future = self._start(worker, lambda: self.messages.urgent(worker, pickled))
+        return PendingCall(worker, type(message).__name__, future)
 
     def _start(self, worker: int, call: Callable[[], Any]) -> Any:
-        """Make a call. For a peer that RPC knows to be gone it fails at once."""
+        """Make a call. For a worker that is known to be gone it fails at once."""
         try:
             return call()
         except ConnectionError as error:
@@ -213,7 +226,7 @@ class _Wait:
                 since = time.monotonic()
                 continue
             due = self._due(since)
-            self.control.connections.wait(self.wakeup, max(0.0, due - time.monotonic()))
+            self.control.messages.wait(self.wakeup, max(0.0, due - time.monotonic()))
             now = time.monotonic()
             if self.arrived or now < due:
                 continue

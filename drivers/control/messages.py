@@ -410,6 +410,11 @@ class Dump:
 
 
 @dataclass(frozen=True)
+class Ping:
+    """Urgent: answer anything, to show that the worker lives."""
+
+
+@dataclass(frozen=True)
 class Failure:
     """What went wrong on a worker. ``peer`` is another worker that seems to be dead, if that is the reason."""
 

@@ -83,6 +83,9 @@ class Receiver(Protocol):
 class Connection:
     """One process's end of its connection with another. ``limit`` bounds the shared memory that it sends through.
 
+    A value may be larger: then its ring is, too, and is kept for the next one. Without ``keeps_larger`` it goes in memory of
+    its own.
+
     >>> from pippy.drivers.transport.received_values import ReceivedValues
     >>> sockets = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     >>> received = ReceivedValues(), ReceivedValues()
@@ -97,11 +100,17 @@ class Connection:
     """
 
     def __init__(
-        self, end: socket.socket, receiver: Receiver, limit: int = 1 << 26, device: torch.device | None = None
+        self,
+        end: socket.socket,
+        receiver: Receiver,
+        limit: int = 1 << 26,
+        device: torch.device | None = None,
+        keeps_larger: bool = True,
     ) -> None:
         end.setblocking(False)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         self.socket, self.receiver, self.limit, self.device = end, receiver, limit, device
+        self.keeps_larger = keeps_larger
         self.fd = end.fileno()
         self.socket_full = self.ended = False
         self.queue: deque[_Outgoing] = deque()
@@ -208,6 +217,8 @@ class Connection:
             self._packet.write(START, layout, outgoing.tensors, outgoing.rest)
             write_header(self._packet.bytes, kind, 0, number, rest, key, size)
             return self._send(START + size)
+        if size > self.limit and not self.keeps_larger:
+            return self._send_alone(outgoing, size)
         start = self._allocate(aligned(size), key[0])
         if start is None or self._ring is None or self._out is None:
             return self._send_alone(outgoing, size)
@@ -239,6 +250,8 @@ class Connection:
         try:
             fd, memory = create_shared(aligned(size))
         except OSError:
+            if size > self.limit and not self.keeps_larger:
+                raise
             return False
         memory.write(0, outgoing.layout, outgoing.tensors, outgoing.rest)
         write_header(

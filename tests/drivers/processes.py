@@ -60,3 +60,28 @@ def listeners(processes):
             inodes.update({os.readlink(fd)} if fd.is_symlink() else ())
     rows = [row.split() for table in ("tcp", "tcp6") for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
     return {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
+
+
+def listening(processes):
+    """The sockets of every kind to which others could connect, of any of these processes, as rows of /proc/net."""
+    return {row for pid in processes for row in _listening(pid)}
+
+
+def _listening(pid):
+    links = (
+        os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()
+    )  # iterdir's own one is gone
+    own = {link[8:-1] for link in links if link.startswith("socket:[")}
+    # Where a row has the inode, and what it has while others can connect: TCP's state LISTEN, a UDP socket that is bound to a
+    # port, SO_ACCEPTCON among the flags of a unix socket, or a name, to which datagrams can be sent.
+    for table, inode, is_open in (
+        ("tcp", 9, lambda row: row[3] == "0A"),
+        ("tcp6", 9, lambda row: row[3] == "0A"),
+        ("udp", 9, lambda row: True),
+        ("udp6", 9, lambda row: True),
+        ("unix", 6, lambda row: int(row[3], 16) & 0x10000 or len(row) > 7),
+    ):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            row = line.split()
+            if row[inode] in own and is_open(row):
+                yield f"{table} {row[inode]}"

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Any
 
-from pippy.drivers.control.messages import Dump
+from pippy.drivers.control.messages import Dump, Ping
 from pippy.drivers.workers.worker_context import WorkerContext
 
 
@@ -22,12 +22,15 @@ class Worker:
 
     def run(self) -> None:
         while True:
+            self.context.transport.wait_for(self.context.messages.fileno())
             message, reply = self.context.messages.get()
             self.now = f"does {message}"
             reply(self.do(*message))
             self.now = "waits for a message"
 
     def urgent(self, message: Any) -> Any:
+        if isinstance(message, Ping):
+            return None
         return self.now if isinstance(message, Dump) else self.do(*message)
 
     def do(self, name: str, *arguments: Any) -> Any:

@@ -1,1 +1,1 @@
-"""What carries messages between the controller and the workers: RPC between hosts, sockets on one host."""
+"""What carries messages between the controller and the workers: sockets on one host, RPC between hosts."""

@@ -2,8 +2,10 @@
 
 A call of RPC takes several threads on either side, one after the other. What a step needs is one message and one answer
 for each worker: here the thread that sends is the one that reads the answer, and the worker's is the one that computes.
+What a worker must answer while it computes has a connection of its own, which another thread of the worker reads.
 """
 
+import itertools
 import select
 import socket
 import threading
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 
 from pippy.drivers.interrupts import uninterrupted
-from pippy.drivers.transport.messages.message_connection import LARGE, MessageConnection
+from pippy.drivers.transport.messages.message_connection import MessageConnection
 from pippy.drivers.transport.pickling import Pickled
 from pippy.drivers.transport.pollable_event import PollableEvent
 
@@ -22,12 +24,12 @@ Future = torch.futures.Future
 
 
 class ControllerConnections:
-    """``sockets`` has one for each worker, or is empty: then there are no connections.
+    """Two to each worker: of ``sockets``, for the messages that its main thread takes, and of ``urgent``, for the others.
 
     >>> from pippy.drivers.transport.pickling import pickle_message, unpickle
     >>> here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     >>> worker = MessageConnection(there, lambda n, message: worker.send(n, pickle_message(f"{unpickle(message)}?")))
-    >>> connections, wakeup = ControllerConnections([here]), PollableEvent()
+    >>> connections, wakeup = ControllerConnections([here], []), PollableEvent()
     >>> future = connections.post(0, 3, pickle_message("a message"))
     >>> while worker.connection.step(): pass
     >>> while not future.done():
@@ -38,37 +40,28 @@ class ControllerConnections:
     (None, None, None)
     """
 
-    def __init__(self, sockets: Sequence[socket.socket] = ()) -> None:
+    def __init__(self, sockets: Sequence[socket.socket] = (), urgent: Sequence[socket.socket] = ()) -> None:
         self._lock = threading.RLock()  # one thread may wait for a step while another asks for something else
-        self._ends = [MessageConnection(end, partial(self.answered, worker)) for worker, end in enumerate(sockets)]
-        self._open = {end.connection.fd: worker for worker, end in enumerate(self._ends)}
+        self._workers, self._urgent_numbers = len(sockets), itertools.count()
+        both = [*sockets, *urgent]
+        self._ends = [MessageConnection(socket, partial(self._answered, at)) for at, socket in enumerate(both)]
+        self._open = {end.connection.fd: at for at, end in enumerate(self._ends)}
         self._unanswered: list[dict[int, Future[Pickled]]] = [{} for _ in self._ends]
-
-    def can_carry(self, pickled: Pickled) -> bool:
-        """Whether a message should be posted here."""
-        return bool(self._ends) and pickled.nbytes <= LARGE
 
     def post(self, worker: int, number: int, pickled: Pickled) -> "Future[Pickled]":
         """Send a message to a worker; the future has its answer, once a thread that waits has read it."""
-        with self._lock:
-            if self._ends[worker].connection.ended:
-                raise ConnectionError("its end of the socket is closed")
-            future = self._unanswered[worker][number] = Future()
-            self._ends[worker].send(number, pickled)
-        return future
+        return self._send(worker, number, pickled)
 
-    def answered(self, worker: int, number: int, answer: Pickled | Any) -> None:
-        """A worker's answer, however it came."""
-        future = self._unanswered[worker].pop(number, None)
-        if future is not None:
-            future.set_result(answer)
+    def urgent(self, worker: int, pickled: Pickled) -> "Future[Pickled]":
+        """Like ``post``, for a message that the worker answers even while it computes."""
+        return self._send(self._workers + worker, next(self._urgent_numbers), pickled)
 
     def wait(self, wakeup: PollableEvent, timeout: float) -> None:
         """Sleep until an answer comes, or the event is set, or the time is up; take in what there is."""
         poll = select.poll()
         poll.register(wakeup, select.POLLIN)
-        for fd, worker in list(self._open.items()):
-            full = self._ends[worker].connection.socket_full
+        for fd, at in list(self._open.items()):
+            full = self._ends[at].connection.socket_full
             poll.register(fd, select.POLLIN | (select.POLLOUT if full else 0))
         found = poll.poll(timeout * 1000)
         for fd, _ in found:
@@ -79,24 +72,37 @@ class ControllerConnections:
     def close(self) -> None:
         """Close all; the calls that are not answered fail."""
         with self._lock:
-            for worker in list(self._open.values()):
-                self._mark_lost(worker)
+            for at in list(self._open.values()):
+                self._mark_lost(at)
 
-    def _serve(self, workers: Sequence[int]) -> None:
+    def _send(self, at: int, number: int, pickled: Pickled) -> "Future[Pickled]":
+        with self._lock:
+            if self._ends[at].connection.ended:
+                raise ConnectionError("its end of the socket is closed")
+            future = self._unanswered[at][number] = Future()
+            self._ends[at].send(number, pickled)
+        return future
+
+    def _answered(self, at: int, number: int, answer: Pickled | Any) -> None:
+        future = self._unanswered[at].pop(number, None)
+        if future is not None:
+            future.set_result(answer)
+
+    def _serve(self, readable: Sequence[int]) -> None:
         with self._lock, uninterrupted():
-            for worker in workers:
-                connection = self._ends[worker].connection
+            for at in readable:
+                connection = self._ends[at].connection
                 try:
                     while connection.step():
                         pass
                     connection.flush()
                 except ConnectionError:
-                    self._mark_lost(worker)
+                    self._mark_lost(at)
 
-    def _mark_lost(self, worker: int) -> None:
-        connection = self._ends[worker].connection
+    def _mark_lost(self, at: int) -> None:
+        connection = self._ends[at].connection
         self._open.pop(connection.fd, None)
         connection.close()
-        unanswered, self._unanswered[worker] = self._unanswered[worker], {}
+        unanswered, self._unanswered[at] = self._unanswered[at], {}
         for future in unanswered.values():
             future.set_exception(ConnectionError("it closed its end of the socket"))  # type: ignore[arg-type]

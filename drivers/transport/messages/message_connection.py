@@ -10,7 +10,7 @@ from pippy.drivers.transport.messages.message_queue import MessageQueue
 from pippy.drivers.transport.pickling import Pickled
 from pippy.drivers.transport.received_values import Unreadable, ValueKey
 
-LARGE = 1 << 24  # a ring that has grown stays: messages of more bytes than this should go another way
+LIMIT = 1 << 25  # bytes of shared memory that one direction keeps; a larger message has memory of its own
 
 
 class MessageConnection:
@@ -30,7 +30,7 @@ class MessageConnection:
 
     def __init__(self, end: socket.socket, take: Callable[[int, Any], None]) -> None:
         self.take = take
-        self.connection = Connection(end, self, limit=2 * LARGE)
+        self.connection = Connection(end, self, LIMIT, keeps_larger=False)
 
     def send(self, number: int, pickled: Pickled) -> None:
         """Send a message. What finds no room now waits in this process, until the connection gets a turn."""
@@ -42,12 +42,12 @@ class MessageConnection:
 
 
 class WorkerMessageConnection(MessageConnection):
-    """A worker's end: messages go to its queue, and answers back under their numbers. ``large`` carries the large ones.
+    """A worker's end: messages go to its queue, and answers back under their numbers.
 
     >>> from pippy.drivers.transport.pickling import pickle_message, unpickle
     >>> sockets = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     >>> here = MessageConnection(sockets[0], lambda number, message: print(number, unpickle(message)))
-    >>> there = WorkerMessageConnection(sockets[1], messages := MessageQueue(), large=print)
+    >>> there = WorkerMessageConnection(sockets[1], messages := MessageQueue())
     >>> here.send(0, pickle_message("a message"))
     >>> while there.connection.step(): pass
     >>> delivery = messages.get()
@@ -58,14 +58,5 @@ class WorkerMessageConnection(MessageConnection):
     (None, None, None)
     """
 
-    def __init__(self, end: socket.socket, messages: MessageQueue, large: Callable[[int, Pickled], None]) -> None:
-        super().__init__(
-            end, lambda number, pickled: messages.put_pickled(number, pickled, partial(self._answer, number))
-        )
-        self._large = large
-
-    def _answer(self, number: int, pickled: Pickled) -> None:
-        if pickled.nbytes > LARGE:
-            self._large(number, pickled)
-        else:
-            self.send(number, pickled)
+    def __init__(self, end: socket.socket, messages: MessageQueue) -> None:
+        super().__init__(end, lambda number, pickled: messages.put_pickled(number, pickled, partial(self.send, number)))

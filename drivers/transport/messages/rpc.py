@@ -3,18 +3,20 @@
 import os
 import threading
 import time
-import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import rpc
 
 from pippy.drivers.stderr_filter import StderrFilter
-from pippy.drivers.transport.messages.message_queue import DeliveryFailure, MessageQueue
+from pippy.drivers.transport.messages.listening_sockets import stop_listening
+from pippy.drivers.transport.messages.message_queue import MessageQueue
+from pippy.drivers.transport.messages.urgent import answer_at_once
 from pippy.drivers.transport.pickling import Pickled, pickle_message, unpickle
 from pippy.drivers.transport.received_values import Unreadable
 
@@ -45,9 +47,9 @@ def serve(served: Served) -> None:
     _served = served
 
 
-def serve_answers(deliver: Callable[[Any, Any], None] = lambda key, value: None) -> None:
-    """No worker is here; but workers may have answers to deliver."""
-    serve(Served(MessageQueue(), urgent=lambda message: None, deliver=deliver))
+def serve_nothing() -> None:
+    """No worker is here; but workers may ask whether this process lives."""
+    serve(Served(MessageQueue(), urgent=lambda message: None, deliver=lambda key, value: None))
 
 
 def join(
@@ -111,14 +113,9 @@ def post(to: str, sequence: int, pickled: Pickled) -> "torch.futures.Future[Pick
     return _call(to, _arrive, sequence, pickled)
 
 
-def urgent(to: str, message: Any) -> "torch.futures.Future[Pickled]":
-    """Ask another process something that it answers even while it computes."""
-    return _call(to, _answer, pickle_message(message))
-
-
-def ping(to: str) -> "torch.futures.Future[Pickled]":
-    """Ask whether another process lives."""
-    return _call(to, _pong)
+def urgent(to: str, pickled: Pickled) -> "torch.futures.Future[Pickled]":
+    """Send another process a message that it answers even while it computes."""
+    return _call(to, _answer, pickled)
 
 
 def deliver(to: str, key: Any, value: Any) -> None:
@@ -145,6 +142,18 @@ def wait_all(futures: Iterable["torch.futures.Future[Any]"], timeout: float) -> 
             return
 
 
+def close_ports(name: str, others: Sequence[str], store: str) -> None:
+    """Let no process of this group listen any more, once each has a connection to each. For groups that met in a file.
+
+    RPC connects when a process first calls another, so all call all. In the others no socket listens but what RPC and its
+    process group made; this process may have others, so it closes only the port that RPC noted in the ``store``.
+    """
+    torch.futures.wait_all([_call(each, _connect, (name, *others)) for each in others])
+    torch.futures.wait_all([_call(each, stop_listening) for each in others])
+    noted = dist.PrefixStore("rpc_prefix_0", dist.FileStore(store, len(others) + 1)).get(f"addrs/{name}")
+    stop_listening(int(noted.rpartition(b":")[2]))
+
+
 def _call(to: str, function: Callable[..., Any], *arguments: Any) -> "torch.futures.Future[Pickled]":
     try:
         return rpc.rpc_async(to, function, args=arguments, timeout=0)
@@ -165,10 +174,12 @@ def _arrive(sequence: int, pickled: Pickled) -> "torch.futures.Future[Pickled]":
 
 
 def _answer(pickled: Pickled) -> Pickled:
-    try:
-        return pickle_message(_serving().urgent(unpickle(pickled)))
-    except Exception:
-        return pickle_message(DeliveryFailure(traceback.format_exc()))
+    return answer_at_once(_serving().urgent, pickled)
+
+
+def _connect(to: Sequence[str]) -> None:
+    for other in to:
+        rpc.rpc_sync(other, os.getpid, timeout=0)
 
 
 @rpc.functions.async_execution
@@ -176,10 +187,6 @@ def _wait_for_ever() -> "torch.futures.Future[None]":
     answer: torch.futures.Future[None] = torch.futures.Future()
     _never_answered.append(answer)
     return answer
-
-
-def _pong() -> Pickled:
-    return pickle_message(os.getpid())
 
 
 def _take(key: Any, pickled: Pickled) -> None:

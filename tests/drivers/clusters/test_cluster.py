@@ -12,19 +12,21 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
 from pippy.drivers.clusters.current_cluster import current_cluster
 from pippy.drivers.clusters.local_cluster import local_cluster
 from pippy.drivers.errors import ClusterError, WorkerLostError
 from pippy.ir.errors import PippyWarning
-from tests.drivers.processes import close_open_cluster, listeners, watched, within
+from tests.drivers.processes import close_open_cluster, watched, within
 
 ROOT = Path(__file__).parents[3]
+LARGE = torch.arange(20_000_000)  # more bytes than shared memory for messages is kept
 STAND_IN = "tests.drivers.scripted_worker:Worker"
 
 
-def start(n=2, *, worker=STAND_IN, timeout=1.0, **options):
-    return local_cluster(n, transport="none", timeout=timeout, _worker=worker, **options)
+def start(n=2, *, worker=STAND_IN, timeout=1.0, transport="none", **options):
+    return local_cluster(n, transport=transport, timeout=timeout, _worker=worker, **options)
 
 
 @pytest.fixture(scope="module")
@@ -99,18 +101,6 @@ def test_pinned_workers_that_share_a_core_are_told_of(monkeypatch):
     assert caught[0].filename == __file__
 
 
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("shared", [True, False])
-def test_nothing_listens_but_on_loopback(shared, monkeypatch):
-    loopback = {"0100007F", "00000000000000000000000001000000"}
-    if not shared:
-        monkeypatch.delattr(os, "memfd_create")
-    with nullcontext() if shared else pytest.warns(UserWarning, match="cannot share memory"), opened() as cluster:
-        found = listeners([os.getpid(), ask(cluster, 0, "parent"), *pids(cluster)])
-    assert found <= loopback
-    assert shared or found  # TCP is in use there, so that something would be seen
-
-
 def test_messages_arrive_in_order_and_are_counted(cluster):
     first, second = cluster.control.counts
     calls = [cluster.control.post(0, ("note", number)) for number in range(1000)]
@@ -131,6 +121,42 @@ def test_urgent_is_answered_while_a_worker_is_busy(cluster):
 
 def test_a_worker_that_computes_longer_than_the_timeout_is_not_lost(cluster):
     assert ask(cluster, 0, "compute", 3.0) == 3.0
+
+
+@pytest.mark.usefixtures("alone")
+def test_messages_by_rpc():
+    """As by sockets: in order, also large ones; urgent ones while a worker is busy; a worker that is killed is lost at once."""
+    with opened(transport="rpc") as cluster:
+        control = cluster.control
+        calls = [control.post(0, ("note", number)) for number in range(100)]
+        assert sum(1 for _ in control.completed(calls)) == 100
+        assert ask(cluster, 0, "noted") == list(range(100))
+        assert torch.equal(ask(cluster, 0, "echo", LARGE), LARGE)
+        busy = control.post(0, ("hold",))
+        assert control.wait(control.urgent(0, ("await_begun",)))
+        assert cluster.dump(timeout=10) == "'worker0': does ('hold',)\n'worker1': waits for a message"
+        control.wait(control.urgent(0, ("release",)))
+        assert control.wait(busy) == "released"
+        waiting = control.post(1, ("block",))
+        os.kill(pids(cluster)[1], signal.SIGKILL)
+        with within(1.0), pytest.raises(WorkerLostError, match=r"'worker1'.*SIGKILL"):
+            control.wait(waiting)
+
+
+def test_large_messages_leave_no_shared_memory(cluster):
+    """They went by RPC, for a ring of shared memory that has grown stays."""
+    before = [shared_bytes(pid) for pid in (os.getpid(), *pids(cluster))]
+    assert torch.equal(ask(cluster, 0, "echo", LARGE), LARGE)
+    assert ask(cluster, 0, "echo", 1) == 1
+    for pid, was in zip((os.getpid(), *pids(cluster)), before):
+        assert shared_bytes(pid) < was + LARGE.nbytes / 4
+
+
+def shared_bytes(pid):
+    """The bytes of memory that this process shares with others, by its rings."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    spans = [line.split()[0].split("-") for line in lines if "memfd:pippy" in line]
+    return sum(int(end, 16) - int(start, 16) for start, end in spans)
 
 
 class Unloadable:

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from pippy.drivers.transport.messages.controller_connections import ControllerConnections
-from pippy.drivers.transport.messages.message_connection import LARGE, MessageConnection, WorkerMessageConnection
+from pippy.drivers.transport.messages.message_connection import LIMIT, MessageConnection, WorkerMessageConnection
 from pippy.drivers.transport.messages.message_queue import DeliveryFailure, MessageQueue
+from pippy.drivers.transport.messages.urgent import UrgentConnection
 from pippy.drivers.transport.pickling import pickle_message, unpickle
 from pippy.drivers.transport.pollable_event import PollableEvent
 from pippy.drivers.transport.shared_memory_transport import SharedMemoryTransport
@@ -25,15 +26,18 @@ def wakeup():
 @pytest.fixture
 def ends():
     """The controller's connections to two workers, and the workers' ends with their queues."""
-    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
-    connections = ControllerConnections([ours for ours, _ in pairs])
+    pairs, urgent = ([socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)] for _ in range(2))
+    connections = ControllerConnections([ours for ours, _ in pairs], [ours for ours, _ in urgent])
     workers = []
-    for index, (_, theirs) in enumerate(pairs):
+    for _, theirs in pairs:
         messages = MessageQueue()
-        large = lambda number, pickled, index=index: connections.answered(index, number, pickled)  # noqa: E731
-        workers.append((WorkerMessageConnection(theirs, messages, large), messages))
+        workers.append((WorkerMessageConnection(theirs, messages), messages))
+    threads = [UrgentConnection(theirs, int).start() for _, theirs in urgent]
     yield connections, workers
     connections.close()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
     for end, messages in workers:
         end.connection.close()
         messages.close()
@@ -84,17 +88,26 @@ def test_a_message_that_came_another_way_keeps_its_place(ends, wakeup):
     assert not late.done()
 
 
-def test_large_messages_are_refused_and_large_answers_go_another_way(ends, wakeup):
+def test_a_large_message_has_memory_of_its_own_which_is_not_kept(ends, wakeup):
     connections, workers = ends
-    assert connections.can_carry(pickle_message(torch.zeros(LARGE // 4 - 1000)))
-    assert not connections.can_carry(pickle_message(torch.zeros(LARGE // 4 + 1)))
-    future = connections.post(0, 0, pickle_message("give me much"))
-    end, messages = workers[0]
-    while not len(messages):
-        end.connection.step()
-    messages.get().reply(torch.ones(LARGE // 4 + 1))
-    assert answer(connections, wakeup, future).sum() == LARGE // 4 + 1
-    assert end.connection._rings_made == 0
+    sizes = [1000, LIMIT // 4 + 1, 2000, LIMIT // 4 + 1, LIMIT // 4 + 2, 3000]
+    futures = [connections.post(0, n, pickle_message(torch.full((size,), n))) for n, size in enumerate(sizes)]
+    serve(workers[0], len(sizes))
+    for n, (size, future) in enumerate(zip(sizes, futures)):
+        back = answer(connections, wakeup, future)
+        assert back.shape == (size,) and (back == n).all()
+    for connection in (connections._ends[0].connection, workers[0][0].connection):
+        assert connection._out.size < LIMIT and connection._in.size < LIMIT
+
+
+def test_urgent_messages_are_answered_beside_the_others(ends, wakeup):
+    connections, workers = ends
+    late = connections.post(1, 0, pickle_message("nobody takes it"))
+    futures = [connections.urgent(1, pickle_message(str(n))) for n in range(3)]
+    assert [answer(connections, wakeup, future) for future in futures] == [0, 1, 2]
+    failure = answer(connections, wakeup, connections.urgent(1, pickle_message("x")))
+    assert isinstance(failure, DeliveryFailure) and "ValueError" in failure.text
+    assert not late.done()
 
 
 def test_more_than_the_socket_holds_is_sent_on_while_waiting(ends, wakeup):

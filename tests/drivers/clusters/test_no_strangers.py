@@ -1,0 +1,47 @@
+"""When a local cluster stands, nobody can connect to any of its processes."""
+
+import os
+import socket
+from contextlib import ExitStack, nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from pippy import PipelineDriver1F1B, pipe_split, pipeline
+from pippy.drivers.clusters.local_cluster import local_cluster
+from tests.drivers.processes import listening
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        x = self.layers[0](x)
+        pipe_split()
+        x = self.layers[1](x)
+        pipe_split()
+        return self.layers[2](x)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("shared", [True, False])
+def test_no_process_of_a_local_cluster_listens(shared, monkeypatch):
+    """RPC listens on a port of TCP: every account of the host could connect, and have a pickle run."""
+    if not shared:
+        monkeypatch.delattr(os, "memfd_create")
+    own = socket.create_server(("127.0.0.1", 0))  # one of the script, which stays
+    before = listening([os.getpid()])
+    with own, ExitStack() as open_cluster:
+        with nullcontext() if shared else pytest.warns(UserWarning, match="cannot share memory.*while they start"):
+            cluster = open_cluster.enter_context(local_cluster(3, threads=1))
+        workers = [address.pid for address in cluster.control.workers]
+        assert listening([os.getpid(), os.getsid(workers[0]), *workers]) == before
+        model, x = Net().double(), torch.randn(6, 4, dtype=torch.float64)
+        drivers = [PipelineDriver1F1B(pipeline(model), cluster, all_ranks=ranks) for ranks in ([0, 1, 2], [2, 0, 1])]
+        for driver in drivers:
+            torch.testing.assert_close(driver.run(2, x), model(x))
+        assert "waits for a command" in cluster.dump()
+        assert listening([os.getpid(), os.getsid(workers[0]), *workers]) == before
