@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 _NARROW = (torch.float16, torch.bfloat16)
+Statistics = tuple[torch.Tensor | None, torch.Tensor | None]
+Note = Callable[["DeferredBatchNorm", torch.Tensor], Statistics]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +50,7 @@ class DeferredBatchNorm(_BatchNorm):
     """
 
     replaced: type[_BatchNorm] = nn.SyncBatchNorm  # whose dimensions an input must have: of that, two or more
-    note: Callable[["DeferredBatchNorm", torch.Tensor], tuple[torch.Tensor | None, torch.Tensor | None]] | None = None
+    note: Note | None = None  # in a step of a driver
     noted: tuple[Noted, ...] = ()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -63,9 +65,7 @@ class DeferredBatchNorm(_BatchNorm):
         self.replaced._check_input_dim(self, input)
 
 
-def note(
-    norm: DeferredBatchNorm, input: torch.Tensor, microbatch: int, turn: int
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def note(norm: DeferredBatchNorm, input: torch.Tensor, microbatch: int, turn: int) -> Statistics:
     """Note a call. Gives the tensors that `F.batch_norm`, with a momentum of 1, is to write the mean and the variance into.
 
     They are noted before they are written: in a part that `torch.utils.checkpoint` runs again, autograd may leave in the midst

@@ -7,12 +7,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 
 import torch
 from torch import nn
 
-from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm, Noted, note
+from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm, Note, Noted, Statistics, note
 from pippy.ir.run.shared_tensors import check_unchanged
 
 
@@ -37,8 +38,6 @@ class StepStatistics:
         self.microbatch = 0
         self._turns = count()
         self._updates: list[_Update] = []
-        compiles = "torch._dynamo" in sys.modules
-        self._note = torch.compiler.disable(self._noted, reason=_REASON) if self.norms and compiles else self._noted
 
     @classmethod
     def of(cls, stages: Mapping[str, nn.Module], constant: Mapping[str, Sequence[str]]) -> "StepStatistics | None":
@@ -50,7 +49,7 @@ class StepStatistics:
     def step(self, number: int = 0) -> Iterator[None]:
         """A step of one mini-batch. If it succeeds, running statistics are updated at its end."""
         for norm in self.norms:
-            norm.note, norm.noted = self._note, ()
+            norm.note, norm.noted = self._uncompiled if "torch._dynamo" in sys.modules else self._noted, ()
         try:
             yield
             self._update(number)
@@ -71,7 +70,12 @@ class StepStatistics:
                     tensor.copy_(before)
         self._updates = [each for each in self._updates if not first <= each.step <= last]
 
-    def _noted(self, norm: DeferredBatchNorm, input: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    @cached_property
+    def _uncompiled(self) -> Note:
+        """`_noted`, which no compiled graph takes in. To make it imports torch._dynamo, which is slow."""
+        return torch.compiler.disable(self._noted, reason=_REASON)
+
+    def _noted(self, norm: DeferredBatchNorm, input: torch.Tensor) -> Statistics:
         return note(norm, input, self.microbatch, next(self._turns))
 
     def _update(self, number: int) -> None:

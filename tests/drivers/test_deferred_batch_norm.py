@@ -16,7 +16,10 @@ from pippy import MicroBatches, pipe_split, pipeline
 from pippy.drivers.driver import PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain
 from pippy.drivers.errors import StepError
 from pippy.errors import SharedParameterError
+from pippy.ir.pipe import compiled_of
+from pippy.ir.reference import run_microbatches
 from pippy.ir.run import repeated_forward
+from tests.drivers.test_driver import assert_bits
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
@@ -109,6 +112,20 @@ def test_statistics_are_those_of_the_mini_batch(threads, sizes, schedule, mode, 
         for step in steps:
             step.result()
         assert_statistics(driver.state_dict(), plain)
+
+
+def test_the_bits_are_those_of_the_reference_under_every_schedule(threads):
+    x, target, model = torch.randn(11, 2, 4, 4), torch.randn(11, 3), pippy.convert_deferred_batch_norm(Net())
+    reference = pipeline(copy.deepcopy(model), nn.MSELoss())
+    names = [node.name for node in reference.split_gm.graph.nodes if node.op == "placeholder"]
+    microbatches = [dict(zip(names, given)) for given in zip(x.tensor_split(4), target.tensor_split(4))]
+    run_microbatches(compiled_of(reference), microbatches)
+    for schedule in SCHEDULES:
+        with driver_of(
+            pipeline(copy.deepcopy(model), nn.MSELoss()), threads, PipelineDriver, schedule=schedule
+        ) as driver:
+            driver.run(4, x, target)
+            assert_bits(driver.state_dict(), reference.state_dict())
 
 
 def test_a_norm_that_counts_twice_is_seen(threads, monkeypatch):
@@ -244,13 +261,16 @@ def test_low_precision_and_autocast(threads, dtype, tolerance):
 
 
 def test_compiled_stages(threads):
-    model, x, target = Net(), torch.randn(8, 2, 4, 4), torch.randn(8, 3)
-    plain, pipe = copy.deepcopy(model), pipeline(pippy.convert_deferred_batch_norm(model), nn.MSELoss())
-    compile = {"backend": "aot_eager"}
-    with driver_of(pipe, threads, compile=compile, checkpoint={0: "always"}, world_size=1) as driver:
-        for _ in range(2):
-            driver.run(2, x, target)
-            count(plain, [(each,) for each in x.split(4)])
+    """Nothing is compiled again for another micro-batch or step."""
+    model, x, target = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.randn(8, 4), torch.randn(8, 4)
+    plain, compile = copy.deepcopy(model), {"backend": "aot_eager"}
+    pipe = pippy.Pipe.from_sequential(pippy.convert_deferred_batch_norm(model), nn.MSELoss())
+    with driver_of(pipe, threads, compile=compile, checkpoint={1: "always"}, world_size=1) as driver:
+        driver.run(2, x, target)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            driver.run(4, x.repeat(2, 1), target.repeat(2, 1))
+        for microbatches in (x.split(4), x.repeat(2, 1).split(4)):
+            count(plain, [(each,) for each in microbatches])
         assert_statistics(driver.state_dict(), plain)
     options = {"compile": {**compile, "fullgraph": True}, "world_size": 1}
     with driver_of(pipe, threads, **options) as driver, pytest.raises(StepError, match="leave fullgraph=True out"):
