@@ -21,14 +21,14 @@ import torch
 from torch import nn
 
 from exps.seeds.command import Sizes, run_parts
-from exps.seeds.layer_costs import LayerCosts, measured, sums
+from exps.seeds.layer_costs import LayerCosts, measured
 from exps.seeds.layers import cut_into, parameters, pictures, printed
 from exps.seeds.settings import Setting, speed_table
 from exps.seeds.steps import Steps, steps_table
 from exps.seeds.unet_model import UNet
 from exps.seeds.wires import edge_bytes, sent_bytes, value_bytes
 from pippy.drivers.lowering.lower import lower
-from pippy.drivers.schedules import Program, make_schedule, simulate
+from pippy.drivers.schedules import Program, simulate
 
 LOSS = nn.BCEWithLogitsLoss()
 SIDE = 192  # of a picture, in pixels
@@ -63,8 +63,7 @@ def parameters_part(sizes: Sizes) -> None:
 def portals(threaded: bool) -> tuple[Program, dict[str, int]]:
     """The program of Table 1, and the bytes of each value of one picture."""
     pipe = cut_into(UNet(BLOCKS, CHANNELS, threaded=threaded, device="meta"), PORTALS.balance, LOSS)
-    schedule = make_schedule("fill_drain", workers=4, chunks=PORTALS.chunks, checkpoint=PORTALS.checkpoint)
-    return lower(pipe, schedule).program, value_bytes(pipe, pictures(1, SIDE, "meta"))
+    return lower(pipe, PORTALS.program()).program, value_bytes(pipe, pictures(1, SIDE, "meta"))
 
 
 def of_skips(program: Program, sizes: Mapping[str, int]) -> int:
@@ -103,10 +102,7 @@ def links_part(sizes: Sizes) -> None:
     """Table 1 by simulation: the layers' times as shares of the paper's, and its pictures over links."""
     layers, bandwidth = costs(sizes), sizes["bandwidth"]
     unit = ROWS / PER_SECOND / layers.whole
-    passes = {
-        "forward": [unit * each for each in sums(layers.forward, PORTALS.balance)],
-        "backward": [unit * each for each in sums(layers.backward, PORTALS.balance)],
-    }
+    passes = {name: [unit * each for each in costs] for name, costs in layers.of_stages(PORTALS.balance).items()}
     seconds = []
     for threaded in (True, False):
         program, values = portals(threaded)

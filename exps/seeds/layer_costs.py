@@ -1,4 +1,4 @@
-"""How long each layer of a model takes, alone, and what that makes of a step in a pipeline, by simulation."""
+"""How long each layer of a model takes, alone, and what that makes of stages."""
 
 import time
 from collections.abc import Sequence
@@ -11,7 +11,6 @@ from torch import nn
 
 from exps.seeds.layers import Layers
 from pippy.balance.partition import Load, Row, best_cuts
-from pippy.drivers.schedules import make_schedule, simulate
 
 
 @dataclass
@@ -19,10 +18,8 @@ class LayerCosts:
     """The seconds that each layer takes for one micro-batch.
 
     >>> costs = LayerCosts([1.0, 1.0, 2.0], [2.0, 2.0, 4.0])
-    >>> costs.whole, costs.balance(2), costs.step([2, 1], chunks=1), costs.step([2, 1], chunks=8) / 8
-    (12.0, [2, 1], 12.0, 6.75)
-    >>> costs.step([3], chunks=2, checkpoint="except_last")
-    28.0
+    >>> costs.whole, costs.balance(2), costs.of_stages([1, 2])
+    (12.0, [2, 1], {'forward': [1.0, 3.0], 'backward': [2.0, 6.0]})
     """
 
     forward: list[float] = field(default_factory=list)
@@ -43,11 +40,9 @@ class LayerCosts:
         assert cuts is not None, f"{layers} layers cannot be {stages} stages"
         return [after - before for before, after in pairwise([0, *cuts, layers])]
 
-    def step(self, balance: Sequence[int], chunks: int, checkpoint: str = "never") -> float:
-        """The seconds of a step of fill-drain on as many workers as there are stages; values travel in no time."""
-        program = make_schedule("fill_drain", workers=len(balance), chunks=chunks, checkpoint=checkpoint)
-        costs = {"forward": sums(self.forward, balance), "backward": sums(self.backward, balance)}
-        return float(simulate(program, **costs).makespan)  # type: ignore[arg-type]
+    def of_stages(self, balance: Sequence[int]) -> dict[str, list[float]]:
+        """The costs of the passes of each stage, for `simulate`."""
+        return {"forward": sums(self.forward, balance), "backward": sums(self.backward, balance)}
 
 
 def sums(values: Sequence[float], balance: Sequence[int]) -> list[float]:

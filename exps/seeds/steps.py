@@ -14,7 +14,7 @@ from exps.peers.rounds import quartiles
 from exps.seeds.layer_costs import LayerCosts
 from exps.seeds.layers import Layers, cut_into
 from exps.seeds.settings import Setting
-from pippy import Cluster, PipelineDriverFillDrain, local_cluster
+from pippy import Cluster, PipelineDriver, local_cluster
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -27,10 +27,10 @@ class Steps:
     loss_fn: Any
     batch: Batch
 
-    def driver(self, cluster: Cluster, setting: Setting) -> PipelineDriverFillDrain:
+    def driver(self, cluster: Cluster, setting: Setting) -> PipelineDriver:
         torch.manual_seed(0)
         pipe = cut_into(self.model(), setting.balance, self.loss_fn)
-        return PipelineDriverFillDrain(pipe, cluster, world_size=setting.workers, checkpoint=setting.checkpoint)
+        return PipelineDriver(pipe, cluster, world_size=setting.workers, schedule=setting.program())
 
     def seconds(self, cluster: Cluster, settings: Mapping[str, Setting], rounds: int) -> dict[str, list[float]]:
         """The seconds of each setting's steps. In each round each has a step, in random order; the first is not counted."""
