@@ -7,9 +7,8 @@ Method:   as exps/unet.py does it: fill-drain is simulated with the times of the
           pictures, each timed alone. With one micro-batch everything is computed again, else all but the last one, as in the
           paper. steps: a small model really runs on two workers.
 Finding:  all five counts of parameters are the published ones. Speed-ups, from layers measured on a busy core, for 1, 4 and 32
-          micro-batches (the paper's): 2 workers 1, 1.53, 1.63 (1, 1.54, 1.77); 4 workers 1.09, 2.22, 2.83 (1.00, 1.67, 2.71);
-          8 workers 1.17, 3.04, 4.99 (0.93, 2.62, 4.95). With the same layers and rows in every setting a pipeline of one
-          micro-batch is never slower, and 4 micro-batches gain more than on GPUs, whose kernels like larger ones.
+          micro-batches (the paper's): 2 workers 1, 1.53, 1.63 (1, 1.54, 1.77); 4 workers 1.10, 2.19, 2.66 (1.00, 1.67, 2.71);
+          8 workers 1.18, 3.09, 5.17 (0.93, 2.62, 4.95). docs/memory.md says what differs, and why.
 """
 
 from functools import cache

@@ -1,17 +1,20 @@
 """The U-Net of the torchgpipe paper: its parameters, the bytes between its stages, and its speed, beside the paper's tables.
 
 Question: do the published counts of parameters come out; how many bytes do skips save that go straight to their stage (portals,
-          in the paper); which speed-ups does the simulation give from layers measured here; and what do two workers do?
-Command:  python -m exps.unet                      (from the root of the repository; parts: parameters wires speed steps)
-Method:   parameters and bytes: a model without data (the meta device), cut with the paper's balances. speed: each layer of
-          a model of --channels on --rows pictures is timed alone, and fill-drain is simulated with the sums of stages; all
-          micro-batches have the same rows, and values travel in no time. Table 1: the same costs, in the seconds of the
-          paper's GPU (28.5 pictures in a second on one), and links of --bandwidth GB/s. steps: a small model really runs
-          on two workers, by turns in random order; the memory is that of new processes.
+          in the paper); which speed-ups does the simulation give from layers measured here; and what do two workers
+          really do?
+Command:  python -m exps.unet                      (from the root of the repository; --help names parts and sizes)
+Method:   parameters, wires: a model without data (the meta device), cut with the paper's balances, and counted.
+          speed: each layer of a model of --channels on --rows pictures is timed alone, and fill-drain is simulated with the
+          sums of stages; all micro-batches have the same rows, and values travel in no time. links: the same costs, as shares
+          of the paper's (one GPU does 28.5 pictures in a second), and links of --bandwidth GB/s. steps: a model of --channels
+          really runs on two workers, by turns in random order; the memory is that of new processes. Backwards begin with
+          the last micro-batch, as in torchgpipe.
 Finding:  all five counts of parameters are the published ones. Straight skips send 1.97 times fewer bytes between all stages,
-          and 2.29 times fewer of skips: what the paper's portals save. Speed-ups for 1, 2, 4 and 8 workers, from layers
-          measured on a busy core (the paper's): 0.86 (0.858), 1.41 (1.246), 2.06 (2.352), 3.45 (3.105) with the paper's
-          balances, and 0.86, 1.47, 2.59, 4.91 with those that are best for these layers.
+          and 2.29 times fewer of skips: what the paper's portals save. Speed-ups for 1, 2, 4 and 8 workers, from layers measured on a
+          busy core (the paper's): 0.86 (0.858), 1.34 (1.246), 2.27 (2.352), 3.69 (3.105) with the paper's balances, and
+          0.86, 1.46, 2.56, 5.00 with those that are best for these layers; links of 12 GB/s make straight skips 1.046 times
+          as fast (1.060). docs/memory.md says what differs, and why.
 """
 
 from collections.abc import Mapping
