@@ -11,10 +11,10 @@ Method:   parameters, wires: a model without data (the meta device), cut with th
           really runs on two workers, by turns in random order; the memory is that of new processes. Backwards begin with
           the last micro-batch, as in torchgpipe.
 Finding:  all five counts of parameters are the published ones. Straight skips send 1.97 times fewer bytes between all stages,
-          and 2.29 times fewer of skips: what the paper's portals save. Speed-ups for 1, 2, 4 and 8 workers, from layers measured on a
-          busy core (the paper's): 0.86 (0.858), 1.34 (1.246), 2.27 (2.352), 3.69 (3.105) with the paper's balances, and
-          0.86, 1.46, 2.56, 5.00 with those that are best for these layers; links of 12 GB/s make straight skips 1.046 times
-          as fast (1.060). docs/memory.md says what differs, and why.
+          and 2.29 times fewer of skips: what the paper's portals save. Speed-ups for 1, 2, 4 and 8 workers, from layers
+          measured on a busy core (the paper's): 0.86 (0.858), 1.34 (1.246), 2.27 (2.352), 3.69 (3.105) with the paper's
+          balances, and 0.86, 1.46, 2.56, 5.00 with those that are best for these layers; links of 12 GB/s make straight skips
+          1.046 times as fast (1.060). docs/memory.md says what differs, and why.
 """
 
 from collections.abc import Mapping
