@@ -130,6 +130,24 @@ def test_no_step_holds_more_bytes_than_memory_limit(threads, in_float64):
     driver.close()
 
 
+def test_a_limit_that_zb_v_breaks_leaves_v_half_and_v_min(threads, in_float64):
+    pipe, x = pipeline(Chain(8), nn.MSELoss()), torch.randn(16, 8)
+    driver = PipelineDriver(pipe, threads, schedule="auto", world_size=4)
+    driver.run(8, x, x)
+    driver.run(8, x, x)
+    plain, sizes = driver.program(8), driver._auto._latest.limits.sizes
+    driver.close()
+    limit = max(peak_bytes(make_schedule("v_half", workers=4, chunks=8).for_graph(plain.edges), sizes))
+    driver = PipelineDriver(pipe, threads, schedule="auto", world_size=4, memory_limit=limit)
+    for _ in range(MEASURED + 1):
+        driver.run(8, x, x)
+    assert {"v_half", "v_min"} <= {each.name for each in driver.choice.candidates}
+    assert "bytes on worker" in dict(driver.choice.left_out)["zb_v"]
+    assert driver.choice.schedule in ("v_half", "v_min", "list")
+    assert max(driver.choice.chosen.peak_bytes) <= limit
+    driver.close()
+
+
 def test_limits_that_nothing_keeps_are_refused(threads):
     pipe, x = pipeline(Chain(4), nn.MSELoss()), torch.randn(8, 8)
     driver = PipelineDriver(pipe, threads, schedule="auto", memory_limit=100)

@@ -1,7 +1,7 @@
-"""V-Half: the V of ZB-V in half of 1F1B's memory, p+2 stage-micro-batches, which is p/2+1 micro-batches of a worker.
+"""V-Half: the V of ZB-V in about half of 1F1B's memory: p/2 + 1 micro-batches of a worker, rounded up.
 
-If F, I and W take the same time and m >= p > 2, a worker idles for (3p-7)/2 forwards of a worker, and for one more if p is odd.
-The building block takes steps of 1 towards the last worker and of 2 back. With these turns, no two passes of a worker meet.
+The building block takes steps of 1 towards the last worker and of 2 back. The turns were found by trying. If F, I and W take
+the same time and m >= p > 3, a worker idles for (3p-7)/2 forwards of a worker, and for half a forward less if p is odd.
 """
 
 from pippy.drivers.schedules.orders.building_block import building_block, squeeze
@@ -19,6 +19,6 @@ def v_half(placement: Placement, chunks: int) -> WorkerOrders:
     """
     require_v(placement, "v_half")
     p = placement.workers
-    block = building_block(p, down=1, up=2, turns=(1, 2 if p % 2 else 4, 2))
-    memory = min(2 * chunks, 2 * p, p + 2)
+    block = building_block(p, down=1, up=2, turns=(1, 6, 3) if p % 2 else (1, 4, 2))
+    memory = 2 * min(chunks, p, (p + 1) // 2 + 1)
     return WorkerOrders(squeeze(placement, block, chunks, memory), memory=[memory] * p)

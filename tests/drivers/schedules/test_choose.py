@@ -94,6 +94,13 @@ def test_bytes_are_limited_where_stages_differ():
         choose(program, Costs(), replace(tight, bytes=(203, 19)))
 
 
+def test_between_v_min_and_zb_v_the_fastest_that_fits_is_taken():
+    program = make_schedule("1f1b", workers=4, chunks=5, stages_per_worker=2, placement="v")
+    sizes = PipeBytes((StageBytes(kept=10, deferred=10),) * 8)
+    limits = [Limits(bytes=(most,) * 4, sizes=sizes) for most in (59, 60, 80)]
+    assert [choose(program, Costs(), each).schedule for each in limits] == ["v_min", "v_half", "zb_v"]
+
+
 def test_the_edges_of_the_graph_are_those_of_the_choice():
     edges = [Edge("a", Pass("F", 0), (Pass("F", 1), Pass("F", 2))), Edge("b", Pass("F", 1), (Pass("F", 2),))]
     edges += [Edge("c", Pass("B", 2), (Pass("B", 1),)), Edge("d", Pass("B", 1), (Pass("B", 0),))]

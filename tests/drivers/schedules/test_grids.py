@@ -94,7 +94,7 @@ def test_zb_h2_and_zb_v_idle_in_the_fill_and_drain_only(p, m):
 def test_idle_of_v_half_and_v_min_for_any_number_of_chunks_from_p_on(p):
     to_next_third = (1 - p) % 3
     for m in (p, 2 * p + 1):
-        assert idle("v_half", p, m, (1, 1, 1)) == {max(p - 1, 3 * p - 7 + 2 * (p % 2)) * ONE / 2}
+        assert idle("v_half", p, m, (1, 1, 1)) == {max(p - 1, 3 * p - 7 - p % 2) * ONE / 2}
         assert idle("v_min", p, m, (1, 1, 1)) == {max(p - 1, 4 * p - 5 - 2 * to_next_third) * ONE / 2}
 
 
@@ -102,7 +102,10 @@ def test_idle_of_v_half_and_v_min_for_any_number_of_chunks_from_p_on(p):
 @settings(max_examples=15)
 def test_what_v_half_and_v_min_take_and_hold_at_most(p, m):
     """Also with few chunks, where no order is faster than a micro-batch on its way: 4p passes and the last W."""
-    for name, bubble, most in (("v_half", 3 * p - 5, min(2 * p, p + 2)), ("v_min", 4 * p - 5, 2 * ((p + 4) // 3))):
+    for name, bubble, most in (
+        ("v_half", 3 * p - 5, 2 * min(p, (p + 1) // 2 + 1)),
+        ("v_min", 4 * p - 5, 2 * ((p + 4) // 3)),
+    ):
         result = simulate(make_schedule(name, workers=p, chunks=m))
         assert 2 * result.makespan <= max(6 * m + bubble + 2, 4 * p + 4 * m)
         assert max(result.peak_live) <= min(2 * m, most)
@@ -131,7 +134,7 @@ def test_peaks(p, m):
     assert peaks("zb_h1") == (p,) * p
     assert peaks("zb_h2") == (min(m, 2 * p - 1),) * p
     assert peaks("zb_v") == (2 * p,) * p  # of stages that are half as large
-    assert peaks("v_half") == (min(2 * m, 2 * p, p + 2),) * p
+    assert peaks("v_half") == (2 * min(m, p, (p + 1) // 2 + 1),) * p
     assert peaks("v_min") == (min(2 * m, 2 * ((p + 4) // 3)),) * p
     assert peaks("dualpipe_v") == (min(2 * m, 2 * p + 1),) * p
     assert peaks("forward_only") == (1,) * p
