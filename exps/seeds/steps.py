@@ -14,6 +14,7 @@ from exps.peers.rounds import quartiles
 from exps.seeds.layer_costs import LayerCosts
 from exps.seeds.layers import Layers, cut_into
 from exps.seeds.settings import Setting
+from exps.seeds.wires import recorded_bytes
 from pippy import Cluster, PipelineDriver, local_cluster
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -48,6 +49,14 @@ class Steps:
             driver.close()
         return found
 
+    def sent(self, cluster: Cluster, setting: Setting) -> dict[tuple[int, int], int]:
+        """The bytes that each worker sends to each other in a step."""
+        driver = self.driver(cluster, setting)
+        with driver.record() as recording:
+            driver.run(setting.chunks, *self.batch)
+        driver.close()
+        return recorded_bytes(recording.steps[-1])
+
     def megabytes(self, setting: Setting) -> list[float]:
         """By how much the memory of each worker grows, at most, from before it has a model: in new processes, in two steps."""
         with local_cluster(setting.workers, threads=1) as cluster:
@@ -68,6 +77,7 @@ def steps_table(steps: Steps, settings: Mapping[str, Setting], costs: LayerCosts
     workers = max(setting.workers for setting in settings.values())
     with local_cluster(workers, threads=1, pin=True) as cluster:
         seconds = steps.seconds(cluster, settings, rounds)
+        sent = {name: sum(steps.sent(cluster, setting).values()) for name, setting in settings.items()}
     first = next(iter(settings))
     base = settings[first].throughput(costs)
     lines = [
@@ -77,5 +87,6 @@ def steps_table(steps: Steps, settings: Mapping[str, Setting], costs: LayerCosts
         low, middle, high = (1e3 * each for each in quartiles(seconds[name]))
         ratio, foreseen = 1e3 * quartiles(seconds[first])[1] / middle, setting.throughput(costs) / base
         grown = " ".join(f"{each:.0f}" for each in steps.megabytes(setting))
-        lines.append(f"{name:12}{middle:9.0f}  {f'{low:.0f}–{high:.0f}':16}{ratio:9.3f}{foreseen:11.3f}  {grown}")
+        took = f"{middle:9.0f}  {f'{low:.0f}–{high:.0f}':16}{ratio:9.3f}{foreseen:11.3f}"
+        lines.append(f"{name:12}{took}{sent[name] / 2**20:9.1f}  {grown}")
     return lines

@@ -1,4 +1,4 @@
-"""The bytes of the values that travel between stages, before anything runs: by running the graph on tensors without data."""
+"""The bytes of the values that travel between stages: before anything runs, and as a step was recorded."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,6 +8,7 @@ from torch import fx
 
 from pippy import Pipe
 from pippy.drivers.lowering.flow import value_names
+from pippy.drivers.recording.record import RecordedStep
 from pippy.drivers.schedules.programs.program import Program
 from pippy.ir.names import LOSS
 from pippy.ir.nodes import in_backward_pass
@@ -31,7 +32,7 @@ class _Sizes(fx.Interpreter):
 
 
 def value_bytes(pipe: Pipe, *inputs: torch.Tensor) -> dict[str, int]:
-    """The bytes of each value of one micro-batch, by its name in programs; the target counts as nothing."""
+    """The bytes of each value of one micro-batch, by its name in programs. The inputs may be without data, as the model."""
     sizes, names = _Sizes(pipe), value_names(compiled_of(pipe))
     placeholders = compiled_of(pipe).split_gm.graph.find_nodes(op="placeholder")
     sizes.run(*inputs, *[None] * (len(placeholders) - len(inputs)))
@@ -51,4 +52,12 @@ def sent_bytes(program: Program, sizes: Mapping[str, int]) -> dict[tuple[int, in
         source = worker_of[edge.source.stage]
         for target in {worker_of[each.stage] for each in edge.targets} - {source}:
             found[source, target] = found.get((source, target), 0) + bytes_of[edge.value]
+    return found
+
+
+def recorded_bytes(step: RecordedStep) -> dict[tuple[int, int], int]:
+    """The bytes that a whole step really sent, from each worker to each other."""
+    found: dict[tuple[int, int], int] = {}
+    for moved in step.traffic():
+        found[moved.source, moved.to] = found.get((moved.source, moved.to), 0) + moved.bytes
     return found

@@ -1,22 +1,22 @@
 """The models of the torchgpipe paper have its numbers of parameters, and U-Net's skips go straight to their stage."""
 
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 
 from exps import amoebanet, unet
-from exps.seeds import layers
+from exps.seeds import layers, steps
 from exps.seeds.amoebanet_model import AmoebaNet
+from exps.seeds.layer_costs import LayerCosts
+from exps.seeds.settings import Setting
 from exps.seeds.unet_model import UNet
-from exps.seeds.wires import sent_bytes, value_bytes
-from pippy import PipelineDriverFillDrain
+from exps.seeds.wires import recorded_bytes, sent_bytes, value_bytes
+from pippy import PipelineDriver
 from pippy.drivers.lowering.lower import lower
-from pippy.drivers.schedules import make_schedule
 from tests.drivers.thread_cluster import thread_cluster
-
-BALANCE, CHUNKS = [13, 20, 20, 16], 2
 
 
 @pytest.mark.parametrize(
@@ -51,19 +51,21 @@ def test_skips_across_four_stages_leave_the_numbers_as_they_are_and_send_the_byt
     loss = unet.LOSS(model(x), target)
     loss.backward()
     expected = loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+    setting = Setting([13, 20, 20, 16], 2, "except_last")
     sent = {}
     with thread_cluster(4) as cluster:
         for threaded in (False, True):
             model.threaded = threaded
-            pipe = layers.cut_into(model, BALANCE, unet.LOSS)
-            driver = PipelineDriverFillDrain(pipe, cluster, checkpoint="except_last")
+            pipe = layers.cut_into(model, setting.balance, unet.LOSS)
+            driver = PipelineDriver(pipe, cluster, schedule=setting.program())
             before = bytes_sent(cluster)
-            loss = driver.run(CHUNKS, x, target)
-            torch.testing.assert_close((loss, driver.gradients()), expected)
+            with driver.record() as recording:
+                loss = driver.run(setting.chunks, x, target)
             sent[threaded] = bytes_sent(cluster) - before
-            program = lower(pipe, make_schedule("fill_drain", workers=4, chunks=CHUNKS)).program
-            counted = sent_bytes(program, value_bytes(pipe, x[: len(x) // CHUNKS]))
-            assert {wire: CHUNKS * count for wire, count in counted.items()} == sent[threaded]
+            torch.testing.assert_close((loss, driver.gradients()), expected)
+            counted = sent_bytes(lower(pipe, setting.program()).program, value_bytes(pipe, x[:2]))
+            assert {wire: setting.chunks * count for wire, count in counted.items()} == sent[threaded]
+            assert recorded_bytes(recording.steps[-1]) == sent[threaded]
             driver.close()
     assert sent[False][0, 3] and not sent[True][0, 3]
     assert sum(sent[False].values()) < sum(sent[True].values())
@@ -71,14 +73,21 @@ def test_skips_across_four_stages_leave_the_numbers_as_they_are_and_send_the_byt
 
 def bytes_sent(cluster):
     """What each worker has sent to each other."""
-    threads = cluster.control.threads
-    return Counter(
-        {
-            (source, to): count.bytes
-            for source, worker in enumerate(threads)
-            for to, count in worker.context.transport.sent.items()
-        }
-    )
+    wires = enumerate(worker.context.transport.sent for worker in cluster.control.threads)
+    return Counter({(source, to): count.bytes for source, sent in wires for to, count in sent.items()})
+
+
+def test_steps_that_really_run_are_printed_beside_the_simulated_ones(monkeypatch):
+    batch = layers.pictures(4, 16), torch.rand(4, 1, 16, 16)
+    settings = {"one": Setting([69], 1), "two": Setting([33, 36], 2, "except_last")}
+    small = steps.Steps(lambda: UNet(2, 4, levels=3, dropout=0.0), unet.LOSS, batch)  # threads share random numbers
+    monkeypatch.setattr(steps.Steps, "megabytes", lambda self, setting: [7.0] * setting.workers)
+    with thread_cluster(2) as threads:
+        monkeypatch.setattr(steps, "local_cluster", lambda workers, **options: nullcontext(threads))
+        head, one, two = steps.steps_table(small, settings, LayerCosts([1.0] * 69, [2.0] * 69), rounds=2)
+    assert one.split()[3:] == ["1.000", "1.000", "0.0", "7"]
+    assert float(two.split()[4]) == pytest.approx(2 * 207 / (36 * 4 + 36 * 6), abs=0.2)
+    assert float(two.split()[5]) > 0 and two.split()[6:] == ["7", "7"]
 
 
 def test_the_experiments_print_their_tables(capsys):
