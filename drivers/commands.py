@@ -3,8 +3,8 @@
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from pippy.drivers.control.dispatch import Dispatch, PendingCommand, accept_all
 from pippy.drivers.control.messages import Load, StageFlags, Step, Unload, ZeroGrad
@@ -14,6 +14,9 @@ from pippy.drivers.nonfinite_gradients import NonFiniteGradients
 from pippy.ir.surroundings import Surroundings
 
 Accept = Callable[[Mapping[int, Any]], None]
+Given = ParamSpec("Given")
+Returned = TypeVar("Returned")
+Self = TypeVar("Self")
 Flags = Mapping[int, Mapping[str, StageFlags]]  # by worker and stage
 
 
@@ -27,6 +30,22 @@ class GradientState(Enum):
     REDUCED = "there are none, or those of replicated parameters have been added up"
     UNREDUCED = "each copy of a replicated parameter has a gradient of its own"
     TO_DROP = "zero_grad() was called, and the next command tells the workers"
+
+
+def in_turn(method: Callable[Concatenate[Self, Given], Returned]) -> Callable[Concatenate[Self, Given], Returned]:
+    """A method of a driver or of its `Commands` that sends something: those that other threads call wait until it is done.
+
+    It waits in turn for what other threads have under way for other drivers of the cluster.
+    """
+
+    @wraps(method)
+    def inner(self: Self, /, *args: Given.args, **kwargs: Given.kwargs) -> Returned:
+        commands = self if isinstance(self, Commands) else self.commands  # type: ignore[attr-defined]
+        with commands.dispatch.sending:
+            commands.dispatch.wait_for_others(commands.driver)
+            return method(self, *args, **kwargs)
+
+    return inner
 
 
 class Commands:
@@ -85,6 +104,7 @@ class Commands:
         self._finalizer = weakref.finalize(self, self.dispatch.drop, self.driver, self.workers)
         self._finalizer.atexit = False
 
+    @in_turn
     def close(self) -> None:
         """Have the workers drop all that belongs to the driver."""
         if self._finalizer is not None and self._finalizer.detach() and not self.dispatch.control.broken:
@@ -116,7 +136,7 @@ class Commands:
 
         ``accept`` takes the answers, and raises if the step must not count.
         """
-        with uninterrupted():
+        with uninterrupted(), self.dispatch.lock:  # else an answer might undo what is noted here
             zero, changed, bodies = self._addressed(steps, surroundings)
             posted = self.dispatch.post(self.driver, bodies, zero, self._undo_to_now(), limit, changed, accept)
             self.told, self.flags_due, self.zeroed = surroundings, False, frozenset()
@@ -131,11 +151,12 @@ class Commands:
 
     # Other commands
 
+    @in_turn
     def wait(self) -> None:
         """Wait for all that was sent. A step may fail, and change the state."""
-        if self.dispatch.outstanding:
-            self.dispatch.wait(self.dispatch.outstanding[-1])
+        self.dispatch.wait_all()
 
+    @in_turn
     def call(self, bodies: Mapping[int, Any]) -> dict[int, Any]:
         """Send each worker its part of a command, and wait for the answers."""
         self.wait()
@@ -147,6 +168,7 @@ class Commands:
             self.gradients = GradientState.REDUCED
         return {worker: answers[worker] for worker in bodies}  # the others only dropped their gradients
 
+    @in_turn
     def call_reducing(self, command: Callable[[bool], Mapping[int, Any]]) -> dict[int, Any]:
         """Like `call`, for a command that adds up the copies' gradients first if it is told to: it is made with that flag."""
         answers = self.call(command(self.gradients is GradientState.UNREDUCED))

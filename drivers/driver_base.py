@@ -23,7 +23,7 @@ from pippy.drivers.batches.division import Division
 from pippy.drivers.batches.loss_check import LossCheck, LossChecks
 from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.clusters.current_cluster import current_cluster
-from pippy.drivers.commands import Commands
+from pippy.drivers.commands import Commands, in_turn
 from pippy.drivers.control.messages import Step, StepReturning
 from pippy.drivers.driver_arguments import checked_checkpoint, checked_out_of_order, chosen_workers, seconds
 from pippy.drivers.errors import DriverError, OptimizerError
@@ -136,6 +136,7 @@ class PipelineDriverBase:
         if self._auto is not None:
             self._auto.check(self.placement)
 
+    @in_turn
     def program(self, chunks: int) -> Program:
         """The program that the workers run for ``chunks`` micro-batches: print it, draw it, simulate it.
 
@@ -163,6 +164,7 @@ class PipelineDriverBase:
             self.dispatch.give_up(interrupt)
             raise
 
+    @in_turn
     def run_async(self, chunks: int, *args: Any, outputs: Any = None, **kwargs: Any) -> RunningStep:
         """Like `run`, but return at once; ``.result()`` of what this gives waits for the step."""
         if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:

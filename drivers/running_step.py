@@ -46,10 +46,16 @@ class RunningStep:
 
     def result(self) -> Any:
         """Wait for the step, and give what `run` would have given."""
-        if self._posted is not None:
-            answers = self._dispatch.wait(self._posted)
+        posted = self._posted
+        if posted is not None:
+            self._end(self._dispatch.wait(posted))
+        return self._result
+
+    def _end(self, answers: Mapping[int, StepResult]) -> None:
+        with self._dispatch.lock:
+            if self._posted is None:  # another thread was here
+                return
             self.peak_live = {worker: answer.peak_live for worker, answer in answers.items()}
             if self._note is not None:
                 self._note(answers)
             self._posted = self._results = None  # they hold the inputs and the outputs of the micro-batches
-        return self._result

@@ -7,7 +7,6 @@ A loss that pippy cannot read is checked on the worker that computes it, in the 
                └──────────── LossReport, with the result ─────────────┘
 """
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,7 @@ from pippy.drivers.batches.division import Division
 from pippy.drivers.batches.loss_weights import IGNORED
 from pippy.drivers.batches.target_questions import Question
 from pippy.drivers.errors import MicrobatchError
-from pippy.ir.errors import PippyWarning
+from pippy.ir import source
 
 
 @dataclass(frozen=True)
@@ -89,12 +88,10 @@ class LossChecks:
             self.watched.setdefault(question, False)
         if not report.possible and not self.warned:
             self.warned = True
-            warnings.warn(
+            source.warn(
                 f"it could not be checked that the losses of the micro-batches add up to the loss of the whole. "
                 f"The loss is taken for a {'mean over rows' if check.kind == 'mean' else 'sum'}. If it is, say "
-                f"loss_reduction={check.kind!r}; if not, give a function that counts what a micro-batch holds",
-                PippyWarning,
-                stacklevel=6,
+                f"loss_reduction={check.kind!r}; if not, give a function that counts what a micro-batch holds"
             )
 
     def _refusal(self, check: LossCheck, report: LossReport) -> str:

@@ -1,6 +1,7 @@
 """The workers that a controller drives. Other files open clusters: local_cluster.py, torchrun.py and lazy_cluster.py."""
 
 import itertools
+import threading
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
@@ -10,7 +11,9 @@ from pippy.drivers.control.control import Control
 from pippy.drivers.control.dispatch import Dispatch
 from pippy.drivers.errors import ClusterError
 
-entered_clusters: list["Cluster"] = []  # the clusters of the current `with` blocks, the innermost last
+entered_clusters: list[
+    tuple[int, "Cluster"]
+] = []  # the thread and the cluster of each `with` block, the innermost last
 
 
 class Processes(Protocol):
@@ -23,8 +26,9 @@ class Processes(Protocol):
 class Cluster:
     """The workers that a controller drives; made by `local_cluster` or `cluster`.
 
-    It is a context manager, and inside its ``with`` it is the current cluster. A cluster that is not closed is closed when
-    nothing refers to it any more, or when the script ends, however it ends.
+    It is a context manager, and inside its ``with`` it is the current cluster of the thread that entered it. Several threads
+    can use one cluster; the commands of their drivers take turns. A cluster that is not closed is closed when nothing refers to
+    it any more, or when the script ends, however it ends.
 
     >>> from pippy import current_cluster, local_cluster
     >>> with local_cluster(1, names=["only"]) as cluster:
@@ -46,8 +50,7 @@ class Cluster:
         """End all workers. A second call does nothing."""
         self.closed = True
         self.control.broken = self.control.broken or "this cluster is closed; open another"
-        if self in entered_clusters:
-            entered_clusters.remove(self)
+        entered_clusters[:] = [each for each in entered_clusters if each[1] is not self]
         self._finalizer()
 
     def next_driver(self) -> int:
@@ -63,7 +66,7 @@ class Cluster:
 
     def __enter__(self) -> "Cluster":
         self.control.check()
-        entered_clusters.append(self)
+        entered_clusters.append((threading.get_ident(), self))
         return self
 
     def __exit__(

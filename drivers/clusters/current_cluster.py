@@ -1,5 +1,6 @@
 """The current cluster, for drivers without a cluster argument, and the check that only one cluster is open at a time."""
 
+import threading
 import weakref
 
 from pippy.drivers.clusters.cluster import Cluster, entered_clusters
@@ -10,18 +11,32 @@ _opened: "weakref.ref[Cluster] | None" = None  # the cluster that was opened las
 
 
 def current_cluster() -> Cluster:
-    """The cluster of the innermost ``with``, or the only one that is open, or that of `pippy run`.
+    """The cluster of the innermost ``with`` of this thread, or else of the main thread, or of the only other one that has any;
+    without any, the only one that is open, or that of `pippy run`.
 
     >>> current_cluster()
     Traceback (most recent call last):
     pippy.drivers.errors.ClusterError: no cluster is open; open one: with local_cluster(2) as cluster: ...
     """
-    found = entered_clusters[-1] if entered_clusters else _open_cluster()
+    found = _entered_cluster() or _open_cluster()
     if found is None and (lazy := current_lazy_cluster()) is not None:
         found = lazy.current()
     if found is None:
         raise ClusterError("no cluster is open; open one: with local_cluster(2) as cluster: ...")
     return found
+
+
+def _entered_cluster() -> Cluster | None:
+    innermost = dict(entered_clusters)  # of each thread
+    for thread in (threading.get_ident(), threading.main_thread().ident):
+        if thread in innermost:
+            return innermost[thread]
+    if len(innermost) > 1:
+        raise ClusterError(
+            f"{len(innermost)} other threads have opened clusters, and this thread has none; give the driver its cluster: "
+            "PipelineDriver(pipe, cluster)"
+        )
+    return next(iter(innermost.values()), None)
 
 
 def opened(cluster: Cluster) -> Cluster:

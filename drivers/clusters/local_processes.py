@@ -78,7 +78,7 @@ class LocalProcesses:
     def deaths(self, wait: float = 0.0) -> Mapping[int, str]:
         """The workers that have died, and how. Waits up to so many seconds for the first."""
         with self._reading:
-            while select.select([self.socket], [], [], 0.0 if self._died else wait)[0]:
+            while self.socket.fileno() >= 0 and select.select([self.socket], [], [], 0.0 if self._died else wait)[0]:
                 try:
                     packet = self.socket.recv(1 << 20)
                 except OSError:

@@ -97,10 +97,22 @@ class Control:
         self.workers = tuple(workers)
         self.timeout, self.interval = timeout, interval
         self.counts = [0] * len(self.workers)
-        self.broken: str | None = None
+        self._broken: str | None = None
+        self._waits: set[_Wait] = set()  # of all threads
         self._deaths = deaths
         self.messages = messages or ControllerConnections()
         self._lock = threading.Lock()
+
+    @property
+    def broken(self) -> str | None:
+        """Why the cluster cannot be used any more, once it cannot: then all waits end, in all threads."""
+        return self._broken
+
+    @broken.setter
+    def broken(self, why: str) -> None:
+        self._broken = why
+        for wait in self._waits.copy():
+            wait.wakeup.set()
 
     def post(self, worker: int, message: Any) -> PendingCall:
         """Put a message into a worker's queue. The call is answered when the worker's main thread replies."""
@@ -144,7 +156,7 @@ class Control:
         address = self.workers[worker]
         how = self._deaths(0.2).get(worker, how)
         error = WorkerLostError(address.name, worker, address.host, address.pid, how)
-        self.broken = f"this cluster lost a worker and cannot go on ({error})"
+        self.broken = self.broken or f"this cluster lost a worker and cannot go on ({error})"
         return error
 
     def ping(self, worker: int) -> PendingCall:
@@ -161,6 +173,7 @@ class Control:
         try:
             return call()
         except ConnectionError as error:
+            self.check()
             raise self.mark_lost(worker, f"the connection to it broke: {_last_line(error)}") from None
 
     def _inspect(self, call: PendingCall) -> None:
@@ -171,6 +184,7 @@ class Control:
 
     def _explain(self, call: PendingCall, error: Exception) -> None:
         """A call failed. A worker that answers a ping after it lives, and the call itself was at fault."""
+        self.check()
         broken = f"the connection to it broke: {_last_line(error)}"
         if call.worker in self._deaths(0):
             raise self.mark_lost(call.worker, broken) from None
@@ -210,6 +224,7 @@ class _Wait:
         self.wakeup, self.thread = PollableEvent(), threading.get_ident()
         self.end = None if timeout is None else time.monotonic() + timeout
         self.pings: dict[int, tuple[PendingCall, float]] = {}
+        control._waits.add(self)
         for call in self.waiting:
             self._watch(call)
 
@@ -227,6 +242,7 @@ class _Wait:
                 continue
             due = self._due(since)
             self.control.messages.wait(self.wakeup, max(0.0, due - time.monotonic()))
+            self.control.check()
             now = time.monotonic()
             if self.arrived or now < due:
                 continue
@@ -238,6 +254,7 @@ class _Wait:
 
     def close(self) -> None:
         """Close the event."""
+        self.control._waits.discard(self)
         self.wakeup.close()
 
     def _watch(self, call: PendingCall) -> None:

@@ -10,6 +10,7 @@ when every worker has given up the old ones.
     given up: `wait` raises an error; the calls that are not answered stay in ``unanswered`` until the next command
 """
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -45,11 +46,13 @@ class PendingCommand:
     """A command that was posted: the body that each worker was sent, the calls that carry them, and the answers.
 
     ``accept`` is called with the values of the answers, and may raise: the command is given up then, as if a worker had
-    failed. ``undo`` is called if it is given up, and ``limit`` is how many seconds it may take, from ``since`` on.
+    failed. ``undo`` is called if it is given up, and ``limit`` is how many seconds it may take, from ``since`` on. ``thread``
+    has sent it, for ``driver``.
     """
 
     number: int
     bodies: Mapping[int, Any]
+    driver: int = -1
     undo: Callable[[], None] = _nothing
     limit: float | None = None
     accept: Callable[[Mapping[int, Any]], None] = accept_all
@@ -58,6 +61,7 @@ class PendingCommand:
     error: Exception | None = None
     done: bool = False
     since: float = field(default_factory=time.monotonic)
+    thread: int = field(default_factory=threading.get_ident)
 
     def unanswered(self) -> list[PendingCall]:
         """The calls that are not answered."""
@@ -73,10 +77,21 @@ class PendingCommand:
 
 
 class Dispatch:
-    """The commands of one cluster. ``end`` ends its processes: an instruction that has begun cannot be stopped otherwise."""
+    """The commands of one cluster. ``end`` ends its processes: an instruction that has begun cannot be stopped otherwise.
+
+    Any thread may call this. Three locks, always taken in this order:
+
+    - ``sending``: a thread has it from its decision what to send until that is sent. It first waits for what others have under
+      way for other drivers (``wait_for_others``), because what fails takes all with it that was sent after it;
+    - ``_gathering``: one thread takes in answers, those that others wait for, too;
+    - ``lock``: what is under way, and what drivers know of it, changes.
+
+    A thread waits for workers with ``lock`` only until they have given up, which takes no answer of another thread.
+    """
 
     def __init__(self, control: Control, end: Callable[[], Any] = _nothing) -> None:
         self.control, self.end = control, end
+        self.sending, self._gathering, self.lock = threading.RLock(), threading.RLock(), threading.RLock()
         self.number = self.settled = 0
         self.outstanding: deque[PendingCommand] = deque()
         self.unanswered: list[PendingCall] = []  # calls of commands that were given up
@@ -93,21 +108,39 @@ class Dispatch:
         accept: Callable[[Mapping[int, Any]], None] = accept_all,
     ) -> PendingCommand:
         """Send each worker its part of a command, under one number. ``surroundings`` are given if they changed."""
-        self.wait_given_up(limit)
-        posted = PendingCommand(self.number + 1, bodies, undo, limit, accept)
+        posted = PendingCommand(0, bodies, driver, undo, limit, accept)
         try:
-            with uninterrupted():
-                self.number += 1
-                self.outstanding.append(posted)
-                for worker, body in bodies.items():
-                    dropped = tuple(self._take_dropped(worker))
-                    parts = self.number, self.settled, driver, body, zero_grad, dropped
-                    command = Command(*parts) if surroundings is None else CommandElsewhere(*parts, surroundings)
-                    posted.calls[worker] = self.control.post(worker, command)
+            with self.sending:
+                while not self._posted(posted, zero_grad, surroundings):
+                    self.wait_given_up(limit)
         except BaseException as error:  # some workers may have the command, and wait for the others
-            self.give_up(error)
+            if posted.number:
+                self.give_up(error)
             raise
         return posted
+
+    def _posted(self, posted: PendingCommand, zero_grad: ZeroGrad, surroundings: Surroundings | None) -> bool:
+        """Send a command, unless workers are yet to give up what they were told to: they would give up this one instead."""
+        with uninterrupted(), self.lock:
+            if self.unanswered:
+                return False
+            posted.number = self.number = self.number + 1
+            posted.since = time.monotonic()
+            self.outstanding.append(posted)
+            for worker, body in posted.bodies.items():
+                dropped = tuple(self._take_dropped(worker))
+                parts = self.number, self.settled, posted.driver, body, zero_grad, dropped
+                command = Command(*parts) if surroundings is None else CommandElsewhere(*parts, surroundings)
+                posted.calls[worker] = self.control.post(worker, command)
+        return True
+
+    def wait_for_others(self, driver: int) -> None:
+        """Wait until nothing is under way that another thread has sent for another driver; its errors are raised there."""
+        thread = threading.get_ident()
+        with self.lock:
+            others = [each for each in self.outstanding if each.thread != thread and each.driver != driver]
+        if others:
+            self._wait_done(others[-1])
 
     def drop(self, driver: int, workers: tuple[int, ...]) -> None:
         """Have workers drop what belongs to a driver: the next command says so. Any thread may call this."""
@@ -122,11 +155,22 @@ class Dispatch:
 
     def wait(self, posted: PendingCommand) -> dict[int, Any]:
         """The values that the workers answered with. Commands that were posted before are waited for too."""
-        while not posted.done:
-            self._finish(self.outstanding[0])
+        self._wait_done(posted)
         if posted.error is not None:
             raise posted.error
         return posted.values()
+
+    def _wait_done(self, posted: PendingCommand) -> None:
+        try:
+            while not posted.done:
+                with self._gathering:
+                    with self.lock:
+                        oldest = None if posted.done else self.outstanding[0]
+                    if oldest is not None:
+                        self._finish(oldest)
+        except KeyboardInterrupt as interrupt:  # while another thread takes in answers
+            self.give_up(interrupt)
+            raise
 
     def call(
         self,
@@ -138,12 +182,20 @@ class Dispatch:
     ) -> dict[int, Any]:
         """Post a command, and wait for it. Steps that are under way are waited for first: it is to find them done."""
         try:
-            if self.outstanding:
-                self.wait(self.outstanding[-1])
-            return self.wait(self.post(driver, bodies, zero_grad, undo, surroundings=surroundings))
+            with self.sending:
+                self.wait_all()
+                posted = self.post(driver, bodies, zero_grad, undo, surroundings=surroundings)
+            return self.wait(posted)
         except KeyboardInterrupt as interrupt:  # between the two
             self.give_up(interrupt)
             raise
+
+    def wait_all(self) -> None:
+        """Wait for all that was sent; raises if the last of it failed."""
+        with self.lock:
+            last = self.outstanding[-1] if self.outstanding else None
+        if last is not None:
+            self.wait(last)
 
     def dump(self, timeout: float = 1.0) -> str:
         """What every worker does or waits for, and which workers do not answer in time."""
@@ -166,16 +218,22 @@ class Dispatch:
         except BaseException as error:
             self.give_up(error)
             raise
-        if late:
-            self._too_late(posted)
-        elif failed is not None:
-            self.give_up(step_error(self.control.workers[failed[0]].name, failed[0], posted, failed[1]))
-        elif self._accepted(posted):
-            with uninterrupted():
-                self.outstanding.popleft()
-                posted.done, self.settled = True, posted.number
-                for following in list(self.outstanding)[:1]:
-                    following.since = max(following.since, time.monotonic())
+        with self.lock:
+            if posted.done:  # another thread has given it up
+                return
+            if late:
+                self._too_late(posted)
+            elif failed is not None:
+                self.give_up(step_error(self.control.workers[failed[0]].name, failed[0], posted, failed[1]))
+            elif self._accepted(posted):
+                self._settle(posted)
+
+    def _settle(self, posted: PendingCommand) -> None:
+        with uninterrupted():
+            self.outstanding.popleft()
+            posted.done, self.settled = True, posted.number
+            for following in list(self.outstanding)[:1]:
+                following.since = max(following.since, time.monotonic())
 
     def _accepted(self, posted: PendingCommand) -> bool:
         """Whether the controller can use the answers. If not, the command has failed, and nothing of it counts."""
@@ -202,7 +260,7 @@ class Dispatch:
 
     def give_up(self, error: BaseException) -> None:
         """Give up all that is under way, because of an error. The workers are told, unless the cluster is broken."""
-        with uninterrupted():
+        with uninterrupted(), self.lock:
             if not self.control.broken:
                 try:
                     self._tell_workers()
@@ -232,7 +290,9 @@ class Dispatch:
     def _stuck(self, limit: float | None) -> list[int]:
         """The workers that have not given up after so many seconds."""
         for call in self.control.completed(list(self.unanswered), limit):
-            self.unanswered.remove(call)
+            with self.lock:
+                if call in self.unanswered:
+                    self.unanswered.remove(call)
         return sorted({call.worker for call in self.unanswered})
 
     def _too_late(self, posted: PendingCommand) -> None:

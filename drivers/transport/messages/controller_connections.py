@@ -92,6 +92,8 @@ class ControllerConnections:
         with self._lock, uninterrupted():
             for at in readable:
                 connection = self._ends[at].connection
+                if connection.fd not in self._open:  # another thread has found it closed
+                    continue
                 try:
                     while connection.step():
                         pass

@@ -1,0 +1,163 @@
+"""Several threads of one script use one cluster, or one each: nothing waits for ever, and the numbers are right."""
+
+import copy
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pippy import PipelineDriver1F1B, current_cluster, pipe_split, pipeline
+from pippy.drivers.errors import ClusterError, StepError
+from tests.drivers.failing_model import FORWARD, SLOW
+from tests.drivers.processes import within
+from tests.drivers.test_failures import Training, interrupted
+from tests.drivers.thread_cluster import thread_cluster
+
+pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
+STEPS = 6
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        pipe_split()
+        return self.last(x)
+
+
+def together(*functions):
+    """Call each in a thread of its own, all at once; an exception of one is raised."""
+    start = threading.Barrier(len(functions))
+
+    def run(function):
+        start.wait(30)
+        return function()
+
+    with ThreadPoolExecutor(len(functions)) as pool:
+        return [each.result(60) for each in [pool.submit(run, function) for function in functions]]
+
+
+class Trained:
+    """A model to train in a thread, and the losses of the same training in this one."""
+
+    def __init__(self, seed):
+        torch.manual_seed(seed)
+        self.model, self.x, self.target = Net(), torch.randn(6, 8), torch.randn(6, 8)
+        plain = copy.deepcopy(self.model)
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        self.expected = []
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss = F.mse_loss(plain(self.x), self.target)
+            loss.backward()
+            optimizer.step()
+            self.expected.append(loss.detach())
+
+    def check(self, cluster=None):
+        """Compile and train it."""
+        driver = PipelineDriver1F1B(pipeline(self.model, nn.MSELoss()), cluster, world_size=2)
+        optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
+        found = []
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            found.append(driver.run(3, self.x, self.target))
+            optimizer.step()
+        torch.testing.assert_close(found, self.expected, rtol=1e-9, atol=0)
+        driver.close()
+
+
+def test_each_thread_has_its_driver_on_one_cluster(threads):
+    together(*[partial(Trained(seed).check, threads) for seed in range(2)])
+    assert not threads.dispatch.outstanding
+
+
+def test_each_thread_has_its_cluster():
+    def run(trained):
+        with thread_cluster(2) as cluster:
+            assert current_cluster() is cluster
+            trained.check()
+
+    together(*[partial(run, Trained(seed)) for seed in range(2)])
+
+
+def test_a_thread_without_a_cluster_of_its_own_takes_that_of_the_block_it_was_started_in(threads):
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(current_cluster).result() is threads
+
+
+def test_clusters_of_several_other_threads_are_not_chosen_from():
+    entered, done = threading.Barrier(3), threading.Event()
+
+    def hold():
+        with thread_cluster(1):
+            entered.wait(30)
+            assert done.wait(30)
+
+    with ThreadPoolExecutor(2) as pool:
+        held = [pool.submit(hold) for _ in range(2)]
+        entered.wait(30)
+        with pytest.raises(ClusterError, match=r"2 other threads have opened.*give the driver its cluster"):
+            current_cluster()
+        done.set()
+        for each in held:
+            each.result()
+
+
+def test_one_thread_sends_steps_and_another_takes_the_results(threads):
+    trained = Trained(0)
+    driver = PipelineDriver1F1B(pipeline(trained.model, nn.MSELoss()), threads)
+    with torch.no_grad():
+        steps = [driver.run_async(3, trained.x, trained.target) for _ in range(5)]
+        results = together(*[step.result for step in steps], *[step.result for step in reversed(steps)])
+        last = driver.run_async(3, trained.x, trained.target)
+    torch.testing.assert_close([*results, last.result()], [trained.expected[0]] * 11, rtol=1e-9, atol=0)
+    driver.close()
+
+
+def test_a_step_that_fails_in_one_thread_is_no_affair_of_another(threads):
+    failing, trained = Training(threads), Trained(1)
+
+    def fail():
+        for _ in range(STEPS):
+            with pytest.raises(StepError, match="a forward that fails"):
+                failing.fail(FORWARD)
+
+    together(fail, lambda: trained.check(threads))
+    failing.check()
+    failing.driver.close()
+
+
+def test_closing_a_cluster_ends_what_another_thread_waits_for(cluster):
+    training = Training(cluster)
+    step = training.start(SLOW)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(step.result)
+        while not cluster.control._waits:
+            os.sched_yield()
+        with within(4.0):
+            cluster.close()
+            with pytest.raises(ClusterError, match="this cluster is closed"):
+                waiting.result(30)
+    with within(0.1), pytest.raises(ClusterError, match="this cluster is closed"):
+        training.step()
+
+
+def test_ctrl_c_while_another_thread_takes_the_results(threads):
+    training = Training(threads)
+    with ThreadPoolExecutor(1) as pool:
+        step = training.start(SLOW)
+        waiting = pool.submit(step.result)
+        with within(1.3), pytest.raises(KeyboardInterrupt), interrupted(0.2):
+            training.start().result()
+        with pytest.raises(StepError, match="KeyboardInterrupt"):
+            waiting.result(30)
+    training.check()
+    training.driver.close()
