@@ -8,6 +8,9 @@ The steps that are measured are ordinary training steps. For each number of micr
     5, 6     the same, recorded: the times of I and W of each stage
     then     every schedule that fits the placement and the limits is simulated, and the best is run from now on
 
+With ``memory=``, all programs are those of `MemoryFit`: they fit from the first step on. Without a number of micro-batches, two
+numbers are measured that fit, and then the best of all numbers is run.
+
 1F1B is measured because it holds few activations. If it breaks the limits, an order that keeps them is measured instead. A
 step that fails is measured again.
 """
@@ -15,8 +18,19 @@ step that fails is measured again.
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+from pippy.drivers.automatic.memory_fit import (
+    Call,
+    MemoryFit,
+    Shapes,
+    counts_of_chunks,
+    in_halves,
+    measured_micro_batch,
+    no_larger,
+)
+from pippy.drivers.automatic.stage_estimates import costs_by_rows
 from pippy.drivers.control.messages import StepResult
 from pippy.drivers.errors import DriverError, StepError
 from pippy.drivers.recording.measured import measured_costs
@@ -24,10 +38,12 @@ from pippy.drivers.recording.record import Recording
 from pippy.drivers.schedules import make_schedule
 from pippy.drivers.schedules.choose import Choice, Limits, choose
 from pippy.drivers.schedules.errors import ScheduleError
-from pippy.drivers.schedules.programs.instructions import Compute, Op
+from pippy.drivers.schedules.fitting.fitted import Fitted
+from pippy.drivers.schedules.fitting.search import Problem
 from pippy.drivers.schedules.programs.placement import Placement
 from pippy.drivers.schedules.programs.program import Program
 from pippy.drivers.schedules.recompute import Checkpoint
+from pippy.drivers.schedules.simulation.costs import Costs
 from pippy.drivers.schedules.simulation.held_bytes import PipeBytes, StageBytes
 
 _log = logging.getLogger(__name__)
@@ -54,6 +70,7 @@ _MEASURED = (
 _CHOSEN = StepPurpose("chosen")
 
 Answers = Callable[[], Mapping[int, StepResult]]  # waits for a step, and gives what the workers answered
+Make = Callable[[int], Program]  # makes the program of 1F1B for a number of micro-batches
 
 
 @dataclass
@@ -66,8 +83,22 @@ class _Measurements:
     done: int = 0
     step_under_way: tuple[Answers, Callable[[Mapping[int, StepResult]], None]] | None = None
     recording: Recording = field(default_factory=Recording)
-    choice: Choice | None = None
+    choice: Choice | Fitted | None = None
     error: DriverError | None = None
+    costs: Costs | None = None  # as they were measured
+    problem: Problem | None = None  # what has to fit into memory=
+    shapes: Shapes = ()  # the largest for which it was counted
+    rows: int | None = None
+    version: int = 0  # how often it had to be counted again for larger shapes
+
+
+@dataclass
+class _Counts:
+    """The numbers of micro-batches that are measured for so many rows, and the one that was chosen then."""
+
+    shapes: Shapes
+    measured: tuple[int, ...]
+    chosen: int | None = None
 
 
 class Auto:
@@ -79,15 +110,27 @@ class Auto:
 one number or one for each worker
     """
 
-    def __init__(self, memory_limit: Any = None, max_live: Any = None, checkpoint: Checkpoint = "never") -> None:
+    def __init__(
+        self,
+        memory_limit: Any = None,
+        max_live: Any = None,
+        checkpoint: Checkpoint | None = None,
+        memory: Any = None,
+    ) -> None:
+        if memory is not None and memory_limit is not None:
+            raise DriverError(
+                f"memory={memory!r} and memory_limit={memory_limit!r}: memory= counts activations, too; leave memory_limit out"
+            )
+        self.memory = None if memory is None else MemoryFit(memory, checkpoint)
         self._bytes = _numbers("memory_limit", memory_limit, "the bytes that the activations on each worker may take")
         self._live = _numbers("max_live", max_live, "how many stage-micro-batches each worker may hold")
-        self.checkpoint = checkpoint
+        self.checkpoint = "never" if checkpoint is None else checkpoint
         self._measured: dict[int, _Measurements] = {}
+        self._by_rows: dict[int, _Counts] = {}
         self._latest: _Measurements | None = None
 
     @property
-    def choice(self) -> Choice | None:
+    def choice(self) -> Choice | Fitted | None:
         """What was chosen for the number of micro-batches of the latest step; None while that is being measured."""
         if self._latest is not None and self._latest.choice is None:
             self._finish_step(self._latest)
@@ -103,20 +146,71 @@ one number or one for each worker
                     f"give it at least {least}"
                 )
         _each("memory_limit", self._bytes, placement)
+        if self.memory is not None:
+            self.memory.limits(placement)
 
-    def next(self, chunks: int, make: Callable[[], Program]) -> tuple[StepPurpose, Program]:
+    def next(self, chunks: int, make: Make, call: Call | None = None) -> tuple[StepPurpose, Program]:
         """What the next step with ``chunks`` micro-batches is for, and its program. Waits for a measured step first.
 
-        ``make`` makes the program of 1F1B.
+        ``make`` makes the program of 1F1B; with ``memory=``, for the edges of the Pipe, and ``call`` is what is to be run.
         """
-        measurements = self._latest = self._measurements_for(chunks, make)
+        measurements = self._latest = self._measurements_for(chunks, make, call)
         if measurements.choice is None:
             self._finish_step(measurements)
         return _step(measurements)
 
-    def peek(self, chunks: int, make: Callable[[], Program]) -> tuple[StepPurpose, Program]:
+    def peek(self, chunks: int, make: Make) -> tuple[StepPurpose, Program]:
         """What the next step would be, as far as is known now. Does not wait."""
-        return _step(self._measurements_for(chunks, make))
+        if self.memory is not None and chunks not in self._measured:
+            raise DriverError(
+                f"the program for {chunks} micro-batches is made when the shapes of a call are known: run a step, and ask then"
+            )
+        return _step(self._measured[chunks] if self.memory is not None else self._measurements_for(chunks, make, None))
+
+    def count_of_chunks(self, make: Make, call: Call) -> int:
+        """Into how many micro-batches to cut the next call, which leaves that to `memory=`. Waits for a measured step first."""
+        assert self.memory is not None
+        rows = self.memory.rows_to_cut(call)
+        counts = self._by_rows.get(rows)
+        if counts is None or not no_larger(call.shapes, counts.shapes):
+            counts = self._by_rows[rows] = self._counts_to_measure(make, call)
+        for count in counts.measured:
+            measurements = self._measurements_for(count, make, call)
+            if measurements.choice is None:
+                self._finish_step(measurements)
+            if measurements.choice is None:
+                return count
+        if counts.chosen is None:
+            counts.chosen = self._best_count(counts, make, call)
+        return counts.chosen
+
+    def _counts_to_measure(self, make: Make, call: Call) -> "_Counts":
+        """The best number of micro-batches by guessed costs, and the next: two tell what a row takes from what each takes."""
+        assert self.memory is not None and call.rows is not None
+        every, plain = counts_of_chunks(call.rows), make(1)
+        problem = self.memory.problem(plain, call, every, self._live_limits(plain))
+        fitted = self.memory.best(problem, call.rows, measured=False)
+        fitting = sorted({way.chunks for way in fitted.candidates} - {fitted.chunks})
+        others = [count for count in fitting if count > fitted.chunks][:1] or fitting[-1:]
+        return _Counts(call.shapes, (fitted.chunks, *others))
+
+    def _best_count(self, counts: "_Counts", make: Make, call: Call) -> int:
+        assert self.memory is not None and call.rows is not None
+        known = {count: self._measured[count].costs for count in counts.measured}
+        costs = {count: costs for count, costs in known.items() if costs is not None}
+        estimate = measured_micro_batch(call.estimate, partial(costs_by_rows, call.rows, costs))
+        every, plain, call = counts_of_chunks(call.rows), make(1), replace(call, estimate=estimate)
+        problem = self.memory.problem(plain, call, every, self._live_limits(plain))
+        fitted = self.memory.best(problem, call.rows, measured=True)
+        before = self._measured.get(fitted.chunks)
+        chosen = _Measurements({}, Limits(), self.checkpoint, len(_MEASURED), choice=fitted, shapes=call.shapes)
+        chosen.costs, chosen.version = estimate(fitted.chunks).costs, 0 if before is None else before.version + 1
+        self._measured[fitted.chunks] = chosen
+        _log.info("schedule='auto', memory=%r: %s", self.memory.given, fitted)
+        return fitted.chunks
+
+    def _live_limits(self, plain: Program) -> tuple[int, ...] | None:
+        return _each("max_live", self._live, plain.placement)
 
     def begin(self, chunks: int, program: Program, ranks: Sequence[int]) -> Callable[[Answers], None]:
         """Begin to measure the step that `next` gave. Gives a function to call, after sending, with how to wait for it."""
@@ -137,14 +231,41 @@ one number or one for each worker
 
         return sent
 
-    def _measurements_for(self, chunks: int, make: Callable[[], Program]) -> _Measurements:
+    def _measurements_for(self, chunks: int, make: Make, call: Call | None) -> _Measurements:
+        if self.memory is not None and call is not None:
+            return self._within_memory(chunks, make, call)
         if chunks not in self._measured:
-            plain = make()
+            plain = make(chunks)
             limits = Limits(
                 _each("max_live", self._live, plain.placement), _each("memory_limit", self._bytes, plain.placement)
             )
             self._measured[chunks] = _Measurements(_programs(plain, limits, self.checkpoint), limits, self.checkpoint)
         return self._measured[chunks]
+
+    def _within_memory(self, chunks: int, make: Make, call: Call) -> _Measurements:
+        """The measurements for a number of micro-batches, whose programs fit this call."""
+        found = self._measured.get(chunks)
+        if found is not None and no_larger(call.shapes, found.shapes):
+            return found
+        assert self.memory is not None
+        if found is not None and found.choice is None:
+            self._finish_step(found)
+        plain = make(chunks)
+        costs = None if found is None else found.costs
+        if costs is not None:
+            call = replace(call, estimate=measured_micro_batch(call.estimate, lambda _: costs))
+        problem = self.memory.problem(plain, call, [chunks], self._live_limits(plain))
+        made = _Measurements(
+            {}, Limits(), self.checkpoint, shapes=call.shapes, costs=costs, problem=problem, rows=call.rows
+        )
+        made.version = 0 if found is None else found.version + 1
+        if costs is not None:
+            made.choice = self.memory.best(problem, call.rows, measured=True)
+        else:
+            whole, halves = self.memory.to_measure(problem, call.rows)
+            made.programs = {"plain": plain, "whole": whole, "halves": halves}
+        self._measured[chunks] = made
+        return made
 
     def _finish_step(self, measurements: _Measurements) -> None:
         """Wait for the step that is under way and use what it measured. After the last one, choose."""
@@ -160,10 +281,21 @@ one number or one for each worker
             try:
                 use_answers(results)
                 if measurements.done == len(_MEASURED):
-                    _choose(measurements)
+                    self._choose(measurements)
             except DriverError as error:
                 measurements.error = error
                 raise
+
+    def _choose(self, measurements: _Measurements) -> None:
+        costs = measured_costs(measurements.recording.steps)
+        if self.memory is None or measurements.problem is None:
+            measurements.choice = _choice(measurements, costs)
+        else:
+            problem = measurements.problem
+            problem = replace(problem, micro_batch=measured_micro_batch(problem.micro_batch, lambda _: costs))
+            measurements.choice = self.memory.best(problem, measurements.rows, measured=True)
+        measurements.costs, measurements.recording = costs, Recording()
+        _log.info("schedule='auto': %s", measurements.choice)
 
     def _weighed(self, measurements: _Measurements, results: Sequence[StepResult]) -> None:
         kept = {stage: weight for result in results for stage, weight in (result.kept or {}).items()}
@@ -187,24 +319,30 @@ one number or one for each worker
 def _step(measurements: _Measurements) -> tuple[StepPurpose, Program]:
     """What the next step is for. The first step has a program of its own only if there is a limit of bytes."""
     if measurements.choice is not None:
-        return _CHOSEN, measurements.choice.program
+        return _of_version(_CHOSEN, measurements), measurements.choice.program
+    if measurements.problem is not None:
+        purpose = replace(_MEASURED[min(measurements.done, len(_MEASURED) - 1)], weigh=False)
+        purpose = replace(purpose, program="whole") if purpose.program == "first" else purpose
+        return _of_version(purpose, measurements), measurements.programs[purpose.program]
     purpose = _MEASURED[min(measurements.done, len(_MEASURED) - 1)]
     if purpose.program == "first" and measurements.limits.bytes is None:
         purpose = replace(purpose, program="whole")
     return purpose, measurements.programs["whole" if purpose.program == "first" else purpose.program]
 
 
-def _choose(measurements: _Measurements) -> None:
-    steps = measurements.recording.steps
+def _of_version(purpose: StepPurpose, measurements: _Measurements) -> StepPurpose:
+    """With the name of a program that is counted anew for larger shapes."""
+    return replace(purpose, program=f"{purpose.program}{f' {measurements.version}' if measurements.version else ''}")
+
+
+def _choice(measurements: _Measurements, costs: Costs) -> Choice:
+    program = measurements.recording.steps[-1].program
     try:
-        choice = choose(steps[-1].program, measured_costs(steps), measurements.limits, measurements.checkpoint)
+        return choose(program, costs, measurements.limits, measurements.checkpoint)
     except ScheduleError as error:
         raise DriverError(
             f"{error}\nraise memory_limit or max_live, or cut the mini-batch into more micro-batches"
         ) from error
-    measurements.choice = choice
-    measurements.recording = Recording()
-    _log.info("schedule='auto': %s", choice)
 
 
 def _programs(plain: Program, limits: Limits, checkpoint: Checkpoint) -> dict[str, Program]:
@@ -233,23 +371,6 @@ def _fits(program: Program, counts: Sequence[int], limits: Limits) -> bool:
     return all(map(int.__le__, peaks, limits.bytes)) and all(map(int.__le__, program.peak_live, live))
 
 
-def in_halves(program: Program) -> Program:
-    """The same order, with each backward as its two halves, one after the other.
-
-    >>> print(*in_halves(make_schedule("1f1b", workers=1, chunks=1)).orders[0])
-    F0.0 I0.0 W0.0
-    """
-    return program.with_orders(
-        [each for compute in order for each in _halves(compute)] for order in program.computations
-    )
-
-
-def _halves(compute: Compute) -> list[Compute]:
-    if compute.op != Op.BACKWARD:
-        return [compute]
-    return [replace(compute, op=op) for op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)]
-
-
 def auto_placement(options: Mapping[str, Any], per_worker: Sequence[int]) -> dict[str, Any]:
     """Where the stages are put: as the options say, or else so that the best schedules for their number fit.
 
@@ -258,7 +379,7 @@ def auto_placement(options: Mapping[str, Any], per_worker: Sequence[int]) -> dic
     """
     for name, value in options.items():
         if name != "placement":
-            raise DriverError(f"{name}={value!r}: schedule='auto' takes memory_limit, max_live and placement")
+            raise DriverError(f"{name}={value!r}: schedule='auto' takes memory, max_live, memory_limit and placement")
     placement = options.get("placement")
     if isinstance(placement, Mapping | Placement):
         return {"placement": placement}

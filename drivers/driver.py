@@ -9,6 +9,7 @@ from pippy.drivers.driver_base import PipelineDriverBase
 from pippy.drivers.errors import DriverError
 from pippy.drivers.schedules import Program
 from pippy.drivers.schedules.choose import Choice
+from pippy.drivers.schedules.fitting.fitted import Fitted
 from pippy.drivers.schedules.recompute import Checkpoint
 from pippy.ir.pipe import Pipe
 
@@ -52,22 +53,32 @@ class PipelineDriver(PipelineDriverBase):
         schedule: str | Program = "1f1b",
         memory_limit: int | Sequence[int] | None = None,
         max_live: int | Sequence[int] | None = None,
-        checkpoint: Checkpoint = "never",
+        checkpoint: Checkpoint | None = None,
         **rest: Any,
     ) -> None:
         self.schedule = schedule
         if schedule == "auto":
-            self._auto = Auto(memory_limit, max_live, checkpoint)
+            self._auto = Auto(memory_limit, max_live, checkpoint, rest.pop("memory", None))
+            if self._auto.memory is not None and rest.get("out_of_order"):
+                raise DriverError(
+                    f"memory={self._auto.memory.given!r} and out_of_order={rest['out_of_order']!r}: what fits is counted for "
+                    "workers that take their instructions in order; leave one of them out"
+                )
         elif memory_limit is not None or max_live is not None:
             name, limit = ("memory_limit", memory_limit) if max_live is None else ("max_live", max_live)
             raise DriverError(
                 f"{name}={limit!r} limits what schedule='auto' may choose, and the schedule is given; leave out one of them "
                 "(schedule='list' takes memory=)"
             )
-        super().__init__(pipe, cluster, checkpoint=checkpoint, **rest)
+        elif schedule != "list" and "memory" in rest:
+            raise DriverError(
+                f"memory={rest['memory']!r} says within what schedule='auto' chooses, and the schedule is given; leave out one "
+                "of them"
+            )
+        super().__init__(pipe, cluster, checkpoint="never" if checkpoint is None else checkpoint, **rest)
 
     @property
-    def choice(self) -> Choice | None:
+    def choice(self) -> Choice | Fitted | None:
         """What ``schedule="auto"`` chose for the latest step's number of micro-batches, and why: print it.
 
         None while the first steps are still measured, and with any other schedule.

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from pippy.drivers.auto import Auto
 from pippy.drivers.errors import DriverError
 from pippy.drivers.schedules.recompute import Checkpoint, modes_of
 from pippy.ir.trees import describe
@@ -50,3 +51,14 @@ def checked_checkpoint(given: Any, stages: int) -> Checkpoint:
     """Which forwards are computed again."""
     modes_of(given, stages)
     return given
+
+
+def check_chunks(given: Any, auto: Auto | None) -> None:
+    """Raise unless this is a number of micro-batches, or None where the driver chooses it."""
+    if given is None and auto is not None and auto.memory is not None:
+        return
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        chooses = "; schedule='auto' with memory= chooses it for None" if given is None else ""
+        raise DriverError(
+            f"chunks={describe(given)}: give the number of micro-batches first, as in driver.run(4, x, target){chooses}"
+        )

@@ -18,6 +18,8 @@ import torch
 
 from pippy.drivers.asked_outputs import asked_outputs, values_to_return
 from pippy.drivers.auto import Auto, StepPurpose
+from pippy.drivers.automatic.memory_fit import Call
+from pippy.drivers.automatic.stage_estimates import call_to_fit
 from pippy.drivers.batches.divide_call import divide_call
 from pippy.drivers.batches.division import Division
 from pippy.drivers.batches.loss_check import LossCheck, LossChecks
@@ -25,7 +27,13 @@ from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.clusters.current_cluster import current_cluster
 from pippy.drivers.commands import Commands, in_turn
 from pippy.drivers.control.messages import Step, StepReturning
-from pippy.drivers.driver_arguments import checked_checkpoint, checked_out_of_order, chosen_workers, seconds
+from pippy.drivers.driver_arguments import (
+    check_chunks,
+    checked_checkpoint,
+    checked_out_of_order,
+    chosen_workers,
+    seconds,
+)
 from pippy.drivers.errors import DriverError, OptimizerError
 from pippy.drivers.generation.generation import Generation
 from pippy.drivers.grad_scaler import PipelineGradScaler
@@ -149,7 +157,7 @@ class PipelineDriverBase:
 
     # Steps
 
-    def run(self, chunks: int, *args: Any, outputs: Any = None, **kwargs: Any) -> Any:
+    def run(self, chunks: int | None, *args: Any, outputs: Any = None, **kwargs: Any) -> Any:
         """Run a mini-batch through the pipeline in ``chunks`` micro-batches.
 
         Takes what the Pipe takes, and gives what it gives: the loss (or what the model returns, the loss in it), or for a
@@ -165,18 +173,20 @@ class PipelineDriverBase:
             raise
 
     @in_turn
-    def run_async(self, chunks: int, *args: Any, outputs: Any = None, **kwargs: Any) -> RunningStep:
+    def run_async(self, chunks: int | None, *args: Any, outputs: Any = None, **kwargs: Any) -> RunningStep:
         """Like `run`, but return at once; ``.result()`` of what this gives waits for the step."""
-        if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
-            raise DriverError(
-                f"chunks={describe(chunks)}: give the number of micro-batches first, as in driver.run(4, x, target)"
-            )
+        check_chunks(chunks, self._auto)
         outputs, kwargs = asked_outputs(self.compiled, outputs, args, kwargs)
         surroundings = _surroundings()
         follow_training_flags(self.pipe)
         trains = self._trains()
         if trains:
             _refuse_inputs_with_gradients([*args, *kwargs.values()])
+        call = None
+        if self._auto is not None and self._auto.memory is not None:
+            call = self._call(args, kwargs)
+            chunks = self.programs.count_of_chunks(call) if chunks is None else chunks
+        assert chunks is not None
         division = divide_call(self.compiled, chunks, args, kwargs, self.chunk_spec, self.batch_dims, self.mask)
         results = Results(
             self.compiled,
@@ -188,7 +198,7 @@ class PipelineDriverBase:
             trains,
             outputs,
         )
-        purpose, sent = self.programs.for_step(chunks, trains)
+        purpose, sent = self.programs.for_step(chunks, trains, call)
         program = sent.lowered.program
         reduce = trains and bool(program.replicated) and self.commands.last_before_update
         check = self._loss_check(sent, division, results)
@@ -215,6 +225,14 @@ class PipelineDriverBase:
         if measured is not None:
             measured(partial(self.dispatch.wait, posted))
         return running.posted(posted, note)
+
+    def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        """What is to fit into the memory of the workers, and is counted if it was not."""
+
+        def divided(chunks: int) -> Division:
+            return divide_call(self.compiled, chunks, args, kwargs, self.chunk_spec, self.batch_dims, self.mask)
+
+        return call_to_fit(self.pipe, (args, kwargs), divided)
 
     def _loss_check(self, sent: SentProgram, division: Division, results: Results) -> LossCheck | None:
         """What to check of the loss, in the first step of a program and when targets hold what the loss may leave out."""

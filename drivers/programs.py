@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from pippy.drivers.auto import UNMEASURED, Auto, StepPurpose, auto_placement
+from pippy.drivers.automatic.memory_fit import Call
 from pippy.drivers.commands import Commands
 from pippy.drivers.errors import DriverError
 from pippy.drivers.lowering.lower import Lowered, lower
@@ -97,16 +97,27 @@ class DriverPrograms:
         auto = self.schedule.auto
         if auto is None or not trains:
             return self._plain(chunks, trains).lowered.program
-        purpose, program = auto.peek(chunks, partial(self.schedule.make, chunks, self.workers))
+        purpose, program = auto.peek(chunks, self._made)
         return self._send(chunks, purpose.program, program).lowered.program
 
-    def for_step(self, chunks: int, trains: bool) -> tuple[StepPurpose, SentProgram]:
+    def for_step(self, chunks: int, trains: bool, call: Call | None = None) -> tuple[StepPurpose, SentProgram]:
         """The program of the step that comes now, and what it is measured for."""
         auto = self.schedule.auto
         if auto is None or not trains:
             return UNMEASURED, self._plain(chunks, trains)
-        purpose, program = auto.next(chunks, partial(self.schedule.make, chunks, self.workers))
+        purpose, program = auto.next(chunks, self._made, call)
         return purpose, self._send(chunks, purpose.program, program)
+
+    def count_of_chunks(self, call: Call) -> int:
+        """Into how many micro-batches to cut a call that leaves that to the driver."""
+        assert self.schedule.auto is not None
+        return self.schedule.auto.count_of_chunks(self._made, call)
+
+    def _made(self, chunks: int) -> Program:
+        """What the automatic schedule begins with; with the edges of the Pipe, where bytes are counted."""
+        made = self.schedule.make(chunks, self.workers)
+        counted = self.schedule.auto is not None and self.schedule.auto.memory is not None
+        return lower(self.pipe, made).program if counted else made
 
     def _plain(self, chunks: int, trains: bool) -> SentProgram:
         name = "training" if trains else "forward only"

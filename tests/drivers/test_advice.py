@@ -162,9 +162,12 @@ DRIVERS = [
     ("give one, or one each", lambda c: auto(step, c, [2]), lambda c: auto(same, c, [2, 2])),
     ("give it at least 2", lambda c: auto(step, c, 1), lambda c: auto(same, c, 2)),
     (
-        "schedule='auto' takes memory_limit, max_live and placement",
-        lambda c: step(c, schedule="auto", memory=4),
-        lambda c: same(c, schedule="auto", max_live=4, memory_limit=10**9, placement={0: 0, 1: 1}),
+        "schedule='auto' takes memory, max_live, memory_limit and placement",
+        lambda c: step(c, schedule="auto", costs=4),
+        lambda c: [
+            same(c, schedule="auto", max_live=4, placement={0: 0, 1: 1}, **{name: 10**9})
+            for name in ("memory_limit", "memory")
+        ],
     ),
     (
         "leave one of them out",

@@ -168,7 +168,7 @@ def test_limits_that_nothing_keeps_are_refused(threads):
         ({"max_live": 0}, "max_live=0: give how many stage-micro-batches"),
         ({"memory_limit": "1 GB"}, "memory_limit='1 GB': give the bytes"),
         ({"memory_limit": [1, 2]}, r"memory_limit=\[1, 2\] has 2 limits for 4 workers"),
-        ({"costs": Costs()}, "costs=.*schedule='auto' takes memory_limit, max_live and placement"),
+        ({"costs": Costs()}, "costs=.*schedule='auto' takes memory, max_live, memory_limit and placement"),
         ({"single_loss": True}, "single_loss=True needs all forwards before the loss"),
         ({"schedule": "1f1b", "memory_limit": 7}, "memory_limit=7 limits what schedule='auto' may choose"),
     ],

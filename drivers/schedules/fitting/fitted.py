@@ -22,13 +22,12 @@ class Fitted:
     >>> from pippy.drivers.schedules.simulation.costs import Costs
     >>> from pippy.drivers.schedules.simulation.held_bytes import PipeBytes, StageBytes
     >>> micro_batch = MicroBatch(Costs(0.001, 0.001, 0.001), PipeBytes((StageBytes(kept=1024), StageBytes(kept=1024))))
-    >>> problem = Problem(make_schedule("1f1b", workers=2, chunks=1), (1500, 1500), lambda chunks: micro_batch, (4,))
+    >>> problem = Problem(make_schedule("1f1b", workers=1, chunks=1, stages_per_worker=2), (2048,), lambda n: micro_batch, (1,))
     >>> fitted = Fitted.of(search(problem), problem.limits)
-    >>> print(fitted.why)
-    interleaved_1f1b with 4 micro-batches: its step is predicted to take 16.0 ms; without the limit zb_h1 with 4 micro-batches \
-would take 13.0 ms and hold 2KiB, so the limit costs 23%
+    >>> print(str(fitted).splitlines()[1])
+      worker 0, stages 0 1: 2KiB of 2KiB
     >>> fitted.checkpoint
-    {0: 'always'}
+    {}
     """
 
     chosen: Way

@@ -32,8 +32,8 @@ def unfit(problem: Problem, found: Found, shown: str, more_chunks: Sequence[int]
         reasons = "".join(f"\n  {name}: {why}" for name, why in found.left_out)
         return Unfit(f"no schedule can be run so:{reasons}")
     limits = _enough(nearest, problem.limits)
-    chunks = next(_chunks_that_fit(problem, more_chunks), None)
-    workers = next(_workers_that_fit(problem), None)
+    chunks = next(_chunks_that_fit(problem, nearest.name, more_chunks), None)
+    workers = next(_workers_that_fit(problem, nearest), None)
     advice = [f"memory={_as_given(limits)}"]  # one for all: the same machine mostly has the same devices
     advice += [f"{chunks} micro-batches"] if chunks is not None else []
     advice += [f"{workers} workers for these stages"] if workers is not None else []
@@ -72,11 +72,11 @@ def _as_given(limits: Sequence[int]) -> str:
     return repr(max(zip(limits, texts))[1])
 
 
-def _chunks_that_fit(problem: Problem, counts: Sequence[int]) -> Iterator[int]:
-    yield from (count for count in counts if fits(replace(problem, chunks=(count,))))
+def _chunks_that_fit(problem: Problem, schedule: str, counts: Sequence[int]) -> Iterator[int]:
+    yield from (count for count in counts if fits(replace(problem, chunks=(count,)), [schedule]))
 
 
-def _workers_that_fit(problem: Problem) -> Iterator[int]:
+def _workers_that_fit(problem: Problem, nearest: Way) -> Iterator[int]:
     """More workers for the same stages, each with as many as the next, if all have the same limit."""
     given = problem.program
     if len(set(problem.limits)) > 1 or problem.live is not None:
@@ -87,5 +87,5 @@ def _workers_that_fit(problem: Problem) -> Iterator[int]:
             given, placement=make_placement(workers, each), orders=((),) * workers, memory=None, checkpoints=()
         )
         limits = problem.limits[:1] * workers
-        if fits(replace(problem, program=spread, limits=limits)):
+        if fits(replace(problem, program=spread, limits=limits, chunks=(nearest.chunks,)), [nearest.name, "1f1b"]):
             yield workers

@@ -57,7 +57,7 @@ def fits(held, limits):
     return all(peak <= limit for peak, limit in zip(held, limits))
 
 
-@settings(deadline=None, max_examples=4)
+@settings(deadline=None, max_examples=3)
 @given(problems())
 def test_the_fastest_that_fits_is_found(problem):
     every = list(by_hand(problem))

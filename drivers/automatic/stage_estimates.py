@@ -1,0 +1,144 @@
+"""What one micro-batch takes in each stage, found on fake tensors: its bytes, and a guess of its time from its FLOPs.
+
+The guess is for the steps that come before anything is measured. Only the proportions matter, between stages and between a
+computation and what it costs to begin one.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from pippy.drivers.automatic.memory_fit import Call
+from pippy.drivers.batches.division import Division
+from pippy.drivers.lowering.flow import loss_stage, value_names
+from pippy.drivers.schedules.fitting.search import MicroBatch
+from pippy.drivers.schedules.simulation.costs import Costs
+from pippy.drivers.schedules.simulation.held_bytes import PipeBytes, StageBytes
+from pippy.ir.compiled import Compiled
+from pippy.ir.names import stage_index
+from pippy.ir.pipe import Pipe, compiled_of
+from pippy.ir.show.shapes import Shapes, propagate_inputs
+from pippy.ir.sparse_tensors import plain_parts
+from pippy.ir.trees import nbytes
+
+FLOPS_PER_SECOND = {"cpu": 5e10}
+OF_A_DEVICE = 3e13
+BEGIN = 2e-4  # seconds to begin a computation, and to send a value
+
+
+def guessed_costs(flops: Sequence[int], device: str = "cpu") -> Costs:
+    """Costs as if all stages computed at the usual speed of a device, and each half of a backward took as long as a forward.
+
+    >>> guessed_costs([10**9, 0]).forward
+    [0.0202, 0.0002]
+    """
+    speed = FLOPS_PER_SECOND.get(device, OF_A_DEVICE)
+    seconds = [round(each / speed + BEGIN, 9) for each in flops]
+    return Costs(seconds, seconds, seconds, latency=BEGIN)
+
+
+def call_to_fit(pipe: Pipe, arguments: tuple[Any, ...], divided: Callable[[int], Division]) -> Call:
+    """A call whose micro-batches are counted when that is asked for, once for each number of them."""
+
+    @cache
+    def estimate_of(chunks: int) -> MicroBatch:
+        return estimate(compiled_of(pipe), divided(chunks))
+
+    return Call(arguments, divided, estimate_of)
+
+
+def estimate(compiled: Compiled, division: Division) -> MicroBatch:
+    """The costs, as they are guessed, and the bytes of the largest micro-batch of a division."""
+    kept = [0] * compiled.num_stages
+    last = loss_stage(compiled)
+
+    @contextmanager
+    def around(call: str) -> Iterator[None]:
+        index = stage_index(call)
+        stage, saved = last if index is None else index, _Saved()
+        with torch.autograd.graph.saved_tensors_hooks(saved.note, lambda tensor: tensor):
+            yield
+        kept[stage] += sum(saved.found.values())
+
+    inputs = {name: division.take(name, 0) for name in division.arguments}
+    shapes = propagate_inputs(compiled, inputs, around)
+    values = _value_bytes(compiled, shapes)
+    flops = [0] * compiled.num_stages
+    for call, amount in shapes.flops.items():
+        index = stage_index(call)
+        flops[last if index is None else index] += amount.count
+    stages = tuple(_stage_bytes(module, kept[at]) for at, (_, module) in enumerate(compiled.stages()))
+    return MicroBatch(guessed_costs(flops), PipeBytes(stages, values))
+
+
+def _stage_bytes(module: nn.Module, kept: int) -> StageBytes:
+    own = nbytes([*module.parameters(), *module.buffers()])
+    gradients = sum(nbytes(each) for each in module.parameters() if each.requires_grad)
+    working = ("forward", "backward", "first_backward", "backward_input", "backward_weight", "first_weight")
+    return StageBytes(own, gradients, kept=kept, **dict.fromkeys(working, kept))
+
+
+class _Saved:
+    def __init__(self) -> None:
+        self.found: dict[int, int] = {}
+        self.held: list[torch.Tensor] = []
+
+    def note(self, tensor: torch.Tensor) -> torch.Tensor:
+        base = tensor if tensor._base is None else tensor._base
+        if not isinstance(base, nn.Parameter):
+            self.held.append(tensor.detach())
+            for part in plain_parts(tensor):
+                storage = part.untyped_storage()
+                self.found[storage._cdata] = storage.nbytes()
+        return tensor
+
+
+def _value_bytes(compiled: Compiled, shapes: Shapes) -> dict[str, int]:
+    """The bytes of the values that stages pass to each other; a gradient takes as many as what it is of."""
+    found = {}
+    for node, name in value_names(compiled).items():
+        shape = shapes.values.get(node.name)
+        if shape is not None and shape.nbytes is not None:
+            found[name] = shape.nbytes
+    return found
+
+
+def costs_by_rows(rows: int, known: Mapping[int, Costs], chunks: int) -> Costs:
+    """Costs of a micro-batch when ``rows`` are cut into so many, from those with one or two other numbers of micro-batches.
+
+    What does not depend on the rows is what two numbers have in common; of one, nothing is known of it.
+
+    >>> known = {2: Costs([5.0], [4.0], [4.0], [8.0]), 4: Costs([3.0], [2.0], [2.0], [4.0])}
+    >>> costs_by_rows(8, known, 8).forward, costs_by_rows(8, known, 8).backward
+    ([2.0], [2.0])
+    """
+    if chunks in known:
+        return known[chunks]
+    here = -(-rows // chunks)
+    sizes = [(-(-rows // count), costs) for count, costs in known.items()]
+    (large, most), (small, least) = (max(sizes, key=lambda each: each[0]), min(sizes, key=lambda each: each[0]))
+
+    def at(more: float, less: float) -> float:
+        if large == small:
+            return more * here / large
+        row = max(0.0, (more - less) / (large - small))
+        return max(0.0, less + row * (here - small)) if row else min(more, less)
+
+    def each(name: str) -> Any:
+        one, other = getattr(most, name), getattr(least, name)
+        if isinstance(one, Mapping):
+            return {key: at(one[key], other[key]) for key in one}
+        return (
+            None
+            if one is None
+            else [at(*pair) for pair in zip(one, other)]
+            if isinstance(one, Sequence)
+            else at(one, other)
+        )
+
+    return Costs(**{field.name: each(field.name) for field in fields(Costs) if field.name != "bandwidth"})
