@@ -29,6 +29,7 @@ from typing import Any, Protocol
 import torch
 
 from pippy.drivers.transport.memory import Memory, create_shared, map_received, private_memory
+from pippy.drivers.transport.memory_file import MemoryFile
 from pippy.drivers.transport.packet import (
     ALONE,
     ASK,
@@ -248,12 +249,11 @@ class Connection:
         if self.socket_full:
             return False
         try:
-            fd, memory = create_shared(aligned(size))
+            file = MemoryFile.holding(outgoing.layout, outgoing.tensors, outgoing.rest)
         except OSError:
             if size > self.limit and not self.keeps_larger:
                 raise
             return False
-        memory.write(0, outgoing.layout, outgoing.tensors, outgoing.rest)
         write_header(
             self._packet.bytes,
             outgoing.kind,
@@ -266,7 +266,7 @@ class Connection:
             ALONE,
         )
         try:
-            return self._send_with(fd)
+            return self._send_with(file.fd)
         except OSError:  # as many descriptors as this user may have are on their way
             return False
 
@@ -370,13 +370,13 @@ class Connection:
         if not received:
             raise ConnectionError("closed")
         kind, asks, layout, rest, step, value, microbatch, size, end, ring = HEADER.unpack_from(self._arrival.bytes)
+        alone = self._take_alone(ancillary) if ring == ALONE else None
         taken: Any = None
         if kind == VALUE:
-            alone = self._take_alone(ancillary) if ring == ALONE else None
             if step >= self.receiver.first_step:
                 taken = self._read(layout, rest, size, end, alone)
         elif kind == LAYOUT:
-            self._learn(layout, rest, size, end, self._take_alone(ancillary) if ring == ALONE else None)
+            self._learn(layout, rest, size, end, alone)
         elif kind == RING:
             self._take_ring(ancillary, size, ring)
         elif kind == FREED:
@@ -384,13 +384,15 @@ class Connection:
         elif kind == REFUSED and ring == self._rings_made:
             self._ring = self._out = None
             self._numbers.clear()  # layouts may have been in what was refused
+        if isinstance(alone, MemoryFile):
+            alone.close()
         if asks:
             self._answer(end)
         if kind == VALUE and step >= self.receiver.first_step:
             self.receiver.put((step, value, microbatch), taken)  # at the end: it may send, and so read what comes next
         return True
 
-    def _bytes_of(self, size: int, end: int, alone: Memory | OSError | None) -> tuple[Memory, int]:
+    def _bytes_of(self, size: int, end: int, alone: MemoryFile | OSError | None) -> tuple[Memory | MemoryFile, int]:
         if not end:
             return self._arrival, START
         if alone is not None:
@@ -401,7 +403,7 @@ class Connection:
             raise self._refused or AssertionError("a value in a ring that never came")
         return self._in, (end - aligned(size)) % self._in.size
 
-    def _read(self, number: int, rest: int, size: int, end: int, alone: Memory | OSError | None) -> Any:
+    def _read(self, number: int, rest: int, size: int, end: int, alone: MemoryFile | OSError | None) -> Any:
         layout = self._layouts[number]
         if isinstance(layout, Unreadable):
             return layout
@@ -411,10 +413,10 @@ class Connection:
         except Exception as error:  # it is raised by the receive of this value, not by one of another value
             return Unreadable(error)
 
-    def _learn(self, number: int, rest: int, size: int, end: int, alone: Memory | OSError | None) -> None:
+    def _learn(self, number: int, rest: int, size: int, end: int, alone: MemoryFile | OSError | None) -> None:
         try:
             memory, start = self._bytes_of(size, end, alone)
-            self._layouts[number] = pickle.loads(memory.bytes[start : start + rest])
+            self._layouts[number] = pickle.loads(memory.part(start, rest))
         except Exception as error:  # as in _read
             self._layouts[number] = Unreadable(error)
 
@@ -426,9 +428,9 @@ class Connection:
         except OSError as error:
             self._refuse(error)
 
-    def _take_alone(self, ancillary: list[tuple[int, int, bytes]]) -> Memory | OSError:
+    def _take_alone(self, ancillary: list[tuple[int, int, bytes]]) -> MemoryFile | OSError:
         try:
-            return map_received(ancillary)
+            return MemoryFile.received(ancillary)
         except OSError as error:
             self._refuse(error)
             return error

@@ -58,6 +58,10 @@ class Memory:
         start += layout.size
         return rebuild(layout, tensors, rest_from_bytes(layout, self.bytes[start : start + rest]))
 
+    def part(self, start: int, size: int) -> memoryview:
+        """So many of the bytes."""
+        return self.bytes[start : start + size]
+
     def _window(self, dtype: torch.dtype) -> torch.Tensor:
         # set_ moves one tensor about: making one for each value takes longer than copying a small value
         window = self._windows.get(dtype)
