@@ -15,8 +15,8 @@ ADVICE = {
     Cause.DRAIN: "a pipeline drains once a step: more micro-batches, or a zero-bubble schedule, make that a smaller share",
     Cause.WAITING: "values were not made yet when they were wanted: stages that take equally long, more micro-batches, or "
     "another schedule (zb_h1, zb_v) leave less of that",
-    Cause.TRANSFER: "values were on their way: cut the model where less passes (bytes per edge, below), or take larger "
-    "micro-batches, so that there are fewer messages",
+    Cause.TRANSFER: "values were on their way: cut the model where less passes (bytes per edge, below), take larger "
+    "micro-batches, so that there are fewer messages, or the schedule eager_1f1b, which does other forwards meanwhile",
     Cause.SENDING: "handing over values keeps the sender busy: cut the model where less passes (bytes per edge, below)",
     Cause.ADDING: "the gradients of replicated parameters are added up at the end: fewer of them, or TRANSMIT, take less",
     Cause.STARTING: "the step had yet to reach the workers: fewer and larger steps, or run_async, hide that",
