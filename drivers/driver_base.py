@@ -38,6 +38,9 @@ from pippy.drivers.errors import DriverError, OptimizerError
 from pippy.drivers.generation.generation import Generation
 from pippy.drivers.grad_scaler import PipelineGradScaler
 from pippy.drivers.local_optimizers import watch
+from pippy.drivers.memory.driver_memory import DriverMemory
+from pippy.drivers.memory.optimizer_bytes import counted_optimizer
+from pippy.drivers.memory.pipe_bytes import count_pipe, in_halves
 from pippy.drivers.nonfinite_gradients import NonFiniteGradients
 from pippy.drivers.optimizer import PipelineOptimizer
 from pippy.drivers.parameters import RemoteParameters
@@ -50,7 +53,7 @@ from pippy.drivers.schedules import Program
 from pippy.drivers.stale_models import StaleModels
 from pippy.drivers.workers.compiling import compile_options
 from pippy.ir.names import LOSS
-from pippy.ir.pipe import Pipe, compiled_of, follow_parameters, follow_training_flags
+from pippy.ir.pipe import Pipe, compiled_of, example_of, follow_parameters, follow_training_flags
 from pippy.ir.surroundings import Surroundings, refused_here
 from pippy.ir.trees import describe, tensors
 
@@ -128,7 +131,7 @@ class PipelineDriverBase:
         self.parameters = RemoteParameters(pipe, self.placed, self.commands, self.stale)
         self.loss_checks = LossChecks(LOSS in self.compiled.split_gm._modules, self.compiled.row_sizes)
         self._generation = Generation(pipe, self.placed, self.commands, len(self.ranks))
-        self._optimizers = 0
+        self._optimizers: list[PipelineOptimizer] = []
         self._probed: set[tuple[int, bool, bool]] = set()  # kinds of steps whose outputs were checked
         self._grad_scaler: PipelineGradScaler | None = None
         self._recording: Recording | None = None
@@ -272,21 +275,45 @@ class PipelineDriverBase:
                 check if check is not None and rank == check.worker else None,
                 scale,
                 probe,
+                self._recording is not None and self._recording.memory,
             )
             for worker, rank in enumerate(self.ranks)
         }
 
     @contextmanager
-    def record(self, limit: int = 100) -> Iterator[Recording]:
+    def record(self, limit: int = 100, memory: bool = False) -> Iterator[Recording]:
         """Note what each worker does when in the steps that begin inside; the latest ``limit`` are kept.
 
+        With ``memory=True`` they also note the bytes that they hold with each instruction, which takes time on the CPU.
         docs/recording.md says what a Recording shows.
         """
-        before, self._recording = self._recording, Recording(limit)
+        before, self._recording = self._recording, Recording(limit, memory=memory)
         try:
             yield self._recording
         finally:
             self._recording = before
+
+    def memory(
+        self, chunks: int, *args: Any, optimizer: Callable[..., torch.optim.Optimizer] | None = None, **kwargs: Any
+    ) -> DriverMemory:
+        """What each worker holds in a step, in bytes, counted before anything runs. Print it to read it.
+
+        Takes what `run` takes; without arguments, the example that the Pipe was made with is the mini-batch. The state of
+        optimizers is that of the driver's own; before it has one, ``optimizer`` is a class to count with. See docs/memory.md.
+        """
+        if self.single_loss:
+            raise DriverError(
+                "memory() does not count single_loss=True, where the loss holds the whole mini-batch at once; measure a step: "
+                "with driver.record(memory=True) as recording"
+            )
+        follow_training_flags(self.pipe)
+        args, kwargs = (args, kwargs) if args or kwargs else example_of(self.pipe)
+        division = divide_call(self.compiled, chunks, args, kwargs, self.chunk_spec, self.batch_dims, self.mask)
+        states = [counted_optimizer(optimizer)] if optimizer else [each.counted() for each in self._optimizers]
+        device = torch.device(self.cluster.device_type)
+        program, trains = self.program(chunks), self._trains()
+        sizes = count_pipe(self.pipe, division, device, trains, states, in_halves(program))
+        return DriverMemory(program, sizes, bool(states) or not trains)
 
     def train(self, mode: bool = True) -> "PipelineDriverBase":
         """Put all stages in training mode."""
@@ -422,11 +449,12 @@ class PipelineDriverBase:
                 "the Pipe has no loss, so there will be no gradients to step with; give pipeline() a loss_fn, or, for a model "
                 "that returns its loss, what it needs for that, such as the labels in the example"
             )
-        self._optimizers += 1
-        parameters = dict(self.pipe.named_parameters())
-        return PipelineOptimizer(
-            parameters, self.placed, self.commands, self.stale, self._optimizers, optimizer_class, args, kwargs
+        parameters, number = dict(self.pipe.named_parameters()), len(self._optimizers) + 1
+        made = PipelineOptimizer(
+            parameters, self.placed, self.commands, self.stale, number, optimizer_class, args, kwargs
         )
+        self._optimizers.append(made)
+        return made
 
     def instantiate_grad_scaler(self, **options: Any) -> PipelineGradScaler:
         """A `torch.amp.GradScaler` for this driver: from now on, `run` scales the loss on the workers and unscales there.

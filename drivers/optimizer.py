@@ -16,6 +16,7 @@ from pippy.drivers.commands import Commands
 from pippy.drivers.control.messages import LoadOptimizerState, MakeOptimizer, OptimizerState, OptimizerStep
 from pippy.drivers.errors import OptimizerError
 from pippy.drivers.gradient_layouts import check_gradient_layouts
+from pippy.drivers.memory.optimizer_bytes import CountedOptimizer
 from pippy.drivers.optimizer_check import check_separable
 from pippy.drivers.placed_pipe import PlacedPipe
 from pippy.drivers.stale_models import StaleModels
@@ -57,7 +58,8 @@ class PipelineOptimizer(Optimizer):
         here = optimizer_class(groups, *args, **options)
         super().__init__(here.param_groups, here.defaults)
         self._sent = self._options()
-        self._make(pickle_by_value(partial(_make, optimizer_class, tuple(args), options)))
+        self.factory = partial(_make, optimizer_class, tuple(args), options)
+        self._make(pickle_by_value(self.factory))
 
     def _groups(
         self, parameters: Mapping[str, torch.nn.Parameter], given: Iterable[Mapping[str, Any]] | None
@@ -133,6 +135,14 @@ class PipelineOptimizer(Optimizer):
             }
             for group in self.param_groups
         )
+
+    def counted(self) -> CountedOptimizer:
+        """What the bytes of its state are counted with."""
+        groups = [
+            (frozenset(self.names[id(each)] for each in group["params"]), options)
+            for group, options in zip(self.param_groups, self._options())
+        ]
+        return CountedOptimizer(self.factory, tuple(groups), self.master_dtype)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Update the parameters on all workers with their gradients."""

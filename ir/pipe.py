@@ -11,6 +11,7 @@ from torch import nn
 from pippy.ir.compiled import Compiled
 from pippy.ir.compiler import Cut, check_loss, compile_traced
 from pippy.ir.cut.params import MultiUseParamSpec
+from pippy.ir.errors import InputError
 from pippy.ir.front.arguments import Example
 from pippy.ir.front.sequential import trace_sequential
 from pippy.ir.front.trace import Traced, TracerLike
@@ -33,10 +34,12 @@ from pippy.ir.show.drawing import Drawing
 from pippy.ir.signature import bind, check_guards
 from pippy.ir.state import load_state
 from pippy.ir.training_flags import TrainingFlags
+from pippy.ir.trees import map_tensors
 
 _COMPILED = "pippy.compiled"  # no part of a model can have this name, since it has a dot
 _TRAINING_FLAGS = "pippy.training_flags"
 _MODEL = "pippy.model"
+_EXAMPLE = "pippy.example"
 _FIELDS = frozenset(field.name for field in dataclasses.fields(Compiled))
 _SHOWN = _FIELDS | {name for name in vars(Compiled) if not name.startswith("_")}
 
@@ -99,7 +102,9 @@ class Pipe(nn.Module):
             def compiled(traced: Traced) -> Compiled:
                 return compile_traced(traced, multi_use_param_spec, loss_fn, output_loss_value_spec, cut)
 
-            return Pipe(*trace_and_compile(call, front_end, compiled))
+            pipe = Pipe(*trace_and_compile(call, front_end, compiled))
+            pipe.__dict__[_EXAMPLE] = None if example is None else _without_numbers(example)
+            return pipe
 
     @staticmethod
     def from_sequential(
@@ -137,7 +142,7 @@ class Pipe(nn.Module):
             super().__setattr__(name, value)
 
     def __dir__(self) -> Iterable[str]:
-        return sorted((set(super().__dir__()) | _SHOWN) - {_COMPILED, _TRAINING_FLAGS, _MODEL})
+        return sorted((set(super().__dir__()) | _SHOWN) - {_COMPILED, _TRAINING_FLAGS, _MODEL, _EXAMPLE})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run in this process: outputs or loss, and gradients if there is a loss and gradients are on."""
@@ -237,6 +242,25 @@ def model_of(pipe: Pipe) -> nn.Module | None:
 def compiled_of(pipe: Pipe) -> Compiled:
     """What a Pipe shows: the record of what was compiled."""
     return pipe.__dict__[_COMPILED]
+
+
+def example_of(pipe: Pipe) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of the example that a Pipe was made with, the target included; its tensors have no numbers."""
+    found: Example | None = pipe.__dict__.get(_EXAMPLE)
+    if found is None:
+        raise InputError(
+            "this Pipe was made without an example, so the sizes of its inputs are not known; give the arguments of a call, as "
+            "in driver.memory(4, x, target). Tensors of the meta device are enough: torch.empty(32, 8, device='meta')"
+        )
+    return found.args, found.kwargs
+
+
+def _without_numbers(example: Example) -> Example:
+    def empty(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device="meta") if tensor.layout is torch.strided else tensor
+
+    args, kwargs = map_tensors(empty, (example.args, example.kwargs))
+    return dataclasses.replace(example, args=args, kwargs=kwargs)
 
 
 def modules_of_model(pipe: Pipe) -> list[nn.Module]:

@@ -38,8 +38,8 @@ class Cluster:
     <Cluster of 1 workers, closed: only>
     """
 
-    def __init__(self, names: Sequence[str], control: Control, processes: Processes) -> None:
-        self.workers = tuple(names)
+    def __init__(self, names: Sequence[str], control: Control, processes: Processes, device_type: str = "cpu") -> None:
+        self.workers, self.device_type = tuple(names), device_type
         self.control = control
         self.dispatch = Dispatch(control, end=processes.close)
         self._drivers = itertools.count()

@@ -94,7 +94,7 @@ def _started(config: LaunchConfig, timeout: float, start_timeout: float) -> Clus
         processes.close()
         raise
     control = Control(addresses, timeout, deaths=processes.deaths, messages=processes.messages)
-    return opened(Cluster(config.names, control, processes))
+    return opened(Cluster(config.names, control, processes, torch.device(config.devices[0]).type))
 
 
 def _check_is_only_process(n: int) -> None:

@@ -83,7 +83,7 @@ def cluster(
     if rank_info.rank:
         assert worker is not None
         _work(worker, rank_info, timeout, start_timeout)
-    return _control(worker, rank_info, addresses, timeout, start_timeout)
+    return _control(worker, rank_info, addresses, timeout, start_timeout, torch.device(own_device).type)
 
 
 def _number(n: int | None) -> int:
@@ -195,7 +195,12 @@ def _work(worker: TorchrunWorker, rank_info: RankInfo, timeout: float, start_tim
 
 
 def _control(
-    worker: TorchrunWorker | None, rank_info: RankInfo, addresses: list[Address], timeout: float, start_timeout: float
+    worker: TorchrunWorker | None,
+    rank_info: RankInfo,
+    addresses: list[Address],
+    timeout: float,
+    start_timeout: float,
+    device_type: str,
 ) -> Cluster:
     if worker is None:
         rpc.serve_nothing()
@@ -208,4 +213,4 @@ def _control(
     if worker is not None:
         worker.start()
     control = Control(addresses, timeout, messages=RpcMessages([address.rpc_name for address in addresses]))
-    return opened(Cluster([address.name for address in addresses], control, joined))
+    return opened(Cluster([address.name for address in addresses], control, joined, device_type))

@@ -142,11 +142,11 @@ class Step:
     """Run a program once.
 
     ``weights`` has the weight of each micro-batch's loss. ``flags`` has the flags of each stage, or None if they did not
-    change. With ``reduce``, the gradients of replicated parameters are added up at the end. With ``record``, the
-    times of all instructions are recorded. With ``weigh``, the worker measures how many bytes each stage keeps for its
-    backward. ``loss_check`` asks it to check how the losses of the micro-batches add up. With ``scale``, the loss is multiplied
-    by it for the backward, and the gradients are divided by it in the end. With ``probe_outputs``, it is checked which returned
-    values have the rows of a micro-batch by chance.
+    change. With ``reduce``, the gradients of replicated parameters are added up at the end. With ``record``, the times of all
+    instructions are recorded; with ``count_memory``, also what is held then. With ``weigh``, the worker measures how many
+    bytes each stage keeps for its backward. ``loss_check`` asks it to check how the losses of the micro-batches add up. With
+    ``scale``, the loss is multiplied by it for the backward, and the gradients are divided by it in the end. With
+    ``probe_outputs``, it is checked which returned values have the rows of a micro-batch by chance.
     """
 
     program: int
@@ -160,6 +160,7 @@ class Step:
     loss_check: LossCheck | None = None
     scale: float | None = None
     probe_outputs: bool = False
+    count_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,8 @@ class WorkerRecord:
     of the others when the one before it ended. ``ends`` has the end of each instruction, by the instruction's number, and
     ``sizes`` the bytes of each send. At ``adding`` the worker began to add up the gradients of replicated parameters.
     ``memory`` is the peak in bytes, and ``memory_of`` says what was measured. ``cpu`` is the processor time of the worker's
-    thread; None where the thread waits for a device.
+    thread; None where the thread waits for a device. ``held`` has the most bytes that were held while each instruction ran,
+    and those after it, with those of the end of the step behind them; None if they were not asked for.
     """
 
     clock: str
@@ -193,6 +195,7 @@ class WorkerRecord:
     memory: int
     memory_of: str
     cpu: float | None = None
+    held: tuple[Sequence[int], Sequence[int]] | None = None
 
     def spans(self) -> list[tuple[float, float]]:
         """When each instruction began and ended, by its number."""

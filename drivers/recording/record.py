@@ -43,6 +43,8 @@ class RecordedStep(StepData):
 class Recording:
     """The recorded steps, the latest last. At most ``limit`` of them are kept; ``dropped`` counts the others.
 
+    With ``memory``, workers note what they hold, too.
+
     >>> Recording(limit=0)
     Traceback (most recent call last):
     pippy.drivers.errors.DriverError: limit=0: give how many of the latest steps are to be kept, 1 or more
@@ -51,6 +53,7 @@ class Recording:
     limit: int = 100
     steps: list[RecordedStep] = field(default_factory=list)
     dropped: int = 0
+    memory: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.limit, int) or isinstance(self.limit, bool) or self.limit < 1:

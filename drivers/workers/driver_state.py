@@ -42,6 +42,7 @@ from pippy.drivers.workers.output_probe import OutputProbe
 from pippy.drivers.workers.worker_optimizer import WorkerOptimizer
 from pippy.ir.batch_norm.step_statistics import StepStatistics
 from pippy.ir.run.shared_tensors import get_tensor
+from pippy.ir.trees import tensors
 
 
 class DriverState:
@@ -136,8 +137,22 @@ class DriverState:
         self.programs[program.program] = OutOfOrderExecutor(*given, limits) if limits else Executor(*given)
 
     def _step(self, step: Step, number: int) -> StepResult:
-        if step.record:
-            self.programs[step.program].recorder.begin()
+        if not step.record:
+            return self._run_step(step, number)
+        recorder = self.programs[step.program].recorder
+        recorder.begin()
+        with recorder.counting(self._held(step)) if step.count_memory else nullcontext():
+            result = self._run_step(step, number)
+            return replace(result, record=recorder.record())
+
+    def _held(self, step: Step) -> list[torch.Tensor]:
+        """All tensors that are there when a step begins."""
+        modules = [each for module in self.modules.values() for each in (*module.parameters(), *module.buffers())]
+        states = [each.held() for each in self.optimizers.values()]
+        inputs = [step.inputs.microbatches(name) for name in step.inputs.arguments]
+        return list(tensors([modules, self.gradients.held(), states, inputs]))
+
+    def _run_step(self, step: Step, number: int) -> StepResult:
         for call, flags in (step.flags or {}).items():
             for module, flag in zip(self.modules[call].modules(), flags.training, strict=True):
                 module.training = flag
@@ -172,11 +187,11 @@ class DriverState:
             nonfinite = self.gradients.end_step(number, step.reduce, step.scale)
             if nonfinite:
                 result = replace(result, nonfinite=tuple(self._places(nonfinite)))
-        return replace(result, record=executor.recorder.record()) if step.record else result
+        return result
 
     def _fetch(self, fetch: Fetch, number: int) -> list[torch.Tensor | None]:
-        tensors = map(self.tensor, fetch.locations)
-        found = [self.gradients.of(id(each)) for each in tensors] if fetch.gradients else list(tensors)
+        own = map(self.tensor, fetch.locations)
+        found = [self.gradients.of(id(each)) for each in own] if fetch.gradients else list(own)
         return [None if tensor is None else tensor.detach().cpu() for tensor in found]
 
     def _store(self, store: Store, number: int) -> None:

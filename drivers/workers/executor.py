@@ -182,7 +182,7 @@ class Executor:
         for name, microbatches in inputs.items():
             for microbatch, value in enumerate(microbatches):
                 self.values[name, microbatch] = value
-        code = self.recorder.timed() if record else self.code
+        code = self.recorder.timed(self.values) if record else self.code
         code = self.saved_memory.measured(code) if weigh else code
         try:
             with torch.set_grad_enabled(trains):

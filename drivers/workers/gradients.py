@@ -100,6 +100,11 @@ class Gradients:
             gradient = self.of(key)
             tensor.grad = None if gradient is None else gradient.to(tensor.dtype)
 
+    def held(self) -> list[torch.Tensor]:
+        """All gradients that are there, those of steps included that may be given up."""
+        every = [self.total, self.unsummed, *(each for step in self.pending for each in (step.own, step.sums))]
+        return [gradient for each in every for gradient in each.values() if gradient is not None]
+
     def of(self, key: int) -> Gradient:
         """The gradient of a parameter, by its id. What the current command added up is in it."""
         total = self.total.get(key)

@@ -10,8 +10,8 @@ import socket
 import sys
 import time
 from array import array
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from typing import Any
 import torch
 
 from pippy.drivers.control.messages import WorkerRecord
-from pippy.drivers.schedules.programs.instructions import Compute, Instruction, Send
+from pippy.drivers.schedules.programs.instructions import Compute, Instruction, Receive, Send
 from pippy.drivers.transport.transport import SentCount, Transport
+from pippy.ir.run.live_storages import LiveStorages
+from pippy.ir.trees import tensors
 
 Bound = tuple[Callable[..., None], tuple[Any, ...]]  # an instruction: its handler and the arguments
 _NOTHING = SentCount()
@@ -41,6 +43,8 @@ class Recorder:
         self.ends = array("d", [0.0]) * len(order)
         self.sizes: dict[int, int] = {}
         self.memory = DeviceMemory(device) if device.type == "cuda" else ProcessMemory()
+        self.order = order
+        self.held: HeldMemory | None = None
         self.code = [self._timed(at, each, *bound) for at, (each, bound) in enumerate(zip(order, code))]
 
     def begin(self) -> None:
@@ -49,10 +53,23 @@ class Recorder:
         self.adding: float | None = None
         self.memory.begin()
 
-    def timed(self) -> Sequence[Bound]:
-        """The program's instructions, changed to note when they end. The first of them begins now."""
+    @contextmanager
+    def counting(self, there: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Inside, what the worker holds is noted with each instruction. These tensors are there already."""
+        self.held = held = HeldMemory(self.device, len(self.order))
+        with held.live:
+            held.live.add(there)
+            yield
+
+    def timed(self, values: Mapping[Any, Any]) -> Sequence[Bound]:
+        """The program's instructions, changed to note when they end. The first of them begins now.
+
+        ``values`` is where the instructions put the values that they receive.
+        """
         self.started = time.monotonic()
-        return self.code
+        if self.held is None:
+            return self.code
+        return [self._weighed(at, each, values, *bound) for at, (each, bound) in enumerate(zip(self.order, self.code))]
 
     def note_adding(self) -> None:
         """Note that the worker begins to add up the gradients of replicated parameters."""
@@ -71,7 +88,31 @@ class Recorder:
             self.memory.peak(),
             self.memory.of,
             time.thread_time() - self.cpu if self.device.type == "cpu" else None,
+            self._held_then(),
         )
+
+    def _held_then(self) -> tuple[Sequence[int], Sequence[int]] | None:
+        held, self.held = self.held, None
+        if held is None:
+            return None
+        held.note(len(self.order))
+        return held.most, held.after
+
+    def _weighed(
+        self, at: int, instruction: Instruction, values: Mapping[Any, Any], handle: Callable[..., None], operands: Any
+    ) -> Bound:
+        held = self.held
+        assert held is not None
+
+        def weighed(*operands: Any) -> None:
+            held.live.looks = not isinstance(instruction, Send)  # what a transport copies is its own
+            handle(*operands)
+            held.live.looks = True
+            if isinstance(instruction, Receive):  # a transport may make tensors without an operation
+                held.live.add(tensors(values[operands[0]]))
+            held.note(at)
+
+        return weighed, operands
 
     def _timed(
         self, at: int, instruction: Instruction, handle: Callable[..., None], operands: tuple[Any, ...]
@@ -105,6 +146,51 @@ class Recorder:
             self.ends[at] = time.monotonic()
 
         return awaited
+
+
+class HeldMemory:
+    """What a worker holds after each instruction, and the most while it ran: live storages, or on a GPU what is allocated."""
+
+    def __init__(self, device: torch.device, instructions: int) -> None:
+        self.live: LiveStorages | AllocatedMemory = AllocatedMemory(device) if device.type == "cuda" else LiveStorages()
+        self.most = array("q", [0]) * (instructions + 1)
+        self.after = array("q", [0]) * (instructions + 1)
+
+    def note(self, at: int) -> None:
+        """Note this for an instruction that has run; with their number as ``at``, for the end of the step."""
+        self.most[at], self.after[at] = self.live.most, self.live.bytes
+        self.live.restart()
+
+
+class AllocatedMemory:
+    """As `LiveStorages`, by the allocator of a GPU: nothing has to be added."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.looks = device, True
+
+    def __enter__(self) -> None:
+        self.restart()
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The allocator knows them."""
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that are allocated now."""
+        return torch.cuda.memory_allocated(self.device)
+
+    @property
+    def most(self) -> int:
+        """The most since `restart`."""
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def restart(self) -> int:
+        """Begin to look for the most anew."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return self.bytes
 
 
 @cache

@@ -49,6 +49,10 @@ class WorkerOptimizer:
             for master in self.masters.values():
                 master.grad = None
 
+    def held(self) -> list[Any]:
+        """What it holds beside the parameters: its state, and the copies of parameters."""
+        return [*self.masters.values(), *self.optimizer.state.values()]
+
     @torch.no_grad()
     def _round_masters(self) -> None:
         for key, master in self.masters.items():

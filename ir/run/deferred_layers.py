@@ -24,9 +24,10 @@ from torch import nn
 from torch._C._autograd import (
     _make_saved_tensor,  # autograd saves tensors with it; it keeps saved-tensor hooks and checks versions
 )
+from torch._subclasses.fake_tensor import FakeTensor
 
 Gradients = tuple[torch.Tensor, ...]
-_PLAIN = (torch.Tensor, nn.Parameter)
+_PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 
 
 class LayerCall:
@@ -167,7 +168,7 @@ def _can_defer(x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None 
         and x.requires_grad
         and weight.requires_grad
         and type(x) in _PLAIN
-        and type(weight) is nn.Parameter
+        and type(weight) in (nn.Parameter, FakeTensor)
         and x.layout is torch.strided
         and _same_dtype(x, weight, bias)
         and not _has_hooks(weight)

@@ -43,7 +43,7 @@ class StageBytes:
     | early_gradients | those of ``gradients`` that the half I makes |
     | results | what it returns to the controller: held until the step ends |
     | forward, backward, ... | the most that this computation needs at a time, above what is held when it begins; \
-``first_backward`` and ``first_weight`` are where gradients appear |
+``first_...`` is where gradients appear |
 
     >>> StageBytes(parameters=80, gradients=80).persistent
     80
@@ -61,6 +61,7 @@ class StageBytes:
     backward: int = 0
     first_backward: int = 0
     backward_input: int = 0
+    first_input: int = 0
     backward_weight: int = 0
     first_weight: int = 0
 
@@ -87,7 +88,8 @@ class PipeBytes:
     ``values`` are the values that stages pass to each other, by the names of the program's edges; one that is missing counts
     nothing. ``owned`` are those that are, where they are made, a part of something that is counted already: a parameter, or an
     input of the stage. ``inputs_stay`` says that the inputs of the model are held until the step ends, as on the CPU, where
-    micro-batches are views; on another device they are copies, and each goes with its last use. ``replicated`` are the
+    micro-batches are views; on another device they are copies, made for the first forward that takes one, and each goes with
+    its last use. ``replicated`` are the
     parameters that several stages have a copy of.
     """
 
@@ -149,8 +151,13 @@ def held_bytes(program: Program, sizes: PipeBytes) -> tuple[HeldBytes, ...]:
     >>> [worker.peak.total for worker in held_bytes(again, sizes)]
     [11, 101]
     """
-    lowered = program if program.lowered else add_communication(program)
+    lowered = lowered_program(program)
     return tuple(_Walk(lowered, sizes, worker).run() for worker in range(lowered.workers))
+
+
+def lowered_program(program: Program) -> Program:
+    """The program with its communication, which `held_bytes` counts with."""
+    return program if program.lowered else add_communication(program)
 
 
 def peak_bytes(program: Program, sizes: PipeBytes) -> tuple[int, ...]:
@@ -177,6 +184,9 @@ class _Values:
                 self.totals[after] += size
         if after is None:
             del self.holders[key]
+
+    def has(self, key: Key) -> bool:
+        return key in self.holders
 
     @staticmethod
     def _kind(holders: Sequence[int]) -> int | None:
@@ -220,10 +230,6 @@ class _Walk:
         return found
 
     def run(self) -> HeldBytes:
-        trains = bool(self.program.backward)
-        if not self.sizes.inputs_stay and trains:
-            for name, microbatch in self.last_takers:
-                self._change((name, microbatch), _WAITING, 1)
         most, after, peak, at = [], [], self._held(0), 0
         for index, instruction in enumerate(chain(self.order, [None])):
             before = self._held(self._working(instruction) if instruction else self._adding_up())
@@ -257,13 +263,15 @@ class _Walk:
         if not isinstance(instruction, Compute):
             return 0
         stage, op = self.sizes.stages[instruction.stage], instruction.op
-        first = (instruction.stage, True) not in self.with_gradients
-        if op in (Op.FORWARD, Op.RECOMPUTE):
+        first = (instruction.stage, op != Op.BACKWARD_INPUT) not in self.with_gradients
+        if op == Op.FORWARD:
+            return stage.forward + sum(map(self._size, self._arriving(instruction.stage, instruction.microbatch)))
+        if op == Op.RECOMPUTE:
             return stage.forward
         if op == Op.BACKWARD:
             return stage.first_backward if first else stage.backward
         if op == Op.BACKWARD_INPUT:
-            return stage.backward_input
+            return stage.first_input if first else stage.backward_input
         return stage.first_weight if first else stage.backward_weight
 
     def _apply(self, instruction: Instruction) -> None:
@@ -281,6 +289,8 @@ class _Walk:
 
     def _forward(self, forward: Compute, stage: int, microbatch: int) -> None:
         sizes, done = self.sizes.stages[stage], Pass("F", stage)
+        for name in self._arriving(stage, microbatch):
+            self._change((name, microbatch), _WAITING, 1)
         for value in self.gives[done]:
             self._change((value, microbatch), _WAITING, 1)
         if stage not in self.program.backward:
@@ -295,10 +305,14 @@ class _Walk:
                 self.kept += sizes.kept
                 for value in self.gives[done]:
                     self._change((value, microbatch), _OUTPUT, 1)
-        if not self.sizes.inputs_stay and self.program.backward:
-            for name in self.inputs:
-                if self.last_takers.get((name, microbatch)) is forward:
-                    self._change((name, microbatch), _WAITING, -1)
+        for name in self.inputs:
+            if self.last_takers.get((name, microbatch)) is forward:
+                self._change((name, microbatch), _WAITING, -1)
+
+    def _arriving(self, stage: int, microbatch: int) -> list[str]:
+        """The inputs of the model that are put on the device now."""
+        taken = [name for name, each in self.inputs.items() if stage in each.stages]
+        return [name for name in taken if not self.values.has((name, microbatch))]
 
     def _inputs_of(self, stage: int) -> Iterator[str]:
         yield from self.takes[Pass("F", stage)]

@@ -1,0 +1,1 @@
+"""Counts what workers hold before anything runs."""

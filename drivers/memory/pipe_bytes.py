@@ -1,0 +1,331 @@
+"""The bytes of the stages of a Pipe and of what passes between them, found with fake tensors: nothing is computed.
+
+The stages are copied with fake tensors in place of their own, and run as a worker runs them: all on one worker, one micro-batch
+after the other. What is alive is looked at before and after each computation, and at its most:
+
+    F0.0 F1.0 B1.0 B0.0   the gradients of parameters appear          F0.1 F1.1 B1.1 B0.1   they are there
+    F0.0 F1.0 I1.0 W1.0 I0.0 W0.0 ...                                 the same, with backwards in halves
+
+So all that a worker does is in it: what custom functions and checkpoints inside of the model keep, what autocast casts, what
+layers defer. Not in it is what a kernel takes for itself while it runs, and what torch.compile saves.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+
+from pippy.drivers.batches.division import CutTensor, Division, PerMicrobatch, SameForAll
+from pippy.drivers.errors import DriverError
+from pippy.drivers.lowering.lower import Lowered, lower
+from pippy.drivers.memory.optimizer_bytes import CountedOptimizer
+from pippy.drivers.placed_pipe import PlacedPipe
+from pippy.drivers.schedules import make_schedule
+from pippy.drivers.schedules.programs.edges import Pass
+from pippy.drivers.schedules.programs.instructions import Compute, Op
+from pippy.drivers.schedules.programs.program import Program
+from pippy.drivers.schedules.simulation.held_bytes import ModelInput, PipeBytes, StageBytes
+from pippy.drivers.transport.in_process import in_process
+from pippy.drivers.workers.executor import Executor
+from pippy.ir.batch_norm.step_statistics import StepStatistics
+from pippy.ir.errors import PippyError
+from pippy.ir.names import stage_index
+from pippy.ir.pipe import Pipe, compiled_of
+from pippy.ir.run.live_storages import LiveStorages
+from pippy.ir.run.random_state import untouched_random_state
+from pippy.ir.sparse_tensors import plain_parts
+from pippy.ir.trees import children, map_tensors, tensors
+
+MICROBATCHES = 2
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a computation did: the most above what was alive before it, and how much more was alive after it."""
+
+    most: int
+    more: int
+
+
+def count_pipe(
+    pipe: Pipe,
+    division: Division,
+    device: torch.device,
+    trains: bool = True,
+    optimizers: Sequence[CountedOptimizer] = (),
+    halves: bool = True,
+) -> PipeBytes:
+    """The bytes of the stages of a Pipe, for the micro-batches of ``division`` (the largest counts) on ``device``.
+
+    Needs no driver and no worker. The state of ``optimizers`` counts as it is after their first step. Without ``halves``,
+    nothing is known of backwards in halves, and half as much is run.
+
+    >>> from pippy.drivers.batches.divide_call import divide_call
+    >>> pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.MSELoss())
+    >>> division = divide_call(compiled_of(pipe), 4, (torch.zeros(16, 4), torch.zeros(16, 4)), {})
+    >>> sizes = count_pipe(pipe, division, torch.device("cpu"))
+    >>> sizes.stages[0].parameters, sizes.stages[0].gradients, sizes.values["_0"]
+    (80, 80, 64)
+    """
+    compiled = compiled_of(pipe)
+    stages = compiled.num_stages
+    orders = {
+        True: make_schedule("1f1b", workers=1, chunks=MICROBATCHES, stages_per_worker=stages),
+        False: make_schedule("forward_only", workers=1, chunks=MICROBATCHES, stages_per_worker=stages),
+    }
+    whole = lower(pipe, orders[trains])
+    largest = max(range(division.chunks), key=lambda each: _rows(division, each))
+    with untouched_random_state(), torch.inference_mode(False), explained():
+        counted = _Counted(pipe, division, largest, device, trains)
+        passes = counted.run(whole)
+        by_halves: dict[str, _Seen] = {}
+        if trains and halves:
+            by_halves = _Counted(pipe, division, largest, device, trains).run(lower(pipe, _in_halves(orders[True])))
+        found = [_stage(stage, counted, passes, by_halves, stage in whole.program.backward) for stage in range(stages)]
+        states = [
+            sum(each.of(named, counted.mode, counted.live.unit) for each in optimizers) for named in counted.named()
+        ]
+        found = [replace(each, optimizer=state) for each, state in zip(found, states)]
+    parameters = {group.name: group.copies[0][1] for group in counted.placed.replicated}
+    replicated = {
+        name: sum(part.nbytes for part in plain_parts(_tensor(counted.modules, place)))
+        for name, place in parameters.items()
+    }
+    return PipeBytes(
+        tuple(found),
+        counted.values,
+        frozenset(counted.owned),
+        tuple(_inputs(whole, division, counted)),
+        device.type == "cpu",
+        replicated,
+    )
+
+
+def _tensor(modules: Mapping[str, nn.Module], place: Any) -> torch.Tensor:
+    path, _, leaf = place.name.rpartition(".")
+    found: torch.Tensor = getattr(modules[place.call].get_submodule(path), leaf)
+    return found
+
+
+def _in_halves(program: Program) -> Program:
+    orders = []
+    for order in program.computations:
+        halves: list[Compute] = []
+        for each in order:
+            ops = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT) if each.op == Op.BACKWARD else (each.op,)
+            halves += [Compute(op, each.stage, each.microbatch) for op in ops]
+        orders.append(halves)
+    return program.with_orders(orders)
+
+
+def in_halves(program: Program) -> bool:
+    """Whether a program has backwards in halves."""
+    return any(each.op == Op.BACKWARD_INPUT for order in program.computations for each in order)
+
+
+def _rows(division: Division, microbatch: int) -> int:
+    return 0 if division.sizes is None else division.sizes[microbatch]
+
+
+class _Counted:
+    """A run of all stages on fake tensors, on one worker."""
+
+    def __init__(self, pipe: Pipe, division: Division, microbatch: int, device: torch.device, trains: bool) -> None:
+        self.placed = PlacedPipe(compiled_of(pipe), [0] * compiled_of(pipe).num_stages)
+        self.trains, self.device = trains, device
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.live = LiveStorages(unit=1 if device.type == "cpu" else 512)
+        real = {call: self.placed.compiled.stage(call) for call in self.placed.nodes}
+        held = [each for module in real.values() for each in (*module.parameters(), *module.buffers())]
+        moved = {id(each): self._moved(each) for each in held if each.device.type != device.type}
+        with FakeCopyMode(self.mode):
+            self.modules: dict[str, nn.Module] = copy.deepcopy(real, moved)
+        self.inputs = {
+            name: [map_tensors(self._fake, division.take(name, microbatch)) for _ in range(MICROBATCHES)]
+            for name in division.arguments
+        }
+        self.passes: dict[str, _Seen] = {}
+        self.values: dict[str, int] = {}
+        self.owned: set[str] = set()
+        self.gradients: dict[str, int] = {}
+        self.repeating: dict[int, int] = {}
+        self.results: dict[str, int] = {}
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self.mode:
+            made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self.device)
+        return made.requires_grad_(tensor.requires_grad)
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        fake = self._fake(tensor.detach())
+        return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+    def parameters(self, calls: Iterable[str]) -> list[torch.Tensor]:
+        """The parameters of stages, each once."""
+        return list({id(each): each for call in calls for each in self.modules[call].parameters()}.values())
+
+    def named(self) -> list[dict[str, torch.Tensor]]:
+        """The parameters of each stage by the user's names."""
+        found: list[dict[str, torch.Tensor]] = [{} for _ in range(self.placed.compiled.num_stages)]
+        for call, module in self.modules.items():
+            index = stage_index(call)
+            own = found[self.placed.loss_stage if index is None else index]
+            for name, parameter in module.named_parameters():
+                user = self.placed.compiled.remap_qualname(f"{call}.{name}")
+                own[self.placed.compiled.qualnames.canonical.get(user, user)] = parameter
+        return found
+
+    def run(self, lowered: Lowered) -> dict[str, _Seen]:
+        """What each computation did, by its text."""
+        (program,) = self.placed.programs(0, lowered, single_loss=False).values()
+        (transport,) = in_process(1)
+        statistics = StepStatistics.of(self.modules, {})
+        self.executor = executor = Executor(program, self.modules, {}, transport, self.device, statistics)
+        self.program = lowered.program
+        executor.code = [
+            (self._watched(instruction, handle), operands)
+            for instruction, (handle, operands) in zip(program.order, executor.code)
+        ]
+        known = [each for module in self.modules.values() for each in (*module.parameters(), *module.buffers())]
+        self.live.add([*known, *tensors(list(self.inputs.values()))])
+        with self.mode, self.live, statistics.step(1) if statistics is not None else nullcontext():
+            executor.run(1, self.inputs, (1 / MICROBATCHES,) * MICROBATCHES, self.trains)
+        return self.passes
+
+    def _watched(self, instruction: Any, handle: Callable[..., None]) -> Callable[..., None]:
+        if not isinstance(instruction, Compute):
+            return handle
+
+        def watched(*operands: Any) -> None:
+            live, made = self.live, self._made_by(instruction)
+            before, there, buffers = live.restart(), set(live.alive()), self._versions(instruction.stage)
+            handle(*operands)
+            self.passes[str(instruction)] = _Seen(live.most - before, live.bytes - before)
+            self._note_values(instruction, made, there)
+            self.gradients[f"{instruction.op}{instruction.stage}"] = self._gradients_of(instruction.stage)
+            if instruction.op == Op.FORWARD:
+                after = self._versions(instruction.stage)
+                self.repeating[instruction.stage] = sum(
+                    size for (version, size), (then, _) in zip(after, buffers) if version != then
+                )
+
+        return watched
+
+    def _calls(self, stage: int) -> list[str]:
+        return [work.call for work in self.executor.program.work.get(Pass("F", stage), ())]
+
+    def _versions(self, stage: int) -> list[tuple[int, int]]:
+        return [(each._version, each.nbytes) for call in self._calls(stage) for each in self.modules[call].buffers()]
+
+    def _gradients_of(self, stage: int) -> int:
+        grads = [each.grad for each in self.parameters(self._calls(stage)) if each.grad is not None]
+        return self.live.bytes_of(grads)
+
+    def _made_by(self, compute: Compute) -> list[str]:
+        phase = "F" if compute.op == Op.FORWARD else "B"
+        return [edge.value for edge in self.program.flow if edge.source == Pass(phase, compute.stage)]  # type: ignore[arg-type]
+
+    def _note_values(self, compute: Compute, made: Sequence[str], there: set[int]) -> None:
+        for name in made:
+            found = list(tensors(self.executor.values.get((name, compute.microbatch))))
+            self.values[name] = sum(-(-each.nbytes // self.live.unit) * self.live.unit for each in found)
+            keys = {part.untyped_storage()._cdata for each in found for part in plain_parts(each)}
+            if found and keys <= there:
+                self.owned.add(name)
+        if compute.op == Op.FORWARD:
+            for work in self.executor.program.work.get(Pass("F", compute.stage), ()):
+                for name in filter(None, work.gives):
+                    if name in self.executor.returned:
+                        self.results[name] = self.live.bytes_of(
+                            tensors(self.executor.returned[name][compute.microbatch])
+                        )
+
+
+def _stage(
+    stage: int, counted: _Counted, passes: Mapping[str, _Seen], halves: Mapping[str, _Seen], trains: bool
+) -> StageBytes:
+    calls = counted._calls(stage)
+    own = [each for call in calls for each in (*counted.modules[call].parameters(), *counted.modules[call].buffers())]
+    results = sum(
+        counted.results.get(name, 0)
+        for work in counted.executor.program.work.get(Pass("F", stage), ())
+        for name in work.gives
+        if name
+    )
+    given = [edge.value for edge in counted.program.flow if edge.source == Pass("F", stage)]
+    outputs = sum(counted.values[name] for name in given if name not in counted.owned)
+    forward = passes[f"F{stage}.1"]
+    if not trains:
+        return StageBytes(counted.live.bytes_of(own), results=results, forward=forward.most)
+    first, later = passes[f"B{stage}.0"], passes[f"B{stage}.1"]
+    gradients = counted.gradients[f"B{stage}"]
+    found = StageBytes(
+        parameters=counted.live.bytes_of(own),
+        gradients=gradients,
+        kept=forward.more - outputs,
+        repeating=counted.repeating[stage],
+        results=results,
+        forward=forward.most,
+        backward=later.most,
+        first_backward=first.most,
+    )
+    if not halves:
+        return found
+    first, later = halves[f"W{stage}.0"], halves[f"W{stage}.1"]
+    return replace(
+        found,
+        deferred=-later.more,
+        early_gradients=gradients - (first.more - later.more),
+        backward_input=halves[f"I{stage}.1"].most,
+        first_input=halves[f"I{stage}.0"].most,
+        backward_weight=later.most,
+        first_weight=first.most,
+    )
+
+
+def _inputs(lowered: Lowered, division: Division, counted: _Counted) -> Iterator[ModelInput]:
+    for name in lowered.inputs:
+        stages = sorted(
+            key.stage
+            for key, work in lowered.work.items()
+            if key.phase == "F" and any(name in each.takes for each in work)
+        )
+        if stages:
+            one = counted.live.bytes_of(tensors(counted.inputs[name][0]))
+            yield ModelInput(name, one, sum(map(_whole_bytes, _divided(division.arguments[name]))), tuple(stages))
+
+
+def _divided(value: Any) -> Iterator[Any]:
+    if isinstance(value, (CutTensor, SameForAll, PerMicrobatch)):
+        yield value
+    else:
+        for item in children(value) or ():
+            yield from _divided(item)
+
+
+def _whole_bytes(value: Any) -> int:
+    held = value.values if isinstance(value, PerMicrobatch) else value.value
+    return sum(each.nbytes for each in tensors(held))
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Inside, what fake tensors cannot do is an error that says what to do."""
+    try:
+        yield
+    except PippyError as error:
+        raise DriverError(_advice(str(error))) from error
+    except Exception as error:
+        raise DriverError(_advice(f"{type(error).__name__}: {error}")) from error
+
+
+def _advice(reason: str) -> str:
+    return (
+        "what a step holds is counted with fake tensors, which have shapes and no numbers, and this model cannot run with "
+        f"them:\n{reason}\nWhat to do: measure it, in a step that runs: with driver.record(memory=True) as recording"
+    )
