@@ -65,15 +65,11 @@ class ForkServer:
         """Import what the workers need, once, and fork them."""
         worker = load(self.config.worker)
         gc.freeze()  # collections in the workers skip the imported objects, so their memory stays shared
-        pairs = self._pairs()
         for index in range(len(self.config.names)):
             pid = os.fork()
             if pid == 0:
-                start_worker(index, worker, self.config, self.controller, pairs)
+                start_worker(index, worker, self.config, self.controller)
             self.children[pid] = index
-        for pair in pairs.values():
-            for end in pair:
-                end.close()
         for fds in self.config.sockets:
             for fd in fds:
                 os.close(fd)
@@ -98,12 +94,6 @@ class ForkServer:
             os.waitpid(pid, 0)
         if self.config.directory:
             shutil.rmtree(self.config.directory, ignore_errors=True)
-
-    def _pairs(self) -> dict[tuple[int, int], tuple[socket.socket, socket.socket]]:
-        if self.config.transport != "shared_memory":
-            return {}
-        many = range(len(self.config.names))
-        return {(a, b): socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for a in many for b in many if a < b}
 
     def _reap(self) -> None:
         for pid, index in list(self.children.items()):

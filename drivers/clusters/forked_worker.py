@@ -14,24 +14,15 @@ from pippy.drivers.clusters.launch_reports import Failed, Ready, report
 from pippy.drivers.clusters.parent_death import die_with_controller, die_with_parent
 
 
-def start_worker(
-    index: int, worker: type, config: LaunchConfig, controller: socket.socket, pairs: dict[Any, Any]
-) -> NoReturn:
+def start_worker(index: int, worker: type, config: LaunchConfig, controller: socket.socket) -> NoReturn:
     """Run a worker in this process, then exit."""
     status = 1
     try:
         become_worker(index, config, controller)
-        peers = {
-            other: pairs[min(index, other), max(index, other)][index > other] for other in others(index, config, pairs)
-        }
-        for pair in pairs.values():
-            for end in pair:
-                if end not in peers.values():
-                    end.close()
         for other, fds in enumerate(config.sockets):
             for fd in fds if other != index else ():
                 os.close(fd)
-        run_worker(index, worker, config, controller, peers)
+        run_worker(index, worker, config, controller)
         status = 0
     except BaseException:
         report(controller, Failed(index, traceback.format_exc()))
@@ -41,11 +32,6 @@ def start_worker(
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
-
-
-def others(index: int, config: LaunchConfig, pairs: dict[Any, Any]) -> list[int]:
-    """The workers to which this worker has a socket."""
-    return [other for other in range(len(config.names)) if pairs and other != index]
 
 
 def become_worker(index: int, config: LaunchConfig, controller: socket.socket) -> None:
@@ -60,9 +46,7 @@ def become_worker(index: int, config: LaunchConfig, controller: socket.socket) -
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr] # so that all is written when a worker is killed
 
 
-def run_worker(
-    index: int, worker: type, config: LaunchConfig, controller: socket.socket, peers: dict[int, socket.socket]
-) -> None:
+def run_worker(index: int, worker: type, config: LaunchConfig, controller: socket.socket) -> None:
     """Make a worker, let it be reached, and run it."""
     import torch
 
@@ -73,7 +57,7 @@ def run_worker(
     device = config.devices[index]
     torch.empty(0, device=device)  # a device that does not work fails here
     messages = MessageQueue()
-    transport = make_transport(config, index, peers, messages)
+    transport = make_transport(config, index, messages)
     running = worker(WorkerContext(index, config.names, messages, transport, device, config.threads))
     if config.uses_rpc:
         from pippy.drivers.transport.messages import rpc
@@ -89,7 +73,7 @@ def run_worker(
     running.run()
 
 
-def make_transport(config: LaunchConfig, index: int, peers: dict[int, socket.socket], messages: Any) -> Any:
+def make_transport(config: LaunchConfig, index: int, messages: Any) -> Any:
     """The transport of this worker to the others and, but for RPC, to the controller."""
     device = config.devices[index]
     if config.uses_rpc:
@@ -101,4 +85,4 @@ def make_transport(config: LaunchConfig, index: int, peers: dict[int, socket.soc
     from pippy.drivers.transport.shared_memory_transport import SharedMemoryTransport
 
     controller = WorkerMessageConnection(socket.socket(fileno=config.sockets[index][0]), messages).connection
-    return SharedMemoryTransport(index, peers, device=device, controller=controller, patience=config.patience)
+    return SharedMemoryTransport(index, {}, device=device, controller=controller, patience=config.patience)

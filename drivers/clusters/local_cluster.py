@@ -1,5 +1,6 @@
 """Opens a cluster whose workers are processes of this host."""
 
+import errno
 import os
 import tempfile
 import threading
@@ -87,7 +88,15 @@ def local_cluster(
 
 
 def _started(config: LaunchConfig, timeout: float, start_timeout: float) -> Cluster:
-    processes = LocalProcesses(config)
+    try:
+        processes = LocalProcesses(config)
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise ClusterError(
+            f"{len(config.names)} workers cannot be started: there are too few file descriptors, of which the start takes 4 "
+            f"for each worker; close files, or raise the limit before the script starts (ulimit -n)"
+        ) from error
     try:
         addresses = processes.start(start_timeout)
     except BaseException:

@@ -38,17 +38,22 @@ class LocalProcesses:
     """The fork server and, through it, the workers. ``close()`` ends them all, and may be called twice."""
 
     def __init__(self, config: LaunchConfig) -> None:
-        self.connections, their_ends = _connections(config)
-        self.config = config = replace(config, sockets=tuple((one.fileno(), two.fileno()) for one, two in their_ends))
         self.owner = os.getpid()
         self.joined = False
         self.pids: dict[int, int] = {}
         self._died: dict[int, str] = {}
         self._reading = threading.Lock()
-        self.socket, theirs = socketpair()
-        with ExitStack() as handed_over:
-            for end in (theirs, *chain(*their_ends)):
+        with ExitStack() as undo, ExitStack() as handed_over:
+            if config.directory:
+                undo.callback(shutil.rmtree, config.directory, ignore_errors=True)
+            self.connections, their_ends = _connections(config)
+            undo.callback(self.connections.close)
+            for end in chain(*their_ends):
                 handed_over.enter_context(end)
+            self.socket, theirs = socketpair()
+            undo.callback(self.socket.close)
+            handed_over.enter_context(theirs)
+            self.config = config = replace(config, sockets=tuple((a.fileno(), b.fileno()) for a, b in their_ends))
             self.fork_server = subprocess.Popen(
                 [sys.executable, "-c", BOOT, str(theirs.fileno()), "pippy-fork-server"],
                 stdin=subprocess.DEVNULL,
@@ -56,6 +61,7 @@ class LocalProcesses:
                 pass_fds=[theirs.fileno(), *chain(*config.sockets)],
                 env=os.environ | MEMORY | {"OMP_NUM_THREADS": str(config.threads), "TORCH_CPP_LOG_LEVEL": "ERROR"},
             )
+            undo.pop_all()
         self.socket.send(pickle.dumps(sys.path), socket.MSG_NOSIGNAL)
         self.socket.send(pickle.dumps(config), socket.MSG_NOSIGNAL)
 
@@ -172,9 +178,16 @@ class LocalProcesses:
 
 def _connections(config: LaunchConfig) -> tuple[ControllerConnections, list[tuple[socket.socket, socket.socket]]]:
     """The controller's ends of two sockets to each worker, and the ends that are handed over."""
-    two = [] if config.uses_rpc else [(socketpair(), socketpair()) for _ in config.names]
+    with ExitStack() as undo:
+        two = [] if config.uses_rpc else [(_pair(undo), _pair(undo)) for _ in config.names]
+        undo.pop_all()
     ours = ControllerConnections([one[0] for one, _ in two], [other[0] for _, other in two])
     return ours, [(one[1], other[1]) for one, other in two]
+
+
+def _pair(undo: ExitStack) -> tuple[socket.socket, socket.socket]:
+    one, other = socketpair()
+    return undo.enter_context(one), undo.enter_context(other)
 
 
 def socketpair() -> tuple[socket.socket, socket.socket]:

@@ -72,6 +72,9 @@ class Messages(Protocol):
     def urgent(self, worker: int, pickled: Pickled) -> Any:
         """Send a message that is answered even while the worker computes."""
 
+    def connect(self, one: int, other: int) -> None:
+        """Let two workers pass values, before what is posted to them from now on."""
+
     def wait(self, wakeup: PollableEvent, timeout: float) -> None:
         """Sleep until an answer comes, or the event is set, or the time is up."""
 
@@ -102,6 +105,7 @@ class Control:
         self._deaths = deaths
         self.messages = messages or ControllerConnections()
         self._lock = threading.Lock()
+        self._connected: set[tuple[int, int]] = set()
 
     @property
     def broken(self) -> str | None:
@@ -123,6 +127,14 @@ class Control:
             future = self._start(worker, lambda: self.messages.post(worker, number, pickled))
             self.counts[worker] += 1
         return PendingCall(worker, type(message).__name__, future)
+
+    def connect(self, worker: int, peers: Iterable[int]) -> None:
+        """Let a worker pass values to others, and take theirs. What connects them is made once, for those that need it."""
+        for peer in peers:
+            pair = min(worker, peer), max(worker, peer)
+            if pair not in self._connected:
+                self.messages.connect(*pair)
+                self._connected.add(pair)
 
     def urgent(self, worker: int, message: Any) -> PendingCall:
         """Ask a worker something that it answers even while it computes."""

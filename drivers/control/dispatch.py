@@ -25,6 +25,7 @@ from pippy.drivers.control.messages import (
     Dump,
     Failure,
     GiveUp,
+    NeedsPeers,
     OptimizerStep,
     ZeroGrad,
 )
@@ -127,6 +128,9 @@ class Dispatch:
             posted.number = self.number = self.number + 1
             posted.since = time.monotonic()
             self.outstanding.append(posted)
+            for worker, body in posted.bodies.items():
+                if isinstance(body, NeedsPeers):
+                    self.control.connect(worker, body.peers(worker))
             for worker, body in posted.bodies.items():
                 dropped = tuple(self._take_dropped(worker))
                 parts = self.number, self.settled, posted.driver, body, zero_grad, dropped

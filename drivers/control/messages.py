@@ -5,6 +5,7 @@ value was sent, and which commands to give up after a failure. A worker carries 
 each of them.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +16,7 @@ from pippy.drivers.batches.division import Division
 from pippy.drivers.batches.loss_check import LossCheck, LossReport
 from pippy.drivers.lowering.flow import Work
 from pippy.drivers.schedules.programs.edges import Pass
-from pippy.drivers.schedules.programs.instructions import Instruction
+from pippy.drivers.schedules.programs.instructions import Instruction, Receive, Send
 from pippy.drivers.transport.pickling import Pickled
 from pippy.ir.surroundings import Surroundings
 
@@ -62,8 +63,16 @@ class ReplicatedParameter:
     copies: tuple[tuple[int, TensorLocation], ...]
 
 
+class NeedsPeers(ABC):
+    """A message after which a worker passes values to other workers, or takes theirs."""
+
+    @abstractmethod
+    def peers(self, worker: int) -> set[int]:
+        """The other workers, if the message goes to this one."""
+
+
 @dataclass(frozen=True)
-class Load:
+class Load(NeedsPeers):
     """The stages that a worker will run.
 
     ``modules`` holds the stages by their names in the graph. ``constant`` names the tensors of each stage that other stages
@@ -76,6 +85,14 @@ class Load:
     replicated: tuple[ReplicatedParameter, ...]
     seed: int
     compile: Pickled | None = None
+
+    def peers(self, worker: int) -> set[int]:
+        """Those with which it adds up gradients: the worker of a first copy has to do with all others."""
+        found = set()
+        for parameter in self.replicated:
+            owner, *others = dict.fromkeys(worker for worker, _ in parameter.copies)
+            found |= set(others) if worker == owner else {owner} if worker in others else set()
+        return found
 
 
 @dataclass(frozen=True)
@@ -110,7 +127,7 @@ class OutOfOrderLimits:
 
 
 @dataclass(frozen=True)
-class AddProgram:
+class AddProgram(NeedsPeers):
     """A worker's part of a program, under a number: sent once, run in many steps.
 
     ``value_numbers`` numbers the values that are sent between workers. ``ranks`` has the cluster's worker for each worker of
@@ -127,6 +144,15 @@ class AddProgram:
     returns: tuple[str, ...]
     single_loss: bool
     out_of_order: OutOfOrderLimits | None = None
+
+    def peers(self, worker: int) -> set[int]:
+        """Those to which it sends, and from which it receives."""
+        others = {
+            each.to if isinstance(each, Send) else each.source
+            for each in self.order
+            if isinstance(each, Send | Receive)
+        }
+        return {self.ranks[other] for other in others}
 
 
 @dataclass(frozen=True)
@@ -268,13 +294,24 @@ class TokenGraph:
     choosing: int
     told: tuple[int, ...]
 
+    def peers(self, worker: int) -> set[int]:
+        """The workers with which a worker passes values and tokens."""
+        found = {source for stage in self.stages for _, source, _ in stage.receives}
+        found |= {to for stage in self.stages for to, _ in stage.sends}
+        found |= set(self.told) if worker == self.choosing else {self.choosing} if worker in self.told else set()
+        return found - {worker}
+
 
 @dataclass(frozen=True)
-class AddGeneration:
+class AddGeneration(NeedsPeers):
     """What a worker does to generate: for a prompt, and for each token behind it. Sent once."""
 
     prompt: TokenGraph
     token: TokenGraph
+
+    def peers(self, worker: int) -> set[int]:
+        """Those of both graphs."""
+        return self.prompt.peers(worker) | self.token.peers(worker)
 
 
 @dataclass(frozen=True)

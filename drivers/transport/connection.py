@@ -14,6 +14,7 @@ whenever the connection is served. A socket holds hundreds of packets, and small
 are not read, the bytes of small values go into the ring, too. No call in this file waits.
 """
 
+import errno
 import fcntl
 import mmap
 import os
@@ -22,17 +23,19 @@ import socket
 import struct
 import termios
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from pippy.drivers.transport.memory import Memory, create_shared, map_received, private_memory
+from pippy.drivers.transport.memory import Memory, create_shared, descriptor_beside, map_received, private_memory
 from pippy.drivers.transport.memory_file import MemoryFile
 from pippy.drivers.transport.packet import (
     ALONE,
     ASK,
+    END,
     FREED,
     HEADER,
     INLINE,
@@ -65,11 +68,12 @@ class _Outgoing:
     layout: ValueLayout
     tensors: list[torch.Tensor]
     rest: bytes
+    end: socket.socket | None = None  # the end of a socket to the process ``number``, to hand over
 
     def own(self) -> "_Outgoing":
         """A copy, in memory of its own."""
         copies = [tensor.detach().clone() for tensor in self.tensors]
-        return _Outgoing(self.kind, self.number, self.key, self.layout, copies, self.rest)
+        return _Outgoing(self.kind, self.number, self.key, self.layout, copies, self.rest, self.end)
 
 
 class Receiver(Protocol):
@@ -115,6 +119,7 @@ class Connection:
         self.fd = end.fileno()
         self.socket_full = self.ended = False
         self.queue: deque[_Outgoing] = deque()
+        self.take_end: Callable[[int, int | None], None] | None = None  # for a process whose sockets come this way
         self._sending = False  # to make room is to read, and what is read may be answered: by the queue, for now
         self._packet, self._arrival = (private_memory(mmap.ALLOCATIONGRANULARITY * 2) for _ in range(2))
         self._buffers = [self._arrival.bytes]
@@ -146,6 +151,13 @@ class Connection:
             self._post(_Outgoing(VALUE, number, key, layout, parts.tensors, rest))
         return layout.payload
 
+    def send_end(self, peer: int, end: socket.socket) -> None:
+        """Hand over one end of a socket; the process ``peer`` gets the other. It is closed here."""
+        if self.ended:
+            end.close()
+        else:
+            self._post(_Outgoing(END, peer, NO_KEY, _NO_LAYOUT, [], b"", end))
+
     def flush(self) -> None:
         """Send as much of the queue as possible."""
         if self._sending:
@@ -174,7 +186,7 @@ class Connection:
         """End the connection; the other end sees that. A second call does nothing."""
         self.ended = True
         self.socket_full = False
-        self.queue.clear()
+        self._clear_queue()
         self.socket.close()
         self._ring = self._out = self._in = None
 
@@ -212,6 +224,8 @@ class Connection:
 
     def _sent(self, outgoing: _Outgoing) -> bool:
         kind, number, key, layout = outgoing.kind, outgoing.number, outgoing.key, outgoing.layout
+        if outgoing.end is not None:
+            return self._send_end(outgoing.number, outgoing.end)
         rest = len(outgoing.rest)
         size = layout.size + rest
         if size <= _SMALLEST or (size <= INLINE and not self._is_crowded(size)):
@@ -267,8 +281,14 @@ class Connection:
         )
         try:
             return self._send_with(file.fd)
-        except OSError:  # as many descriptors as this user may have are on their way
-            return False
+        finally:
+            file.close()
+
+    def _send_end(self, peer: int, end: socket.socket) -> bool:
+        write_header(self._packet.bytes, END, layout=peer)
+        if sent := self._send_with(end.fileno()):
+            end.close()
+        return sent
 
     def _send(self, size: int = START) -> bool:
         """Send the packet; False if the socket is full."""
@@ -282,7 +302,7 @@ class Connection:
         return True
 
     def _send_with(self, fd: int) -> bool:
-        """Send the packet and a file descriptor, which is closed here; False if the socket is full."""
+        """Send the packet and a file descriptor; False if the socket is full, or too many descriptors are on their way."""
         try:
             socket.send_fds(self.socket, [self._packet.bytes[:START]], [fd])
         except BlockingIOError:
@@ -290,8 +310,10 @@ class Connection:
             return False
         except ConnectionError:
             self._drop_all()
-        finally:
-            os.close(fd)
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS:
+                raise
+            return False
         return True
 
     def _allocate(self, size: int, step: int) -> int | None:
@@ -337,8 +359,11 @@ class Connection:
         """Make another ring, and send it. The receiver empties the old ring before it sees the new one."""
         fd, memory = create_shared(made)
         write_header(self._packet.bytes, RING, size=made, ring=self._rings_made + 1)
-        if not self._send_with(fd) or self.ended:
-            return None
+        try:
+            if not self._send_with(fd) or self.ended:
+                return None
+        finally:
+            os.close(fd)
         self._rings_made += 1
         self._ring, self._out = Ring(made), memory
         return self._ring
@@ -354,8 +379,14 @@ class Connection:
 
     def _drop_all(self) -> None:
         """The other end is closed. Packets that it sent before can still be read."""
-        self.queue.clear()
+        self._clear_queue()
         self.ended = True
+
+    def _clear_queue(self) -> None:
+        for each in self.queue:
+            if each.end is not None:
+                each.end.close()
+        self.queue.clear()
 
     # -- receiving
 
@@ -381,6 +412,8 @@ class Connection:
             self._take_ring(ancillary, size, ring)
         elif kind == FREED:
             self._freed(end, ring)
+        elif kind == END and self.take_end is not None:
+            self.take_end(layout, descriptor_beside(ancillary))
         elif kind == REFUSED and ring == self._rings_made:
             self._ring = self._out = None
             self._numbers.clear()  # layouts may have been in what was refused

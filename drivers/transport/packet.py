@@ -24,12 +24,13 @@ A field that a kind does not use is 0. Positions in a ring only grow (see ring.p
 
 The file descriptor of a new ring travels beside its packet, too. A ring of 0 bytes has none: the last one is to be given
 up. A process that has no free descriptor for what came answers REFUSED (5), with the number of the ring that it was sent
-last: the sender is to make another ring, and to send its layouts again.
+last: the sender is to make another ring, and to send its layouts again. END (6) has one end of a socket beside it, whose
+other end the process with the number ``layout`` gets.
 """
 
 from struct import Struct
 
-VALUE, LAYOUT, RING, FREED, ASK, REFUSED = range(6)
+VALUE, LAYOUT, RING, FREED, ASK, REFUSED, END = range(7)
 HEADER = Struct("<BBHIqqqqqq")
 NO_KEY = (0, 0, 0)
 START = 64  # the header is shorter, and tensors are aligned

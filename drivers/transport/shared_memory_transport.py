@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from pippy.drivers.transport.connection import Connection
+from pippy.drivers.transport.memory import no_descriptor
 from pippy.drivers.transport.received_values import ReceivedValues, ValueKey
 from pippy.drivers.transport.rpc_transport import copied
 from pippy.drivers.transport.transport import SentCount, Transport
@@ -21,11 +22,11 @@ _TURN = 64  # so many packets of one peer are read before those of the next
 class SharedMemoryTransport(Transport):
     """The transport of one process, ``index``, with a connected socket for each peer.
 
-    The sockets are AF_UNIX and SOCK_SEQPACKET, one pair for each pair of workers, made by their parent. ``limit`` bounds the
-    shared memory that is kept for each direction (a single value may be larger); values for which it has no room are in
-    memory of their own until they are read. While a ring is replaced, the old ring that the receiver has not emptied is in
-    use too. A ring of which half is not needed shrinks. The memory has no name in the file system, so nothing is left
-    behind, however a process ends.
+    The sockets are AF_UNIX and SOCK_SEQPACKET, one pair for each pair of workers that pass values. ``peers`` has some; others
+    come from the controller, before the first message that needs them. ``limit`` bounds the shared memory that is kept for
+    each direction (a single value may be larger); values for which it has no room are in memory of their own until they are
+    read. While a ring is replaced, the old ring that the receiver has not emptied is in use too. A ring of which half is
+    not needed shrinks. The memory has no name in the file system, so nothing is left behind, however a process ends.
 
     A connection to the ``controller`` is served along with those of the peers. A receive polls for its value for
     ``patience`` seconds before it sleeps, because waking a process takes longer than sending it a small value.
@@ -50,23 +51,27 @@ class SharedMemoryTransport(Transport):
     ) -> None:
         self.index, self.patience = index, patience
         self.device = torch.device(device) if device is not None else None
-        self.sent = {peer: SentCount() for peer in peers}
-        self.received = ReceivedValues()
-        self.connections = {peer: Connection(end, self.received, limit, self.device) for peer, end in peers.items()}
-        if controller is not None:
-            self.connections[_CONTROLLER] = controller
-        self._peer_of = {connection.fd: peer for peer, connection in self.connections.items()}
+        self.sent: dict[int, SentCount] = {}
+        self.received, self._limit = ReceivedValues(), limit
+        self.connections: dict[int, Connection] = {}
+        self._peer_of: dict[int, int] = {}
+        self._unconnected: dict[int, OSError] = {}  # the peers whose sockets could not be taken
         self._epoll = select.epoll()
         self._wakeup = self.received.wakeup.fileno()
         self._epoll.register(self._wakeup, select.EPOLLIN)
-        for fd in self._peer_of:
-            self._epoll.register(fd, select.EPOLLIN)
+        if controller is not None:
+            controller.take_end = self._take_end
+            self._add(_CONTROLLER, controller)
+        for peer, end in peers.items():
+            self._connect(peer, end)
         self._full: set[int] = set()  # the sockets that epoll watches for room to write
 
     def send(self, to: int, key: ValueKey, value: Any) -> None:
         if to == self.index:
             self.received.put(key, copied(value))
             return
+        if to not in self.sent:
+            self._await_socket(key, to)
         connection, sent = self.connections[to], self.sent[to]
         payload = connection.send(key, value)
         sent.values += 1
@@ -105,9 +110,35 @@ class SharedMemoryTransport(Transport):
 
     def _take_in(self, source: int) -> bool:
         connection = self.connections.get(source)
+        if source in self._unconnected:
+            raise self._unconnected[source]
         if connection is None or connection.fd not in self._peer_of:
             return False
         return self._step(connection) or (self.patience > 0 and self._poll(connection))
+
+    def _add(self, peer: int, connection: Connection) -> None:
+        self.connections[peer] = connection
+        self._peer_of[connection.fd] = peer
+        self._epoll.register(connection.fd, select.EPOLLIN)
+
+    def _connect(self, peer: int, end: socket.socket) -> None:
+        self._add(peer, Connection(end, self.received, self._limit, self.device))
+        self.sent[peer] = SentCount()
+
+    def _take_end(self, peer: int, fd: int | None) -> None:
+        """Take the socket to a peer that the controller has sent."""
+        if fd is None:
+            self._unconnected[peer] = no_descriptor(f"the socket to worker {peer}")
+        else:
+            self._connect(peer, socket.socket(fileno=fd))
+
+    def _await_socket(self, key: ValueKey, peer: int) -> None:
+        """Wait for the socket to a peer, which is on its way: the controller sent it before the message of this command."""
+        while peer not in self.sent:
+            if peer in self._unconnected:
+                raise self._unconnected[peer]
+            self.received.check(key)
+            self._serve(-1)
 
     def _wait_for_traffic(self, seconds: float | None) -> None:
         self._serve(-1 if seconds is None else seconds)

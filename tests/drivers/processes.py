@@ -1,10 +1,11 @@
 """Helpers for tests of processes."""
 
 import os
+import resource
 import select
 import signal
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from pippy.drivers.clusters.current_cluster import _open_cluster
@@ -85,3 +86,22 @@ def _listening(pid):
             row = line.split()
             if row[inode] in own and is_open(row):
                 yield f"{table} {row[inode]}"
+
+
+@contextmanager
+def few_descriptors(free):
+    """This process can open only so many more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = []
+    with suppress(OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+        while True:
+            taken.append(os.eventfd(0))
+    for fd in taken[:free]:
+        os.close(fd)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in taken[free:]:
+            os.close(fd)

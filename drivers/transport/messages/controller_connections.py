@@ -56,6 +56,15 @@ class ControllerConnections:
         """Like ``post``, for a message that the worker answers even while it computes."""
         return self._send(self._workers + worker, next(self._urgent_numbers), pickled)
 
+    def connect(self, one: int, other: int) -> None:
+        """Give two workers a socket to each other, before what is posted to them from now on."""
+        if not self._workers:
+            return
+        ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with self._lock:
+            for worker, peer, end in zip((one, other), (other, one), ends):
+                self._ends[worker].connection.send_end(peer, end)
+
     def wait(self, wakeup: PollableEvent, timeout: float) -> None:
         """Sleep until an answer comes, or the event is set, or the time is up; take in what there is."""
         poll = select.poll()

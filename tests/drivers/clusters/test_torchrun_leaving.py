@@ -26,7 +26,7 @@ def ended(monkeypatch):
             try:
                 os.dup2(writing, 2)
                 os.close(writing)
-                sys.stderr = open(2, "w", buffering=1, closefd=False)
+                sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
                 worker = TorchrunWorker(0, ["only"], "cpu", str)
                 function(worker)
             except SystemExit as end:

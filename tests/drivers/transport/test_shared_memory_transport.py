@@ -4,7 +4,6 @@ import contextlib
 import errno
 import gc
 import os
-import resource
 import signal
 import socket
 
@@ -17,7 +16,7 @@ from pippy.drivers.errors import PeerLost
 from pippy.drivers.transport import connection, packet, pickling
 from pippy.drivers.transport.ring import MINIMUM, Ring
 from pippy.drivers.transport.shared_memory_transport import SharedMemoryTransport
-from tests.drivers.processes import within
+from tests.drivers.processes import few_descriptors, within
 
 MEGABYTE = 1 << 20
 
@@ -162,25 +161,6 @@ def test_rings_that_no_driver_needs_are_given_up():
         there.ready((0, -1, 0))
         assert shared_bytes(there) == 0
         receive_all(here, there, [7], [send_at_once(here, 8, MEGABYTE)])
-
-
-@contextlib.contextmanager
-def few_descriptors(free):
-    """This process can open only so many more."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken = []
-    with contextlib.suppress(OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
-        while True:
-            taken.append(os.eventfd(0))
-    for fd in taken[:free]:
-        os.close(fd)
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for fd in taken[free:]:
-            os.close(fd)
 
 
 @pytest.mark.parametrize(("alone", "free"), [(False, 0), (False, 1), (True, 0)])
