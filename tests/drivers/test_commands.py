@@ -1,6 +1,7 @@
 """The state machine in `Commands`, without workers: every row of the table in its docstring."""
 
 import gc
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,8 @@ class FakeDispatch:
         self.told: list[Surroundings | None] = []
         self.control = SimpleNamespace(broken="")
         self.failing = False  # whether commands that are sent now fail
+        self.sending = self.lock = nullcontext()
+        self.wait_for_others = self.wait_all = lambda *_: None
 
     def post(self, driver, bodies, zero_grad=False, undo=lambda: None, limit=None, surroundings=None, accept=None):
         self.sent.append((dict(bodies), zero_grad))
