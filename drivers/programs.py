@@ -1,6 +1,6 @@
 """The programs of one driver: made by its schedule, lowered, sent to the workers once, and kept."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from pippy.drivers.errors import DriverError
 from pippy.drivers.lowering.lower import Lowered, lower
 from pippy.drivers.placed_pipe import PlacedPipe
 from pippy.drivers.schedules import Program, add_recompute, make_schedule
+from pippy.drivers.schedules.orders.registry import REGISTRY
 from pippy.drivers.schedules.programs.instructions import Op
 from pippy.drivers.schedules.programs.placement import Placement
 from pippy.drivers.schedules.recompute import Checkpoint
@@ -44,6 +45,7 @@ class RequestedSchedule:
         if self.auto is not None:
             placed = auto_placement(self.options, per_worker)
             return make_schedule("1f1b", workers=workers, chunks=chunks, checkpoint=self.checkpoint, **placed)
+        self._check_v(self.schedule, workers, per_worker)
         by_hand = isinstance(self.options.get("placement"), Mapping | Placement)
         options = {**({} if by_hand else {"stages_per_worker": per_worker}), **self.options}
         return make_schedule(self.schedule, workers=workers, chunks=chunks, checkpoint=self.checkpoint, **options)
@@ -51,6 +53,20 @@ class RequestedSchedule:
     def example(self, chunks: int, workers: int) -> Program:
         """A program for ``chunks`` micro-batches, or the user's own, which is for one number of them only."""
         return self.make(self.schedule.chunks if isinstance(self.schedule, Program) else chunks, workers)
+
+    def _check_v(self, name: str, workers: int, per_worker: Sequence[int]) -> None:
+        """Refuse a V-shaped schedule where the stages are not two for each worker, unless options say where they are."""
+        if name not in REGISTRY or REGISTRY[name].placement != "v" or set(per_worker) == {2} or self.options:
+            return
+        if self.stages % 2 == 0 and self.stages // 2 < workers:
+            count, remedy = self.stages // 2, "give it"
+        else:
+            count, remedy = workers, f"cut the model into {2 * workers} stages, for"
+        raise DriverError(
+            f"schedule={name!r} needs two stages on each worker, and the Pipe has {self.stages} for {workers}; {remedy} "
+            f"{count} worker{'s' * (count > 1)} (world_size={count}, or as many all_ranks=), or take interleaved_1f1b, which "
+            "works on any"
+        )
 
     def _given(self, program: Program, chunks: int, workers: int) -> Program:
         if program.workers > workers:

@@ -99,6 +99,23 @@ def outputs(cluster, make, spec):
 
 DRIVERS = [
     ("make one: pipeline(model, loss_fn)", lambda c: PipelineDriver(Chain(2), c), same),
+    (
+        "give it 2 workers (world_size=2, or as many all_ranks=)",
+        lambda c: step(c, model=Chain(4), schedule="v_min"),
+        lambda c: [
+            same(c, model=Chain(4), schedule="v_min", **two) for two in ({"world_size": 2}, {"all_ranks": [3, 1]})
+        ],
+    ),
+    (
+        "cut the model into 6 stages, for 3 workers (world_size=3",
+        lambda c: step(c, model=Chain(3), schedule="zb_v"),
+        lambda c: same(c, model=Chain(6), schedule="zb_v", world_size=3),
+    ),
+    (
+        "or take interleaved_1f1b, which works on any",
+        lambda c: step(c, model=Chain(3), schedule="dualpipe_v", world_size=2),
+        lambda c: same(c, model=Chain(3), schedule="interleaved_1f1b", world_size=2),
+    ),
     ("numbers of workers as world_size=", lambda c: step(2), lambda c: same(c, world_size=2)),
     (
         "ask for 1 to 4",
