@@ -69,10 +69,7 @@ def listening(processes):
 
 
 def _listening(pid):
-    links = (
-        os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()
-    )  # iterdir's own one is gone
-    own = {link[8:-1] for link in links if link.startswith("socket:[")}
+    own = {link[8:-1] for link in _links(Path(f"/proc/{pid}/fd")) if link.startswith("socket:[")}
     # Where a row has the inode, and what it has while others can connect: TCP's state LISTEN, a UDP socket that is bound to a
     # port, SO_ACCEPTCON among the flags of a unix socket, or a name, to which datagrams can be sent.
     for table, inode, is_open in (
@@ -105,3 +102,18 @@ def few_descriptors(free):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for fd in taken[free:]:
             os.close(fd)
+
+
+def _links(folder):
+    for link in folder.iterdir():
+        with suppress(OSError):  # it is gone
+            yield os.readlink(link)
+
+
+def descendants(pid):
+    """The processes that a process has started, those that they have started, and so on."""
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended
+            for child in map(int, children.read_text().split()):
+                yield child
+                yield from descendants(child)

@@ -2,7 +2,9 @@
 
 import os
 import socket
-from contextlib import ExitStack, nullcontext
+import threading
+import time
+from contextlib import ExitStack, nullcontext, suppress
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 
 from pippy import PipelineDriver1F1B, pipe_split, pipeline
 from pippy.drivers.clusters.local_cluster import local_cluster
-from tests.drivers.processes import listening
+from tests.drivers.processes import descendants, listening
 
 
 class Net(nn.Module):
@@ -24,6 +26,30 @@ class Net(nn.Module):
         x = self.layers[1](x)
         pipe_split()
         return self.layers[2](x)
+
+
+@pytest.mark.usefixtures("alone")
+def test_no_process_of_a_local_cluster_listens_while_it_starts():
+    """A port that is open for a moment is enough: what has connected stays connected."""
+    seen, over = set(), threading.Event()
+
+    def look():
+        while not over.is_set():
+            for pid in (os.getpid(), *descendants(os.getpid())):
+                with suppress(OSError):  # it has ended
+                    seen.update(listening([pid]))
+            time.sleep(0.002)
+
+    before = listening([os.getpid(), *descendants(os.getpid())])
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        with local_cluster(2, threads=1):
+            pass
+    finally:
+        over.set()
+        thread.join()
+    assert seen <= before
 
 
 @pytest.mark.usefixtures("alone")

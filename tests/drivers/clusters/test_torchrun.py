@@ -15,7 +15,7 @@ from pippy.drivers.clusters.local_cluster import local_cluster
 from pippy.drivers.clusters.rank_info import RankInfo
 from pippy.drivers.clusters.torchrun import cluster, interface
 from pippy.drivers.errors import ClusterError
-from tests.drivers.processes import listeners, watched, within
+from tests.drivers.processes import listeners, listening, watched, within
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = str(ROOT / "tests/drivers/torchrun_script.py")
@@ -89,6 +89,7 @@ def test_a_killed_process_ends_the_job(killed):
         with watched(*pids, within=10):
             assert process.stdout.readline() == "in the step\n"
             assert listeners(pids) <= {"0100007F", "00000000000000000000000001000000"}  # loopback, as this is one host
+            assert not [row for row in listening(pids) if not row.startswith("tcp")]
             os.kill(pids[killed == "worker"], signal.SIGKILL)
             process.communicate(timeout=20)
             assert process.returncode != 0
