@@ -1,20 +1,24 @@
 """The U-Net of the torchgpipe paper: its parameters, the bytes between its stages, and its speed, beside the paper's tables.
 
 Question: do the published counts of parameters come out; how many bytes do skips save that go straight to their stage (portals,
-          in the paper); which speed-ups does the simulation give from layers measured here; and what do two workers
-          really do?
+          in the paper); which speed-ups does the simulation give from layers measured here; what would a step hold; and what
+          do two workers really do?
 Command:  python -m exps.unet                      (from the root of the repository; --help names parts and sizes)
-Method:   parameters, wires: a model without data (the meta device), cut with the paper's balances, and counted.
+Method:   parameters, wires, memory: a model without data (the meta device), cut with the paper's balances, and counted.
           speed: each layer of a model of --channels on --rows pictures is timed alone, and fill-drain is simulated with the
           sums of stages; all micro-batches have the same rows, and values travel in no time. links: the same costs, as shares
           of the paper's (one GPU does 28.5 pictures in a second), and links of --bandwidth GB/s. steps: a model of --channels
           really runs on two workers, by turns in random order; the memory is that of new processes. Backwards begin with
           the last micro-batch, as in torchgpipe.
 Finding:  all five counts of parameters are the published ones. Straight skips send 1.97 times fewer bytes between all stages,
-          and 2.29 times fewer of skips: what the paper's portals save. Speed-ups for 1, 2, 4 and 8 workers, from layers
-          measured on a busy core (the paper's): 0.86 (0.858), 1.34 (1.246), 2.27 (2.352), 3.69 (3.105) with the paper's
-          balances, and 0.86, 1.46, 2.56, 5.00 with those that are best for these layers; links of 12 GB/s make straight skips
-          1.046 times as fast (1.060). docs/memory.md says what differs, and why.
+          and 2.29 times fewer of skips: what the paper's portals save. A step would hold 19.8, 18.3, 42.7, 66.3 and 133.7
+          GiB (the paper's: 20.3, 20.5, 43.4, 79.1, 154.1). Speed-ups for 1, 2, 4 and 8 workers, from layers measured on a
+          busy core (the paper's): 0.86 (0.858), 1.34 (1.246), 2.27 (2.352), 3.69 (3.105) with the paper's balances, and
+          0.86, 1.46, 2.56, 5.00 with those that are best for these layers; links of 12 GB/s make straight skips 1.046 times
+          as fast (1.060). docs/memory.md says what differs, and why. steps --channels 16 --side 96 --rows 2 (5 rounds): workers
+          grow by 694 MB as Naive-1, 497 as Pipeline-1, 218 and 250 as Pipeline-2, 449 and 398 if nothing is computed again;
+          35.4 MB go from worker to worker in a step. Some nine processes shared the two cores, so that their times say
+          nothing of two workers: 6.28 s (quartiles 4.97 to 6.36), 7.53 (7.50 to 7.53), 12.4 (12.3 to 13.9), 9.2 (9.0 to 11.7).
 """
 
 from collections.abc import Mapping
@@ -26,6 +30,7 @@ from torch import nn
 from exps.seeds.command import Sizes, run_parts
 from exps.seeds.layer_costs import LayerCosts, measured
 from exps.seeds.layers import cut_into, parameters, pictures, printed
+from exps.seeds.memory import held
 from exps.seeds.settings import Setting, speed_table
 from exps.seeds.steps import Steps, steps_table
 from exps.seeds.unet_model import UNet
@@ -34,6 +39,7 @@ from pippy.drivers.lowering.lower import lower
 from pippy.drivers.schedules import Program, simulate
 
 LOSS = nn.BCEWithLogitsLoss()
+GIB = 1 << 30
 SIDE = 192  # of a picture, in pixels
 BLOCKS, CHANNELS = 5, 64  # of Tables 1 and 4
 PARAMETERS = {
@@ -43,6 +49,14 @@ PARAMETERS = {
     (24, 160): "7.80B",
     (48, 160): "15.82B",
 }  # Table 3
+BATCH = 32  # there: in micro-batches of one picture, where it is a pipeline
+MEMORY = {
+    "Naive-1": (20.3, (6, 72), Setting([285], 1)),
+    "Pipeline-1": (20.5, (11, 128), Setting([505], BATCH, "except_last")),
+    "Pipeline-2": (43.4, (24, 128), Setting([526, 551], BATCH, "except_last")),
+    "Pipeline-4": (79.1, (24, 160), Setting([472, 54, 36, 515], BATCH, "except_last")),
+    "Pipeline-8": (154.1, (48, 160), Setting([800, 140, 62, 36, 36, 36, 36, 987], BATCH, "except_last")),
+}
 PORTALS = Setting([34, 76, 70, 61], 8, "except_last")  # Table 1
 ROWS = 16  # of a micro-batch there
 PER_SECOND = 28.5  # pictures, of Naive-1
@@ -116,6 +130,19 @@ def links_part(sizes: Sizes) -> None:
     )
 
 
+def memory_part(sizes: Sizes) -> None:
+    print(f"{'GiB':12}{'published':>10}{'counted':>9}   of each worker: all (parameters and gradients, for backwards)")
+    batch = pictures(BATCH, SIDE), torch.rand(BATCH, 1, SIDE, SIDE)
+    for name, (published, size, setting) in MEMORY.items():
+        peaks = [each.peak for each in held(UNet(*size, device="meta"), setting, LOSS, *batch)]
+        total = sum(peak.total for peak in peaks) / GIB
+        each = [
+            f"{peak.total / GIB:.1f} ({(peak.parameters + peak.gradients) / GIB:.1f}, {peak.kept / GIB:.1f})"
+            for peak in peaks
+        ]
+        print(f"{name:12}{published:10.1f}{total:9.1f}   {' '.join(each)}", flush=True)
+
+
 def steps_part(sizes: Sizes) -> None:
     """The U-Net with fewer channels really runs, on two workers."""
     torch.manual_seed(0)
@@ -138,6 +165,7 @@ PARTS = {
     "wires": wires_part,
     "speed": speed_part,
     "links": links_part,
+    "memory": memory_part,
     "steps": steps_part,
 }
 USUAL = {"channels": 32, "side": SIDE, "rows": 4, "repeat": 3, "bandwidth": 12.0, "chunks": 8, "rounds": 5}

@@ -13,6 +13,7 @@ from exps.memory import kilobytes
 from exps.peers.rounds import quartiles
 from exps.seeds.layer_costs import LayerCosts
 from exps.seeds.layers import Layers, cut_into
+from exps.seeds.memory import held
 from exps.seeds.settings import Setting
 from exps.seeds.wires import recorded_bytes
 from pippy import Cluster, PipelineDriver, local_cluster
@@ -66,6 +67,10 @@ class Steps:
                 driver.run(setting.chunks, *self.batch)
             return [resident(worker.pid, "VmHWM") - was for worker, was in zip(cluster.control.workers, before)]
 
+    def counted(self, setting: Setting) -> list[float]:
+        """The megabytes that each worker holds at its peak, by our count: without what kernels and the allocator take."""
+        return [each.peak.total / 2**20 for each in held(self.model(), setting, self.loss_fn, *self.batch)]
+
 
 def resident(pid: int, which: str = "VmRSS") -> float:
     """The megabytes of a process: now, or at most until now."""
@@ -80,13 +85,13 @@ def steps_table(steps: Steps, settings: Mapping[str, Setting], costs: LayerCosts
         sent = {name: sum(steps.sent(cluster, setting).values()) for name, setting in settings.items()}
     first = next(iter(settings))
     base = settings[first].throughput(costs)
-    lines = [
-        f"{'really run':12}{'step ms':>9}  {'quartiles':16}{'speed-up':>9}{'simulated':>11}  MB by which workers grow"
-    ]
+    head = f"{'step ms':>9}  {'quartiles':16}{'speed-up':>9}{'simulated':>11}{'MB sent':>9}"
+    lines = [f"{'really run':12}{head}  {'workers grow':14}counted"]
     for name, setting in settings.items():
         low, middle, high = (1e3 * each for each in quartiles(seconds[name]))
         ratio, foreseen = 1e3 * quartiles(seconds[first])[1] / middle, setting.throughput(costs) / base
         grown = " ".join(f"{each:.0f}" for each in steps.megabytes(setting))
+        holds = " ".join(f"{each:.0f}" for each in steps.counted(setting))
         took = f"{middle:9.0f}  {f'{low:.0f}–{high:.0f}':16}{ratio:9.3f}{foreseen:11.3f}"
-        lines.append(f"{name:12}{took}{sent[name] / 2**20:9.1f}  {grown}")
+        lines.append(f"{name:12}{took}{sent[name] / 2**20:9.1f}  {grown:14}{holds}")
     return lines

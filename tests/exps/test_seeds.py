@@ -11,6 +11,7 @@ from exps import amoebanet, unet
 from exps.seeds import layers, steps
 from exps.seeds.amoebanet_model import AmoebaNet
 from exps.seeds.layer_costs import LayerCosts
+from exps.seeds.memory import held
 from exps.seeds.settings import Setting
 from exps.seeds.unet_model import UNet
 from exps.seeds.wires import recorded_bytes, sent_bytes, value_bytes
@@ -77,6 +78,14 @@ def bytes_sent(cluster):
     return Counter({(source, to): count.bytes for source, sent in wires for to, count in sent.items()})
 
 
+def test_what_workers_hold_is_counted_of_a_model_without_data():
+    batch = layers.pictures(4, 32), torch.rand(4, 1, 32, 32)
+    model = UNet(2, 8, levels=3, device="meta")
+    found = {mode: held(model, Setting([69], 4, mode), unet.LOSS, *batch)[0].peak for mode in ("never", "except_last")}
+    assert {peak.parameters for peak in found.values()} == {4 * layers.parameters(model)}
+    assert found["never"].kept == pytest.approx(4 * found["except_last"].kept, rel=1e-3)
+
+
 def test_steps_that_really_run_are_printed_beside_the_simulated_ones(monkeypatch):
     batch = layers.pictures(4, 16), torch.rand(4, 1, 16, 16)
     settings = {"one": Setting([69], 1), "two": Setting([33, 36], 2, "except_last")}
@@ -85,9 +94,10 @@ def test_steps_that_really_run_are_printed_beside_the_simulated_ones(monkeypatch
     with thread_cluster(2) as threads:
         monkeypatch.setattr(steps, "local_cluster", lambda workers, **options: nullcontext(threads))
         head, one, two = steps.steps_table(small, settings, LayerCosts([1.0] * 69, [2.0] * 69), rounds=2)
-    assert one.split()[3:] == ["1.000", "1.000", "0.0", "7"]
+    assert one.split()[3:7] == ["1.000", "1.000", "0.0", "7"]
     assert float(two.split()[4]) == pytest.approx(2 * 207 / (36 * 4 + 36 * 6), abs=0.2)
-    assert float(two.split()[5]) > 0 and two.split()[6:] == ["7", "7"]
+    assert float(two.split()[5]) > 0 and two.split()[6:8] == ["7", "7"]
+    assert len(one.split()) == 8 and len(two.split()) == 10
 
 
 def test_the_experiments_print_their_tables(capsys):
