@@ -258,6 +258,9 @@ class _Wait:
             now = time.monotonic()
             if self.arrived or now < due:
                 continue
+            if now - due > self.control.timeout / 2:
+                since += self._postpone(now - due)
+                continue
             if self.end is not None and now >= self.end:
                 return None
             self._ping(now)
@@ -277,6 +280,16 @@ class _Wait:
         self.arrived.append(call)
         if threading.get_ident() != self.thread:
             self.wakeup.set()
+
+    def _postpone(self, late: float) -> float:
+        """This process was stopped for so long, as under the closed lid of a laptop, and the workers perhaps, too.
+
+        They get that much more time, and so does what has a limit.
+        """
+        self.pings = {worker: (ping, sent + late) for worker, (ping, sent) in self.pings.items()}
+        if self.end is not None:
+            self.end += late
+        return late
 
     def _due(self, since: float) -> float:
         """Until when to wait: the next round of pings, the first deadline of one, or the end."""

@@ -1,10 +1,13 @@
 """What a call that failed says of its worker: a worker that answers a ping after it lives."""
 
+import time
+
 import pytest
 import torch
 
 from pippy.drivers.control.control import Address, Control, PendingCall
 from pippy.drivers.errors import ClusterError, WorkerLostError
+from pippy.drivers.transport.messages.controller_connections import ControllerConnections
 from pippy.drivers.transport.pickling import pickle_message
 
 
@@ -40,3 +43,32 @@ def test_a_call_that_failed(end, kind, words):
         control.wait(PendingCall(0, "Step", future))
     assert type(caught.value) is kind
     assert bool(control.broken) is (kind is WorkerLostError)
+
+
+class Lid(ControllerConnections):
+    """A worker answers a ping once both run again: they are stopped in the wait after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits = []
+        self.ping = torch.futures.Future()
+
+    def urgent(self, worker, pickled):
+        return self.ping
+
+    def wait(self, wakeup, timeout):
+        self.waits.append(timeout)
+        time.sleep(0.5 if len(self.waits) == 2 else timeout if len(self.waits) == 1 else 0)
+        if len(self.waits) == 3:
+            self.ping.set_result(pickle_message("pong"))
+
+
+def test_time_in_which_the_controller_was_stopped_too_does_not_count():
+    """As after the lid of a laptop was closed: the workers have had no time to answer the ping either."""
+    lid = Lid()
+    control = Control([Address("worker0", "rpc0", "here", 1)], timeout=0.1, interval=0.05, messages=lid)
+    calls = [PendingCall(0, "Step", torch.futures.Future())]
+    waiting = control.completed(calls, timeout=0.3)
+    lid.ping.add_done_callback(lambda _: calls[0].future.set_result(pickle_message("done")))
+    assert next(waiting).answer == "done"
+    assert not control.broken
