@@ -22,6 +22,7 @@ Finding:  all five counts of parameters are the published ones. Straight skips s
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -36,7 +37,8 @@ from exps.seeds.steps import Steps, steps_table
 from exps.seeds.unet_model import UNet
 from exps.seeds.wires import edge_bytes, sent_bytes, value_bytes
 from pippy.drivers.lowering.lower import lower
-from pippy.drivers.schedules import Program, simulate
+from pippy.drivers.schedules import Program
+from pippy.drivers.schedules.simulation.simulate import simulate_with
 
 LOSS = nn.BCEWithLogitsLoss()
 GIB = 1 << 30
@@ -119,12 +121,12 @@ def links_part(sizes: Sizes) -> None:
     """Table 1 by simulation: the layers' times as shares of the paper's, and its pictures over links."""
     layers, bandwidth = costs(sizes), sizes["bandwidth"]
     unit = ROWS / PER_SECOND / layers.whole
-    passes = {name: [unit * each for each in costs] for name, costs in layers.of_stages(PORTALS.balance).items()}
+    passes = layers.of_stages(PORTALS.balance, unit)
     seconds = []
     for threaded in (True, False):
         program, values = portals(threaded)
         edges = {value: ROWS * size for value, size in edge_bytes(program, values).items()}
-        seconds.append(simulate(program, **passes, size=edges, bandwidth=bandwidth * 1e9).makespan)  # type: ignore[arg-type]
+        seconds.append(simulate_with(program, replace(passes, size=edges, bandwidth=bandwidth * 1e9)).makespan)
     print(
         f"Table 1, {bandwidth:g} GB/s: straight skips make a step {seconds[0] / seconds[1]:.3f} times as fast (paper 1.060)"
     )

@@ -11,6 +11,7 @@ from torch import nn
 
 from exps.seeds.layers import Layers
 from pippy.balance.partition import Load, Row, best_cuts
+from pippy.drivers.schedules.simulation.costs import Costs
 
 
 @dataclass
@@ -18,8 +19,8 @@ class LayerCosts:
     """The seconds that each layer takes for one micro-batch.
 
     >>> costs = LayerCosts([1.0, 1.0, 2.0], [2.0, 2.0, 4.0])
-    >>> costs.whole, costs.balance(2), costs.of_stages([1, 2])
-    (12.0, [2, 1], {'forward': [1.0, 3.0], 'backward': [2.0, 6.0]})
+    >>> costs.whole, costs.balance(2), costs.of_stages([1, 2]).backward, costs.of_stages([1, 2], unit=0.5).forward
+    (12.0, [2, 1], [2.0, 6.0], [0.5, 1.5])
     """
 
     forward: list[float] = field(default_factory=list)
@@ -40,9 +41,10 @@ class LayerCosts:
         assert cuts is not None, f"{layers} layers cannot be {stages} stages"
         return [after - before for before, after in pairwise([0, *cuts, layers])]
 
-    def of_stages(self, balance: Sequence[int]) -> dict[str, list[float]]:
-        """The costs of the passes of each stage, for `simulate`."""
-        return {"forward": sums(self.forward, balance), "backward": sums(self.backward, balance)}
+    def of_stages(self, balance: Sequence[int], unit: float = 1.0) -> Costs:
+        """The costs of the passes of each stage, for a simulation; ``unit`` is how long a second counts."""
+        forward, backward = ([unit * each for each in sums(costs, balance)] for costs in (self.forward, self.backward))
+        return Costs(forward, backward=backward)
 
 
 def sums(values: Sequence[float], balance: Sequence[int]) -> list[float]:

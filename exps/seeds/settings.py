@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from exps.seeds.layer_costs import LayerCosts
-from pippy.drivers.schedules import Program, make_schedule, simulate
+from pippy.drivers.schedules import Program, make_schedule
 from pippy.drivers.schedules.programs.instructions import Compute, Op
 from pippy.drivers.schedules.recompute import add_recompute
+from pippy.drivers.schedules.simulation.simulate import simulate_with
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Setting:
         >>> Setting([1, 1], 3, "always").throughput(LayerCosts([1.0, 1.0], [2.0, 2.0]))
         0.2
         """
-        return self.chunks / float(simulate(self.program(), **costs.of_stages(self.balance)).makespan)
+        return self.chunks / float(simulate_with(self.program(), costs.of_stages(self.balance)).makespan)
 
     def balanced(self, costs: LayerCosts) -> "Setting":
         """With the layers where they are light by these costs."""
