@@ -89,7 +89,7 @@ def steps_part(sizes: Sizes) -> None:
 
 PARTS = {"parameters": parameters_part, "speed": speed_part, "steps": steps_part}
 USUAL = {"width": 128, "side": 224, "rows": 2, "repeat": 3, "chunks": 8, "rounds": 5}
-TINY = {"width": 16, "side": 64, "rows": 2, "repeat": 1, "chunks": 2, "rounds": 1}
+TINY = {"width": 16, "side": 64, "rows": 2, "repeat": 2, "chunks": 2, "rounds": 1}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -171,7 +171,7 @@ PARTS = {
     "steps": steps_part,
 }
 USUAL = {"channels": 32, "side": SIDE, "rows": 4, "repeat": 3, "bandwidth": 12.0, "chunks": 8, "rounds": 5}
-TINY = {"channels": 2, "side": 64, "rows": 1, "repeat": 1, "chunks": 2, "rounds": 1}
+TINY = {"channels": 2, "side": 64, "rows": 1, "repeat": 2, "chunks": 2, "rounds": 1}
 
 
 def main(arguments: list[str] | None = None) -> None:
