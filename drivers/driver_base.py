@@ -235,7 +235,8 @@ class PipelineDriverBase:
         def divided(chunks: int) -> Division:
             return divide_call(self.compiled, chunks, args, kwargs, self.chunk_spec, self.batch_dims, self.mask)
 
-        return call_to_fit(self.pipe, (args, kwargs), divided)
+        states = [each.counted() for each in self._optimizers]
+        return call_to_fit(self.pipe, (args, kwargs), divided, torch.device(self.cluster.device_type), states)
 
     def _loss_check(self, sent: SentProgram, division: Division, results: Results) -> LossCheck | None:
         """What to check of the loss, in the first step of a program and when targets hold what the loss may leave out."""

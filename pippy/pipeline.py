@@ -27,7 +27,7 @@ def pipeline(
     num_stages: int | str | None = None,
     example_args: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
-    memory_limit: int | None = None,
+    memory_limit: int | str | None = None,
     param_scale: float | None = None,
     in_flight: int | None = None,
     progress: bool | None = None,
@@ -61,8 +61,8 @@ def pipeline(
         example_args: the arguments of one call of the Pipe, with the size of one micro-batch, the loss's target last.
             The model is run on them and left as it was.
         example_kwargs: those by name.
-        memory_limit: bytes that a stage may hold: its parameters ``param_scale`` times, and the activations of
-            ``in_flight`` micro-batches.
+        memory_limit: bytes that a stage may hold, as in "12GiB" or 12 * 2**30: its parameters ``param_scale`` times, and the
+            activations of ``in_flight`` micro-batches.
         param_scale: how often a parameter to be trained counts: 4 by default, which is Adam's (with gradient and state).
         in_flight: of how many micro-batches a stage holds activations at a time. By default as many as under 1F1B, which
             is 1 in the last stage and one more in each before it.

@@ -30,9 +30,13 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one call of a driver, how they are cut into so many micro-batches, and what one of those takes."""
+    """The arguments of one call of a driver, how they are cut into so many micro-batches, and what one of those takes.
+
+    ``optimizers`` is how many the driver has, whose states count.
+    """
 
     arguments: tuple[Any, ...]
+    optimizers: int
     divided: Callable[[int], Division]
     estimate: Callable[[int], MicroBatch]
 
@@ -44,8 +48,8 @@ class Call:
 
     @cached_property
     def shapes(self) -> Shapes:
-        """The sizes of the tensors."""
-        return tuple(tuple(tensor.shape) for tensor in tensors(self.arguments))
+        """What the bytes depend on: the number of optimizers, and the sizes of the tensors."""
+        return ((self.optimizers,), *(tuple(tensor.shape) for tensor in tensors(self.arguments)))
 
 
 def no_larger(shapes: Shapes, counted: Shapes) -> bool:
@@ -62,15 +66,15 @@ def no_larger(shapes: Shapes, counted: Shapes) -> bool:
 class MemoryFit:
     """The limits that a driver was given with ``memory=``, and the searches within them.
 
-    Without ``checkpoint``, the stages that compute forwards again are chosen. ``live`` is the driver's ``max_live``.
+    Without ``checkpoint``, the stages that compute forwards again are chosen. ``option`` is how errors name the limits.
     """
 
-    def __init__(self, given: Any, checkpoint: Checkpoint | None) -> None:
-        self.given, self.checkpoint = given, checkpoint
+    def __init__(self, given: Any, checkpoint: Checkpoint | None, option: str = "memory=") -> None:
+        self.given, self.checkpoint, self.option = given, checkpoint, option
 
     def limits(self, placement: Placement) -> tuple[int, ...]:
         """The bytes that each worker may hold."""
-        return limits_of(self.given, placement.workers)
+        return limits_of(self.given, placement.workers, self.option)
 
     def rows_to_cut(self, call: Call) -> int:
         """The rows of a call that leaves the number of micro-batches to us."""
@@ -93,7 +97,7 @@ class MemoryFit:
         found = search(problem, thorough)
         if not found.ways:
             more = [each for each in counts_of_chunks(rows or 1) if each > max(problem.chunks)]
-            raise DriverError(unfit(problem, found, repr(self.given), more).message)
+            raise DriverError(unfit(problem, found, repr(self.given), more, self.option).message)
         return found
 
     def to_measure(self, problem: Problem, rows: int | None) -> tuple[Program, Program]:

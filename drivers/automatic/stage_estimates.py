@@ -4,27 +4,24 @@ The guess is for the steps that come before anything is measured. Only the propo
 computation and what it costs to begin one.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
 
 from pippy.drivers.automatic.memory_fit import Call
 from pippy.drivers.batches.division import Division
-from pippy.drivers.lowering.flow import loss_stage, value_names
+from pippy.drivers.lowering.flow import loss_stage
+from pippy.drivers.memory.optimizer_bytes import CountedOptimizer
+from pippy.drivers.memory.pipe_bytes import count_pipe
 from pippy.drivers.schedules.fitting.search import MicroBatch
 from pippy.drivers.schedules.simulation.costs import Costs
-from pippy.drivers.schedules.simulation.held_bytes import PipeBytes, StageBytes
 from pippy.ir.compiled import Compiled
 from pippy.ir.names import stage_index
 from pippy.ir.pipe import Pipe, compiled_of
-from pippy.ir.show.shapes import Shapes, propagate_inputs
-from pippy.ir.sparse_tensors import plain_parts
-from pippy.ir.trees import nbytes
+from pippy.ir.show.shapes import propagate_inputs
 
 FLOPS_PER_SECOND = {"cpu": 5e10}
 OF_A_DEVICE = 3e13
@@ -42,69 +39,31 @@ def guessed_costs(flops: Sequence[int], device: str = "cpu") -> Costs:
     return Costs(seconds, seconds, seconds, latency=BEGIN)
 
 
-def call_to_fit(pipe: Pipe, arguments: tuple[Any, ...], divided: Callable[[int], Division]) -> Call:
+def call_to_fit(
+    pipe: Pipe,
+    arguments: tuple[Any, ...],
+    divided: Callable[[int], Division],
+    device: torch.device,
+    optimizers: Sequence[CountedOptimizer],
+) -> Call:
     """A call whose micro-batches are counted when that is asked for, once for each number of them."""
 
     @cache
-    def estimate_of(chunks: int) -> MicroBatch:
-        return estimate(compiled_of(pipe), divided(chunks))
+    def estimate(chunks: int) -> MicroBatch:
+        division = divided(chunks)
+        sizes = count_pipe(pipe, division, device, optimizers=optimizers)
+        return MicroBatch(guessed_costs(_flops(compiled_of(pipe), division), device.type), sizes)
 
-    return Call(arguments, divided, estimate_of)
+    return Call(arguments, len(optimizers), divided, estimate)
 
 
-def estimate(compiled: Compiled, division: Division) -> MicroBatch:
-    """The costs, as they are guessed, and the bytes of the largest micro-batch of a division."""
-    kept = [0] * compiled.num_stages
-    last = loss_stage(compiled)
-
-    @contextmanager
-    def around(call: str) -> Iterator[None]:
-        index = stage_index(call)
-        stage, saved = last if index is None else index, _Saved()
-        with torch.autograd.graph.saved_tensors_hooks(saved.note, lambda tensor: tensor):
-            yield
-        kept[stage] += sum(saved.found.values())
-
-    inputs = {name: division.take(name, 0) for name in division.arguments}
-    shapes = propagate_inputs(compiled, inputs, around)
-    values = _value_bytes(compiled, shapes)
-    flops = [0] * compiled.num_stages
+def _flops(compiled: Compiled, division: Division) -> list[int]:
+    """Those of one forward of each stage; the loss counts for its own."""
+    found, last = [0] * compiled.num_stages, loss_stage(compiled)
+    shapes = propagate_inputs(compiled, {name: division.take(name, 0) for name in division.arguments})
     for call, amount in shapes.flops.items():
         index = stage_index(call)
-        flops[last if index is None else index] += amount.count
-    stages = tuple(_stage_bytes(module, kept[at]) for at, (_, module) in enumerate(compiled.stages()))
-    return MicroBatch(guessed_costs(flops), PipeBytes(stages, values))
-
-
-def _stage_bytes(module: nn.Module, kept: int) -> StageBytes:
-    own = nbytes([*module.parameters(), *module.buffers()])
-    gradients = sum(nbytes(each) for each in module.parameters() if each.requires_grad)
-    working = ("forward", "backward", "first_backward", "backward_input", "backward_weight", "first_weight")
-    return StageBytes(own, gradients, kept=kept, **dict.fromkeys(working, kept))
-
-
-class _Saved:
-    def __init__(self) -> None:
-        self.found: dict[int, int] = {}
-        self.held: list[torch.Tensor] = []
-
-    def note(self, tensor: torch.Tensor) -> torch.Tensor:
-        base = tensor if tensor._base is None else tensor._base
-        if not isinstance(base, nn.Parameter):
-            self.held.append(tensor.detach())
-            for part in plain_parts(tensor):
-                storage = part.untyped_storage()
-                self.found[storage._cdata] = storage.nbytes()
-        return tensor
-
-
-def _value_bytes(compiled: Compiled, shapes: Shapes) -> dict[str, int]:
-    """The bytes of the values that stages pass to each other; a gradient takes as many as what it is of."""
-    found = {}
-    for node, name in value_names(compiled).items():
-        shape = shapes.values.get(node.name)
-        if shape is not None and shape.nbytes is not None:
-            found[name] = shape.nbytes
+        found[last if index is None else index] += amount.count
     return found
 
 

@@ -8,7 +8,7 @@ unknown, and so are the nodes that depend on it; all others are known.
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,12 +105,10 @@ def propagate(compiled: Compiled, args: Sequence[Any], kwargs: Mapping[str, Any]
     return propagate_inputs(compiled, bind(compiled, args, kwargs))
 
 
-def propagate_inputs(
-    compiled: Compiled, inputs: Mapping[str, Any], around: Callable[[str], AbstractContextManager[Any]] = nullcontext
-) -> Shapes:
-    """The same for the inputs of the graph, by name. Each stage runs inside of what ``around`` makes for it."""
+def propagate_inputs(compiled: Compiled, inputs: Mapping[str, Any]) -> Shapes:
+    """The same for the inputs of the graph, by name."""
     with untouched_random_state(), _quiet(), torch.inference_mode(False), torch.enable_grad():
-        return _Propagation(compiled, FakeTensorMode(allow_non_fake_inputs=True), around).run(inputs)
+        return _Propagation(compiled, FakeTensorMode(allow_non_fake_inputs=True)).run(inputs)
 
 
 def measure(value: Any) -> Shape:
@@ -132,10 +130,8 @@ def unknown_in(value: Any) -> Unknown | None:
 class _Propagation:
     """One walk over the forward part of the top-level graph."""
 
-    def __init__(
-        self, compiled: Compiled, mode: FakeTensorMode, around: Callable[[str], AbstractContextManager[Any]]
-    ) -> None:
-        self.compiled, self.mode, self.shapes, self.around = compiled, mode, Shapes(), around
+    def __init__(self, compiled: Compiled, mode: FakeTensorMode) -> None:
+        self.compiled, self.mode, self.shapes = compiled, mode, Shapes()
         self.values: dict[fx.Node, Any] = {}
 
     def run(self, inputs: Mapping[str, Any]) -> Shapes:
@@ -160,7 +156,7 @@ class _Propagation:
     def _call(self, node: fx.Node) -> Any:
         name, args = str(node.target), map_nodes(self.values.__getitem__, node.args)
         run = _StageOnFakes(name)
-        with self.around(name), FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False) as counter:
             outputs = run.run(self.compiled.stage(name), self.mode, args)
         complete = not run.found and unknown_in(args) is None
         self.shapes.flops[name] = Amount(counter.get_total_flops(), complete)

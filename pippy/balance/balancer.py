@@ -21,6 +21,8 @@ from pippy.balance.profile import Profile, profile
 from pippy.balance.report import Balance
 from pippy.balance.stopwatch import Clock
 from pippy.balance.weighing import Weighing
+from pippy.drivers.schedules.errors import ArgumentError
+from pippy.drivers.schedules.fitting.byte_sizes import byte_count
 from pippy.ir import source
 from pippy.ir.cut.constraints import Constraint, constraints
 from pippy.ir.cut.cuts import crossing, mark, marks
@@ -71,7 +73,7 @@ class Balancer:
         multi_use_param_spec: MultiUseParamSpec = None,
         example_args: Sequence[Any] | None = None,
         example_kwargs: Mapping[str, Any] | None = None,
-        memory_limit: int | None = None,
+        memory_limit: int | str | None = None,
         param_scale: float | None = None,
         in_flight: int | None = None,
         trains: bool = True,
@@ -79,14 +81,14 @@ class Balancer:
         clock: Clock = time.perf_counter_ns,
     ) -> None:
         check_examples(example_args, example_kwargs)
-        _check_memory(memory_limit, param_scale, in_flight)
+        _check_memory(param_scale, in_flight)
         if loss_fn is not None:
             check_loss_function(loss_fn)
         self.with_examples = example_args is not None or bool(example_kwargs)
         self.policy = read_split(split, num_stages, self.with_examples)
         self.loss_fn, self.spec = loss_fn, multi_use_param_spec
         self.args, self.kwargs = tuple(example_args or ()), dict(example_kwargs or {})
-        self.memory_limit, self.in_flight = memory_limit, in_flight
+        self.memory_limit, self.in_flight = _bytes_of(memory_limit), in_flight
         self.param_scale = PARAM_SCALE if param_scale is None else param_scale
         self.trains, self.progress, self.clock = trains, progress, clock
 
@@ -154,9 +156,14 @@ def _what_parameters_cost(stages: int) -> str:
     )
 
 
-def _check_memory(limit: object, scale: object, in_flight: object) -> None:
-    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
-        raise BalanceError(f"memory_limit is {limit!r}; give a number of bytes for each stage, as in 8 * 2**30")
+def _bytes_of(limit: object) -> int | None:
+    try:
+        return None if limit is None else byte_count(limit, "memory_limit=")
+    except ArgumentError as error:
+        raise BalanceError(str(error)) from None
+
+
+def _check_memory(scale: object, in_flight: object) -> None:
     if scale is not None and (not isinstance(scale, (int, float)) or isinstance(scale, bool) or not 1 <= scale < 1e6):
         raise BalanceError(
             f"param_scale is {scale!r}; give how often the bytes of a parameter count: 2 for a parameter and its gradient, 4 "

@@ -4,6 +4,7 @@ import click
 
 from pippy.cli.compare import compare
 from pippy.cli.doctor import doctor
+from pippy.cli.fit import fit
 from pippy.cli.problems import Commands
 from pippy.cli.run import run
 from pippy.cli.schedule import schedule
@@ -18,6 +19,7 @@ def main() -> None:
 
     \b
       pippy show model.py:Net             where a model is cut, who sends what to whom
+      pippy fit model.py:Net -p 4 ...     what fits into the memory of the workers
       pippy schedule 1F1B -p 4 -m 8       when each worker does what
       pippy run train.py -n 4             a script with four workers on this host
       pippy doctor                        what works here, and what does not
@@ -27,5 +29,5 @@ def main() -> None:
     """
 
 
-for _command in (show, schedule, compare, validate, run, doctor):
+for _command in (show, fit, schedule, compare, validate, run, doctor):
     main.add_command(_command)

@@ -68,11 +68,11 @@ def show(
       pippy show model.py:Net -o net.svg
       pippy show gpt2.py:model --num-stages 4 --input 'input_ids=int64[2,16]' --input 'labels=int64[2,16]'
     """
-    given = dict(_pair(each) for each in arguments)
+    given = dict(pair(each) for each in arguments)
     kind = kind or (_SUFFIXES.get(Path(output).suffix, "all") if output else "all")
-    args, kwargs = _made([_parsed(each) for each in inputs])
+    args, kwargs = made_inputs([parsed(each) for each in inputs])
     with said_warnings():
-        pipe = _pipe(target, given, split, num_stages, sequential, loss, shared, args, kwargs)
+        pipe = given_pipe(target, given, split, num_stages, sequential, loss, shared, args, kwargs)
         text = _drawn(pipe, kind, args, kwargs)
     if output:
         write(output, text)
@@ -80,14 +80,14 @@ def show(
         click.echo(text)
 
 
-def _pair(text: str) -> tuple[str, Any]:
+def pair(text: str) -> tuple[str, Any]:
     name, sign, value = text.partition("=")
     if not sign or not name.isidentifier():
         raise click.BadParameter(f"{text!r} is no NAME=VALUE; write --arg layers=4", param_hint="--arg")
     return name, value_of(value)
 
 
-def _pipe(
+def given_pipe(
     target: str,
     given: dict[str, Any],
     split: tuple[str, ...],
@@ -175,9 +175,9 @@ def _mark(model: "nn.Module", split: tuple[str, ...]) -> None:
         annotate_split_points(model, {name: SplitPoint.END if side == "end" else SplitPoint.BEGINNING})
 
 
-def _parsed(text: str) -> tuple[str | None, str, list[int]]:
+def parsed(text: str) -> tuple[str | None, str, list[int]]:
     """
-    >>> _parsed("x=float32[4, 8]"), _parsed("[]")
+    >>> parsed("x=float32[4, 8]"), parsed("[]")
     (('x', 'float32', [4, 8]), (None, 'float32', []))
     """
     match = _INPUT.fullmatch(text.strip())
@@ -186,7 +186,7 @@ def _parsed(text: str) -> tuple[str | None, str, list[int]]:
     return match["name"], match["dtype"] or "float32", [int(size) for size in re.findall(r"\d+", match["sizes"])]
 
 
-def _made(examples: list[tuple[str | None, str, list[int]]]) -> tuple[list[Any], dict[str, Any]]:
+def made_inputs(examples: list[tuple[str | None, str, list[int]]]) -> tuple[list[Any], dict[str, Any]]:
     """Tensors of zeros: drawing takes nothing of them but shapes."""
     if not examples:
         return [], {}

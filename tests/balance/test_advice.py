@@ -134,11 +134,11 @@ ROWS = [
         {"num_stages": 2, "example_kwargs": {"input": X}},
     ),
     (
-        "as in 8 * 2**30",
+        'as in "12GiB", "500MB" or 12 * 2**30',
         blocks,
-        {"num_stages": 2, "memory_limit": "8 GB", **E},
+        {"num_stages": 2, "memory_limit": "8 G", **E},
         blocks,
-        {"num_stages": 2, "memory_limit": 8 * 2**30, **E},
+        {"num_stages": 2, "memory_limit": "12GiB", **E},
     ),
     (
         "4 with the two moments of Adam",

@@ -14,7 +14,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]+)\s*", re.ASCII)
 EXAMPLE = 'as in "12GiB", "500MB" or 12 * 2**30'
 
 
-def byte_count(given: Any, name: str = "memory") -> int:
+def byte_count(given: Any, name: str = "memory=") -> int:
     """The bytes that a size stands for: a number of them, or a text with a unit.
 
     >>> byte_count("1.5KiB"), byte_count("2 MB"), byte_count(7)
@@ -28,11 +28,11 @@ def byte_count(given: Any, name: str = "memory") -> int:
     if not (isfinite(count) and count >= 1):
         unit = isinstance(given, str) and given.strip().replace(".", "", 1).isdigit()
         why = f"it has no unit; the units are {', '.join(UNITS)}" if unit else f"give bytes, {EXAMPLE}"
-        raise ArgumentError(f"{name}={given!r}: {why}")
+        raise ArgumentError(f"{name}{given!r}: {why}")
     return int(count)
 
 
-def limits_of(given: Any, workers: int, name: str = "memory") -> tuple[int, ...]:
+def limits_of(given: Any, workers: int, name: str = "memory=") -> tuple[int, ...]:
     """The limit of each worker: one for all, one for each, or a dict by worker.
 
     >>> limits_of(["1KB", 7], workers=2), limits_of({1: 7, 0: "1KB"}, workers=2)
@@ -41,13 +41,13 @@ def limits_of(given: Any, workers: int, name: str = "memory") -> tuple[int, ...]
     if isinstance(given, Mapping):
         if set(given) != set(range(workers)) or any(isinstance(each, bool) for each in given):
             raise ArgumentError(
-                f"{name}={dict(given)!r}: give a size for each worker, 0 to {workers - 1}, or one for all"
+                f"{name}{dict(given)!r}: give a size for each worker, 0 to {workers - 1}, or one for all"
             )
         return tuple(byte_count(given[worker], name) for worker in range(workers))
     if isinstance(given, Sequence) and not isinstance(given, str | bytes):
         if len(given) != workers:
             raise ArgumentError(
-                f"{name}={list(given)!r} has {len(given)} sizes for {workers} workers; give one, or one each"
+                f"{name}{list(given)!r} has {len(given)} sizes for {workers} workers; give one, or one each"
             )
         return tuple(byte_count(each, name) for each in given)
     return (byte_count(given, name),) * workers

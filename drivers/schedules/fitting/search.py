@@ -146,7 +146,7 @@ class _Search:
         if ways:
             self.ways.append(min(ways, key=lambda way: way.seconds))
         else:
-            self.short.append(self._way(made, _least(tried), micro_batch))
+            self.short.append(self._way(made, _nearest(tried, self.problem.limits), micro_batch))
 
     def fits(self, name: str, chunks: int) -> bool:
         """Whether one schedule fits with so many micro-batches."""
@@ -215,7 +215,10 @@ def _first(tried: Sequence[Tries]) -> Modes:
     return {stage: mode for tries in tried for stage, mode in tries[0][0].items()}
 
 
-def _least(tried: Sequence[Tries]) -> Modes:
-    """Of each worker the modes with which it holds least, and of those the ones that compute least again."""
-    found = [min(tries, key=lambda each: (each[1], sum(map(ORDER.index, each[0].values())))) for tries in tried]
-    return {stage: mode for modes, _ in found for stage, mode in modes.items()}
+def _nearest(tried: Sequence[Tries], limits: Sequence[int]) -> Modes:
+    """Of each worker the modes with which it lacks least, and of those the ones that compute least again."""
+    found: Modes = {}
+    for tries, limit in zip(tried, limits):
+        modes, _ = min(tries, key=lambda each: (max(each[1], limit), sum(map(ORDER.index, each[0].values()))))
+        found.update(modes)
+    return found

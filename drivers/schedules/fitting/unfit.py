@@ -22,8 +22,10 @@ class Unfit:
         return self.message
 
 
-def unfit(problem: Problem, found: Found, shown: str, more_chunks: Sequence[int] = ()) -> Unfit:
-    """What to say of a problem that nothing solves. ``shown`` is the limit as the user gave it.
+def unfit(
+    problem: Problem, found: Found, shown: str, more_chunks: Sequence[int] = (), option: str = "memory="
+) -> Unfit:
+    """What to say of a problem that nothing solves. ``shown`` is the limit as the user gave it, as the ``option``.
 
     ``more_chunks`` are the numbers of micro-batches that could be taken instead, the smallest first.
     """
@@ -34,12 +36,12 @@ def unfit(problem: Problem, found: Found, shown: str, more_chunks: Sequence[int]
     limits = _enough(nearest, problem.limits)
     chunks = next(_chunks_that_fit(problem, nearest.name, more_chunks), None)
     workers = next(_workers_that_fit(problem, nearest), None)
-    advice = [f"memory={_as_given(limits)}"]  # one for all: the same machine mostly has the same devices
+    advice = [f"{option}{_as_given(limits, len(set(problem.limits)) == 1, option)}"]
     advice += [f"{chunks} micro-batches"] if chunks is not None else []
     advice += [f"{workers} workers for these stages"] if workers is not None else []
     if chunks is None and workers is None:
         advice.append("a cut into more stages on more workers")
-    message = f"memory={shown} is too little: {_held(problem, nearest)}. What would fit: {', or '.join(advice)}"
+    message = f"{option}{shown} is too little: {_held(problem, nearest)}. What would fit: {', or '.join(advice)}"
     return Unfit(message, limits, chunks, workers)
 
 
@@ -67,9 +69,12 @@ def _enough(nearest: Way, limits: Sequence[int]) -> tuple[int, ...]:
     )
 
 
-def _as_given(limits: Sequence[int]) -> str:
+def _as_given(limits: Sequence[int], one_for_all: bool, option: str) -> str:
+    """Limits as the user may write them: in Python, or on the command line."""
+    if one_for_all:
+        return repr(byte_text(max(limits)))
     texts = [byte_text(limit) for limit in limits]
-    return repr(max(zip(limits, texts))[1])
+    return str(texts) if option.endswith("=") else repr(",".join(texts))
 
 
 def _chunks_that_fit(problem: Problem, schedule: str, counts: Sequence[int]) -> Iterator[int]:

@@ -1,0 +1,147 @@
+"""`pippy fit`: how to run a model in so many bytes on each worker: schedule, micro-batches, forwards computed again."""
+
+import inspect
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pippy.cli.problems import said_warnings
+from pippy.cli.show import given_pipe, made_inputs, pair, parsed
+
+if TYPE_CHECKING:
+    import torch
+
+    from pippy.drivers.schedules import Program
+    from pippy.ir.pipe import Pipe
+
+
+@click.command(no_args_is_help=True, short_help="Find what fits into the memory of the workers.")
+@click.argument("target")
+@click.option("--memory", "memory", required=True, help="Bytes of each worker: 12GiB, or one for each: 12GiB,8GiB.")
+@click.option("-p", "--workers", type=click.IntRange(1), required=True, help="How many workers.")
+@click.option(
+    "--input", "inputs", multiple=True, required=True, metavar="[NAME=]DTYPE[SIZES]", help="An input, the target too."
+)
+@click.option("-m", "--chunks", type=click.IntRange(1), help="How many micro-batches.  [the fastest that fits]")
+@click.option("--optimizer", metavar="NAME", help="A class of torch.optim, as in AdamW.  [no state]")
+@click.option("--checkpoint", type=click.Choice(["always", "except_last", "never"]), help="For all stages.  [chosen]")
+@click.option("--loss", metavar="MODULE:NAME", help="The loss: a function or module of (output, target).")
+@click.option("--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="An argument of the class or function.")
+@click.option(
+    "--split", multiple=True, metavar="MODULE", help="Begin a stage at this module; or MODULE:end, behind it."
+)
+@click.option("--num-stages", type=click.IntRange(1), help="Cut into so many stages, of parameters alike.")
+@click.option("--sequential", is_flag=True, help="Make each child of an nn.Sequential a stage.")
+@click.option("--shared", type=click.Choice(["transmit", "replicate"]), help="Parameters that several stages use.")
+def fit(
+    target: str,
+    memory: str,
+    workers: int,
+    inputs: tuple[str, ...],
+    chunks: int | None,
+    optimizer: str | None,
+    checkpoint: str | None,
+    **how: Any,
+) -> None:
+    """Find how a step of training fits into the memory of each worker: schedule, micro-batches, forwards to compute again.
+
+    TARGET is as for `pippy show`. The inputs have the sizes of the whole mini-batch; the last one is the target of the loss.
+    Nothing is computed: bytes are counted with fake tensors, and times are guessed from FLOPs, so only their order tells. A
+    driver with schedule="auto" and memory= measures them.
+
+    \b
+    Examples:
+      pippy fit model.py:Net --memory 12GiB -p 4 --loss torch.nn:MSELoss --input 'float32[64,16]' --input 'float32[64,1]'
+      pippy fit gpt2.py:model --memory 8GiB -p 2 -m 8 --optimizer AdamW --input 'input_ids=int64[32,128]' ...
+    """
+    import torch
+
+    from pippy.drivers.automatic.memory_fit import MemoryFit, counts_of_chunks
+    from pippy.drivers.automatic.stage_estimates import call_to_fit
+    from pippy.drivers.batches.divide_call import divide_call
+    from pippy.drivers.memory.optimizer_bytes import counted_optimizer
+    from pippy.ir.pipe import compiled_of
+
+    args, kwargs = made_inputs([parsed(each) for each in inputs])
+    with said_warnings():
+        pipe = _training_pipe(target, workers, args, kwargs, **how)
+        compiled = compiled_of(pipe)
+        call = call_to_fit(
+            pipe,
+            (args, kwargs),
+            lambda count: divide_call(compiled, count, args, kwargs),
+            torch.device("cpu"),
+            [counted_optimizer(_optimizer(optimizer))] if optimizer else [],
+        )
+        fitting = MemoryFit(memory.split(",") if "," in memory else memory, checkpoint, "--memory ")
+        counts = [chunks] if chunks else counts_of_chunks(fitting.rows_to_cut(call))
+        fitted = fitting.best(fitting.problem(_plain(pipe, workers), call, counts, None), call.rows, measured=False)
+    click.echo(str(fitted))
+
+
+def _training_pipe(
+    target: str,
+    workers: int,
+    args: list[Any],
+    kwargs: dict[str, Any],
+    arguments: tuple[str, ...],
+    split: tuple[str, ...],
+    num_stages: int | None,
+    sequential: bool,
+    loss: str | None,
+    shared: str | None,
+) -> "Pipe":
+    from pippy.ir.pipe import compiled_of
+
+    given = dict(pair(each) for each in arguments)
+
+    def cut(stages: int | None) -> "Pipe":
+        return given_pipe(target, given, split, stages, sequential, loss, shared, args, kwargs)
+
+    by_hand = bool(num_stages or split or sequential)
+    with warnings.catch_warnings():
+        if not by_hand:  # of a model that has no mark, which is then cut here
+            warnings.simplefilter("ignore")
+        pipe = cut(num_stages)
+    if not by_hand and compiled_of(pipe).num_stages == 1 < workers:
+        pipe = cut(workers)
+    found = compiled_of(pipe).num_stages
+    if found < workers:
+        raise click.ClickException(
+            f"{target} has {found} stages for {workers} workers; give --num-stages {workers}, or fewer workers"
+        )
+    if compiled_of(pipe).loss is None:
+        raise click.ClickException(
+            f"{target} has no loss, and what fits is a step of training; give --loss torch.nn:MSELoss"
+        )
+    return pipe
+
+
+def _plain(pipe: "Pipe", workers: int) -> "Program":
+    from pippy.drivers.auto import auto_placement
+    from pippy.drivers.lowering.lower import lower
+    from pippy.drivers.schedules import make_schedule
+    from pippy.ir.pipe import compiled_of
+
+    stages = compiled_of(pipe).num_stages
+    per_worker = [stages // workers + (worker < stages % workers) for worker in range(workers)]
+    made = make_schedule("1f1b", workers=workers, chunks=1, **auto_placement({}, per_worker))
+    return lower(pipe, made).program
+
+
+def _optimizer(name: str) -> "type[torch.optim.Optimizer]":
+    import torch
+
+    from pippy.cli.problems import hint_at
+
+    every = [each for each in vars(torch.optim).values() if inspect.isclass(each)]
+    known = {
+        each.__name__: each
+        for each in every
+        if issubclass(each, torch.optim.Optimizer) and each.__name__ != "Optimizer"
+    }
+    for title, found in known.items():
+        if title.lower() == name.lower():
+            return found
+    raise click.BadParameter(f"torch.optim has no {name!r}; {hint_at(name, sorted(known))}", param_hint="--optimizer")

@@ -1,0 +1,57 @@
+"""`pippy fit`: the table of what fits, and the refusal of what does not; what is advised works."""
+
+import re
+
+import pytest
+
+from pippy.drivers.schedules.fitting import search
+
+NET = """
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, layers=4):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(layers)))
+
+    def forward(self, x):
+        return self.layers(x)
+"""
+CALL = "--loss torch.nn:MSELoss --input float32[64,8] --input float32[64,8]"
+
+
+@pytest.fixture
+def fit(pippy, tmp_path, monkeypatch):
+    monkeypatch.setattr(search, "SEARCHED", 0)  # to search an order takes seconds
+    monkeypatch.setattr(search, "schedules", lambda: ["fill_drain", "1f1b", "zb_h1"])
+    (tmp_path / "net.py").write_text(NET)
+    return lambda options, call=CALL, **more: pippy(f"fit net.py:Net {options} {call}", **more)
+
+
+def test_the_table_says_what_was_chosen_and_what_else_there_is(fit):
+    free = fit("--memory 1GiB -p 2 -m 4")
+    assert re.match(r"\w+ with 4 micro-batches: its step is guessed to take \S+ ms, and without the limit", free)
+    assert "<- chosen" in free and "of 1GiB" in free and "always" not in free
+    some = fit("--memory 1GiB,2GiB -p 2 --optimizer adam --checkpoint always")
+    assert "of 2GiB" in some and "0 always, 1 always" in some
+
+
+def test_where_nothing_fits_what_is_advised_does(fit):
+    said = fit("--memory 9KiB -p 2 -m 2", status=1)
+    assert said.startswith("Error: --memory '9KiB' is too little: the nearest, ")
+    (limit, chunks) = re.findall(r"What would fit: --memory '(\S+)', or (\d+) micro-batches", said)[0]
+    assert "<- chosen" in fit(f"--memory {limit} -p 2 -m 2")
+    assert "<- chosen" in fit(f"--memory 9KiB -p 2 -m {chunks}")
+
+
+def test_what_cannot_work_is_refused(fit):
+    assert "Error: --memory '12': it has no unit" in fit("--memory 12 -p 2", status=1)
+    assert "torch.optim has no 'adum'; did you mean 'Adam'" in fit("--memory 1GiB -p 2 --optimizer adum", status=2)
+    assert "has no loss, and what fits is a step of training; give --loss" in fit(
+        "--memory 1GiB -p 2", call="--input float32[64,8]", status=1
+    )
+    assert "has 2 stages for 3 workers; give --num-stages 3, or fewer workers" in fit(
+        "--memory 1GiB -p 3 --num-stages 2", status=1
+    )
+    assert "<- chosen" in fit("--memory 1GiB -p 3 -m 2 --num-stages 3")
