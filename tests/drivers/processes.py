@@ -91,7 +91,7 @@ def few_descriptors(free):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = []
     with suppress(OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1 + free, hard))
         while True:
             taken.append(os.eventfd(0))
     for fd in taken[:free]:
