@@ -5,6 +5,7 @@ loaded: this loses source lines, folds constants and cannot call `stage_backward
 refer to one another, would recurse once per node.
 """
 
+import copyreg
 import importlib
 import pickle
 import re
@@ -118,7 +119,7 @@ def unflatten_graph(flat: list[tuple[Any, ...]]) -> fx.Graph:
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
     for op, name, target, args, kwargs, meta in flat:
-        found = target.resolve() if isinstance(target, (_Named, _Operator)) else target
+        found = target.resolve() if isinstance(target, _Named) else target
         args, kwargs = fx.node.map_aggregate((args, kwargs), partial(_resolved, nodes))
         node = graph.create_node(op, found, args, kwargs, name)
         node.meta.update(meta)
@@ -140,20 +141,21 @@ class _Named:
         return getattr(importlib.import_module(self.module), self.name)
 
 
-class _Operator:
-    """An operator of torch, which pickle cannot write: `torch.ops.aten.add.Tensor`, say."""
+def _operator(name: str, overload: str | None) -> Any:
+    """An operator of torch by its name, `aten::add`, and that of its overload, if it is one."""
+    namespace, _, own = name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), own)
+    return packet if overload is None else getattr(packet, overload)
 
-    def __init__(self, operator: torch._ops.OpOverload) -> None:
-        self.name, self.overload = operator._schema.name, operator._overloadname
 
-    def resolve(self) -> torch._ops.OpOverload:
-        namespace, _, name = self.name.partition("::")
-        return getattr(getattr(getattr(torch.ops, namespace), name), self.overload)
+# torch does not say how to pickle them. Graphs of `torch.export` call them; a selective checkpoint has those that it keeps.
+copyreg.pickle(torch._ops.OpOverload, lambda each: (_operator, (each._schema.name, each._overloadname)))
+copyreg.pickle(torch._ops.OpOverloadPacket, lambda each: (_operator, (each._qualified_op_name, None)))
 
 
 def _portable(function: Callable[..., Any]) -> Any:
     if isinstance(function, torch._ops.OpOverload):
-        return _Operator(function)
+        return function
     try:
         pickle.dumps(function)
     except Exception:  # pickle has no one error for what it cannot write

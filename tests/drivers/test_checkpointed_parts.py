@@ -23,13 +23,13 @@ def keep_products(context, operator, *args, **kwargs):
 class Blocks(nn.Module):
     """Four checkpointed blocks in as many stages; the first makes what all use."""
 
-    def __init__(self, reentrant=False, selective=False):
+    def __init__(self, reentrant=False, selective=None):
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList([self.block() for _ in range(4)])
         self.options = {"use_reentrant": reentrant}
-        if selective:
-            self.options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keep_products)
+        if selective is not None:
+            self.options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, selective)
 
     def block(self):
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
@@ -55,7 +55,14 @@ def assert_gradients(gradients, plain):
         torch.testing.assert_close(gradient, plain.get_parameter(name).grad, rtol=1e-10, atol=1e-13, msg=name)
 
 
-@pytest.mark.parametrize("options", [{"reentrant": True}, {}, {"selective": True}], ids=str)
+OPERATORS = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"reentrant": True}, {}, {"selective": keep_products}, {"selective": OPERATORS}],
+    ids=["reentrant", "not", "policy", "list"],
+)
 def test_gradients_are_those_of_the_plain_model(threads, options):
     x, target = torch.randn(12, WIDTH), torch.randn(12, WIDTH)
     for schedule in ("1f1b", "zb_h1"):
