@@ -101,12 +101,12 @@ def _where(module: nn.Module, error: Exception, direction: str) -> Iterator[str]
     """The user's lines that ``error`` comes from."""
     if not isinstance(module, fx.GraphModule):
         return
-    if direction == "backward":
+    node = _failing_node(module, error.__traceback__)
+    if direction == "backward" and node is None:  # else it ran a checkpointed part once more
         spans = [node.meta["source"] for node in module.graph.nodes if node.meta.get("source")]
         if spans:
             yield f"the stage was made from the lines between\n{spans[0].excerpt()}\nand\n{spans[-1].excerpt()}"
         return
-    node = _failing_node(module, error.__traceback__)
     if node is not None:
         yield source.excerpt_of(node)
     inner = source.of_traceback(error.__traceback__, below="forward")

@@ -389,6 +389,40 @@ def test_an_error_in_a_part_names_the_line(reentrant):
         pipeline(Fails(reentrant))(torch.randn(6, WIDTH))
 
 
+class FailsTheSecondTime(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 2:
+            raise ArithmeticError("not again")
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_an_error_in_the_second_run_of_a_part_names_the_line(reentrant):
+    class Twice(Net):
+        def __init__(self, reentrant):
+            super().__init__(reentrant)
+            self.leaf = FailsTheSecondTime()
+
+        def part(self, x):
+            x = self.leaf(self.a(x))
+            return x.tanh()
+
+    class Leaf(PipeTracer):
+        def is_leaf_module(self, module, name):
+            return name == "leaf" or super().is_leaf_module(module, name)
+
+    pipe, x = pipeline(Twice(reentrant), F.mse_loss, tracer=Leaf), torch.randn(6, WIDTH)
+    with pytest.raises(
+        StageError, match=r"(?s)backward of submod_1 failed.*not again\n[^\n]*\n +x = self.leaf\(self.a\(x\)\)\n"
+    ):
+        pipe(x, x)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_halves_of_a_backward(reentrant):
     stage, plain = pipeline(Captures(reentrant)).split_gm.submod_1, None
