@@ -7,16 +7,24 @@ raised the right error. The slowest of each kind, in seconds: exceptions 0.03, i
 worker 0.02, a killed fork server 0.09; a killed controller 0.01 until all its processes had ended; a stopped worker 4.20. An
 earlier run of 149 faults, at a load of 13 to 17, had 0.16, 4.66, and 4.20.
 
-A controller, in a process of its own, trains a model on 2 to 4 workers by a schedule chosen at random. A fault is an
-exception in an instruction, in the optimizer or while stages are loaded; Ctrl-C; SIGKILL or SIGSTOP of a worker or of
-the fork server at a random moment of a step; or SIGKILL of the controller. After each fault the controller must
-raise the right error. If the cluster survives, another step must give the plain model's gradients and loss. A controller
-that prints nothing for 60 s counts as hung. A process that exists 5 s after the end of its controller counts as left behind.
-Clusters have ``timeout=3.0``, so a stopped worker is noticed after 4 s.
+A controller, in a process of its own, trains a model on 2 to 4 workers by a schedule chosen at random. A fault is
+
+- an exception or `sys.exit` in an instruction, in the optimizer or while stages are loaded, Ctrl-C in a step;
+- a worker that has no memory, no file descriptor or no shared memory for a moment: a step succeeds or raises;
+- a lid: all processes are stopped for up to 5 s, and go on as if nothing had been;
+- SIGKILL or SIGSTOP of a worker or of the fork server at a random moment of a step; SIGKILL of the controller;
+- a cut connection: all sockets of a worker to other workers, or one of them, are shut down in a step;
+- Ctrl-C at any instant, of the start, of steps or of the end: the controller ends by a KeyboardInterrupt.
+
+After each fault the controller must raise the right error. If the cluster survives, another step must give the plain model's
+gradients and loss; if not, another cluster in the same process must. A controller that prints nothing for 60 s counts as
+hung. A process that exists 5 s after the end of its controller counts as left behind, and so do descriptors, files and
+shared memory. Clusters have ``timeout=3.0``, so a stopped worker is noticed after 4 s.
 """
 
 import argparse
 import copy
+import gc
 import json
 import os
 import random
@@ -41,7 +49,7 @@ from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.clusters.local_cluster import local_cluster
 from pippy.drivers.driver import PipelineDriver
 from pippy.drivers.errors import ClusterError, StepError, WorkerLostError
-from tests.drivers import failing_model
+from tests.drivers import failing_model, scarce
 
 MARK = "PIPPY_FAULTS"  # in the environment of a controller and of all that it starts
 PATIENCE, GRACE = 60.0, 5.0  # seconds
@@ -55,8 +63,21 @@ RAISES = {
     "send": failing_model.UNSENDABLE,
     "loss": failing_model.LOSS,
 }
-GENTLE = [*RAISES, "optimizer", "load", "ctrl-c"]  # the cluster survives them
-DEADLY = ["kill worker", "stop worker", "kill fork server", "stop fork server", "kill controller"]
+SHORTAGES = {
+    "no memory": scarce.NO_MEMORY,
+    "no descriptors": scarce.NO_DESCRIPTORS,
+    "no shared memory": scarce.NO_SHARED_MEMORY,
+}
+GENTLE = [*RAISES, *SHORTAGES, "optimizer", "load", "ctrl-c", "lid"]  # the cluster survives them
+DEADLY = [
+    "kill worker",
+    "stop worker",
+    "kill fork server",
+    "stop fork server",
+    "cut",
+    "kill controller",
+    "ctrl-c anywhere",
+]
 
 
 @dataclass
@@ -93,7 +114,8 @@ class Training:
     def __init__(self, cluster: Cluster, rng: random.Random) -> None:
         self.cluster, self.rng = cluster, rng
         self.chunks = rng.choice([4, 8])
-        self.plain = failing_model.Trapped(STAGES)
+        self.width = rng.choice([8, 200])  # small values travel in packets, large ones in rings
+        self.plain = failing_model.Trapped(STAGES, self.width)
         self.schedule = rng.choice(SCHEDULES)
         workers = 4 if self.schedule == "zb_h1" else len(cluster)
         self.schedule = self.schedule if workers <= len(cluster) else "1f1b"
@@ -102,11 +124,20 @@ class Training:
 
     def step(self) -> None:
         """A good step on both sides."""
-        x, target = torch.randn(ROWS, 8), torch.randn(ROWS, 8)
+        x, target = self.data(), self.data()
         loss = F.mse_loss(self.plain(x, failing_model.no_orders(ROWS)), target)
         mine = self.driver.run(self.chunks, x, failing_model.no_orders(ROWS), target)
         loss.backward()
         torch.testing.assert_close(mine, loss.detach(), rtol=1e-9, atol=0)
+
+    def data(self) -> torch.Tensor:
+        """An input, or a target."""
+        return torch.randn(ROWS, self.width)
+
+    def run(self, given: torch.Tensor | None = None) -> None:
+        """A step that nobody compares."""
+        given = failing_model.no_orders(ROWS) if given is None else given
+        self.driver.run(self.chunks, self.data(), given, self.data())
 
     def fail(self, kind: str) -> Any:
         """Start a step that fails, perhaps among others."""
@@ -115,17 +146,17 @@ class Training:
         if kind == "load":
             bad = torch.nn.Sequential(torch.nn.Linear(8, 8), Unreadable(8, 8))
             return PipelineDriver(Pipe.from_sequential(bad), self.cluster)
-        row, target = self.rng.randrange(ROWS), torch.randn(ROWS, 8)
+        row, target = self.rng.randrange(ROWS), self.data()
         trap = 0 if kind == "weight half" else self.rng.randrange(STAGES - 1)
         if kind == "loss":
             target[row] = torch.nan
         given = failing_model.orders(ROWS, trap, RAISES[kind], row)
         if self._stays(kind, trap):
             return self.fail(kind)
-        step = self.driver.run_async(self.chunks, torch.randn(ROWS, 8), given, target)
+        step = self.driver.run_async(self.chunks, self.data(), given, target)
         more = self.rng.randrange(3)
         for _ in range(more):
-            self.driver.run_async(self.chunks, torch.randn(ROWS, 8), failing_model.no_orders(ROWS), target)
+            self.driver.run_async(self.chunks, self.data(), failing_model.no_orders(ROWS), target)
         return step.result()
 
     def _stays(self, kind: str, trap: int) -> bool:
@@ -141,9 +172,10 @@ class Training:
 def gentle(training: Training, kind: str) -> Report:
     """A fault that the cluster survives."""
     training.step()
-    seconds, wrong = ctrl_c(training) if kind == "ctrl-c" else raised(training, kind)
+    unknown = {"ctrl-c": ctrl_c, "lid": lid} | dict.fromkeys(SHORTAGES, shortage)
+    seconds, wrong = unknown[kind](training, kind) if kind in unknown else raised(training, kind)
     try:
-        if kind == "ctrl-c":  # nobody can say which of the steps had been done
+        if kind in unknown:  # nobody can say which of the steps had been done
             training.driver.zero_grad()
             training.plain.zero_grad()
             training.step()
@@ -166,7 +198,47 @@ def raised(training: Training, kind: str) -> tuple[float, str]:
     return time.monotonic() - start, f"{training.schedule}: no error"
 
 
-def ctrl_c(training: Training) -> tuple[float, str]:
+def shortage(training: Training, kind: str) -> tuple[float, str]:
+    """Steps with too little of something on a worker, for a moment. Each succeeds, or says what is missing."""
+    start, wrong = time.monotonic(), ""
+    given = failing_model.orders(ROWS, training.rng.randrange(STAGES), SHORTAGES[kind], training.rng.randrange(ROWS))
+    for orders in (given, None, None):
+        try:
+            training.run(orders)
+        except StepError as error:
+            if not any(word in str(error) for word in scarce.SAID):
+                wrong = str(error)
+    time.sleep(2 * scarce.SECONDS)
+    return time.monotonic() - start, wrong
+
+
+def lid(training: Training, kind: str) -> tuple[float, str]:
+    """All processes are stopped, and go on. The controller cannot stop itself alone, so another process does it."""
+    pids = [os.getpid(), fork_server(training), *(worker.pid for worker in training.cluster.control.workers)]
+    code = "import os, signal, sys, time; pids = list(map(int, sys.argv[3:])); time.sleep(float(sys.argv[1])); "
+    code += "[os.kill(pid, signal.SIGSTOP) for pid in pids]; time.sleep(float(sys.argv[2])); "
+    code += "[os.kill(pid, signal.SIGCONT) for pid in pids]"
+    times = training.rng.uniform(0, 0.2), training.rng.uniform(0.1, 5.0)
+    arguments = [sys.executable, "-c", code, *map(str, (*times, *pids))]
+    stopping = subprocess.Popen(arguments, env={name: os.environ[name] for name in os.environ if name != MARK})
+    start = time.monotonic()
+    try:
+        while stopping.poll() is None:
+            training.run()
+        training.run()
+    except Exception as error:
+        stopping.wait()
+        return time.monotonic() - start, f"{type(error).__name__}: {error}"
+    return max(0.0, time.monotonic() - start - sum(times)), ""
+
+
+def fork_server(training: Training) -> int:
+    """The process that the workers were forked from."""
+    pid = training.cluster.control.workers[0].pid
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+def ctrl_c(training: Training, kind: str) -> tuple[float, str]:
     """Run steps until Ctrl-C interrupts one."""
     sent: list[float] = []
 
@@ -178,9 +250,7 @@ def ctrl_c(training: Training) -> tuple[float, str]:
     try:
         timer.start()
         while True:
-            training.driver.run(
-                training.chunks, torch.randn(ROWS, 8), failing_model.no_orders(ROWS), torch.randn(ROWS, 8)
-            )
+            training.run()
     except KeyboardInterrupt:
         return time.monotonic() - sent[0], ""
 
@@ -191,19 +261,24 @@ def deadly(training: Training, kind: str) -> Report:
     number = signal.SIGKILL if kind.startswith("kill") else signal.SIGSTOP
     victim = training.rng.choice(training.cluster.control.workers).pid
     if kind.endswith("fork server"):
-        victim = int(Path(f"/proc/{victim}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        victim = fork_server(training)
     sent: list[float] = []
 
     def strike() -> None:
         sent.append(time.monotonic())
         os.kill(victim, number)
 
-    threading.Timer(training.rng.uniform(0, 0.1), strike).start()
+    orders = None
+    if kind == "cut":
+        orders = failing_model.orders(
+            ROWS, training.rng.randrange(STAGES), scarce.CUT_SOCKETS, training.rng.randrange(ROWS)
+        )
+        sent.append(time.monotonic())
+    else:
+        threading.Timer(training.rng.uniform(0, 0.1), strike).start()
     try:
         while kind != "stop fork server" or not sent or time.monotonic() < sent[0] + 0.5:
-            training.driver.run(
-                training.chunks, torch.randn(ROWS, 8), failing_model.no_orders(ROWS), torch.randn(ROWS, 8)
-            )
+            training.run(orders)
     except WorkerLostError:
         return Report(kind, time.monotonic() - sent[0], "a worker was lost" if kind == "stop fork server" else "")
     except (StepError, ClusterError) as error:
@@ -216,6 +291,11 @@ def play(seed: int, kinds: list[str]) -> None:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(seed)
     rng = random.Random(seed)
+    if kinds == ["ctrl-c anywhere"]:
+        while True:  # a cluster is opened and closed again, so that Ctrl-C may meet any of it
+            with local_cluster(2, threads=1, timeout=3.0) as cluster:
+                Training(cluster, rng).step()
+    open_before = len(os.listdir("/proc/self/fd"))
     with local_cluster(rng.choice([2, 3, 4]), threads=1, timeout=3.0) as cluster:
         for kind in kinds:
             training = Training(cluster, rng)
@@ -227,6 +307,14 @@ def play(seed: int, kinds: list[str]) -> None:
             say(deadly(training, kind) if kind in DEADLY else gentle(training, kind))
             if kind in GENTLE:
                 training.driver.close()
+            del training
+    gc.collect()
+    if len(os.listdir("/proc/self/fd")) > open_before:
+        say(Report(kinds[-1], 0.0, f"descriptors: {open_before} before, {len(os.listdir('/proc/self/fd'))} after"))
+    with local_cluster(2, threads=1, timeout=3.0) as cluster:  # the next cluster is right
+        training = Training(cluster, rng)
+        training.step()
+        training.check()
 
 
 def say(report: Report) -> None:
@@ -283,6 +371,9 @@ def watch(seed: int, kinds: list[str]) -> Iterator[Report]:
             text=True,
         )
         told = 0
+        if kinds == ["ctrl-c anywhere"]:
+            yield interrupted(process, random.Random(seed))
+            told = 1
         try:
             for line in lines(process):
                 report = Report(**json.loads(line))
@@ -309,13 +400,26 @@ def watch(seed: int, kinds: list[str]) -> Iterator[Report]:
             yield Report(kinds[-1], 0.0, f"files: {files}")
 
 
+def interrupted(process: "subprocess.Popen[str]", rng: random.Random) -> Report:
+    """Ctrl-C for a controller that does everything, at any instant once Python has imported torch."""
+    time.sleep(rng.uniform(3.0, 12.0))
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    try:
+        status = process.wait(PATIENCE)
+    except subprocess.TimeoutExpired:
+        return Report("ctrl-c anywhere", PATIENCE, "hang")
+    wrong = "" if status in (1, 130, -signal.SIGINT) else f"ended with status {status}"
+    return Report("ctrl-c anywhere", time.monotonic() - start, wrong)
+
+
 def rounds(count: int, seed: int, share: float) -> Iterator[tuple[int, list[str]]]:
     """Groups of faults, one for each controller. A deadly fault is the last of its group."""
     rng = random.Random(seed)
     number = 0
     while count > 0:
         deadly_ = [rng.choice(DEADLY)]
-        size = min(count, 1 + round((1 - share) / share))
+        size = 1 if deadly_ == ["ctrl-c anywhere"] else min(count, 1 + round((1 - share) / share))
         yield seed * 10_000 + number, [rng.choice(GENTLE) for _ in range(size - 1)] + deadly_
         count, number = count - size, number + 1
 

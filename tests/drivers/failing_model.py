@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from pippy import MultiUseParameterConfig, pipe_split, pipeline
 from pippy.ir.front.tracer import PipeTracer
 from tests.drivers.cut_connections import cut_connections_to_siblings
+from tests.drivers.scarce import NO_MEMORY, be_scarce
 
 FORWARD, BACKWARD, EXIT, SLOW, ENDLESS, UNSENDABLE, LOSS, UNREADABLE, CUT = range(1, 10)
 NOWHERE = -1
@@ -64,6 +65,8 @@ class Trap(nn.Module):
             time.sleep(1.5)
         while how == ENDLESS:
             time.sleep(0.05)
+        if how >= NO_MEMORY:
+            be_scarce(how)
         if how == CUT:
             cut_connections_to_siblings()
         note = Opaque() if how == UNSENDABLE else Unreadable() if how == UNREADABLE else note
