@@ -52,7 +52,7 @@ from pippy.drivers.errors import ClusterError, StepError, WorkerLostError
 from tests.drivers import failing_model, scarce
 
 MARK = "PIPPY_FAULTS"  # in the environment of a controller and of all that it starts
-PATIENCE, GRACE = 60.0, 5.0  # seconds
+PATIENCE, GRACE = 60.0, 5.0  # seconds; on a busy machine more
 SCHEDULES = ["fill_drain", "1f1b", "interleaved_1f1b", "zb_h1", "looped_bfs"]
 STAGES, ROWS, BATCH = 4, 8, 4
 RAISES = {
@@ -332,10 +332,15 @@ def marked(mark: str) -> list[int]:
     return found
 
 
+def busy() -> float:
+    """How many processes want each core, and at least 1."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 def outlast(mark: str) -> tuple[float, list[int]]:
     """How long the processes of a controller go on after its end, and those that do so for longer than they may."""
     start = time.monotonic()
-    while (left := marked(mark)) and time.monotonic() < start + GRACE:
+    while (left := marked(mark)) and time.monotonic() < start + GRACE * busy():
         time.sleep(0.01)
     seconds = time.monotonic() - start
     for pid in left:
@@ -350,7 +355,7 @@ def lines(process: "subprocess.Popen[str]") -> Iterator[str]:
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         while True:
-            if not selector.select(PATIENCE):
+            if not selector.select(PATIENCE * busy()):
                 raise TimeoutError
             line = process.stdout.readline()  # one is written at a time
             if not line:
@@ -384,7 +389,7 @@ def watch(seed: int, kinds: list[str]) -> Iterator[Report]:
                     process.wait()
                     report.seconds = outlast(mark)[0]
                 yield report
-            process.wait(PATIENCE)
+            process.wait(PATIENCE * busy())
         except (TimeoutError, subprocess.TimeoutExpired):
             yield Report(kinds[min(told, len(kinds) - 1)], PATIENCE, "hang")
         process.kill()
@@ -406,7 +411,7 @@ def interrupted(process: "subprocess.Popen[str]", rng: random.Random) -> Report:
     start = time.monotonic()
     process.send_signal(signal.SIGINT)
     try:
-        status = process.wait(PATIENCE)
+        status = process.wait(PATIENCE * busy())
     except subprocess.TimeoutExpired:
         return Report("ctrl-c anywhere", PATIENCE, "hang")
     wrong = "" if status in (1, 130, -signal.SIGINT) else f"ended with status {status}"
@@ -448,6 +453,9 @@ def main() -> None:
     if given.play:
         play(int(given.play[0]), given.play[1:])
         return
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell lets what it runs in the background ignore Ctrl-C
     reports = []
     for seed, kinds in rounds(given.count, given.seed, given.deadly):
         for report in watch(seed, kinds):

@@ -1,0 +1,24 @@
+"""A few faults of the campaign in exps/faults.py on one cluster: each is noticed, and what follows is right."""
+
+import os
+import random
+
+import pytest
+
+from exps import faults
+
+pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
+KINDS = ["exit", "no memory", "no descriptors", "no shared memory", "ctrl-c"]
+
+
+def test_random_faults_of_every_kind_that_a_cluster_survives(cluster):
+    rng = random.Random(1)
+    rng.shuffle(KINDS)
+    open_now = None
+    for kind in KINDS:
+        training = faults.Training(cluster, rng)
+        report = faults.gentle(training, kind)
+        assert not report.wrong, report
+        training.driver.close()
+        open_now = open_now or len(os.listdir("/proc/self/fd"))
+    assert len(os.listdir("/proc/self/fd")) <= open_now
