@@ -5,6 +5,7 @@ for each worker: here the thread that sends is the one that reads the answer, an
 What a worker must answer while it computes has a connection of its own, which another thread of the worker reads.
 """
 
+import errno
 import itertools
 import select
 import socket
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from pippy.drivers.interrupts import uninterrupted
+from pippy.drivers.transport.memory import no_descriptor
 from pippy.drivers.transport.messages.message_connection import MessageConnection
 from pippy.drivers.transport.pickling import Pickled
 from pippy.drivers.transport.pollable_event import PollableEvent
@@ -60,7 +62,12 @@ class ControllerConnections:
         """Give two workers a socket to each other, before what is posted to them from now on."""
         if not self._workers:
             return
-        ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            if error.errno == errno.EMFILE:
+                raise no_descriptor(f"a socket between workers {one} and {other}") from error
+            raise
         with self._lock:
             for worker, peer, end in zip((one, other), (other, one), ends):
                 self._ends[worker].connection.send_end(peer, end)

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,12 @@ import torch
 from torch.nn import functional as F
 
 from pippy import PipelineDriver1F1B, PipelineDriverInterleaved1F1B, local_cluster, pipeline
+from pippy.drivers.control.control import Address, Control
 from pippy.drivers.errors import ClusterError
+from pippy.drivers.transport.messages.controller_connections import ControllerConnections
+from pippy.drivers.transport.messages.message_connection import MessageConnection, WorkerMessageConnection
+from pippy.drivers.transport.messages.message_queue import MessageQueue
+from pippy.drivers.transport.shared_memory_transport import SharedMemoryTransport
 from tests.drivers.models import Chain
 from tests.drivers.processes import few_descriptors
 
@@ -58,3 +64,37 @@ def test_too_few_descriptors_to_start_are_said_to_be_too_few():
         with few_descriptors(free), pytest.raises(ClusterError, match=r"6 workers.*file descriptors.*ulimit -n"):
             local_cluster(WORKERS, threads=1)
         assert len(os.listdir("/proc/self/fd")) == open_now
+
+
+def test_a_controller_without_a_descriptor_says_so_and_connects_two_workers_later():
+    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
+    connections = ControllerConnections([ours for ours, _ in pairs])
+    ends = [WorkerMessageConnection(theirs, MessageQueue()).connection for _, theirs in pairs]
+    first, second = (SharedMemoryTransport(index, {}, controller=end) for index, end in enumerate(ends))
+    control = Control([Address(name, name, "here", 1) for name in "ab"], messages=connections)
+    for free in (0, 1):
+        with (
+            few_descriptors(free),
+            pytest.raises(OSError, match=r"no free file descriptor for a socket between workers.*ulimit -n"),
+        ):
+            control.connect(0, {1})
+    control.connect(0, {1})
+    first.send(1, (0, 0, 0), torch.ones(2))
+    assert second.receive((0, 0, 0), 0).sum() == 2
+    for each in (first, second, connections):
+        each.close()
+
+
+def test_a_worker_without_a_descriptor_for_its_peer_says_so():
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    controller = MessageConnection(here, lambda *_: None)
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    worker = SharedMemoryTransport(0, {}, controller=WorkerMessageConnection(there, MessageQueue()).connection)
+    controller.connection.send_end(1, one)
+    with few_descriptors(0):
+        worker.ready((0, 0, 0))
+    for use in (lambda: worker.send(1, (0, 0, 0), None), lambda: worker.receive((0, 0, 0), 1)):
+        with pytest.raises(OSError, match=r"no free file descriptor for the socket to worker 1.*ulimit -n"):
+            use()
+    for each in (worker, controller.connection, other):
+        each.close()
