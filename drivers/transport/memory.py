@@ -134,6 +134,6 @@ def no_descriptor(what: str) -> OSError:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return OSError(
         errno.EMFILE,
-        f"process {os.getpid()} has no free file descriptor for {what}: it may have {limit:,} open; close files in the script or "
-        f"in what the stages run, or raise the limit before the script starts (ulimit -n)",
+        f"process {os.getpid()} has no free file descriptor for {what}: it may have {limit:,} open; close files in the "
+        "script or in what the stages run, or raise the limit before the script starts (ulimit -n)",
     )
