@@ -183,8 +183,7 @@ class PipelineDriverBase:
         surroundings = _surroundings()
         follow_training_flags(self.pipe)
         trains = self._trains()
-        if trains:
-            _refuse_inputs_with_gradients([*args, *kwargs.values()])
+        _refuse_inputs([*args, *kwargs.values()], trains)
         call = None
         if self._auto is not None and self._auto.memory is not None:
             call = self._call(args, kwargs)
@@ -493,9 +492,15 @@ def _surroundings(method: str = "run") -> Surroundings:
     return Surroundings.current()
 
 
-def _refuse_inputs_with_gradients(given: Sequence[Any]) -> None:
-    wanting = [describe(tensor) for tensor in tensors(given) if tensor.requires_grad]
-    if wanting:
+def _refuse_inputs(given: Sequence[Any], trains: bool) -> None:
+    held = list(tensors(given))
+    empty = [describe(tensor) for tensor in held if tensor.is_meta]
+    if empty:
+        raise DriverError(
+            f"an input, {empty[0]}, is on the meta device and has no numbers; memory() takes it, and run() needs a real one"
+        )
+    wanting = [describe(tensor) for tensor in held if tensor.requires_grad]
+    if wanting and trains:
         raise DriverError(
             f"an input, {wanting[0]}, requires a gradient, and the gradients of inputs stay on the workers; detach it, or "
             "make it a parameter of the model"

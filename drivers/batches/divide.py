@@ -211,7 +211,8 @@ def same_for_all(value: Any) -> SameForAll:
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor as it is sent: contiguous and on the CPU, so that what is cut from it has the same strides on all workers."""
-    tensor = tensor.detach().cpu()
+    tensor = tensor.detach()
+    tensor = tensor if tensor.is_meta else tensor.cpu()  # a driver's memory() takes tensors without numbers
     return tensor.contiguous() if tensor.layout == torch.strided else tensor
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from pippy.ir.sparse_tensors import narrow
-from pippy.ir.trees import children, map_tensors, with_children
+from pippy.ir.trees import children, map_tensors, tensors, with_children
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +25,10 @@ class DividedValue:
     def take(self, microbatch: int, division: "Division") -> Any:
         """The value for one micro-batch."""
         raise NotImplementedError
+
+    def held(self) -> Any:
+        """All that is held of it."""
+        return getattr(self, "value", None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +72,9 @@ class PerMicrobatch(DividedValue):
     def take(self, microbatch: int, division: "Division") -> Any:
         return self.values[microbatch]
 
+    def held(self) -> Any:
+        return self.values
+
 
 @dataclass(frozen=True, eq=False)
 class Division:
@@ -97,6 +104,17 @@ class Division:
     def microbatches(self, name: str) -> list[Any]:
         """The value of an input for every micro-batch."""
         return [self.take(name, microbatch) for microbatch in range(self.chunks)]
+
+    def whole(self, name: str) -> list[torch.Tensor]:
+        """The tensors of an input as they are held, before they are cut.
+
+        >>> from pippy.drivers.batches.divide import divide
+        >>> divide({"x": torch.arange(5)}, chunks=2).whole("x")
+        [tensor([0, 1, 2, 3, 4])]
+        """
+        found: list[torch.Tensor] = []
+        _map_divided(lambda leaf: found.extend(tensors(leaf.held())), self.arguments[name])
+        return found
 
     def only(self, names: Sequence[str]) -> "Division":
         """The same with these inputs only: those that one worker needs."""

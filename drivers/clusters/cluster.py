@@ -11,8 +11,9 @@ from pippy.drivers.control.control import Control
 from pippy.drivers.control.dispatch import Dispatch
 from pippy.drivers.errors import ClusterError
 
-# The thread and the cluster of each `with` block, the innermost last.
-entered_clusters: list[tuple[threading.Thread, "Cluster"]] = []
+entered_clusters: list[
+    tuple[int, "Cluster"]
+] = []  # the thread and the cluster of each `with` block, the innermost last
 
 
 class Processes(Protocol):
@@ -65,7 +66,7 @@ class Cluster:
 
     def __enter__(self) -> "Cluster":
         self.control.check()
-        entered_clusters.append((threading.current_thread(), self))
+        entered_clusters.append((threading.get_ident(), self))
         return self
 
     def __exit__(

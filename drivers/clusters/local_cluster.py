@@ -2,7 +2,6 @@
 
 import errno
 import os
-import sys
 import tempfile
 import threading
 import warnings
@@ -13,12 +12,11 @@ import torch
 
 from pippy.drivers.clusters.arguments import check_devices, check_seconds, check_threads, device_name, worker_names
 from pippy.drivers.clusters.cluster import Cluster
-from pippy.drivers.clusters.current_cluster import check_none_open, opened, opening
+from pippy.drivers.clusters.current_cluster import check_none_open, opened
 from pippy.drivers.clusters.launch_config import LaunchConfig
 from pippy.drivers.clusters.local_processes import LocalProcesses
 from pippy.drivers.control.control import Control
 from pippy.drivers.errors import ClusterError
-from pippy.drivers.transport.messages import rpc
 from pippy.ir.errors import PippyWarning
 
 WORKER = "pippy.drivers.workers.worker:Worker"
@@ -62,7 +60,6 @@ def local_cluster(
     ...     cluster
     <Cluster of 2 workers, open: worker0, worker1>
     """
-    _check_system()
     cores = sorted(os.sched_getaffinity(0))
     names = worker_names(n, names)
     check_devices(n, devices, device)
@@ -72,24 +69,22 @@ def local_cluster(
     check_seconds(timeout=timeout, start_timeout=start_timeout)
     _check_is_only_process(n)
     check_none_open()
+    if pin:
+        _warn_of_shared_cores(names, cores)
     chosen = _chosen_transport(transport)
-    with opening(by_rpc=chosen == "rpc"):
-        if pin:
-            _warn_of_shared_cores(names, cores)
-        config = LaunchConfig(
-            worker=_worker,
-            names=names,
-            devices=device_names,
-            threads=threads,
-            cores=tuple(cores[i % len(cores)] for i in range(n)) if pin else None,
-            transport=chosen,
-            directory=tempfile.mkdtemp(prefix="pippy-") if chosen == "rpc" else "",
-            controller=os.getpid(),
-            dies_with_thread=threading.current_thread() is threading.main_thread(),
-            timeout=timeout,
-            patience=_patience(patience, crowded=n * threads > len(cores)),
-        )
-        return _started(config, timeout, start_timeout)
+    config = LaunchConfig(
+        worker=_worker,
+        names=names,
+        devices=device_names,
+        threads=threads,
+        cores=tuple(cores[i % len(cores)] for i in range(n)) if pin else None,
+        transport=chosen,
+        directory=tempfile.mkdtemp(prefix="pippy-") if chosen == "rpc" else "",
+        controller=os.getpid(),
+        dies_with_thread=threading.current_thread() is threading.main_thread(),
+        patience=_patience(patience, crowded=n * threads > len(cores)),
+    )
+    return _started(config, timeout, start_timeout)
 
 
 def _started(config: LaunchConfig, timeout: float, start_timeout: float) -> Cluster:
@@ -108,18 +103,7 @@ def _started(config: LaunchConfig, timeout: float, start_timeout: float) -> Clus
         processes.close()
         raise
     control = Control(addresses, timeout, deaths=processes.deaths, messages=processes.messages)
-    if config.uses_rpc:
-        rpc.take_reports(control.report_lost)
-    return opened(Cluster(config.names, control, processes, torch.device(config.devices[0]).type), config.uses_rpc)
-
-
-def _check_system() -> None:
-    """Raise where the system calls of a cluster do not exist."""
-    if sys.platform != "linux":
-        raise ClusterError(
-            f"workers need Linux, and this system is {sys.platform!r}; graphs, schedules and drawings work here, and a Pipe runs in "
-            f"this process: pipe(x)"
-        )
+    return opened(Cluster(config.names, control, processes, torch.device(config.devices[0]).type))
 
 
 def _check_is_only_process(n: int) -> None:

@@ -10,12 +10,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from pippy.drivers.clusters.launch_config import CONTROLLER
 from pippy.drivers.control.messages import GiveUp, Ping
 from pippy.drivers.transport.messages import rpc
 from pippy.drivers.transport.messages.message_queue import Ended, MessageQueue
-from pippy.drivers.transport.messages.rpc_values import rpc_transport
 from pippy.drivers.transport.pickling import pickle_message
+from pippy.drivers.transport.rpc_transport import RpcTransport
 from pippy.drivers.workers.worker import Worker
 from pippy.drivers.workers.worker_context import WorkerContext
 
@@ -50,11 +49,10 @@ class TorchrunWorker:
         peer: Callable[[int], str],
         threads: int | None = None,
         shares_process: bool = False,
-        timeout: float = 5.0,
     ) -> None:
         self.messages, self.threads = MessageQueue(), threads
         torch.empty(0, device=device)  # a device that does not work fails here
-        self.transport, self.values = rpc_transport(index, peer, CONTROLLER, device, timeout)
+        self.transport = RpcTransport(index, lambda to, key, value: rpc.deliver(peer(to), key, value), device=device)
         context = WorkerContext(
             index,
             tuple(names),
@@ -83,7 +81,6 @@ class TorchrunWorker:
 
     def end(self) -> None:
         """Give up the current command and let ``run`` return. Waits up to a second for a thread that `start` has started."""
-        self.values.end()
         self.worker.urgent(EVERYTHING)
         self.messages.end()
         if self.thread is not None and self.thread is not threading.current_thread():
@@ -94,7 +91,6 @@ class TorchrunWorker:
         if not isinstance(message, Leave):
             return self.worker.urgent(message)
         rpc.stderr_filter.start()
-        self.values.end()
         if message.now:
             self.end()
             timer = threading.Timer(LEAVES_WITHIN, self._still_here)
@@ -130,8 +126,7 @@ class TorchrunWorker:
         """End this process when the controller has ended: at once if the connection to it breaks.
 
         A cut network breaks no connection. So while the worker waits inside a step, it pings the controller from time to
-        time, and notices the cut after at most 3 × timeout + 10 s; so does one that has lost another worker. Any other idle
-        worker sends no pings, and waits without a limit.
+        time, and notices the cut after at most 3 × timeout + 10 s. An idle worker sends no pings, and waits without a limit.
         """
         rpc.watch(controller, lambda: self._gone("the connection to the controller broke"))
         threading.Thread(target=self._ask, args=(controller, timeout), daemon=True).start()
@@ -140,7 +135,7 @@ class TorchrunWorker:
         pause = threading.Event()
         while not pause.wait(2 * timeout + 10):
             in_step = self.worker.command is not None and self.transport.waiting_for() is not None
-            if (in_step or self.values.lost_peers) and not answers(controller, timeout):
+            if in_step and not answers(controller, timeout):
                 self._gone(f"the controller left a ping unanswered for {timeout:g} s")
 
     def _gone(self, why: str) -> None:

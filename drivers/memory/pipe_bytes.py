@@ -1,7 +1,8 @@
 """The bytes of the stages of a Pipe and of what passes between them, found with fake tensors: nothing is computed.
 
 The stages are copied with fake tensors in place of their own, and run as a worker runs them: all on one worker, one micro-batch
-after the other. What is alive is looked at before and after each computation, and at its most:
+after the other. Values that stages pass to each other are copied, as if they were sent. What is alive is looked at before and
+after each computation, and at its most:
 
     F0.0 F1.0 B1.0 B0.0   the gradients of parameters appear          F0.1 F1.1 B1.1 B0.1   they are there
     F0.0 F1.0 I1.0 W1.0 I0.0 W0.0 ...                                 the same, with backwards in halves
@@ -19,8 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.nn.modules.batchnorm import _NormBase
 
-from pippy.drivers.batches.division import CutTensor, Division, PerMicrobatch, SameForAll
+from pippy.drivers.batches.division import Division
 from pippy.drivers.errors import DriverError
 from pippy.drivers.lowering.lower import Lowered, lower
 from pippy.drivers.memory.optimizer_bytes import CountedOptimizer
@@ -38,8 +40,9 @@ from pippy.ir.names import stage_index
 from pippy.ir.pipe import Pipe, compiled_of
 from pippy.ir.run.live_storages import LiveStorages
 from pippy.ir.run.random_state import untouched_random_state
+from pippy.ir.run.stage_run import as_leaf
 from pippy.ir.sparse_tensors import plain_parts
-from pippy.ir.trees import children, map_tensors, tensors
+from pippy.ir.trees import map_tensors, tensors
 
 MICROBATCHES = 2
 
@@ -100,6 +103,7 @@ def count_pipe(
         tuple(found),
         counted.values,
         frozenset(counted.owned),
+        frozenset(counted.copied),
         tuple(_inputs(whole, division, counted)),
         device.type == "cpu",
         replicated,
@@ -118,7 +122,7 @@ def _in_halves(program: Program) -> Program:
         halves: list[Compute] = []
         for each in order:
             ops = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT) if each.op == Op.BACKWARD else (each.op,)
-            halves += [Compute(op, each.stage, each.microbatch) for op in ops]
+            halves += [replace(each, op=op) for op in ops]
         orders.append(halves)
     return program.with_orders(orders)
 
@@ -152,6 +156,7 @@ class _Counted:
         self.passes: dict[str, _Seen] = {}
         self.values: dict[str, int] = {}
         self.owned: set[str] = set()
+        self.copied: set[str] = set()
         self.gradients: dict[str, int] = {}
         self.repeating: dict[int, int] = {}
         self.results: dict[str, int] = {}
@@ -203,24 +208,34 @@ class _Counted:
 
         def watched(*operands: Any) -> None:
             live, made = self.live, self._made_by(instruction)
-            before, there, buffers = live.restart(), set(live.alive()), self._versions(instruction.stage)
+            buffers = [each._version for each in self._buffers(instruction.stage)]
+            before, there = live.restart(), set(live.alive())
             handle(*operands)
+            torch.clear_autocast_cache()  # the next computation does, first
             self.passes[str(instruction)] = _Seen(live.most - before, live.bytes - before)
             self._note_values(instruction, made, there)
             self.gradients[f"{instruction.op}{instruction.stage}"] = self._gradients_of(instruction.stage)
             if instruction.op == Op.FORWARD:
-                after = self._versions(instruction.stage)
-                self.repeating[instruction.stage] = sum(
-                    size for (version, size), (then, _) in zip(after, buffers) if version != then
-                )
+                own = self._buffers(instruction.stage)
+                written = [each for each, then in zip(own, buffers) if each._version != then]
+                averages = [
+                    each for each in self._averages(instruction.stage) if all(each is not one for one in written)
+                ]
+                self.repeating[instruction.stage] = sum(each.nbytes for each in [*written, *averages])
 
         return watched
 
     def _calls(self, stage: int) -> list[str]:
         return [work.call for work in self.executor.program.work.get(Pass("F", stage), ())]
 
-    def _versions(self, stage: int) -> list[tuple[int, int]]:
-        return [(each._version, each.nbytes) for call in self._calls(stage) for each in self.modules[call].buffers()]
+    def _buffers(self, stage: int) -> list[torch.Tensor]:
+        return [each for call in self._calls(stage) for each in self.modules[call].buffers()]
+
+    def _averages(self, stage: int) -> list[torch.Tensor]:
+        """What batch normalizations change; on fake tensors they do not tell."""
+        modules = [each for call in self._calls(stage) for each in self.modules[call].modules()]
+        norms = [each for each in modules if isinstance(each, _NormBase) and each.training]
+        return [each for norm in norms for each in (norm.running_mean, norm.running_var) if each is not None]
 
     def _gradients_of(self, stage: int) -> int:
         grads = [each.grad for each in self.parameters(self._calls(stage)) if each.grad is not None]
@@ -237,6 +252,11 @@ class _Counted:
             keys = {part.untyped_storage()._cdata for each in found for part in plain_parts(each)}
             if found and keys <= there:
                 self.owned.add(name)
+            if any(as_leaf(each).untyped_storage()._cdata not in keys for each in found):
+                self.copied.add(name)
+            key = name, compute.microbatch
+            if key in self.executor.values:
+                self.executor.values[key] = map_tensors(_received, self.executor.values[key])
         if compute.op == Op.FORWARD:
             for work in self.executor.program.work.get(Pass("F", compute.stage), ()):
                 for name in filter(None, work.gives):
@@ -244,6 +264,12 @@ class _Counted:
                         self.results[name] = self.live.bytes_of(
                             tensors(self.executor.returned[name][compute.microbatch])
                         )
+
+
+def _received(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as it arrives at another worker: with memory of its own, and no gaps in it."""
+    found: torch.Tensor = as_leaf(tensor).detach().clone()
+    return found.requires_grad_(tensor.requires_grad)
 
 
 def _stage(
@@ -297,20 +323,9 @@ def _inputs(lowered: Lowered, division: Division, counted: _Counted) -> Iterator
         )
         if stages:
             one = counted.live.bytes_of(tensors(counted.inputs[name][0]))
-            yield ModelInput(name, one, sum(map(_whole_bytes, _divided(division.arguments[name]))), tuple(stages))
-
-
-def _divided(value: Any) -> Iterator[Any]:
-    if isinstance(value, (CutTensor, SameForAll, PerMicrobatch)):
-        yield value
-    else:
-        for item in children(value) or ():
-            yield from _divided(item)
-
-
-def _whole_bytes(value: Any) -> int:
-    held = value.values if isinstance(value, PerMicrobatch) else value.value
-    return sum(each.nbytes for each in tensors(held))
+            total = sum(each.nbytes for each in division.whole(name))
+            masked = division.chunks * one if division.mask else 0  # then each micro-batch is a copy
+            yield ModelInput(name, one, total + masked, tuple(stages))
 
 
 @contextmanager

@@ -61,6 +61,18 @@ class StepData:
         return min(each.began - offset for each, offset in zip(self.noted, self._clocks[0]))
 
     @property
+    def held(self) -> list[tuple[Sequence[int], Sequence[int]]]:
+        """For each worker the most bytes that it held while each instruction ran, and those after it. The last are those of
+        the end of the step. Empty if the step was recorded without ``memory=True``."""
+        found = [each.held for each in self.noted]
+        return [each for each in found if each is not None] if None not in found else []
+
+    @property
+    def held_peaks(self) -> tuple[int, ...]:
+        """The most bytes that each worker held."""
+        return tuple(max(most) for most, _ in self.held)
+
+    @property
     def clock_errors(self) -> tuple[float, ...]:
         """By how many seconds the times of each worker may be wrong, relative to worker 0. On one host this is 0."""
         return tuple(self._clocks[1][: len(self.noted)])

@@ -149,7 +149,7 @@ class DriverState:
         """All tensors that are there when a step begins."""
         modules = [each for module in self.modules.values() for each in (*module.parameters(), *module.buffers())]
         states = [each.held() for each in self.optimizers.values()]
-        inputs = [step.inputs.microbatches(name) for name in step.inputs.arguments]
+        inputs = [step.inputs.whole(name) for name in step.inputs.arguments]
         return list(tensors([modules, self.gradients.held(), states, inputs]))
 
     def _run_step(self, step: Step, number: int) -> StepResult:

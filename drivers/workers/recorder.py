@@ -74,6 +74,8 @@ class Recorder:
     def note_adding(self) -> None:
         """Note that the worker begins to add up the gradients of replicated parameters."""
         self.adding = time.monotonic()
+        if self.held is not None:
+            self.held.live.looks_at_arguments = True  # gradients come from other workers
 
     def record(self) -> WorkerRecord:
         """What was noted. The step ends now."""
@@ -105,7 +107,7 @@ class Recorder:
         assert held is not None
 
         def weighed(*operands: Any) -> None:
-            held.live.looks = not isinstance(instruction, Send)  # what a transport copies is its own
+            held.live.looks = isinstance(instruction, Compute)  # what a transport copies is its own
             handle(*operands)
             held.live.looks = True
             if isinstance(instruction, Receive):  # a transport may make tensors without an operation
@@ -166,7 +168,7 @@ class AllocatedMemory:
     """As `LiveStorages`, by the allocator of a GPU: nothing has to be added."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.looks = device, True
+        self.device, self.looks, self.looks_at_arguments = device, True, True
 
     def __enter__(self) -> None:
         self.restart()

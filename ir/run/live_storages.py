@@ -45,6 +45,7 @@ class LiveStorages(TorchDispatchMode):
         self.unit = unit
         self.bytes = self.most = 0
         self.looks = True  # what is made while this is False does not count
+        self.looks_at_arguments = False  # what operations are given, too: tensors that came in otherwise
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._sizes: dict[int, int] = {}
 
@@ -53,6 +54,8 @@ class LiveStorages(TorchDispatchMode):
         return False  # torch would load all of torch.compile for it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.looks_at_arguments:
+            self.add(each for each in tree_leaves(args) if isinstance(each, torch.Tensor))
         result = func(*args, **(kwargs or {}))
         found = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
         if self.looks and any(isinstance(each, FakeTensor) for each in found):

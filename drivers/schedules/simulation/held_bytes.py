@@ -86,7 +86,8 @@ class PipeBytes:
     """The bytes of all stages, and of what passes between them: what `held_bytes` needs to know of a Pipe.
 
     ``values`` are the values that stages pass to each other, by the names of the program's edges; one that is missing counts
-    nothing. ``owned`` are those that are, where they are made, a part of something that is counted already: a parameter, or an
+    nothing. ``copied`` are those that have gaps or another order in memory, so that a stage on the same worker takes a copy.
+    ``owned`` are those that are, where they are made, a part of something that is counted already: a parameter, or an
     input of the stage. ``inputs_stay`` says that the inputs of the model are held until the step ends, as on the CPU, where
     micro-batches are views; on another device they are copies, made for the first forward that takes one, and each goes with
     its last use. ``replicated`` are the
@@ -96,6 +97,7 @@ class PipeBytes:
     stages: tuple[StageBytes, ...]
     values: Mapping[str, int] = field(default_factory=dict)
     owned: frozenset[str] = frozenset()
+    copied: frozenset[str] = frozenset()
     inputs: tuple[ModelInput, ...] = ()
     inputs_stay: bool = True
     replicated: Mapping[str, int] = field(default_factory=dict)
@@ -194,6 +196,7 @@ class _Values:
 
 
 _INPUT, _OUTPUT, _WAITING = range(3)
+_COPY = " copied"  # behind the name of a value: the copy of it that a stage takes
 
 
 class _Walk:
@@ -210,7 +213,7 @@ class _Walk:
             for target in edge.targets:
                 self.takes[target].append(edge.value)
         here = {edge.value for edge in program.flow if edge.source.stage in self.own}
-        self.free_of_charge = sizes.owned & here
+        self.free_of_charge, self.copied = sizes.owned & here, sizes.copied & here
         self.inputs = {each.name: each for each in sizes.inputs if any(stage in self.own for stage in each.stages)}
         self.last_takers = self._last_takers()
         self.values = _Values()
@@ -253,7 +256,7 @@ class _Walk:
     def _size(self, name: str) -> int:
         if name in self.inputs:
             return 0 if self.sizes.inputs_stay else self.inputs[name].bytes
-        return 0 if name in self.free_of_charge else self.sizes.values.get(name, 0)
+        return 0 if name in self.free_of_charge else self.sizes.values.get(name.removesuffix(_COPY), 0)
 
     def _change(self, key: Key, holder: int, by: int) -> None:
         self.values.change(key, holder, by, self._size(key[0]))
@@ -315,7 +318,7 @@ class _Walk:
         return [name for name in taken if not self.values.has((name, microbatch))]
 
     def _inputs_of(self, stage: int) -> Iterator[str]:
-        yield from self.takes[Pass("F", stage)]
+        yield from (name + _COPY * (name in self.copied) for name in self.takes[Pass("F", stage)])
         yield from (name for name, each in self.inputs.items() if stage in each.stages)
 
     def _run_again(self, stage: int) -> int:
@@ -362,5 +365,5 @@ class _Walk:
             size = self.sizes.replicated.get(copies.parameter, 0)
             if here:
                 sums += here * size
-                largest = max(largest, 2 * size)
+                largest = max(largest, (2 if copies.stages[0] in self.own else 1) * size)
         return sums + largest
