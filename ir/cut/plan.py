@@ -14,6 +14,7 @@ from torch import fx
 
 from pippy.ir import source
 from pippy.ir.cut.constraints import check_constraints
+from pippy.ir.cut.deferred_statistics import check_deferred_statistics
 from pippy.ir.cut.effects import Mutation, Roots, find_mutations
 from pippy.ir.cut.params import MultiUseParamSpec, SharedTensor, Sharing, decide
 from pippy.ir.cut.uses import is_constant, is_operation, operations, uses_of_tensors
@@ -65,6 +66,7 @@ class CutPlan:
 def make_plan(traced: Traced, spec: MultiUseParamSpec) -> CutPlan:
     """Plan the stages of a marked graph, or raise an error that says why it cannot be cut at its marks."""
     stages = _assign_nodes(traced)
+    check_deferred_statistics(traced)
     check_constraints(traced, [node.meta["stage"] for node in operations(traced)], spec)
     mutations, roots = find_mutations(traced.graph, traced.attributes)
     changed = {id(traced.attributes[str(each.root.target)]) for each in mutations if each.root.op == "get_attr"}

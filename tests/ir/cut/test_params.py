@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pippy import MultiUseParameterConfig, PippyError, pipe_split, pipeline
+from pippy import MultiUseParameterConfig, PippyError, convert_deferred_batch_norm, pipe_split, pipeline
 from pippy.ir.errors import NameLookupError, SharedParameterError, SplitError, StateDictError
 from tests.zoo import (
     WAYS,
@@ -313,3 +313,23 @@ def test_the_top_level_graph_follows_the_owners_too(way):
         torch.testing.assert_close(pipe.weight.grad, plain.weight.grad)
     copies = pipe.copies()[0]
     assert len(copies) == 2 and copies[0] is pipe.weight
+
+
+class ReadsStatistics(nn.Module):
+    def __init__(self, late):
+        super().__init__()
+        self.norm, self.late = nn.BatchNorm1d(4), late
+
+    def forward(self, x):
+        mean = 0 if self.late else self.norm.running_mean.clone()
+        x = self.norm(x)
+        return x + (self.norm.running_mean.clone() if self.late else mean)
+
+
+def test_statistics_that_change_when_the_step_ends_are_not_read_before():
+    pipeline(ReadsStatistics(late=True))
+    pipeline(convert_deferred_batch_norm(ReadsStatistics(late=True)).eval())
+    pipeline(convert_deferred_batch_norm(ReadsStatistics(late=False)))
+    line = r"'norm.running_mean' is read after .*\n.*\n +return x \+ \(self.norm.running_mean.*\n.* before the norm"
+    with pytest.raises(SharedParameterError, match=line):
+        pipeline(convert_deferred_batch_norm(ReadsStatistics(late=True)))
