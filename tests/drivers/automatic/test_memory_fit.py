@@ -183,3 +183,23 @@ def test_the_number_of_micro_batches_is_left_out_where_nothing_chooses_it(thread
     driver.run(4, x, x)
     assert driver.program(4).chunks == 4
     driver.close()
+
+
+def test_what_workers_are_measured_to_hold_is_within_the_limit(threads):
+    """Also after an optimizer was made, whose state was not counted before: then what does not fit is refused."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(2) for layer in (nn.Linear(64, 64), nn.Tanh())]
+    pipe = pipeline(nn.Sequential(*layers), nn.MSELoss(), num_stages=2, split="parameters")
+    x = torch.randn(512, 64)
+    limit = least(pipe, threads, 8, x, x)
+    driver = auto(pipe, threads, limit)
+    driver.run(8, x, x)
+    with driver.record(memory=True) as recording:
+        for _ in range(MEASURED):
+            driver.run(8, x, x)
+    for step in recording.steps:
+        assert all(max(each.held[0]) <= limit * 1.05 for each in step.noted)
+    driver.instantiate_optimizer(torch.optim.AdamW)
+    with pytest.raises(DriverError, match=r"holds .* optimizer.*What would fit: memory="):
+        driver.run(8, x, x)
+    driver.close()
