@@ -9,7 +9,7 @@ import threading
 import traceback
 from typing import Any, NoReturn
 
-from pippy.drivers.clusters.launch_config import LaunchConfig
+from pippy.drivers.clusters.launch_config import CONTROLLER, LaunchConfig
 from pippy.drivers.clusters.launch_reports import Failed, Ready, report
 from pippy.drivers.clusters.parent_death import die_with_controller, die_with_parent
 
@@ -77,10 +77,9 @@ def make_transport(config: LaunchConfig, index: int, messages: Any) -> Any:
     """The transport of this worker to the others and, but for RPC, to the controller."""
     device = config.devices[index]
     if config.uses_rpc:
-        from pippy.drivers.transport.messages import rpc
-        from pippy.drivers.transport.rpc_transport import RpcTransport
+        from pippy.drivers.transport.messages.rpc_values import rpc_transport
 
-        return RpcTransport(index, lambda to, key, value: rpc.deliver(f"worker{to}", key, value), device=device)
+        return rpc_transport(index, config.rpc_name, CONTROLLER, device, config.timeout)[0]
     from pippy.drivers.transport.messages.message_connection import WorkerMessageConnection
     from pippy.drivers.transport.shared_memory_transport import SharedMemoryTransport
 

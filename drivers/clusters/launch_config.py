@@ -18,6 +18,7 @@ class LaunchConfig:
         dies_with_thread: whether the fork server is killed when the thread of the controller that started it ends.
         sockets: the file descriptors of each worker's sockets to the controller, if there are any: for messages, and for
             urgent ones.
+        timeout: how many seconds a process may leave others without an answer.
         patience: how many seconds a worker that waits for a value polls for it before it sleeps.
 
     >>> LaunchConfig("package.module:Class", ("a", "b"), ("cpu", "cpu"), 1, None, "none", "", 4711, False).rpc_name(0)
@@ -34,6 +35,7 @@ class LaunchConfig:
     controller: int
     dies_with_thread: bool
     sockets: tuple[tuple[int, int], ...] = ()
+    timeout: float = 5.0
     patience: float = 0.0
 
     def rpc_name(self, index: int) -> str:

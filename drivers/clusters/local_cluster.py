@@ -17,6 +17,7 @@ from pippy.drivers.clusters.launch_config import LaunchConfig
 from pippy.drivers.clusters.local_processes import LocalProcesses
 from pippy.drivers.control.control import Control
 from pippy.drivers.errors import ClusterError
+from pippy.drivers.transport.messages import rpc
 from pippy.ir.errors import PippyWarning
 
 WORKER = "pippy.drivers.workers.worker:Worker"
@@ -82,6 +83,7 @@ def local_cluster(
         directory=tempfile.mkdtemp(prefix="pippy-") if chosen == "rpc" else "",
         controller=os.getpid(),
         dies_with_thread=threading.current_thread() is threading.main_thread(),
+        timeout=timeout,
         patience=_patience(patience, crowded=n * threads > len(cores)),
     )
     return _started(config, timeout, start_timeout)
@@ -103,6 +105,8 @@ def _started(config: LaunchConfig, timeout: float, start_timeout: float) -> Clus
         processes.close()
         raise
     control = Control(addresses, timeout, deaths=processes.deaths, messages=processes.messages)
+    if config.uses_rpc:
+        rpc.take_reports(control.report_lost)
     return opened(Cluster(config.names, control, processes, torch.device(config.devices[0]).type))
 
 

@@ -79,7 +79,9 @@ def cluster(
     addresses = _meet(rank_info, names, start_timeout)
     worker = None
     if rank_info.index >= 0:
-        worker = TorchrunWorker(rank_info.index, names, own_device, rank_info.rpc_name, threads, rank_info.rank == 0)
+        worker = TorchrunWorker(
+            rank_info.index, names, own_device, rank_info.rpc_name, threads, rank_info.rank == 0, timeout
+        )
     if rank_info.rank:
         assert worker is not None
         _work(worker, rank_info, timeout, start_timeout)
@@ -213,4 +215,5 @@ def _control(
     if worker is not None:
         worker.start()
     control = Control(addresses, timeout, messages=RpcMessages([address.rpc_name for address in addresses]))
+    rpc.take_reports(control.report_lost)
     return opened(Cluster([address.name for address in addresses], control, joined, device_type))

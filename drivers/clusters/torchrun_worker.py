@@ -10,11 +10,12 @@ from typing import Any, NoReturn
 
 import torch
 
+from pippy.drivers.clusters.launch_config import CONTROLLER
 from pippy.drivers.control.messages import GiveUp, Ping
 from pippy.drivers.transport.messages import rpc
 from pippy.drivers.transport.messages.message_queue import Ended, MessageQueue
+from pippy.drivers.transport.messages.rpc_values import rpc_transport
 from pippy.drivers.transport.pickling import pickle_message
-from pippy.drivers.transport.rpc_transport import RpcTransport
 from pippy.drivers.workers.worker import Worker
 from pippy.drivers.workers.worker_context import WorkerContext
 
@@ -49,10 +50,11 @@ class TorchrunWorker:
         peer: Callable[[int], str],
         threads: int | None = None,
         shares_process: bool = False,
+        timeout: float = 5.0,
     ) -> None:
         self.messages, self.threads = MessageQueue(), threads
         torch.empty(0, device=device)  # a device that does not work fails here
-        self.transport = RpcTransport(index, lambda to, key, value: rpc.deliver(peer(to), key, value), device=device)
+        self.transport, self.values = rpc_transport(index, peer, CONTROLLER, device, timeout)
         context = WorkerContext(
             index,
             tuple(names),
@@ -81,6 +83,7 @@ class TorchrunWorker:
 
     def end(self) -> None:
         """Give up the current command and let ``run`` return. Waits up to a second for a thread that `start` has started."""
+        self.values.end()
         self.worker.urgent(EVERYTHING)
         self.messages.end()
         if self.thread is not None and self.thread is not threading.current_thread():
@@ -91,6 +94,7 @@ class TorchrunWorker:
         if not isinstance(message, Leave):
             return self.worker.urgent(message)
         rpc.stderr_filter.start()
+        self.values.end()
         if message.now:
             self.end()
             timer = threading.Timer(LEAVES_WITHIN, self._still_here)

@@ -102,6 +102,7 @@ class Control:
         self.counts = [0] * len(self.workers)
         self._broken: str | None = None
         self._waits: set[_Wait] = set()  # of all threads
+        self._reports: deque[tuple[int, int, str]] = deque()
         self._deaths = deaths
         self.messages = messages or ControllerConnections()
         self._lock = threading.Lock()
@@ -115,8 +116,16 @@ class Control:
     @broken.setter
     def broken(self, why: str) -> None:
         self._broken = why
+        self._wake()
+
+    def _wake(self) -> None:
         for wait in self._waits.copy():
             wait.wakeup.set()
+
+    def report_lost(self, by: int, peer: int, how: str) -> None:
+        """Worker ``by`` cannot reach another, and so neither can go on: the waits say so. From any thread."""
+        self._reports.append((by, peer, how))
+        self._wake()
 
     def post(self, worker: int, message: Any) -> PendingCall:
         """Put a message into a worker's queue. The call is answered when the worker's main thread replies."""
@@ -159,9 +168,12 @@ class Control:
         return done.answer
 
     def check(self) -> None:
-        """Raise if the cluster is broken or closed."""
+        """Raise if the cluster is broken or closed, or a worker has reported that it lost another."""
         if self.broken:
             raise ClusterError(self.broken)
+        if self._reports:
+            by, peer, how = self._reports.popleft()
+            raise self.mark_lost(peer, f"worker {self.workers[by].name!r} could not send it a value: {how}")
 
     def mark_lost(self, worker: int, how: str) -> WorkerLostError:
         """Note that a worker is lost: from now on the cluster is broken. Returns the error to raise."""

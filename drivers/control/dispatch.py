@@ -257,7 +257,7 @@ class Dispatch:
             posted.answers[call.worker] = answer = _answer(call)
             if answer.failure is not None:
                 if answer.failure.peer is not None:
-                    how = f"worker {call.worker} found the connection to it closed"
+                    how = f"worker {self.control.workers[call.worker].name!r} found the connection to it closed"
                     raise self.control.mark_lost(answer.failure.peer, how)
                 return call.worker, answer.failure
         return None

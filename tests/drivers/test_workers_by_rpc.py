@@ -1,10 +1,14 @@
 """Workers that send each other values by RPC: what is lost on the way is an error, soon, and never a wait without an end."""
 
+import threading
+
 import pytest
+import torch
 
 from pippy.drivers.clusters.local_cluster import local_cluster
-from pippy.drivers.errors import StepError
-from tests.drivers.failing_model import UNREADABLE
+from pippy.drivers.errors import StepError, WorkerLostError
+from pippy.drivers.transport.messages.rpc_values import RpcValues
+from tests.drivers.failing_model import CUT, UNREADABLE
 from tests.drivers.processes import within
 from tests.drivers.test_failures import Training
 
@@ -21,3 +25,47 @@ def test_what_is_lost_between_two_workers():
         ):
             training.fail(UNREADABLE)
         training.check()
+        lost = "'worker2' .* is lost: worker 'worker1' (could not send it a value: the connection broke|found the connection)"
+        with within(4.0), pytest.raises(WorkerLostError, match=lost):
+            training.fail(CUT)
+    with local_cluster(2, threads=1, transport="rpc") as cluster:
+        Training(cluster).step()
+
+
+class Watched:
+    """Values that are said to be on their way, and what is said of peers that were lost."""
+
+    def __init__(self):
+        self.lost, self.was_lost = [], threading.Event()
+        self.values = RpcValues(str, self.note, seconds=0.1)
+
+    def note(self, peer, how):
+        self.lost.append((peer, how))
+        self.was_lost.set()
+
+    def sent(self, peer, size=8):
+        future = torch.futures.Future()
+        self.values.watch(peer, size, future)
+        return future
+
+
+def test_a_value_that_nobody_takes_up_is_a_lost_peer():
+    """A connection that is cut without a word, as by a cable: TCP itself would try on for a quarter of an hour."""
+    watched = Watched()
+    watched.sent(1).set_result(None)
+    slow, stuck = watched.sent(2, size=1 << 30), watched.sent(3)
+    with within(1.0):
+        assert watched.was_lost.wait(10)
+    assert watched.lost == [(3, "it has not taken up a value of 8 bytes within 0.1 s")]
+    stuck.set_exception(RuntimeError("too late"))
+    assert len(watched.lost) == 1
+    slow.set_exception(RuntimeError("eof\nC++ traceback"))
+    assert watched.lost[1:] == [(2, "the connection broke: eof")]
+
+
+def test_connections_that_break_at_the_end_are_no_loss():
+    watched = Watched()
+    future = watched.sent(1)
+    watched.values.end()
+    future.set_exception(RuntimeError("eof"))
+    assert not watched.lost

@@ -17,7 +17,7 @@ from pippy.drivers.stderr_filter import StderrFilter
 from pippy.drivers.transport.messages.listening_sockets import stop_listening
 from pippy.drivers.transport.messages.message_queue import MessageQueue
 from pippy.drivers.transport.messages.urgent import answer_at_once
-from pippy.drivers.transport.pickling import Pickled, pickle_message, unpickle
+from pippy.drivers.transport.pickling import Pickled, unpickle
 from pippy.drivers.transport.received_values import Unreadable
 
 
@@ -35,6 +35,7 @@ class Served:
 
 
 _served: Served | None = None
+_reports: Callable[[int, int, str], None] | None = None
 _never_answered: list["torch.futures.Future[None]"] = []
 
 # RPC warns of each pipe that closes, also of those that it closes itself when this process leaves.
@@ -118,11 +119,21 @@ def urgent(to: str, pickled: Pickled) -> "torch.futures.Future[Pickled]":
     return _call(to, _answer, pickled)
 
 
-def deliver(to: str, key: Any, value: Any) -> None:
-    """Hand a value to the transport of another worker. That a worker is gone is the controller's to notice."""
-    pickled = pickle_message(value)
+def deliver(to: str, key: Any, pickled: Pickled) -> "torch.futures.Future[Pickled]":
+    """Hand a value to the transport of another worker; the future is done when it is there."""
+    return _call(to, _take, key, pickled)
+
+
+def report_lost(to: str, by: int, peer: int, how: str) -> None:
+    """Tell the controller that worker ``by`` has lost the connection to another."""
     with suppress(ConnectionError):
-        _call(to, _take, key, pickled)
+        _call(to, _take_report, by, peer, how)
+
+
+def take_reports(take: Callable[[int, int, str], None]) -> None:
+    """Hand what workers report to this function, on any thread."""
+    global _reports
+    _reports = take
 
 
 def watch(to: str, broken: Callable[[], None]) -> None:
@@ -180,6 +191,11 @@ def _answer(pickled: Pickled) -> Pickled:
 def _connect(to: Sequence[str]) -> None:
     for other in to:
         rpc.rpc_sync(other, os.getpid, timeout=0)
+
+
+def _take_report(by: int, peer: int, how: str) -> None:
+    if _reports is not None:
+        _reports(by, peer, how)
 
 
 @rpc.functions.async_execution
