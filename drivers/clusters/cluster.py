@@ -11,9 +11,8 @@ from pippy.drivers.control.control import Control
 from pippy.drivers.control.dispatch import Dispatch
 from pippy.drivers.errors import ClusterError
 
-entered_clusters: list[
-    tuple[int, "Cluster"]
-] = []  # the thread and the cluster of each `with` block, the innermost last
+# The thread and the cluster of each `with` block, the innermost last.
+entered_clusters: list[tuple[threading.Thread, "Cluster"]] = []
 
 
 class Processes(Protocol):
@@ -66,7 +65,7 @@ class Cluster:
 
     def __enter__(self) -> "Cluster":
         self.control.check()
-        entered_clusters.append((threading.get_ident(), self))
+        entered_clusters.append((threading.current_thread(), self))
         return self
 
     def __exit__(

@@ -12,7 +12,7 @@ import torch
 
 from pippy.drivers.clusters.arguments import check_devices, check_seconds, check_threads, device_name, worker_names
 from pippy.drivers.clusters.cluster import Cluster
-from pippy.drivers.clusters.current_cluster import check_none_open, opened
+from pippy.drivers.clusters.current_cluster import check_none_open, opened, opening
 from pippy.drivers.clusters.launch_config import LaunchConfig
 from pippy.drivers.clusters.local_processes import LocalProcesses
 from pippy.drivers.control.control import Control
@@ -70,23 +70,24 @@ def local_cluster(
     check_seconds(timeout=timeout, start_timeout=start_timeout)
     _check_is_only_process(n)
     check_none_open()
-    if pin:
-        _warn_of_shared_cores(names, cores)
     chosen = _chosen_transport(transport)
-    config = LaunchConfig(
-        worker=_worker,
-        names=names,
-        devices=device_names,
-        threads=threads,
-        cores=tuple(cores[i % len(cores)] for i in range(n)) if pin else None,
-        transport=chosen,
-        directory=tempfile.mkdtemp(prefix="pippy-") if chosen == "rpc" else "",
-        controller=os.getpid(),
-        dies_with_thread=threading.current_thread() is threading.main_thread(),
-        timeout=timeout,
-        patience=_patience(patience, crowded=n * threads > len(cores)),
-    )
-    return _started(config, timeout, start_timeout)
+    with opening(by_rpc=chosen == "rpc"):
+        if pin:
+            _warn_of_shared_cores(names, cores)
+        config = LaunchConfig(
+            worker=_worker,
+            names=names,
+            devices=device_names,
+            threads=threads,
+            cores=tuple(cores[i % len(cores)] for i in range(n)) if pin else None,
+            transport=chosen,
+            directory=tempfile.mkdtemp(prefix="pippy-") if chosen == "rpc" else "",
+            controller=os.getpid(),
+            dies_with_thread=threading.current_thread() is threading.main_thread(),
+            timeout=timeout,
+            patience=_patience(patience, crowded=n * threads > len(cores)),
+        )
+        return _started(config, timeout, start_timeout)
 
 
 def _started(config: LaunchConfig, timeout: float, start_timeout: float) -> Cluster:
@@ -107,7 +108,7 @@ def _started(config: LaunchConfig, timeout: float, start_timeout: float) -> Clus
     control = Control(addresses, timeout, deaths=processes.deaths, messages=processes.messages)
     if config.uses_rpc:
         rpc.take_reports(control.report_lost)
-    return opened(Cluster(config.names, control, processes, torch.device(config.devices[0]).type))
+    return opened(Cluster(config.names, control, processes, torch.device(config.devices[0]).type), config.uses_rpc)
 
 
 def _check_is_only_process(n: int) -> None:

@@ -216,4 +216,4 @@ def _control(
         worker.start()
     control = Control(addresses, timeout, messages=RpcMessages([address.rpc_name for address in addresses]))
     rpc.take_reports(control.report_lost)
-    return opened(Cluster([address.name for address in addresses], control, joined, device_type))
+    return opened(Cluster([address.name for address in addresses], control, joined, device_type), by_rpc=True)

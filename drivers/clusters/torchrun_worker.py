@@ -130,7 +130,8 @@ class TorchrunWorker:
         """End this process when the controller has ended: at once if the connection to it breaks.
 
         A cut network breaks no connection. So while the worker waits inside a step, it pings the controller from time to
-        time, and notices the cut after at most 3 × timeout + 10 s. An idle worker sends no pings, and waits without a limit.
+        time, and notices the cut after at most 3 × timeout + 10 s; so does one that has lost another worker. Any other idle
+        worker sends no pings, and waits without a limit.
         """
         rpc.watch(controller, lambda: self._gone("the connection to the controller broke"))
         threading.Thread(target=self._ask, args=(controller, timeout), daemon=True).start()
@@ -139,7 +140,7 @@ class TorchrunWorker:
         pause = threading.Event()
         while not pause.wait(2 * timeout + 10):
             in_step = self.worker.command is not None and self.transport.waiting_for() is not None
-            if in_step and not answers(controller, timeout):
+            if (in_step or self.values.lost_peers) and not answers(controller, timeout):
                 self._gone(f"the controller left a ping unanswered for {timeout:g} s")
 
     def _gone(self, why: str) -> None:

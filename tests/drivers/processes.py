@@ -4,16 +4,17 @@ import os
 import resource
 import select
 import signal
+import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from pippy.drivers.clusters.current_cluster import _open_cluster
+from pippy.drivers.clusters.current_cluster import _open, _opened
 
 
 def close_open_cluster():
-    """End the workers' processes, if this process has a cluster of them: another can be opened then. Threads go on."""
-    if (cluster := _open_cluster()) is not None:
+    """End the workers' processes, if this thread has a cluster of them: another can be opened then. Threads go on."""
+    if (cluster := _open(_opened.get(threading.current_thread()))) is not None:
         cluster.close()
 
 

@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import types
 from unittest.mock import patch
 
@@ -40,6 +41,7 @@ class StandBy:
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
+        self._asking = threading.Lock()
 
     def close(self) -> None:
         if self.process is not None:
@@ -54,8 +56,6 @@ class StandBy:
 
     def popen(self, command, *, pass_fds, env, cwd=None, stdin=subprocess.DEVNULL, start_new_session=False):
         """For ``python -c code`` and ``python -m module``, with arguments."""
-        if self.process is None:
-            self._start(env)
         numbers = [1, 2, *pass_fds]
         _, option, code, *arguments = command
         if option == "-m":
@@ -67,7 +67,9 @@ class StandBy:
         request = (code, ["-c", *arguments], numbers, env, str(cwd or os.getcwd()), os.nice(0), start_new_session)
         answers, answer = os.pipe()
         try:
-            with _adopting():
+            with self._asking, _adopting():
+                if self.process is None:
+                    self._start(env)
                 socket.send_fds(self.socket, [pickle.dumps(request)], [answer, *numbers])
                 os.close(answer)
                 return Child(int(os.read(answers, 64)))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pippy import PipelineDriver1F1B, current_cluster, pipe_split, pipeline
+from pippy import PipelineDriver1F1B, current_cluster, local_cluster, pipe_split, pipeline
 from pippy.drivers.errors import ClusterError, StepError
 from tests.drivers.failing_model import FORWARD, SLOW
 from tests.drivers.processes import within
@@ -84,6 +84,19 @@ def test_each_thread_has_its_cluster():
         with thread_cluster(2) as cluster:
             assert current_cluster() is cluster
             trained.check()
+
+    together(*[partial(run, Trained(seed)) for seed in range(2)])
+
+
+@pytest.mark.usefixtures("alone")
+def test_each_thread_has_its_cluster_of_processes():
+    def run(trained):
+        with local_cluster(2, threads=1):
+            trained.check()
+            with pytest.raises(ClusterError, match="only one cluster can be open in a thread"):
+                local_cluster(1)
+        with pytest.raises(ClusterError, match="no cluster is open"):
+            PipelineDriver1F1B(pipeline(trained.model, nn.MSELoss()))
 
     together(*[partial(run, Trained(seed)) for seed in range(2)])
 

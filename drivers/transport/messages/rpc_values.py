@@ -15,7 +15,9 @@ from pippy.drivers.transport.received_values import ValueKey
 from pippy.drivers.transport.rpc_transport import RpcTransport
 
 Future = torch.futures.Future
-INTERVAL = 1.0  # seconds beyond a cluster's timeout, as in the controller's pings
+BEYOND = (
+    2.0  # seconds beyond a cluster's timeout: the controller's pings have found a lost process by then, and say more
+)
 RATE = 1 << 20  # bytes that a connection must carry in a second, or it is taken for cut
 _OVERSLEPT = 1.0  # so late, this process was stopped, and the others may have been, too
 
@@ -48,7 +50,7 @@ class RpcValues:
         self.name, self.lost, self.seconds = name, lost, seconds
         self._changed = threading.Condition()
         self._under_way: dict[int, _UnderWay] = {}
-        self._lost: set[int] = set()
+        self.lost_peers: set[int] = set()
         self._number = 0
         self._idle = self._ended = False
         self._watcher: threading.Thread | None = None
@@ -97,7 +99,8 @@ class RpcValues:
 
     def _note_lost(self, to: int, how: str) -> None:
         with self._changed:
-            known, self._lost = to in self._lost or self._ended, self._lost | {to}
+            known = to in self.lost_peers or self._ended
+            self.lost_peers.add(to)
         if not known:
             self.lost(to, how)
 
@@ -140,7 +143,7 @@ def rpc_transport(
         transport.mark_lost(peer)
         rpc.report_lost(controller, index, peer, how)
 
-    values = RpcValues(name, lost, timeout + INTERVAL)
+    values = RpcValues(name, lost, timeout + BEYOND)
     transport = RpcTransport(index, values.post, device=device)
     return transport, values
 
