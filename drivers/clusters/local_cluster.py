@@ -2,6 +2,7 @@
 
 import errno
 import os
+import sys
 import tempfile
 import threading
 import warnings
@@ -61,6 +62,7 @@ def local_cluster(
     ...     cluster
     <Cluster of 2 workers, open: worker0, worker1>
     """
+    _check_system()
     cores = sorted(os.sched_getaffinity(0))
     names = worker_names(n, names)
     check_devices(n, devices, device)
@@ -109,6 +111,15 @@ def _started(config: LaunchConfig, timeout: float, start_timeout: float) -> Clus
     if config.uses_rpc:
         rpc.take_reports(control.report_lost)
     return opened(Cluster(config.names, control, processes, torch.device(config.devices[0]).type), config.uses_rpc)
+
+
+def _check_system() -> None:
+    """Raise where the system calls of a cluster do not exist."""
+    if sys.platform != "linux":
+        raise ClusterError(
+            f"workers need Linux, and this system is {sys.platform!r}; graphs, schedules and drawings work here, and a Pipe runs in "
+            f"this process: pipe(x)"
+        )
 
 
 def _check_is_only_process(n: int) -> None:

@@ -92,7 +92,7 @@ class ControllerConnections:
                 self._mark_lost(at)
 
     def _send(self, at: int, number: int, pickled: Pickled) -> "Future[Pickled]":
-        with self._lock:
+        with self._lock, uninterrupted():  # or the other end might miss the layout of a message
             if self._ends[at].connection.ended:
                 raise ConnectionError("its end of the socket is closed")
             future = self._unanswered[at][number] = Future()

@@ -310,6 +310,12 @@ def test_a_killed_controller_leaves_nothing(stopped, tmp_path):
     assert set(os.listdir("/dev/shm")) <= before
 
 
+def test_other_systems_are_refused(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(ClusterError, match=r"workers need Linux, and this system is 'darwin'; .*: pipe\(x\)"):
+        local_cluster(2)
+
+
 def test_shared_memory_that_cannot_be_had_is_refused(monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(ClusterError, match=r'transport="shared_memory" cannot be had.*leave out transport'):
