@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pippy.cli.costs import costs_of, share, with_costs, with_sizes
+from pippy.cli.model_memory import ModelPeaks
 from pippy.ir.show.text_table import text_table
 
 if TYPE_CHECKING:
@@ -17,7 +18,26 @@ SEARCHED = 1000  # with more computations than this, the list scheduler takes ma
 @click.command(no_args_is_help=True, short_help="Compare all schedules.")
 @with_sizes
 @with_costs
-def compare(workers: int, chunks: int, stages_per_worker: int | None, **costs: Any) -> None:
+@click.option(
+    "--memory", metavar="TARGET", help="Also what workers hold of this model, which is cut for each schedule."
+)
+@click.option(
+    "--example",
+    "inputs",
+    multiple=True,
+    metavar="[NAME=]DTYPE[SIZES]",
+    help="An input of its mini-batch, the target too.",
+)
+@click.option("--loss", metavar="MODULE:NAME", help="Its loss: a function or module of (output, target).")
+def compare(
+    workers: int,
+    chunks: int,
+    stages_per_worker: int | None,
+    memory: str | None,
+    inputs: tuple[str, ...],
+    loss: str | None,
+    **costs: Any,
+) -> None:
     """Compare all schedules for the same model: how long they take, how long workers idle, how much they hold.
 
     \b
@@ -26,6 +46,7 @@ def compare(workers: int, chunks: int, stages_per_worker: int | None, **costs: A
     peak       the most micro-batches that a worker holds, in units of all of its stages
     sends      the number of values that are sent between workers
     steps      the most computations of a worker
+    memory     the bytes of the worker that holds most, without the state of an optimizer, if --memory names a model
 
     A single cost is for all stages of a worker together, so schedules with different numbers of stages run the same
     model. Without -v, each schedule gets the fewest stages that make sense for it: two on each worker for those that
@@ -36,19 +57,32 @@ def compare(workers: int, chunks: int, stages_per_worker: int | None, **costs: A
       pippy compare -p 4 -m 16
       pippy compare -p 4 -m 16 --forward 1 --input 1.2 --weight 0.8 --comm 0.1
       pippy compare -p 2 -m 8 --forward 1,2,2,1
+      pippy compare -p 2 -m 8 --memory model.py:Net --loss torch.nn:MSELoss --example 'float32[64,8]' --example 'float32[64,1]'
     """
     from pippy.drivers.schedules.errors import ScheduleError
     from pippy.drivers.schedules.orders.registry import REGISTRY
 
     priced = costs_of(**costs)
+    peaks = None if memory is None else ModelPeaks(memory, loss, inputs, chunks)
     rows, left_out = [], []
     for name, entry in REGISTRY.items():
         try:
-            rows.append(row(made(name, entry, workers, chunks, stages_per_worker, priced), priced))
+            program = made(name, entry, workers, chunks, stages_per_worker, priced)
+            by, cells = row(program, priced)
+            rows.append((by, cells if peaks is None else [*cells, peaks.text(program)]))
         except ScheduleError as error:
             left_out.append(f"{name}: {error}")
     if rows:
-        heads = ["schedule", "stages", "makespan", "bubble", "peak", "sends", "steps"]
+        heads = [
+            "schedule",
+            "stages",
+            "makespan",
+            "bubble",
+            "peak",
+            "sends",
+            "steps",
+            *["memory"] * (peaks is not None),
+        ]
         rows.sort(key=lambda each: each[0])
         click.echo(text_table(heads, [cells for _, cells in rows]))
     if left_out:

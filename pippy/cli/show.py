@@ -9,6 +9,7 @@ import click
 
 from pippy.cli.find import call, find, value_of
 from pippy.cli.problems import said_warnings, write
+from pippy.cli.stages_memory import stages_memory
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,6 +35,7 @@ _INPUT = re.compile(r"(?:(?P<name>\w+)=)?(?P<dtype>[a-z]\w*)?\[(?P<sizes>[\d,\s]
     "--input", "inputs", multiple=True, metavar="[NAME=]DTYPE[SIZES]", help="An input of forward, for shapes."
 )
 @click.option("--format", "kind", type=click.Choice(FORMATS), help="What to show.  [all, or by the name of the file]")
+@click.option("--memory", is_flag=True, help="Show what each stage holds, in bytes, for a micro-batch of --input.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write it to this file.")
 def show(
     target: str,
@@ -45,6 +47,7 @@ def show(
     shared: str | None,
     inputs: tuple[str, ...],
     kind: str | None,
+    memory: bool,
     output: str | None,
 ) -> None:
     """Show how a model is cut into stages: the graph, the drawing of what passes, and the table of stages.
@@ -73,7 +76,7 @@ def show(
     args, kwargs = made_inputs([parsed(each) for each in inputs])
     with said_warnings():
         pipe = given_pipe(target, given, split, num_stages, sequential, loss, shared, args, kwargs)
-        text = _drawn(pipe, kind, args, kwargs)
+        text = stages_memory(pipe, args, kwargs) if memory else _drawn(pipe, kind, args, kwargs)
     if output:
         write(output, text)
     else:

@@ -1,0 +1,41 @@
+"""What the stages of a model hold, for `pippy show --memory` and `pippy compare --memory`."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pippy.ir.show.readable import bytes_text
+from pippy.ir.show.text_table import text_table
+
+if TYPE_CHECKING:
+    from pippy.drivers.schedules.simulation.held_bytes import PipeBytes
+    from pippy.ir.pipe import Pipe
+
+COLUMNS = ("parameters", "gradients", "kept", "forward", "backward")
+
+
+def counted(pipe: "Pipe", chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "PipeBytes":
+    """The bytes of the stages of a Pipe, for a call in so many micro-batches."""
+    import torch
+
+    from pippy.drivers.batches.divide_call import divide_call
+    from pippy.drivers.memory.pipe_bytes import count_pipe
+    from pippy.ir.pipe import compiled_of
+
+    compiled = compiled_of(pipe)
+    division = divide_call(compiled, chunks, args, kwargs)
+    return count_pipe(pipe, division, torch.device("cpu"), compiled.loss is not None, halves=True)
+
+
+def stages_memory(pipe: "Pipe", args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """A table of what each stage holds for a micro-batch: ``kept`` by each of them until its backward."""
+    if not args and not kwargs:
+        raise click.UsageError("--memory counts for inputs of some size; give them, as in --input 'float32[32,16]'")
+    sizes = counted(pipe, 1, args, kwargs)
+    rows = [
+        [f"submod_{number}", *(bytes_text(getattr(stage, name)) for name in COLUMNS)]
+        for number, stage in enumerate(sizes.stages)
+    ]
+    totals = [bytes_text(sum(getattr(stage, name) for stage in sizes.stages)) for name in COLUMNS[:3]]
+    return text_table(["stage", *COLUMNS], rows, total=["total", *totals, "", ""])
