@@ -167,11 +167,16 @@ one number or one for each worker
             )
         return _step(self._measured[chunks] if self.memory is not None else self._measurements_for(chunks, make, None))
 
-    def count_of_chunks(self, make: Make, call: Call) -> int:
-        """Into how many micro-batches to cut the next call, which leaves that to `memory=`. Waits for a measured step first."""
+    def count_of_chunks(self, make: Make, call: Call, trains: bool) -> int:
+        """Into how many micro-batches to cut the next call, which leaves that to `memory=`. Waits for a measured step first.
+
+        A call that does not train takes the number that is known for as many rows: it holds less.
+        """
         assert self.memory is not None
         rows = self.memory.rows_to_cut(call)
         counts = self._by_rows.get(rows)
+        if counts is not None and not trains:
+            return counts.chosen or counts.measured[0]
         if counts is None or not no_larger(call.shapes, counts.shapes):
             counts = self._by_rows[rows] = self._counts_to_measure(make, call)
         for count in counts.measured:

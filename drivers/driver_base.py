@@ -187,7 +187,7 @@ class PipelineDriverBase:
         call = None
         if self._auto is not None and self._auto.memory is not None:
             call = self._call(args, kwargs)
-            chunks = self.programs.count_of_chunks(call) if chunks is None else chunks
+            chunks = self.programs.count_of_chunks(call, trains) if chunks is None else chunks
         assert chunks is not None
         division = divide_call(self.compiled, chunks, args, kwargs, self.chunk_spec, self.batch_dims, self.mask)
         results = Results(

@@ -124,10 +124,10 @@ class DriverPrograms:
         purpose, program = auto.next(chunks, self._made, call)
         return purpose, self._send(chunks, purpose.program, program)
 
-    def count_of_chunks(self, call: Call) -> int:
+    def count_of_chunks(self, call: Call, trains: bool) -> int:
         """Into how many micro-batches to cut a call that leaves that to the driver."""
         assert self.schedule.auto is not None
-        return self.schedule.auto.count_of_chunks(self._made, call)
+        return self.schedule.auto.count_of_chunks(self._made, call, trains)
 
     def _made(self, chunks: int) -> Program:
         """What the automatic schedule begins with; with the edges of the Pipe, where bytes are counted."""

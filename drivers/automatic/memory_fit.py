@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from pippy.drivers.batches.division import Division
 from pippy.drivers.errors import DriverError
 from pippy.drivers.schedules.fitting.byte_sizes import limits_of
@@ -48,8 +50,9 @@ class Call:
 
     @cached_property
     def shapes(self) -> Shapes:
-        """What the bytes depend on: the number of optimizers, and the sizes of the tensors."""
-        return ((self.optimizers,), *(tuple(tensor.shape) for tensor in tensors(self.arguments)))
+        """What the bytes depend on: the number of optimizers, whether autocast is in force, and the sizes of the tensors."""
+        casts = (1,) * torch._C._is_any_autocast_enabled()
+        return ((self.optimizers,), casts, *(tuple(tensor.shape) for tensor in tensors(self.arguments)))
 
 
 def no_larger(shapes: Shapes, counted: Shapes) -> bool:
