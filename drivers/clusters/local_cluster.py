@@ -117,8 +117,8 @@ def _check_system() -> None:
     """Raise where the system calls of a cluster do not exist."""
     if sys.platform != "linux":
         raise ClusterError(
-            f"workers need Linux, and this system is {sys.platform!r}; graphs, schedules and drawings work here, and a Pipe runs "
-            f"in this process: pipe(x)"
+            f"workers need Linux, and this system is {sys.platform!r}; graphs, schedules and drawings work here, and a Pipe "
+            f"runs in this process: pipe(x)"
         )
 
 
