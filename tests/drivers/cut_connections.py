@@ -1,13 +1,17 @@
-"""Cuts the TCP connections between two workers of a host, as `ss -K` does: from inside one of them."""
+"""Cuts the TCP connections between two workers of a host, from inside of one: as `ss -K` does, or without a word."""
 
+import ctypes
 import os
 import socket
+import struct
 from contextlib import suppress
 from pathlib import Path
 
+_SO_ATTACH_FILTER = 26
 
-def cut_connections_to_siblings():
-    """Shut down all TCP connections of this process to other processes that have the same parent."""
+
+def cut_connections_to_siblings(silently=False):
+    """Shut down all TCP connections of this process to other processes that have the same parent; or let nothing in there."""
     parent = os.getppid()
     children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
     siblings = {inode for pid in children if int(pid) != os.getpid() for inode in _sockets(pid)}
@@ -17,7 +21,13 @@ def cut_connections_to_siblings():
     for (here, there), inode in inode_of.items():
         if inode in own and inode_of.get((there, here)) in siblings:
             with suppress(OSError), socket.socket(fileno=os.dup(own[inode])) as end:
-                end.shutdown(socket.SHUT_RDWR)
+                _let_nothing_in(end) if silently else end.shutdown(socket.SHUT_RDWR)
+
+
+def _let_nothing_in(end):
+    """Drop each packet as it comes, the acknowledgements, too: by a filter of one instruction, "return 0 bytes"."""
+    instruction = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
+    end.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(instruction)))
 
 
 def _sockets(pid):

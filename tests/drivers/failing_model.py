@@ -11,7 +11,7 @@ from pippy.ir.front.tracer import PipeTracer
 from tests.drivers.cut_connections import cut_connections_to_siblings
 from tests.drivers.scarce import NO_MEMORY, be_scarce
 
-FORWARD, BACKWARD, EXIT, SLOW, ENDLESS, UNSENDABLE, LOSS, UNREADABLE, CUT = range(1, 10)
+FORWARD, BACKWARD, EXIT, SLOW, ENDLESS, UNSENDABLE, LOSS, UNREADABLE, CUT, SILENCE = range(1, 11)
 NOWHERE = -1
 
 
@@ -67,8 +67,8 @@ class Trap(nn.Module):
             time.sleep(0.05)
         if how >= NO_MEMORY:
             be_scarce(how)
-        if how == CUT:
-            cut_connections_to_siblings()
+        if how in (CUT, SILENCE):
+            cut_connections_to_siblings(silently=how == SILENCE)
         note = Opaque() if how == UNSENDABLE else Unreadable() if how == UNREADABLE else note
         return Raises.apply(x, how == BACKWARD), note
 

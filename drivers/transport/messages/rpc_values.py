@@ -140,8 +140,8 @@ def rpc_transport(
     """A worker's transport by RPC. It reports to the controller, and itself notes, that it has lost another worker."""
 
     def lost(peer: int, how: str) -> None:
+        rpc.report_lost(controller, index, peer, how)  # first: it says more than that the worker cannot go on
         transport.mark_lost(peer)
-        rpc.report_lost(controller, index, peer, how)
 
     values = RpcValues(name, lost, timeout + BEYOND)
     transport = RpcTransport(index, values.post, device=device)
