@@ -14,10 +14,12 @@ from xml.etree import ElementTree
 
 from pippy.drivers.recording.activity import Activity, Cause
 from pippy.drivers.recording.findings import findings
+from pippy.drivers.recording.memory_drawing import memory_drawing
 from pippy.drivers.recording.step_data import StepData
 from pippy.drivers.recording.svg import FILLS, LEFT, LEGEND, RIGHT, WIDTH, draw, used
 from pippy.drivers.recording.units import duration, percent, size
 from pippy.drivers.schedules.programs.instructions import Op
+from pippy.drivers.schedules.simulation.held_bytes import HeldBytes
 
 HERE = Path(__file__).parent
 WORDS = {Cause.WAITING: "for", Cause.TRANSFER: "from", Cause.SENDING: "to"}  # before the number of the other worker
@@ -34,14 +36,20 @@ MEANINGS = {
 }
 
 
-def page(step: StepData, kept: Sequence[StepData], dropped: int, title: str) -> str:
-    """The HTML of the report about one of the ``kept`` steps of a recording."""
+def page(
+    step: StepData,
+    kept: Sequence[StepData],
+    dropped: int,
+    title: str,
+    counted: Sequence[HeldBytes] | None = None,
+) -> str:
+    """The HTML of the report about one of the ``kept`` steps of a recording. ``counted`` is what each worker should hold."""
     sections = [
         ("Timeline", _timeline(step)),
         ("Where the time went", _time(step)),
         ("Stages", _stages(step)),
         ("Values between workers", _traffic(step)),
-        ("Memory", _memory(step)),
+        ("Memory", _memory(step) + memory_drawing(step, counted)),
         ("Steps", _steps(step, kept, dropped)),
     ]
     said = "".join(f"<p>{escape(sentence)}</p>" for sentence in findings(step))

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from pippy.drivers.control.messages import StepResult
 from pippy.drivers.errors import DriverError
@@ -13,6 +14,17 @@ from pippy.drivers.recording.step_data import StepData
 from pippy.drivers.recording.svg import svg
 from pippy.drivers.recording.trace import trace
 from pippy.drivers.schedules.programs.program import Program
+from pippy.drivers.schedules.simulation.held_bytes import HeldBytes
+
+
+class CountedMemory(Protocol):
+    """What `driver.memory` gives."""
+
+    @property
+    def program(self) -> Program: ...
+
+    @property
+    def workers(self) -> tuple[HeldBytes, ...]: ...
 
 
 class RecordedStep(StepData):
@@ -59,9 +71,17 @@ class Recording:
         if not isinstance(self.limit, int) or isinstance(self.limit, bool) or self.limit < 1:
             raise DriverError(f"limit={self.limit!r}: give how many of the latest steps are to be kept, 1 or more")
 
-    def report(self, path: str | Path, *, title: str = "A recorded step", step: int | None = None) -> None:
+    def report(
+        self,
+        path: str | Path,
+        *,
+        title: str = "A recorded step",
+        step: int | None = None,
+        memory: CountedMemory | None = None,
+    ) -> None:
         """Write an HTML page about one step. It opens from disk and needs no network.
 
+        ``memory`` is what `driver.memory` gave for this step: it is drawn beside what was measured.
         ``step`` is the index of the step in ``steps``. If it is left out, the page shows the step of median length among
         those that ran the same program as the last one.
         """
@@ -76,7 +96,13 @@ class Recording:
         alike = [each for each in self.steps if each.program == self.steps[-1].program]
         middle = sorted(alike, key=lambda each: each.makespan)[(len(alike) - 1) // 2]
         chosen = middle if step is None else self.steps[step]
-        Path(path).write_text(page(chosen, self.steps, self.dropped, title), encoding="utf-8")
+        counted = None if memory is None else memory.workers
+        if counted is not None and (memory is None or memory.program != chosen.program or not chosen.held):
+            raise DriverError(
+                "memory= is what driver.memory() gave for the program of this step, which is to be recorded with "
+                "driver.record(memory=True)"
+            )
+        Path(path).write_text(page(chosen, self.steps, self.dropped, title, counted), encoding="utf-8")
 
     def save_trace(self, path: str | Path) -> None:
         """Write the trace events of all kept steps to one file."""

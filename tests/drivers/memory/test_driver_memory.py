@@ -124,3 +124,17 @@ def test_over_time(threads):
         assert max(most for _, most, _ in series) == held.peak.total
         assert series[-1][0] == "end" and "R" in {name[0] for name, _, _ in series}
     driver.close()
+
+
+def test_the_report_draws_what_was_counted_beside_what_was_measured(threads, tmp_path):
+    driver = PipelineDriver1F1B(pipeline(Net(), nn.MSELoss()), threads)
+    x = torch.zeros(16, 8)
+    counted = driver.memory(4, x, x)
+    with driver.record(memory=True) as recording:
+        driver.run(4, x, x)
+    recording.report(tmp_path / "report.html", memory=counted)
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<polyline") == 4 and page.count(">counted ") == page.count(">measured ") == 2
+    with pytest.raises(DriverError, match="for the program of this step"):
+        recording.report(tmp_path / "report.html", memory=driver.memory(2, x, x))
+    driver.close()
