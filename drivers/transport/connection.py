@@ -228,10 +228,12 @@ class Connection:
             return self._send_end(outgoing.number, outgoing.end)
         rest = len(outgoing.rest)
         size = layout.size + rest
-        if size <= _SMALLEST or (size <= INLINE and not self._is_crowded(size)):
-            self._packet.write(START, layout, outgoing.tensors, outgoing.rest)
-            write_header(self._packet.bytes, kind, 0, number, rest, key, size)
-            return self._send(START + size)
+        if size <= INLINE:
+            self._room -= 2 * size + 1024  # no less than the system counts for it
+            if self._room >= 0 or size <= _SMALLEST or not self._is_crowded():
+                self._packet.write(START, layout, outgoing.tensors, outgoing.rest)
+                write_header(self._packet.bytes, kind, 0, number, rest, key, size)
+                return self._send(START + size)
         if size > self.limit and not self.keeps_larger:
             return self._send_alone(outgoing, size)
         start = self._allocate(aligned(size), key[0])
@@ -248,15 +250,12 @@ class Connection:
             ring.asked = ring.head
         return True
 
-    def _is_crowded(self, size: int) -> bool:
-        """Whether packets that are not read have filled half of the socket, before one more with so many bytes inside."""
-        self._room -= 2 * size + 1024  # no less than the system counts for it
-        if self._room < 0:
-            unread: int = struct.unpack("i", fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4)))[0]
-            if unread > self._holds // 2:
-                return True
+    def _is_crowded(self) -> bool:
+        """Whether packets that are not read have filled half of the socket."""
+        unread: int = struct.unpack("i", fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4)))[0]
+        if unread <= self._holds // 2:
             self._room = self._holds // 4
-        return False
+        return unread > self._holds // 2
 
     def _send_alone(self, outgoing: _Outgoing, size: int) -> bool:
         """Send a value in memory of its own, which ends when it is read; False if it must wait."""
@@ -318,21 +317,30 @@ class Connection:
 
     def _allocate(self, size: int, step: int) -> int | None:
         """The offset of a free place in the ring; None if there is none."""
-        if self._ring and self._review.halves(step, self._ring):
-            with suppress(OSError):
-                self._replace(max(self._ring.size // 2, size, MINIMUM))
-        start = self._ring.allocate(size) if self._ring else None
-        if self._ring and (start is None or self._ring.is_half_full()):
+        ring, start = self._ring, None
+        if ring is not None:
+            if step != self._review.step and self._review.halves(step, ring):
+                with suppress(OSError):
+                    ring = self._replace(max(ring.size // 2, size, MINIMUM)) or ring
+            start = ring.allocate(size)
+            if start is not None and 2 * (used := ring.head - ring.tail) <= ring.size:
+                ring.peak = max(ring.peak, used)
+                return start
+        return self._allocate_scarce(size, start)
+
+    def _allocate_scarce(self, size: int, start: int | None) -> int | None:
+        """The place ``start`` in a ring of which half is in use, as far as is known, or another where there was none."""
+        ring = self._ring
+        if ring is not None and (start is None or ring.should_look()):
             self._read_answers()
             if start is None and self._ring:
                 start = self._ring.allocate(size)
+            ring.peak = max(ring.peak, ring.head - ring.tail)
         if start is None and (self._ring is None or size > self._ring.size or self._ring.size < self.limit):
-            ring = self._grow(size)
-            start = ring.allocate(size) if ring else None
+            made = self._grow(size)
+            start = made.allocate(size) if made else None
         if start is None:
             self._ask()
-        elif self._ring:
-            self._ring.note_use()
         return start
 
     def _read_answers(self) -> None:
@@ -401,13 +409,28 @@ class Connection:
         if not received:
             raise ConnectionError("closed")
         kind, asks, layout, rest, step, value, microbatch, size, end, ring = HEADER.unpack_from(self._arrival.bytes)
-        alone = self._take_alone(ancillary) if ring == ALONE else None
-        taken: Any = None
-        if kind == VALUE:
-            if step >= self.receiver.first_step:
-                taken = self._read(layout, rest, size, end, alone)
-        elif kind == LAYOUT:
+        if kind != VALUE:
+            self._take_in(kind, layout, rest, size, end, ring, ancillary)
+        wanted = kind == VALUE and step >= self.receiver.first_step
+        alone = self._take_alone(ancillary) if kind == VALUE and ring == ALONE else None
+        taken = self._read(layout, rest, size, end, alone) if wanted else None
+        if isinstance(alone, MemoryFile):
+            alone.close()
+        if asks:
+            self._answer(end)
+        if wanted:
+            self.receiver.put((step, value, microbatch), taken)  # at the end: it may send, and so read what comes next
+        return True
+
+    def _take_in(
+        self, kind: int, layout: int, rest: int, size: int, end: int, ring: int, ancillary: list[tuple[int, int, bytes]]
+    ) -> None:
+        """Take in a packet that brings no value."""
+        if kind == LAYOUT:
+            alone = self._take_alone(ancillary) if ring == ALONE else None
             self._learn(layout, rest, size, end, alone)
+            if isinstance(alone, MemoryFile):
+                alone.close()
         elif kind == RING:
             self._take_ring(ancillary, size, ring)
         elif kind == FREED:
@@ -417,13 +440,6 @@ class Connection:
         elif kind == REFUSED and ring == self._rings_made:
             self._ring = self._out = None
             self._numbers.clear()  # layouts may have been in what was refused
-        if isinstance(alone, MemoryFile):
-            alone.close()
-        if asks:
-            self._answer(end)
-        if kind == VALUE and step >= self.receiver.first_step:
-            self.receiver.put((step, value, microbatch), taken)  # at the end: it may send, and so read what comes next
-        return True
 
     def _bytes_of(self, size: int, end: int, alone: MemoryFile | OSError | None) -> tuple[Memory | MemoryFile, int]:
         if not end:

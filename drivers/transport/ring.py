@@ -19,7 +19,7 @@ class Ring:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.head = self.tail = self.asked = 0
+        self.head = self.tail = self.asked = self._looked = 0
         self.peak = 0  # the most bytes that were in use at a time since this was last set to 0
 
     def allocate(self, size: int) -> int | None:
@@ -35,13 +35,12 @@ class Ring:
         self.head = head + size
         return offset
 
-    def is_half_full(self) -> bool:
-        """Whether more than half of it is in use, as far as is known."""
-        return 2 * (self.head - self.tail) > self.size
-
-    def note_use(self) -> None:
-        """Keep ``peak`` up to date."""
-        self.peak = max(self.peak, self.head - self.tail)
+    def should_look(self) -> bool:
+        """Whether to look what is free again: once in an eighth of the ring, while half of it seems to be in use."""
+        if self.head - self._looked < self.size // 8:
+            return False
+        self._looked = self.head
+        return True
 
     def free(self, until: int) -> None:
         """All places that end at this position or before are free."""
@@ -63,13 +62,13 @@ class RingReview:
     """
 
     def __init__(self, patience: int = 32) -> None:
-        self.patience, self._step, self._steps, self._shrank = patience, -1, 0, False
+        self.patience, self.step, self._steps, self._shrank = patience, -1, 0, False
 
     def halves(self, step: int, ring: Ring) -> bool:
         """Whether to replace the ring by one of half its size, before the first value of a new step."""
-        if step == self._step:
+        if step == self.step:
             return False
-        self._step = step
+        self.step = step
         self._steps += 1
         if self._steps <= self.patience:
             return False

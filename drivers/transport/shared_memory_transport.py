@@ -70,9 +70,8 @@ class SharedMemoryTransport(Transport):
         if to == self.index:
             self.received.put(key, copied(value))
             return
-        if to not in self.sent:
-            self._await_socket(key, to)
-        connection, sent = self.connections[to], self.sent[to]
+        sent = self.sent.get(to) or self._await_socket(key, to)
+        connection = self.connections[to]
         payload = connection.send(key, value)
         sent.values += 1
         sent.bytes += payload
@@ -132,13 +131,14 @@ class SharedMemoryTransport(Transport):
         else:
             self._connect(peer, socket.socket(fileno=fd))
 
-    def _await_socket(self, key: ValueKey, peer: int) -> None:
+    def _await_socket(self, key: ValueKey, peer: int) -> SentCount:
         """Wait for the socket to a peer, which is on its way: the controller sent it before the message of this command."""
         while peer not in self.sent:
             if peer in self._unconnected:
                 raise self._unconnected[peer]
             self.received.check(key)
             self._serve(-1)
+        return self.sent[peer]
 
     def _wait_for_traffic(self, seconds: float | None) -> None:
         self._serve(-1 if seconds is None else seconds)
