@@ -26,7 +26,6 @@ from pippy.drivers.automatic.memory_fit import (
     MemoryFit,
     Shapes,
     counts_of_chunks,
-    in_halves,
     measured_micro_batch,
     no_larger,
 )
@@ -40,6 +39,7 @@ from pippy.drivers.schedules.choose import Choice, Limits, choose
 from pippy.drivers.schedules.errors import ScheduleError
 from pippy.drivers.schedules.fitting.fitted import Fitted
 from pippy.drivers.schedules.fitting.search import Problem
+from pippy.drivers.schedules.halves import in_halves
 from pippy.drivers.schedules.programs.placement import Placement
 from pippy.drivers.schedules.programs.program import Program
 from pippy.drivers.schedules.recompute import Checkpoint

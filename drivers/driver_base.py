@@ -40,7 +40,7 @@ from pippy.drivers.grad_scaler import PipelineGradScaler
 from pippy.drivers.local_optimizers import watch
 from pippy.drivers.memory.driver_memory import DriverMemory
 from pippy.drivers.memory.optimizer_bytes import counted_optimizer
-from pippy.drivers.memory.pipe_bytes import count_pipe, in_halves
+from pippy.drivers.memory.pipe_bytes import count_pipe
 from pippy.drivers.nonfinite_gradients import NonFiniteGradients
 from pippy.drivers.optimizer import PipelineOptimizer
 from pippy.drivers.parameters import RemoteParameters
@@ -50,6 +50,7 @@ from pippy.drivers.recording.record import Recording
 from pippy.drivers.results import Results
 from pippy.drivers.running_step import RunningStep
 from pippy.drivers.schedules import Program
+from pippy.drivers.schedules.halves import has_halves
 from pippy.drivers.stale_models import StaleModels
 from pippy.drivers.workers.compiling import compile_options
 from pippy.ir.names import LOSS
@@ -312,7 +313,7 @@ class PipelineDriverBase:
         states = [counted_optimizer(optimizer)] if optimizer else [each.counted() for each in self._optimizers]
         device = torch.device(self.cluster.device_type)
         program, trains = self.program(chunks), self._trains()
-        sizes = count_pipe(self.pipe, division, device, trains, states, in_halves(program))
+        sizes = count_pipe(self.pipe, division, device, trains, states, has_halves(program))
         return DriverMemory(program, sizes, bool(states) or not trains)
 
     def train(self, mode: bool = True) -> "PipelineDriverBase":

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 LAYERS = """
     drivers/schedules/errors drivers/schedules/programs drivers/schedules/checks drivers/schedules/communicate
-    drivers/schedules/recompute drivers/schedules/simulation drivers/schedules/orders drivers/schedules/search
+    drivers/schedules/recompute drivers/schedules/halves drivers/schedules/simulation drivers/schedules/orders drivers/schedules/search
     drivers/schedules/drawings drivers/schedules/make drivers/schedules/choose drivers/schedules/fitting
     drivers/schedules
 

@@ -19,7 +19,7 @@ from pippy.drivers.schedules.fitting.byte_sizes import limits_of
 from pippy.drivers.schedules.fitting.fitted import Fitted
 from pippy.drivers.schedules.fitting.search import Found, MicroBatch, Problem, search
 from pippy.drivers.schedules.fitting.unfit import unfit
-from pippy.drivers.schedules.programs.instructions import Compute, Op
+from pippy.drivers.schedules.halves import has_halves, in_halves
 from pippy.drivers.schedules.programs.placement import Placement
 from pippy.drivers.schedules.programs.program import Program
 from pippy.drivers.schedules.recompute import Checkpoint
@@ -107,7 +107,7 @@ class MemoryFit:
         """The programs of the steps that are measured: with whole backwards, and with halves. Both fit."""
         ways = self.found(problem, rows, thorough=False).ways
         sizes = problem.micro_batch(problem.chunks[0]).sizes
-        whole = [way for way in ways if not _has_halves(way.program)]
+        whole = [way for way in ways if not has_halves(way.program)]
         for way in whole:
             halves = in_halves(way.program)
             if all(map(int.__le__, peak_bytes(halves, sizes), problem.limits)):
@@ -134,25 +134,3 @@ def counts_of_chunks(rows: int) -> list[int]:
         if count >= found[-1] * (1.4 if rows % count == 0 else 2) and -(-rows // count) < -(-rows // found[-1]):
             found.append(count)
     return found if found[-1] == rows else [*found, rows]
-
-
-def _has_halves(program: Program) -> bool:
-    return any(each.op == Op.BACKWARD_INPUT for order in program.computations for each in order)
-
-
-def in_halves(program: Program) -> Program:
-    """The same order, with each backward as its two halves, one after the other.
-
-    >>> from pippy.drivers.schedules import make_schedule
-    >>> print(*in_halves(make_schedule("1f1b", workers=1, chunks=1)).orders[0])
-    F0.0 I0.0 W0.0
-    """
-    return program.with_orders(
-        [each for compute in order for each in _halves(compute)] for order in program.computations
-    )
-
-
-def _halves(compute: Compute) -> list[Compute]:
-    if compute.op != Op.BACKWARD:
-        return [compute]
-    return [replace(compute, op=op) for op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)]

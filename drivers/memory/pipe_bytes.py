@@ -28,9 +28,9 @@ from pippy.drivers.lowering.lower import Lowered, lower
 from pippy.drivers.memory.optimizer_bytes import CountedOptimizer
 from pippy.drivers.placed_pipe import PlacedPipe
 from pippy.drivers.schedules import make_schedule
+from pippy.drivers.schedules.halves import in_halves
 from pippy.drivers.schedules.programs.edges import Pass
 from pippy.drivers.schedules.programs.instructions import Compute, Op
-from pippy.drivers.schedules.programs.program import Program
 from pippy.drivers.schedules.simulation.held_bytes import ModelInput, PipeBytes, StageBytes
 from pippy.drivers.transport.in_process import in_process
 from pippy.drivers.workers.executor import Executor
@@ -88,7 +88,7 @@ def count_pipe(
         passes = counted.run(whole)
         by_halves: dict[str, _Seen] = {}
         if trains and halves:
-            by_halves = _Counted(pipe, division, largest, device, trains).run(lower(pipe, _in_halves(orders[True])))
+            by_halves = _Counted(pipe, division, largest, device, trains).run(lower(pipe, in_halves(orders[True])))
         found = [_stage(stage, counted, passes, by_halves, stage in whole.program.backward) for stage in range(stages)]
         states = [
             sum(each.of(named, counted.mode, counted.live.unit) for each in optimizers) for named in counted.named()
@@ -114,22 +114,6 @@ def _tensor(modules: Mapping[str, nn.Module], place: Any) -> torch.Tensor:
     path, _, leaf = place.name.rpartition(".")
     found: torch.Tensor = getattr(modules[place.call].get_submodule(path), leaf)
     return found
-
-
-def _in_halves(program: Program) -> Program:
-    orders = []
-    for order in program.computations:
-        halves: list[Compute] = []
-        for each in order:
-            ops = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT) if each.op == Op.BACKWARD else (each.op,)
-            halves += [replace(each, op=op) for op in ops]
-        orders.append(halves)
-    return program.with_orders(orders)
-
-
-def in_halves(program: Program) -> bool:
-    """Whether a program has backwards in halves."""
-    return any(each.op == Op.BACKWARD_INPUT for order in program.computations for each in order)
 
 
 def _rows(division: Division, microbatch: int) -> int:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from pippy.drivers.auto import in_halves
 from pippy.drivers.recording.measured import measured_costs
 from pippy.drivers.schedules import add_communication, make_schedule
+from pippy.drivers.schedules.halves import in_halves
 from pippy.drivers.schedules.programs.instructions import Compute
 from tests.drivers.synthetic_steps import stepped
 
