@@ -323,13 +323,15 @@ class ReadsStatistics(nn.Module):
     def forward(self, x):
         mean = 0 if self.late else self.norm.running_mean.clone()
         x = self.norm(x)
-        return x + (self.norm.running_mean.clone() if self.late else mean)
+        x = x + (self.norm.running_mean.clone() if self.late else mean)
+        pipe_split()
+        return 2 * x
 
 
 def test_statistics_that_change_when_the_step_ends_are_not_read_before():
     pipeline(ReadsStatistics(late=True))
     pipeline(convert_deferred_batch_norm(ReadsStatistics(late=True)).eval())
     pipeline(convert_deferred_batch_norm(ReadsStatistics(late=False)))
-    line = r"'norm.running_mean' is read after .*\n.*\n +return x \+ \(self.norm.running_mean.*\n.* before the norm"
+    line = r"'norm.running_mean' is read after .*\n.*\n +x = x \+ \(self.norm.running_mean.*\n.* before the norm"
     with pytest.raises(SharedParameterError, match=line):
         pipeline(convert_deferred_batch_norm(ReadsStatistics(late=True)))
