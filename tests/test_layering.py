@@ -14,9 +14,9 @@ ROOT = Path(__file__).parent.parent
 
 LAYERS = """
     drivers/schedules/errors drivers/schedules/programs drivers/schedules/checks drivers/schedules/communicate
-    drivers/schedules/recompute drivers/schedules/halves drivers/schedules/simulation drivers/schedules/orders drivers/schedules/search
-    drivers/schedules/drawings drivers/schedules/make drivers/schedules/choose drivers/schedules/fitting
-    drivers/schedules
+    drivers/schedules/recompute drivers/schedules/halves drivers/schedules/simulation drivers/schedules/orders
+    drivers/schedules/search drivers/schedules/drawings drivers/schedules/make drivers/schedules/choose
+    drivers/schedules/fitting drivers/schedules
 
     ir ir/errors ir/sparse_tensors ir/trees ir/near_names ir/names ir/source ir/surroundings ir/marks ir/modes
     ir/kinds ir/row_sizes ir/same_work ir/asked ir/guards ir/signature ir/run ir/batch_norm ir/nodes ir/wiring ir/compiled

@@ -23,8 +23,12 @@ Modes = dict[int, str]  # by stage
 Tries = list[tuple[Modes, int]]  # the modes of one worker's stages that were tried, and what it holds with each
 
 
-def tried_modes(program: Program, sizes: PipeBytes, checkpoint: Checkpoint | None) -> list[Tries]:
+def tried_modes(
+    program: Program, sizes: PipeBytes, checkpoint: Checkpoint | None, limits: Sequence[int] | None = None
+) -> list[Tries]:
     """What each worker holds with the modes that ``checkpoint`` gives its stages, or without it, with each that may be chosen.
+
+    A worker that keeps its limit when it computes nothing again, which is tried first, tries nothing else.
 
     >>> from pippy.drivers.schedules import make_schedule
     >>> from pippy.drivers.schedules.simulation.held_bytes import StageBytes
@@ -48,6 +52,10 @@ def tried_modes(program: Program, sizes: PipeBytes, checkpoint: Checkpoint | Non
         for worker, (modes, peak) in enumerate(zip(chosen, held)):
             if number < len(options[worker]):
                 tried[worker].append((modes, peak))
+        if number == 0 and limits is not None:
+            options = [each[:1] if peak <= limit else each for each, peak, limit in zip(options, held, limits)]
+        if number + 1 >= max(map(len, options)):
+            break
     return tried
 
 

@@ -159,7 +159,8 @@ class _Search:
     def _tried(self, name: str, chunks: int, micro_batch: MicroBatch) -> tuple[Program, list[Tries]]:
         """One schedule, and what each worker holds with the modes that it may have."""
         made = self._made(name, chunks, micro_batch)
-        tried = tried_modes(made, micro_batch.sizes, self.problem.checkpoint)
+        limits = self.problem.limits if self.problem.live is None else None
+        tried = tried_modes(made, micro_batch.sizes, self.problem.checkpoint, limits)
         if self.problem.live is not None:
             tried = [self._few_enough(made, worker, tries) for worker, tries in enumerate(tried)]
             if not all(tried):

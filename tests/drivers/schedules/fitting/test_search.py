@@ -137,3 +137,4 @@ def test_a_wrong_choice_of_stages_is_caught(monkeypatch, wrong):
     with pytest.raises((AssertionError, ValueError, KeyError)):
         test_only_what_breaks_a_limit_is_computed_again()
         test_a_mode_that_is_given_stays()
+        test_many_stages_on_a_worker_are_tried_one_more_at_a_time()
