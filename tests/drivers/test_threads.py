@@ -90,11 +90,14 @@ def test_each_thread_has_its_cluster():
 
 @pytest.mark.usefixtures("alone")
 def test_each_thread_has_its_cluster_of_processes():
+    closed = threading.Barrier(2)
+
     def run(trained):
         with local_cluster(2, threads=1):
             trained.check()
             with pytest.raises(ClusterError, match="only one cluster can be open in a thread"):
                 local_cluster(1)
+        closed.wait(60)  # a thread without a cluster takes the only one that another thread has
         with pytest.raises(ClusterError, match="no cluster is open"):
             PipelineDriver1F1B(pipeline(trained.model, nn.MSELoss()))
 

@@ -153,7 +153,7 @@ def deferring():
         (kept_otherwise, "1f1b", {}, {}),
         (tied, "1f1b", {"multi_use_param_spec": MultiUseParameterConfig.TRANSMIT}, {}),
         (tied, "fill_drain", {"multi_use_param_spec": MultiUseParameterConfig.REPLICATE}, {"checkpoint": "always"}),
-        (tied, "1f1b", {}, {"world_size": 1, "out_of_order": True}),
+        (tied, "1f1b", {}, {"world_size": 1}),
         (deferring, "zb_h1", {}, {}),
     ],
 )
