@@ -193,11 +193,11 @@ class _Counted:
         def watched(*operands: Any) -> None:
             live, made = self.live, self._made_by(instruction)
             buffers = [each._version for each in self._buffers(instruction.stage)]
-            before, there = live.restart(), set(live.alive())
+            before, seen = live.restart(), live.seen
             handle(*operands)
             torch.clear_autocast_cache()  # the next computation does, first
             self.passes[str(instruction)] = _Seen(live.most - before, live.bytes - before)
-            self._note_values(instruction, made, there)
+            self._note_values(instruction, made, seen)
             self.gradients[f"{instruction.op}{instruction.stage}"] = self._gradients_of(instruction.stage)
             if instruction.op == Op.FORWARD:
                 own = self._buffers(instruction.stage)
@@ -229,12 +229,12 @@ class _Counted:
         phase = "F" if compute.op == Op.FORWARD else "B"
         return [edge.value for edge in self.program.flow if edge.source == Pass(phase, compute.stage)]  # type: ignore[arg-type]
 
-    def _note_values(self, compute: Compute, made: Sequence[str], there: set[int]) -> None:
+    def _note_values(self, compute: Compute, made: Sequence[str], seen: int) -> None:
         for name in made:
             found = list(tensors(self.executor.values.get((name, compute.microbatch))))
             self.values[name] = sum(-(-each.nbytes // self.live.unit) * self.live.unit for each in found)
             keys = {part.untyped_storage()._cdata for each in found for part in plain_parts(each)}
-            if found and keys <= there:
+            if found and self.live.newest_of(found) <= seen:
                 self.owned.add(name)
             if any(as_leaf(each).untyped_storage()._cdata not in keys for each in found):
                 self.copied.add(name)

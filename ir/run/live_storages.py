@@ -48,6 +48,8 @@ class LiveStorages(TorchDispatchMode):
         self.looks_at_arguments = False  # what operations are given, too: tensors that came in otherwise
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._sizes: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}  # in the order in which they came: an address may be used again
+        self.seen = 0  # how many storages have come
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -75,9 +77,10 @@ class LiveStorages(TorchDispatchMode):
                 storage = part.untyped_storage()
                 self._count(storage, storage.nbytes())
 
-    def alive(self) -> Iterable[int]:
-        """The storages that are alive, as torch knows them."""
-        return self._alive.keys()
+    def newest_of(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Which storage of these tensors came last, of the ``seen`` ones; one that does not count is newer."""
+        keys = (part.untyped_storage()._cdata for each in tensors for part in plain_parts(each))
+        return max((self._numbers.get(key, self.seen + 1) for key in keys), default=0)
 
     def bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
         """The bytes of the storages of these tensors, which count already, each once."""
@@ -96,9 +99,10 @@ class LiveStorages(TorchDispatchMode):
 
         def forget(_: Any) -> None:
             self.bytes -= size
-            del self._alive[key], self._sizes[key]
+            del self._alive[key], self._sizes[key], self._numbers[key]
 
-        self._alive[key], self._sizes[key] = weakref.ref(storage, forget), size
+        self.seen += 1
+        self._alive[key], self._sizes[key], self._numbers[key] = weakref.ref(storage, forget), size, self.seen
         self.bytes += size
         self.most = max(self.most, self.bytes)
 

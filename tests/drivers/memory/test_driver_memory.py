@@ -7,6 +7,7 @@ from torch import nn
 from pippy import PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain, pipe_split, pipeline
 from pippy.drivers.errors import DriverError, OptimizerError
 from pippy.ir.errors import InputError
+from pippy.ir.run.live_storages import LiveStorages
 
 
 class Net(nn.Module):
@@ -138,3 +139,18 @@ def test_the_report_draws_what_was_counted_beside_what_was_measured(threads, tmp
     with pytest.raises(DriverError, match="for the program of this step"):
         recording.report(tmp_path / "report.html", memory=driver.memory(2, x, x))
     driver.close()
+
+
+def test_a_storage_at_an_address_that_was_used_before_is_a_new_one():
+    """Values seemed to be a part of something that was there, now and then, and did not count."""
+    addresses, again = set(), 0
+    with LiveStorages() as live:
+        for _ in range(20):
+            seen = live.seen
+            made = torch.ones(8)
+            assert live.newest_of([made]) > seen
+            again += made.untyped_storage()._cdata in addresses
+            addresses.add(made.untyped_storage()._cdata)
+            assert live.newest_of([made]) == live.seen
+            del made
+    assert again
