@@ -15,6 +15,9 @@ Finding:  two cores of a virtual machine, of torch 1F1B. medium (6 rounds): pipp
           the bound 0.76. tiny (30 rounds): pippy fill_drain 0.76 (0.70–0.83), 1f1b 0.76, with 738 and 756 µs of overhead a
           micro-batch where torch 1F1B has 1,479. While other work ran, intervals were twice as wide. The aims were 0.92 and
           0.8 for 1f1b on medium and small, and 500 µs on tiny; exps/README.md explains the difference.
+          Forwards computed again (medium, 7 rounds, --only "torch 1F1B" again "pippy 1f1b" --beside "pippy 1f1b"): of pippy's
+          1f1b, "always" takes 1.29 (1.21–1.40), torch's 1F1B with torch.utils.checkpoint around its blocks 1.30 (1.24–1.38),
+          "except_last" 1.15 (1.03–1.23), and torch's without 1.10 (1.06–1.17). The aim was 1.34.
 """
 
 import argparse
