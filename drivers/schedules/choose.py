@@ -4,10 +4,10 @@ Schedules whose times differ by less than `TIE` count as equally fast. Of those,
 in seconds.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from pippy.drivers.schedules.communicate import add_communication
 from pippy.drivers.schedules.errors import ArgumentError, ScheduleError
@@ -94,6 +94,9 @@ class Candidate:
         """What the fullest worker holds, and what all workers hold. Candidates are compared by this."""
         peaks = self.peak_bytes or self.peak_live
         return max(peaks), sum(peaks)
+
+
+SomeCandidate = TypeVar("SomeCandidate", bound=Candidate)
 
 
 @dataclass(frozen=True)
@@ -186,11 +189,22 @@ def choose(program: Program, costs: Costs, limits: Limits = Limits(), checkpoint
             "no schedule stays within the limits:\n" + "\n".join(f"  {name}: {why}" for name, why in left_out)
         )
     fitting.sort(key=lambda each: each.seconds)
-    alike = [each for each in fitting if each.seconds <= fitting[0].seconds * (1 + TIE)]
-    chosen = min(alike, key=lambda each: each.memory)
+    chosen = lightest_of_fastest(fitting)
     return Choice(
         chosen, tuple(fitting), tuple(left_out), tuple(_elsewhere(program, costs, limits, checkpoint, chosen))
     )
+
+
+def lightest_of_fastest(candidates: Sequence[SomeCandidate]) -> SomeCandidate:
+    """The one to take: of those that take hardly longer than the fastest, the one that holds least."""
+    fastest = min(each.seconds for each in candidates)
+    return min((each for each in candidates if each.seconds <= fastest * (1 + TIE)), key=lambda each: each.memory)
+
+
+def made_like(program: Program, name: str, placement: Placement, chunks: int, **options: Any) -> Program:
+    """A schedule on a placement of the stages of a program, for its edges if it has any."""
+    made = make_schedule(name, workers=placement.workers, chunks=chunks, placement=placement, **options)
+    return made if program.edges is None else made.for_graph(program.edges, program.backward, program.replicated)
 
 
 def candidates(
@@ -230,10 +244,7 @@ def _candidate(
             "memory": list_limits(placement, program.chunks, limits, checkpoint),
             "edges": program.edges,
         }
-    made = make_schedule(name, workers=placement.workers, chunks=program.chunks, placement=placement, **options)
-    if program.edges is not None:
-        made = made.for_graph(program.edges, program.backward, program.replicated)
-    made = add_recompute(made, checkpoint)
+    made = add_recompute(made_like(program, name, placement, program.chunks, **options), checkpoint)
     lowered = add_communication(made)
     return Candidate(made, float(simulate_with(lowered, costs).makespan), limits.peaks(lowered))
 

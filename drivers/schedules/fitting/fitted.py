@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from pippy.drivers.schedules.choose import lightest_of_fastest
 from pippy.drivers.schedules.fitting.byte_sizes import byte_text
-from pippy.drivers.schedules.fitting.search import Found, Way, chosen_of
+from pippy.drivers.schedules.fitting.search import Found, Way
 from pippy.drivers.schedules.programs.program import Program
 
 SHOWN = 12  # ways that are listed
@@ -41,7 +42,9 @@ class Fitted:
     def of(cls, found: Found, limits: Sequence[int], measured: bool = True) -> "Fitted":
         """What to take of what a search found."""
         assert found.ways and found.unlimited is not None
-        return cls(chosen_of(found.ways), found.ways, found.unlimited, tuple(limits), found.left_out, measured)
+        return cls(
+            lightest_of_fastest(found.ways), found.ways, found.unlimited, tuple(limits), found.left_out, measured
+        )
 
     @property
     def schedule(self) -> str:

@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pippy.drivers.schedules.choose import SEARCHED, TIE, Candidate
+from pippy.drivers.schedules.choose import SEARCHED, Candidate, lightest_of_fastest, made_like
 from pippy.drivers.schedules.errors import ArgumentError, ScheduleError
 from pippy.drivers.schedules.fitting.recomputed_stages import ORDER, Modes, Tries, fitting_modes, tried_modes
-from pippy.drivers.schedules.make import make_schedule
 from pippy.drivers.schedules.orders.registry import REGISTRY
 from pippy.drivers.schedules.programs.program import Program
 from pippy.drivers.schedules.recompute import Checkpoint, add_recompute
@@ -79,6 +78,7 @@ class Found:
 def search(problem: Problem, thorough: bool = True) -> Found:
     """Find what fits. With ``thorough``, the list scheduler searches an order for the best number of micro-batches, too.
 
+    >>> from pippy.drivers.schedules import make_schedule
     >>> from pippy.drivers.schedules.simulation.held_bytes import StageBytes
     >>> micro_batch = MicroBatch(Costs(), PipeBytes((StageBytes(kept=10), StageBytes(kept=10))))
     >>> problem = Problem(make_schedule("1f1b", workers=2, chunks=1), (10, 10), lambda chunks: micro_batch, (4,))
@@ -91,6 +91,7 @@ def search(problem: Problem, thorough: bool = True) -> Found:
 def fits(problem: Problem, names: Sequence[str] = ()) -> bool:
     """Whether anything fits, or one of these schedules, without the times.
 
+    >>> from pippy.drivers.schedules import make_schedule
     >>> from pippy.drivers.schedules.simulation.held_bytes import StageBytes
     >>> micro_batch = MicroBatch(Costs(), PipeBytes((StageBytes(kept=10), StageBytes(kept=10))))
     >>> program = make_schedule("1f1b", workers=2, chunks=1)
@@ -119,7 +120,7 @@ class _Search:
             for name in schedules():
                 self.try_schedule(name, chunks)
         if thorough and self.ways:
-            self.try_schedule("list", chosen_of(self.ways).chunks)
+            self.try_schedule("list", lightest_of_fastest(self.ways).chunks)
         self.ways.sort(key=lambda way: way.seconds)
         nearest = min(self.short, key=self._lack) if self.short and not self.ways else None
         unlimited = min(self.unlimited, key=lambda way: way.seconds, default=None)
@@ -179,10 +180,7 @@ class _Search:
         if name == "list":
             live = self._live_counts(micro_batch.sizes)
             options = {"costs": micro_batch.costs, "memory": live, "edges": program.edges}
-        made = make_schedule(name, workers=program.workers, chunks=chunks, placement=program.placement, **options)
-        if program.edges is not None:
-            made = made.for_graph(program.edges, program.backward, program.replicated)
-        return made
+        return made_like(program, name, program.placement, chunks, **options)
 
     def _live_counts(self, sizes: PipeBytes) -> list[int]:
         """How many stage-micro-batches each worker has room for beside what is always there."""
@@ -204,12 +202,6 @@ class _Search:
         program = add_recompute(made, modes)
         seconds = float(simulate_with(program, micro_batch.costs).makespan)
         return Way(program, seconds, peak_bytes(program, micro_batch.sizes), modes)
-
-
-def chosen_of(ways: Sequence[Way]) -> Way:
-    """The one to take: of those that take hardly longer than the fastest, the one that holds least."""
-    fastest = min(way.seconds for way in ways)
-    return min((way for way in ways if way.seconds <= fastest * (1 + TIE)), key=lambda way: way.memory)
 
 
 def _first(tried: Sequence[Tries]) -> Modes:

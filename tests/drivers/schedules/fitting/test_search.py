@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pippy.drivers.schedules import Costs, add_recompute, make_schedule, simulate_with, validate
-from pippy.drivers.schedules.choose import TIE
+from pippy.drivers.schedules.choose import TIE, lightest_of_fastest
 from pippy.drivers.schedules.errors import ScheduleError
 from pippy.drivers.schedules.fitting import recomputed_stages
 from pippy.drivers.schedules.fitting.recomputed_stages import fitting_modes, least_modes, tried_modes
-from pippy.drivers.schedules.fitting.search import MicroBatch, Problem, chosen_of, search
+from pippy.drivers.schedules.fitting.search import MicroBatch, Problem, search
 from pippy.drivers.schedules.orders.registry import REGISTRY
 from pippy.drivers.schedules.recompute import MODES
 from pippy.drivers.schedules.simulation.held_bytes import PipeBytes, StageBytes, peak_bytes
@@ -68,7 +68,7 @@ def test_the_fastest_that_fits_is_found(problem):
         best[name, chunks] = min(seconds, best.get((name, chunks), seconds))
     assert {(way.name, way.chunks): way.seconds for way in found.ways} == best
     if found.ways:
-        chosen = chosen_of(found.ways)
+        chosen = lightest_of_fastest(found.ways)
         assert chosen.seconds <= min(best.values()) * (1 + TIE) and fits(chosen.peak_bytes, problem.limits)
         assert chosen.peak_bytes == peak_bytes(chosen.program, problem.micro_batch(chosen.chunks).sizes)
         validate(chosen.program)
