@@ -181,10 +181,9 @@ class DriverState:
                 outputs,
             )
         self.running = None
-        if step.record and step.reduce:
-            executor.recorder.note_adding()
+        messages = executor.recorder.note_adding() if step.record and step.reduce else None
         if step.trains:
-            nonfinite = self.gradients.end_step(number, step.reduce, step.scale)
+            nonfinite = self.gradients.end_step(number, step.reduce, step.scale, messages)
             if nonfinite:
                 result = replace(result, nonfinite=tuple(self._places(nonfinite)))
         return result

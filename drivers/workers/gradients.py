@@ -29,10 +29,12 @@ first copy adds them, in the order of the stages, and sends the sum back:
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, Protocol
 
 import torch
 
 from pippy.drivers.control.messages import ReplicatedParameter
+from pippy.drivers.transport.received_values import ValueKey
 from pippy.drivers.transport.transport import Transport
 from pippy.drivers.workers.unscaling import unscaled
 from pippy.ir.run.stage_backward import add_gradients
@@ -55,6 +57,16 @@ class _Pending:
     sums: Mapping[int, Gradient] = field(default_factory=dict)
     factor: float = 1.0
     limit: float | None = None
+
+
+class Messages(Protocol):
+    """What carries gradients between workers."""
+
+    def send(self, to: int, key: ValueKey, value: Any) -> None:
+        """Send a value."""
+
+    def receive(self, key: ValueKey, source: int) -> Any:
+        """Wait for a value, and take it."""
 
 
 class Gradients:
@@ -112,10 +124,13 @@ class Gradients:
             total = add_gradients(total, command.sums.get(key))
         return total
 
-    def end_step(self, number: int, reduce: bool, scale: float | None = None) -> list[int]:
+    def end_step(
+        self, number: int, reduce: bool, scale: float | None = None, messages: Messages | None = None
+    ) -> list[int]:
         """Move the gradients of a step from `.grad` to the pending ones. With ``reduce``, add up those of copies.
 
-        With ``scale``, they are divided by that first. Returns the ids of parameters whose gradients then are not finite.
+        With ``scale``, they are divided by that first. ``messages`` takes the place of the transport.
+        Returns the ids of parameters whose gradients then are not finite.
         """
         own = {key: p.grad for key, p in self.parameters.items() if p.grad is not None}
         nonfinite: list[int] = []
@@ -123,7 +138,9 @@ class Gradients:
             own, nonfinite = unscaled(own, scale)
         step = _Pending(number, own)
         if reduce:
-            step.sums = self._sums(number, {key: self._since_last_sum(key, own) for key in self.copies})
+            step.sums = self._sums(
+                number, {key: self._since_last_sum(key, own) for key in self.copies}, messages or self.transport
+            )
         self.pending.append(step)
         self.clear_grad()
         return nonfinite
@@ -137,7 +154,7 @@ class Gradients:
 
     def reduce(self, number: int) -> None:
         """Add up the gradients of copies, in a command of its own."""
-        sums = self._sums(number, {key: self.unsummed.get(key) for key in self.copies})
+        sums = self._sums(number, {key: self.unsummed.get(key) for key in self.copies}, self.transport)
         self.pending.append(_Pending(number, {}, sums))
 
     def scale(self, number: int, factor: float) -> None:
@@ -176,43 +193,42 @@ class Gradients:
             if gradient is not None:
                 self.total[key] = function(gradient.to(self.wider.get(key, gradient.dtype)))
 
-    def _sums(self, number: int, gradients: Mapping[int, Gradient]) -> dict[int, Gradient]:
+    def _sums(self, number: int, gradients: Mapping[int, Gradient], messages: Messages) -> dict[int, Gradient]:
         """Add up the gradients of all copies of each replicated parameter. Returns the sum for every copy that is here."""
         self.adding_up = True  # until the next command, because a failure is explained after this returns
         for group_index, (group, local) in enumerate(self.groups):
             owner = group.copies[0][0]
             for copy, tensor in local.items():
                 if owner != self.index:
-                    self.transport.send(owner, _key(number, group_index, copy), gradients[id(tensor)])
+                    messages.send(owner, _key(number, group_index, copy), gradients[id(tensor)])
         sums: dict[int, Gradient] = {}
         for owned in (True, False):  # first the sums that other workers wait for
             for group_index, (group, local) in enumerate(self.groups):
                 if local and (group.copies[0][0] == self.index) == owned:
-                    total = (
-                        self._add_up(number, group_index, gradients)
-                        if owned
-                        else self._receive_sum(number, group_index)
-                    )
-                    for tensor in local.values():
-                        sums[id(tensor)] = None if total is None else total.clone()
+                    if owned:
+                        total = self._add_up(number, group_index, gradients, messages)
+                    else:
+                        total = self._receive_sum(number, group_index, messages)
+                    sums |= {id(tensor): None if total is None else total.clone() for tensor in local.values()}
+                    del total  # before the next one is added up
         return sums
 
-    def _add_up(self, number: int, group_index: int, gradients: Mapping[int, Gradient]) -> Gradient:
+    def _add_up(self, number: int, group_index: int, gradients: Mapping[int, Gradient], messages: Messages) -> Gradient:
         group, local = self.groups[group_index]
         total: Gradient = None
         for copy, (worker, _) in enumerate(group.copies):
             if copy in local:
                 gradient = gradients[id(local[copy])]
             else:
-                gradient = self.transport.receive(_key(number, group_index, copy), worker)
+                gradient = messages.receive(_key(number, group_index, copy), worker)
             total = add_gradients(total, gradient)
         for worker in sorted({worker for worker, _ in group.copies} - {self.index}):
-            self.transport.send(worker, _key(number, group_index, len(group.copies) + worker), total)
+            messages.send(worker, _key(number, group_index, len(group.copies) + worker), total)
         return total
 
-    def _receive_sum(self, number: int, group_index: int) -> Gradient:
+    def _receive_sum(self, number: int, group_index: int, messages: Messages) -> Gradient:
         copies = self.groups[group_index][0].copies
-        return self.transport.receive(_key(number, group_index, len(copies) + self.index), copies[0][0])
+        return messages.receive(_key(number, group_index, len(copies) + self.index), copies[0][0])
 
     def named(self, value_number: int, copy: int) -> str:
         """What a message of `_sums` carries, and which worker sends it. The arguments are the last two parts of its key."""

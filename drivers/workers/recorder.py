@@ -11,7 +11,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,9 @@ import torch
 
 from pippy.drivers.control.messages import WorkerRecord
 from pippy.drivers.schedules.programs.instructions import Compute, Instruction, Receive, Send
+from pippy.drivers.transport.received_values import ValueKey
 from pippy.drivers.transport.transport import SentCount, Transport
+from pippy.drivers.workers.gradients import Messages
 from pippy.ir.run.live_storages import LiveStorages
 from pippy.ir.trees import tensors
 
@@ -71,11 +73,13 @@ class Recorder:
             return self.code
         return [self._weighed(at, each, values, *bound) for at, (each, bound) in enumerate(zip(self.order, self.code))]
 
-    def note_adding(self) -> None:
-        """Note that the worker begins to add up the gradients of replicated parameters."""
+    def note_adding(self) -> Messages:
+        """Note that the worker begins to add up the gradients of replicated parameters. Returns what is to carry them."""
         self.adding = time.monotonic()
-        if self.held is not None:
-            self.held.live.looks_at_arguments = True  # gradients come from other workers
+        if self.held is None:
+            return self.transport
+        self.held.live.looks_at_arguments = True  # gradients come from other workers
+        return _Unseen(self.transport, self.held.live)
 
     def record(self) -> WorkerRecord:
         """What was noted. The step ends now."""
@@ -107,9 +111,9 @@ class Recorder:
         assert held is not None
 
         def weighed(*operands: Any) -> None:
-            held.live.looks = isinstance(instruction, Compute)  # what a transport copies is its own
-            handle(*operands)
-            held.live.looks = True
+            # what a transport copies is its own
+            with nullcontext() if isinstance(instruction, Compute) else held.live.looking_away():
+                handle(*operands)
             if isinstance(instruction, Receive):  # a transport may make tensors without an operation
                 held.live.add(tensors(values[operands[0]]))
             held.note(at)
@@ -150,6 +154,21 @@ class Recorder:
         return awaited
 
 
+class _Unseen:
+    """A transport of which the live storages do not count the copies: how long they live depends on the receiver."""
+
+    def __init__(self, transport: Transport, live: "LiveStorages | AllocatedMemory") -> None:
+        self.transport, self.live = transport, live
+
+    def send(self, to: int, key: ValueKey, value: Any) -> None:
+        with self.live.looking_away():
+            self.transport.send(to, key, value)
+
+    def receive(self, key: ValueKey, source: int) -> Any:
+        with self.live.looking_away():
+            return self.transport.receive(key, source)
+
+
 class HeldMemory:
     """What a worker holds after each instruction, and the most while it ran: live storages, or on a GPU what is allocated."""
 
@@ -168,7 +187,7 @@ class AllocatedMemory:
     """As `LiveStorages`, by the allocator of a GPU: nothing has to be added."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.looks, self.looks_at_arguments = device, True, True
+        self.device, self.looks_at_arguments = device, True
 
     def __enter__(self) -> None:
         self.restart()
@@ -178,6 +197,10 @@ class AllocatedMemory:
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """The allocator knows them."""
+
+    def looking_away(self) -> AbstractContextManager[None]:
+        """The allocator always counts."""
+        return nullcontext()
 
     @property
     def bytes(self) -> int:

@@ -6,7 +6,8 @@ for itself while it runs is not seen.
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class LiveStorages(TorchDispatchMode):
         super().__init__()
         self.unit = unit
         self.bytes = self.most = 0
-        self.looks = True  # what is made while this is False does not count
+        self.looks = True
         self.looks_at_arguments = False  # what operations are given, too: tensors that came in otherwise
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._sizes: dict[int, int] = {}
@@ -56,7 +57,7 @@ class LiveStorages(TorchDispatchMode):
         return False  # torch would load all of torch.compile for it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.looks_at_arguments:
+        if self.looks and self.looks_at_arguments:
             self.add(each for each in tree_leaves(args) if isinstance(each, torch.Tensor))
         result = func(*args, **(kwargs or {}))
         found = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
@@ -76,6 +77,15 @@ class LiveStorages(TorchDispatchMode):
             for part in (tensor,) if tensor.layout is torch.strided else plain_parts(tensor):
                 storage = part.untyped_storage()
                 self._count(storage, storage.nbytes())
+
+    @contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """Inside, nothing is looked at."""
+        before, self.looks = self.looks, False
+        try:
+            yield
+        finally:
+            self.looks = before
 
     def newest_of(self, tensors: Iterable[torch.Tensor]) -> int:
         """Which storage of these tensors came last, of the ``seen`` ones; one that does not count is newer."""

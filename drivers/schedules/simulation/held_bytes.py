@@ -359,11 +359,14 @@ class _Walk:
 
     def _adding_up(self) -> int:
         """What the sums of the gradients of replicated parameters take when the step ends."""
-        largest = sums = 0
-        for copies in self.program.replicated:
-            here = sum(stage in self.own for stage in copies.stages)
-            size = self.sizes.replicated.get(copies.parameter, 0)
-            if here:
+        most = sums = 0
+        for owned in (True, False):  # the sums that are made here come first
+            for copies in self.program.replicated:
+                here = sum(stage in self.own for stage in copies.stages)
+                if not here or (copies.stages[0] in self.own) != owned:
+                    continue
+                size, others = self.sizes.replicated.get(copies.parameter, 0), len(copies.stages) - here
+                added = min(others, 2) + 1 if owned else 1  # of another worker, the sum so far, and the next sum
+                most = max(most, sums + max(added, 1 + here) * size)
                 sums += here * size
-                largest = max(largest, (2 if copies.stages[0] in self.own else 1) * size)
-        return sums + largest
+        return most

@@ -9,6 +9,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as users_checkpoint
 
 from pippy import MultiUseParameterConfig, PipelineDriver, pipe_split, pipeline
+from pippy.drivers.transport.in_process import in_process
+from pippy.drivers.workers.recorder import Recorder
 
 STAGES = 4
 
@@ -141,6 +143,25 @@ def tied():
     return Tied(), torch.randint(0, 100, (16,)), torch.randint(0, 100, (16,)), F.cross_entropy
 
 
+class Shared(nn.Module):
+    """Every stage uses both weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        for stage in range(STAGES):
+            if stage:
+                pipe_split()
+            x = self.other(torch.tanh(self.one(x)))
+        return x
+
+
+def shared():
+    return Shared(), torch.randn(8, 64), torch.randn(8, 64), F.mse_loss
+
+
 def deferring():
     """Layers that are so large that their weight gradients are put off."""
     parts = [nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)) for _ in range(3)]
@@ -154,6 +175,8 @@ def deferring():
         (tied, "1f1b", {"multi_use_param_spec": MultiUseParameterConfig.TRANSMIT}, {}),
         (tied, "fill_drain", {"multi_use_param_spec": MultiUseParameterConfig.REPLICATE}, {"checkpoint": "always"}),
         (tied, "1f1b", {}, {"world_size": 1}),
+        (shared, "1f1b", {"multi_use_param_spec": MultiUseParameterConfig.REPLICATE}, {"checkpoint": "always"}),
+        (shared, "interleaved_1f1b", {"multi_use_param_spec": MultiUseParameterConfig.REPLICATE}, {"world_size": 2}),
         (deferring, "zb_h1", {}, {}),
     ],
 )
@@ -169,3 +192,19 @@ def test_what_autocast_casts_is_counted(threads):
     with torch.autocast("cpu", torch.bfloat16):
         driver = PipelineDriver(pipeline(module, loss_fn), threads, schedule="1f1b")
         assert max(map(abs, errors(driver, 2, x, target, optimizer_class=torch.optim.SGD))) < 0.05
+
+
+def test_copies_that_wait_for_their_receiver_are_the_transports():
+    """How long they live depends on when the other worker takes them: the gradients of replicated parameters, too."""
+    here, _ = in_process(2)
+    recorder = Recorder((), (), range(2), here, torch.device("cpu"))
+    gradient, other, key = torch.ones(100), torch.ones(100), (0, 0, 0)
+    with recorder.counting([gradient]):
+        messages, live = recorder.note_adding(), recorder.held.live
+        messages.send(1, key, gradient)
+        sent = live.bytes
+        here.deliver(key, other)
+        received = messages.receive(key, 1)
+        assert (sent, live.bytes) == (400, 400)
+        received.add_(gradient)
+        assert live.bytes == 800
