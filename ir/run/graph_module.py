@@ -32,9 +32,8 @@ from pippy.ir.run.part_code import with_parts_as_functions
 from pippy.ir.run.stage_backward import stage_backward
 
 _STATE = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training")
-_FOLDERS = re.compile(
-    r"[^'\"]*[/\\](?=[^'\"/\\]+:\d+, in \w+['\"]\))"
-)  # of the file of a line that `check_fixed` names
+# Of the file of a line that `check_fixed` names. It is looked for behind quotes only: long code has few of them.
+_FOLDERS = re.compile(r"(?<=['\"])[^'\"\n]*[/\\](?=[^'\"/\\]+:\d+, in \w+['\"]\))")
 _OURS = (
     stage_backward,
     set_grad_mode,

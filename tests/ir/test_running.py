@@ -245,7 +245,9 @@ class Chain(nn.Module):
         return x
 
 
-def test_a_long_stage_pickles_without_recursion():
+@pytest.mark.timeout(60)
+def test_a_long_stage_pickles_without_recursion_and_prints_at_once():
+    """Two seconds are enough. To shorten the names of files took time with the square of the length: a minute and a half."""
     limit = sys.getrecursionlimit()
     pipe, x = pipeline(Chain(1000), nn.MSELoss()), torch.randn(3, 2)
     try:
