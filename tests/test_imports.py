@@ -57,9 +57,9 @@ FIRST = [
 
 
 def test_names_are_found_whatever_is_imported_first():
-    """Each is tried in a process that has torch, and nothing of pippy yet."""
+    """Each is tried in a process that has what pippy imports, and nothing of pippy yet."""
     code = """
-import os, sys, torch
+import os, sys, networkx, torch
 for code in sys.argv[1:]:
     pid = os.fork()
     if not pid:
