@@ -24,21 +24,21 @@ class PipelineDriver(PipelineDriverBase):
 
     >>> import torch
     >>> from torch import nn
-    >>> from pippy.drivers.clusters.local_cluster import local_cluster
+    >>> from pippy import cluster
     >>> torch.manual_seed(0)
     <torch._C.Generator object at ...>
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     >>> x, target = torch.randn(6, 4), torch.randn(6, 1)
     >>> expected = nn.functional.mse_loss(model(x), target)
     >>> pipe = Pipe.from_sequential(model, nn.MSELoss())
-    >>> with local_cluster(2) as cluster:
+    >>> with cluster(2) as workers:
     ...     for kind in (PipelineDriver1F1B, PipelineDriverFillDrain, PipelineDriverInterleaved1F1B):
     ...         print(kind.schedule, torch.allclose(kind(pipe).run(4, x, target), expected))
     ...     driver = PipelineDriver(pipe, schedule="zb_h1")
     ...     optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
     ...     before = driver.run(4, x, target)
     ...     optimizer.step()
-    ...     print(cluster, bool(driver.run(4, x, target) < before))
+    ...     print(workers, bool(driver.run(4, x, target) < before))
     1f1b True
     fill_drain True
     interleaved_1f1b True

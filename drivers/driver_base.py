@@ -98,7 +98,7 @@ class PipelineDriverBase:
             )
         if cluster is not None and not isinstance(cluster, Cluster):
             raise DriverError(
-                f"cluster={cluster!r} is a {type(cluster).__name__}; give what `with local_cluster(n) as cluster:` gives, and "
+                f"cluster={cluster!r} is a {type(cluster).__name__}; give what `with cluster(n) as workers:` gives, and "
                 "numbers of workers as world_size="
             )
         self.pipe, self.compiled = pipe, compiled_of(pipe)
@@ -348,13 +348,13 @@ class PipelineDriverBase:
         time; without it as many as there are workers. See docs/hugging_face.md.
 
         >>> from transformers import GPT2Config, GPT2LMHeadModel
-        >>> from pippy import PipelineDriver1F1B, local_cluster, pipeline
+        >>> from pippy import PipelineDriver1F1B, cluster, pipeline
         >>> sizes = {"vocab_size": 9, "n_embd": 4, "n_head": 1, "n_layer": 1, "n_positions": 8, "use_cache": False}
         >>> model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)).eval()
         >>> ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
         >>> pipe = pipeline(model, num_stages=2, split="parameters", example_kwargs={"input_ids": ids, "labels": ids})
-        >>> with local_cluster(2, threads=1) as cluster:
-        ...     made = PipelineDriver1F1B(pipe, cluster).generate(ids, max_new_tokens=4, pad_token_id=0)
+        >>> with cluster(2, threads=1) as workers:
+        ...     made = PipelineDriver1F1B(pipe, workers).generate(ids, max_new_tokens=4, pad_token_id=0)
         >>> torch.equal(made, model.generate(ids, max_new_tokens=4, pad_token_id=0))
         True
         """
@@ -420,10 +420,10 @@ class PipelineDriverBase:
         The driver trains copies of them, and the model in this process stays as it was. Nothing is copied if the names or
         shapes differ.
 
-        >>> from pippy import Pipe, PipelineDriver1F1B, local_cluster
+        >>> from pippy import Pipe, PipelineDriver1F1B, cluster
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
-        >>> with local_cluster(2, threads=1) as cluster:
-        ...     driver = PipelineDriver1F1B(Pipe.from_sequential(model, torch.nn.MSELoss()), cluster)
+        >>> with cluster(2, threads=1) as workers:
+        ...     driver = PipelineDriver1F1B(Pipe.from_sequential(model, torch.nn.MSELoss()), workers)
         ...     optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
         ...     loss = driver.run(2, torch.ones(4, 2), torch.ones(4, 1))
         ...     optimizer.step()

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pippy import Pipe, PipelineDriver, local_cluster
+from pippy import Pipe, PipelineDriver, cluster
 from pippy.drivers.schedules import simulate
 from pippy.drivers.schedules.simulation.timeline import Timeline
 
@@ -75,7 +75,7 @@ def idle(timeline: Timeline) -> list[float]:
     return [float(timeline.makespan) - sum(float(span.duration) for span in spans) for spans in timeline.spans]
 
 
-def measure(cluster: Any, schedule: str, workers: int, chunks: int, steps: int) -> tuple[float, float, float, float]:
+def measure(opened: Any, schedule: str, workers: int, chunks: int, steps: int) -> tuple[float, float, float, float]:
     """The measured makespan, the one simulated from the sleeps, the largest difference of a worker's idle time from it, and
     the makespan simulated from how long the passes really took; in seconds."""
     share = 2 if schedule in TWO_STAGES else 1
@@ -83,7 +83,7 @@ def measure(cluster: Any, schedule: str, workers: int, chunks: int, steps: int) 
     pipe = Pipe.from_sequential(
         nn.Sequential(*(Sleeper(forward, inputs, weights) for _ in range(workers * share))), nn.MSELoss()
     )
-    driver = PipelineDriver(pipe, cluster, schedule=schedule, world_size=workers)
+    driver = PipelineDriver(pipe, opened, schedule=schedule, world_size=workers)
     x = target = torch.zeros(chunks * ROWS, WIDTH)
     driver.run(chunks, x, target)
     with driver.record() as recording:
@@ -117,10 +117,10 @@ def main() -> None:
         f"{'idle off':>10}{'of passes as long':>19}"
     )
     for workers in options.workers:
-        with local_cluster(workers, threads=1) as cluster:
+        with cluster(workers, threads=1) as opened:
             for schedule in options.schedules:
                 chunks = options.chunks or 2 * workers
-                measured, expected, apart, passes = measure(cluster, schedule, workers, chunks, options.steps)
+                measured, expected, apart, passes = measure(opened, schedule, workers, chunks, options.steps)
                 print(
                     f"{schedule:18}{workers:8}{chunks:8}{expected * 1e3:9.1f} ms{measured * 1e3:9.1f} ms"
                     f"{measured / expected - 1:8.1%}{apart / expected:10.1%}{measured / passes - 1:19.1%}",

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from exps.peers.empty import Empty, loss_fn
-from pippy import Pipe, PipelineDriver, local_cluster
+from pippy import Pipe, PipelineDriver, cluster
 from pippy.drivers.schedules.programs.instructions import Compute
 
 
@@ -33,20 +33,20 @@ def main() -> None:
     print(
         f"{'chunks':>6}{'messages':>10}{'controller ms':>15}{'step ms':>10}{'µs/instruction':>16}{'µs/computation':>16}"
     )
-    with local_cluster(2, threads=1, pin=True) as cluster:
+    with cluster(2, threads=1, pin=True) as workers:
         pipe = Pipe.from_sequential(nn.Sequential(Empty(), Empty()), loss_fn)
-        driver = PipelineDriver(pipe, cluster, schedule=options.schedule)
+        driver = PipelineDriver(pipe, workers, schedule=options.schedule)
         for chunks in options.chunks:
             x, target = torch.zeros(chunks, 1), torch.ones(chunks, 1)
             for _ in range(5):
                 driver.run(chunks, x, target)
-            messages, cpu, steps = sum(cluster.control.counts), time.process_time(), []
+            messages, cpu, steps = sum(workers.control.counts), time.process_time(), []
             for _ in range(options.steps):
                 begin = time.perf_counter()
                 driver.run(chunks, x, target)
                 steps.append(time.perf_counter() - begin)
             cpu = (time.process_time() - cpu) / options.steps
-            messages = (sum(cluster.control.counts) - messages) / options.steps
+            messages = (sum(workers.control.counts) - messages) / options.steps
             orders = driver.program(chunks).orders
             longest = max(map(len, orders))
             computes = max(sum(isinstance(each, Compute) for each in order) for order in orders)

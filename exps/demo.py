@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pippy import Pipe, PipelineDriver1F1B, local_cluster, pipe_split, pipeline
+from pippy import Pipe, PipelineDriver1F1B, cluster, pipe_split, pipeline
 from pippy.drivers.recording.record import Recording
 from pippy.drivers.schedules import render_svg, render_text, simulate
 
@@ -165,9 +165,9 @@ def main(workers: int = STAGES, steps: int = 40) -> None:
     pipe = pipeline(model, loss_fn)
     show(pipe)
     began = time.perf_counter()
-    with local_cluster(workers, threads=1) as cluster:
-        print(f"\n{cluster}, started in {time.perf_counter() - began:.1f} s")
-        driver = PipelineDriver1F1B(pipe, cluster)
+    with cluster(workers, threads=1) as opened:
+        print(f"\n{opened}, started in {time.perf_counter() - began:.1f} s")
+        driver = PipelineDriver1F1B(pipe, opened)
         show_schedule(driver)
         train(driver, plain, steps)
 

@@ -50,7 +50,7 @@ from torch.nn import functional as F
 
 from pippy import Pipe
 from pippy.drivers.clusters.cluster import Cluster
-from pippy.drivers.clusters.local_cluster import local_cluster
+from pippy.drivers.clusters.torchrun import cluster
 from pippy.drivers.driver import PipelineDriver
 from pippy.drivers.errors import ClusterError, StepError, WorkerLostError
 from tests.drivers import failing_model, scarce
@@ -298,12 +298,12 @@ def play(seed: int, kinds: list[str]) -> None:
     if kinds == ["ctrl-c anywhere"]:
         print("ready", flush=True)  # an import of torch may lose an interrupt
         while True:  # a cluster is opened and closed again, so that Ctrl-C may meet any of it
-            with local_cluster(2, threads=1, timeout=3.0) as cluster:
-                Training(cluster, rng).step()
+            with cluster(2, threads=1, timeout=3.0) as opened:
+                Training(opened, rng).step()
     open_before = len(os.listdir("/proc/self/fd"))
-    with local_cluster(rng.choice([2, 3, 4]), threads=1, timeout=3.0) as cluster:
+    with cluster(rng.choice([2, 3, 4]), threads=1, timeout=3.0) as opened:
         for kind in kinds:
-            training = Training(cluster, rng)
+            training = Training(opened, rng)
             if kind == "kill controller":
                 training.step()
                 say(Report(kind, 0.0))
@@ -316,8 +316,8 @@ def play(seed: int, kinds: list[str]) -> None:
     gc.collect()
     if len(os.listdir("/proc/self/fd")) > open_before:
         say(Report(kinds[-1], 0.0, f"descriptors: {open_before} before, {len(os.listdir('/proc/self/fd'))} after"))
-    with local_cluster(2, threads=1, timeout=3.0) as cluster:  # the next cluster is right
-        training = Training(cluster, rng)
+    with cluster(2, threads=1, timeout=3.0) as opened:  # the next cluster is right
+        training = Training(opened, rng)
         training.step()
         training.check()
 

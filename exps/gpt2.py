@@ -15,7 +15,7 @@ import time
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, get_cosine_schedule_with_warmup, logging
 
-from pippy import PipelineDriver1F1B, local_cluster, pipeline
+from pippy import PipelineDriver1F1B, cluster, pipeline
 
 TINY = {
     "lines": 40, "layers": 4, "width": 32, "heads": 2, "length": 32, "batch": 8, "chunks": 2, "steps": 20, "lr": 1e-2
@@ -139,8 +139,8 @@ def main(given: argparse.Namespace) -> None:
     example = training[: given.batch // given.chunks]  # one micro-batch
     pipe = pipeline(model, num_stages=given.workers, example_kwargs={"input_ids": example, "labels": example})
     print(pipe.balance)
-    with local_cluster(given.workers, threads=given.threads) as cluster:
-        driver = PipelineDriver1F1B(pipe, cluster)
+    with cluster(given.workers, threads=given.threads) as workers:
+        driver = PipelineDriver1F1B(pipe, workers)
         train(driver, training, held_out, given)
         print_samples(driver, given.length)
         driver.copy_to(model)

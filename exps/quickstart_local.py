@@ -8,7 +8,7 @@ Finding:  it needs a mark in `forward`, `pipeline`, a cluster and a driver; the 
 import torch
 from torch import nn
 
-from pippy import PipelineDriver1F1B, local_cluster, pipe_split, pipeline
+from pippy import PipelineDriver1F1B, cluster, pipe_split, pipeline
 
 
 class Net(nn.Module):
@@ -28,7 +28,7 @@ class Net(nn.Module):
 
 torch.manual_seed(0)
 x, target = torch.randn(64, 16), torch.randn(64, 1)
-with local_cluster(3):
+with cluster(3):
     driver = PipelineDriver1F1B(pipeline(Net(), nn.MSELoss()))
     optimizer = driver.instantiate_optimizer(torch.optim.AdamW, lr=1e-2)
     for step in range(31):

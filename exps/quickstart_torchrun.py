@@ -3,7 +3,8 @@
 Question: what changes in a script, so that it runs on several hosts?
 Command:  torchrun --standalone --nproc-per-node 2 exps/quickstart_torchrun.py; on several hosts as in docs/hosts.md;
           without torchrun: PIPPY_WORKERS=2 python exps/quickstart_torchrun.py
-Finding:  one line: `cluster()` in place of `local_cluster(n)`. Only rank 0 runs the code inside the `with`.
+Finding:  nothing: `cluster()` joins the workers of torchrun, and without it starts workers. Under torchrun only rank 0
+          runs the code inside the `with`.
 """
 
 import torch

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from exps.bubbles import ROWS, WIDTH, SleepingGradient
-from pippy import Pipe, PipelineDriver, local_cluster
+from pippy import Pipe, PipelineDriver, cluster
 from pippy.drivers.lowering.lower import lower
 from pippy.drivers.schedules import Program, add_communication, make_schedule, simulate
 
@@ -50,9 +50,9 @@ def program_of(pipe: Pipe, schedule: str, mode: str, workers: int, chunks: int) 
     return add_communication(lowered, early_recompute=not mode.endswith("late"))
 
 
-def measure(cluster: Any, programs: dict[str, Program], pipe: Pipe, rounds: int) -> dict[str, list[float]]:
+def measure(opened: Any, programs: dict[str, Program], pipe: Pipe, rounds: int) -> dict[str, list[float]]:
     """The seconds of each contestant's steps."""
-    drivers = {name: PipelineDriver(pipe, cluster, schedule=program) for name, program in programs.items()}
+    drivers = {name: PipelineDriver(pipe, opened, schedule=program) for name, program in programs.items()}
     found: dict[str, list[float]] = {name: [] for name in drivers}
     dice = random.Random(0)
     for turn in range(rounds + 2):
@@ -81,8 +81,8 @@ def main() -> None:
         for schedule in SCHEDULES
         for mode in MODES
     }
-    with local_cluster(options.workers, threads=1) as cluster:
-        found = measure(cluster, programs, pipe, options.rounds)
+    with cluster(options.workers, threads=1) as opened:
+        found = measure(opened, programs, pipe, options.rounds)
     print(f"{options.workers} workers, {options.chunks} micro-batches, a unit of {options.unit * 1e3:g} ms")
     print(f"{'contestant':26}{'simulated':>10}{'measured':>10}  {'quartiles':14}{'peak':>8}")
     for name, seconds in found.items():

@@ -19,7 +19,7 @@ import time
 import torch
 from torch import nn
 
-from pippy import Pipe, PipelineDriver, local_cluster
+from pippy import Pipe, PipelineDriver, cluster
 from pippy.drivers.recording.record import Recording
 
 
@@ -74,12 +74,12 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "zb_h1"])
     options = parser.parse_args()
     print(f"{'schedule':10}{'width':>7}{'computation':>14}{'step':>11}{'recorded':>10}   95 %")
-    with local_cluster(options.workers, pin=True) as cluster:
+    with cluster(options.workers, pin=True) as workers:
         for width in options.widths:
             layers = [nn.Linear(width, width) for _ in range(options.workers)]
             pipe = Pipe.from_sequential(nn.Sequential(*layers), nn.MSELoss())
             for schedule in options.schedules:
-                driver = PipelineDriver(pipe, cluster, schedule=schedule)
+                driver = PipelineDriver(pipe, workers, schedule=schedule)
                 gc.collect()
                 found = pairs(driver, options.chunks, width, options.rows, options.pairs)
                 with driver.record() as recording:

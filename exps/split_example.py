@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from pippy import PipelineDriverFillDrain, local_cluster, pipe_split, pipeline
+from pippy import PipelineDriverFillDrain, cluster, pipe_split, pipeline
 
 ROWS, WIDTH = 32, 512
 CHUNKS = (2, 4, 8, 16, 32)
@@ -89,7 +89,7 @@ def main(workers: bool = True) -> None:
     if not workers:
         compare(model, x, workers)
         return
-    with local_cluster(2, threads=1):
+    with cluster(2, threads=1):
         compare(model, x, workers)
 
 

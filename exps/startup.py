@@ -1,4 +1,4 @@
-"""How long `local_cluster(n)` takes to start, compared with one import of torch in a new process.
+"""How long `cluster(n)` takes to start, compared with one import of torch in a new process.
 
 `python exps/startup.py --repeat 5` on two cores of an AMD EPYC, medians (and least to most):
 
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 
-from pippy import local_cluster
+from pippy import cluster
 
 
 def seconds_to_import() -> float:
@@ -30,8 +30,8 @@ def seconds_to_import() -> float:
 def seconds_to_start(n: int) -> tuple[float, float]:
     """The times until all workers have answered, and until all have ended."""
     began = time.perf_counter()
-    with local_cluster(n, threads=1) as cluster:
-        cluster.dump()
+    with cluster(n, threads=1) as workers:
+        workers.dump()
         ready = time.perf_counter()
     return ready - began, time.perf_counter() - ready
 

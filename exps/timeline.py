@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from exps.bubbles import ROWS, WIDTH, Sleeper
-from pippy import Pipe, PipelineDriver, local_cluster
+from pippy import Pipe, PipelineDriver, cluster
 
 SECONDS = (0.010, 0.011, 0.009)  # of a stage's forward, and of the halves of its backward
 SLOW, FACTOR, CHUNKS = 2, 1.5, 8
@@ -29,8 +29,8 @@ def main() -> None:
     stages = [Sleeper(*(each * factor for each in SECONDS)) for factor in factors]
     pipe = Pipe.from_sequential(nn.Sequential(*stages), nn.MSELoss())
     x = torch.zeros(CHUNKS * ROWS, WIDTH)
-    with local_cluster(4, threads=1) as cluster:
-        driver = PipelineDriver(pipe, cluster, schedule=options.schedule)
+    with cluster(4, threads=1) as workers:
+        driver = PipelineDriver(pipe, workers, schedule=options.schedule)
         driver.run(CHUNKS, x, x)
         with driver.record() as recording:
             for _ in range(5):

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from exps.bubbles import SleepingGradient
-from pippy import Pipe, PipelineDriver1F1B, local_cluster
+from pippy import Pipe, PipelineDriver1F1B, cluster
 from pippy.drivers.recording.record import RecordedStep
 
 
@@ -70,10 +70,10 @@ def main() -> None:
     parser.add_argument("--times", type=float, nargs="+", default=[0.5, 2.0], help="milliseconds of each pass")
     options = parser.parse_args()
     print(f"{options.workers} workers, {options.steps} steps; median gap of each worker between two steps, in ms")
-    with local_cluster(options.workers, threads=1) as cluster:
+    with cluster(options.workers, threads=1) as workers:
         for milliseconds in options.times:
             stages = nn.Sequential(*(Sleeper(milliseconds / 1e3) for _ in range(options.workers)))
-            driver = PipelineDriver1F1B(Pipe.from_sequential(stages, nn.MSELoss()), cluster)
+            driver = PipelineDriver1F1B(Pipe.from_sequential(stages, nn.MSELoss()), workers)
             x = torch.zeros(options.workers, 8)
             for way in (one_after_the_other, one_ahead):
                 way(driver, options.workers, 5, x)

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from exps.bubbles import ROWS, WIDTH, SleepingGradient
-from pippy import Pipe, PipelineDriver, local_cluster
+from pippy import Pipe, PipelineDriver, cluster
 from pippy.drivers.schedules import Costs
 
 TIMES = (0.005, 0.0055, 0.0045)  # of a stage of weight 1: F, I, W
@@ -81,7 +81,7 @@ def costs(weights: list[float]) -> Costs:
     )
 
 
-def measure(cluster: Any, weights: list[float], jitter: float, chunks: int, rounds: int) -> dict[str, list[float]]:
+def measure(workers: Any, weights: list[float], jitter: float, chunks: int, rounds: int) -> dict[str, list[float]]:
     """The seconds of each contestant's steps, round by round."""
     drivers = {}
     for schedule in SCHEDULES:
@@ -90,7 +90,7 @@ def measure(cluster: Any, weights: list[float], jitter: float, chunks: int, roun
             stages = [Uneven(stage, weight, jitter) for stage, weight in enumerate(weights)]
             pipe = Pipe.from_sequential(nn.Sequential(*stages), nn.MSELoss())
             name = schedule + (", out of order" if out_of_order else "")
-            drivers[name] = PipelineDriver(pipe, cluster, schedule=schedule, out_of_order=out_of_order, **options)
+            drivers[name] = PipelineDriver(pipe, workers, schedule=schedule, out_of_order=out_of_order, **options)
     found: dict[str, list[float]] = {name: [] for name in drivers}
     dice = random.Random(0)
     for turn in range(rounds + 2):
@@ -132,12 +132,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     options = parser.parse_args()
     print(f"stages that sleep: F, I, W of weight 1: {', '.join(f'{each * 1e3:g} ms' for each in TIMES)}")
-    with local_cluster(len(options.weights), threads=1) as cluster:
+    with cluster(len(options.weights), threads=1) as workers:
         for chunks in options.chunks:
             for jitter in options.jitter:
                 weights = ":".join(f"{each:g}" for each in options.weights)
                 print(f"\nstages {weights}, {chunks} micro-batches, jitter ±{jitter:.0%}")
-                print_table(measure(cluster, options.weights, jitter, chunks, options.rounds))
+                print_table(measure(workers, options.weights, jitter, chunks, options.rounds))
 
 
 if __name__ == "__main__":

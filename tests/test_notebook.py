@@ -11,7 +11,7 @@ from tests.drivers.processes import watched
 from tests.notebooks import NotebookError, check_notebook, code_cells, printed
 
 NOTEBOOK = Path(__file__).parent.parent / "docs/notebook.ipynb"
-PIDS = "[each.pid for each in cluster.control.workers]"
+PIDS = "[each.pid for each in workers.control.workers]"
 
 
 @pytest.fixture(scope="module")
@@ -43,20 +43,20 @@ class Net(nn.Module):
         pipe_split()
         return self.last(x)
 
-driver = PipelineDriver1F1B(pipeline(Net(), nn.MSELoss()), cluster)
+driver = PipelineDriver1F1B(pipeline(Net(), nn.MSELoss()), workers)
 driver.run(1, x, target)
 """
 
 
 def test_a_lost_cluster_makes_room_workers_are_heard_and_all_ends_with_the_kernel(kernel):
     """After the notebook: its names are there, and its cluster is closed."""
-    kernel.run("cluster = local_cluster(2, threads=1)")
+    kernel.run("workers = cluster(2, threads=1)")
     lost = kernel.value(PIDS)
     with watched(*lost):
-        kernel.run("import os, signal; os.kill(cluster.control.workers[0].pid, signal.SIGKILL)")
-        outputs = kernel.run("driver = PipelineDriver1F1B(pipe, cluster)")
+        kernel.run("import os, signal; os.kill(workers.control.workers[0].pid, signal.SIGKILL)")
+        outputs = kernel.run("driver = PipelineDriver1F1B(pipe, workers)")
         assert [each["ename"] for each in outputs if each["output_type"] == "error"] == ["WorkerLostError"]
-        outputs = kernel.run("cluster = local_cluster(2, threads=1)")
+        outputs = kernel.run("workers = cluster(2, threads=1)")
         assert [each for each in outputs if each["output_type"] == "error"] == []
     pids = kernel.value(PIDS)
     assert not set(lost) & set(pids)

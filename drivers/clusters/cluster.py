@@ -23,17 +23,17 @@ class Processes(Protocol):
 
 
 class Cluster:
-    """The workers that a controller drives; made by `local_cluster` or `cluster`.
+    """The workers that a controller drives; made by `cluster`, or `local_cluster`.
 
     It is a context manager, and inside its ``with`` it is the current cluster of the thread that entered it. Several threads
     can use one cluster; the commands of their drivers take turns. A cluster that is not closed is closed when nothing refers to
     it any more, or when the script ends, however it ends.
 
-    >>> from pippy import current_cluster, local_cluster
-    >>> with local_cluster(1, names=["only"]) as cluster:
-    ...     len(cluster), cluster.workers, current_cluster() is cluster
+    >>> from pippy import cluster, current_cluster
+    >>> with cluster(1, names=["only"]) as workers:
+    ...     len(workers), workers.workers, current_cluster() is workers
     (1, ('only',), True)
-    >>> cluster
+    >>> workers
     <Cluster of 1 workers, closed: only>
     """
 

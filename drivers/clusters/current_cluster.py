@@ -23,13 +23,13 @@ def current_cluster() -> Cluster:
 
     >>> current_cluster()
     Traceback (most recent call last):
-    pippy.drivers.errors.ClusterError: no cluster is open; open one: with local_cluster(2) as cluster: ...
+    pippy.drivers.errors.ClusterError: no cluster is open; open one: with cluster(2) as workers: ...
     """
     found = _cluster_of(threading.current_thread()) or _cluster_of(threading.main_thread()) or _cluster_of_others()
     if found is None and (lazy := current_lazy_cluster()) is not None:
         found = lazy.current()
     if found is None:
-        raise ClusterError("no cluster is open; open one: with local_cluster(2) as cluster: ...")
+        raise ClusterError("no cluster is open; open one: with cluster(2) as workers: ...")
     return found
 
 
@@ -39,7 +39,7 @@ def _cluster_of_others() -> Cluster | None:
     if len(found) > 1:
         raise ClusterError(
             f"{len(found)} other threads have opened clusters, and this thread has none; give the driver its cluster: "
-            "PipelineDriver(pipe, cluster)"
+            "PipelineDriver(pipe, workers)"
         )
     return found[0] if found else None
 

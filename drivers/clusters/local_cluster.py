@@ -5,7 +5,6 @@ import os
 import sys
 import tempfile
 import threading
-import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -19,7 +18,7 @@ from pippy.drivers.clusters.local_processes import LocalProcesses
 from pippy.drivers.control.control import Control
 from pippy.drivers.errors import ClusterError
 from pippy.drivers.transport.messages import rpc
-from pippy.ir.errors import PippyWarning
+from pippy.ir.source import warn
 
 WORKER = "pippy.drivers.workers.worker:Worker"
 PATIENCE = 0.001  # seconds that a worker with a core of its own polls for a value before it sleeps
@@ -42,7 +41,9 @@ def local_cluster(
 ) -> Cluster:
     """Start ``n`` workers on this host, in processes of their own.
 
-    No main guard is needed: the workers do not run your script. Nothing of the cluster can be reached from another host.
+    `cluster` does this too, and in a script that torchrun has started it joins the workers of torchrun; this function
+    is refused there. No main guard is needed: the workers do not run your script. Nothing of the cluster can be reached
+    from another host.
 
     Args:
         n: how many workers to start.
@@ -58,8 +59,8 @@ def local_cluster(
         patience: how many seconds a worker that waits for a value polls for it before it sleeps; waking it takes longer
             than polling. Default: 1 ms if every worker has cores of its own, else 0.
 
-    >>> with local_cluster(2) as cluster:  # doctest: +SKIP
-    ...     cluster
+    >>> with local_cluster(2) as workers:  # doctest: +SKIP
+    ...     workers
     <Cluster of 2 workers, open: worker0, worker1>
     """
     _check_system()
@@ -148,11 +149,9 @@ def _chosen_transport(transport: str | None) -> str:
             f'transport="shared_memory" cannot be had: {why}; leave out transport, and the workers use TCP on the loopback '
             f"interface"
         )
-    warnings.warn(
+    warn(
         f"{why}; the workers use TCP on the loopback interface instead, which is slower, and which every account of this host "
-        f"can reach while they start",
-        PippyWarning,
-        stacklevel=3,
+        f"can reach while they start"
     )
     return "rpc"
 
@@ -168,12 +167,10 @@ def _warn_of_shared_cores(names: Sequence[str], cores: Sequence[int]) -> None:
     shared = "; ".join(
         f"core {core}: {', '.join(on_it)}" for at, core in enumerate(cores) if len(on_it := names[at :: len(cores)]) > 1
     )
-    warnings.warn(
+    warn(
         f"pin=True gives each worker a core, and this process may use {len(cores)} for {len(names)} workers, so some share one "
         f"and wait for each other ({shared}); start no more than {len(cores)}, or leave out pin, so that the system divides "
-        "the cores",
-        PippyWarning,
-        stacklevel=3,
+        "the cores"
     )
 
 

@@ -132,7 +132,7 @@ class LocalProcesses:
         if not found:
             raise ClusterError(
                 f"the workers did not start within {timeout:g} s ({len(self.pids)} of {len(self.config.names)} are ready); "
-                f"give local_cluster a larger start_timeout, or fewer workers"
+                f"give cluster() a larger start_timeout, or fewer workers"
             )
         if self.socket.fileno() in found:
             self._take(self.socket.recv(1 << 20))

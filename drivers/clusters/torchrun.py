@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from fcntl import ioctl
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch.distributed import DistStoreError, PrefixStore
@@ -46,9 +46,12 @@ def cluster(
     threads: int | None = None,
     devices: Sequence[str | torch.device] | None = None,
     device: str | torch.device | None = None,
+    pin: bool | None = None,
     names: Sequence[str] | None = None,
     timeout: float = 5.0,
+    transport: Literal["shared_memory", "rpc"] | None = None,
     start_timeout: float = 60.0,
+    patience: float | None = None,
     controller_hosts: bool = True,
 ) -> Cluster:
     """The workers that torchrun has started, or ``n`` new workers on this host. One script works in both cases.
@@ -58,20 +61,24 @@ def cluster(
     SystemExit. So only rank 0 runs the code after the call. The default device is the GPU of the local rank, if
     there are GPUs.
 
-    Without torchrun this is `local_cluster(n)`. If ``n`` is not given, the environment variable PIPPY_WORKERS has the
-    number of workers. In a script that `pippy run` has started, it is the cluster of `pippy run`.
+    Without torchrun this is `local_cluster(n)`, and takes its options. If ``n`` is not given, the environment variable
+    PIPPY_WORKERS has the number of workers. In a script that `pippy run` has started, it is the cluster of `pippy run`. The
+    options ``pin``, ``transport`` and ``patience`` are for workers that this call starts, and refused under torchrun.
 
-    >>> with cluster() as workers:  # doctest: +SKIP
-    ...     driver = PipelineDriver1F1B(pipe, workers)
+    >>> with cluster(2, threads=1) as workers:
+    ...     workers
+    <Cluster of 2 workers, open: worker0, worker1>
     """
+    own = {"pin": pin, "transport": transport, "patience": patience}
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        options: dict[str, Any] = {"threads": threads, "devices": devices, "device": device, "names": names}
+        options: dict[str, Any] = {"threads": threads, "devices": devices, "device": device, "names": names, **own}
         given = {name: value for name, value in options.items() if value is not None}
         if (lazy := current_lazy_cluster()) is not None:
             return lazy.requested(n, given, timeout=timeout, start_timeout=start_timeout)
         return local_cluster(_number(n), timeout=timeout, start_timeout=start_timeout, **given)
     rank_info = RankInfo.from_environment(controller_hosts)
     names = _checked(rank_info, n, names)
+    _check_not_given(own)
     check_seconds(timeout=timeout, start_timeout=start_timeout)
     check_threads(threads)
     own_device = _device(rank_info, devices, device)
@@ -111,8 +118,19 @@ def _checked(rank_info: RankInfo, n: int | None, names: Sequence[str] | None) ->
         raise ClusterError(
             f"n={n}, and torchrun started {rank_info.world_size} processes, for {rank_info.workers} workers; leave out n, or "
             f"start {n + rank_info.world_size - rank_info.workers} processes"
+            + (f"; local_cluster({n}) starts {n} workers beside this process" if rank_info.world_size == 1 else "")
         )
     return worker_names(rank_info.workers, names)
+
+
+def _check_not_given(options: dict[str, Any]) -> None:
+    """Raise if one of the options is given, which say how this process is to start workers: torchrun has started them."""
+    for name, value in options.items():
+        if value is not None and value is not False:
+            raise ClusterError(
+                f"{name}={value!r} is for workers that cluster() starts, and torchrun has started these; leave out {name}, or "
+                f"start the script without torchrun"
+            )
 
 
 def _check_first() -> None:

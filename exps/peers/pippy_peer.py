@@ -13,7 +13,7 @@ import torch
 from exps.peers import gpt
 from exps.peers.contestant import Rank, Team
 from exps.peers.process import ChildFailed
-from pippy import Pipe, PipelineDriver, SplitPoint, annotate_split_points, local_cluster, pipeline
+from pippy import Pipe, PipelineDriver, SplitPoint, annotate_split_points, cluster, pipeline
 
 WORKERS = 2
 
@@ -60,8 +60,8 @@ class Controller(Rank):
         pipe = pipe_of(WORKERS * SCHEDULES[schedule])
         self._names = [name for name, _ in pipe.named_parameters()]
         with ExitStack() as opened:
-            cluster = opened.enter_context(local_cluster(WORKERS, threads=1, pin=True))
-            self._driver = PipelineDriver(pipe, cluster, schedule=schedule, checkpoint=checkpoint)
+            workers = opened.enter_context(cluster(WORKERS, threads=1, pin=True))
+            self._driver = PipelineDriver(pipe, workers, schedule=schedule, checkpoint=checkpoint)
             self._opened = opened.pop_all()
 
     def prepare(self) -> None:

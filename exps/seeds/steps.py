@@ -16,7 +16,7 @@ from exps.seeds.layers import Layers, cut_into
 from exps.seeds.memory import held
 from exps.seeds.settings import Setting
 from exps.seeds.wires import recorded_bytes
-from pippy import Cluster, PipelineDriver, local_cluster
+from pippy import Cluster, PipelineDriver, cluster
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -29,14 +29,14 @@ class Steps:
     loss_fn: Any
     batch: Batch
 
-    def driver(self, cluster: Cluster, setting: Setting) -> PipelineDriver:
+    def driver(self, opened: Cluster, setting: Setting) -> PipelineDriver:
         torch.manual_seed(0)
         pipe = cut_into(self.model(), setting.balance, self.loss_fn)
-        return PipelineDriver(pipe, cluster, world_size=setting.workers, schedule=setting.program())
+        return PipelineDriver(pipe, opened, world_size=setting.workers, schedule=setting.program())
 
-    def seconds(self, cluster: Cluster, settings: Mapping[str, Setting], rounds: int) -> dict[str, list[float]]:
+    def seconds(self, opened: Cluster, settings: Mapping[str, Setting], rounds: int) -> dict[str, list[float]]:
         """The seconds of each setting's steps. In each round each has a step, in random order; the first is not counted."""
-        drivers = {name: self.driver(cluster, setting) for name, setting in settings.items()}
+        drivers = {name: self.driver(opened, setting) for name, setting in settings.items()}
         found: dict[str, list[float]] = {name: [] for name in drivers}
         dice = random.Random(0)
         for turn in range(rounds + 1):
@@ -50,9 +50,9 @@ class Steps:
             driver.close()
         return found
 
-    def sent(self, cluster: Cluster, setting: Setting) -> dict[tuple[int, int], int]:
+    def sent(self, opened: Cluster, setting: Setting) -> dict[tuple[int, int], int]:
         """The bytes that each worker sends to each other in a step."""
-        driver = self.driver(cluster, setting)
+        driver = self.driver(opened, setting)
         with driver.record() as recording:
             driver.run(setting.chunks, *self.batch)
         driver.close()
@@ -60,12 +60,12 @@ class Steps:
 
     def megabytes(self, setting: Setting) -> list[float]:
         """By how much the memory of each worker grows, at most, from before it has a model: in new processes, in two steps."""
-        with local_cluster(setting.workers, threads=1) as cluster:
-            before = [resident(worker.pid) for worker in cluster.control.workers]
-            driver = self.driver(cluster, setting)
+        with cluster(setting.workers, threads=1) as opened:
+            before = [resident(worker.pid) for worker in opened.control.workers]
+            driver = self.driver(opened, setting)
             for _ in range(2):
                 driver.run(setting.chunks, *self.batch)
-            return [resident(worker.pid, "VmHWM") - was for worker, was in zip(cluster.control.workers, before)]
+            return [resident(worker.pid, "VmHWM") - was for worker, was in zip(opened.control.workers, before)]
 
     def counted(self, setting: Setting) -> list[float]:
         """The megabytes that each worker holds at its peak, by our count: without what kernels and the allocator take."""
@@ -80,9 +80,9 @@ def resident(pid: int, which: str = "VmRSS") -> float:
 def steps_table(steps: Steps, settings: Mapping[str, Setting], costs: LayerCosts, rounds: int) -> list[str]:
     """Run all settings on a cluster, and print what was measured beside what these costs of layers make of it."""
     workers = max(setting.workers for setting in settings.values())
-    with local_cluster(workers, threads=1, pin=True) as cluster:
-        seconds = steps.seconds(cluster, settings, rounds)
-        sent = {name: sum(steps.sent(cluster, setting).values()) for name, setting in settings.items()}
+    with cluster(workers, threads=1, pin=True) as opened:
+        seconds = steps.seconds(opened, settings, rounds)
+        sent = {name: sum(steps.sent(opened, setting).values()) for name, setting in settings.items()}
     first = next(iter(settings))
     base = settings[first].throughput(costs)
     head = f"{'step ms':>9}  {'quartiles':16}{'speed-up':>9}{'simulated':>11}{'MB sent':>9}"

@@ -144,7 +144,7 @@ def cores() -> Outcome:
         )
     if count == 1:
         return Outcome(said, "workers take turns on one core: a pipeline works here, and gains no time")
-    return Outcome(f"{said}; local_cluster({count}) computes with a thread for each worker")
+    return Outcome(f"{said}; cluster({count}) computes with a thread for each worker")
 
 
 def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
@@ -191,7 +191,7 @@ def shared_memory() -> Outcome:
             "container's seccomp profile",
         )
     if seen != b"pippy":
-        return Outcome("memory is mapped, and not shared", 'give local_cluster transport="rpc"', fatal=True)
+        return Outcome("memory is mapped, and not shared", 'give cluster() transport="rpc"', fatal=True)
     return Outcome("memfd works: tensors pass between workers through memory")
 
 
@@ -261,7 +261,7 @@ def gpus() -> Outcome:
         for index in range(count):
             torch.ones(8, device=f"cuda:{index}").sum().item()
         names = [torch.cuda.get_device_name(index) for index in range(count)]
-        return Outcome(f"{count}: {', '.join(dict.fromkeys(names))}; name them: local_cluster({count}, devices=[…])")
+        return Outcome(f"{count}: {', '.join(dict.fromkeys(names))}; name them: cluster({count}, devices=[…])")
     if Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists():
         built = torch.version.cuda or torch.version.hip
         why = f"a driver that is too old for CUDA {built}, perhaps" if built else "this torch is built for CPUs only"

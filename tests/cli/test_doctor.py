@@ -149,7 +149,7 @@ def test_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Model X")
     monkeypatch.setattr(torch, "ones", lambda n, device: torch.zeros(n))
-    assert said("GPUs") == ("ok", "2: Model X; name them: local_cluster(2, devices=[…]) ")
+    assert said("GPUs") == ("ok", "2: Model X; name them: cluster(2, devices=[…]) ")
     monkeypatch.setattr(torch, "ones", refused)
     assert said("GPUs")[0] == "fails" and "device='cpu'" in said("GPUs")[1]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -15,7 +15,7 @@ def test_the_loss_falls_and_is_that_of_plain_pytorch(monkeypatch, capsys, tmp_pa
     from exps import gpt2
 
     with thread_cluster(2) as threads:
-        monkeypatch.setattr(gpt2, "local_cluster", lambda workers, **options: nullcontext(threads))
+        monkeypatch.setattr(gpt2, "cluster", lambda workers, **options: nullcontext(threads))
         words = f"--tiny --workers 2 --layers 2 --compare --steps 9 --every 4 --save {tmp_path}"
         gpt2.main(gpt2.options(words.split()))
     printed = capsys.readouterr().out

@@ -92,7 +92,7 @@ def test_steps_that_really_run_are_printed_beside_the_simulated_ones(monkeypatch
     small = steps.Steps(lambda: UNet(2, 4, levels=3, dropout=0.0), unet.LOSS, batch)  # threads share random numbers
     monkeypatch.setattr(steps.Steps, "megabytes", lambda self, setting: [7.0] * setting.workers)
     with thread_cluster(2) as threads:
-        monkeypatch.setattr(steps, "local_cluster", lambda workers, **options: nullcontext(threads))
+        monkeypatch.setattr(steps, "cluster", lambda workers, **options: nullcontext(threads))
         head, one, two = steps.steps_table(small, settings, LayerCosts([1.0] * 69, [2.0] * 69), rounds=2)
     assert one.split()[3:7] == ["1.000", "1.000", "0.0", "7"]
     assert float(two.split()[4]) == pytest.approx(2 * 207 / (36 * 4 + 36 * 6), abs=0.2)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pippy.drivers.clusters.current_cluster import current_cluster
 from pippy.drivers.clusters.local_cluster import local_cluster
 from pippy.drivers.clusters.rank_info import RankInfo
 from pippy.drivers.clusters.torchrun import cluster, interface
@@ -183,6 +184,22 @@ def test_two_hosts_with_the_link_cut(hosts):
         assert "ends itself: the controller left a ping unanswered" in second.communicate(timeout=20)[1]
 
 
+@pytest.mark.usefixtures("alone")
+def test_a_cluster_opens_as_the_message_says_and_takes_the_options_of_local_clusters():
+    with pytest.raises(ClusterError, match="no cluster is open") as told:
+        current_cluster()
+    advised = str(told.value).partition("open one: ")[2]
+    options = '2, pin=True, threads=1, names=["front", "back"], patience=0.001, transport="shared_memory"'
+    found = []
+
+    def see(workers):
+        found.extend([workers.workers, workers is current_cluster()])
+        found.extend(len(os.sched_getaffinity(worker.pid)) for worker in workers.control.workers)
+
+    exec(advised.replace("(2)", f"({options})").replace("...", "see(workers)"), {"cluster": cluster, "see": see})
+    assert found == [("front", "back"), True, 1, 1]
+
+
 def test_without_torchrun_and_without_a_number(monkeypatch):
     monkeypatch.delenv("PIPPY_WORKERS", raising=False)
     with pytest.raises(ClusterError, match="torchrun --nproc-per-node 2, set PIPPY_WORKERS=2"):
@@ -195,13 +212,22 @@ def test_without_torchrun_and_without_a_number(monkeypatch):
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"n": 3}, "n=3, and torchrun started 1 processes, for 1 workers"),
+        (
+            {"n": 3},
+            r"n=3, and torchrun started 1 processes, for 1 workers; .*; local_cluster\(3\) starts 3 workers beside",
+        ),
         ({"controller_hosts": False}, "no process beside the controller"),
         ({"devices": ["cpu", "cpu"]}, "each of the 1 workers"),
         ({"devices": ["cpu"], "device": "cpu"}, "give one of the two"),
         ({"timeout": 0}, "timeout is a number of seconds"),
         ({"names": ["a", "b"]}, "names must name each of the 1 workers"),
         ({"threads": 0}, "threads is how many"),
+        (
+            {"pin": True},
+            "pin=True is for workers that .* starts, .*; leave out pin, or start the script without torchrun",
+        ),
+        ({"n": 1, "transport": "rpc"}, "leave out transport"),
+        ({"patience": 0}, "leave out patience"),
     ],
 )
 def test_wrong_arguments_under_torchrun(monkeypatch, options, words):
