@@ -13,6 +13,7 @@ from pippy.ir.compiler import Cut, check_loss, compile_traced
 from pippy.ir.cut.params import MultiUseParamSpec
 from pippy.ir.errors import InputError
 from pippy.ir.front.arguments import Example
+from pippy.ir.front.layers import Layers
 from pippy.ir.front.sequential import trace_sequential
 from pippy.ir.front.trace import Traced, TracerLike
 from pippy.ir.front_ends import ModelCall, trace_and_compile
@@ -108,19 +109,22 @@ class Pipe(nn.Module):
 
     @staticmethod
     def from_sequential(
-        model: nn.Sequential,
+        model: nn.Sequential | Layers,
         loss_fn: Callable[..., Any] | None = None,
         *,
         deep_copy_module: bool = False,
         cut: Cut | None = None,
     ) -> "Pipe":
-        """Make each child of an `nn.Sequential` a stage. The children are not traced, so they may do anything.
+        """Make each child of an `nn.Sequential`, or layer of a list, a stage. They are not traced, so they may do anything.
 
-        ``cut`` puts several children into a stage: a `pippy.balance.balancer.Balancer`, whose layers are the children.
+        In a list there may be functions, too. ``cut`` puts several children into a stage: a `pippy.balance.balancer.Balancer`,
+        whose layers are the children.
 
-        >>> pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-        >>> pipe.num_stages
+        >>> Pipe.from_sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).num_stages
         2
+        >>> import torch
+        >>> Pipe.from_sequential([nn.Linear(2, 2), lambda x: torch.flatten(x), nn.ReLU()])(torch.ones(3, 2)).shape
+        torch.Size([6])
         """
         check_loss(loss_fn, None)
         traced = trace_sequential(copy.deepcopy(model) if deep_copy_module else model, marked=cut is None)

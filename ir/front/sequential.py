@@ -5,16 +5,20 @@ import inspect
 from torch import fx, nn
 
 from pippy.ir.errors import SplitError, TracingError
+from pippy.ir.front.layers import Layers, sequential_of
 from pippy.ir.front.trace import Traced
 from pippy.ir.front.untraceable import hooks_of
 from pippy.ir.marks import pipe_split
 
 
-def trace_sequential(model: nn.Sequential, marked: bool = True) -> Traced:
-    """The graph of a Sequential. The balancer takes each child for a layer, even one without parameters."""
+def trace_sequential(model: nn.Sequential | Layers, marked: bool = True) -> Traced:
+    """The graph of a Sequential, or of layers in turn. The balancer takes each for a layer, even one without parameters."""
+    if isinstance(model, (list, tuple, nn.ModuleList)):
+        model = sequential_of(model)
     if not isinstance(model, nn.Sequential):
         raise TracingError(
-            f"from_sequential takes an nn.Sequential; this is a {type(model).__name__}: call pipeline(model) for any module"
+            f"from_sequential takes an nn.Sequential or a list of layers; this is a {type(model).__name__}: call "
+            "pipeline(model) for any module"
         )
     if type(model).forward is not nn.Sequential.forward or hooks_of(model):
         raise TracingError(
@@ -22,7 +26,7 @@ def trace_sequential(model: nn.Sequential, marked: bool = True) -> Traced:
             "from_sequential would leave out; call pipeline(model)"
         )
     if not len(model):
-        raise SplitError("this nn.Sequential has no children, so there is nothing to put in a stage")
+        raise SplitError("there are no layers, so there is nothing to put in a stage")
     graph = fx.Graph()
     value = graph.placeholder("input")
     for name in model._modules:

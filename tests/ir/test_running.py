@@ -316,9 +316,9 @@ def test_from_sequential_shares_a_repeated_child():
 
 
 def test_from_sequential_refuses_what_it_cannot_cut():
-    with pytest.raises(TracingError, match=r"takes an nn\.Sequential; this is a Linear"):
+    with pytest.raises(TracingError, match=r"takes an nn\.Sequential or a list of layers; this is a Linear"):
         Pipe.from_sequential(nn.Linear(1, 1))
-    with pytest.raises(SplitError, match="no children"):
+    with pytest.raises(SplitError, match="there are no layers"):
         Pipe.from_sequential(nn.Sequential())
 
 
