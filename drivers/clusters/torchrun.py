@@ -227,11 +227,10 @@ def _control(
     _join(rank_info, start_timeout)
     global _was_open
     _was_open = True
-    joined = TorchrunProcesses(
-        worker, [address.rpc_name for address in addresses if address.rpc_name != CONTROLLER], timeout
-    )
     if worker is not None:
         worker.start()
     control = Control(addresses, timeout, messages=RpcMessages([address.rpc_name for address in addresses]))
+    others = [address.rpc_name for address in addresses if address.rpc_name != CONTROLLER]
+    joined = TorchrunProcesses(worker, others, timeout, control)
     rpc.take_reports(control.report_lost)
     return opened(Cluster([address.name for address in addresses], control, joined, device_type), by_rpc=True)

@@ -5,15 +5,19 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from pippy.drivers.clusters.torchrun_worker import Leave, TorchrunWorker
+from pippy.drivers.control.control import Control
 from pippy.drivers.transport.messages import rpc
 from pippy.drivers.transport.pickling import pickle_message
 
 
 class TorchrunProcesses:
-    """The worker of this process, if it hosts one, and the others by their names for RPC. ``close`` tells them to leave."""
+    """The worker of this process, if it hosts one, and the others by their names for RPC. ``close`` tells them to leave.
 
-    def __init__(self, worker: TorchrunWorker | None, others: Sequence[str], timeout: float) -> None:
-        self.worker, self.others, self.timeout = worker, others, timeout
+    If ``control`` has lost a worker by then, they are told which, so that each host's log says why the job ended.
+    """
+
+    def __init__(self, worker: TorchrunWorker | None, others: Sequence[str], timeout: float, control: Control) -> None:
+        self.worker, self.others, self.timeout, self.control = worker, others, timeout, control
         self.owner, self.left = os.getpid(), False
 
     def close(self) -> None:
@@ -28,6 +32,6 @@ class TorchrunProcesses:
             told = []
             for name in self.others:
                 with suppress(ConnectionError):
-                    told.append(rpc.urgent(name, pickle_message(Leave(last))))
+                    told.append(rpc.urgent(name, pickle_message(Leave(last, self.control.lost))))
             rpc.wait_all(told, min(1.0, self.timeout))
         rpc.leave()

@@ -27,13 +27,14 @@ EVERYTHING = GiveUp(first=0, last=1 << 62)
 class Leave:
     """An urgent message: the controller closes the cluster. The first one tells all workers that connections will break.
 
-    The second one, with ``now``, tells them to leave.
+    The second one, with ``now``, tells them to leave. ``why`` says which worker the cluster has lost, if it has lost one.
 
     >>> Leave(now=True)
-    Leave(now=True)
+    Leave(now=True, why=None)
     """
 
     now: bool
+    why: str | None = None
 
 
 class TorchrunWorker:
@@ -93,6 +94,8 @@ class TorchrunWorker:
         """Answer at once, on a thread that is not the worker's own."""
         if not isinstance(message, Leave):
             return self.worker.urgent(message)
+        if message.why is not None and not message.now:
+            say(f"worker {self.name!r} (pid {os.getpid()}) leaves: {message.why}")
         rpc.stderr_filter.start()
         self.values.end()
         if message.now:
@@ -120,20 +123,16 @@ class TorchrunWorker:
         what = (
             f"its threads {', '.join(map(repr, threads))}" if threads else "an exit handler, or a finally of the script"
         )
-        print(
-            f"pippy: the process of {who} goes on {LEAVES_WITHIN:g} s after it has left its cluster: it waits for {what}",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"the process of {who} goes on {LEAVES_WITHIN:g} s after it has left its cluster: it waits for {what}")
 
     def watch(self, controller: str, timeout: float) -> None:
         """End this process when the controller has ended: at once if the connection to it breaks.
 
-        A cut network breaks no connection. So while the worker waits inside a step, it pings the controller from time to
-        time, and notices the cut after at most 3 × timeout + 10 s; so does one that has lost another worker. Any other idle
-        worker sends no pings, and waits without a limit.
+        A network that is cut, or a host that is gone, breaks the connection after 4 × timeout, whatever the worker does. A
+        controller that is stopped breaks none. So while the worker waits inside a step, it pings the controller from time
+        to time, and ends after at most 3 × timeout + 10 s; so does one that has lost another worker.
         """
-        rpc.watch(controller, lambda: self._gone("the connection to the controller broke"))
+        rpc.watch(controller, timeout, lambda: self._gone("the connection to the controller broke"))
         threading.Thread(target=self._ask, args=(controller, timeout), daemon=True).start()
 
     def _ask(self, controller: str, timeout: float) -> None:
@@ -161,5 +160,10 @@ def answers(controller: str, timeout: float) -> bool:
 def end_process(why: str) -> NoReturn:
     """End this process at once: the main thread may be computing, or may wait without an end."""
     rpc.stderr_filter.stop()
-    print(f"pippy: {why}", file=sys.stderr, flush=True)
+    say(why)
     os._exit(1)
+
+
+def say(what: str) -> None:
+    """Write a line to standard error."""
+    print(f"pippy: {what}", file=sys.stderr, flush=True)

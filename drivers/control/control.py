@@ -101,6 +101,7 @@ class Control:
         self.timeout, self.interval = timeout, interval
         self.counts = [0] * len(self.workers)
         self._broken: str | None = None
+        self.lost: str | None = None  # which worker, and how, once one is lost
         self._waits: set[_Wait] = set()  # of all threads
         self._reports: deque[tuple[int, int, str]] = deque()
         self._deaths = deaths
@@ -180,6 +181,7 @@ class Control:
         address = self.workers[worker]
         how = self._deaths(0.2).get(worker, how)
         error = WorkerLostError(address.name, worker, address.host, address.pid, how)
+        self.lost = self.lost or str(error)
         self.broken = self.broken or f"this cluster lost a worker and cannot go on ({error})"
         return error
 

@@ -16,6 +16,7 @@ from torch.distributed import rpc
 from pippy.drivers.stderr_filter import StderrFilter
 from pippy.drivers.transport.messages.listening_sockets import stop_listening
 from pippy.drivers.transport.messages.message_queue import MessageQueue
+from pippy.drivers.transport.messages.silent_connections import break_silent_connections
 from pippy.drivers.transport.messages.urgent import answer_at_once
 from pippy.drivers.transport.pickling import Pickled, unpickle
 from pippy.drivers.transport.received_values import Unreadable
@@ -136,9 +137,13 @@ def take_reports(take: Callable[[int, int, str], None]) -> None:
     _reports = take
 
 
-def watch(to: str, broken: Callable[[], None]) -> None:
-    """Have ``broken`` called, on any thread, when another process is gone: by a call that is never answered."""
+def watch(to: str, seconds: float, broken: Callable[[], None]) -> None:
+    """Have ``broken`` called, on any thread, when another process is gone: by a call that is never answered.
+
+    That its host is gone, or cut off, is noticed after four times so many ``seconds``.
+    """
     _call(to, _wait_for_ever).add_done_callback(lambda _: broken())
+    break_silent_connections(seconds)  # joining has connected this process with the first of the group
 
 
 def wait_all(futures: Iterable["torch.futures.Future[Any]"], timeout: float) -> None:

@@ -1,13 +1,10 @@
-"""One script under torchrun, on one host and on two, and without it: it trains as plain PyTorch does, and leaves nothing."""
+"""One script under torchrun, and without it: it trains as plain PyTorch does, and leaves nothing. (Several: test_hosts.py.)"""
 
 import os
 import re
 import runpy
 import signal
-import subprocess
 import sys
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -16,44 +13,12 @@ from pippy.drivers.clusters.local_cluster import local_cluster
 from pippy.drivers.clusters.rank_info import RankInfo
 from pippy.drivers.clusters.torchrun import cluster, interface
 from pippy.drivers.errors import ClusterError
-from tests.drivers.processes import listeners, listening, watched, within
+from tests.drivers.processes import listeners, listening, watched
+from tests.drivers.torchrun_jobs import ROOT, ready, started
 
-ROOT = Path(__file__).parents[3]
 SCRIPT = str(ROOT / "tests/drivers/torchrun_script.py")
 STANDALONE = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 DONE = "equal to plain training\nrank {} goes on\n"
-
-
-@contextmanager
-def started(*arguments, prefix=(), **environment):
-    """A python process, and in any case the end of it. torchrun ends its own processes when it is told to end."""
-    process = subprocess.Popen(
-        [*prefix, sys.executable, *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-
-
-def ready(process):
-    """The processes of the workers, once they are there."""
-    word, *pids = process.stdout.readline().split() or ("nothing",)
-    assert word == "ready", process.communicate(timeout=20)
-    return [int(pid) for pid in pids]
 
 
 @pytest.mark.parametrize(
@@ -94,94 +59,6 @@ def test_a_killed_process_ends_the_job(killed):
             os.kill(pids[killed == "worker"], signal.SIGKILL)
             process.communicate(timeout=20)
             assert process.returncode != 0
-
-
-def run(*words):
-    subprocess.run(words, check=True, capture_output=True, timeout=10)
-
-
-@pytest.fixture
-def hosts():
-    """Two network namespaces with a link between them: 10.99.7.1 and 10.99.7.2."""
-    names = [f"pippy{os.getpid()}{side}" for side in "ab"]
-    links = [f"pv{os.getpid()}{side}" for side in "ab"]
-    with ExitStack() as stack:
-        try:
-            for name in names:
-                run("ip", "netns", "add", name)
-                stack.callback(run, "ip", "netns", "del", name)
-            run(
-                "ip",
-                "-n",
-                names[0],
-                "link",
-                "add",
-                links[0],
-                "type",
-                "veth",
-                "peer",
-                "name",
-                links[1],
-                "netns",
-                names[1],
-            )
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"network namespaces cannot be made here: {getattr(error, 'stderr', None) or error}")
-        for number, (name, link) in enumerate(zip(names, links), 1):
-            run("ip", "-n", name, "addr", "add", f"10.99.7.{number}/24", "dev", link)
-            for each in ("lo", link):
-                run("ip", "-n", name, "link", "set", each, "up")
-        yield names, links
-
-
-@contextmanager
-def job(names, *arguments, **environment):
-    """The script on both hosts, one worker on each."""
-    with ExitStack() as stack:
-        yield [
-            stack.enter_context(
-                started(
-                    *(
-                        "-m",
-                        "torch.distributed.run",
-                        "--nnodes",
-                        "2",
-                        "--nproc-per-node",
-                        "1",
-                        "--node-rank",
-                        str(rank),
-                    ),
-                    *("--master-addr", "10.99.7.1", "--master-port", "29517", SCRIPT, *arguments),
-                    prefix=("ip", "netns", "exec", name),
-                    **environment,
-                )
-            )
-            for rank, name in enumerate(names)
-        ]
-
-
-def test_two_hosts_train(hosts):
-    with job(hosts[0]) as processes, watched(*ready(processes[0])):
-        out, err = processes[0].communicate(timeout=150)
-        assert (processes[0].returncode, out) == (0, DONE.format(0)), err
-        assert processes[1].communicate(timeout=20)[0] == ""
-        assert processes[1].returncode == 0
-
-
-def test_two_hosts_with_the_link_cut(hosts):
-    """The controller notices within interval + timeout + 1 s, the worker within 3 × timeout + 10 s (+ 1)."""
-    with job(hosts[0], "cut", OPTIONS='{"timeout": 1.0}') as processes:
-        first, second = processes
-        pids = ready(first)
-        with watched(pids[1], within=14):
-            assert second.stdout.readline() == "in the step\n"
-            with within(1 + 1 + 1):
-                run("ip", "-n", hosts[0][0], "link", "set", hosts[1][0], "down")
-                assert first.stdout.readline() == "the step ended with WorkerLostError\n"
-            _, err = first.communicate(timeout=20)
-            assert first.returncode != 0
-            assert "left a ping unanswered for 1 s" in err
-        assert "ends itself: the controller left a ping unanswered" in second.communicate(timeout=20)[1]
 
 
 @pytest.mark.usefixtures("alone")

@@ -1,0 +1,80 @@
+"""One script under torchrun on two and on three hosts: it trains as plain PyTorch does, and a lost host ends it everywhere.
+
+The hosts are network namespaces. A job takes seconds to start, so each test does all that can be done with one.
+"""
+
+import re
+from contextlib import ExitStack
+
+import pytest
+
+from exps.peers.hosts import NoHosts, hosts
+from pippy.drivers.schedules.orders.registry import REGISTRY
+from tests.drivers.processes import watched, within
+from tests.drivers.torchrun_jobs import ROOT, job, ready, tell
+
+SCRIPT = str(ROOT / "tests/drivers/hosts_script.py")
+TRAINING = [name for name, each in REGISTRY.items() if each.training and name != "list"]
+OPTIONS = {"OPTIONS": '{"timeout": 1.0}'}
+
+
+@pytest.fixture
+def make_hosts():
+    """Makes hosts, or skips the test and says why."""
+    with ExitStack() as stack:
+
+        def make(n, delay=0.0):
+            try:
+                return stack.enter_context(hosts(n, delay))
+            except NoHosts as error:
+                pytest.skip(str(error))
+
+        yield make
+
+
+def trained(process):
+    """The seconds that each schedule took, once all have trained as plain PyTorch does."""
+    found = {}
+    for name in TRAINING:
+        line = process.stdout.readline()
+        assert line.startswith(f"{name} equals plain training"), (line, process.communicate(timeout=30))
+        found[name] = float(line.split()[-2])
+    return found
+
+
+def test_two_hosts_with_two_workers_each_train_and_a_killed_host_is_named(make_hosts):
+    both = make_hosts(2)
+    with job(both, SCRIPT, ranks=2, **OPTIONS) as (first, second):
+        pids = ready(first)
+        trained(first)
+        tell(first, "step")
+        assert second.stdout.readline() == "in the step\n"
+        with watched(*pids, within=7):
+            with within(2):
+                both[1].kill()
+                line = first.stdout.readline()
+            assert re.match(
+                r"the step ended with WorkerLostError worker 'worker[23]' .* the connection to it broke", line
+            )
+            assert first.wait(20) != 0
+        assert both[0].pids() == both[1].pids() == []
+
+
+def test_three_hosts_on_a_slow_network_train_and_a_cut_is_noticed_everywhere(make_hosts):
+    """The controller notices it within interval + timeout + 1 s, the host that is cut off within 4 × timeout (+ 2)."""
+    all_three = make_hosts(3, delay=0.001)
+    with job(all_three, SCRIPT, **OPTIONS) as (first, second, third):
+        pids = ready(first)
+        trained(first)
+        tell(first, "step")
+        assert third.stdout.readline() == "in the step\n"
+        with watched(*pids, within=7):
+            with within(1 + 1 + 1):
+                all_three[2].cut()
+                line = first.stdout.readline()
+            assert line.startswith("the step ended with WorkerLostError worker 'worker2' ")
+        lost = f"worker 'worker2' (number 2, pid {pids[2]}"
+        assert f"pippy: worker 'worker1' (pid {pids[1]}) leaves: {lost}" in second.communicate(timeout=20)[1]
+        assert "ends itself: the connection to the controller broke" in third.communicate(timeout=20)[1]
+        assert first.wait(20) != 0 and third.returncode != 0
+        assert not any(each.pids() for each in all_three)

@@ -1,0 +1,88 @@
+"""Hosts that are network namespaces: what is sent arrives, later on a slow network; nothing is left, whatever happens."""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+
+import pytest
+
+from exps.peers.hosts import NoHosts, hosts, ip
+from tests.drivers.processes import watched
+
+ECHO = """
+import socket
+door = socket.create_server(("0.0.0.0", 7007))
+print("listens on", socket.gethostname(), flush=True)
+end = door.accept()[0]
+while got := end.recv(1 << 20):
+    end.sendall(got)
+"""
+ASK = """
+import json, socket, sys, time
+end = socket.create_connection((sys.argv[1], 7007), timeout=20)
+end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+times = []
+for _ in range(5):
+    started = time.perf_counter()
+    end.sendall(b"x")
+    assert end.recv(1) == b"x"
+    times.append(time.perf_counter() - started)
+sent, got = bytes(range(256)) * 1000, b""
+end.sendall(sent)
+while len(got) < len(sent):
+    got += end.recv(1 << 20)
+assert got == sent
+print(json.dumps(times))
+"""
+
+
+def left():
+    return [name for name in ip("netns", "list").split() if name.startswith(f"pippy{os.getpid()}-")]
+
+
+@pytest.fixture(autouse=True)
+def possible():
+    try:
+        with hosts(1):
+            pass
+    except NoHosts as error:
+        pytest.skip(str(error))
+    yield
+    assert left() == []
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.02])
+def test_what_is_sent_arrives_after_the_delay(delay):
+    """Between the second host and the third."""
+    with hosts(3, delay) as (_, here, there), ExitStack() as ended:
+        command = there.command(sys.executable, "-S", "-c", ECHO)
+        echo = ended.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        ended.callback(there.kill)
+        assert echo.stdout.readline() == f"listens on {there.namespace}\n"
+        asked = subprocess.run(
+            here.command(sys.executable, "-S", "-c", ASK, there.address), capture_output=True, text=True, timeout=30
+        )
+        times = json.loads(asked.stdout)
+        assert min(times) >= 2 * delay
+        assert delay or min(times) < 0.02  # the quickest of five, on a busy machine, too
+        assert echo.wait(10) == 0
+
+
+def test_processes_end_with_their_host_also_when_the_block_fails():
+    with pytest.raises(ZeroDivisionError), hosts(2, 0.001) as (here, there), ExitStack() as ended:
+        sleeper = ended.enter_context(subprocess.Popen(there.command("sh", "-c", "echo runs; sleep 600"), stdout=-1))
+        assert sleeper.stdout.readline() == b"runs\n"
+        assert there.pids() and not here.pids()
+        ended.enter_context(watched(sleeper.pid, *there.pids()))
+        there.kill()
+        raise ZeroDivisionError
+
+
+def test_half_made_hosts_are_removed(monkeypatch):
+    """The hosts are there before their links, whose name is refused here."""
+    monkeypatch.setattr("exps.peers.hosts.LINK", "longer-than-a-link's-may-be")
+    with pytest.raises(NoHosts, match=r"cannot be made here: .*not a valid ifname"), hosts(2):
+        pass
+    assert left() == []
