@@ -1,11 +1,13 @@
 """The arguments of a driver that are about the driver itself: which workers, how long, in which order, what again."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pippy.drivers.auto import Auto
 from pippy.drivers.errors import DriverError
-from pippy.drivers.schedules.recompute import Checkpoint, modes_of
+from pippy.drivers.schedules.errors import ArgumentError
+from pippy.drivers.schedules.recompute import MODES, Checkpoint, modes_of
+from pippy.ir.brief import brief
 from pippy.ir.trees import describe
 
 
@@ -26,7 +28,7 @@ def chosen_workers(there: int, stages: int, world_size: int | None, all_ranks: S
     if world_size is None:
         return list(range(min(there, stages)))
     if not isinstance(world_size, int) or not 0 < world_size <= there:
-        raise DriverError(f"world_size={world_size!r}: the cluster has {there} workers; ask for 1 to {there}")
+        raise DriverError(f"world_size={brief(world_size)}: the cluster has {there} workers; ask for 1 to {there}")
     return list(range(world_size))
 
 
@@ -34,7 +36,7 @@ def seconds(limit: Any) -> float | None:
     """The limit of a step's time."""
     if limit is None or (isinstance(limit, int | float) and not isinstance(limit, bool) and limit > 0):
         return limit
-    raise DriverError(f"step_timeout={limit!r}: give how many seconds a step may take, or None for no limit")
+    raise DriverError(f"step_timeout={brief(limit)}: give how many seconds a step may take, or None for no limit")
 
 
 def checked_out_of_order(given: Any) -> bool | int:
@@ -49,6 +51,10 @@ def checked_out_of_order(given: Any) -> bool | int:
 
 def checked_checkpoint(given: Any, stages: int) -> Checkpoint:
     """Which forwards are computed again."""
+    if not isinstance(given, (str, Mapping)):
+        raise ArgumentError(
+            f"checkpoint={brief(given)}: take one of {', '.join(map(repr, MODES))}, or a dict of stage to mode"
+        )
     modes_of(given, stages)
     return given
 

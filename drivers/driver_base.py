@@ -53,6 +53,7 @@ from pippy.drivers.schedules import Program
 from pippy.drivers.schedules.halves import has_halves
 from pippy.drivers.stale_models import StaleModels
 from pippy.drivers.workers.compiling import compile_options
+from pippy.ir.brief import brief
 from pippy.ir.names import LOSS
 from pippy.ir.pipe import Pipe, compiled_of, example_of, follow_parameters, follow_training_flags
 from pippy.ir.surroundings import Surroundings, refused_here
@@ -98,7 +99,7 @@ class PipelineDriverBase:
             )
         if cluster is not None and not isinstance(cluster, Cluster):
             raise DriverError(
-                f"cluster={cluster!r} is a {type(cluster).__name__}; give what `with cluster(n) as workers:` gives, and "
+                f"cluster={brief(cluster)} is a {type(cluster).__name__}; give what `with cluster(n) as workers:` gives, and "
                 "numbers of workers as world_size="
             )
         self.pipe, self.compiled = pipe, compiled_of(pipe)
@@ -138,6 +139,11 @@ class PipelineDriverBase:
         self._recording: Recording | None = None
         self.commands.load(self.placed.loads(), self.placed.flags())
         watch(pipe.parameters(), self.commands)
+
+    def __repr__(self) -> str:
+        schedule = self.schedule if isinstance(self.schedule, str) else repr(self.schedule)
+        workers = ", ".join(self.cluster.workers[rank] for rank in self.ranks)
+        return f"<{type(self).__name__}: {schedule}, {self.compiled.num_stages} stages on {workers}>"
 
     def _check_placement(self) -> None:
         if self.placement.stages != self.compiled.num_stages:

@@ -22,6 +22,7 @@ from pippy.drivers.placed_pipe import PlacedPipe
 from pippy.drivers.stale_models import StaleModels
 from pippy.drivers.transport.pickling import pickle_by_value
 from pippy.drivers.workers.worker_optimizer import MASTER
+from pippy.ir.brief import brief
 
 
 class PipelineOptimizer(Optimizer):
@@ -44,7 +45,8 @@ class PipelineOptimizer(Optimizer):
     ) -> None:
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
             raise OptimizerError(
-                f"{optimizer_class!r} is no optimizer class; give one, as in instantiate_optimizer(torch.optim.AdamW, lr=1e-3)"
+                f"{brief(optimizer_class)} is no optimizer class; give one, as in "
+                "instantiate_optimizer(torch.optim.AdamW, lr=1e-3)"
             )
         options = dict(kwargs)
         self.master_dtype = _checked_master_dtype(options.pop("master_dtype", None), parameters)
@@ -231,7 +233,9 @@ def _checked_master_dtype(given: Any, parameters: Mapping[str, torch.nn.Paramete
     if given is None:
         return None
     if not isinstance(given, torch.dtype) or not given.is_floating_point:
-        raise OptimizerError(f"master_dtype={given!r}: give a floating-point dtype, as in master_dtype=torch.float32")
+        raise OptimizerError(
+            f"master_dtype={brief(given)}: give a floating-point dtype, as in master_dtype=torch.float32"
+        )
     for name, parameter in parameters.items():
         if parameter.is_floating_point() and parameter.dtype != given and parameter.dtype.itemsize >= given.itemsize:
             raise OptimizerError(

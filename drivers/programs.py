@@ -11,6 +11,7 @@ from pippy.drivers.errors import DriverError
 from pippy.drivers.lowering.lower import Lowered, lower
 from pippy.drivers.placed_pipe import PlacedPipe
 from pippy.drivers.schedules import Program, add_recompute, make_schedule
+from pippy.drivers.schedules.errors import require
 from pippy.drivers.schedules.orders.registry import REGISTRY
 from pippy.drivers.schedules.programs.instructions import Op
 from pippy.drivers.schedules.programs.placement import Placement
@@ -37,6 +38,7 @@ class RequestedSchedule:
         """The program for a number of micro-batches and workers, not lowered yet."""
         if isinstance(self.schedule, Program):
             return add_recompute(self._given(self.schedule, chunks, workers), self.checkpoint)
+        require("schedule", self.schedule, str, f"give one of auto, {', '.join(REGISTRY)}, or a Program")
         if workers > self.stages:
             raise DriverError(
                 f"{workers} workers for {self.stages} stages; name {self.stages} workers, or cut the model into more stages"

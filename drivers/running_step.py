@@ -44,6 +44,9 @@ class RunningStep:
         self._result = self._results.assemble(values, by_chance)
         self._accepted()
 
+    def __repr__(self) -> str:
+        return f"<RunningStep, {'done' if self._posted is None else 'not waited for'}>"
+
     def result(self) -> Any:
         """Wait for the step, and give what `run` would have given."""
         posted = self._posted

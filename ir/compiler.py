@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from pippy.ir.brief import brief
 from pippy.ir.compiled import Compiled
 from pippy.ir.cut.params import MultiUseParamSpec
 from pippy.ir.cut.split import split
@@ -51,6 +52,6 @@ def check_loss(loss_fn: object, output_loss_value_spec: LossSpec) -> None:
     check_loss_function(loss_fn)
     if output_loss_value_spec is not None:
         raise LossError(
-            f"both loss_fn and output_loss_value_spec={output_loss_value_spec!r} are given; a loss function computes the "
+            f"both loss_fn and output_loss_value_spec={brief(output_loss_value_spec)} are given; a loss function computes the "
             "loss from the outputs, and the specification says which output already is the loss: give one of them"
         )

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from pippy.ir.brief import brief
 from pippy.ir.compiled import Compiled
 from pippy.ir.errors import PippyError, TracingError
 from pippy.ir.front.arguments import Example
@@ -40,7 +41,7 @@ def trace_and_compile(
 ) -> tuple[Traced, Compiled]:
     """Trace a model by the front end that is asked for, or by the one that can, and ``compile`` the graph."""
     if front_end not in _NAMES:
-        raise TracingError(f"front_end is {front_end!r}; give 'fx' or 'export', or 'auto', the default")
+        raise TracingError(f"front_end is {brief(front_end)}; give 'fx' or 'export', or 'auto', the default")
     if front_end == "export":
         return _by_export(call, compile)
     try:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from pippy.ir.brief import brief
 from pippy.ir.errors import MarkError
 from pippy.ir.near_names import did_you_mean
 
@@ -80,7 +81,7 @@ def annotate_split_points(model: nn.Module, spec: Mapping[str, SplitPoint]) -> N
     if not isinstance(model, nn.Module):
         raise MarkError(f"annotate_split_points takes an nn.Module; this is a {type(model).__name__}")
     if not isinstance(spec, Mapping):
-        raise MarkError(f"the split points are {spec!r}; give a dict: {{'layer.3': SplitPoint.END}}")
+        raise MarkError(f"the split points are {brief(spec)}; give a dict: {{'layer.3': SplitPoint.END}}")
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, point in spec.items():
         _check_annotation(modules, name, point)
@@ -171,6 +172,6 @@ class PipeSplitWrapper:
         if not isinstance(module, nn.Module):
             raise MarkError(f"PipeSplitWrapper takes an nn.Module; this is a {type(module).__name__}")
         if not isinstance(split_point, SplitPoint):
-            raise MarkError(f"the split point is {split_point!r}; give SplitPoint.BEGINNING or SplitPoint.END")
+            raise MarkError(f"the split point is {brief(split_point)}; give SplitPoint.BEGINNING or SplitPoint.END")
         _mark(module, split_point)
         return module

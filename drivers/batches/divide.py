@@ -21,6 +21,7 @@ from pippy.drivers.batches.specs import (
     unsuitable_spec,
 )
 from pippy.drivers.errors import MicrobatchError
+from pippy.ir.brief import brief
 from pippy.ir.sparse_tensors import has_rows
 from pippy.ir.trees import describe, map_tensors, tensors, with_children
 
@@ -50,7 +51,7 @@ def divide(
     Give what is no part of the batch a Replicate(), and what has its rows elsewhere a TensorChunkSpec(dim), for example chunk_spec={'mask': Replicate()}
     """  # noqa: E501
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
-        raise MicrobatchError(f"chunks is {chunks!r}; it is the number of micro-batches, 1 or more")
+        raise MicrobatchError(f"chunks is {brief(chunks)}; it is the number of micro-batches, 1 or more")
     specs, names = chunk_spec or {}, names or {name: name for name in values}
     unknown = [name for name in specs if name not in values]
     if unknown:

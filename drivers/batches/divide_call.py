@@ -6,6 +6,7 @@ from typing import Any
 from pippy.drivers.batches.divide import divide
 from pippy.drivers.batches.division import Division
 from pippy.drivers.errors import MicrobatchError
+from pippy.ir.brief import brief
 from pippy.ir.compiled import Compiled
 from pippy.ir.signature import bind, check_guards, signature_of
 
@@ -74,8 +75,8 @@ def _specs_of_call(
         return _by_name(compiled, specs, what)
     if not isinstance(specs, (list, tuple)) or len(specs) > len(args):
         raise MicrobatchError(
-            f"{what} is {specs!r}, and the call has {len(args)} positional arguments; give one for each, in order, or a dict "
-            "by name"
+            f"{what} is {brief(specs)}, and the call has {len(args)} positional arguments; give one for each, in order, or a "
+            "dict by name"
         )
     given, found = [*specs, *[None] * (len(args) - len(specs))], {}
     if compiled.target_name is not None and compiled.target_name not in kwargs:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pippy.drivers.errors import MicrobatchError
+from pippy.ir.brief import brief
 from pippy.ir.trees import children, describe
 
 
@@ -32,7 +33,9 @@ class TensorChunkSpec:
 
     def __post_init__(self) -> None:
         if not isinstance(self.dim, int) or isinstance(self.dim, bool):
-            raise MicrobatchError(f"TensorChunkSpec({self.dim!r}): the dimension is an int, as in TensorChunkSpec(0)")
+            raise MicrobatchError(
+                f"TensorChunkSpec({brief(self.dim)}): the dimension is an int, as in TensorChunkSpec(0)"
+            )
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from pippy.drivers.errors import ClusterError
+from pippy.ir.brief import brief
 
 
 def worker_names(n: int, names: Sequence[str] | None) -> tuple[str, ...]:
@@ -15,7 +16,7 @@ def worker_names(n: int, names: Sequence[str] | None) -> tuple[str, ...]:
     ('worker0', 'worker1')
     """
     if not _is_count(n):
-        raise ClusterError(f"n is the number of workers, 1 or more; this is {n!r}")
+        raise ClusterError(f"n is the number of workers, 1 or more; this is {brief(n)}")
     if names is None:
         return tuple(f"worker{i}" for i in range(n))
     if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
@@ -53,7 +54,9 @@ def device_name(device: str | torch.device) -> str:
 def check_threads(threads: int | None) -> None:
     """Raise unless this is a number of threads, or none is given."""
     if threads is not None and not _is_count(threads):
-        raise ClusterError(f"threads is how many threads each worker computes with, 1 or more; this is {threads!r}")
+        raise ClusterError(
+            f"threads is how many threads each worker computes with, 1 or more; this is {brief(threads)}"
+        )
 
 
 def check_seconds(**given: Any) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pippy.drivers.clusters.cluster import Cluster, entered_clusters
 from pippy.drivers.clusters.lazy_cluster import current_lazy_cluster
 from pippy.drivers.errors import ClusterError
+from pippy.ir.brief import brief
 
 _opened: "weakref.WeakKeyDictionary[threading.Thread, weakref.ref[Cluster]]" = (
     weakref.WeakKeyDictionary()
@@ -83,7 +84,7 @@ def _check_closed(cluster: Cluster | None, rule: str, remedy: str) -> None:
         return
     if not cluster.control.broken:
         raise ClusterError(
-            f"only one cluster {rule}, and {cluster!r} is; {remedy}; or close it first: current_cluster().close()"
+            f"only one cluster {rule}, and {brief(cluster)} is; {remedy}; or close it first: current_cluster().close()"
         )
     cluster.close()
 

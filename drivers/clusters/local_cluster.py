@@ -18,6 +18,7 @@ from pippy.drivers.clusters.local_processes import LocalProcesses
 from pippy.drivers.control.control import Control
 from pippy.drivers.errors import ClusterError
 from pippy.drivers.transport.messages import rpc
+from pippy.ir.brief import brief
 from pippy.ir.source import warn
 
 WORKER = "pippy.drivers.workers.worker:Worker"
@@ -180,7 +181,7 @@ def _patience(seconds: float | None, crowded: bool) -> float:
         return 0.0 if crowded else PATIENCE
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= 1:
         raise ClusterError(
-            f"patience is how many seconds a worker polls for a value before it sleeps, 0 to 1; this is {seconds!r}"
+            f"patience is how many seconds a worker polls for a value before it sleeps, 0 to 1; this is {brief(seconds)}"
         )
     return seconds
 

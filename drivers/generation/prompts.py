@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from pippy.drivers.control.messages import Generate, Generated, Sampling
+from pippy.ir.brief import brief
 from pippy.ir.errors import GenerationError
 from pippy.ir.trees import describe
 
@@ -154,25 +155,25 @@ def _checked_tokens(name: str, given: Any) -> tuple[int, ...]:
     tokens = given.tolist() if isinstance(given, torch.Tensor) else given
     tokens = [tokens] if isinstance(tokens, int) else tokens
     if not isinstance(tokens, list | tuple) or not all(_is_count(token) or token == 0 for token in tokens):
-        raise GenerationError(f"{name}={given!r}: give the number of a token, or a list of such numbers")
+        raise GenerationError(f"{name}={brief(given)}: give the number of a token, or a list of such numbers")
     return tuple(tokens)
 
 
 def _checked_flag(given: Any) -> bool:
     if not isinstance(given, bool):
-        raise GenerationError(f"do_sample={given!r}: give True to draw tokens, False to take the most likely ones")
+        raise GenerationError(f"do_sample={brief(given)}: give True to draw tokens, False to take the most likely ones")
     return given
 
 
 def _checked_sampling(temperature: Any, top_k: Any, top_p: Any) -> Sampling:
     if not isinstance(temperature, int | float) or temperature <= 0:
         raise GenerationError(
-            f"temperature={temperature!r}: give a number above 0; for the most likely tokens, give do_sample=False"
+            f"temperature={brief(temperature)}: give a number above 0; for the most likely tokens, give do_sample=False"
         )
     if not isinstance(top_k, int) or top_k < 0:
-        raise GenerationError(f"top_k={top_k!r}: give how many tokens to draw from, or 0 for all")
+        raise GenerationError(f"top_k={brief(top_k)}: give how many tokens to draw from, or 0 for all")
     if not isinstance(top_p, int | float) or not 0 <= top_p <= 1:
-        raise GenerationError(f"top_p={top_p!r}: give a probability from 0 to 1")
+        raise GenerationError(f"top_p={brief(top_p)}: give a probability from 0 to 1")
     return Sampling(float(temperature), int(top_k), float(top_p), torch.get_rng_state())
 
 

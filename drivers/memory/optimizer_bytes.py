@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pippy.drivers.errors import OptimizerError
+from pippy.ir.brief import brief
 from pippy.ir.run.live_storages import LiveStorages
 
 Group = tuple[Sequence[torch.Tensor], Mapping[str, Any]]  # parameters, and their options
@@ -35,7 +36,7 @@ def counted_optimizer(make: Callable[..., Optimizer]) -> CountedOptimizer:
     """An optimizer class, or a function of parameters that makes an optimizer, for all parameters."""
     if not callable(make):
         raise OptimizerError(
-            f"optimizer={make!r}: give a class, as in optimizer=torch.optim.AdamW, or a function of parameters"
+            f"optimizer={brief(make)}: give a class, as in optimizer=torch.optim.AdamW, or a function of parameters"
         )
     return CountedOptimizer(make, ((None, {}),))
 

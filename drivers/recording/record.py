@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from pippy.drivers.recording.svg import svg
 from pippy.drivers.recording.trace import trace
 from pippy.drivers.schedules.programs.program import Program
 from pippy.drivers.schedules.simulation.held_bytes import HeldBytes
+from pippy.ir.brief import brief
 
 
 class CountedMemory(Protocol):
@@ -29,6 +31,12 @@ class CountedMemory(Protocol):
 
 class RecordedStep(StepData):
     """A step as it ran, its data and its drawings. Its times are seconds, from the moment when the first worker began."""
+
+    def __repr__(self) -> str:
+        return f"<RecordedStep of {self.makespan * 1e3:.3g} ms: {self.program!r}>"
+
+    def _repr_html_(self) -> str:
+        return self.svg()
 
     def findings(self) -> list[str]:
         """Sentences about the step: the slowest stage, where the time went, and what helps."""
@@ -69,7 +77,18 @@ class Recording:
 
     def __post_init__(self) -> None:
         if not isinstance(self.limit, int) or isinstance(self.limit, bool) or self.limit < 1:
-            raise DriverError(f"limit={self.limit!r}: give how many of the latest steps are to be kept, 1 or more")
+            raise DriverError(f"limit={brief(self.limit)}: give how many of the latest steps are to be kept, 1 or more")
+
+    def __repr__(self) -> str:
+        dropped = f", {self.dropped} dropped" if self.dropped else ""
+        latest = f", the latest {self.steps[-1]!r}" if self.steps else ""
+        return f"<Recording of {len(self.steps)} step{'s' * (len(self.steps) != 1)}{dropped}{latest}>"
+
+    def _repr_html_(self) -> str:
+        if not self.steps:
+            return escape(repr(self))
+        report = escape(self._page("A recorded step", None, None))
+        return f'<iframe srcdoc="{report}" style="width: 100%; height: 40em; border: 0"></iframe>'
 
     def report(
         self,
@@ -85,6 +104,9 @@ class Recording:
         ``step`` is the index of the step in ``steps``. If it is left out, the page shows the step of median length among
         those that ran the same program as the last one.
         """
+        Path(path).write_text(self._page(title, step, memory), encoding="utf-8")
+
+    def _page(self, title: str, step: int | None, memory: CountedMemory | None) -> str:
         if not self.steps:
             raise DriverError(
                 "nothing was recorded; run steps inside `with driver.record() as recording:`, then report"
@@ -102,7 +124,7 @@ class Recording:
                 "memory= is what driver.memory() gave for the program of this step, which is to be recorded with "
                 "driver.record(memory=True)"
             )
-        Path(path).write_text(page(chosen, self.steps, self.dropped, title, counted), encoding="utf-8")
+        return page(chosen, self.steps, self.dropped, title, counted)
 
     def save_trace(self, path: str | Path) -> None:
         """Write the trace events of all kept steps to one file."""

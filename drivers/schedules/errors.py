@@ -13,6 +13,16 @@ class ArgumentError(ScheduleError, ValueError):
     """A size, a cost or an option that cannot work."""
 
 
+def beginning(value: object) -> str:
+    """The ``repr`` of a value, or its beginning.
+
+    >>> beginning("a" * 100)
+    "'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa..."
+    """
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."
+
+
 def require(what: str, value: object, kind: type, hint: str) -> None:
     """Refuse a value that is not of a kind, before anything inside trips over it.
 
@@ -21,9 +31,7 @@ def require(what: str, value: object, kind: type, hint: str) -> None:
     pippy.drivers.schedules.errors.ArgumentError: name=3 is a int; give the name of a schedule
     """
     if not isinstance(value, kind):
-        shown = repr(value)
-        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-        raise ArgumentError(f"{what}={shown} is a {type(value).__name__}; {hint}")
+        raise ArgumentError(f"{what}={beginning(value)} is a {type(value).__name__}; {hint}")
 
 
 class PlacementError(ArgumentError):

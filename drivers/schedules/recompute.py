@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from pippy.drivers.schedules.errors import ArgumentError, require
+from pippy.drivers.schedules.errors import ArgumentError, beginning, require
 from pippy.drivers.schedules.programs.checkpoints import Checkpoints
 from pippy.drivers.schedules.programs.instructions import Compute, Op
 from pippy.drivers.schedules.programs.program import Program
@@ -39,7 +39,8 @@ def add_recompute(program: Program, checkpoint: Checkpoint) -> Program:
         return program
     if program.lowered or program.checkpoints:
         raise ArgumentError(
-            f"checkpoint={checkpoint!r}: the program already has {'its sends' if program.lowered else 'instructions R'}; leave "
+            f"checkpoint={beginning(checkpoint)}: the program already has "
+            f"{'its sends' if program.lowered else 'instructions R'}; leave "
             "checkpoint out to run it as it is, or give the program as make_schedule makes it"
         )
     found = [Checkpoints(stage, chosen) for stage in program.backward if (chosen := chosen_of(program, stage, modes))]
@@ -63,11 +64,13 @@ def modes_of(checkpoint: object, stages: int) -> list[str]:
     for stage, mode in by_stage.items():
         if mode not in MODES:
             raise ArgumentError(
-                f"checkpoint={checkpoint!r}: {mode!r} is no mode; take one of {', '.join(map(repr, MODES))}, or a dict of "
-                "stage to mode"
+                f"checkpoint={beginning(checkpoint)}: {beginning(mode)} is no mode; take one of "
+                f"{', '.join(map(repr, MODES))}, or a dict of stage to mode"
             )
         if isinstance(stage, bool) or stage not in range(stages):
-            raise ArgumentError(f"checkpoint={checkpoint!r}: there is no stage {stage!r}; there are 0 to {stages - 1}")
+            raise ArgumentError(
+                f"checkpoint={beginning(checkpoint)}: there is no stage {beginning(stage)}; there are 0 to {stages - 1}"
+            )
     return [by_stage.get(stage, "never") for stage in range(stages)]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pippy.ir.brief import brief
 from pippy.ir.errors import SharedParameterError
 from pippy.ir.names import first_names, stage_name, unknown_name
 
@@ -86,7 +87,7 @@ def config_by_tensor(model: nn.Module, spec: MultiUseParamSpec) -> dict[int, tup
         return {}
     if not isinstance(spec, Mapping):
         raise SharedParameterError(
-            f"multi_use_param_spec is {spec!r}; give MultiUseParameterConfig.TRANSMIT or .REPLICATE, or a dict from "
+            f"multi_use_param_spec is {brief(spec)}; give MultiUseParameterConfig.TRANSMIT or .REPLICATE, or a dict from "
             "parameter names to one of them"
         )
     parameters = dict(model.named_parameters(remove_duplicate=False))

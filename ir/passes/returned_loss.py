@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from pippy.ir.brief import brief
 from pippy.ir.compiled import Compiled, Loss
 from pippy.ir.errors import LossError
 from pippy.ir.names import stage_index
@@ -81,7 +82,7 @@ class _Search:
         return Loss(value.name, SEED if rest is True else self._inner_seed(value, rest))
 
     def _error(self, fault: str) -> LossError:
-        return LossError(f"output_loss_value_spec {self.whole_spec!r} {fault}")
+        return LossError(f"output_loss_value_spec {brief(self.whole_spec)} {fault}")
 
     def _marked(self, output: Any, spec: Any) -> list[tuple[Any, Any]]:
         """The nodes that ``spec`` leads to, each with what is left of the specification: True if nothing is."""

@@ -24,6 +24,7 @@ from pippy.balance.weighing import Weighing
 from pippy.drivers.schedules.errors import ArgumentError
 from pippy.drivers.schedules.fitting.byte_sizes import byte_count
 from pippy.ir import source
+from pippy.ir.brief import brief
 from pippy.ir.cut.constraints import Constraint, constraints
 from pippy.ir.cut.cuts import crossing, mark, marks
 from pippy.ir.cut.params import MultiUseParamSpec
@@ -166,12 +167,13 @@ def _bytes_of(limit: object) -> int | None:
 def _check_memory(scale: object, in_flight: object) -> None:
     if scale is not None and (not isinstance(scale, (int, float)) or isinstance(scale, bool) or not 1 <= scale < 1e6):
         raise BalanceError(
-            f"param_scale is {scale!r}; give how often the bytes of a parameter count: 2 for a parameter and its gradient, 4 "
-            "with the two moments of Adam"
+            f"param_scale is {brief(scale)}; give how often the bytes of a parameter count: 2 for a parameter and its "
+            "gradient, 4 with the two moments of Adam"
         )
     if in_flight is not None and (not isinstance(in_flight, int) or isinstance(in_flight, bool) or in_flight < 1):
         raise BalanceError(
-            f"in_flight is {in_flight!r}; give the number of micro-batches whose activations a stage holds at a time, 1 or more"
+            f"in_flight is {brief(in_flight)}; give the number of micro-batches whose activations a stage holds at a time, "
+            "1 or more"
         )
 
 

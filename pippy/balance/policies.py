@@ -9,6 +9,7 @@ from torch import nn
 
 from pippy.drivers.clusters.current_cluster import current_cluster
 from pippy.drivers.errors import ClusterError
+from pippy.ir.brief import brief
 from pippy.ir.cut.constraints import Constraint
 from pippy.ir.cut.cuts import scopes
 from pippy.ir.errors import BalanceError
@@ -57,12 +58,12 @@ def read_split(split: Split, num_stages: int | str | None, with_examples: bool) 
         num_stages = _number_of_workers()
     if num_stages is not None and (not isinstance(num_stages, int) or isinstance(num_stages, bool) or num_stages < 1):
         raise BalanceError(
-            f"num_stages is {num_stages!r}; give a number of stages, 1 or more, or 'auto' for as many as there are workers"
+            f"num_stages is {brief(num_stages)}; give a number of stages, 1 or more, or 'auto' for as many as there are workers"
         )
     if split is None or isinstance(split, str):
         return _by_policy("auto" if split is None else split, num_stages, with_examples)
     if not isinstance(split, Sequence) or not split:
-        raise BalanceError(f"split is {split!r}; {_ADVICE}")
+        raise BalanceError(f"split is {brief(split)}; {_ADVICE}")
     return _by_hand(list(split), num_stages)
 
 
@@ -91,12 +92,12 @@ def _by_policy(split: str, num_stages: int | None, with_examples: bool) -> Polic
         text = split
     if kind not in MEASURES or (kind == "type") != bool(colon):
         hint = did_you_mean(split, _KNOWN, most=1, cutoff=0.6)
-        raise BalanceError(f"split is {split!r}; {hint}{' Else ' if hint else ''}{_ADVICE}")
+        raise BalanceError(f"split is {brief(split)}; {hint}{' Else ' if hint else ''}{_ADVICE}")
     if num_stages is None:
-        raise BalanceError(f"split={split!r} needs to know into how many stages; give num_stages=2, say")
+        raise BalanceError(f"split={brief(split)} needs to know into how many stages; give num_stages=2, say")
     if kind in ("time", "size") and not with_examples:
         raise BalanceError(
-            f"split={split!r} runs the model to measure it, and needs arguments for that: give example_args, those of one "
+            f"split={brief(split)} runs the model to measure it, and needs arguments for that: give example_args, those of one "
             "micro-batch, as you will call the Pipe with them (the loss's target last); or split='parameters', which runs "
             "nothing"
         )
@@ -117,13 +118,13 @@ def _by_hand(split: list[Any], num_stages: int | None) -> Policy:
         policy = Policy("names", "hand", len(split) + 1, names=tuple(split))
     elif all(isinstance(each, int) and not isinstance(each, bool) for each in split):
         if min(split) < 1:
-            raise BalanceError(f"split={split} asks for a stage without a layer; each number must be 1 or more")
+            raise BalanceError(f"split={brief(split)} asks for a stage without a layer; each number must be 1 or more")
         policy = Policy("counts", "hand", len(split), counts=tuple(split))
     else:
-        raise BalanceError(f"split is {split!r}; {_ADVICE}")
+        raise BalanceError(f"split is {brief(split)}; {_ADVICE}")
     if num_stages not in (None, policy.stages):
         raise BalanceError(
-            f"split={split} makes {policy.stages} stages, but num_stages={num_stages}; leave one of them out"
+            f"split={brief(split)} makes {policy.stages} stages, but num_stages={num_stages}; leave one of them out"
         )
     return policy
 

@@ -9,6 +9,7 @@ from pippy.balance.partition import Load, Row, best_cuts, least_memory, lower_bo
 from pippy.balance.policies import Policy, matching_layers
 from pippy.balance.profile import Profile
 from pippy.balance.report import StageBalance
+from pippy.ir.brief import brief
 from pippy.ir.errors import BalanceError
 from pippy.ir.front.trace import Traced
 from pippy.ir.names import stage_name
@@ -148,7 +149,9 @@ class Weighing:
         layers, apart = sum(row.layers), most_stages(row.layers)
         noun = ("matching layer" if self.policy.pattern else "layer") + "s" * (layers != 1)
         if counts and sum(counts) != layers:
-            return f"split={counts} counts {sum(counts)} layers, but the model has {layers}: {self._layer_names()}"
+            return (
+                f"split={brief(counts)} counts {sum(counts)} layers, but the model has {layers}: {self._layer_names()}"
+            )
         if layers < self.stages:
             return (
                 f"the model cannot be cut into {self.stages} stages, of which each needs a layer: it has {layers} {noun}: "
@@ -156,7 +159,7 @@ class Weighing:
             )
         if best_cuts(row) is None:
             what = (
-                f"split={counts} cuts where"
+                f"split={brief(counts)} cuts where"
                 if counts
                 else f"of {layers} {noun} no more than {apart} can be cut apart, as"
             )

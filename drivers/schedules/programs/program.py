@@ -114,6 +114,12 @@ class Program:
                 if end.phase == "B" and end.stage not in self.backward:
                     raise ArgumentError(f"edge {edge}: stage {end.stage} has no backward; leave the edge out")
 
+    def __repr__(self) -> str:
+        count, workers = sum(map(len, self.orders)), "1 worker" if self.workers == 1 else f"{self.workers} workers"
+        return (
+            f"<Program {self.schedule}: {self.stages} stages on {workers}, chunks={self.chunks}, {count} instructions>"
+        )
+
     def __str__(self) -> str:
         return "".join(f"{line}\n" for line in self.lines())
 
