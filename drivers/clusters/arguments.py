@@ -8,6 +8,8 @@ import torch
 from pippy.drivers.errors import ClusterError
 from pippy.ir.brief import brief
 
+PATIENCE = 0.001  # seconds that a worker with a core of its own polls for a value before it sleeps
+
 
 def worker_names(n: int, names: Sequence[str] | None) -> tuple[str, ...]:
     """The names of ``n`` workers: the given names, or else worker0, worker1, and so on.
@@ -64,6 +66,23 @@ def check_seconds(**given: Any) -> None:
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise ClusterError(f"{name} is a number of seconds, more than 0; this is {value!r}")
+
+
+def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Raise unless the value is one of these."""
+    if value not in choices:
+        raise ClusterError(f"{name} must be one of {', '.join(map(repr, choices))}; this is {value!r}")
+
+
+def polling_time(seconds: float | None, crowded: bool) -> float:
+    """The seconds that workers poll. Without a core of its own, a worker that polls would slow down the other processes."""
+    if seconds is None:
+        return 0.0 if crowded else PATIENCE
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= 1:
+        raise ClusterError(
+            f"patience is how many seconds a worker polls for a value before it sleeps, 0 to 1; this is {brief(seconds)}"
+        )
+    return seconds
 
 
 def _is_count(value: Any) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import NoReturn, Protocol
 
+from pippy.drivers.clusters.routes import Routes
 from pippy.drivers.control.control import Control
 from pippy.drivers.control.dispatch import Dispatch
 from pippy.drivers.errors import ClusterError
@@ -27,7 +28,7 @@ class Cluster:
 
     It is a context manager, and inside its ``with`` it is the current cluster of the thread that entered it. Several threads
     can use one cluster; the commands of their drivers take turns. A cluster that is not closed is closed when nothing refers to
-    it any more, or when the script ends, however it ends.
+    it any more, or when the script ends, however it ends. ``routes`` says how values go between each two workers.
 
     >>> from pippy import cluster, current_cluster
     >>> with cluster(1, names=["only"]) as workers:
@@ -37,8 +38,16 @@ class Cluster:
     <Cluster of 1 workers, closed: only>
     """
 
-    def __init__(self, names: Sequence[str], control: Control, processes: Processes, device_type: str = "cpu") -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        control: Control,
+        processes: Processes,
+        device_type: str = "cpu",
+        routes: Routes | None = None,
+    ) -> None:
         self.workers, self.device_type = tuple(names), device_type
+        self.routes = routes or Routes.of_host(names, "this host", shares_memory=True)
         self.control = control
         self.dispatch = Dispatch(control, end=processes.close)
         self._drivers = itertools.count()

@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import traceback
+from functools import partial
 from typing import Any, NoReturn
 
 from pippy.drivers.clusters.launch_config import CONTROLLER, LaunchConfig
@@ -78,8 +79,10 @@ def make_transport(config: LaunchConfig, index: int, messages: Any) -> Any:
     device = config.devices[index]
     if config.uses_rpc:
         from pippy.drivers.transport.messages.rpc_values import rpc_transport
+        from pippy.drivers.transport.rpc_transport import RpcTransport
 
-        return rpc_transport(index, config.rpc_name, CONTROLLER, device, config.timeout)[0]
+        make = partial(RpcTransport, index, device=device)
+        return rpc_transport(index, config.rpc_name, CONTROLLER, config.timeout, make)[0]
     from pippy.drivers.transport.messages.message_connection import WorkerMessageConnection
     from pippy.drivers.transport.shared_memory_transport import SharedMemoryTransport
 

@@ -2,27 +2,35 @@
 
 import errno
 import os
+import socket
 import sys
 import tempfile
 import threading
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from pippy.drivers.clusters.arguments import check_devices, check_seconds, check_threads, device_name, worker_names
+from pippy.drivers.clusters.arguments import (
+    check_choice,
+    check_devices,
+    check_seconds,
+    check_threads,
+    device_name,
+    polling_time,
+    worker_names,
+)
 from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.clusters.current_cluster import check_none_open, opened, opening
 from pippy.drivers.clusters.launch_config import LaunchConfig
 from pippy.drivers.clusters.local_processes import LocalProcesses
+from pippy.drivers.clusters.routes import Routes
 from pippy.drivers.control.control import Control
 from pippy.drivers.errors import ClusterError
 from pippy.drivers.transport.messages import rpc
-from pippy.ir.brief import brief
 from pippy.ir.source import warn
 
 WORKER = "pippy.drivers.workers.worker:Worker"
-PATIENCE = 0.001  # seconds that a worker with a core of its own polls for a value before it sleeps
 TRANSPORTS = ("shared_memory", "rpc", "none")  # none is for workers that pass no tensors, as in tests
 
 
@@ -70,7 +78,7 @@ def local_cluster(
     check_devices(n, devices, device)
     device_names = tuple(map(device_name, devices if devices is not None else [device or "cpu"] * n))
     threads = _threads(n, threads, pin, len(cores))
-    _check_choice("transport", transport, (None, *TRANSPORTS))
+    check_choice("transport", transport, (None, *TRANSPORTS))
     check_seconds(timeout=timeout, start_timeout=start_timeout)
     _check_is_only_process(n)
     check_none_open()
@@ -89,7 +97,7 @@ def local_cluster(
             controller=os.getpid(),
             dies_with_thread=threading.current_thread() is threading.main_thread(),
             timeout=timeout,
-            patience=_patience(patience, crowded=n * threads > len(cores)),
+            patience=polling_time(patience, crowded=n * threads > len(cores)),
         )
         return _started(config, timeout, start_timeout)
 
@@ -112,7 +120,10 @@ def _started(config: LaunchConfig, timeout: float, start_timeout: float) -> Clus
     control = Control(addresses, timeout, deaths=processes.deaths, messages=processes.messages)
     if config.uses_rpc:
         rpc.take_reports(control.report_lost)
-    return opened(Cluster(config.names, control, processes, torch.device(config.devices[0]).type), config.uses_rpc)
+    routes = Routes.of_host(config.names, socket.gethostname(), shares_memory=not config.uses_rpc)
+    return opened(
+        Cluster(config.names, control, processes, torch.device(config.devices[0]).type, routes), config.uses_rpc
+    )
 
 
 def _check_system() -> None:
@@ -173,19 +184,3 @@ def _warn_of_shared_cores(names: Sequence[str], cores: Sequence[int]) -> None:
         f"and wait for each other ({shared}); start no more than {len(cores)}, or leave out pin, so that the system divides "
         "the cores"
     )
-
-
-def _patience(seconds: float | None, crowded: bool) -> float:
-    """The seconds that workers poll. Without a core of its own, a worker that polls would slow down the other processes."""
-    if seconds is None:
-        return 0.0 if crowded else PATIENCE
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= 1:
-        raise ClusterError(
-            f"patience is how many seconds a worker polls for a value before it sleeps, 0 to 1; this is {brief(seconds)}"
-        )
-    return seconds
-
-
-def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if value not in choices:
-        raise ClusterError(f"{name} must be one of {', '.join(map(repr, choices))}; this is {value!r}")

@@ -181,7 +181,10 @@ def _connections(config: LaunchConfig) -> tuple[ControllerConnections, list[tupl
     with ExitStack() as undo:
         two = [] if config.uses_rpc else [(_pair(undo), _pair(undo)) for _ in config.names]
         undo.pop_all()
-    ours = ControllerConnections([one[0] for one, _ in two], [other[0] for _, other in two])
+    ours = ControllerConnections(
+        {worker: one[0] for worker, (one, _) in enumerate(two)},
+        {worker: other[0] for worker, (_, other) in enumerate(two)},
+    )
     return ours, [(one[1], other[1]) for one, other in two]
 
 

@@ -42,6 +42,10 @@ class RankInfo:
         """The rank that hosts a worker."""
         return worker + (not self.controller_hosts)
 
+    def worker_of(self, rank: int) -> int:
+        """The worker that a rank hosts; -1 if it hosts none."""
+        return rank - (not self.controller_hosts)
+
     def rpc_name(self, worker: int) -> str:
         """The name for RPC of the process that hosts a worker."""
         return f"worker{worker}" if self.rank_of(worker) else CONTROLLER

@@ -3,10 +3,10 @@
     torchrun ─▶ rank 0: the script; by default, worker 0 on a thread of its own
              ─▶ rank 1, 2, …: a worker, from the call of `cluster` to the controller's end; then the script ends there
 
-All ranks write their host and process into torchrun's store, and wait there for each other. Then RPC connects them.
+All ranks write their host and process into torchrun's store, and wait there for each other. Those of one host get sockets to
+one another (neighbours.py); values between them go through shared memory. Then RPC connects all.
 """
 
-import json
 import os
 import signal
 import socket
@@ -14,27 +14,35 @@ import struct
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import timedelta
 from fcntl import ioctl
 from typing import Any, Literal, NoReturn
 
 import torch
-from torch.distributed import DistStoreError, PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
-from pippy.drivers.clusters.arguments import check_devices, check_seconds, check_threads, device_name, worker_names
+from pippy.drivers.clusters.arguments import (
+    check_choice,
+    check_devices,
+    check_seconds,
+    check_threads,
+    device_name,
+    polling_time,
+    worker_names,
+)
 from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.clusters.current_cluster import check_none_open, opened
 from pippy.drivers.clusters.launch_config import CONTROLLER
 from pippy.drivers.clusters.lazy_cluster import current_lazy_cluster
 from pippy.drivers.clusters.local_cluster import local_cluster
+from pippy.drivers.clusters.meeting import Meeting, meet
 from pippy.drivers.clusters.rank_info import RankInfo
 from pippy.drivers.clusters.torchrun_processes import TorchrunProcesses
 from pippy.drivers.clusters.torchrun_worker import TorchrunWorker
-from pippy.drivers.control.control import Address, Control
+from pippy.drivers.control.control import Control
 from pippy.drivers.errors import ClusterError
 from pippy.drivers.transport.messages import rpc
+from pippy.drivers.transport.messages.mixed_messages import MixedMessages
 from pippy.drivers.transport.messages.rpc_messages import RpcMessages
+from pippy.ir.source import warn
 
 _was_open = False
 _SIOCGIFADDR = 0x8915
@@ -61,38 +69,39 @@ def cluster(
     SystemExit. So only rank 0 runs the code after the call. The default device is the GPU of the local rank, if
     there are GPUs.
 
+    Workers of one host pass tensors through memory that both see, others by RPC: ``print(cluster.routes)`` says which. With
+    ``transport="rpc"`` all pass them by RPC. With ``"shared_memory"`` the call raises if two workers cannot share memory.
+
     Without torchrun this is `local_cluster(n)`, and takes its options. If ``n`` is not given, the environment variable
     PIPPY_WORKERS has the number of workers. In a script that `pippy run` has started, it is the cluster of `pippy run`. The
-    options ``pin``, ``transport`` and ``patience`` are for workers that this call starts, and refused under torchrun.
+    option ``pin`` is for workers that this call starts, and refused under torchrun.
 
     >>> with cluster(2, threads=1) as workers:
     ...     workers
     <Cluster of 2 workers, open: worker0, worker1>
     """
-    own = {"pin": pin, "transport": transport, "patience": patience}
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        options: dict[str, Any] = {"threads": threads, "devices": devices, "device": device, "names": names, **own}
+        options: dict[str, Any] = {"threads": threads, "devices": devices, "device": device, "names": names}
+        options |= {"pin": pin, "transport": transport, "patience": patience}
         given = {name: value for name, value in options.items() if value is not None}
         if (lazy := current_lazy_cluster()) is not None:
             return lazy.requested(n, given, timeout=timeout, start_timeout=start_timeout)
         return local_cluster(_number(n), timeout=timeout, start_timeout=start_timeout, **given)
     rank_info = RankInfo.from_environment(controller_hosts)
     names = _checked(rank_info, n, names)
-    _check_not_given(own)
+    _check_not_given("pin", pin)
     check_seconds(timeout=timeout, start_timeout=start_timeout)
     check_threads(threads)
+    check_choice("transport", transport, (None, "shared_memory", "rpc"))
+    patience = polling_time(patience, crowded=_is_crowded(rank_info, threads))
     own_device = _device(rank_info, devices, device)
     _check_first()
-    addresses = _meet(rank_info, names, start_timeout)
-    worker = None
-    if rank_info.index >= 0:
-        worker = TorchrunWorker(
-            rank_info.index, names, own_device, rank_info.rpc_name, threads, rank_info.rank == 0, timeout
-        )
+    met = meet(rank_info, names, start_timeout, transport)
+    worker = _worker(rank_info, met, own_device, threads, timeout, patience)
     if rank_info.rank:
         assert worker is not None
         _work(worker, rank_info, timeout, start_timeout)
-    return _control(worker, rank_info, addresses, timeout, start_timeout, torch.device(own_device).type)
+    return _control(rank_info, worker, met, timeout, start_timeout, torch.device(own_device).type)
 
 
 def _number(n: int | None) -> int:
@@ -123,14 +132,19 @@ def _checked(rank_info: RankInfo, n: int | None, names: Sequence[str] | None) ->
     return worker_names(rank_info.workers, names)
 
 
-def _check_not_given(options: dict[str, Any]) -> None:
-    """Raise if one of the options is given, which say how this process is to start workers: torchrun has started them."""
-    for name, value in options.items():
-        if value is not None and value is not False:
-            raise ClusterError(
-                f"{name}={value!r} is for workers that cluster() starts, and torchrun has started these; leave out {name}, or "
-                f"start the script without torchrun"
-            )
+def _check_not_given(name: str, value: Any) -> None:
+    """Raise if an option is given that says how this process is to start workers: torchrun has started them."""
+    if value is not None and value is not False:
+        raise ClusterError(
+            f"{name}={value!r} is for workers that cluster() starts, and torchrun has started these; leave out {name}, or "
+            f"start the script without torchrun"
+        )
+
+
+def _is_crowded(rank_info: RankInfo, threads: int | None) -> bool:
+    """Whether the worker of this process has no core of its own. One that shares its process with the script has none."""
+    wanted = rank_info.local_world_size * (threads or torch.get_num_threads())
+    return rank_info.rank == 0 or wanted > len(os.sched_getaffinity(0))
 
 
 def _check_first() -> None:
@@ -155,26 +169,26 @@ def _device(
     return device_name(device)
 
 
-def _meet(rank_info: RankInfo, names: Sequence[str], timeout: float) -> list[Address]:
-    """Wait for all ranks at torchrun's store. Returns the address of each worker."""
-    try:
-        store = PrefixStore("pippy", next(rendezvous("env://", rank_info.rank, rank_info.world_size))[0])
-        store.set(str(rank_info.rank), json.dumps([socket.gethostname(), os.getpid()]))
-        ranks = [str(rank) for rank in range(rank_info.world_size)]
-        try:
-            store.wait(ranks, timedelta(seconds=timeout))
-        except DistStoreError as error:
-            missing = ", ".join(rank for rank in ranks if not store.check([rank]))
-            raise ClusterError(
-                f"rank {rank_info.rank} waited {timeout:g} s, and these ranks did not call cluster(): {missing}; all must, "
-                f"with the same arguments, and start_timeout says how long to wait for them"
-            ) from error
-        found = [json.loads(store.get(rank)) for rank in ranks]
-    except (RuntimeError, OSError) as error:
-        if isinstance(error, ClusterError):
-            raise
-        raise ClusterError(f"rank {rank_info.rank} cannot reach torchrun's store: {error}") from error
-    return [Address(name, rank_info.rpc_name(i), *found[rank_info.rank_of(i)]) for i, name in enumerate(names)]
+def _worker(
+    rank_info: RankInfo, met: Meeting, device: str, threads: int | None, timeout: float, patience: float
+) -> TorchrunWorker | None:
+    """The worker of this process, if it hosts one."""
+    if rank_info.index < 0:
+        return None
+    near = next(group for group in met.routes.groups if rank_info.index in group)
+    return TorchrunWorker(
+        rank_info.index,
+        met.routes.names,
+        device,
+        rank_info.rpc_name,
+        threads,
+        rank_info.rank == 0,
+        timeout,
+        met.sockets,
+        set(range(rank_info.workers)) - set(near),
+        met.connections,
+        patience,
+    )
 
 
 def _join(rank_info: RankInfo, timeout: float) -> None:
@@ -215,9 +229,9 @@ def _work(worker: TorchrunWorker, rank_info: RankInfo, timeout: float, start_tim
 
 
 def _control(
-    worker: TorchrunWorker | None,
     rank_info: RankInfo,
-    addresses: list[Address],
+    worker: TorchrunWorker | None,
+    met: Meeting,
     timeout: float,
     start_timeout: float,
     device_type: str,
@@ -229,8 +243,16 @@ def _control(
     _was_open = True
     if worker is not None:
         worker.start()
-    control = Control(addresses, timeout, messages=RpcMessages([address.rpc_name for address in addresses]))
-    others = [address.rpc_name for address in addresses if address.rpc_name != CONTROLLER]
-    joined = TorchrunProcesses(worker, others, timeout, control)
+    rpc_names = [address.rpc_name for address in met.addresses]
+    first = {worker: group[0] for group in met.routes.groups for worker in group}
+    messages = MixedMessages(met.near, met.connections, RpcMessages(rpc_names), first)
+    control = Control(met.addresses, timeout, messages=messages)
+    others = [name for name in rpc_names if name != CONTROLLER]
+    joined = TorchrunProcesses(worker, others, timeout, control, met.connections)
     rpc.take_reports(control.report_lost)
-    return opened(Cluster([address.name for address in addresses], control, joined, device_type), by_rpc=True)
+    for at, why in met.routes.reasons.items():
+        warn(
+            f"worker {met.routes.names[at]!r} shares no memory with the others of its host, and passes values by RPC, which is "
+            f"slower: {why}"
+        )
+    return opened(Cluster(met.routes.names, control, joined, device_type, met.routes), by_rpc=True)

@@ -7,17 +7,27 @@ from contextlib import suppress
 from pippy.drivers.clusters.torchrun_worker import Leave, TorchrunWorker
 from pippy.drivers.control.control import Control
 from pippy.drivers.transport.messages import rpc
+from pippy.drivers.transport.messages.controller_connections import ControllerConnections
 from pippy.drivers.transport.pickling import pickle_message
 
 
 class TorchrunProcesses:
     """The worker of this process, if it hosts one, and the others by their names for RPC. ``close`` tells them to leave.
 
-    If ``control`` has lost a worker by then, they are told which, so that each host's log says why the job ended.
+    If ``control`` has lost a worker by then, they are told which, so that each host's log says why the job ended. The
+    ``connections`` lead to workers of this host.
     """
 
-    def __init__(self, worker: TorchrunWorker | None, others: Sequence[str], timeout: float, control: Control) -> None:
+    def __init__(
+        self,
+        worker: TorchrunWorker | None,
+        others: Sequence[str],
+        timeout: float,
+        control: Control,
+        connections: ControllerConnections,
+    ) -> None:
         self.worker, self.others, self.timeout, self.control = worker, others, timeout, control
+        self.connections = connections
         self.owner, self.left = os.getpid(), False
 
     def close(self) -> None:
@@ -35,3 +45,4 @@ class TorchrunProcesses:
                     told.append(rpc.urgent(name, pickle_message(Leave(last, self.control.lost))))
             rpc.wait_all(told, min(1.0, self.timeout))
         rpc.leave()
+        self.connections.close()

@@ -1,9 +1,10 @@
 """A worker in a process that torchrun started: how it runs, and how it ends."""
 
 import os
+import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -11,11 +12,16 @@ from typing import Any, NoReturn
 import torch
 
 from pippy.drivers.clusters.launch_config import CONTROLLER
-from pippy.drivers.control.messages import GiveUp, Ping
+from pippy.drivers.control.messages import Connect, GiveUp, Ping
 from pippy.drivers.transport.messages import rpc
+from pippy.drivers.transport.messages.controller_connections import ControllerConnections
+from pippy.drivers.transport.messages.message_connection import WorkerMessageConnection
 from pippy.drivers.transport.messages.message_queue import Ended, MessageQueue
 from pippy.drivers.transport.messages.rpc_values import rpc_transport
+from pippy.drivers.transport.messages.urgent import UrgentConnection
 from pippy.drivers.transport.pickling import pickle_message
+from pippy.drivers.transport.rpc_transport import Post
+from pippy.drivers.transport.shared_memory_transport import SharedMemoryTransport
 from pippy.drivers.workers.worker import Worker
 from pippy.drivers.workers.worker_context import WorkerContext
 
@@ -40,7 +46,9 @@ class Leave:
 class TorchrunWorker:
     """A worker. ``run`` runs it on the thread that calls it, ``start`` on a thread of its own.
 
-    ``peer`` gives the RPC name of the process that hosts a worker.
+    ``peer`` gives the RPC name of the process that hosts a worker. ``sockets``, if there are any, lead to the first process
+    of this host: for messages, if that is the controller's, and for urgent ones. Through them come the sockets to workers of
+    this host; to those that are ``far`` values go by RPC. ``connections``, if this is the first process, has the other ends.
     """
 
     def __init__(
@@ -52,10 +60,21 @@ class TorchrunWorker:
         threads: int | None = None,
         shares_process: bool = False,
         timeout: float = 5.0,
+        sockets: tuple[socket.socket, socket.socket] | None = None,
+        far: Collection[int] = (),
+        connections: ControllerConnections | None = None,
+        patience: float = 0.0,
     ) -> None:
-        self.messages, self.threads = MessageQueue(), threads
+        self.messages, self.threads, self.connections = MessageQueue(), threads, connections
         torch.empty(0, device=device)  # a device that does not work fails here
-        self.transport, self.values = rpc_transport(index, peer, CONTROLLER, device, timeout)
+        first = WorkerMessageConnection(sockets[0], self.messages).connection if sockets else None
+
+        def make(post: Post) -> SharedMemoryTransport:
+            return SharedMemoryTransport(
+                index, {}, device=device, controller=first, patience=patience, far=far, post=post
+            )
+
+        self.transport, self.values = rpc_transport(index, peer, CONTROLLER, timeout, make)
         context = WorkerContext(
             index,
             tuple(names),
@@ -69,6 +88,8 @@ class TorchrunWorker:
         self.name, self.left = names[index], False
         self.thread: threading.Thread | None = None
         rpc.serve(rpc.Served(self.messages, self.urgent, self.transport.deliver))
+        if sockets:
+            UrgentConnection(sockets[1], self.urgent).start()
 
     def run(self) -> None:
         """Run commands until the controller tells the worker to leave."""
@@ -76,6 +97,7 @@ class TorchrunWorker:
             torch.set_num_threads(self.threads)  # torch has this setting for each thread
         with suppress(Ended):
             self.worker.run()
+        self.transport.close()
 
     def start(self) -> None:
         """Run on a thread beside the controller's."""
@@ -92,6 +114,9 @@ class TorchrunWorker:
 
     def urgent(self, message: Any) -> Any:
         """Answer at once, on a thread that is not the worker's own."""
+        if isinstance(message, Connect):
+            assert self.connections is not None, "only the first process of a host is asked to connect others"
+            return self.connections.connect(message.one, message.other)
         if not isinstance(message, Leave):
             return self.worker.urgent(message)
         if message.why is not None and not message.now:

@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pippy.drivers.control.messages import Ping
+from pippy.drivers.control.messages import Connect, Ping
 from pippy.drivers.errors import ClusterError, WorkerLostError
 from pippy.drivers.transport.messages.controller_connections import ControllerConnections
 from pippy.drivers.transport.messages.message_queue import DeliveryFailure
@@ -72,8 +72,11 @@ class Messages(Protocol):
     def urgent(self, worker: int, pickled: Pickled) -> Any:
         """Send a message that is answered even while the worker computes."""
 
-    def connect(self, one: int, other: int) -> None:
-        """Let two workers pass values, before what is posted to them from now on."""
+    def connect(self, one: int, other: int) -> int | None:
+        """Let two workers pass values, before what is posted to them from now on.
+
+        If a worker is to do that, return it.
+        """
 
     def wait(self, wakeup: PollableEvent, timeout: float) -> None:
         """Sleep until an answer comes, or the event is set, or the time is up."""
@@ -143,7 +146,9 @@ class Control:
         for peer in peers:
             pair = min(worker, peer), max(worker, peer)
             if pair not in self._connected:
-                self.messages.connect(*pair)
+                first = self.messages.connect(*pair)
+                if first is not None:
+                    self.wait(self.urgent(first, Connect(*pair)))
                 self._connected.add(pair)
 
     def urgent(self, worker: int, message: Any) -> PendingCall:

@@ -455,6 +455,14 @@ class Ping:
 
 
 @dataclass(frozen=True)
+class Connect:
+    """Urgent: give two workers, both of this worker's host, a socket to each other."""
+
+    one: int
+    other: int
+
+
+@dataclass(frozen=True)
 class Failure:
     """What went wrong on a worker. ``peer`` is another worker that seems to be dead, if that is the reason."""
 

@@ -13,6 +13,8 @@ from pippy.drivers.transport.value_layout import TensorLayout, ValueLayout, is_p
 from pippy.ir.sparse_tensors import from_parts, is_sparse, parts_of
 from pippy.ir.trees import map_leaves, map_tensors
 
+Post = Callable[[int, ValueKey, Any], None]  # carries a value to a peer, where ``deliver`` is called
+
 
 class RpcTransport(Transport):
     """The transport of worker ``index``. ``post(to, key, value)`` carries a value; at its end ``deliver`` is called.
@@ -27,31 +29,24 @@ class RpcTransport(Transport):
     tensor([1., 1.])
     """
 
-    def __init__(
-        self, index: int, post: Callable[[int, ValueKey, Any], None], device: torch.device | str | None = None
-    ) -> None:
-        self.index, self.post = index, post
-        self.device = torch.device(device) if device is not None else None
+    def __init__(self, index: int, post: Post, device: torch.device | str | None = None) -> None:
+        self.index = index
         self.sent: dict[int, SentCount] = {}
         self.received = ReceivedValues()
+        self.posted = PostedValues(post, self.received)
+        self.device = torch.device(device) if device is not None else None
         self._poll = select.poll()
         self._wakeup = self.received.wakeup.fileno()
         self._poll.register(self._wakeup, select.POLLIN)
 
     def send(self, to: int, key: ValueKey, value: Any) -> None:
-        layout = layout_of(value)
-        own = copied(value, layout)
-        sent = self.sent.setdefault(to, SentCount())
-        sent.values += 1
-        sent.bytes += layout.payload
         if to == self.index:
-            self.received.put(key, own)
-        elif not self.received.is_lost(to):
-            self.post(to, key, own)
+            self.received.put(key, copied(value))
+        else:
+            self.posted.send(to, key, value, self.sent.setdefault(to, SentCount()))
 
     def receive(self, key: ValueKey, source: int) -> Any:
-        value = super().receive(key, source)
-        return value if self.device is None else map_tensors(self._on_device, value)
+        return on_device(super().receive(key, source), self.device)
 
     def ready(self, key: ValueKey) -> bool:
         return self.received.has(key)
@@ -79,8 +74,39 @@ class RpcTransport(Transport):
             self.received.wakeup.clear()
         return found
 
-    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to(self.device).requires_grad_(tensor.requires_grad)
+
+class PostedValues:
+    """Sends values by ``post`` to peers, unless ``received`` knows that they are lost.
+
+    >>> posted = PostedValues(lambda to, key, value: print(to, key, value), ReceivedValues())
+    >>> posted.send(1, (0, 2, 0), torch.ones(2), count := SentCount())
+    1 (0, 2, 0) tensor([1., 1.])
+    >>> count
+    SentCount(values=1, bytes=8)
+    """
+
+    def __init__(self, post: Post, received: ReceivedValues) -> None:
+        self.post, self.received = post, received
+
+    def send(self, to: int, key: ValueKey, value: Any, sent: SentCount) -> None:
+        """Post a copy of a value, and count it."""
+        layout = layout_of(value)
+        own = copied(value, layout)
+        sent.values += 1
+        sent.bytes += layout.payload
+        if not self.received.is_lost(to):
+            self.post(to, key, own)
+
+
+def on_device(value: Any, device: torch.device | None) -> Any:
+    """A value of the CPU, on the device if one is given.
+
+    >>> on_device([torch.ones(2)], torch.device("cpu"))
+    [tensor([1., 1.])]
+    """
+    if device is None:
+        return value
+    return map_tensors(lambda tensor: tensor.detach().to(device).requires_grad_(tensor.requires_grad), value)
 
 
 def copied(value: Any, layout: ValueLayout | None = None) -> Any:

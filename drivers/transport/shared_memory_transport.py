@@ -1,10 +1,14 @@
-"""Sends values between the processes of one host, through shared memory. connection.py explains how."""
+"""Sends values to the processes of this host through shared memory, and to others by messages.
+
+connection.py explains the first way, rpc_transport.py has the second. Which peer is reached in which way is settled before
+the first value is sent.
+"""
 
 import os
 import select
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +16,7 @@ import torch
 from pippy.drivers.transport.connection import Connection
 from pippy.drivers.transport.memory import no_descriptor
 from pippy.drivers.transport.received_values import ReceivedValues, ValueKey
-from pippy.drivers.transport.rpc_transport import copied
+from pippy.drivers.transport.rpc_transport import Post, PostedValues, copied, on_device
 from pippy.drivers.transport.transport import SentCount, Transport
 
 _CONTROLLER = -1  # its number among the peers
@@ -27,6 +31,8 @@ class SharedMemoryTransport(Transport):
     each direction (a single value may be larger); values for which it has no room are in memory of their own until they are
     read. While a ring is replaced, the old ring that the receiver has not emptied is in use too. A ring of which half is
     not needed shrinks. The memory has no name in the file system, so nothing is left behind, however a process ends.
+
+    To the peers ``far``, which share no memory with this process, ``post`` carries values, as for an RpcTransport.
 
     A connection to the ``controller`` is served along with those of the peers. A receive polls for its value for
     ``patience`` seconds before it sleeps, because waking a process takes longer than sending it a small value.
@@ -48,11 +54,14 @@ class SharedMemoryTransport(Transport):
         device: torch.device | str | None = None,
         controller: Connection | None = None,
         patience: float = 0.0,
+        far: Collection[int] = (),
+        post: Post | None = None,
     ) -> None:
-        self.index, self.patience = index, patience
+        self.index, self.patience, self.far = index, patience, frozenset(far)
         self.device = torch.device(device) if device is not None else None
         self.sent: dict[int, SentCount] = {}
         self.received, self._limit = ReceivedValues(), limit
+        self._posted = PostedValues(post, self.received) if post else None
         self.connections: dict[int, Connection] = {}
         self._peer_of: dict[int, int] = {}
         self._unconnected: dict[int, OSError] = {}  # the peers whose sockets could not be taken
@@ -70,11 +79,19 @@ class SharedMemoryTransport(Transport):
         if to == self.index:
             self.received.put(key, copied(value))
             return
+        if to in self.far:
+            assert self._posted is not None, f"worker {to} is far, and nothing carries values there"
+            self._posted.send(to, key, value, self.sent.setdefault(to, SentCount()))
+            return
         sent = self.sent.get(to) or self._await_socket(key, to)
         connection = self.connections[to]
         payload = connection.send(key, value)
         sent.values += 1
         sent.bytes += payload
+
+    def receive(self, key: ValueKey, source: int) -> Any:
+        value = super().receive(key, source)
+        return value if source in self.connections else on_device(value, self.device)  # a connection has put it there
 
     def ready(self, key: ValueKey) -> bool:
         while not self.received.has(key) and self._serve(0):
@@ -91,12 +108,12 @@ class SharedMemoryTransport(Transport):
 
     def discard_before(self, step: int) -> None:
         self.received.discard_before(step)
-        for peer in self.sent:  # not for the controller, whose messages have other numbers
-            self.connections[peer].discard_before(step)
+        for connection in self._to_peers():  # not to the controller, whose messages have other numbers
+            connection.discard_before(step)
 
     def trim(self) -> None:
-        for peer in self.sent:
-            self.connections[peer].trim()
+        for connection in self._to_peers():
+            connection.trim()
 
     def close(self) -> None:
         for connection in self.connections.values():
@@ -106,6 +123,9 @@ class SharedMemoryTransport(Transport):
         self._peer_of.clear()
         self._epoll.close()
         self.received.close()
+
+    def _to_peers(self) -> Iterator[Connection]:
+        return (connection for peer, connection in self.connections.items() if peer != _CONTROLLER)
 
     def _take_in(self, source: int) -> bool:
         connection = self.connections.get(source)

@@ -30,7 +30,7 @@ def cut_sockets():
     """Shut down this process's sockets to other workers."""
     for each in gc.get_objects():
         if isinstance(each, SharedMemoryTransport):
-            for peer in each.sent:
+            for peer in each.sent.keys() & each.connections.keys():
                 each.connections[peer].socket.shutdown(socket.SHUT_RDWR)
 
 

@@ -10,7 +10,7 @@ import itertools
 import select
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,12 +26,14 @@ Future = torch.futures.Future
 
 
 class ControllerConnections:
-    """Two to each worker: of ``sockets``, for the messages that its main thread takes, and of ``urgent``, for the others.
+    """Two to a worker: of ``sockets``, for the messages that its main thread takes, and of ``urgent``, for the others.
+
+    Both are by the numbers of the workers.
 
     >>> from pippy.drivers.transport.pickling import pickle_message, unpickle
     >>> here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     >>> worker = MessageConnection(there, lambda n, message: worker.send(n, pickle_message(f"{unpickle(message)}?")))
-    >>> connections, wakeup = ControllerConnections([here], []), PollableEvent()
+    >>> connections, wakeup = ControllerConnections({0: here}, {}), PollableEvent()
     >>> future = connections.post(0, 3, pickle_message("a message"))
     >>> while worker.connection.step(): pass
     >>> while not future.done():
@@ -42,26 +44,28 @@ class ControllerConnections:
     (None, None, None)
     """
 
-    def __init__(self, sockets: Sequence[socket.socket] = (), urgent: Sequence[socket.socket] = ()) -> None:
+    def __init__(self, sockets: Mapping[int, socket.socket] = {}, urgent: Mapping[int, socket.socket] = {}) -> None:
         self._lock = threading.RLock()  # one thread may wait for a step while another asks for something else
-        self._workers, self._urgent_numbers = len(sockets), itertools.count()
-        both = [*sockets, *urgent]
+        self._urgent_numbers = itertools.count()
+        self._at = {worker: at for at, worker in enumerate(sockets)}
+        self._urgent_at = {worker: at for at, worker in enumerate(urgent, len(sockets))}
+        both = [*sockets.values(), *urgent.values()]
         self._ends = [MessageConnection(socket, partial(self._answered, at)) for at, socket in enumerate(both)]
         self._open = {end.connection.fd: at for at, end in enumerate(self._ends)}
         self._unanswered: list[dict[int, Future[Pickled]]] = [{} for _ in self._ends]
 
     def post(self, worker: int, number: int, pickled: Pickled) -> "Future[Pickled]":
         """Send a message to a worker; the future has its answer, once a thread that waits has read it."""
-        return self._send(worker, number, pickled)
+        return self._send(self._at[worker], number, pickled)
 
     def urgent(self, worker: int, pickled: Pickled) -> "Future[Pickled]":
         """Like ``post``, for a message that the worker answers even while it computes."""
-        return self._send(self._workers + worker, next(self._urgent_numbers), pickled)
+        return self._send(self._urgent_at[worker], next(self._urgent_numbers), pickled)
 
-    def connect(self, one: int, other: int) -> None:
+    def connect(self, one: int, other: int) -> int | None:
         """Give two workers a socket to each other, before what is posted to them from now on."""
-        if not self._workers:
-            return
+        if not self._at:
+            return None
         try:
             ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except OSError as error:
@@ -70,7 +74,8 @@ class ControllerConnections:
             raise
         with self._lock:
             for worker, peer, end in zip((one, other), (other, one), ends):
-                self._ends[worker].connection.send_end(peer, end)
+                self._ends[self._at[worker]].connection.send_end(peer, end)
+        return None
 
     def wait(self, wakeup: PollableEvent, timeout: float) -> None:
         """Sleep until an answer comes, or the event is set, or the time is up; take in what there is."""

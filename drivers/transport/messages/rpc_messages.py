@@ -28,8 +28,9 @@ class RpcMessages:
         """Send a message that is answered even while the worker computes."""
         return rpc.urgent(self.names[worker], pickled)
 
-    def connect(self, one: int, other: int) -> None:
+    def connect(self, one: int, other: int) -> int | None:
         """Nothing: workers that pass values by RPC find one another."""
+        return None
 
     def wait(self, wakeup: PollableEvent, timeout: float) -> None:
         """Sleep until the event is set, or the time is up."""

@@ -12,7 +12,8 @@ import torch
 from pippy.drivers.transport.messages import rpc
 from pippy.drivers.transport.pickling import pickle_message
 from pippy.drivers.transport.received_values import ValueKey
-from pippy.drivers.transport.rpc_transport import RpcTransport
+from pippy.drivers.transport.rpc_transport import Post
+from pippy.drivers.transport.transport import Transport
 
 Future = torch.futures.Future
 BEYOND = (
@@ -135,16 +136,19 @@ class RpcValues:
 
 
 def rpc_transport(
-    index: int, name: Callable[[int], str], controller: str, device: str, timeout: float
-) -> tuple[RpcTransport, RpcValues]:
-    """A worker's transport by RPC. It reports to the controller, and itself notes, that it has lost another worker."""
+    index: int, name: Callable[[int], str], controller: str, timeout: float, make: Callable[[Post], Transport]
+) -> tuple[Transport, RpcValues]:
+    """A worker's transport, made by ``make``, that posts values by RPC.
+
+    The worker reports to the controller that it has lost another, and notes it itself.
+    """
 
     def lost(peer: int, how: str) -> None:
         rpc.report_lost(controller, index, peer, how)  # first: it says more than that the worker cannot go on
         transport.mark_lost(peer)
 
     values = RpcValues(name, lost, timeout + BEYOND)
-    transport = RpcTransport(index, values.post, device=device)
+    transport = make(values.post)
     return transport, values
 
 

@@ -68,7 +68,7 @@ def test_too_few_descriptors_to_start_are_said_to_be_too_few():
 
 def test_a_controller_without_a_descriptor_says_so_and_connects_two_workers_later():
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
-    connections = ControllerConnections([ours for ours, _ in pairs])
+    connections = ControllerConnections({worker: ours for worker, (ours, _) in enumerate(pairs)})
     ends = [WorkerMessageConnection(theirs, MessageQueue()).connection for _, theirs in pairs]
     first, second = (SharedMemoryTransport(index, {}, controller=end) for index, end in enumerate(ends))
     control = Control([Address(name, name, "here", 1) for name in "ab"], messages=connections)

@@ -103,8 +103,8 @@ def test_without_torchrun_and_without_a_number(monkeypatch):
             {"pin": True},
             "pin=True is for workers that .* starts, .*; leave out pin, or start the script without torchrun",
         ),
-        ({"n": 1, "transport": "rpc"}, "leave out transport"),
-        ({"patience": 0}, "leave out patience"),
+        ({"n": 1, "transport": "none"}, "transport must be one of None, 'shared_memory', 'rpc'; this is 'none'"),
+        ({"patience": 2}, "0 to 1; this is 2"),
     ],
 )
 def test_wrong_arguments_under_torchrun(monkeypatch, options, words):

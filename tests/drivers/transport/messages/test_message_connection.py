@@ -27,7 +27,9 @@ def wakeup():
 def ends():
     """The controller's connections to two workers, and the workers' ends with their queues."""
     pairs, urgent = ([socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)] for _ in range(2))
-    connections = ControllerConnections([ours for ours, _ in pairs], [ours for ours, _ in urgent])
+    connections = ControllerConnections(
+        *({worker: ours for worker, (ours, _) in enumerate(each)} for each in (pairs, urgent))
+    )
     workers = []
     for _, theirs in pairs:
         messages = MessageQueue()
