@@ -88,6 +88,7 @@ class Commands:
         self.zeroed: frozenset[int] = frozenset()
         self.trained = False  # whether there was a training step
         self.steps = self.steps_of_last_update = 0
+        self.unapplied = False  # whether there was a training step since the last update
         self.flags: Flags = {}
         self.flags_due = False
         self.told: Surroundings | None = None
@@ -142,7 +143,7 @@ class Commands:
             self.told, self.flags_due, self.zeroed = surroundings, False, frozenset()
             self.gradients = self._after_step(trains, reduce)
             self.steps += 1
-            self.trained = self.trained or trains
+            self.trained, self.unapplied = self.trained or trains, self.unapplied or trains
         return posted
 
     def _after_step(self, trains: bool, reduce: bool) -> GradientState:
@@ -190,6 +191,7 @@ class Commands:
 
     def parameters_updated(self) -> None:
         """The steps so far made one update."""
+        self.unapplied = False
         if self.steps:
             self.steps_of_last_update, self.steps = self.steps, 0
 
@@ -205,11 +207,11 @@ class Commands:
 
     def _undo_to_now(self) -> Callable[[], None]:
         """What to call if a command that is sent now is given up."""
-        return partial(self._undo, self.gradients, self.steps, self.flags_due, self.zeroed)
+        return partial(self._undo, self.gradients, (self.steps, self.unapplied), self.flags_due, self.zeroed)
 
-    def _undo(self, gradients: GradientState, steps: int, flags_due: bool, zeroed: frozenset[int]) -> None:
+    def _undo(self, gradients: GradientState, steps: tuple[int, bool], flags_due: bool, zeroed: frozenset[int]) -> None:
         self.flags_due = self.flags_due or flags_due
         self.zeroed |= zeroed
         self.told = None
         if self.gradients is not GradientState.TO_DROP:
-            self.gradients, self.steps = gradients, steps
+            self.gradients, (self.steps, self.unapplied) = gradients, steps

@@ -9,6 +9,7 @@ worker its part, once. From then on each step takes one message for each worker.
                                 └─ all three: placed, the Pipe with its stages placed on workers
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -37,6 +38,7 @@ from pippy.drivers.driver_arguments import (
 from pippy.drivers.errors import DriverError, OptimizerError
 from pippy.drivers.generation.generation import Generation
 from pippy.drivers.grad_scaler import PipelineGradScaler
+from pippy.drivers.loading import Loading
 from pippy.drivers.local_optimizers import watch
 from pippy.drivers.memory.driver_memory import DriverMemory
 from pippy.drivers.memory.optimizer_bytes import counted_optimizer
@@ -49,6 +51,7 @@ from pippy.drivers.programs import DriverPrograms, RequestedSchedule, SentProgra
 from pippy.drivers.recording.record import Recording
 from pippy.drivers.results import Results
 from pippy.drivers.running_step import RunningStep
+from pippy.drivers.saving import Saving
 from pippy.drivers.schedules import Program
 from pippy.drivers.schedules.halves import has_halves
 from pippy.drivers.stale_models import StaleModels
@@ -131,6 +134,8 @@ class PipelineDriverBase:
         )
         self.stale = StaleModels(pipe)
         self.parameters = RemoteParameters(pipe, self.placed, self.commands, self.stale)
+        self.saving = Saving(pipe, self.placed, self.commands, self.cluster)
+        self.loading = Loading(pipe, self.placed, self.commands, self.stale)
         self.loss_checks = LossChecks(LOSS in self.compiled.split_gm._modules, self.compiled.row_sizes)
         self._generation = Generation(pipe, self.placed, self.commands, len(self.ranks))
         self._optimizers: list[PipelineOptimizer] = []
@@ -185,6 +190,7 @@ class PipelineDriverBase:
     @in_turn
     def run_async(self, chunks: int | None, *args: Any, outputs: Any = None, **kwargs: Any) -> RunningStep:
         """Like `run`, but return at once; ``.result()`` of what this gives waits for the step."""
+        self.saving.raise_error()
         check_chunks(chunks, self._auto)
         outputs, kwargs = asked_outputs(self.compiled, outputs, args, kwargs)
         surroundings = _surroundings()
@@ -443,6 +449,44 @@ class PipelineDriverBase:
         """Load a state dict, in the model's names, into the Pipe and into all workers."""
         return self.parameters.load_state_dict(state_dict, strict)
 
+    @in_turn
+    def save(
+        self, folder: str | os.PathLike[str], /, *, wait: bool = True, keep: int | None = None, **given: Any
+    ) -> str:
+        """Write a checkpoint: the parameters and buffers on the workers, and what is given by name. Gives its path.
+
+        Given may be optimizers of this driver, anything with a ``state_dict()``, and plain values; ``step=10`` also names the
+        checkpoint. Each worker writes what it holds, as safetensors files. The checkpoint is put into ``folder`` whole, beside
+        those that are there; with ``keep=3`` the three newest are left. With ``wait=False`` the workers copy what they hold and
+        write while the run goes on. Random states are included, gradients are not. See docs/checkpoints.md.
+
+        >>> import tempfile
+        >>> from pippy import Pipe, PipelineDriver1F1B, local_cluster
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        >>> with tempfile.TemporaryDirectory() as folder, local_cluster(2, threads=1) as cluster:
+        ...     driver = PipelineDriver1F1B(Pipe.from_sequential(model, torch.nn.MSELoss()), cluster)
+        ...     optimizer = driver.instantiate_optimizer(torch.optim.Adam, lr=0.1)
+        ...     loss = driver.run(2, torch.ones(4, 2), torch.ones(4, 1))
+        ...     optimizer.step()
+        ...     path = driver.save(folder, optimizer=optimizer, step=1)
+        ...     values = driver.load(folder, optimizer=optimizer)
+        ...     print(os.path.basename(path), values)
+        step-1 {'step': 1}
+        """
+        return self.saving.save(folder, wait, keep, given)
+
+    @in_turn
+    def load(self, path: str | os.PathLike[str], /, **given: Any) -> dict[str, Any]:
+        """Read what `save` has written, by this driver or another, into the workers and into what is given by name.
+
+        Gives the plain values that were saved. ``path`` is a checkpoint, or the folder of a run, for its newest; or a folder of
+        safetensors files as Hugging Face has them. Each worker reads its part. If something does not fit, nothing is changed.
+        Without optimizers and the like only the parameters and buffers are read; with them the random states are, too, and
+        something that was saved and is to be left must be said so: ``scheduler=None``. Gradients are dropped.
+        """
+        self.saving.finish()
+        return self.loading.load(path, given)
+
     def instantiate_optimizer(self, optimizer_class: type, *args: Any, **kwargs: Any) -> PipelineOptimizer:
         """An optimizer of torch's, on all workers, for the parameters where they are.
 
@@ -479,8 +523,11 @@ class PipelineDriverBase:
 
     def close(self) -> None:
         """Drop the stages, programs and optimizers from the workers; the cluster goes on."""
-        self.stale.end()
-        self.commands.close()
+        try:
+            self.saving.finish()
+        finally:
+            self.stale.end()
+            self.commands.close()
 
     def __reduce__(self) -> Any:
         raise TypeError(

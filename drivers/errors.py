@@ -51,6 +51,14 @@ class OptimizerError(PippyError, ValueError):
     """
 
 
+class CheckpointError(PippyError, RuntimeError):
+    """A checkpoint cannot be written or read, or is not one of this model. Nothing was changed, and the last one is as it was.
+
+    >>> issubclass(CheckpointError, RuntimeError)
+    True
+    """
+
+
 class MicrobatchError(PippyError, ValueError):
     """A mini-batch that cannot be cut into micro-batches as it was asked for, or outputs that cannot be put together.
 

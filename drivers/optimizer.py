@@ -60,6 +60,7 @@ class PipelineOptimizer(Optimizer):
         here = optimizer_class(groups, *args, **options)
         super().__init__(here.param_groups, here.defaults)
         self._sent = self._options()
+        self.optimizer_class = optimizer_class
         self.factory = partial(_make, optimizer_class, tuple(args), options)
         self._make(pickle_by_value(self.factory))
 
@@ -186,6 +187,17 @@ class PipelineOptimizer(Optimizer):
             raise OptimizerError("parameter groups cannot be added later; give them all to instantiate_optimizer")
         super().add_param_group(param_group)
 
+    def named_groups(self) -> list[dict[str, Any]]:
+        """The options of each group, as they are now, with names for parameters."""
+        names = [[self.names[id(parameter)] for parameter in group["params"]] for group in self.param_groups]
+        return [{**options, "params": own} for options, own in zip(self._options(), names)]
+
+    def take_options(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Take the options of other groups; the next step sends them."""
+        for mine, group in zip(self.param_groups, groups):
+            mine.update({key: value for key, value in group.items() if key != "params"})
+        self._sent = ()
+
     def state_dict(self) -> dict[str, Any]:
         """The state by the names of the parameters, and the groups with names for parameters."""
         by_worker = self.placed.first_locations(self.names.values())
@@ -193,11 +205,10 @@ class PipelineOptimizer(Optimizer):
         found: dict[str, Any] = {}
         for worker, states in self.commands.call(bodies).items():
             found.update(zip(by_worker[worker], states))
-        names = [[self.names[id(parameter)] for parameter in group["params"]] for group in self.param_groups]
-        groups = [{**options, "params": own} for options, own in zip(self._options(), names)]
+        names = [name for name, _ in self.named_parameters()]
         return {
-            "state": {name: found[name] for own in names for name in own if found.get(name)},
-            "param_groups": groups,
+            "state": {name: found[name] for name in names if found.get(name)},
+            "param_groups": self.named_groups(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -219,10 +230,8 @@ class PipelineOptimizer(Optimizer):
                 "is made: instantiate_optimizer(..., master_dtype=torch.float32)"
             )
         stores = self.placed.for_all_copies({renamed[key]: its for key, its in state.items()})
-        for mine, group in zip(self.param_groups, groups):
-            mine.update({key: value for key, value in group.items() if key != "params"})
+        self.take_options(groups)
         self.commands.call({worker: LoadOptimizerState(self.number, own) for worker, own in stores.items()})
-        self._sent = ()  # the next step sends the options
 
     def __reduce__(self) -> Any:
         raise TypeError("this optimizer's state lives on workers; pickle optimizer.state_dict()")

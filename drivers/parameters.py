@@ -11,7 +11,7 @@ from pippy.drivers.control.messages import ClampGradients, Fetch, GradientNorms,
 from pippy.drivers.errors import DriverError
 from pippy.drivers.placed_pipe import PlacedPipe
 from pippy.drivers.stale_models import StaleModels
-from pippy.ir.names import named_state
+from pippy.ir.names import LOSS, named_state
 from pippy.ir.pipe import Pipe
 
 
@@ -119,5 +119,7 @@ class RemoteParameters:
         return [
             name
             for name, value in state.items()
-            if isinstance(value, torch.Tensor) and name in known and self.placed.locations(name)
+            if isinstance(value, torch.Tensor)
+            and (name in known or name.startswith(f"{LOSS}."))
+            and self.placed.locations(name)
         ]

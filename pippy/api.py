@@ -2,6 +2,7 @@
 
 import pippy.errors as errors
 from pippy.drivers.batches.specs import ChunkSpec, Max, Mean, MicroBatches, Min, Replicate, Sum, TensorChunkSpec
+from pippy.drivers.checkpoints.load_checkpoint import load_checkpoint
 from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.clusters.current_cluster import current_cluster
 from pippy.drivers.clusters.local_cluster import local_cluster
@@ -57,6 +58,7 @@ __all__ = [
     "errors",
     "is_checkpointing",
     "is_recomputing",
+    "load_checkpoint",
     "local_cluster",
     "pipe_split",
     "pipeline",

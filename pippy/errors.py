@@ -6,6 +6,7 @@ True
 """
 
 from pippy.drivers.errors import (
+    CheckpointError,
     ClusterError,
     DriverError,
     LoweringError,
@@ -38,6 +39,7 @@ from pippy.ir.errors import (
 __all__ = [
     "BalanceError",
     "BatchNormError",
+    "CheckpointError",
     "ClusterError",
     "DriverError",
     "GenerationError",

@@ -3,7 +3,7 @@
 import itertools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import NoReturn, Protocol
 
@@ -52,10 +52,18 @@ class Cluster:
         self.dispatch = Dispatch(control, end=processes.close)
         self._drivers = itertools.count()
         self.closed = False
+        self.unfinished: list[Callable[[], None]] = []  # what waits for work that goes on beside commands
         self._finalizer = weakref.finalize(self, processes.close)
 
     def close(self) -> None:
-        """End all workers. A second call does nothing."""
+        """End all workers, when checkpoints that are being written are whole. A second call does nothing."""
+        try:
+            for finish in self.unfinished.copy():
+                finish()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
         self.closed = True
         self.control.broken = self.control.broken or "this cluster is closed; open another"
         entered_clusters[:] = [each for each in entered_clusters if each[1] is not self]

@@ -22,13 +22,17 @@ from pippy.drivers.control.messages import (
     MakeOptimizer,
     OptimizerState,
     OptimizerStep,
+    ReadState,
     ReduceGradients,
     ScaleGradients,
     Step,
     StepResult,
     StepReturning,
     Store,
+    TakeState,
     TensorLocation,
+    WriteState,
+    WrittenState,
 )
 from pippy.drivers.transport.pickling import unpickle
 from pippy.drivers.transport.transport import Transport
@@ -39,10 +43,12 @@ from pippy.drivers.workers.gradients import Gradients, norm
 from pippy.drivers.workers.loss_probe import LossProbe
 from pippy.drivers.workers.out_of_order import OutOfOrderExecutor
 from pippy.drivers.workers.output_probe import OutputProbe
+from pippy.drivers.workers.state_reader import StateReader
+from pippy.drivers.workers.state_writer import StateWriter
 from pippy.drivers.workers.worker_optimizer import WorkerOptimizer
 from pippy.ir.batch_norm.step_statistics import StepStatistics
 from pippy.ir.run.shared_tensors import get_tensor
-from pippy.ir.trees import tensors
+from pippy.ir.trees import map_tensors, tensors
 
 
 class DriverState:
@@ -74,6 +80,7 @@ class DriverState:
         self.optimizers: dict[int, WorkerOptimizer] = {}
         self.running: Executor | None = None
         self.generation: Generation | None = None
+        self.writer, self.reader = StateWriter(self.tensor, device, given_up), StateReader(self.tensor, device)
         self.handlers: Mapping[type, Callable[[Any, int], Any]] = {
             type(None): lambda body, number: None,  # the command only drops gradients, or drivers
             AddProgram: self._add_program,
@@ -89,6 +96,9 @@ class DriverState:
             OptimizerStep: self._optimizer_step,
             OptimizerState: self._optimizer_state,
             LoadOptimizerState: self._load_optimizer_state,
+            WriteState: self._write_state,
+            ReadState: self._read_state,
+            TakeState: self._take_state,
             AddGeneration: self._add_generation,
             Generate: self._generate,
         }
@@ -236,8 +246,20 @@ class DriverState:
 
     def _load_optimizer_state(self, body: LoadOptimizerState, number: int) -> None:
         if body.optimizer in self.optimizers:
-            states = {id(self.tensor(place)): state for place, state in body.state.items()}
+            # Two copies of a parameter must not share one tensor of the message.
+            states = {
+                id(self.tensor(place)): map_tensors(torch.clone, dict(state)) for place, state in body.state.items()
+            }
             self.optimizers[body.optimizer].load_state(states)
+
+    def _write_state(self, write: WriteState, number: int) -> WrittenState | None:
+        return self.writer.write(write, self.optimizers)
+
+    def _read_state(self, read: ReadState, number: int) -> None:
+        self.reader.read(read)
+
+    def _take_state(self, take: TakeState, number: int) -> None:
+        self.reader.take(take, self.optimizers)
 
     def _add_generation(self, add: AddGeneration, number: int) -> None:
         self.generation = Generation(add, self.index, self.transport, self.device, self.tensor)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pippy.drivers.control.messages import Answer, Command, Dump, Failure, GiveUp, Load, Unload
+from pippy.drivers.control.messages import Answer, AskWritten, Command, Dump, Failure, GiveUp, Load, Unload
 from pippy.drivers.errors import PeerLost
 from pippy.drivers.schedules.programs.instructions import Compute, Free, Receive, Send
 from pippy.drivers.transport.received_values import Interrupted
@@ -77,6 +77,9 @@ class Worker:
             self.context.transport.interrupt()
         elif isinstance(message, Dump):
             return self.dump()
+        elif isinstance(message, AskWritten):
+            state = self.drivers.get(message.driver)
+            return state.writer.ask() if state else Failure("the worker has dropped the driver", "")
         return None
 
     def dump(self) -> str:

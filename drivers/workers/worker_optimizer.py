@@ -77,13 +77,12 @@ class WorkerOptimizer:
         return map_tensors(torch.Tensor.cpu, found) if found else None
 
     def load_state(self, states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Replace the state. ``states`` has that of each parameter, by its id."""
+        """Replace the state. ``states`` has that of each parameter, by its id; the optimizer keeps its tensors."""
         numbered = self.optimizer.state_dict()
         numbers = {key: number for number, key in enumerate(self.parameters)}
         numbered["state"] = {}
         for key, state in states.items():
-            # Two copies of a parameter must not share one tensor of the message.
-            own = map_tensors(torch.clone, dict(state))
+            own = dict(state)
             if (master := own.pop(MASTER, None)) is not None and key in self.masters:
                 self.masters[key].data.copy_(master)
             if own:

@@ -1,0 +1,55 @@
+"""The tensors of a driver's model as a checkpoint has them: each once, by one of its names in the state dict."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pippy.drivers.placed_pipe import PlacedPipe
+from pippy.ir.pipe import Pipe
+
+
+@dataclass(frozen=True)
+class SavedNames:
+    """``tensors`` has each tensor of the state dict by the name that it is saved by. ``names`` has all names of each.
+
+    ``extra`` has what the state dict holds beside tensors; ``unused`` the names of tensors that no stage uses, and that are
+    in this process alone.
+
+    >>> from pippy import Pipe
+    >>> first, last = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    >>> last.weight = first.weight
+    >>> pipe = Pipe.from_sequential(torch.nn.Sequential(first, last))
+    >>> from pippy.ir.pipe import compiled_of
+    >>> saved = SavedNames.of(pipe, PlacedPipe(compiled_of(pipe), [0, 1]))
+    >>> saved.names["0.weight"], saved.tied
+    (('0.weight', '1.weight'), {'1.weight': '0.weight'})
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    names: Mapping[str, tuple[str, ...]]
+    extra: Mapping[str, Any]
+    unused: tuple[str, ...]
+
+    @classmethod
+    def of(cls, pipe: Pipe, placed: PlacedPipe) -> "SavedNames":
+        """Those of a Pipe whose stages are placed."""
+        canonical = placed.compiled.qualnames.canonical
+        state = pipe.state_dict(keep_vars=True)
+        groups: dict[str, list[str]] = {}
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                groups.setdefault(canonical.get(name, name), []).append(name)
+        names = {first if first in own else own[0]: tuple(own) for first, own in groups.items()}
+        return cls(
+            {name: state[name] for name in names},
+            names,
+            {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)},
+            tuple(name for name in names if not placed.locations(name)),
+        )
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """The name that a tensor is saved by, for each of its other names."""
+        return {other: name for name, own in self.names.items() for other in own if other != name}
