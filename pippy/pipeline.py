@@ -61,11 +61,11 @@ def pipeline(
         example_args: the arguments of one call of the Pipe, with the size of one micro-batch, the loss's target last.
             The model is run on them and left as it was.
         example_kwargs: those by name.
-        memory_limit: bytes that a stage may hold, as in "12GiB" or 12 * 2**30: its parameters ``param_scale`` times, and the
-            activations of ``in_flight`` micro-batches.
+        memory_limit: bytes that a stage may hold, as in "12GiB" or 12 * 2**30: its parameters ``param_scale`` times, and what
+            ``in_flight`` micro-batches take, counted as `driver.memory` does.
         param_scale: how often a parameter to be trained counts: 4 by default, which is Adam's (with gradient and state).
-        in_flight: of how many micro-batches a stage holds activations at a time. By default as many as under 1F1B, which
-            is 1 in the last stage and one more in each before it.
+        in_flight: how many micro-batches a stage holds at a time. By default as many as under 1F1B, which is 1 in the last
+            stage and one more in each before it.
         progress: whether to show on stderr how far the measurement is; by default where that is a terminal.
         front_end: what traces the model: "fx" is `torch.fx`; "export" is `torch.export`, which needs example arguments, and
             follows some models that `torch.fx` cannot. By default, or with "auto", it is `torch.fx`, and `torch.export` where
@@ -119,7 +119,7 @@ def pipeline(
         },
         loss_fn=loss_fn,
         multi_use_param_spec=multi_use_param_spec,
-        trains=output_loss_value_spec is not False,
+        output_loss_value_spec=output_loss_value_spec,
         progress=progress,
     )
     return Pipe.from_tracing(

@@ -1,8 +1,9 @@
 """What the balancer reads from a traced graph: its marks, the values that cross a cut, and the calls of modules."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from pippy.ir.cut.params import MultiUseParamSpec, config_by_tensor, is_to_replicate
@@ -45,6 +46,13 @@ def crossing(traced: Traced, sizes: Mapping[fx.Node, int] | None = None, spec: M
     for node in nodes:
         last = max((number[user] for user in node.users if user in number), default=-1)
         add(number[node], last, 1 if sizes is None else sizes.get(node, 0))
+    for uses, tensor in travelling_parameters(traced, spec):
+        add(uses[0], uses[-1], 1 if sizes is None else nbytes(tensor))
+    return _running_sums(steps[:-1])
+
+
+def travelling_parameters(traced: Traced, spec: MultiUseParamSpec = None) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """The operations that use a parameter, for each that goes from the first of them to the others if these are cut apart."""
     config = config_by_tensor(traced.model, spec)
     for key, each in uses_of_tensors(traced).items():
         if (
@@ -53,8 +61,7 @@ def crossing(traced: Traced, sizes: Mapping[fx.Node, int] | None = None, spec: M
             and each.tensor.requires_grad
             and not is_to_replicate(config.get(key), spec)
         ):
-            add(each.by_name[0], max(each.by_name), 1 if sizes is None else nbytes(each.tensor))
-    return _running_sums(steps[:-1])
+            yield each.all, each.tensor
 
 
 def inside_lists(traced: Traced) -> list[int]:

@@ -2,7 +2,8 @@
 
 figures  what each operation holds        ─┐
 profile  what each takes, if measured     ─┼▶ a row of units that cannot be cut ──▶ the best cuts ──▶ marks, report
-policy   what is to be alike              ─┘
+policy   what is to be alike              ─┘                                         ▲       │
+                                                          with memory_limit: again ──┴── peaks of the stages, counted
 """
 
 import inspect
@@ -14,13 +15,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from pippy.balance.counted_stages import CountedStages
 from pippy.balance.figures import Figures, figures_of
+from pippy.balance.kept_by_operations import kept_by_operations
 from pippy.balance.partition import SLACK, runs
 from pippy.balance.policies import Split, named_cuts, read_split
 from pippy.balance.profile import Profile, profile
 from pippy.balance.report import Balance
 from pippy.balance.stopwatch import Clock
 from pippy.balance.weighing import Weighing
+from pippy.balance.within_limit import Count, cuts_within
 from pippy.drivers.schedules.errors import ArgumentError
 from pippy.drivers.schedules.fitting.byte_sizes import byte_count
 from pippy.ir import source
@@ -33,6 +37,7 @@ from pippy.ir.front.arguments import check_examples
 from pippy.ir.front.trace import Traced
 from pippy.ir.guards import Guards
 from pippy.ir.passes.loss_function import TARGET, check_loss_function
+from pippy.ir.passes.returned_loss import LossSpec
 from pippy.ir.signature import bind
 
 PARAM_SCALE = 4.0  # a parameter, its gradient, and the two moments of Adam
@@ -77,7 +82,7 @@ class Balancer:
         memory_limit: int | str | None = None,
         param_scale: float | None = None,
         in_flight: int | None = None,
-        trains: bool = True,
+        output_loss_value_spec: LossSpec = None,
         progress: bool | None = None,
         clock: Clock = time.perf_counter_ns,
     ) -> None:
@@ -91,7 +96,7 @@ class Balancer:
         self.args, self.kwargs = tuple(example_args or ()), dict(example_kwargs or {})
         self.memory_limit, self.in_flight = _bytes_of(memory_limit), in_flight
         self.param_scale = PARAM_SCALE if param_scale is None else param_scale
-        self.trains, self.progress, self.clock = trains, progress, clock
+        self.loss_spec, self.progress, self.clock = output_loss_value_spec, progress, clock
 
     def __call__(self, traced: Traced) -> Balance:
         """Mark ``traced``, and say what the stages are like."""
@@ -101,22 +106,43 @@ class Balancer:
         if found is not None:
             figures.crossing = crossing(traced, found.sizes, self.spec)
             figures.constraints = [*constraints(traced, self.spec, found.changed), *_untravelling(figures, found)]
-        weighing = Weighing(traced, figures, found, self.policy, self.in_flight)
-        if self.policy.names:
-            cuts = named_cuts(traced, self.policy.names)
-            weighing.check_limit(cuts, self.memory_limit)
-        else:
-            cuts = weighing.best_cuts(self.memory_limit)
+        kept = None if found is None else kept_by_operations(traced, found, self.loss_fn is not None, self.spec)
+        weighing = Weighing(traced, figures, found, self.policy, self.in_flight, kept)
+        counted = self._counted(traced)
+
+        def count(cuts: Sequence[int]) -> tuple[int, ...] | None:
+            peaks = counted.peaks([figures.nodes[cut] for cut in cuts]) if found is not None else None
+            held = weighing.parameter_bytes(cuts)
+            return None if peaks is None else tuple(map(sum, zip(peaks, held)))
+
+        cuts, peaks = self._cuts(weighing, count)
         mark(traced, [figures.nodes[cut] for cut in cuts])
         if self.policy.assumes and cuts:
             source.warn(_what_parameters_cost(self.policy.stages))
-        return self._report(weighing, cuts)
+        return self._report(weighing, cuts, peaks, counted.uncounted)
 
-    def _report(self, weighing: Weighing, cuts: Sequence[int]) -> Balance:
+    def _cuts(self, weighing: Weighing, count: Count) -> tuple[list[int], tuple[int, ...] | None]:
+        """The cuts, and with a limit of memory what their stages hold at their peaks."""
+        limit = self.memory_limit
+        if self.policy.names:
+            cuts = named_cuts(weighing.traced, self.policy.names)
+            peaks = None if limit is None else count(cuts)
+            if limit is not None:
+                weighing.check_limit(cuts, limit, peaks)
+            return cuts, peaks
+        return (weighing.best_cuts(), None) if limit is None else cuts_within(weighing, limit, count)
+
+    def _counted(self, traced: Traced) -> CountedStages:
+        return CountedStages(traced, self.args, self.kwargs, self.loss_fn, self.loss_spec, self.spec, self.in_flight)
+
+    def _report(self, weighing: Weighing, cuts: Sequence[int], peaks: Sequence[int] | None, uncounted: str) -> Balance:
         bound, alone = weighing.bound(cuts)
-        stages = tuple(weighing.stage(number, run) for number, run in enumerate(runs(cuts, weighing.count)))
+        stages = tuple(
+            weighing.stage(number, run, None if peaks is None else peaks[number])
+            for number, run in enumerate(runs(cuts, weighing.count))
+        )
         optimal = self.policy.kind not in ("names", "counts")
-        note, within = self._memory_note(weighing.found), max(SLACK, weighing.uncertain)
+        note, within = self._memory_note(weighing.found, uncounted), max(SLACK, weighing.uncertain)
         return Balance(self.policy.text, self.policy.measure, stages, bound, alone, optimal, note, within)
 
     def _profile(self, traced: Traced) -> Profile:
@@ -134,19 +160,20 @@ class Balancer:
             self.loss_fn,
             values.get(target) if name else None,
             timed=self.policy.kind == "time",
-            trains=self.trains and torch.is_grad_enabled(),
+            trains=self.loss_spec is not False and torch.is_grad_enabled(),
             progress=self.progress,
             clock=self.clock,
         )
 
-    def _memory_note(self, found: Profile | None) -> str:
+    def _memory_note(self, found: Profile | None, uncounted: str) -> str:
         parameters = f"memory: {self.param_scale:g} × the bytes of parameters that are trained"
         if found is None:
             return f"{parameters}; activations are not known without example_args"
         flight = (
             "as many micro-batches as 1F1B keeps in flight" if self.in_flight is None else f"{self.in_flight} at a time"
         )
-        return f"{parameters}, and activations, {flight}"
+        why = f"; peaks are not counted, as fake tensors cannot run the model: {uncounted}" if uncounted else ""
+        return f"{parameters}, and what is kept for backwards, {flight}{why}"
 
 
 def _what_parameters_cost(stages: int) -> str:

@@ -11,22 +11,34 @@ is raised by `SLACK`, and the cuts with the lowest price under it are taken. Amo
 the lowest ceiling, then, by another bisection, those whose lightest stage is heaviest, then the latest. Costs that were
 measured are a little different each time; there everything within `SLACK` counts as alike, and the latest are taken. How
 different they are may be known: then the ceiling is raised by that, if it is more.
+
+What a stage keeps depends on where it begins and ends, and may be less for a larger stage. Then the starts that are allowed
+are no window, but any set, and both steps look at all of them (stages × units × units).
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from math import ceil
+
+import numpy as np
+
+from pippy.balance.kept_bytes import KeptBytes, Rectangle, Table, first_uses, table_of
 
 SLACK = 0.03  # of the cost of the heaviest stage, for a lower price
 _FINEST = 0.001  # of the mean: costs that were measured are told apart no finer
 Window = tuple[int, int]  # the first and the last start that are allowed for an end
+Mask = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]  # whether a start is allowed for an end: by end and start
 
 
 @dataclass(frozen=True, eq=False)
 class Load:
     """What a run of units weighs: the sum of their weights; what several of them hold counts once.
+
+    What they keep of a micro-batch depends on where the run begins and ends, and counts ``times``. Every run weighs ``besides``
+    more.
 
     >>> load = Load([1, 2, 3], [{"embedding": 10}, {}, {"embedding": 10}])
     >>> load.of(0, 1), load.of(0, 3), load.of(1, 3)
@@ -35,20 +47,53 @@ class Load:
 
     weights: Sequence[int]
     held: Sequence[Mapping[Hashable, int]] = ()
+    kept: KeptBytes | None = None
+    times: int = 1
+    besides: int = 0
 
     def of(self, start: int, end: int) -> int:
         """The weight of the units from ``start`` to before ``end``."""
         held: dict[Hashable, int] = {}
         for things in self.held[start:end]:
             held.update(things)
-        return sum(self.weights[start:end]) + sum(held.values())
+        kept = 0 if self.kept is None else self.kept.of(start, end) * self.times
+        return sum(self.weights[start:end]) + sum(held.values()) + kept + self.besides
 
-    def total(self) -> int:
-        """The weight of all units in one stage."""
-        return self.of(0, len(self.weights))
+    def least_of(self, unit: int) -> int:
+        """What a stage weighs at least in which a unit is."""
+        return self.weights[unit] + sum(self.held[unit].values() if self.held else ()) + self.besides
+
+    def once(self) -> int:
+        """What counts once in a stage of all units, beside their weights."""
+        return replace(self, kept=None).of(0, len(self.weights)) - sum(self.weights)
+
+    def most(self) -> int:
+        """The weight of the heaviest run."""
+        if self.kept is None:
+            return self.of(0, len(self.weights))
+        return int(self.table.max())
+
+    @cached_property
+    def table(self) -> Table:
+        """The weight of every run, by its start and its end."""
+        count = len(self.weights)
+        before = np.array([0, *accumulate(self.weights)], dtype=np.int64)
+        table = before[None, :] - before[:, None] + table_of(count, self._held_rectangles()) + self.besides
+        return table if self.kept is None else table + self.kept.table * self.times
+
+    def _held_rectangles(self) -> list[Rectangle]:
+        holders = dict[Hashable, tuple[int, list[int]]]()
+        for unit, things in enumerate(self.held):
+            for thing, amount in things.items():
+                holders.setdefault(thing, (amount, []))[1].append(unit)
+        return [each for amount, units in holders.values() for each in first_uses(units, amount)]
 
     def starts(self, ceiling: int) -> list[int]:
-        """For each end, the first start from which the run weighs no more than ``ceiling``; the end itself if none."""
+        """For each end, the first start from which the run weighs no more than ``ceiling``; the end itself if none.
+
+        Only where a larger run never weighs less: nothing is kept.
+        """
+        ceiling -= self.besides
         if not self.held:
             before = [0, *accumulate(self.weights)]
             return [bisect_left(before, weight - ceiling, 0, end) for end, weight in enumerate(before)]
@@ -124,7 +169,7 @@ def runs(cuts: Sequence[int], units: int) -> list[tuple[int, int]]:
     return list(pairwise(edges))
 
 
-def best_cuts(row: Row) -> list[int] | None:
+def best_cuts(row: Row, slack: float = SLACK) -> list[int] | None:
     """The best cuts: those with the lowest price of all whose heaviest stage is within the slack of the lightest possible.
 
     Of cuts with one price, those whose heaviest stage is lightest, then those whose lightest stage is heaviest, then the
@@ -140,12 +185,12 @@ def best_cuts(row: Row) -> list[int] | None:
     ([2], [2])
     """
     search = _Search(row)
-    most = max(load.total() for load in row.costs)
+    most = max(load.most() for load in row.costs)
     if not search.feasible(most):
         return None
     step = max(1, int(_FINEST * most / row.stages)) if row.measured else 1
     least = _least(search.feasible, _no_less(row), most, step)
-    ceiling = min(most, least + int(least * max(SLACK, row.uncertain)))
+    ceiling = min(most, least + int(least * max(slack, row.uncertain)))
     price = search.lowest_price(ceiling)
     if not row.measured or row.uncertain > SLACK:
         lowest = _least(lambda each: search.lowest_price(each) == price, least, ceiling, step)
@@ -178,11 +223,9 @@ def _evenest(search: "_Search", ceiling: int, price: int | None, step: int) -> l
     return found
 
 
-def least_memory(row: Row) -> int | None:
-    """The least limit under which there is a cut; None if there is none whatever the limit."""
-    free = replace(row, costs=row.memory, limits=[load.total() for load in row.memory])
-    cuts = best_cuts(free)
-    return None if cuts is None else free.greatest(cuts)
+def lightest_cuts(row: Row) -> list[int] | None:
+    """The cuts whose heaviest stage holds least memory, whatever the limits; None if no cut is allowed."""
+    return best_cuts(replace(row, costs=row.memory, limits=[], measured=False), slack=0.0)
 
 
 def most_stages(layers: Sequence[int]) -> int:
@@ -198,8 +241,8 @@ def lower_bound(row: Row) -> tuple[int, int | None]:
     """The lowest cost that the heaviest stage can have: the mean, or that of one unit alone, whose number is then given."""
     loads, units = _different(row.costs), range(row.units)
     weights = sum(min(load.weights[unit] for load in loads) for unit in units)
-    mean = ceil((weights + min(load.total() - sum(load.weights) for load in loads)) / row.stages)
-    alone = [min(row.costs[stage].of(unit, unit + 1) for stage in _possible_stages(row, unit)) for unit in units]
+    mean = ceil((weights + min(load.once() for load in loads)) / row.stages)
+    alone = [min(row.costs[stage].least_of(unit) for stage in _possible_stages(row, unit)) for unit in units]
     heaviest = max(units, key=alone.__getitem__)
     return (alone[heaviest], heaviest) if alone[heaviest] > mean else (mean, None)
 
@@ -221,6 +264,7 @@ class _Search:
         self.row = row
         stages = range(row.stages)
         self.fixed = [self._fixed_starts(stage) for stage in stages]
+        self.allowed = [self._allowed_starts(stage) for stage in stages]
         least = row.least or [1] * row.stages
         ends = {count: Load(row.layers).last_starts(count) for count in set(least)}
         self.last = [ends[least[stage]] for stage in stages]
@@ -228,28 +272,38 @@ class _Search:
     def _fixed_starts(self, stage: int) -> list[int]:
         """For each end, the first start that the limits allow; the ceiling does not count here."""
         bounds = [[0] * (self.row.units + 1)]
-        if self.row.limits:
+        if self.row.limits and self.row.memory[stage].kept is None:
             bounds.append(self.row.memory[stage].starts(self.row.limits[stage]))
         if self.row.most:
             bounds.append(Load(self.row.layers).starts(self.row.most[stage]))
         return [max(each) for each in zip(*bounds)]
 
-    def _windows(self, ceiling: int, floor: int = 0) -> list[list[Window]]:
-        starts = {load: load.starts(ceiling) for load in _different(self.row.costs)}
-        lasts = {load: load.last_starts(floor) for load in _different(self.row.costs)}
-        return [
-            list(zip(map(max, starts[load], fixed), map(min, lasts[load], last)))
-            for load, fixed, last in zip(self.row.costs, self.fixed, self.last)
-        ]
+    def _allowed_starts(self, stage: int) -> Mask | None:
+        """For each end, the starts that the limit allows, where they are no window."""
+        if not self.row.limits or self.row.memory[stage].kept is None:
+            return None
+        allowed: Mask = (self.row.memory[stage].table <= self.row.limits[stage]).T
+        return allowed
+
+    def _starts(self, ceiling: int, floor: int = 0) -> Iterator["_Starts"]:
+        """Stage by stage, where it may start."""
+        loads = _different(self.row.costs)
+        windows = {
+            load: (load.starts(ceiling), load.last_starts(floor)) if load.kept is None else None for load in loads
+        }
+        masks = {
+            load: None if load.kept is None else ((load.table <= ceiling) & (load.table >= floor)).T for load in loads
+        }
+        for load, fixed, last, allowed in zip(self.row.costs, self.fixed, self.last, self.allowed):
+            window, found = windows[load], [each for each in (masks[load], allowed) if each is not None]
+            firsts, lasts = (fixed, last) if window is None else (map(max, window[0], fixed), map(min, window[1], last))
+            yield _Starts(list(zip(firsts, lasts)), found)
 
     def feasible(self, ceiling: int) -> bool:
         """Whether there is a cut whose stages all cost at most ``ceiling``."""
         reached = [True, *[False] * self.row.units]
-        for windows in self._windows(ceiling):
-            before = [0]
-            for each in reached:
-                before.append(before[-1] + each)
-            reached = [first <= last and before[last + 1] > before[first] for first, last in windows]
+        for starts in self._starts(ceiling):
+            reached = starts.reached(reached)
         return reached[-1]
 
     def lowest_price(self, ceiling: int) -> int | None:
@@ -264,17 +318,53 @@ class _Search:
         prices = [price * scale + units - unit for unit, price in enumerate(self.row.prices)]
         value: list[int | None] = [0, *[None] * units]
         chosen = []
-        for stage, windows in enumerate(self._windows(ceiling, floor)):
+        for stage, starts in enumerate(self._starts(ceiling, floor)):
             if stage:
                 value = [None if cost is None else cost + price for cost, price in zip(value, [*prices, 0])]
-            value, starts = _window_minima(value, windows)
-            chosen.append(starts)
+            value, places = starts.minima(value)
+            chosen.append(places)
         if value[-1] is None:
             return None
         cuts = [units]
-        for starts in reversed(chosen):
-            cuts.append(starts[cuts[-1]])
+        for places in reversed(chosen):
+            cuts.append(places[cuts[-1]])
         return cuts[-2:0:-1]
+
+
+class _Starts:
+    """Where one stage may start, for each end: in a window, and where all ``masks`` say so."""
+
+    def __init__(self, windows: list[Window], masks: Sequence[Mask]) -> None:
+        self.windows = windows
+        self.mask: Mask | None = None
+        if masks:
+            first, last = np.array(windows).T
+            starts = np.arange(len(windows))
+            self.mask = (starts >= first[:, None]) & (starts <= last[:, None])
+            for each in masks:
+                self.mask &= each
+
+    def reached(self, starts: Sequence[bool]) -> list[bool]:
+        """The ends that are reached from these starts."""
+        if self.mask is not None:
+            found: list[bool] = (self.mask & np.array(starts)).any(1).tolist()
+            return found
+        before = [0, *accumulate(starts)]
+        return [first <= last and before[last + 1] > before[first] for first, last in self.windows]
+
+    def minima(self, value: Sequence[int | None]) -> tuple[list[int | None], list[int]]:
+        """For each end, the least value of a start, and which start that is: of several the latest."""
+        if self.mask is None:
+            return _window_minima(value, self.windows)
+        none = len(value)
+        order = sorted({each for each in value if each is not None})
+        rank = {each: number for number, each in enumerate(order)}
+        keys = np.array([
+            none * none if each is None else rank[each] * none + none - 1 - start for start, each in enumerate(value)
+        ])  # fmt: skip
+        least = np.where(self.mask, keys, none * none).min(1).tolist()
+        places = [-1 if each == none * none else none - 1 - each % none for each in least]
+        return [None if place < 0 else value[place] for place in places], places
 
 
 def _window_minima(value: Sequence[int | None], windows: Sequence[Window]) -> tuple[list[int | None], list[int]]:

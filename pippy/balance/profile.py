@@ -3,7 +3,7 @@
     for each operation, in order                                                        who
     ────────────────────────────────────────────────────────────────────────────────    ──────────────────
     1 its arguments become leaves; what it changes in place, a copy                     _Trial._prepared
-    2 one run gives the value for later operations, and what autograd saves             _Trial, SavedBytes
+    2 one run gives the value for later operations, and what autograd saves             _Trial, Storages
     3 more runs, each followed by a backward of the operation alone, give the times;    _Trial, Stopwatch
       fewer if others have done the same work
     4 its value is detached and kept until its last use                                 _Run
@@ -22,8 +22,8 @@ from torch import fx, nn
 
 from pippy.balance.progress import Progress
 from pippy.balance.restore_model import ChangedTensors, restoring_model
-from pippy.balance.saved_bytes import SavedBytes
 from pippy.balance.stopwatch import Clock, Stopwatch, Timing
+from pippy.balance.storages import Storages
 from pippy.ir import source
 from pippy.ir.cut.effects import find_mutations
 from pippy.ir.cut.uses import is_operation, operations
@@ -39,24 +39,29 @@ from pippy.ir.trees import map_tensors, nbytes, tensors
 
 @dataclass
 class Cost:
-    """One operation: nanoseconds of forward and backward, and the bytes that autograd saves for it and for no earlier one."""
+    """One operation: nanoseconds of forward and backward, and the storages that autograd saves for it, with their bytes."""
 
     forward: int = 0
     backward: int = 0
-    activations: int = 0
+    saved: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass
 class Profile:
     """The cost of each operation in order, the bytes of its value, the cost of the loss, and what the runs showed.
 
-    ``changed`` has the ids of tensors of the model that changed, ``untravelling`` the operations whose values cannot be
-    sent to another stage. All times together may be wrong by ``uncertain`` of themselves.
+    ``storages`` has for each value, inputs included, the storages that it is in, with their bytes; ``target`` those of the
+    loss's target. ``with_gradient`` are the operations whose values require one. ``changed`` has the ids of tensors of the
+    model that changed, ``untravelling`` the operations whose values cannot be sent to another stage. All times together may
+    be wrong by ``uncertain`` of themselves.
     """
 
     costs: list[Cost] = field(default_factory=list)
     sizes: dict[fx.Node, int] = field(default_factory=dict)
+    storages: dict[fx.Node, dict[int, int]] = field(default_factory=dict)
     loss: Cost = field(default_factory=Cost)
+    target: dict[int, int] = field(default_factory=dict)
+    with_gradient: set[fx.Node] = field(default_factory=set)
     changed: set[int] = field(default_factory=set)
     untravelling: list[fx.Node] = field(default_factory=list)
     uncertain: float = 0.0
@@ -79,8 +84,8 @@ def profile(
 
     >>> from pippy.ir.front.trace import trace
     >>> found = profile(trace(nn.Sequential(nn.Linear(4, 2), nn.Tanh())), {"input_1": torch.ones(8, 4)}, timed=False)
-    >>> [cost.activations for cost in found.costs]  # the input, and the result of tanh
-    [128, 64]
+    >>> [list(cost.saved.values()) for cost in found.costs]  # the input, and the result of tanh
+    [[128], [64]]
     """
     modules = [traced.model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
     with restoring_model(*modules) as state, torch.inference_mode(False), torch.set_grad_enabled(trains):
@@ -100,10 +105,9 @@ class _Run:
         self.targets: dict[fx.Node, set[fx.Node]] = {}  # what each operation changes in place
         for mutation in mutations:
             self.targets.setdefault(mutation.node, set()).add(mutation.target)
-        self.own = [tensor for _, tensor in named_state(traced.model)]
-        self.saved = SavedBytes(self.own)
+        self.storages = Storages(tensor for _, tensor in named_state(traced.model))
         self.parts = {part.begin: part for part in parts_of(list(traced.graph.nodes))}
-        self.around: list[SavedBytes] = []  # what counted before each checkpointed part that has begun
+        self.around = 0  # how many checkpointed parts have begun that have not ended
         self.timed: list[_Timed] = []
 
     def run(self, inputs: Mapping[str, Any], loss_fn: Any, target: Any, shown: bool | None) -> Profile:
@@ -115,6 +119,7 @@ class _Run:
             for node in self.traced.graph.nodes:
                 if node.op == "placeholder":  # a copy: an operation may change it in place
                     self._put(node, map_tensors(_copied, inputs[node.name]))
+                    self._weigh(node)
                 elif node.op == "get_attr":
                     self.values[node] = self.traced.attributes[str(node.target)]
                 elif node.op == "output" and loss_fn is not None:
@@ -129,6 +134,7 @@ class _Run:
         finally:
             progress.end()
         self.found.changed = self.state.changed
+        self.found.with_gradient = {node for node, flags in self.flags.items() if any(flags)}
         self._read_times()
         return self.found
 
@@ -166,7 +172,7 @@ class _Run:
             if node in self.targets:
                 self._change(node, call, wanted=any(copy.requires_grad for copy in trial.copies))
         self.found.costs.append(cost)
-        self.found.sizes[node] = nbytes(self.values[node])
+        self._weigh(node)
         try:
             as_leaf(value)
         except StageError:
@@ -179,21 +185,24 @@ class _Run:
         if part is not None:
             given = [self.values[each] for each in (*part.inputs, *part.captured())]
             if not self.around and torch.is_grad_enabled():
-                cost.activations = sum(map(self.saved.added, tensors(given)))
-            self.around.append(self.saved)
-            self.saved = SavedBytes(self.own)
+                cost.saved = self.storages.of(given)
+            self.around += 1
             return
         if self.around:
-            cost.activations = 0
+            cost.saved = {}
             if self.timed and self.timed[-1].cost is cost:
-                self.timed[-1].runs_again = len(self.around)
+                self.timed[-1].runs_again = self.around
         if is_end(node):
-            self.saved = self.around.pop()
+            self.around -= 1
 
     def _put(self, node: fx.Node, value: Any) -> None:
         """Keep a value, cut off from what made it."""
         self.flags[node] = [tensor.requires_grad for tensor in tensors(value)]
         self.values[node] = map_tensors(torch.Tensor.detach, value)
+
+    def _weigh(self, node: fx.Node) -> None:
+        self.found.sizes[node] = nbytes(self.values[node])
+        self.found.storages[node] = self.storages.of(self.values[node])
 
     def _change(self, node: fx.Node, call: Callable[[Any], Any], wanted: bool) -> None:
         """Do to the values themselves what was done to copies, so that values that share their memory change too."""
@@ -213,6 +222,7 @@ class _Run:
         with self.state.watching(needs), explained(None):
             trial = _Trial(self, lambda given: loss_fn(given, target), output, needs, set())
             self.found.loss = trial.measure()[1]
+        self.found.target = self.storages.of(target)
 
 
 @dataclass
@@ -243,9 +253,9 @@ class _Trial:
         """The value of the operation, which calls ``target``, and its cost."""
         arguments, leaves = self._prepared()
         work = None if target is None else work_of(target, *arguments)
-        with self.run.saved.counting() as counted:
+        with self.run.storages.saved() as saved:
             value = self.call(arguments)
-        cost, stopwatch = Cost(activations=counted.bytes), self.run.stopwatch
+        cost, stopwatch = Cost(saved=saved), self.run.stopwatch
         if stopwatch is None or not stopwatch.knows(work):
             self._backward(value, leaves)()
         if stopwatch is not None:
@@ -275,6 +285,7 @@ class _Trial:
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         self.copies.append(tensor.clone())
+        self.run.storages.copied(self.copies[-1], tensor)
         return self.copies[-1]
 
     def _backward(self, value: Any, leaves: Sequence[torch.Tensor]) -> Callable[[], Any]:

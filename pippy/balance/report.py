@@ -8,7 +8,7 @@ from pippy.ir.show.readable import bytes_text, count_text, shortened
 from pippy.ir.show.text_table import text_table
 
 _LONGEST_NAME = 24
-_HEADS = ["stage", "from", "to", "layers", "share", "parameters", "memory", "sends on"]
+_HEADS = ["stage", "from", "to", "layers", "share", "parameters", "memory", "sends on", "peak"]
 _NAMES = 3  # the first columns hold names, the others numbers
 _COST = 4  # the column of the costs, before that of the shares
 
@@ -37,7 +37,8 @@ class StageBalance:
     """One stage: its layers, what it costs in the measure of the balance, and what it holds and sends on, in bytes.
 
     ``sends`` is what crosses the cut behind it for one micro-batch, with the skips on their way to later stages; None for
-    the last stage, and where the sizes are not known for want of example arguments.
+    the last stage, and where the sizes are not known for want of example arguments. ``memory`` is what it holds between
+    computations, ``peak`` the most that it holds; None where there is no limit that it is compared with.
     """
 
     name: str
@@ -48,6 +49,7 @@ class StageBalance:
     parameters: int
     memory: int
     sends: int | None
+    peak: int | None = None
 
 
 @dataclass(frozen=True)
@@ -124,4 +126,5 @@ class Balance:
             count_text(stage.parameters),
             bytes_text(stage.memory),
             "" if stage.sends is None else bytes_text(stage.sends),
+            "" if stage.peak is None else bytes_text(stage.peak),
         ]

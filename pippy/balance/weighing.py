@@ -5,7 +5,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 from pippy.balance.figures import Figures
-from pippy.balance.partition import Load, Row, best_cuts, least_memory, lower_bound, most_stages, runs
+from pippy.balance.kept_bytes import KeptBytes
+from pippy.balance.partition import Load, Row, best_cuts, lightest_cuts, lower_bound, most_stages, runs
 from pippy.balance.policies import Policy, matching_layers
 from pippy.balance.profile import Profile
 from pippy.balance.report import StageBalance
@@ -27,7 +28,13 @@ class Weighing:
     """
 
     def __init__(
-        self, traced: Traced, figures: Figures, found: Profile | None, policy: Policy, in_flight: int | None
+        self,
+        traced: Traced,
+        figures: Figures,
+        found: Profile | None,
+        policy: Policy,
+        in_flight: int | None,
+        kept: KeptBytes | None = None,
     ) -> None:
         self.traced, self.figures, self.found, self.policy = traced, figures, found, policy
         self.count, self.stages = len(figures.nodes), policy.stages
@@ -39,20 +46,12 @@ class Weighing:
             self.layers = [int(index in begins) for index in range(self.count)]
         # Under 1F1B the stage before the last holds one micro-batch more than the last, and so on.
         waiting = [self.stages - stage if in_flight is None else in_flight for stage in range(self.stages)]
-        memory = {each: self._memory_load(each) for each in set(waiting)}
+        memory = {each: Load(figures.bytes, figures.held, kept, each) for each in set(waiting)}
         self.memory = [memory[each] for each in waiting]
         self.costs = self._cost_loads()
         timed = found if policy.measure == "time" else None
         self.uncertain = 0.0 if timed is None else min(timed.uncertain, _MOST_UNCERTAIN)
         self.edges = self._allowed_edges()
-
-    def _memory_load(self, in_flight: int) -> Load:
-        weights = list(self.figures.bytes)
-        if self.found is not None:
-            for index, cost in enumerate(self.found.costs):
-                weights[index] += cost.activations * in_flight
-            weights[-1] += self.found.loss.activations * in_flight
-        return Load(weights, self.figures.held)
 
     def _cost_loads(self) -> list[Load]:
         measure = self.policy.measure
@@ -83,15 +82,19 @@ class Weighing:
                 edges.append(index)
         return [*edges, self.count]
 
-    def _row(self, memory_limit: int | None = None) -> Row:
-        """The units between allowed edges, to be cut as the policy says."""
+    def _row(self, memory_limit: int | None = None, besides: Sequence[int] | None = None) -> Row:
+        """The units between allowed edges, to be cut as the policy says. Stages hold so much ``besides`` what is weighed.
+
+        Without a limit and without ``besides``, memory is left out.
+        """
         edges, counts = self.edges, self.policy.counts
-        layers, units = _summed(self.layers, edges), self._units(edges)
+        weighed = [] if memory_limit is None and besides is None else self.memory
+        layers, units = _summed(self.layers, edges), _merged([*self.costs, *weighed], edges)
         # By counts, what has no parameters stays with the layer before it, however long it takes.
         costs = [Load(layers)] * self.stages if counts else [units[load] for load in self.costs]
-        prices = self._prices(edges)
+        prices, measured = self._prices(edges), self.policy.measure == "time"
         limits = [] if memory_limit is None else [memory_limit] * self.stages
-        memory, measured = [units[load] for load in self.memory], self.policy.measure == "time"
+        memory = [replace(units[load], besides=more) for load, more in zip(weighed, besides or [0] * self.stages)]
         return Row(self.stages, costs, layers, prices, memory, limits, counts, counts, measured, self.uncertain)
 
     def _prices(self, edges: Sequence[int]) -> list[int]:
@@ -100,22 +103,40 @@ class Weighing:
         scale = 1 + (self.stages - 1) * max(inside)
         return [crossing[edge] * scale + inside[edge] for edge in edges[:-1]]
 
-    def _units(self, edges: Sequence[int]) -> dict[Load, Load]:
-        return {load: _merged(load, edges) for load in dict.fromkeys([*self.costs, *self.memory])}
-
-    def best_cuts(self, memory_limit: int | None) -> list[int]:
-        """The best cuts under the limit. Raises BalanceError with the reason if there are none."""
-        found = self._search(memory_limit)
-        if found is None and self.policy.counts and self._search(None) is None:
-            self.edges = list(range(self.count + 1))  # cut as it was asked; the splitter refuses it if it must
-            found = self._search(memory_limit)
+    def best_cuts(self) -> list[int]:
+        """The best cuts. Raises BalanceError with the reason if there are none."""
+        found = self.search()
         if found is None:
-            raise self._refusal(memory_limit)
-        return [self.edges[unit] for unit in found]
+            raise self.refusal()
+        return found
 
-    def _search(self, memory_limit: int | None) -> list[int] | None:
-        row = self._row(memory_limit)
+    def search(self, memory_limit: int | None = None, besides: Sequence[int] | None = None) -> list[int] | None:
+        """The best cuts under the limit, if each stage holds so much ``besides`` what is weighed; None if there are none."""
+        found = self._best(self._row(memory_limit, besides))
+        if found is None and self.policy.counts and self._best(self._row()) is None:
+            self.edges = list(range(self.count + 1))  # cut as it was asked; the splitter refuses it if it must
+            found = self._best(self._row(memory_limit, besides))
+        return None if found is None else [self.edges[unit] for unit in found]
+
+    def lightest(self, besides: Sequence[int]) -> list[int] | None:
+        """The cuts whose heaviest stage holds least."""
+        found = lightest_cuts(self._row(besides=besides))
+        return None if found is None else [self.edges[unit] for unit in found]
+
+    def _best(self, row: Row) -> list[int] | None:
         return self._even_cuts(row) or best_cuts(row)
+
+    def memories(self, cuts: Sequence[int]) -> list[int]:
+        """What the stages of these cuts weigh in memory."""
+        return [load.of(*run) for load, run in zip(self.memory, runs(cuts, self.count))]
+
+    def parameter_bytes(self, cuts: Sequence[int]) -> list[int]:
+        """What the parameters and buffers in the stages of these cuts weigh."""
+        return [replace(load, kept=None).of(*run) for load, run in zip(self.memory, runs(cuts, self.count))]
+
+    def greatest(self, cuts: Sequence[int], peaks: Sequence[int] | None = None) -> int:
+        """What the heaviest stage holds: at its peak, if that is known."""
+        return max(peaks or self.memories(cuts))
 
     def _even_cuts(self, row: Row) -> list[int] | None:
         """Where layers are counted: cuts with which no stage has two layers more than another, if there are such cuts."""
@@ -126,25 +147,25 @@ class Weighing:
             return None
         return best_cuts(replace(row, least=[least] * self.stages, most=[least + (rest > 0)] * self.stages))
 
-    def check_limit(self, cuts: Sequence[int], limit: int | None) -> None:
+    def check_limit(self, cuts: Sequence[int], limit: int, peaks: Sequence[int] | None) -> None:
         """Raise if a stage of cuts that were made by hand needs more memory than it may."""
-        for stage, run in enumerate(runs(cuts, self.count)):
-            needs = self.memory[stage].of(*run)
-            if limit is not None and needs > limit:
+        for stage, needs in enumerate(peaks or self.memories(cuts)):
+            if needs > limit:
                 raise BalanceError(
                     f"{stage_name(stage)}, cut by hand, needs {_bytes(needs)}, more than memory_limit={_bytes(limit)}; cut "
                     "elsewhere, or have split='size' look for cuts under the limit"
                 )
 
-    def _refusal(self, memory_limit: int | None) -> BalanceError:
+    def refusal(self, memory_limit: int | None = None, least: int | None = None) -> BalanceError:
+        """Why there are no cuts. ``least`` is the least limit under which some were found."""
         kept = self.traced.kept_whole
         parts = "".join(f"\n  {path}: {why}" for path, why in list(kept.items())[:_REASONS_SHOWN])
         note = f"\nNo cut can be inside of these parts, which cannot be traced:{parts}" if kept else ""
-        error = BalanceError(self._why_not(memory_limit) + note)
+        error = BalanceError(self._why_not(memory_limit, least) + note)
         error.another_front_end_may = self.traced.another_front_end_may
         return error
 
-    def _why_not(self, memory_limit: int | None) -> str:
+    def _why_not(self, memory_limit: int | None, least: int | None) -> str:
         row, counts = self._row(), list(self.policy.counts)
         layers, apart = sum(row.layers), most_stages(row.layers)
         noun = ("matching layer" if self.policy.pattern else "layer") + "s" * (layers != 1)
@@ -166,10 +187,10 @@ class Weighing:
             reasons = dict.fromkeys(each.why for each in self.constraints)
             shown = "".join(f"\n  {why}" for why in list(reasons)[:_REASONS_SHOWN])
             return f"the model cannot be cut into {self.stages} stages: {what} operations must stay together:{shown}"
-        assert memory_limit is not None
+        assert memory_limit is not None and least is not None
         return (
             f"memory_limit={_bytes(memory_limit)} is too little: however the model is cut into {self.stages} stages"
-            f"{' of these layers' if counts else ''}, one of them needs {_bytes(least_memory(row) or 0)}. Allow that, or take "
+            f"{' of these layers' if counts else ''}, one of them needs {_bytes(least)}. Allow that, or take "
             "more stages, smaller micro-batches, a smaller in_flight, or an optimizer with less state (param_scale)"
         )
 
@@ -192,7 +213,7 @@ class Weighing:
     def bound(self, cuts: Sequence[int]) -> tuple[int, str | None]:
         """The lowest cost that the heaviest stage can have, and the layers that alone cost it; None if it is the mean."""
         edges = sorted({*self.edges, *cuts})
-        units = self._units(edges)
+        units = _merged(self.costs, edges)
         row = Row(
             self.stages, [units[load] for load in self.costs], _summed(self.layers, edges), [0] * (len(edges) - 1)
         )
@@ -202,7 +223,7 @@ class Weighing:
         first, last = self._ends(edges[alone], edges[alone + 1])
         return bound, first if first == last else f"{first} to {last}"
 
-    def stage(self, number: int, run: tuple[int, int]) -> StageBalance:
+    def stage(self, number: int, run: tuple[int, int], peak: int | None = None) -> StageBalance:
         """The row of one stage in the report."""
         start, end = run
         sends = self.figures.crossing[end] if self.found is not None and end < self.count else None
@@ -214,6 +235,7 @@ class Weighing:
             sum(self.figures.parameters[start:end]),
             self.memory[number].of(start, end),
             sends,
+            peak,
         )
 
 
@@ -221,11 +243,25 @@ def _summed(values: Sequence[int], edges: Iterable[int]) -> list[int]:
     return [sum(values[start:end]) for start, end in pairwise(edges)]
 
 
-def _merged(load: Load, edges: Sequence[int]) -> Load:
-    held: list[dict[Hashable, int]] = []
-    for start, end in pairwise(edges) if load.held else ():
-        held.append({thing: amount for each in load.held[start:end] for thing, amount in each.items()})
-    return Load(_summed(load.weights, edges), held)
+def _merged(loads: Sequence[Load], edges: Sequence[int]) -> dict[Load, Load]:
+    """The loads for the units between these edges."""
+    merged = {load.kept: load.kept.merged(edges) for load in loads if load.kept is not None}
+    apart = {kept: (each.always(), each.without_always()) for kept, each in merged.items()}
+    found = {}
+    for load in dict.fromkeys(loads):
+        weights, kept = _summed(load.weights, edges), load.kept
+        if kept is not None:
+            always, kept = apart[kept]
+            weights = [weight + each * load.times for weight, each in zip(weights, always)]
+        found[load] = replace(load, weights=weights, held=_held_together(load, edges), kept=kept)
+    return found
+
+
+def _held_together(load: Load, edges: Sequence[int]) -> list[dict[Hashable, int]]:
+    return [
+        {thing: amount for each in load.held[start:end] for thing, amount in each.items()}
+        for start, end in pairwise(edges if load.held else ())
+    ]
 
 
 def _bytes(count: int) -> str:

@@ -182,7 +182,7 @@ def test_a_profile_computes_what_the_model_computes(name):
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
     seen = Recorder(traced, *args).seen
     assert [found.sizes[node] for node in operations(traced)] == seen
-    assert all(cost.activations >= 0 and cost.forward == cost.backward == 0 for cost in found.costs)
+    assert all(cost.forward == cost.backward == 0 for cost in found.costs)
 
 
 class Recorder(torch.fx.Interpreter):
@@ -279,7 +279,7 @@ def test_a_checkpointed_part_runs_forward_twice_and_keeps_its_inputs(reentrant, 
     found = profile(trace(model), {"x": x}, clock=lambda: Tick.clock)
     assert sum(cost.forward for cost in found.costs) == 12
     assert sum(cost.backward for cost in found.costs) == 20 + 12
-    assert sum(cost.activations for cost in found.costs) == saved_bytes(model, x)
+    assert sum(all_saved(found).values()) == saved_bytes(model, x)
     assert figures_of(trace(Unweighted(reentrant))).layers == [0, 1, 1, 0]
 
 
@@ -320,7 +320,7 @@ def test_without_gradients_only_the_forward_counts():
     with torch.no_grad():
         assert [stage.cost for stage in balancer(trace(Ticking(1, 4))).stages] == [3, 12]
     assert [stage.cost for stage in balancer(trace(Ticking(1, 4))).stages] == [8, 32]
-    balancer = Balancer("time", 2, example_args=(x,), trains=False, clock=lambda: Tick.clock)
+    balancer = Balancer("time", 2, example_args=(x,), output_loss_value_spec=False, clock=lambda: Tick.clock)
     assert [stage.cost for stage in balancer(trace(Ticking(1, 4))).stages] == [3, 12]
 
 
@@ -356,7 +356,7 @@ def test_a_region_without_gradients_has_no_backward():
 
     found = profile(trace(Frozen(1, 1)), {"x": torch.randn(3, 2)}, clock=lambda: Tick.clock)
     assert [(cost.forward, cost.backward) for cost in found.costs] == [(0, 0), (3, 0), (0, 0), (3, 5)]
-    assert [cost.activations > 0 for cost in found.costs] == [False, False, True, False]
+    assert [bool(cost.saved) for cost in found.costs] == [False, False, True, False]
 
 
 def test_arguments_that_the_model_changes_in_place_stay_as_they_were():
@@ -475,7 +475,7 @@ def test_where_times_cannot_tell_cuts_lie_between_blocks():
     policy = read_split("time", 2, with_examples=True)
     for uncertain, cut in ((0.0, 4), (0.1, 3)):
         found = Profile(costs, uncertain=uncertain)
-        assert Weighing(traced, figures_of(traced), found, policy, None).best_cuts(None) == [cut]
+        assert Weighing(traced, figures_of(traced), found, policy, None).best_cuts() == [cut]
 
 
 def test_activations_are_what_autograd_saves_each_once(seeded):
@@ -483,7 +483,11 @@ def test_activations_are_what_autograd_saves_each_once(seeded):
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
     x, traced = torch.randn(16, 4), trace(model)
     found = profile(traced, inputs_of(traced, x), timed=False)
-    assert sum(cost.activations for cost in found.costs) == saved_bytes(model, x)
+    assert sum(all_saved(found).values()) == saved_bytes(model, x)
+
+
+def all_saved(found):
+    return {storage: size for cost in found.costs for storage, size in cost.saved.items()}
 
 
 def saved_bytes(model, x):

@@ -1,0 +1,113 @@
+"""What the operations of a traced graph keep for their backwards, from their profile: storages, and the values in them."""
+
+from collections.abc import Iterator, Mapping
+
+from torch import fx
+
+from pippy.balance.kept_bytes import KeptBytes, Storage, Value
+from pippy.balance.profile import Profile
+from pippy.ir.cut.cuts import travelling_parameters
+from pippy.ir.cut.params import MultiUseParamSpec
+from pippy.ir.cut.uses import operations
+from pippy.ir.front.trace import Traced
+from pippy.ir.run.checkpointed_parts import is_begin
+from pippy.ir.trees import nbytes
+
+INPUT = -1  # what makes the inputs of the model
+
+
+def kept_by_operations(traced: Traced, found: Profile, with_loss: bool, spec: MultiUseParamSpec = None) -> KeptBytes:
+    """What runs of operations keep of the micro-batch that was profiled.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from pippy.balance.profile import profile
+    >>> from pippy.ir.front.trace import trace
+    >>> traced = trace(nn.Sequential(nn.Linear(4, 2), nn.Tanh()))
+    >>> found = profile(traced, {"input_1": torch.ones(8, 4)}, timed=False)
+    >>> kept = kept_by_operations(traced, found, with_loss=False)
+    >>> kept.of(0, 1), kept.of(1, 2), kept.of(0, 2)  # inputs and outputs; not what is between the two
+    (192, 128, 192)
+    """
+    return _Reading(traced, found, with_loss, spec).read()
+
+
+class _Reading:
+    def __init__(self, traced: Traced, found: Profile, with_loss: bool, spec: MultiUseParamSpec) -> None:
+        self.traced, self.found, self.spec = traced, found, spec
+        self.nodes = operations(traced)
+        self.number = {node: index for index, node in enumerate(self.nodes)}
+        returned = [self.number[each] for each in _output(traced.graph).all_input_nodes if each in self.number]
+        self.last = max(returned, default=len(self.nodes) - 1)  # the loss is computed in its stage
+        # What the model returns is given on by the stage that makes it.
+        self.after = (self.last, len(self.nodes)) if with_loss else (len(self.nodes),)
+
+    def read(self) -> KeptBytes:
+        made, sizes, saved = dict[int, int](), dict[int, int](), dict[int, list[int]]()
+        for number, storages in self._seen():
+            for key, size in storages.items():
+                made.setdefault(key, number)
+                sizes[key] = size
+        for number, storages in self._saved():
+            for key in storages:
+                saved.setdefault(key, []).append(number)
+        values: dict[int | None, list[Value]] = {}
+        for node, storages in self.found.storages.items():
+            for place, value in self._values(node, storages):
+                values.setdefault(place, []).append(value)
+        values |= {
+            key: [Value(INPUT, (self.last,), size)] for key, size in self.found.target.items() if key not in values
+        }
+        kept = [
+            Storage(made[key], size, tuple(sorted(set(saved.get(key, ())))), tuple(values.get(key, ())))
+            for key, size in sizes.items()
+        ]
+        kept += [Storage(INPUT, 0, (), (each,)) for each in (*values.get(None, ()), *self._parameters())]
+        return KeptBytes(len(self.nodes), tuple(kept))
+
+    def _seen(self) -> Iterator[tuple[int, Mapping[int, int]]]:
+        """Who makes which storages. The first that has one makes it."""
+        yield INPUT, self.found.target
+        for node in self.traced.graph.nodes:
+            if node in self.found.storages:
+                yield self.number.get(node, INPUT), self.found.storages[node]
+            if node in self.number:
+                yield self.number[node], self.found.costs[self.number[node]].saved
+        yield self.last, self.found.loss.saved
+
+    def _saved(self) -> Iterator[tuple[int, Mapping[int, int]]]:
+        """What is saved, as far as a backward comes to it: what leads to no output is dropped when the forward is done."""
+        reached = set[fx.Node]()
+        for node in reversed(self.nodes):
+            if node in self.found.with_gradient and any(
+                user in reached or user.op == "output" or is_begin(user) for user in node.users
+            ):
+                reached.add(node)
+                yield self.number[node], self.found.costs[self.number[node]].saved
+            elif is_begin(node):
+                yield self.number[node], self.found.costs[self.number[node]].saved
+        yield self.last, self.found.loss.saved
+
+    def _values(self, node: fx.Node, storages: Mapping[int, int]) -> Iterator[tuple[int | None, Value]]:
+        """A value, by the storages that it is in; None is for a view of a parameter."""
+        made, users = self.number.get(node, INPUT), set[int]()
+        for user in node.users:
+            users.update(self.after if user.op == "output" else [self.number[user]] if user in self.number else [])
+        later = tuple(sorted(each for each in users if each > made))
+        left = self.found.sizes[node]
+        for key, size in storages.items():
+            own = min(size, left) if len(storages) > 1 else left
+            yield key, Value(made, later, own)
+            left -= own
+        if left:
+            yield None, Value(made, later, left)
+
+    def _parameters(self) -> Iterator[Value]:
+        """Parameters that travel to the other stages that use them."""
+        for uses, tensor in travelling_parameters(self.traced, self.spec):
+            yield Value(uses[0], tuple(uses[1:]), nbytes(tensor))
+
+
+def _output(graph: fx.Graph) -> fx.Node:
+    (node,) = graph.find_nodes(op="output")
+    return node

@@ -1,0 +1,163 @@
+"""The bytes that a stage keeps of a micro-batch until its backward, which depends on where the stage begins and ends.
+
+    x ──▶ a ──▶ b ──▶ c ──▶     a, b and c are units, and what is between them are values
+
+A stage keeps, each storage once:
+
+- what autograd saves of the storages that its own units make;
+- those of its values that go on to other stages: the backward begins with them;
+- the values that it takes from other stages, whether autograd saves them or not. They have arrived in memory of their own, so
+  what its units save of the storages that these were parts of is not counted once more.
+
+So a value that crosses a cut is kept on both sides of it, and perhaps on neither if both sides are one stage.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+Table = np.ndarray[tuple[int, ...], np.dtype[np.int64]]  # a number for each run: by its start and its end
+Rectangle = tuple[
+    int, int, int, int, int
+]  # the first and last start of runs, the first and last end, and how much they keep
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value: the unit that makes it, the units that use it, in their order, and its bytes.
+
+    Inputs of the model are made by unit -1. What the model returns is used by a unit after the last one.
+    """
+
+    made: int
+    users: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A piece of memory: the unit that makes it, its bytes, the units that save it for backwards, and the values in it."""
+
+    made: int
+    bytes: int
+    saved: tuple[int, ...] = ()
+    values: tuple[Value, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class KeptBytes:
+    """What each run of units keeps of a micro-batch.
+
+    >>> wide = Storage(0, 100, (), (Value(0, (1,), 100),))  # made by unit 0, used by unit 1, saved by none
+    >>> kept = KeptBytes(3, (wide, Storage(1, 7, (2,), (Value(1, (2,), 7),))))
+    >>> kept.of(0, 1), kept.of(1, 3), kept.of(0, 3), int(kept.table[0, 1])
+    (100, 107, 7, 100)
+    """
+
+    units: int
+    storages: tuple[Storage, ...]
+
+    def of(self, start: int, end: int) -> int:
+        """What the units from ``start`` to before ``end`` keep."""
+        return sum(
+            amount
+            for first, last, first_end, last_end, amount in self._rectangles
+            if first <= start <= last and first_end <= end <= last_end
+        )
+
+    @cached_property
+    def table(self) -> Table:
+        """What all runs keep: by their start and their end."""
+        return table_of(self.units, self._rectangles)
+
+    def always(self) -> list[int]:
+        """What each unit keeps in whichever stage it is: what it makes and saves itself."""
+        found = [0] * self.units
+        for each in self.storages:
+            if each.made in each.saved:
+                found[each.made] += each.bytes
+        return found
+
+    def merged(self, edges: Sequence[int]) -> "KeptBytes":
+        """The same for larger units, which are the units between these edges."""
+        count = len(edges) - 1
+
+        def unit(number: int) -> int:
+            return number if number < 0 else count if number >= edges[-1] else bisect_right(edges, number) - 1
+
+        return KeptBytes(count, tuple(_renumbered(each, unit) for each in self.storages))
+
+    def without_always(self) -> "KeptBytes":
+        """What is kept beside `always`."""
+        return KeptBytes(
+            self.units,
+            tuple(replace(each, bytes=0) if each.made in each.saved else each for each in self.storages),
+        )
+
+    @cached_property
+    def _rectangles(self) -> list[Rectangle]:
+        return [
+            each for storage in self.storages for each in (*_made_inside(storage, self.units), *_taken(storage.values))
+        ]
+
+
+def _made_inside(storage: Storage, units: int) -> Iterator[Rectangle]:
+    """The runs that make a storage and keep it: it is saved in them, or goes on to another stage."""
+    if storage.made < 0 or not storage.bytes:
+        return
+    spans = [(each.made + 1, each.users[-1]) for each in storage.values if each.users]
+    spans += [(storage.saved[0] + 1, units)] if storage.saved else []
+    reached = 0
+    for first, last in sorted(spans):
+        if last > reached:
+            yield 0, storage.made, max(first, reached + 1), last, storage.bytes
+            reached = last
+
+
+def _taken(values: Sequence[Value]) -> Iterator[Rectangle]:
+    """The runs that take values which earlier units make."""
+    for value in values:
+        yield from first_uses(value.users, value.bytes, value.made + 1)
+
+
+def first_uses(users: Sequence[int], amount: int, start: int = 0) -> Iterator[Rectangle]:
+    """The runs, from ``start`` on, that have one of these units: for each unit those in which it is the first."""
+    for user in users:
+        if user >= start:
+            yield start, user, user + 1, LAST, amount
+            start = user + 1
+
+
+LAST = 1 << 60  # any end
+
+
+def table_of(units: int, rectangles: Sequence[Rectangle]) -> Table:
+    """The sum of rectangles for every run: by its start and its end."""
+    size = units + 2
+    rows, columns, amounts = list[int](), list[int](), list[int]()
+    for first, last, first_end, last_end, amount in rectangles:
+        corners = [(first, first_end, amount), (last + 1, first_end, -amount)]
+        if last_end < units:
+            corners += [(first, last_end + 1, -amount), (last + 1, last_end + 1, amount)]
+        for row, column, each in corners:
+            if row < size and column < size:
+                rows.append(row)
+                columns.append(column)
+                amounts.append(each)
+    table = np.zeros((size, size), dtype=np.int64)
+    np.add.at(table, (np.array(rows, dtype=np.int64), np.array(columns, dtype=np.int64)), amounts)
+    summed: Table = table.cumsum(0).cumsum(1)[: units + 1, : units + 1]
+    return summed
+
+
+def _renumbered(storage: Storage, unit: Callable[[int], int]) -> Storage:
+    values = [replace(each, made=unit(each.made), users=_each_once(each.users, unit)) for each in storage.values]
+    crossing = tuple(each for each in values if each.users and each.users[-1] > each.made)
+    return Storage(unit(storage.made), storage.bytes, _each_once(storage.saved, unit), crossing)
+
+
+def _each_once(numbers: Sequence[int], unit: Callable[[int], int]) -> tuple[int, ...]:
+    return tuple(sorted(set(map(unit, numbers))))

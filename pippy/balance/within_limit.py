@@ -1,0 +1,53 @@
+"""Finds the best cuts whose stages keep a limit of bytes, by the count that drivers take.
+
+What a stage keeps between computations is known for all cuts. What it holds at its peak, when a computation needs more for
+itself, is counted for one set of cuts at a time. So, until the stages of the cuts that are found keep the limit,
+
+    1 search the best cuts whose stages keep it with what each stage has been seen to need beside what it keeps
+    2 count what their stages hold at their peaks
+
+Each time a stage is found to need more than before. If nothing is left, the lightest cuts are looked for in the same way; they
+do not depend on the limit, so the one that is named where they break it is one under which there are cuts.
+"""
+
+from collections.abc import Callable, Sequence
+
+from pippy.balance.weighing import Weighing
+
+Peaks = tuple[int, ...]
+Count = Callable[
+    [Sequence[int]], Peaks | None
+]  # what the stages of cuts hold at their peaks; None where that is not known
+
+
+def cuts_within(weighing: Weighing, limit: int, count: Count) -> tuple[list[int], Peaks | None]:
+    """The best cuts under a limit, and what their stages hold at their peaks. Raises BalanceError if there are none."""
+    besides = [0] * weighing.stages
+    while (cuts := weighing.search(limit, besides)) is not None:
+        peaks = count(cuts)
+        if peaks is None or max(peaks) <= limit:
+            return cuts, peaks
+        besides = _seen(weighing, cuts, peaks, besides)
+    found = _lightest(weighing, count)
+    if found is None:
+        raise weighing.refusal(limit)
+    cuts, peaks = found
+    least = weighing.greatest(cuts, peaks)
+    if least > limit:
+        raise weighing.refusal(limit, least)
+    return cuts, peaks
+
+
+def _lightest(weighing: Weighing, count: Count) -> tuple[list[int], Peaks | None] | None:
+    """The lightest cuts that are found, whatever the limit; None if there are no cuts."""
+    found: list[tuple[list[int], Peaks | None]] = []
+    besides = [0] * weighing.stages
+    while (cuts := weighing.lightest(besides)) is not None and all(cuts != before for before, _ in found):
+        peaks = count(cuts)
+        found.append((cuts, peaks))
+        besides = besides if peaks is None else _seen(weighing, cuts, peaks, besides)
+    return min(found, key=lambda each: weighing.greatest(*each), default=None)
+
+
+def _seen(weighing: Weighing, cuts: Sequence[int], peaks: Peaks, before: Sequence[int]) -> list[int]:
+    return [max(most, peak - kept) for most, peak, kept in zip(before, peaks, weighing.memories(cuts))]
