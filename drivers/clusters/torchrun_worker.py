@@ -115,8 +115,7 @@ class TorchrunWorker:
     def urgent(self, message: Any) -> Any:
         """Answer at once, on a thread that is not the worker's own."""
         if isinstance(message, Connect):
-            assert self.connections is not None, "only the first process of a host is asked to connect others"
-            return self.connections.connect(message.one, message.other)
+            return self._connect(message)
         if not isinstance(message, Leave):
             return self.worker.urgent(message)
         if message.why is not None and not message.now:
@@ -129,6 +128,13 @@ class TorchrunWorker:
             timer.daemon = True
             timer.start()
         return None
+
+    def _connect(self, message: Connect) -> None:
+        """Give two workers of this host a socket to each other."""
+        assert self.connections is not None, "only the first process of a host is asked to connect others"
+        self.connections.connect(message.one, message.other)
+        if self.connections.unsent():  # nobody here would send it later
+            raise OSError("a worker has not taken its earlier sockets, and there is no room for another; try again")
 
     def has_left(self) -> None:
         """The worker is out of its cluster: what the process does now is the script's own affair, and so is how it ends."""

@@ -148,6 +148,8 @@ class SharedMemoryTransport(Transport):
         """Take the socket to a peer that the controller has sent."""
         if fd is None:
             self._unconnected[peer] = no_descriptor(f"the socket to worker {peer}")
+        elif peer in self.connections:  # it was not known whether the first would come; both workers keep that
+            os.close(fd)
         else:
             self._connect(peer, socket.socket(fileno=fd))
 

@@ -77,6 +77,11 @@ class ControllerConnections:
                 self._ends[self._at[worker]].connection.send_end(peer, end)
         return None
 
+    def unsent(self) -> bool:
+        """Whether something waits here for room in a socket. It is sent when a thread waits, or something else is sent."""
+        with self._lock:
+            return any(each.connection.queue for each in self._ends)
+
     def wait(self, wakeup: PollableEvent, timeout: float) -> None:
         """Sleep until an answer comes, or the event is set, or the time is up; take in what there is."""
         poll = select.poll()

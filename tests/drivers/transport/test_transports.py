@@ -1,4 +1,4 @@
-"""What every transport promises, and two ways to have it: through shared memory, and through messages that others carry."""
+"""What every transport promises, and the ways to have it: through shared memory, by messages that others carry, and both."""
 
 import dataclasses
 import math
@@ -41,17 +41,39 @@ def shared_memory(count, **options):
     return [SharedMemoryTransport(index, peers, **options) for index, peers in enumerate(ends)]
 
 
-def by_messages(count, **options):
-    """RpcTransports whose messages another thread carries, as RPC's threads do."""
+def carried(make, count):
+    """Transports whose messages another thread carries, as RPC's threads do."""
     carrier = ThreadPoolExecutor(1)
     transports = []
 
     def post(to, key, value):
         carrier.submit(lambda: transports[to].deliver(key, value))
 
-    transports.extend(RpcTransport(index, post, **options) for index in range(count))
+    transports.extend(make(index, post) for index in range(count))
     transports[0].received.carrier = carrier
     return transports
+
+
+def by_messages(count):
+    return carried(RpcTransport, count)
+
+
+def far(count):
+    """Nobody shares memory."""
+    return carried(lambda index, post: SharedMemoryTransport(index, {}, far=range(count), post=post), count)
+
+
+def mixed(count):
+    """The first worker shares no memory with the others, which share it."""
+    pairs = {
+        (i, j): socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for i in range(1, count) for j in range(1, i)
+    }
+
+    def make(index, post):
+        ends = {i + j - index: pair[index == i] for (i, j), pair in pairs.items() if index in (i, j)}
+        return SharedMemoryTransport(index, ends, far=range(1, count) if index == 0 else [0], post=post)
+
+    return carried(make, count)
 
 
 def patient(count):
@@ -60,6 +82,7 @@ def patient(count):
 
 
 KINDS = {"shared_memory": shared_memory, "patient": patient, "messages": by_messages, "in_process": in_process}
+KINDS |= {"far": far, "mixed": mixed}
 
 
 @pytest.fixture(params=KINDS)
@@ -306,6 +329,40 @@ def test_values_are_taken_in_any_order_and_from_any_peer(three):
         assert three[2].receive(key, number % 2).item() == number
 
 
+def test_one_way_does_not_wait_for_the_other():
+    """A worker that has much on its way to one peer reaches the other; a lost far peer is no matter of a near one."""
+    transports = mixed(3)
+    for number in range(300):
+        transports[1].send(2, (0, number, 0), torch.full((40_000,), number))
+    transports[1].send(0, (0, 0, 1), torch.ones(3))
+    assert transports[0].receive((0, 0, 1), 1).sum() == 3
+    transports[2].mark_lost(0)
+    with pytest.raises(PeerLost):
+        transports[2].receive((0, 0, 2), 0)
+    transports[2].send(0, (0, 0, 3), "dropped")
+    flushing, flushed = os.pipe()
+    serving = threading.Thread(target=transports[1].wait_for, args=(flushing,), daemon=True)
+    serving.start()
+    for number in range(300):
+        assert transports[2].receive((0, number, 0), 1)[0] == number
+    os.write(flushed, b"x")
+    serving.join(5)
+    close(transports)
+    assert transports[2].sent[0].values == 1 and (0, 0, 3) not in transports[0].received.values
+    for fd in (flushing, flushed):
+        os.close(fd)
+
+
+def test_a_near_peer_that_dies_is_noticed_at_once_and_a_far_one_goes_on():
+    transports = mixed(3)
+    receiving = Receiving(transports[1], (0, 0, 0), source=2)
+    transports[2].close()
+    assert receiving.result().peer == 2
+    transports[1].send(0, (0, 1, 0), torch.ones(2))
+    assert transports[0].receive((0, 1, 0), 1).sum() == 2
+    close(transports)
+
+
 def test_to_itself(three):
     tensor = torch.ones(2)
     three[1].send(1, (0, 0, 0), tensor)
@@ -438,7 +495,7 @@ def test_what_cannot_be_read_is_the_affair_of_who_takes_it(three):
     three[0].send(1, (0, 0, 0), (Unreadable(), torch.ones(1)))
     three[0].send(1, (0, 0, 1), torch.ones(1))
     assert three[1].receive((0, 0, 1), 0).sum() == 1
-    if isinstance(three[1], SharedMemoryTransport):
+    if 0 in getattr(three[1], "connections", ()):
         with pytest.raises(ValueError, match="no number"):
             three[1].receive((0, 0, 0), 0)
 

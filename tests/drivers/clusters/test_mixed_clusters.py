@@ -1,0 +1,38 @@
+"""Clusters in which some workers share memory, and others are reached by RPC only."""
+
+import re
+
+from tests.drivers.processes import listening, watched
+from tests.drivers.torchrun_jobs import ROOT, started
+
+SCRIPT = str(ROOT / "tests/drivers/mixed_script.py")
+STANDALONE = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+
+def lines_until(process, word):
+    """The lines before the one that begins with this word, and that line."""
+    lines = []
+    while not (lines and lines[-1].startswith(word)):
+        line = process.stdout.readline()
+        assert line, ("\n".join(lines), process.communicate(timeout=20))
+        lines.append(line.rstrip("\n"))
+    return lines
+
+
+def test_two_workers_here_and_two_there(tmp_path):
+    """RPC carries what goes from one host to the other, and nothing between workers of one."""
+    with started(*STANDALONE, "4", SCRIPT, HOSTS="a a b b", TMPDIR=str(tmp_path)) as process:
+        *routes, line = lines_until(process, "ready")
+        assert re.sub(" on .*?(?=:|$)", "", "\n".join(routes), flags=re.M) == (
+            "worker0, worker1: shared memory\nworker2, worker3: shared memory\nbetween these lines: RPC"
+        )
+        pids = [int(pid) for pid in line.split()[1:]]
+        assert not [row for row in listening(pids) if not row.startswith("tcp")]
+        assert not list(tmp_path.glob("pippy-*"))
+        with watched(*pids, within=10):
+            lines = lines_until(process, "lost")
+    by_rpc = {tuple(line.split()[1:]) for line in lines if line.startswith("RPC")}
+    values = {(rank, to) for rank, kind, to in by_rpc if kind == "deliver"}
+    assert {("1", "worker2"), ("2", "worker1")} <= values
+    assert all((rank in "01") == (to in ("worker2", "worker3")) for rank, to in values)
+    assert {to for _, kind, to in by_rpc if kind == "post"} == {"worker2", "worker3"}

@@ -1,0 +1,127 @@
+"""A script for torchrun on one machine whose ranks take themselves for those of several hosts, as HOSTS names them.
+
+It trains on a cluster in which some workers share memory and some do not; steps fail; at the end a worker is killed. Every
+rank says what it sends by RPC, when it does so first: the kind of call, and the process that is called.
+"""
+
+import copy
+import os
+import signal
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import pippy
+from pippy import PipelineDriver
+from pippy.drivers.errors import StepError, WorkerLostError
+from pippy.drivers.schedules.orders.registry import REGISTRY
+from pippy.drivers.transport.messages import rpc
+from tests.drivers.failing_model import (
+    BACKWARD,
+    EXIT,
+    FORWARD,
+    SLOW,
+    UNREADABLE,
+    UNSENDABLE,
+    Trapped,
+    no_orders,
+    trapped_pipe,
+)
+from tests.drivers.processes import within
+from tests.drivers.scarce import NO_DESCRIPTORS, NO_SHARED_MEMORY
+from tests.drivers.test_failures import Training
+from tests.drivers.thread_cluster import thread_cluster
+
+TRAINING = [name for name, each in REGISTRY.items() if each.training and name != "list"]
+called: set[tuple[str, str]] = set()
+
+
+def tell(kind):
+    """Print whom a function of RPC calls."""
+    inner = getattr(rpc, kind)
+
+    def told(to, *arguments):
+        if (kind, to) not in called:
+            called.add((kind, to))
+            print("RPC", os.environ["RANK"], kind, to, flush=True)
+        return inner(to, *arguments)
+
+    setattr(rpc, kind, told)
+
+
+def gradients_of(cluster, schedule, plain):
+    """What a step of a schedule gives: the loss and the gradients."""
+    driver = PipelineDriver(trapped_pipe(copy.deepcopy(plain)), cluster, schedule=schedule)
+    torch.manual_seed(5)
+    loss = driver.run(8, torch.randn(11, 8), no_orders(11), torch.randn(11, 8))
+    found = {"loss": loss, **driver.gradients()}
+    driver.close()
+    return found
+
+
+def train(cluster, threads, schedule):
+    """Every bit as among workers that are threads of this process; and as plain PyTorch gives it."""
+    each = REGISTRY[schedule]
+    stages = 2 if each.placement == "looped" else each.stages_per_worker
+    plain = Trapped(stages * len(cluster))
+    mine, theirs = (gradients_of(workers, schedule, plain) for workers in (cluster, threads))
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine), schedule
+    torch.manual_seed(5)
+    x, target = torch.randn(11, 8), torch.randn(11, 8)
+    F.mse_loss(plain(x, no_orders(11)), target).backward()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(mine[name], parameter.grad, rtol=1e-10, atol=1e-13)
+
+
+FAULTS = {  # where and how: workers 0 and 1 share memory, 1 and 2 do not, 2 and 3 do
+    "a forward that fails": [(FORWARD, 2), (FORWARD, 3)],
+    "a backward that fails": [(BACKWARD, 1)],
+    "a forward that leaves": [(EXIT, 0)],
+    "could not be read|no number": [(UNREADABLE, 0), (UNREADABLE, 1), (UNREADABLE, 2)],
+    "an opaque value stays where it is": [(UNSENDABLE, 0), (UNSENDABLE, 1), (UNSENDABLE, 2)],
+}
+
+
+def fail(cluster):
+    """Steps that fail, each after a good one and before a good one."""
+    training = Training(cluster)
+    for words, places in FAULTS.items():
+        for how, trap in places:
+            with within(4.0), pytest.raises(StepError, match=words):
+                training.fail(how, trap)
+            training.check()
+    for how, trap in ((NO_DESCRIPTORS, 1), (NO_DESCRIPTORS, 2), (NO_SHARED_MEMORY, 0), (NO_SHARED_MEMORY, 2)):
+        try:
+            training.fail(how, trap)
+        except StepError:
+            training.check()
+        else:  # values of this size need neither
+            training.driver.zero_grad()
+            training.plain.zero_grad()
+    return training
+
+
+def lose_a_worker(cluster, training):
+    victim = cluster.control.workers[3]
+    running = training.start(SLOW, trap=2)
+    with within(3.0), pytest.raises(WorkerLostError, match="'worker3'"):
+        os.kill(victim.pid, signal.SIGKILL)
+        running.result()
+
+
+for kind in ("deliver", "post", "urgent"):
+    tell(kind)
+os.environ["PIPPY_HOST"] = os.environ["HOSTS"].split()[int(os.environ["RANK"])]
+torch.manual_seed(1)
+torch.set_default_dtype(torch.float64)
+with pippy.cluster(threads=1, timeout=2.0) as cluster:
+    print(cluster.routes, flush=True)
+    print("ready", *[address.pid for address in cluster.control.workers], flush=True)
+    with thread_cluster(4) as threads:
+        for schedule in TRAINING:
+            train(cluster, threads, schedule)
+    training = fail(cluster)
+    print("trained", flush=True)
+    lose_a_worker(cluster, training)
+    print("lost", flush=True)
