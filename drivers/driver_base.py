@@ -36,6 +36,7 @@ from pippy.drivers.driver_arguments import (
     seconds,
 )
 from pippy.drivers.errors import DriverError, OptimizerError
+from pippy.drivers.filling import Filling
 from pippy.drivers.generation.generation import Generation
 from pippy.drivers.grad_scaler import PipelineGradScaler
 from pippy.drivers.loading import Loading
@@ -133,9 +134,10 @@ class PipelineDriverBase:
             pipe, schedule, self.placed, self.commands, len(self.ranks), single_loss, self.out_of_order
         )
         self.stale = StaleModels(pipe)
-        self.parameters = RemoteParameters(pipe, self.placed, self.commands, self.stale)
-        self.saving = Saving(pipe, self.placed, self.commands, self.cluster)
-        self.loading = Loading(pipe, self.placed, self.commands, self.stale)
+        self.filling = Filling(pipe, self.placed, self.commands)
+        self.parameters = RemoteParameters(pipe, self.placed, self.commands, self.stale, self.filling)
+        self.saving = Saving(pipe, self.placed, self.commands, self.cluster, self.filling)
+        self.loading = Loading(pipe, self.placed, self.commands, self.stale, self.filling)
         self.loss_checks = LossChecks(LOSS in self.compiled.split_gm._modules, self.compiled.row_sizes)
         self._generation = Generation(pipe, self.placed, self.commands, len(self.ranks))
         self._optimizers: list[PipelineOptimizer] = []
@@ -192,6 +194,7 @@ class PipelineDriverBase:
         """Like `run`, but return at once; ``.result()`` of what this gives waits for the step."""
         self.saving.raise_error()
         check_chunks(chunks, self._auto)
+        self.filling.check("run()")
         outputs, kwargs = asked_outputs(self.compiled, outputs, args, kwargs)
         surroundings = _surroundings()
         follow_training_flags(self.pipe)
@@ -371,6 +374,7 @@ class PipelineDriverBase:
         True
         """
         _surroundings("generate")
+        self.filling.check("generate()")
         return self._generation.run(
             others.pop("input_ids", None) if ids is None else ids,
             attention_mask=attention_mask,
@@ -421,6 +425,25 @@ class PipelineDriverBase:
         return self.parameters.grad_norm(norm_type)
 
     # Parameters
+
+    def initialize(self, function: Callable[[torch.nn.Module], Any] | None = None, *, seed: int | None = None) -> None:
+        """Have each worker make the parameters and buffers of its stages, of a model that is on the meta device.
+
+        As when the model is made elsewhere: the ``reset_parameters`` of each module is called, and then ``function`` with each
+        module, as by ``model.apply(function)``; in a model of Hugging Face, that is its ``_init_weights`` if it is left out.
+        What becomes of a parameter depends on ``seed``, by default that of `torch.manual_seed`, and on its name, and not on
+        how the model is cut or on how many workers there are. See docs/large_models.md.
+
+        >>> from pippy import Pipe, PipelineDriver1F1B, local_cluster
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        >>> with local_cluster(2, threads=1) as cluster:
+        ...     driver = PipelineDriver1F1B(Pipe.from_sequential(model), cluster)
+        ...     driver.initialize(seed=0)
+        ...     print(driver.run(2, torch.ones(4, 2)).shape)
+        torch.Size([4, 1])
+        """
+        self.filling.initialize(function, seed)
 
     def state_dict(self) -> dict[str, Any]:
         """The model's state dict, with the parameters and buffers as they are on the workers."""

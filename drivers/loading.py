@@ -21,6 +21,7 @@ from pippy.drivers.checkpoints.safetensors_files import StoredTensor
 from pippy.drivers.commands import Commands
 from pippy.drivers.control.messages import ReadState, TakeState
 from pippy.drivers.errors import CheckpointError, StepError
+from pippy.drivers.filling import Filling
 from pippy.drivers.optimizer import PipelineOptimizer
 from pippy.drivers.placed_pipe import PlacedPipe
 from pippy.drivers.saved_names import SavedNames
@@ -36,8 +37,10 @@ _SHOWN = 8  # names in one line of an error
 class Loading:
     """Loads into one driver's model, and into what goes with it."""
 
-    def __init__(self, pipe: Pipe, placed: PlacedPipe, commands: Commands, stale: StaleModels) -> None:
-        self.pipe, self.placed, self.commands, self.stale = pipe, placed, commands, stale
+    def __init__(
+        self, pipe: Pipe, placed: PlacedPipe, commands: Commands, stale: StaleModels, filling: Filling
+    ) -> None:
+        self.pipe, self.placed, self.commands, self.stale, self.filling = pipe, placed, commands, stale, filling
 
     def load(self, path: str | os.PathLike[str], given: Mapping[str, Any]) -> dict[str, Any]:
         """Load. Gives the plain values."""
@@ -53,6 +56,7 @@ class Loading:
         _load_objects(contents, objects)
         goes_on = bool(optimizers or objects)
         self._take(contents, optimizers, goes_on)
+        self.filling.filled(tensors)
         with torch.no_grad():
             for name, value in unused.items():
                 names.tensors[name].copy_(value)
@@ -142,7 +146,7 @@ class Loading:
             for worker, own in places.items()
         }
         try:
-            unused = {name: tensors[name].read() for name in names.unused}
+            unused = {name: tensors[name].read() for name in names.unused if name not in names.nowhere}
             self.commands.call(bodies)
         except BaseException as error:
             with suppress(Exception):
@@ -181,7 +185,7 @@ def _fitting(contents: Contents, names: SavedNames) -> dict[str, StoredTensor]:
         if there:
             found[name] = contents.model[there[-1]]  # as load_state_dict of torch, where the last one wins
     faults = []
-    missing = [name for name in names.tensors if name not in found]
+    missing = [name for name in names.tensors if name not in found and name not in names.nowhere]
     unknown = [name for name in contents.model if name not in taken]
     extra, theirs = names.extra.keys(), contents.values.get("extra", {}).keys()
     if contents.values:

@@ -9,6 +9,7 @@ from torch import nn
 from pippy.drivers.commands import Commands, GradientState
 from pippy.drivers.control.messages import ClampGradients, Fetch, GradientNorms, ReduceGradients, ScaleGradients, Store
 from pippy.drivers.errors import DriverError
+from pippy.drivers.filling import Filling
 from pippy.drivers.placed_pipe import PlacedPipe
 from pippy.drivers.stale_models import StaleModels
 from pippy.ir.names import LOSS, named_state
@@ -18,8 +19,10 @@ from pippy.ir.pipe import Pipe
 class RemoteParameters:
     """Reads and changes the parameters, buffers and gradients on the workers, by the user's names."""
 
-    def __init__(self, pipe: Pipe, placed: PlacedPipe, commands: Commands, stale: StaleModels) -> None:
-        self.pipe, self.placed, self.commands, self.stale = pipe, placed, commands, stale
+    def __init__(
+        self, pipe: Pipe, placed: PlacedPipe, commands: Commands, stale: StaleModels, filling: Filling
+    ) -> None:
+        self.pipe, self.placed, self.commands, self.stale, self.filling = pipe, placed, commands, stale, filling
 
     def fetch(self, names: Iterable[str], gradients: bool = False) -> dict[str, Any]:
         """Parameters and buffers, or their gradients. None for one that no stage uses."""
@@ -78,12 +81,16 @@ class RemoteParameters:
 
     def state_dict(self) -> dict[str, Any]:
         """The model's state dict, with the parameters and buffers as they are on the workers."""
+        self.filling.check("state_dict()")
         state = self.pipe.state_dict()
         state.update(self.fetch(self._on_workers(state)))
+        for name in [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.is_meta]:
+            del state[name]  # no stage uses it, so nobody has given it numbers
         return state
 
     def copy_to(self, model: nn.Module) -> None:
         """Copy the parameters and buffers on the workers into a model with the same names."""
+        self.filling.check("copy_to()")
         names = list(self.placed.compiled.qualnames.canonical)
         ours, theirs = dict(named_state(self.pipe)), dict(named_state(model))
         differ = sorted(name for name in names if name not in theirs or theirs[name].shape != ours[name].shape)
@@ -93,10 +100,16 @@ class RemoteParameters:
                 f"copy_to was given a {type(model).__name__} whose parameters and buffers are not those of the model, and "
                 f"nothing was copied; they differ in {', '.join(differ[:8])}"
             )
+        if any(theirs[name].is_meta for name in names):
+            raise DriverError(
+                "copy_to was given a model on the meta device, which cannot hold numbers; give one that was made on another "
+                "device, or save driver.state_dict()"
+            )
         values = {**ours, **self.fetch([name for name in names if self.placed.locations(name)])}
         with torch.no_grad():
             for name in names:
-                theirs[name].copy_(values[name])
+                if not values[name].is_meta:  # else no stage uses it, so nobody has given it numbers
+                    theirs[name].copy_(values[name])
         if all(theirs[name] is ours[name] for name in names):
             self.stale.end()
 
@@ -106,6 +119,7 @@ class RemoteParameters:
         values = {name: state_dict[name].detach().cpu() for name in self._on_workers(state_dict)}
         stores = self.placed.for_all_copies(values)
         self.commands.call({worker: Store(tensors) for worker, tensors in stores.items()})
+        self.filling.filled(values)
         if not loaded.missing_keys:
             self.stale.end()
         return loaded

@@ -18,14 +18,17 @@ from pippy.drivers.control.messages import (
     StageFlags,
     TensorLocation,
 )
+from pippy.drivers.errors import DriverError
 from pippy.drivers.lowering.flow import Work, loss_stage, outputs_of, value_names
 from pippy.drivers.lowering.lower import Lowered
 from pippy.drivers.schedules.programs.instructions import Compute
 from pippy.drivers.schedules.programs.placement import Placement
 from pippy.drivers.transport.pickling import pickle_by_value
 from pippy.ir.compiled import Compiled
-from pippy.ir.names import stage_index
+from pippy.ir.names import LOSS, named_state, stage_index
 from pippy.ir.nodes import map_nodes
+from pippy.ir.run.shared_tensors import get_tensor
+from pippy.ir.trees import describe
 
 
 class PlacedPipe:
@@ -60,14 +63,37 @@ class PlacedPipe:
 
     def _load(self, worker: int, seed: int) -> Load:
         calls = self.calls_on(worker)
+        self._check_constants(calls)
         constant = self.compiled.qualnames.read_by_several
         return Load(
-            modules=pickle_by_value({call: self.compiled.stage(call) for call in calls}),
+            modules=pickle_by_value({call: self.compiled.stage(call) for call in calls}, empty=self._empty_ids),
             constant={call: tuple(constant[call]) for call in calls if call in constant},
             replicated=self.replicated,
             seed=seed,
             compile=None if self.compile is None else pickle_by_value(self.compile),
         )
+
+    @cached_property
+    def empty(self) -> frozenset[str]:
+        """The tensors of the model that are on the meta device and have no numbers, by the user's names."""
+        places = self.compiled.qualnames.places
+        return frozenset(name for name, found in places.items() if get_tensor(self.compiled.split_gm, found[0]).is_meta)
+
+    @cached_property
+    def _empty_ids(self) -> frozenset[int]:
+        places = self.compiled.qualnames.places
+        return frozenset(id(get_tensor(self.compiled.split_gm, place)) for name in self.empty for place in places[name])
+
+    def _check_constants(self, calls: Sequence[str]) -> None:
+        """Raise if the loss, or forward, has made a tensor of its own on the meta device: nothing will give it numbers."""
+        for call in calls:
+            for name, tensor in named_state(self.compiled.stage(call)):
+                if tensor.is_meta and id(tensor) not in self._empty_ids:
+                    what = "the loss has" if call == LOSS else f"forward has made, in {call},"
+                    raise DriverError(
+                        f"{what} {name!r}, {describe(tensor)}, on the meta device, which is no parameter or buffer of the "
+                        "model, so that nothing gives it numbers; make it on a device that has some, as with device='cpu'"
+                    )
 
     @cached_property
     def value_names(self) -> dict[fx.Node, str]:

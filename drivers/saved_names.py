@@ -50,6 +50,18 @@ class SavedNames:
         )
 
     @property
+    def nowhere(self) -> set[str]:
+        """The names of tensors on the meta device that no stage uses: nobody has given them numbers."""
+        return {name for name in self.unused if self.tensors[name].is_meta}
+
+    def with_numbers(self) -> "SavedNames":
+        """Those without the tensors that are nowhere."""
+        gone = self.nowhere
+        tensors = {name: each for name, each in self.tensors.items() if name not in gone}
+        names = {name: own for name, own in self.names.items() if name not in gone}
+        return SavedNames(tensors, names, self.extra, tuple(name for name in self.unused if name not in gone))
+
+    @property
     def tied(self) -> dict[str, str]:
         """The name that a tensor is saved by, for each of its other names."""
         return {other: name for name, own in self.names.items() for other in own if other != name}

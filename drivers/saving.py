@@ -25,6 +25,7 @@ from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.commands import Commands
 from pippy.drivers.control.messages import AskWritten, Failure, WriteState, WrittenState
 from pippy.drivers.errors import CheckpointError, StepError
+from pippy.drivers.filling import Filling
 from pippy.drivers.optimizer import PipelineOptimizer
 from pippy.drivers.placed_pipe import PlacedPipe
 from pippy.drivers.saved_names import SavedNames
@@ -78,8 +79,10 @@ def check_is_of(name: str, optimizer: PipelineOptimizer, commands: Commands | No
 class Saving:
     """Saves one driver's model, and what goes with it."""
 
-    def __init__(self, pipe: Pipe, placed: PlacedPipe, commands: Commands, cluster: Cluster) -> None:
-        self.pipe, self.placed, self.commands, self.cluster = pipe, placed, commands, cluster
+    def __init__(
+        self, pipe: Pipe, placed: PlacedPipe, commands: Commands, cluster: Cluster, filling: Filling
+    ) -> None:
+        self.pipe, self.placed, self.commands, self.cluster, self.filling = pipe, placed, commands, cluster, filling
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -93,8 +96,9 @@ class Saving:
         step = given.get("step")
         if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
             raise CheckpointError(f"step={describe(step)}: the step names the checkpoint, so give a number, 0 or more")
+        self.filling.check("save()")
         objects = GivenObjects.sorted(given, self.commands)
-        names = SavedNames.of(self.pipe, self.placed)
+        names = SavedNames.of(self.pipe, self.placed).with_numbers()
         check_writable(names.tensors)
         values = self._values(objects, names)
         self.commands.wait()

@@ -69,6 +69,10 @@ class GenerationError(PippyError, ValueError):
     """`driver.generate` cannot do what it is asked for, or not with this model."""
 
 
+class InitializationError(PippyError, ValueError):
+    """The modules of a model on the meta device cannot make their parameters as `driver.initialize` has them do."""
+
+
 class StateDictError(PippyError, RuntimeError):
     """A state dict does not fit the Pipe: names are missing or unknown, or shapes differ."""
 

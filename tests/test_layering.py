@@ -27,10 +27,10 @@ LAYERS = """
     drivers/transport drivers/transport/messages
     drivers/control drivers/workers drivers/recording drivers/clusters drivers/placed_pipe
     drivers/memory drivers/automatic drivers/auto
-    drivers/nonfinite_gradients drivers/commands drivers/whole_batch_gradients drivers/programs drivers/stale_models
-    drivers/parameters drivers/asked_outputs drivers/results drivers/optimizer_check drivers/gradient_layouts
-    drivers/optimizer drivers/grad_scaler drivers/local_optimizers drivers/running_step drivers/generation
-    drivers/saved_names drivers/saving drivers/loading
+    drivers/nonfinite_gradients drivers/commands drivers/filling drivers/whole_batch_gradients drivers/programs
+    drivers/stale_models drivers/parameters drivers/asked_outputs drivers/results drivers/optimizer_check
+    drivers/gradient_layouts drivers/optimizer drivers/grad_scaler drivers/local_optimizers drivers/running_step
+    drivers/generation drivers/saved_names drivers/saving drivers/loading
     drivers/driver_arguments drivers/driver_base
     drivers/driver drivers
 

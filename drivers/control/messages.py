@@ -386,6 +386,28 @@ class GradientNorms:
 
 
 @dataclass(frozen=True)
+class Initialize:
+    """Have the modules make the tensors with these names, the user's, at these locations, one for each copy on the worker.
+
+    ``model`` is the model, in which a name stands for each of the tensors, and the function that initializes its modules. The
+    answer lists the names of those that nothing has written.
+    """
+
+    model: Pickled
+    tensors: Mapping[str, Sequence[TensorLocation]]
+    seed: int
+
+
+@dataclass(frozen=True)
+class ElsewhereTensor:
+    """Stands for a tensor of the model that is not to be made on this worker, and has no numbers there."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_parameter: bool
+
+
+@dataclass(frozen=True)
 class ScaleGradients:
     """Multiply all gradients by a number."""
 

@@ -12,6 +12,8 @@ the plain tensors that it is made of. Classes and functions of a script, a noteb
     part of a value      `pickle_to_bytes`           nothing: torch pickles it (a quantized tensor, for instance)
     ===================  ==========================  ==========================================================
 
+Of a tensor of the meta device nothing is set aside: it is made where it is unpickled, without numbers.
+
 What `pickle_by_value` returns may be part of a message. It is not pickled again: its bytes are set aside, too.
 """
 
@@ -20,8 +22,8 @@ import io
 import pickle
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Collection, Mapping
+from functools import cached_property, partial
 from types import FunctionType
 from typing import Any, NamedTuple, cast
 
@@ -32,6 +34,7 @@ from torch.nn.utils import parametrize
 
 from pippy.drivers.errors import PackingError
 from pippy.ir.sparse_tensors import from_parts, is_sparse, parts_of
+from pippy.ir.trees import describe
 
 _EVERYWHERE = ("builtins", "collections", "pippy", "torch")  # every process has these packages
 _unpickling = threading.local()  # has the tensors that were set aside, while this thread unpickles
@@ -68,10 +71,11 @@ def pickle_message(message: Any) -> Pickled:
         return _pickled(_ByValuePickler, message)
 
 
-def pickle_by_value(value: Any, held: Mapping[int, Any] | None = None) -> Pickled:
+def pickle_by_value(value: Any, held: Mapping[int, Any] | None = None, empty: Collection[int] = ()) -> Pickled:
     """Modules and code, for a worker that cannot import all of their classes. Raises PackingError if it cannot be pickled.
 
     ``held`` has what stands for tensors that the worker has already, by their ids: `unpickle` is told what that means.
+    ``empty`` has the ids of tensors of the meta device for which it makes memory, without numbers.
 
     >>> linear = nn.Linear(2, 2)
     >>> twice = unpickle(pickle_by_value([linear, linear]))
@@ -79,7 +83,9 @@ def pickle_by_value(value: Any, held: Mapping[int, Any] | None = None) -> Pickle
     (True, True)
     """
     try:
-        return _pickled(_ModulePickler if held is None else partial(_ModulePickler, held=held), value)
+        return _pickled(partial(_ModulePickler, held=held or {}, empty=empty), value)
+    except PackingError:
+        raise
     except Exception as error:  # pickle has no one error for what it cannot write
         raise PackingError(
             f"a {type(value).__name__} cannot be sent to the workers: {type(error).__name__}: {error}. Something in it "
@@ -96,22 +102,26 @@ def pickle_to_bytes(value: Any) -> bytes:
     return cloudpickle.dumps(value, pickle.HIGHEST_PROTOCOL)
 
 
-def unpickle(pickled: tuple[bytes, list[torch.Tensor]], held: Callable[[Any], torch.Tensor] | None = None) -> Any:
+def unpickle(
+    pickled: tuple[bytes, list[torch.Tensor]],
+    held: Callable[[Any], torch.Tensor] | None = None,
+    device: torch.device | None = None,
+) -> Any:
     """The object that was pickled. It shares memory with the tensors that were set aside.
 
-    ``held`` gives the tensor for what stands for one that this process has.
+    ``held`` gives the tensor for what stands for one that this process has. Tensors without numbers are made on ``device``.
 
     >>> weight = torch.ones(1)
     >>> unpickle(pickle_by_value([weight], held={id(weight): "the weight"}), held=lambda name: name)
     ['the weight']
     """
     data, tensors = pickled
-    before = getattr(_unpickling, "tensors", None), getattr(_unpickling, "held", None)
-    _unpickling.tensors, _unpickling.held = tensors, held
+    before = dict(_unpickling.__dict__)
+    _unpickling.__dict__.update(tensors=tensors, held=held, device=device)
     try:
         return pickle.loads(data)
     finally:
-        _unpickling.tensors, _unpickling.held = before
+        _unpickling.__dict__.update({"tensors": None, "held": None, "device": None, **before})
 
 
 def _pickled(kind: "Callable[[io.BytesIO], _SetsAside]", value: Any) -> Pickled:
@@ -175,10 +185,11 @@ class _ByValuePickler(_SetsAside, cloudpickle.Pickler):
 class _ModulePickler(_ByValuePickler):
     """Sets storages aside, of parameters too, so that tensors that share memory share it after they are unpickled."""
 
-    def __init__(self, stream: io.BytesIO, held: Mapping[int, Any] | None = None) -> None:
+    def __init__(self, stream: io.BytesIO, held: Mapping[int, Any], empty: Collection[int]) -> None:
         super().__init__(stream)
         self.numbers: dict[int, int] = {}  # of the storages that were set aside
-        self.held = held or {}
+        self.held, self.empty = held, empty
+        self.memories: dict[int, _EmptyMemory] = {}
 
     def reducer_override(self, obj: Any) -> Any:
         if id(obj) in self.held:
@@ -192,7 +203,18 @@ class _ModulePickler(_ByValuePickler):
             return (None if type(obj) is nn.Parameter else _taken_apart(obj)) or NotImplemented
         view = (obj.dtype, tuple(obj.shape), obj.stride(), obj.storage_offset())
         flags = (obj.requires_grad, obj.is_conj(), obj.is_neg())
-        return _tensor_of_storage, (self._number(obj), type(obj) is nn.Parameter, view, flags)
+        storage = self._empty(obj) if obj.is_meta else self._number(obj)
+        return _tensor_of_storage, (storage, type(obj) is nn.Parameter, view, flags)
+
+    def _empty(self, tensor: torch.Tensor) -> "_EmptyMemory":
+        if id(tensor) not in self.empty:
+            raise PackingError(
+                f"something that is sent to the workers holds a tensor of the meta device, {describe(tensor)}, which is no "
+                "parameter or buffer of the model: it has no numbers, and nothing will give it any. Register it as a buffer, "
+                "or make it inside of `with torch.device('cpu'):`"
+            )
+        storage = tensor.untyped_storage()
+        return self.memories.setdefault(storage._cdata, _EmptyMemory(storage.nbytes()))
 
     def _number(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
@@ -248,12 +270,29 @@ def _pickled_before(start: int, end: int) -> Pickled:
     return Pickled(data.numpy().tobytes(), tensors)
 
 
-def _tensor_of_storage(number: int, is_parameter: bool, view: tuple[Any, ...], flags: tuple[bool, ...]) -> torch.Tensor:
-    """A tensor that shows a storage that was set aside."""
+class _EmptyMemory:
+    """Memory without numbers, made when the first of the tensors that share it is unpickled."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _EmptyMemory, (self.size,)
+
+    @cached_property
+    def tensor(self) -> torch.Tensor:
+        """All of it, as bytes."""
+        return torch.empty(self.size, dtype=torch.uint8, device=_unpickling.device)
+
+
+def _tensor_of_storage(
+    place: int | _EmptyMemory, is_parameter: bool, view: tuple[Any, ...], flags: tuple[bool, ...]
+) -> torch.Tensor:
+    """A tensor that shows a storage that was set aside, or one that is made here."""
     dtype, shape, stride, offset = view
     requires_grad, conjugate, negative = flags
-    storage = _unpickling.tensors[number].untyped_storage()
-    tensor = torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
+    storage = (place.tensor if isinstance(place, _EmptyMemory) else _unpickling.tensors[place]).untyped_storage()
+    tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, stride)
     tensor = torch._conj(tensor) if conjugate else tensor
     tensor = torch._neg_view(tensor) if negative else tensor
     return nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)

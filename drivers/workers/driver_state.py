@@ -13,10 +13,12 @@ from pippy.drivers.control.messages import (
     AddProgram,
     ClampGradients,
     Command,
+    ElsewhereTensor,
     Fetch,
     Generate,
     Generated,
     GradientNorms,
+    Initialize,
     Load,
     LoadOptimizerState,
     MakeOptimizer,
@@ -47,6 +49,7 @@ from pippy.drivers.workers.state_reader import StateReader
 from pippy.drivers.workers.state_writer import StateWriter
 from pippy.drivers.workers.worker_optimizer import WorkerOptimizer
 from pippy.ir.batch_norm.step_statistics import StepStatistics
+from pippy.ir.run.initialization import initialize
 from pippy.ir.run.shared_tensors import get_tensor
 from pippy.ir.trees import map_tensors, tensors
 
@@ -64,7 +67,7 @@ class DriverState:
     ) -> None:
         self.given_up, self.index = given_up, index
         self.transport, self.device, self.constant = transport, device, load.constant
-        self.modules: dict[str, nn.Module] = unpickle(load.modules)
+        self.modules: dict[str, nn.Module] = unpickle(load.modules, device=device)
         for module in self.modules.values():
             module.to(device)
         if load.compile is not None:
@@ -88,6 +91,7 @@ class DriverState:
             StepReturning: self._step,
             Fetch: self._fetch,
             Store: self._store,
+            Initialize: self._initialize,
             ReduceGradients: self._reduce,
             GradientNorms: self._norms,
             ScaleGradients: self._scale,
@@ -210,6 +214,21 @@ class DriverState:
         for optimizer in self.optimizers.values():
             optimizer.parameters_changed = True
 
+    def _initialize(self, body: Initialize, number: int) -> list[str]:
+        copies = {name: [self.tensor(place) for place in places] for name, places in body.tensors.items()}
+        own = {name: first for name, (first, *_) in copies.items()}
+        model, function = unpickle(
+            body.model, lambda each: own[each] if isinstance(each, str) else _without_numbers(each)
+        )
+        unwritten = initialize(model, own, body.seed, function)
+        with torch.no_grad():
+            for first, *others in copies.values():
+                for other in others:
+                    other.copy_(first)
+        for optimizer in self.optimizers.values():
+            optimizer.parameters_changed = True
+        return unwritten
+
     def _reduce(self, body: ReduceGradients, number: int) -> None:
         self.gradients.reduce(number)
 
@@ -267,3 +286,8 @@ class DriverState:
     def _generate(self, generate: Generate, number: int) -> Generated | None:
         assert self.generation is not None
         return self.generation.run(number, generate, self.given_up)
+
+
+def _without_numbers(each: ElsewhereTensor) -> torch.Tensor:
+    tensor = torch.empty(each.shape, dtype=each.dtype, device="meta")
+    return nn.Parameter(tensor, requires_grad=False) if each.is_parameter else tensor

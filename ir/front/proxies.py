@@ -23,6 +23,7 @@ from pippy.ir.front.in_place import IN_PLACE
 from pippy.ir.front.refusals import refused
 from pippy.ir.front.values import UNKNOWN, fix_value, none_if_known, value_of
 from pippy.ir.run.functions import check_tensor
+from pippy.ir.run.shared_tensors import memory_of
 
 _IS_PARAMETER = type(torch.nn.Parameter).__instancecheck__.__code__
 _DIMENSIONS = frozenset(
@@ -314,8 +315,8 @@ def is_made_in_forward(tracer: fx.Tracer, tensor: torch.Tensor) -> bool:
     made = made_in_forward(tracer)
     if tensor.layout is not torch.strided:
         return any(tensor is each for each in made)
-    memory = tensor.untyped_storage().data_ptr()
-    return any(each.layout is torch.strided and each.untyped_storage().data_ptr() == memory for each in made)
+    memory = memory_of(tensor)
+    return any(memory_of(each) == memory for each in made)
 
 
 def with_in_place_operators(proxy: fx.Proxy) -> fx.Proxy:

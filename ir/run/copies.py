@@ -28,7 +28,7 @@ def follow_owners(groups: Sequence[Copies]) -> None:
                 copy.requires_grad_(owner.requires_grad)
                 if (copy.dtype, copy.device) != (owner.dtype, owner.device):
                     copy.data = owner.data.clone()
-                elif not equal(copy, owner):
+                elif not owner.is_meta and not equal(copy, owner):
                     copy.copy_(owner)
 
 

@@ -19,7 +19,7 @@ from pippy.balance.counted_stages import CountedStages
 from pippy.balance.figures import Figures, figures_of
 from pippy.balance.kept_by_operations import kept_by_operations
 from pippy.balance.partition import SLACK, runs
-from pippy.balance.policies import Split, named_cuts, read_split
+from pippy.balance.policies import Split, named_cuts, read_split, without_numbers
 from pippy.balance.profile import Profile, profile
 from pippy.balance.report import Balance
 from pippy.balance.stopwatch import Clock
@@ -91,7 +91,7 @@ class Balancer:
         if loss_fn is not None:
             check_loss_function(loss_fn)
         self.with_examples = example_args is not None or bool(example_kwargs)
-        self.policy = read_split(split, num_stages, self.with_examples)
+        self.policy = self.asked = read_split(split, num_stages, self.with_examples)
         self.loss_fn, self.spec = loss_fn, multi_use_param_spec
         self.args, self.kwargs = tuple(example_args or ()), dict(example_kwargs or {})
         self.memory_limit, self.in_flight = _bytes_of(memory_limit), in_flight
@@ -101,6 +101,8 @@ class Balancer:
     def __call__(self, traced: Traced) -> Balance:
         """Mark ``traced``, and say what the stages are like."""
         _check_unmarked(traced)
+        is_meta = any(tensor.is_meta for tensor in traced.model.parameters())
+        self.policy = without_numbers(self.asked) if is_meta else self.asked
         figures = figures_of(traced, self.spec, self.param_scale)
         found = self._profile(traced) if self.with_examples else None
         if found is not None:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -65,6 +65,18 @@ def read_split(split: Split, num_stages: int | str | None, with_examples: bool) 
     if not isinstance(split, Sequence) or not split:
         raise BalanceError(f"split is {brief(split)}; {_ADVICE}")
     return _by_hand(list(split), num_stages)
+
+
+def without_numbers(policy: Policy) -> Policy:
+    """The policy for a model on the meta device, whose operations take no time. Raises if time was asked for."""
+    if policy.kind != "time":
+        return policy
+    if policy.text != "time":
+        return replace(policy, kind="parameters", text="parameters (auto)")
+    raise BalanceError(
+        "split='time' runs the model to measure it, and its parameters are on the meta device, where nothing is computed; give "
+        "split='parameters' or split='size'"
+    )
 
 
 def _number_of_workers() -> int:

@@ -30,12 +30,13 @@ class ChangedTensors:
     def watching(self, tensors: Iterable[torch.Tensor]) -> Iterator[None]:
         """Inside, these tensors may be changed; the first change of each is remembered."""
         fresh = [tensor for tensor in tensors if id(tensor) not in self._before]
-        copies = [tensor.detach().clone() for tensor in fresh]
+        copies, versions = [tensor.detach().clone() for tensor in fresh], [tensor._version for tensor in fresh]
         try:
             yield
         finally:
-            for tensor, copy in zip(fresh, copies):
-                if not equal(tensor.detach(), copy):  # a NaN differs from itself: kept, and put back, for nothing
+            for tensor, copy, version in zip(fresh, copies, versions):
+                # A NaN differs from itself: kept, and put back, for nothing.
+                if tensor._version != version if tensor.is_meta else not equal(tensor.detach(), copy):
                     self._before[id(tensor)] = (tensor, copy)
 
     def restore(self) -> None:
