@@ -10,6 +10,7 @@ from pippy import Pipe
 from pippy.ir.errors import TracingError
 
 torch.manual_seed(0)
+GLOBAL = nn.Linear(4, 4)
 X = torch.randn(6, 4, dtype=torch.float64)
 
 
@@ -58,9 +59,6 @@ def test_module_lists_are_layers():
 def test_functions_with_parameters_are_refused(layer):
     with pytest.raises(TracingError, match=r"layer 1 is a function that holds parameters.*make it a module"):
         Pipe.from_sequential([nn.ReLU(), layer(nn.Linear(4, 4))])
-
-
-GLOBAL = nn.Linear(4, 4)
 
 
 class Calls:
