@@ -23,7 +23,8 @@ LAYERS = """
     ir/front ir/export ir/front_ends ir/cut ir/passes ir/compiler ir/reference
     ir/show ir/state ir/model_parts ir/training_flags ir/pipe
 
-    drivers/errors drivers/interrupts drivers/stderr_filter drivers/checkpoints drivers/lowering drivers/batches
+    drivers/errors drivers/interrupts drivers/stderr_filter drivers/accelerator drivers/checkpoints
+    drivers/lowering drivers/batches
     drivers/transport drivers/transport/messages
     drivers/control drivers/workers drivers/recording drivers/clusters drivers/placed_pipe
     drivers/memory drivers/automatic drivers/auto

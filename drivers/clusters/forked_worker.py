@@ -51,15 +51,14 @@ def run_worker(index: int, worker: type, config: LaunchConfig, controller: socke
     """Make a worker, let it be reached, and run it."""
     import torch
 
+    from pippy.drivers.transport.device_transport import for_device
     from pippy.drivers.transport.messages.message_queue import MessageQueue
     from pippy.drivers.workers.worker_context import WorkerContext
 
     torch.set_num_threads(config.threads)
-    device = config.devices[index]
-    torch.empty(0, device=device)  # a device that does not work fails here
-    messages = MessageQueue()
-    transport = make_transport(config, index, messages)
-    running = worker(WorkerContext(index, config.names, messages, transport, device, config.threads))
+    device, messages = config.devices[index], MessageQueue()
+    transport, copies = for_device(device, make_transport(config, index, messages))
+    running = worker(WorkerContext(index, config.names, messages, transport, device, config.threads, copies=copies))
     if config.uses_rpc:
         from pippy.drivers.transport.messages import rpc
 
@@ -75,16 +74,15 @@ def run_worker(index: int, worker: type, config: LaunchConfig, controller: socke
 
 
 def make_transport(config: LaunchConfig, index: int, messages: Any) -> Any:
-    """The transport of this worker to the others and, but for RPC, to the controller."""
-    device = config.devices[index]
+    """The transport of this worker to the others and, but for RPC, to the controller, from host to host."""
     if config.uses_rpc:
         from pippy.drivers.transport.messages.rpc_values import rpc_transport
         from pippy.drivers.transport.rpc_transport import RpcTransport
 
-        make = partial(RpcTransport, index, device=device)
-        return rpc_transport(index, config.rpc_name, CONTROLLER, config.timeout, make)[0]
+        return rpc_transport(index, config.rpc_name, CONTROLLER, config.timeout, partial(RpcTransport, index))[0]
     from pippy.drivers.transport.messages.message_connection import WorkerMessageConnection
     from pippy.drivers.transport.shared_memory_transport import SharedMemoryTransport
 
     controller = WorkerMessageConnection(socket.socket(fileno=config.sockets[index][0]), messages).connection
-    return SharedMemoryTransport(index, {}, device=device, controller=controller, patience=config.patience)
+    pinned = config.devices[index] != "cpu"
+    return SharedMemoryTransport(index, {}, pinned=pinned, controller=controller, patience=config.patience)

@@ -13,6 +13,7 @@ import torch
 
 from pippy.drivers.clusters.launch_config import CONTROLLER
 from pippy.drivers.control.messages import Connect, GiveUp, Ping
+from pippy.drivers.transport.device_transport import for_device
 from pippy.drivers.transport.messages import rpc
 from pippy.drivers.transport.messages.controller_connections import ControllerConnections
 from pippy.drivers.transport.messages.message_connection import WorkerMessageConnection
@@ -66,15 +67,15 @@ class TorchrunWorker:
         patience: float = 0.0,
     ) -> None:
         self.messages, self.threads, self.connections = MessageQueue(), threads, connections
-        torch.empty(0, device=device)  # a device that does not work fails here
         first = WorkerMessageConnection(sockets[0], self.messages).connection if sockets else None
 
         def make(post: Post) -> SharedMemoryTransport:
             return SharedMemoryTransport(
-                index, {}, device=device, controller=first, patience=patience, far=far, post=post
+                index, {}, pinned=device != "cpu", controller=first, patience=patience, far=far, post=post
             )
 
-        self.transport, self.values = rpc_transport(index, peer, CONTROLLER, timeout, make)
+        carrier, self.values = rpc_transport(index, peer, CONTROLLER, timeout, make)
+        self.transport, copies = for_device(device, carrier)
         context = WorkerContext(
             index,
             tuple(names),
@@ -83,6 +84,7 @@ class TorchrunWorker:
             device,
             threads or torch.get_num_threads(),
             shares_process,
+            copies,
         )
         self.worker = Worker(context)
         self.name, self.left = names[index], False

@@ -109,12 +109,12 @@ class Connection:
         end: socket.socket,
         receiver: Receiver,
         limit: int = 1 << 26,
-        device: torch.device | None = None,
+        pinned: bool = False,
         keeps_larger: bool = True,
     ) -> None:
         end.setblocking(False)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
-        self.socket, self.receiver, self.limit, self.device = end, receiver, limit, device
+        self.socket, self.receiver, self.limit, self.pinned = end, receiver, limit, pinned
         self.keeps_larger = keeps_larger
         self.fd = end.fileno()
         self.socket_full = self.ended = False
@@ -458,7 +458,7 @@ class Connection:
             return layout
         try:
             memory, start = self._bytes_of(size, end, alone)
-            return memory.read(start, layout, rest, self.device)
+            return memory.read(start, layout, rest, self.pinned)
         except Exception as error:  # it is raised by the receive of this value, not by one of another value
             return Unreadable(error)
 

@@ -21,7 +21,7 @@ class Memory:
     >>> from pippy.drivers.transport.value_layout import layout_of
     >>> memory, value = Memory(mmap.mmap(-1, 4096)), (torch.arange(3), None)
     >>> memory.write(128, layout_of(value), [value[0]], b"")
-    >>> memory.read(128, layout_of(value), 0, None)
+    >>> memory.read(128, layout_of(value), 0, False)
     (tensor([0, 1, 2]), None)
     """
 
@@ -42,7 +42,7 @@ class Memory:
             start += layout.size
             self.bytes[start : start + len(rest)] = rest
 
-    def read(self, start: int, layout: ValueLayout, rest: int, device: torch.device | None) -> Any:
+    def read(self, start: int, layout: ValueLayout, rest: int, pinned: bool) -> Any:
         """A new value from the bytes at ``start``, of which the last ``rest`` are those of its other leaves."""
         tensors = []
         for part in layout.tensors:
@@ -50,7 +50,7 @@ class Memory:
                 self._storage, (start + part.offset) // part.dtype.itemsize, part.shape, part.stride
             )
             # not a view of anything: a stage may change it in place and have its gradient
-            tensor = torch.empty_strided(part.shape, part.stride, dtype=part.dtype, device=device)
+            tensor = torch.empty_strided(part.shape, part.stride, dtype=part.dtype, pin_memory=pinned)
             tensor.copy_(window)
             tensors.append(tensor.requires_grad_() if part.requires_grad else tensor)
         if tensors and type(layout.structure) is LeafIndex:

@@ -18,7 +18,7 @@ class MemoryFile:
     >>> from pippy.drivers.transport.value_layout import layout_of
     >>> value = (torch.arange(3), None)
     >>> file = MemoryFile.holding(layout_of(value), [value[0]], b"")
-    >>> file.read(0, layout_of(value), 0, None)
+    >>> file.read(0, layout_of(value), 0, False)
     (tensor([0, 1, 2]), None)
     >>> file.close()
     """
@@ -55,13 +55,12 @@ class MemoryFile:
             raise no_descriptor("the memory in which a value came")
         return MemoryFile(fd)
 
-    def read(self, start: int, layout: ValueLayout, rest: int, device: torch.device | None) -> Any:
+    def read(self, start: int, layout: ValueLayout, rest: int, pinned: bool) -> Any:
         """The value, of which the last ``rest`` bytes are those of its other leaves."""
         tensors = []
         for part in layout.tensors:
-            tensor = torch.empty_strided(part.shape, part.stride, dtype=part.dtype)
+            tensor = torch.empty_strided(part.shape, part.stride, dtype=part.dtype, pin_memory=pinned)
             self._read(_bytes_of(tensor), start + part.offset)
-            tensor = tensor if device is None else tensor.to(device)
             tensors.append(tensor.requires_grad_() if part.requires_grad else tensor)
         return rebuild(layout, tensors, rest_from_bytes(layout, self.part(start + layout.size, rest)))
 

@@ -1,7 +1,7 @@
 """The values that have arrived at a worker and that it has not taken yet. Other threads can add values and wake it."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pippy.drivers.errors import PeerLost
@@ -39,9 +39,18 @@ class ReceivedValues:
         self.values: dict[ValueKey, Any] = {}
         self.first_step = 0  # values of earlier steps are dropped
         self.waiting_for: ValueKey | None = None
+        self.when_woken: Callable[[], None] | None = (
+            None  # called by the transport's thread, for a thread that has woken it
+        )
         self._interrupted = False
         self._delivered: deque[tuple[ValueKey, Any]] = deque()
         self._lost: set[int] = set()
+
+    def woken(self) -> None:
+        """Do what the thread that set ``wakeup`` has left to the transport's thread."""
+        self.wakeup.clear()
+        if self.when_woken is not None:
+            self.when_woken()
 
     def put(self, key: ValueKey, value: Any) -> None:
         """Keep a value, unless its step was given up."""

@@ -11,7 +11,7 @@ from pippy.drivers.transport.received_values import ReceivedValues, ValueKey
 from pippy.drivers.transport.transport import SentCount, Transport
 from pippy.drivers.transport.value_layout import TensorLayout, ValueLayout, is_plain_tensor, layout_of
 from pippy.ir.sparse_tensors import from_parts, is_sparse, parts_of
-from pippy.ir.trees import map_leaves, map_tensors
+from pippy.ir.trees import map_leaves
 
 Post = Callable[[int, ValueKey, Any], None]  # carries a value to a peer, where ``deliver`` is called
 
@@ -29,12 +29,11 @@ class RpcTransport(Transport):
     tensor([1., 1.])
     """
 
-    def __init__(self, index: int, post: Post, device: torch.device | str | None = None) -> None:
+    def __init__(self, index: int, post: Post) -> None:
         self.index = index
         self.sent: dict[int, SentCount] = {}
         self.received = ReceivedValues()
         self.posted = PostedValues(post, self.received)
-        self.device = torch.device(device) if device is not None else None
         self._poll = select.poll()
         self._wakeup = self.received.wakeup.fileno()
         self._poll.register(self._wakeup, select.POLLIN)
@@ -44,9 +43,6 @@ class RpcTransport(Transport):
             self.received.put(key, copied(value))
         else:
             self.posted.send(to, key, value, self.sent.setdefault(to, SentCount()))
-
-    def receive(self, key: ValueKey, source: int) -> Any:
-        return on_device(super().receive(key, source), self.device)
 
     def ready(self, key: ValueKey) -> bool:
         return self.received.has(key)
@@ -71,7 +67,7 @@ class RpcTransport(Transport):
     def _wait(self, seconds: float | None = None) -> set[int]:
         found = {fd for fd, _ in self._poll.poll(None if seconds is None else seconds * 1e3)}
         if self._wakeup in found:
-            self.received.wakeup.clear()
+            self.received.woken()
         return found
 
 
@@ -96,17 +92,6 @@ class PostedValues:
         sent.bytes += layout.payload
         if not self.received.is_lost(to):
             self.post(to, key, own)
-
-
-def on_device(value: Any, device: torch.device | None) -> Any:
-    """A value of the CPU, on the device if one is given.
-
-    >>> on_device([torch.ones(2)], torch.device("cpu"))
-    [tensor([1., 1.])]
-    """
-    if device is None:
-        return value
-    return map_tensors(lambda tensor: tensor.detach().to(device).requires_grad_(tensor.requires_grad), value)
 
 
 def copied(value: Any, layout: ValueLayout | None = None) -> Any:

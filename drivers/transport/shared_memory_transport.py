@@ -11,12 +11,10 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-import torch
-
 from pippy.drivers.transport.connection import Connection
 from pippy.drivers.transport.memory import no_descriptor
 from pippy.drivers.transport.received_values import ReceivedValues, ValueKey
-from pippy.drivers.transport.rpc_transport import Post, PostedValues, copied, on_device
+from pippy.drivers.transport.rpc_transport import Post, PostedValues, copied
 from pippy.drivers.transport.transport import SentCount, Transport
 
 _CONTROLLER = -1  # its number among the peers
@@ -35,7 +33,8 @@ class SharedMemoryTransport(Transport):
     To the peers ``far``, which share no memory with this process, ``post`` carries values, as for an RpcTransport.
 
     A connection to the ``controller`` is served along with those of the peers. A receive polls for its value for
-    ``patience`` seconds before it sleeps, because waking a process takes longer than sending it a small value.
+    ``patience`` seconds before it sleeps, because waking a process takes longer than sending it a small value. If values go on
+    to a device, they are put into ``pinned`` memory.
 
     >>> first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     >>> here, there = SharedMemoryTransport(0, {1: first}), SharedMemoryTransport(1, {0: second})
@@ -51,14 +50,14 @@ class SharedMemoryTransport(Transport):
         index: int,
         peers: Mapping[int, socket.socket],
         limit: int = 1 << 26,
-        device: torch.device | str | None = None,
+        pinned: bool = False,
         controller: Connection | None = None,
         patience: float = 0.0,
         far: Collection[int] = (),
         post: Post | None = None,
     ) -> None:
-        self.index, self.patience, self.far = index, patience, frozenset(far)
-        self.device = torch.device(device) if device is not None else None
+        self.index, self.pinned, self.far = index, pinned, frozenset(far)
+        self.patience = 0.0 if pinned else patience  # a copy that has left the device must not wait for a poll
         self.sent: dict[int, SentCount] = {}
         self.received, self._limit = ReceivedValues(), limit
         self._posted = PostedValues(post, self.received) if post else None
@@ -88,10 +87,6 @@ class SharedMemoryTransport(Transport):
         payload = connection.send(key, value)
         sent.values += 1
         sent.bytes += payload
-
-    def receive(self, key: ValueKey, source: int) -> Any:
-        value = super().receive(key, source)
-        return value if source in self.connections else on_device(value, self.device)  # a connection has put it there
 
     def ready(self, key: ValueKey) -> bool:
         while not self.received.has(key) and self._serve(0):
@@ -141,7 +136,7 @@ class SharedMemoryTransport(Transport):
         self._epoll.register(connection.fd, select.EPOLLIN)
 
     def _connect(self, peer: int, end: socket.socket) -> None:
-        self._add(peer, Connection(end, self.received, self._limit, self.device))
+        self._add(peer, Connection(end, self.received, self._limit, self.pinned))
         self.sent[peer] = SentCount()
 
     def _take_end(self, peer: int, fd: int | None) -> None:
@@ -179,7 +174,7 @@ class SharedMemoryTransport(Transport):
                 continue
             found = found if found == wanted else -2
             if fd == self._wakeup:
-                self.received.wakeup.clear()
+                self.received.woken()
             elif fd in self._peer_of:
                 connection = self.connections[self._peer_of[fd]]
                 if connection.queue or connection.socket_full:

@@ -21,8 +21,8 @@ class Transport(ABC):
     """Passes values between the workers by key.
 
     A value is a tensor, or anything that holds tensors, and arrives as it was: structure, dtypes, shapes, strides of dense
-    tensors, ``requires_grad``. A tensor that is not dense (expanded, sliced) arrives contiguous, and one of a GPU
-    on the CPU or on the receiver's ``device``. What arrives shares no memory with what was sent.
+    tensors, ``requires_grad``. A tensor that is not dense (expanded, sliced) arrives contiguous. What arrives shares
+    no memory with what was sent.
 
     One thread calls all of this, except ``interrupt``, ``waiting_for``, ``deliver`` and ``mark_lost``, which any may call.
 
@@ -101,6 +101,12 @@ class Transport(ABC):
     @abstractmethod
     def discard_before(self, step: int) -> None:
         """Drop the values of earlier steps: those that have arrived, those that will, and those not sent yet."""
+
+    def finish(self) -> None:  # noqa: B027
+        """Wait until the device has computed all that it was given, and all values are sent. Raises what it failed with."""
+
+    def drop_unsent(self) -> None:  # noqa: B027
+        """Drop the values that are not copied from the device yet: their step has failed."""
 
     def trim(self) -> None:  # noqa: B027
         """Give up memory that is kept for values to come: what needed it is gone."""

@@ -107,8 +107,7 @@ def layout_of(value: Any) -> ValueLayout:
     def stand_in(leaf: Any) -> Any:
         nonlocal end, payload
         if is_plain_tensor(leaf):
-            stride = tuple(leaf.stride()) if _is_dense(leaf) else tuple(torch.empty(leaf.shape, device="meta").stride())
-            tensors.append(TensorLayout(leaf.dtype, tuple(leaf.shape), stride, leaf.requires_grad, end))
+            tensors.append(TensorLayout(leaf.dtype, tuple(leaf.shape), strides_of(leaf), leaf.requires_grad, end))
             payload, end = payload + leaf.nbytes, end + aligned(leaf.nbytes)
             return LeafIndex(len(tensors) - 1)
         if type(leaf) in _CONSTANTS:
@@ -168,8 +167,15 @@ def is_plain_tensor(leaf: Any) -> bool:
     return type(leaf) in _PLAIN and leaf.layout is torch.strided and not leaf.is_quantized and not leaf.is_meta
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return torch.ops.aten.is_non_overlapping_and_dense(tensor)
+def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides of a tensor's copy: its own, or if it is not dense those of a contiguous one.
+
+    >>> strides_of(torch.zeros(2, 3).t()), strides_of(torch.zeros(1).expand(4))
+    ((1, 3), (1,))
+    """
+    if torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        return tuple(tensor.stride())
+    return tuple(torch.empty(tensor.shape, device="meta").stride())
 
 
 def _is_bytes(rest: list[Any]) -> bool:

@@ -36,6 +36,7 @@ from pippy.drivers.control.messages import (
     WriteState,
     WrittenState,
 )
+from pippy.drivers.transport.device_copies import DeviceCopies
 from pippy.drivers.transport.pickling import unpickle
 from pippy.drivers.transport.transport import Transport
 from pippy.drivers.workers.compiling import compile_modules
@@ -64,9 +65,11 @@ class DriverState:
         transport: Transport,
         device: torch.device,
         given_up: Callable[[], bool] = lambda: False,
+        copies: DeviceCopies | None = None,
     ) -> None:
         self.given_up, self.index = given_up, index
         self.transport, self.device, self.constant = transport, device, load.constant
+        self.copies = copies
         self.modules: dict[str, nn.Module] = unpickle(load.modules, device=device)
         for module in self.modules.values():
             module.to(device)
@@ -148,7 +151,9 @@ class DriverState:
     def _add_program(self, program: AddProgram, number: int) -> None:
         given = program, self.modules, self.constant, self.transport, self.device, self.statistics
         limits = program.out_of_order
-        self.programs[program.program] = OutOfOrderExecutor(*given, limits) if limits else Executor(*given)
+        self.programs[program.program] = (
+            OutOfOrderExecutor(*given, self.copies, limits) if limits else Executor(*given, self.copies)
+        )
 
     def _step(self, step: Step, number: int) -> StepResult:
         if not step.record:

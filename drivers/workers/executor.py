@@ -24,6 +24,7 @@ from pippy.drivers.errors import PeerLost
 from pippy.drivers.lowering.flow import Work
 from pippy.drivers.schedules.programs.edges import Pass
 from pippy.drivers.schedules.programs.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
+from pippy.drivers.transport.device_copies import DeviceCopies, HostCopy
 from pippy.drivers.transport.received_values import Interrupted
 from pippy.drivers.transport.transport import Transport
 from pippy.drivers.workers.loss_probe import LossProbe
@@ -103,8 +104,10 @@ class Executor:
         transport: Transport,
         device: torch.device,
         statistics: StepStatistics | None = None,
+        copies: DeviceCopies | None = None,
     ) -> None:
         self.program, self.transport, self.device, self.statistics = program, transport, device, statistics
+        self.copies, self.takes_inputs_up = copies, copies is not None or device.type != "cpu"
         self.calls = {
             name: StageCall(name, modules[name], call.template, constant.get(name, ()), call.seen)
             for name, call in program.calls.items()
@@ -209,7 +212,7 @@ class Executor:
     @cached_property
     def recorder(self) -> Recorder:
         """Notes the times of instructions, in the steps that are recorded."""
-        return Recorder(self.program.order, self.code, self.program.ranks, self.transport, self.device)
+        return Recorder(self.program.order, self.code, self.program.ranks, self.transport, self.device, self.copies)
 
     @cached_property
     def saved_memory(self) -> SavedMemory:
@@ -235,7 +238,15 @@ class Executor:
         return self.program.order[self.at]
 
     def _here(self, value: Any) -> Any:
+        if self.copies is not None:
+            return self.copies.to_device(value)
         return map_tensors(lambda tensor: tensor.to(self.device), value)
+
+    def _leaves_device(self, value: Any) -> Any:
+        """Outputs do not wait on the device for the end of the step. Numbers do: they are fetched in one piece."""
+        if self.copies is None:
+            return map_tensors(_off_the_device, value)
+        return value if _is_number(value) else self.copies.to_host(value)
 
     def _bound(self, instruction: Instruction) -> tuple[Handle, tuple[Any, ...]]:
         match instruction:
@@ -314,7 +325,7 @@ class Executor:
 
     def _forward(self, call: StageCall, microbatch: int, takes: Sequence[Key], gives: Sequence[Key]) -> None:
         values = self.values
-        if self.device.type != "cpu":  # inputs of the model: all at once would take as much memory as the mini-batch
+        if self.takes_inputs_up:  # inputs of the model: all at once would take as much memory as the mini-batch
             for key in takes:
                 if key[0] in self.given:
                     values[key] = self._here(values[key])
@@ -336,7 +347,7 @@ class Executor:
             if key[0] in self.returned:
                 seed = self.seeds[key[0]]
                 kept = map_tensors(_detached, value if seed is None else loss_inside(seed, value))
-                self.returned[key[0]][microbatch] = kept if self.trains else map_tensors(_off_the_device, kept)
+                self.returned[key[0]][microbatch] = kept if self.trains else self._leaves_device(kept)
         if self.output_probe is not None and microbatch == 0 and call.name != LOSS:
             given = {key[0]: values[key] for key in gives}
             self.output_probe.see(call, [key[0] for key in takes], args, given, self.returned)
@@ -444,6 +455,8 @@ class Executor:
             check_opaque_leaves(value)
         try:
             self.transport.send(to, (self.step, number, microbatch), value)
+        except StageError:  # of a value that was to leave the device before
+            raise
         except Exception as error:
             what = f"{key[0]} of micro-batch {microbatch}, {describe(self.values[key])}"
             raise StageError(f"{what}, could not be sent to worker {to}: {type(error).__name__}: {error}") from error
@@ -451,7 +464,7 @@ class Executor:
     def _receive(self, key: Key, source: int, number: int, microbatch: int) -> None:
         try:
             self.values[key] = self.transport.receive((self.step, number, microbatch), source)
-        except (Interrupted, PeerLost):
+        except (Interrupted, PeerLost, StageError):
             raise
         except Exception as error:
             what = f"{key[0]} of micro-batch {microbatch}, from worker {source}"
@@ -475,12 +488,15 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _off_the_device(tensor: torch.Tensor) -> torch.Tensor:
-    """Outputs do not wait on the device for the end of the step. Numbers do: they are fetched in one piece."""
     return tensor.cpu() if tensor.dim() else tensor
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0
 
 
 def _packed(values: list[Any]) -> Any:
     """Numbers as one tensor. A message with one tensor for each of many micro-batches would be slow."""
-    if all(isinstance(value, torch.Tensor) and value.dim() == 0 for value in values):
+    if all(map(_is_number, values)):
         return torch.stack(values).cpu()
-    return [map_tensors(torch.Tensor.cpu, value) for value in values]
+    return [value.wait() if type(value) is HostCopy else map_tensors(torch.Tensor.cpu, value) for value in values]

@@ -26,6 +26,7 @@ from pippy.drivers.control.messages import AddProgram, OutOfOrderLimits
 from pippy.drivers.lowering.flow import taken
 from pippy.drivers.schedules.programs.edges import Pass, produced_by
 from pippy.drivers.schedules.programs.instructions import Compute, Op, Receive
+from pippy.drivers.transport.device_copies import DeviceCopies
 from pippy.drivers.transport.received_values import Interrupted, ValueKey
 from pippy.drivers.transport.transport import Transport
 from pippy.drivers.workers.executor import Executor, Handle
@@ -49,9 +50,10 @@ class OutOfOrderExecutor(Executor):
         transport: Transport,
         device: torch.device,
         statistics: StepStatistics | None,
+        copies: DeviceCopies | None,
         limits: OutOfOrderLimits,
     ) -> None:
-        super().__init__(program, modules, constant, transport, device, statistics)
+        super().__init__(program, modules, constant, transport, device, statistics, copies)
         self.limits = limits
         backward = [key.stage for key in program.work if key.phase == "B"]
         gathers = [key.stage for key, work in program.work.items() if self.single and LOSS in [w.call for w in work]]

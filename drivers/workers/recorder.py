@@ -1,7 +1,9 @@
 """Notes when each instruction of a worker ends, in steps that are recorded. Other steps run without it.
 
-An instruction begins when the one before it ends, so the clock is read once for each. On an accelerator, the worker waits for
-a computation before it notes its end. Otherwise its time would be counted for the next instruction that waits for it.
+An instruction begins when the one before it ends, so the clock is read once for each. On an accelerator the worker does not
+wait for what it starts: there an instruction ends when the stream that computes is through with it. An event after each of
+them notes that, and the times are read when the step has ended. The stream is idle while the worker waits for a value, so
+a receive ends when the value is on the device.
 """
 
 import os
@@ -10,7 +12,7 @@ import socket
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
@@ -20,6 +22,7 @@ import torch
 
 from pippy.drivers.control.messages import WorkerRecord
 from pippy.drivers.schedules.programs.instructions import Compute, Instruction, Receive, Send
+from pippy.drivers.transport.device_copies import DeviceCopies
 from pippy.drivers.transport.received_values import ValueKey
 from pippy.drivers.transport.transport import SentCount, Transport
 from pippy.drivers.workers.gradients import Messages
@@ -40,8 +43,10 @@ class Recorder:
         ranks: Sequence[int],
         transport: Transport,
         device: torch.device,
+        copies: DeviceCopies | None = None,
     ) -> None:
         self.ranks, self.transport, self.device = ranks, transport, device
+        self.events = None if copies is None else StreamTimes(copies, len(order) + 1)
         self.ends = array("d", [0.0]) * len(order)
         self.sizes: dict[int, int] = {}
         self.memory = DeviceMemory(device) if device.type == "cuda" else ProcessMemory()
@@ -68,7 +73,7 @@ class Recorder:
 
         ``values`` is where the instructions put the values that they receive.
         """
-        self.started = time.monotonic()
+        self.started = time.monotonic() if self.events is None else self.events.start()
         if self.held is None:
             return self.code
         return [self._weighed(at, each, values, *bound) for at, (each, bound) in enumerate(zip(self.order, self.code))]
@@ -76,6 +81,8 @@ class Recorder:
     def note_adding(self) -> Messages:
         """Note that the worker begins to add up the gradients of replicated parameters. Returns what is to carry them."""
         self.adding = time.monotonic()
+        if self.events is not None:
+            self.events.note(len(self.order))
         if self.held is None:
             return self.transport
         self.held.live.looks_at_arguments = True  # gradients come from other workers
@@ -83,6 +90,9 @@ class Recorder:
 
     def record(self) -> WorkerRecord:
         """What was noted. The step ends now."""
+        if self.events is not None:
+            adding = self.events.read(self.ends, self.started, self.adding is not None)
+            self.adding = self.adding and adding
         return WorkerRecord(
             clock(),
             self.began,
@@ -129,11 +139,10 @@ class Recorder:
             handle(*operands)
             ends[at] = now()
 
+        noted = timed if self.events is None else self.events.noting(at, handle)
         if isinstance(instruction, Send):
-            return self._counted(at, self.ranks[instruction.to], timed), operands
-        if isinstance(instruction, Compute) and self.device.type != "cpu":
-            return self._awaited(at, handle), operands
-        return timed, operands
+            return self._counted(at, self.ranks[instruction.to], noted), operands
+        return noted, operands
 
     def _counted(self, at: int, to: int, send: Callable[..., None]) -> Callable[..., None]:
         sent, sizes = self.transport.sent, self.sizes
@@ -145,13 +154,40 @@ class Recorder:
 
         return counted
 
-    def _awaited(self, at: int, compute: Callable[..., None]) -> Callable[..., None]:
-        def awaited(*operands: Any) -> None:
-            compute(*operands)
-            torch.accelerator.synchronize(self.device)
-            self.ends[at] = time.monotonic()
 
-        return awaited
+class StreamTimes:
+    """The times at which the stream that computes was through with each of ``count`` things."""
+
+    def __init__(self, copies: DeviceCopies, count: int) -> None:
+        self.copies, self.stream = copies, copies.accelerator.current_stream()
+        self._start, *self._ends = (copies.accelerator.event(timed=True) for _ in range(count + 1))
+
+    def start(self) -> float:
+        """Wait for the device, and begin: now, by the clock of this process."""
+        self.copies.wait()
+        self._start.record(self.stream)
+        return time.monotonic()
+
+    def note(self, at: int) -> None:
+        """Note the end of what the stream has been given by now."""
+        self._ends[at].record(self.stream)
+
+    def noting(self, at: int, handle: Callable[..., None]) -> Callable[..., None]:
+        """An instruction that notes its end."""
+        end, stream = self._ends[at], self.stream
+
+        def noted(*operands: Any) -> None:
+            handle(*operands)
+            end.record(stream)
+
+        return noted
+
+    def read(self, ends: MutableSequence[float], started: float, last: bool) -> float:
+        """Wait for the device, and write the ends, on the clock on which it began. Returns the ``last``, if it was noted."""
+        self.copies.wait()
+        for at in range(len(ends)):
+            ends[at] = started + self._start.elapsed_time(self._ends[at]) / 1e3
+        return started + self._start.elapsed_time(self._ends[-1]) / 1e3 if last else started
 
 
 class _Unseen:

@@ -36,6 +36,8 @@ class Worker:
     def run(self) -> None:
         """Run commands until the queue of messages ends."""
         messages, transport = self.context.messages, self.context.transport
+        if self.context.copies is not None:
+            self.context.copies.accelerator.set_current()  # before anything of the user's runs in this thread
         while True:
             transport.wait_for(messages.fileno())
             command, reply = messages.get()
@@ -124,12 +126,15 @@ class Worker:
 
     def _obey_inside(self, command: Command) -> Any:
         body = command.body
+        transport = self.context.transport
         if isinstance(body, Load):
             self.drivers[command.driver] = DriverState(
-                body, self.context.index, self.context.transport, self.device, self.given_up
+                body, self.context.index, transport, self.device, self.given_up, self.context.copies
             )
             return None
-        return self.drivers[command.driver].obey(command)
+        result = self.drivers[command.driver].obey(command)
+        transport.finish()  # an answer says that it has succeeded, on the device too
+        return result
 
     def _drop(self, drivers: Sequence[int]) -> None:
         """Drop what belongs to these drivers, and free its memory at once: stages may be large, and are in reference cycles."""
@@ -139,6 +144,8 @@ class Worker:
         if gone:
             gc.collect()
             self.context.transport.trim()
+            if self.context.copies is not None:
+                self.context.copies.accelerator.free_cache()
 
     def _clean_up(self, number: int) -> None:
         """Drop the gradients and values of commands that were given up before the command with this number."""
@@ -150,7 +157,8 @@ class Worker:
             self.context.transport.clear_interrupt()
 
     def _undo(self, command: Command) -> None:
-        """Drop the gradients of a command that failed."""
+        """Drop the gradients of a command that failed, and what it has not sent."""
+        self.context.transport.drop_unsent()
         state = self.drivers.get(command.driver)
         if state is not None:
             state.running = None

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from pippy.drivers.transport.device_copies import DeviceCopies
 from pippy.drivers.transport.messages.message_queue import MessageQueue
 
 
@@ -10,6 +11,7 @@ from pippy.drivers.transport.messages.message_queue import MessageQueue
 class WorkerContext:
     """A worker's place in its cluster. ``threads`` and the core, if pinned, are set already.
 
+    ``copies`` are those between the host and the ``device``, if that is not the CPU: then ``transport`` uses them, too.
     With ``shares_process`` the worker is a thread of a process whose settings and random numbers are a script's.
 
     >>> context = WorkerContext(0, ("first", "last"), MessageQueue(), None, "cpu", 1)
@@ -24,6 +26,7 @@ class WorkerContext:
     device: str
     threads: int
     shares_process: bool = False
+    copies: DeviceCopies | None = None
 
     @property
     def workers(self) -> int:

@@ -8,6 +8,8 @@ import torch
 
 from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.control.control import Address, Control, PendingCall
+from pippy.drivers.transport.device_copies import DeviceCopies
+from pippy.drivers.transport.device_transport import DeviceTransport
 from pippy.drivers.transport.in_process import in_process
 from pippy.drivers.transport.messages.message_queue import MessageQueue
 from pippy.drivers.transport.pickling import pickle_message, unpickle
@@ -55,11 +57,14 @@ class NoProcesses:
 
 
 @contextmanager
-def thread_cluster(n):
+def thread_cluster(n, accelerators=None):
+    """A cluster of ``n`` workers; each computes on its accelerator, if some are given."""
     names = tuple(f"worker{index}" for index in range(n))
-    transports = in_process(n)
+    transports, copies = in_process(n), [each and DeviceCopies(each) for each in accelerators or [None] * n]
+    transports = [carrier if own is None else DeviceTransport(carrier, own) for carrier, own in zip(transports, copies)]
     workers = [
-        Worker(WorkerContext(index, names, MessageQueue(), transports[index], "cpu", 1, True)) for index in range(n)
+        Worker(WorkerContext(index, names, MessageQueue(), transports[index], "cpu", 1, True, copies[index]))
+        for index in range(n)
     ]
     for worker in workers:
         inner = worker.answer

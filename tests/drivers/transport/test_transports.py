@@ -15,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pippy.drivers.errors import PeerLost
+from pippy.drivers.transport.device_copies import DeviceCopies
+from pippy.drivers.transport.device_transport import DeviceTransport
 from pippy.drivers.transport.in_process import in_process
 from pippy.drivers.transport.pickling import pickle_by_value, pickle_message, unpickle
 from pippy.drivers.transport.received_values import Interrupted
@@ -23,6 +25,7 @@ from pippy.drivers.transport.shared_memory_transport import SharedMemoryTranspor
 from pippy.drivers.transport.transport import SentCount
 from pippy.ir.sparse_tensors import parts_of
 from pippy.ir.trees import nbytes
+from tests.drivers.simulated_device import SimulatedDevice
 
 Point = namedtuple("Point", "x y")
 
@@ -81,8 +84,31 @@ def patient(count):
     return shared_memory(count, patience=1.0)
 
 
-KINDS = {"shared_memory": shared_memory, "patient": patient, "messages": by_messages, "in_process": in_process}
-KINDS |= {"far": far, "mixed": mixed}
+class SendsAtOnce(DeviceTransport):
+    """Here one thread has all transports: nobody would wait in the sender's and send what has been copied."""
+
+    def send(self, to, key, value):
+        super().send(to, key, value)
+        self.finish()
+
+
+def of_devices(count):
+    """Copies values from a device to the host and back."""
+    devices = [SimulatedDevice() for _ in range(count)]
+    for device in devices:
+        device.set_current()
+    return [SendsAtOnce(each, DeviceCopies(device)) for each, device in zip(shared_memory(count), devices)]
+
+
+KINDS = {
+    "shared_memory": shared_memory,
+    "patient": patient,
+    "messages": by_messages,
+    "in_process": in_process,
+    "of_devices": of_devices,
+    "far": far,
+    "mixed": mixed,
+}
 
 
 @pytest.fixture(params=KINDS)

@@ -1,0 +1,240 @@
+"""Stages on devices that compute beside the host: GPUs, where there are some, and simulated ones."""
+
+import copy
+from contextlib import ExitStack, contextmanager, nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pippy import (
+    MultiUseParameterConfig,
+    Pipe,
+    PipelineDriver,
+    PipelineDriver1F1B,
+    local_cluster,
+    pipe_split,
+    pipeline,
+)
+from pippy.drivers.transport.device_transport import DeviceTransport
+from pippy.drivers.workers.executor import Executor
+from pippy.errors import StepError
+from tests.drivers.models import TiedLanguage
+from tests.drivers.processes import close_open_cluster
+from tests.drivers.simulated_device import SimulatedDevice
+from tests.drivers.thread_cluster import thread_cluster
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+
+
+def cross_entropy(output, target):
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def gpus():
+    """Two workers on the first GPU, one on the last, one without."""
+    close_open_cluster()
+    last = f"cuda:{torch.cuda.device_count() - 1}"
+    return local_cluster(4, devices=["cuda:0", "cuda:0", last, "cpu"])
+
+
+@pytest.fixture
+def simulated():
+    """Three simulated devices."""
+    return [SimulatedDevice() for _ in range(3)]
+
+
+@pytest.fixture(params=["simulated", pytest.param("cuda", marks=needs_gpu)])
+def devices(request, simulated):
+    """Three workers that compute on devices, and one that does not."""
+    with ExitStack() as opened:
+        yield opened.enter_context(gpus() if request.param == "cuda" else thread_cluster(4, [*simulated, None]))
+    assert {fault for device in simulated for fault in device.faults} == set()
+
+
+@pytest.mark.parametrize(("schedule", "options"), [("1f1b", {}), ("zb_h1", {}), ("1f1b", {"out_of_order": True})])
+@pytest.mark.parametrize("config", MultiUseParameterConfig)
+def test_training_is_that_of_the_plain_model(devices, config, schedule, options):
+    torch.manual_seed(0)
+    model = TiedLanguage().double()
+    plain = copy.deepcopy(model)
+    pipe = pipeline(model, cross_entropy, multi_use_param_spec=config)
+    driver = PipelineDriver(pipe, devices, schedule=schedule, **options)
+    mine, theirs = (
+        driver.instantiate_optimizer(torch.optim.AdamW, lr=1e-2),
+        torch.optim.AdamW(plain.parameters(), lr=1e-2),
+    )
+    for _ in range(3):
+        x, target = torch.randint(13, (7, 5)), torch.randint(13, (7, 5))
+        mine.zero_grad()
+        theirs.zero_grad()
+        loss = cross_entropy(plain(x), target)
+        loss.backward()
+        torch.testing.assert_close(driver.run(3, x, target), loss.detach(), rtol=1e-9, atol=0)
+        torch.testing.assert_close(driver.clip_grad_norm_(0.5), nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
+        mine.step()
+        theirs.step()
+    for name, tensor in driver.state_dict().items():
+        torch.testing.assert_close(tensor, plain.state_dict()[name], rtol=1e-8, atol=1e-11)
+    driver.close()
+
+
+@needs_gpu
+def test_inputs_may_be_on_a_gpu():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    with gpus() as cluster:
+        driver = PipelineDriver1F1B(Pipe.from_sequential(model), cluster)
+        x = torch.randn(4, 8)
+        torch.testing.assert_close(driver.run(2, x.cuda()).cpu(), model(x), rtol=1e-4, atol=1e-5)
+        driver.close()
+
+
+@contextmanager
+def started_only(monkeypatch):
+    """Inside, a worker that waits for its device between the first and the last instruction of a step is a fault."""
+    inner = Executor._go_through
+
+    def go_through(executor, *given):
+        with executor.copies.accelerator.forbidding_waits() if executor.copies else nullcontext():
+            inner(executor, *given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Executor, "_go_through", go_through)
+        yield
+
+
+def mean_square(output, target):
+    return F.mse_loss(output, target)
+
+
+class Chained(nn.Module):
+    """Stages whose outputs are changed in place by what follows, on the same worker and on the next."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            x = layer(x).relu_() if number % 2 else layer(x)
+            if number < 3:
+                pipe_split()
+        return x
+
+
+def chained(cluster, **options):
+    torch.manual_seed(0)
+    model = Chained().double()
+    return copy.deepcopy(model), PipelineDriver(pipeline(model, mean_square), cluster, loss_reduction="mean", **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint": "always"}, {"schedule": "interleaved_1f1b", "world_size": 2}])
+def test_a_step_starts_its_work_and_waits_at_its_end_only(monkeypatch, simulated, options):
+    with thread_cluster(3, simulated) as cluster:
+        plain, driver = chained(cluster, **{"schedule": "1f1b", "world_size": 2} | options)
+        x, target = torch.randn(2, 8, 4, dtype=torch.float64)
+        with started_only(monkeypatch):
+            loss = driver.run(8, x, target)
+            with torch.no_grad():
+                output = driver.run(4, x, target)
+    torch.testing.assert_close(loss, mean_square(plain(x), target).detach())
+    torch.testing.assert_close(output, loss)
+    assert simulated[0].arrived >= 8 + 4, "inputs of the model are copied, too"
+    assert [device.faults for device in simulated] == [[]] * 3
+
+
+def test_outputs_leave_the_device_while_it_computes(monkeypatch, simulated):
+    model = Chained()
+    with thread_cluster(3, simulated) as cluster:
+        driver = PipelineDriver(pipeline(copy.deepcopy(model)), cluster, world_size=2)
+        x = torch.randn(8, 4)
+        driver.run(4, x)  # the first step looks at an output twice
+        with started_only(monkeypatch), torch.no_grad():
+            torch.testing.assert_close(driver.run(4, x), model(x))
+    assert [device.faults for device in simulated] == [[]] * 3
+
+
+def test_a_recorded_step_notes_events_and_reads_them_at_its_end(monkeypatch, simulated):
+    with thread_cluster(3, simulated) as cluster:
+        _, driver = chained(cluster, schedule="1f1b", world_size=2)
+        given = torch.randn(2, 8, 4, dtype=torch.float64)
+        with started_only(monkeypatch), driver.record() as recording:
+            driver.run(4, *given)
+    (step,) = recording.steps
+    for record in step.noted:
+        assert record.began <= record.started <= record.ends[0]
+        assert list(record.ends) == sorted(record.ends) and record.ends[-1] <= record.ended
+    assert [device.faults for device in simulated] == [[]] * 3
+
+
+def test_a_device_that_fails_ends_the_step_and_the_next_is_right(simulated):
+    with thread_cluster(3, simulated) as cluster:
+        plain, driver = chained(cluster, schedule="1f1b", world_size=2)
+        given = torch.randn(2, 8, 4, dtype=torch.float64)
+        for failing in simulated[:2]:
+            failing.fails = True
+            with pytest.raises(StepError, match="DeviceFailed: an assertion in a kernel"):
+                driver.run(4, *given)
+            failing.fails = False
+            driver.zero_grad()
+            torch.testing.assert_close(driver.run(4, *given), mean_square(plain(given[0]), given[1]).detach())
+
+
+def test_a_device_that_fails_after_the_last_instruction_ends_the_step(monkeypatch, simulated):
+    """Its worker sends nothing, and would have answered that the step has succeeded."""
+    inner, failing = Executor._go_through, simulated[0]
+    with thread_cluster(1, simulated[:1]) as cluster:
+        plain, driver = chained(cluster)
+
+        def go_through(executor, *given):
+            inner(executor, *given)
+            failing.fails = True
+
+        given = torch.randn(2, 8, 4, dtype=torch.float64)
+        with monkeypatch.context() as patched:
+            patched.setattr(Executor, "_go_through", go_through)
+            with pytest.raises(StepError, match="DeviceFailed: an assertion in a kernel"):
+                driver.run(4, *given)
+        failing.fails = False
+        driver.run(1, *given)
+        mean_square(plain(given[0]), given[1]).backward()
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(driver.gradients([name])[name], parameter.grad)
+
+
+class Second(Exception):
+    pass
+
+
+def test_what_a_failed_step_has_not_sent_is_not_sent(monkeypatch, simulated):
+    """The copy fails when the worker has answered, and waits for its next command."""
+    leaves, failing = simulated[0].copies_may_end, simulated[0]
+    inner = DeviceTransport.send
+    with thread_cluster(2, simulated[:2]) as cluster:
+        plain, driver = chained(cluster, schedule="1f1b")
+        given = torch.randn(2, 8, 4, dtype=torch.float64)
+
+        def send(transport, *given):
+            inner(transport, *given)
+            raise Second
+
+        leaves.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(DeviceTransport, "send", send)
+            with pytest.raises(StepError, match="Second"):
+                driver.run(4, *given)
+        failing.fails = True
+        leaves.set()
+        assert failing.has_failed.wait(10)
+        failing.fails = False
+        driver.zero_grad()
+        torch.testing.assert_close(driver.run(4, *given), mean_square(plain(given[0]), given[1]).detach())
+
+
+def test_what_a_driver_frees_is_given_back_to_other_workers_of_the_device(simulated):
+    with thread_cluster(3, simulated) as cluster:
+        _, driver = chained(cluster, schedule="1f1b", world_size=2)
+        driver.close()
+        PipelineDriver(pipeline(Chained()), cluster)  # what is closed is dropped with the next command
+        assert [device.freed_caches for device in simulated] == [1, 1, 0]
