@@ -12,7 +12,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,15 +126,18 @@ class Saving:
 
     def finish(self) -> None:
         """Wait for what is still being written, and raise what went wrong with it."""
-        if self._thread is not None:
-            self._thread.join()
+        thread = self._thread
+        if thread is not None:
+            thread.join()
         self.raise_error()
 
     def raise_error(self) -> None:
         """Raise what went wrong with a checkpoint that was written beside the run, once."""
-        if self._thread is not None and not self._thread.is_alive():
+        thread = self._thread
+        if thread is not None and not thread.is_alive():
             error, self._error, self._thread = self._error, None, None
-            self.cluster.unfinished.remove(self.finish)
+            with suppress(ValueError):  # another thread may have waited, too
+                self.cluster.unfinished.remove(self.finish)
             if error is not None:
                 raise error
 

@@ -58,7 +58,7 @@ class Cluster:
     def close(self) -> None:
         """End all workers, when checkpoints that are being written are whole. A second call does nothing."""
         try:
-            for finish in self.unfinished.copy():
+            for finish in () if self.control.broken else self.unfinished.copy():
                 finish()
         finally:
             self._end()
@@ -88,7 +88,12 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except Exception as late:
+            if error is None:
+                raise
+            error.add_note(f"and at the end of the cluster: {late}")
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "broken" if self.control.broken else "open"

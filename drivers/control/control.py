@@ -1,5 +1,6 @@
 """How the controller calls workers and waits for their answers, and how it notices that a worker is lost."""
 
+import copy
 import threading
 import time
 from collections import deque
@@ -104,6 +105,7 @@ class Control:
         self.timeout, self.interval = timeout, interval
         self.counts = [0] * len(self.workers)
         self._broken: str | None = None
+        self._lost: WorkerLostError | None = None
         self.lost: str | None = None  # which worker, and how, once one is lost
         self._waits: set[_Wait] = set()  # of all threads
         self._reports: deque[tuple[int, int, str]] = deque()
@@ -181,12 +183,19 @@ class Control:
             by, peer, how = self._reports.popleft()
             raise self.mark_lost(peer, f"worker {self.workers[by].name!r} could not send it a value: {how}")
 
+    def check_waiting(self) -> None:
+        """Like `check`, in a wait that has begun: where another thread has found a worker lost, say so here, too."""
+        if self._lost is not None:
+            raise copy.copy(self._lost)
+        self.check()
+
     def mark_lost(self, worker: int, how: str) -> WorkerLostError:
         """Note that a worker is lost: from now on the cluster is broken. Returns the error to raise."""
         address = self.workers[worker]
         how = self._deaths(0.2).get(worker, how)
         error = WorkerLostError(address.name, worker, address.host, address.pid, how)
         self.lost = self.lost or str(error)
+        self._lost = self._lost if self.broken else error
         self.broken = self.broken or f"this cluster lost a worker and cannot go on ({error})"
         return error
 
@@ -215,7 +224,7 @@ class Control:
 
     def _explain(self, call: PendingCall, error: Exception) -> None:
         """A call failed. A worker that answers a ping after it lives, and the call itself was at fault."""
-        self.check()
+        self.check_waiting()
         broken = f"the connection to it broke: {_last_line(error)}"
         if call.worker in self._deaths(0):
             raise self.mark_lost(call.worker, broken) from None
@@ -273,7 +282,7 @@ class _Wait:
                 continue
             due = self._due(since)
             self.control.messages.wait(self.wakeup, max(0.0, due - time.monotonic()))
-            self.control.check()
+            self.control.check_waiting()
             now = time.monotonic()
             if self.arrived or now < due:
                 continue

@@ -1,5 +1,6 @@
 """Reads a worker's part of a checkpoint: first all of it beside what the worker has, and then in its place."""
 
+import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,6 +39,12 @@ class StateReader:
                 self._states[number] = {
                     place: {key: stored.read() for key, stored in state.items()} for place, state in states.items()
                 }
+        except FileNotFoundError as error:
+            self._drop()
+            raise CheckpointError(
+                f"{error.filename} is not there on {socket.gethostname()}; give a folder on a file system that all hosts "
+                "share, at the same path"
+            ) from error
         except BaseException:
             self._drop()
             raise

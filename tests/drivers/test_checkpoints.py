@@ -4,6 +4,8 @@ import copy
 import json
 import os
 import random
+import subprocess
+import sys
 import threading
 from collections import Counter
 
@@ -14,7 +16,8 @@ from torch.nn import functional as F
 
 import pippy
 from pippy import MultiUseParameterConfig, Pipe, PipelineDriver, PipelineDriver1F1B, load_checkpoint, pipeline
-from pippy.drivers.checkpoints import synced_files
+from pippy.drivers import loading
+from pippy.drivers.checkpoints import run_folder, synced_files
 from pippy.drivers.errors import CheckpointError
 from pippy.ir.errors import PippyWarning
 from tests.drivers.models import TiedLanguage
@@ -438,6 +441,77 @@ def test_the_end_of_a_cluster_waits_for_a_checkpoint(tmp_path, monkeypatch):
         assert gate.reached.wait(60)
         threading.Timer(0.05, gate.opened.set).start()
     assert load_checkpoint(tmp_path)["step"] == 0
+
+
+def test_what_went_wrong_first_is_raised_at_the_end_of_a_cluster(tmp_path, monkeypatch):
+    gate = Gate(monkeypatch)
+    gate.write = lambda file, data: os.write(-1, data)
+    with pytest.raises(CheckpointError, match="no checkpoint was written"), thread_cluster(4) as cluster:
+        Training(cluster).driver.save(tmp_path, wait=False)
+    with pytest.raises(ZeroDivisionError) as raised, thread_cluster(4) as cluster:
+        Training(cluster).driver.save(tmp_path, wait=False)
+        raise ZeroDivisionError
+    assert "no checkpoint was written" in raised.value.__notes__[0]
+
+
+def test_a_folder_that_a_host_does_not_see_is_named(threads, tmp_path, monkeypatch):
+    class Elsewhere:
+        """Makes no folders: as if the controller made them on a disk of its own."""
+
+        def __getattr__(self, name):
+            return getattr(os, name)
+
+        def mkdir(self, path):
+            pass
+
+    training = Training(threads)
+    monkeypatch.setattr(run_folder, "os", Elsewhere())
+    with pytest.raises(CheckpointError, match=r"worker \d .*(?s:.)*is not there on .*all hosts share"):
+        training.driver.save(tmp_path)
+    monkeypatch.undo()
+    path = training.driver.save(tmp_path)
+    whole = loading.contents_of
+
+    def moved(path):
+        found = whole(path)
+        os.rename(tmp_path / "save-1", tmp_path / "save-2")
+        return found
+
+    monkeypatch.setattr(loading, "contents_of", moved)
+    with pytest.raises(CheckpointError, match=r"nothing was loaded(?s:.)*is not there on .*all hosts share"):
+        training.driver.load(path)
+
+
+SAVES_WITHOUT_END = """
+import sys, torch
+from torch import nn
+from pippy import Pipe, PipelineDriver1F1B, local_cluster
+
+with local_cluster(2, threads=1) as cluster:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
+    driver = PipelineDriver1F1B(Pipe.from_sequential(model, nn.MSELoss()), cluster)
+    for step in range(10**9):
+        with torch.no_grad():
+            driver.load_state_dict({name: torch.full_like(each, step) for name, each in model.state_dict().items()})
+        driver.save(sys.argv[1], step=step, keep=2, wait=step % 2 == 0)
+        print(step, flush=True)
+"""
+
+
+def test_a_script_that_is_killed_leaves_a_whole_checkpoint(tmp_path):
+    script = subprocess.Popen(
+        [sys.executable, "-c", SAVES_WITHOUT_END, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        for line in script.stdout:
+            if line == "3\n":
+                break
+    finally:
+        script.kill()
+        script.wait()
+        script.stdout.close()
+    saved = load_checkpoint(tmp_path)
+    assert saved["step"] >= 2 and all(bool((each == saved["step"]).all()) for each in saved["model"].values())
 
 
 # Which are kept

@@ -45,6 +45,24 @@ def test_a_call_that_failed(end, kind, words):
     assert bool(control.broken) is (kind is WorkerLostError)
 
 
+class LostMeanwhile(ControllerConnections):
+    """Another thread finds that a worker is lost, while this one waits for it."""
+
+    def wait(self, wakeup, timeout):
+        self.control.mark_lost(0, "killed by SIGKILL")
+
+
+def test_a_wait_says_which_worker_is_lost_though_another_thread_has_found_it():
+    """It raised a ClusterError of no worker, so that a script which looks for a lost worker did not find it."""
+    messages = LostMeanwhile()
+    messages.control = control = Control([Address("worker0", "rpc0", "here", 1)], messages=messages)
+    with pytest.raises(WorkerLostError, match=r"worker0.*killed by SIGKILL"):
+        control.wait(PendingCall(0, "Step", torch.futures.Future()))
+    with pytest.raises(ClusterError, match="lost a worker and cannot go on") as later:
+        control.check()
+    assert type(later.value) is ClusterError
+
+
 class Lid(ControllerConnections):
     """A worker answers a ping once both run again: they are stopped in the wait after it."""
 
