@@ -1,7 +1,8 @@
-"""What one micro-batch takes in each stage, found on fake tensors: its bytes, and a guess of its time from its FLOPs.
+"""What one micro-batch takes in each stage, found on fake tensors: its bytes, and a guess of its time.
 
-The guess is for the steps that come before anything is measured. Only the proportions matter, between stages and between a
-computation and what it costs to begin one.
+The guess is for the steps that come before anything is measured. If the Pipe was cut by measured times, it is those, and more
+or less of them if the micro-batch has more or fewer FLOPs than the example; otherwise it is made from the FLOPs. Only the
+proportions matter, between stages and between a computation and what it costs to begin one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from pippy.drivers.automatic.memory_fit import Call
+from pippy.drivers.batches.divide_call import divide_call
 from pippy.drivers.batches.division import Division
 from pippy.drivers.lowering.flow import loss_stage
 from pippy.drivers.memory.optimizer_bytes import CountedOptimizer
@@ -20,8 +22,9 @@ from pippy.drivers.schedules.fitting.search import MicroBatch
 from pippy.drivers.schedules.simulation.costs import Costs
 from pippy.ir.compiled import Compiled
 from pippy.ir.names import stage_index
-from pippy.ir.pipe import Pipe, compiled_of
+from pippy.ir.pipe import Pipe, compiled_of, example_of
 from pippy.ir.show.shapes import propagate_inputs
+from pippy.ir.trees import map_tensors
 
 FLOPS_PER_SECOND = {"cpu": 5e10}
 OF_A_DEVICE = 3e13
@@ -52,9 +55,29 @@ def call_to_fit(
     def estimate(chunks: int) -> MicroBatch:
         division = divided(chunks)
         sizes = count_pipe(pipe, division, device, optimizers=optimizers)
-        return MicroBatch(guessed_costs(_flops(compiled_of(pipe), division), device.type), sizes)
+        flops = _flops(compiled_of(pipe), division)
+        return MicroBatch(_balanced_costs(pipe, flops, device.type) or guessed_costs(flops, device.type), sizes)
 
     return Call(arguments, len(optimizers), divided, estimate)
+
+
+def _balanced_costs(pipe: Pipe, flops: Sequence[int], device: str) -> Costs | None:
+    """Costs from the times that the balancer measured, if it did, and on such a device. Its example has FLOPs, too."""
+    compiled = compiled_of(pipe)
+    seconds = None if compiled.balance is None else compiled.balance.seconds()
+    if seconds is None or any(each.device.type != device for each in pipe.parameters()):
+        return None
+    args, kwargs = map_tensors(lambda tensor: _without_memory(tensor, device), example_of(pipe))
+    of_example = sum(_flops(compiled, divide_call(compiled, 1, args, kwargs)))
+    scale = sum(flops) / of_example if of_example else 1.0
+    forward = [round(each * scale + BEGIN, 9) for each, _ in seconds]
+    half = [round(each * scale / 2 + BEGIN, 9) for _, each in seconds]
+    return Costs(forward, half, half, latency=BEGIN)
+
+
+def _without_memory(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """A tensor of such a shape on a device, whose elements are one number."""
+    return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
 
 
 def _flops(compiled: Compiled, division: Division) -> list[int]:

@@ -38,7 +38,8 @@ class StageBalance:
 
     ``sends`` is what crosses the cut behind it for one micro-batch, with the skips on their way to later stages; None for
     the last stage, and where the sizes are not known for want of example arguments. ``memory`` is what it holds between
-    computations, ``peak`` the most that it holds; None where there is no limit that it is compared with.
+    computations, ``peak`` the most that it holds; None where there is no limit that it is compared with. ``forward`` is what
+    its forward takes of a cost that is a time.
     """
 
     name: str
@@ -50,6 +51,7 @@ class StageBalance:
     memory: int
     sends: int | None
     peak: int | None = None
+    forward: int | None = None
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,19 @@ class Balance:
     def ratio(self) -> float:
         """The greatest cost over the mean: 1 is perfect."""
         return self.greatest.cost / self.mean if self.mean else 1.0
+
+    def seconds(self) -> list[tuple[float, float]] | None:
+        """The measured forward and backward of each stage, for the example; None if no times of both were measured.
+
+        >>> stages = (StageBalance("submod_0", "a", "b", 2, 30_000_000, 30, 120, None, forward=10_000_000),)
+        >>> Balance("time", "time", stages, 25, None, True, "").seconds()
+        [(0.01, 0.02)]
+        """
+        found = [
+            (each.forward / 1e9, (each.cost - each.forward) / 1e9) for each in self.stages if each.forward is not None
+        ]
+        trained = self.measure == "time" and any(backward for _, backward in found)
+        return found if trained else None
 
     def summary(self) -> str:
         """In a sentence: how uneven the stages are, and how even they could be."""

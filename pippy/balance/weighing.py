@@ -236,7 +236,14 @@ class Weighing:
             self.memory[number].of(start, end),
             sends,
             peak,
+            self._forward_time(start, end),
         )
+
+    def _forward_time(self, start: int, end: int) -> int | None:
+        if self.found is None or self.policy.measure != "time":
+            return None
+        loss = self.found.loss.forward if end == self.count else 0
+        return sum(cost.forward for cost in self.found.costs[start:end]) + loss
 
 
 def _summed(values: Sequence[int], edges: Iterable[int]) -> list[int]:
