@@ -108,8 +108,10 @@ class Commands:
     @in_turn
     def close(self) -> None:
         """Have the workers drop all that belongs to the driver."""
-        if self._finalizer is not None and self._finalizer.detach() and not self.dispatch.control.broken:
-            self.dispatch.call(self.driver, dict.fromkeys(self.workers, Unload()))
+        if self._finalizer is not None and self._finalizer.alive:
+            if not self.dispatch.control.broken:
+                self.dispatch.call(self.driver, dict.fromkeys(self.workers, Unload()))
+            self._finalizer.detach()
 
     # Steps
 

@@ -33,3 +33,32 @@ def uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         if came:
             before(*came[0])
+
+
+@contextmanager
+def first_waits() -> Iterator[None]:
+    """The first Ctrl-C waits for the end of the block, as in `uninterrupted`; a second one does not.
+
+    >>> with first_waits():
+    ...     print("from here to there, if nobody insists")
+    from here to there, if nobody insists
+    """
+    own = threading.current_thread() is threading.main_thread() and not _inside
+    before = signal.getsignal(signal.SIGINT) if own else None
+    if not callable(before):
+        yield
+        return
+    came: list[Any] = []
+
+    def first(*what: Any) -> None:
+        came.append(what)
+        if len(came) > 1:
+            before(*what)
+
+    signal.signal(signal.SIGINT, first)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if len(came) == 1:
+            before(*came[0])

@@ -16,6 +16,7 @@ from pippy.drivers.commands import Commands
 from pippy.drivers.control.messages import LoadOptimizerState, MakeOptimizer, OptimizerState, OptimizerStep
 from pippy.drivers.errors import OptimizerError
 from pippy.drivers.gradient_layouts import check_gradient_layouts
+from pippy.drivers.interrupts import first_waits
 from pippy.drivers.memory.optimizer_bytes import CountedOptimizer
 from pippy.drivers.optimizer_check import check_separable
 from pippy.drivers.placed_pipe import PlacedPipe
@@ -153,13 +154,15 @@ class PipelineOptimizer(Optimizer):
             raise OptimizerError("a closure would run here, not on the workers; call driver.run before step()")
         options = self._options()
         changed = None if _same(options, self._sent) else options
+        self.commands.wait()
         self._sent = ()  # if it fails, it is not known which workers have them
-        self.commands.call_reducing(
-            lambda reduce: dict.fromkeys(self.placed.workers, OptimizerStep(self.number, changed, reduce))
-        )
-        self._sent = options
-        self.commands.parameters_updated()
-        self.stale.updated()
+        with first_waits():  # or some workers might have updated their parameters, and others not
+            self.commands.call_reducing(
+                lambda reduce: dict.fromkeys(self.placed.workers, OptimizerStep(self.number, changed, reduce))
+            )
+            self._sent = options
+            self.commands.parameters_updated()
+            self.stale.updated()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -230,8 +233,10 @@ class PipelineOptimizer(Optimizer):
                 "is made: instantiate_optimizer(..., master_dtype=torch.float32)"
             )
         stores = self.placed.for_all_copies({renamed[key]: its for key, its in state.items()})
-        self.take_options(groups)
-        self.commands.call({worker: LoadOptimizerState(self.number, own) for worker, own in stores.items()})
+        self.commands.wait()
+        with first_waits():
+            self.take_options(groups)
+            self.commands.call({worker: LoadOptimizerState(self.number, own) for worker, own in stores.items()})
 
     def __reduce__(self) -> Any:
         raise TypeError("this optimizer's state lives on workers; pickle optimizer.state_dict()")

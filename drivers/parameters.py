@@ -10,6 +10,7 @@ from pippy.drivers.commands import Commands, GradientState
 from pippy.drivers.control.messages import ClampGradients, Fetch, GradientNorms, ReduceGradients, ScaleGradients, Store
 from pippy.drivers.errors import DriverError
 from pippy.drivers.filling import Filling
+from pippy.drivers.interrupts import first_waits
 from pippy.drivers.placed_pipe import PlacedPipe
 from pippy.drivers.stale_models import StaleModels
 from pippy.ir.names import LOSS, named_state
@@ -69,13 +70,18 @@ class RemoteParameters:
                 f"the norm of the gradients is {total.item()}; pass error_if_nonfinite=False to clip anyway"
             )
         factor = float(torch.clamp(max_norm / (total + 1e-6), max=1.0))  # min() would take 1.0 for a norm that is NaN
-        self.commands.call(dict.fromkeys(self.commands.workers, ScaleGradients(factor)))
+        with first_waits():  # or some workers might have scaled theirs, and others not
+            self.commands.call(dict.fromkeys(self.commands.workers, ScaleGradients(factor)))
         return total
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every element of all gradients between -clip_value and ``clip_value``."""
         limit = float(clip_value)
-        self.commands.call_reducing(lambda reduce: dict.fromkeys(self.commands.workers, ClampGradients(limit, reduce)))
+        self.commands.wait()
+        with first_waits():
+            self.commands.call_reducing(
+                lambda reduce: dict.fromkeys(self.commands.workers, ClampGradients(limit, reduce))
+            )
 
     # State dicts
 
@@ -115,13 +121,15 @@ class RemoteParameters:
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool) -> Any:
         """Load a state dict into the Pipe and into all workers."""
-        loaded = self.pipe.load_state_dict(state_dict, strict)
-        values = {name: state_dict[name].detach().cpu() for name in self._on_workers(state_dict)}
-        stores = self.placed.for_all_copies(values)
-        self.commands.call({worker: Store(tensors) for worker, tensors in stores.items()})
-        self.filling.filled(values)
-        if not loaded.missing_keys:
-            self.stale.end()
+        self.commands.wait()
+        with first_waits():  # or some workers might have the state, and others not
+            loaded = self.pipe.load_state_dict(state_dict, strict)
+            values = {name: state_dict[name].detach().cpu() for name in self._on_workers(state_dict)}
+            stores = self.placed.for_all_copies(values)
+            self.commands.call({worker: Store(tensors) for worker, tensors in stores.items()})
+            self.filling.filled(values)
+            if not loaded.missing_keys:
+                self.stale.end()
         return loaded
 
     def _names(self) -> list[str]:

@@ -17,6 +17,7 @@ from pippy.ir.front.layers import Layers
 from pippy.ir.front.sequential import trace_sequential
 from pippy.ir.front.trace import Traced, TracerLike
 from pippy.ir.front_ends import ModelCall, trace_and_compile
+from pippy.ir.interrupts import heard
 from pippy.ir.model_parts import (
     all_tensors,
     check_dtypes,
@@ -95,7 +96,7 @@ class Pipe(nn.Module):
         ``cut`` may mark the traced graph itself; what it gives becomes ``balance`` of the Pipe.
         """
         check_loss(loss_fn, output_loss_value_spec)
-        with torch.inference_mode(False):
+        with heard(), torch.inference_mode(False):
             model = copy.deepcopy(model) if deep_copy_module else model
             example = Example.of(model, example_args, example_kwargs, loss_fn is not None)
             call = ModelCall(model, tracer, concrete_args, example)

@@ -18,7 +18,8 @@ LAYERS = """
     drivers/schedules/search drivers/schedules/drawings drivers/schedules/make drivers/schedules/choose
     drivers/schedules/fitting drivers/schedules
 
-    ir ir/errors ir/brief ir/sparse_tensors ir/trees ir/near_names ir/names ir/source ir/surroundings ir/marks ir/modes
+    ir ir/errors ir/interrupts ir/brief ir/sparse_tensors ir/trees ir/near_names ir/names ir/source ir/surroundings
+    ir/marks ir/modes
     ir/kinds ir/row_sizes ir/same_work ir/asked ir/guards ir/signature ir/run ir/batch_norm ir/nodes ir/wiring ir/compiled
     ir/front ir/export ir/front_ends ir/cut ir/passes ir/compiler ir/reference
     ir/show ir/state ir/model_parts ir/training_flags ir/pipe

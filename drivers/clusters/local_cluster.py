@@ -27,6 +27,7 @@ from pippy.drivers.clusters.local_processes import LocalProcesses
 from pippy.drivers.clusters.routes import Routes
 from pippy.drivers.control.control import Control
 from pippy.drivers.errors import ClusterError
+from pippy.drivers.interrupts import uninterrupted
 from pippy.drivers.transport.messages import rpc
 from pippy.ir.source import warn
 
@@ -103,8 +104,27 @@ def local_cluster(
 
 
 def _started(config: LaunchConfig, timeout: float, start_timeout: float) -> Cluster:
+    processes = None
     try:
-        processes = LocalProcesses(config)
+        with uninterrupted():  # or processes would run that nobody knows of
+            processes = _begun(config)
+        addresses = processes.start(start_timeout)
+        control = Control(addresses, timeout, deaths=processes.deaths, messages=processes.messages)
+        if config.uses_rpc:
+            rpc.take_reports(control.report_lost)
+        routes = Routes.of_host(config.names, socket.gethostname(), shares_memory=not config.uses_rpc)
+        return opened(
+            Cluster(config.names, control, processes, torch.device(config.devices[0]).type, routes), config.uses_rpc
+        )
+    except BaseException:
+        if processes is not None:
+            processes.close()
+        raise
+
+
+def _begun(config: LaunchConfig) -> LocalProcesses:
+    try:
+        return LocalProcesses(config)
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
@@ -112,18 +132,6 @@ def _started(config: LaunchConfig, timeout: float, start_timeout: float) -> Clus
             f"{len(config.names)} workers cannot be started: there are too few file descriptors, of which the start takes 4 "
             f"for each worker; close files, or raise the limit before the script starts (ulimit -n)"
         ) from error
-    try:
-        addresses = processes.start(start_timeout)
-    except BaseException:
-        processes.close()
-        raise
-    control = Control(addresses, timeout, deaths=processes.deaths, messages=processes.messages)
-    if config.uses_rpc:
-        rpc.take_reports(control.report_lost)
-    routes = Routes.of_host(config.names, socket.gethostname(), shares_memory=not config.uses_rpc)
-    return opened(
-        Cluster(config.names, control, processes, torch.device(config.devices[0]).type, routes), config.uses_rpc
-    )
 
 
 def _check_system() -> None:

@@ -21,6 +21,7 @@ from pippy.drivers.clusters.launch_config import CONTROLLER, LaunchConfig
 from pippy.drivers.clusters.launch_reports import Died, Failed, Ready
 from pippy.drivers.control.control import Address, Messages
 from pippy.drivers.errors import ClusterError
+from pippy.drivers.interrupts import uninterrupted
 from pippy.drivers.transport.messages import rpc
 from pippy.drivers.transport.messages.controller_connections import ControllerConnections
 from pippy.drivers.transport.messages.rpc_messages import RpcMessages
@@ -107,11 +108,12 @@ class LocalProcesses:
             if self.joined:
                 rpc.leave()
         finally:
-            self.socket.close()
-            self.connections.close()
-            self._end()
-            if self.config.directory:
-                shutil.rmtree(self.config.directory, ignore_errors=True)
+            with uninterrupted():  # it is over soon, and what is closed by half is never closed
+                self.socket.close()
+                self.connections.close()
+                self._end()
+                if self.config.directory:
+                    shutil.rmtree(self.config.directory, ignore_errors=True)
 
     @property
     def _rpc_names(self) -> list[str]:

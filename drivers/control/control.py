@@ -5,12 +5,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pippy.drivers.control.messages import Connect, Ping
 from pippy.drivers.errors import ClusterError, WorkerLostError
+from pippy.drivers.interrupts import uninterrupted
 from pippy.drivers.transport.messages.controller_connections import ControllerConnections
 from pippy.drivers.transport.messages.message_queue import DeliveryFailure
 from pippy.drivers.transport.pickling import Pickled, pickle_message, unpickle
@@ -165,10 +166,22 @@ class Control:
         iteration just ends that many seconds after it began.
         """
         self.check()
-        with closing(_Wait(self, calls, timeout)) as wait:
+        with self._waiting(calls, timeout) as wait:
             while (call := wait.next()) is not None:
                 self._inspect(call)
                 yield call
+
+    @contextmanager
+    def _waiting(self, calls: Iterable[PendingCall], timeout: float | None) -> "Iterator[_Wait]":
+        """A wait, which is closed in any case: also if Ctrl-C comes as it begins."""
+        wait = None
+        try:
+            with uninterrupted():
+                wait = _Wait(self, calls, timeout)
+            yield wait
+        finally:
+            if wait is not None:
+                wait.close()
 
     def wait(self, call: PendingCall) -> Any:
         """The answer of one call, when it comes."""
@@ -235,7 +248,7 @@ class Control:
 
     def _silence(self, worker: int) -> str | None:
         """What became of a ping that was not answered; None if it was."""
-        with closing(_Wait(self, [self.ping(worker)], self.timeout)) as wait:
+        with self._waiting([self.ping(worker)], self.timeout) as wait:
             ping = wait.next()
         if ping is None:
             return self.unanswered()
@@ -301,7 +314,7 @@ class _Wait:
         self.wakeup.close()
 
     def _watch(self, call: PendingCall) -> None:
-        # torch would print what a callback raises and go on; this one cannot raise
+        # torch would print what a callback raises and go on; this one cannot raise, as long as Ctrl-C waits
         call.future.add_done_callback(lambda _: self._done(call))
 
     def _done(self, call: PendingCall) -> None:
@@ -329,7 +342,8 @@ class _Wait:
             if worker not in self.pings:
                 ping = self.control.ping(worker)
                 self.pings[worker] = ping, now
-                self._watch(ping)
+                with uninterrupted():
+                    self._watch(ping)
             elif now - self.pings[worker][1] >= self.control.timeout:
                 raise self.control.mark_lost(worker, self.control.unanswered())
 

@@ -36,6 +36,7 @@ from pippy.drivers.transport.in_process import in_process
 from pippy.drivers.workers.executor import Executor
 from pippy.ir.batch_norm.step_statistics import StepStatistics
 from pippy.ir.errors import PippyError
+from pippy.ir.interrupts import heard
 from pippy.ir.names import stage_index
 from pippy.ir.pipe import Pipe, compiled_of
 from pippy.ir.run.live_storages import LiveStorages
@@ -83,7 +84,7 @@ def count_pipe(
     }
     whole = lower(pipe, orders[trains])
     largest = max(range(division.chunks), key=lambda each: _rows(division, each))
-    with untouched_random_state(), torch.inference_mode(False), explained():
+    with heard(), untouched_random_state(), torch.inference_mode(False), explained():
         counted = _Counted(pipe, division, largest, device, trains)
         passes = counted.run(whole)
         by_halves: dict[str, _Seen] = {}

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMo
 from torch.utils.flop_counter import FlopCounterMode
 
 from pippy.ir.compiled import Compiled
+from pippy.ir.interrupts import heard
 from pippy.ir.nodes import forward_nodes, is_getitem, map_nodes
 from pippy.ir.run.graph_module import PipeGraphModule
 from pippy.ir.run.random_state import untouched_random_state
@@ -107,7 +108,7 @@ def propagate(compiled: Compiled, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 def propagate_inputs(compiled: Compiled, inputs: Mapping[str, Any]) -> Shapes:
     """The same for the inputs of the graph, by name."""
-    with untouched_random_state(), _quiet(), torch.inference_mode(False), torch.enable_grad():
+    with heard(), untouched_random_state(), _quiet(), torch.inference_mode(False), torch.enable_grad():
         return _Propagation(compiled, FakeTensorMode(allow_non_fake_inputs=True)).run(inputs)
 
 

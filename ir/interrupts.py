@@ -1,0 +1,72 @@
+"""Ctrl-C while fake tensors are at work, where torch and Python would drop it, or end the process."""
+
+import _thread
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+
+# What Python calls when an object ends, beside `__del__`: it prints what these raise, and goes on.
+_CALLED_AT_AN_END = (
+    "WeakKeyDictionary.__init__.<locals>.remove",
+    "WeakValueDictionary.__init__.<locals>.remove",
+    "WeakIdKeyDictionary.__init__.<locals>.remove",
+    "WeakSet.__init__.<locals>._remove",
+    "LiveStorages._count.<locals>.forget",
+)
+_SOON = 0.001  # seconds
+
+
+@contextmanager
+def heard() -> Iterator[None]:
+    """Ctrl-C in the block interrupts it, wherever it comes; or, if it was dropped nevertheless, comes at the end of the block.
+
+    A fake tensor is asked for its device by code that ends the process if the answer is an exception. When it ends, Python
+    drops what is raised. In either place Ctrl-C comes again, a millisecond later.
+
+    >>> with heard():
+    ...     print("can be interrupted")
+    can be interrupted
+    """
+    before = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+    if not callable(before):
+        yield
+        return
+    came: list[Any] = []
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        if _is_dropped(frame):
+            _thread.start_new_thread(_again, ())
+        else:
+            came.append(number)
+            before(number, frame)
+
+    signal.signal(signal.SIGINT, hear)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        before(came[0], None)
+
+
+def _is_dropped(frame: FrameType | None) -> bool:
+    """Whether an exception would not get out of here."""
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name == "__del__" or frame.f_code.co_qualname in _CALLED_AT_AN_END:
+            return True
+        if name == "__torch_dispatch__" and frame.f_locals.get("func") is torch.ops.prim.device.default:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _again() -> None:
+    time.sleep(_SOON)
+    _thread.interrupt_main()

@@ -1,0 +1,126 @@
+"""Ctrl-C is not lost, wherever it comes, and leaves no half of what changes parameters."""
+
+import copy
+import os
+import signal
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pippy import Pipe, PipelineDriver1F1B
+from pippy.drivers.control.control import Address, Control, PendingCall
+from pippy.drivers.interrupts import first_waits
+from pippy.drivers.transport.pickling import pickle_message
+
+pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
+
+
+def ctrl_c():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+class AsTorch:
+    """A call that is answered. Its callback is called at once, while Ctrl-C comes, and torch drops what a callback raises."""
+
+    def done(self):
+        return True
+
+    def value(self):
+        return pickle_message("an answer")
+
+    def add_done_callback(self, callback):
+        try:
+            ctrl_c()
+            callback(self)
+        except KeyboardInterrupt:
+            pass
+
+
+def test_ctrl_c_as_a_wait_begins_is_not_lost_and_the_answer_neither():
+    control = Control([Address("worker0", "rpc0", "here", 1)], timeout=0.05)
+    call = PendingCall(0, "Step", AsTorch())
+    with pytest.raises(KeyboardInterrupt):
+        control.wait(call)
+    assert not control._waits
+
+
+_started, _never = threading.Event(), threading.Event()
+_done: list[torch.optim.Optimizer] = []
+
+
+class Interrupted(torch.optim.SGD):
+    """Its step on one worker comes with Ctrl-C; the other's goes on for long after that."""
+
+    def step(self, closure=None):
+        if threading.current_thread() is not threading.main_thread():  # there it is tried out
+            if len(self.param_groups[0]["params"]) == 1:
+                ctrl_c()
+                _started.set()
+            else:
+                _started.wait(30)
+                _never.wait(0.5)
+        super().step()
+        _done.append(self)
+
+
+@pytest.mark.parametrize("how", ["step", "clip", "clamp", "load"])
+def test_after_ctrl_c_all_workers_have_changed_their_parameters_or_none(threads, how):
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1, bias=False))
+    driver = PipelineDriver1F1B(Pipe.from_sequential(copy.deepcopy(plain), nn.MSELoss()), threads)
+    optimizer = driver.instantiate_optimizer(Interrupted if how == "step" else torch.optim.SGD, lr=0.1)
+    x, target = torch.randn(8, 4), torch.randn(8, 1)
+    F.mse_loss(plain(x), target).backward()
+    driver.run(4, x, target)
+    _done.clear()
+    _started.clear()
+    wait = driver.dispatch.wait
+    other = {name: value + 1 for name, value in plain.state_dict().items()}
+
+    def interrupted(posted):
+        ctrl_c()
+        return wait(posted)
+
+    if how != "step":
+        driver.commands.wait()
+        driver.dispatch.wait = interrupted if how != "clip" else second(wait, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        {
+            "step": optimizer.step,
+            "clip": lambda: driver.clip_grad_norm_(0.1),
+            "clamp": lambda: driver.clip_grad_value_(0.01),
+            "load": lambda: driver.load_state_dict(other),
+        }[how]()
+    driver.dispatch.wait = wait
+    if how == "step":
+        assert len(_done) == 2
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    if how == "clip":
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    if how == "clamp":
+        nn.utils.clip_grad_value_(plain.parameters(), 0.01)
+    torch.testing.assert_close(driver.state_dict(), other if how == "load" else dict(plain.state_dict()))
+    torch.testing.assert_close(driver.gradients(), {name: each.grad for name, each in plain.named_parameters()})
+
+
+def second(first, then):
+    """The first call of a function, and those after it."""
+    calls = iter([first])
+    return lambda *args: next(calls, then)(*args)
+
+
+def test_who_presses_ctrl_c_twice_is_not_kept_waiting():
+    seen = []
+    with pytest.raises(KeyboardInterrupt), first_waits():
+        ctrl_c()
+        seen.append("goes on")
+        ctrl_c()
+        seen.append("never")
+    assert seen == ["goes on"]
+    with pytest.raises(KeyboardInterrupt), first_waits():
+        ctrl_c()
+        seen.append("to the end")
+    assert seen == ["goes on", "to the end"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

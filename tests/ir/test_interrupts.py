@@ -1,0 +1,84 @@
+"""Ctrl-C while fake tensors are at work interrupts, and is not dropped, and does not end the process."""
+
+import os
+import signal
+import weakref
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pippy.ir import interrupts
+from pippy.ir.interrupts import heard
+from pippy.ir.run import live_storages
+
+
+def ctrl_c():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+class Ends:
+    """Ctrl-C comes while it ends."""
+
+    def __del__(self):
+        ctrl_c()
+
+
+class Dropped:
+    """Ctrl-C comes while Python calls what was to be called at its end."""
+
+
+def test_ctrl_c_at_the_end_of_an_object_comes_again():
+    with pytest.raises(KeyboardInterrupt), heard():
+        Ends()
+        while True:
+            pass
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_that_python_drops_comes_at_the_end(monkeypatch):
+    monkeypatch.setattr("sys.unraisablehook", lambda what: None)  # where pytest notes it
+    done = []
+    with pytest.raises(KeyboardInterrupt), heard():
+        reference = weakref.ref(given := Dropped(), lambda _: ctrl_c())
+        del given
+        done.append(reference())
+    assert done == [None]
+
+
+class Interrupted(TorchDispatchMode):
+    """Ctrl-C comes while a fake tensor is asked for its device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.prim.device.default:
+            ctrl_c()
+        return func(*args, **(kwargs or {}))
+
+
+def test_ctrl_c_while_a_fake_tensor_is_asked_for_its_device():
+    """In a process of its own: torch used to end it."""
+    layer = torch.nn.Linear(2, 2)
+    child = os.fork()
+    if child == 0:
+        try:
+            with heard(), FakeTensorMode(allow_non_fake_inputs=True), Interrupted():
+                while True:
+                    layer(torch.zeros(2, 2))
+        except KeyboardInterrupt:
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_the_functions_are_called_so():
+    """The names of these functions are those of this Python and this torch."""
+    owners = [weakref.WeakKeyDictionary(), weakref.WeakValueDictionary(), weakref.WeakSet()]
+    owners.append(torch.utils.weak.WeakIdKeyDictionary())
+    found = [owner._remove.__qualname__ for owner in owners]
+    counted = live_storages.LiveStorages()
+    kept = torch.zeros(2)
+    counted.add([kept])
+    found += [reference.__callback__.__qualname__ for reference in counted._alive.values()]
+    assert sorted(found) == sorted(interrupts._CALLED_AT_AN_END)
