@@ -4,10 +4,11 @@ Schedules whose times differ by less than `TIE` count as equally fast. Of those,
 in seconds.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pippy.drivers.schedules.communicate import add_communication
 from pippy.drivers.schedules.errors import ArgumentError, ScheduleError
@@ -100,7 +101,37 @@ SomeCandidate = TypeVar("SomeCandidate", bound=Candidate)
 
 
 @dataclass(frozen=True)
-class Choice:
+class Chosen(ABC, Generic[SomeCandidate]):
+    """What was chosen, and from which candidates, the fastest first. Print it to read it."""
+
+    chosen: SomeCandidate
+    candidates: tuple[SomeCandidate, ...]
+
+    @property
+    def schedule(self) -> str:
+        """The name of the schedule."""
+        return self.chosen.name
+
+    @property
+    def program(self) -> Program:
+        """The chosen program."""
+        return self.chosen.program
+
+    @property
+    @abstractmethod
+    def why(self) -> str:
+        """What was chosen and why, in a sentence."""
+
+    @abstractmethod
+    def lines(self) -> Iterator[str]:
+        """The text, line by line."""
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+
+@dataclass(frozen=True)
+class Choice(Chosen[Candidate]):
     """What was chosen, from which candidates, and why. Print it to read it.
 
     ``candidates`` are the schedules that fit the placement and the limits, the fastest first. ``left_out`` lists the others,
@@ -113,20 +144,8 @@ class Choice:
     zb_h1 0.021
     """
 
-    chosen: Candidate
-    candidates: tuple[Candidate, ...]
     left_out: tuple[tuple[str, str], ...] = ()
     elsewhere: tuple[tuple[str, Candidate], ...] = ()
-
-    @property
-    def schedule(self) -> str:
-        """The name of the schedule."""
-        return self.chosen.name
-
-    @property
-    def program(self) -> Program:
-        """The chosen program."""
-        return self.chosen.program
 
     @property
     def why(self) -> str:
@@ -143,9 +162,6 @@ class Choice:
         if beaten:
             text += f", that of {beaten[0].name} {beaten[0].seconds / fastest.seconds - 1:.0%} longer"
         return text + (f"; {', '.join(ties)} would take about as long, and hold no less" if ties else "")
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines())
 
     def lines(self) -> Iterator[str]:
         """The text, line by line."""

@@ -3,16 +3,15 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pippy.drivers.schedules.choose import lightest_of_fastest
+from pippy.drivers.schedules.choose import Chosen, lightest_of_fastest
 from pippy.drivers.schedules.fitting.byte_sizes import byte_text
 from pippy.drivers.schedules.fitting.search import Found, Way
-from pippy.drivers.schedules.programs.program import Program
 
 SHOWN = 12  # ways that are listed
 
 
 @dataclass(frozen=True)
-class Fitted:
+class Fitted(Chosen[Way]):
     """The way to run a step that was chosen: schedule, micro-batches, and the stages that compute forwards again.
 
     ``candidates`` are all ways that fit, the fastest first. ``limits`` are the bytes that each worker may hold. ``measured``
@@ -31,8 +30,6 @@ class Fitted:
     {}
     """
 
-    chosen: Way
-    candidates: tuple[Way, ...]
     unlimited: Way
     limits: tuple[int, ...]
     left_out: tuple[tuple[str, str], ...] = ()
@@ -45,16 +42,6 @@ class Fitted:
         return cls(
             lightest_of_fastest(found.ways), found.ways, found.unlimited, tuple(limits), found.left_out, measured
         )
-
-    @property
-    def schedule(self) -> str:
-        """The name of the schedule."""
-        return self.chosen.name
-
-    @property
-    def program(self) -> Program:
-        """The chosen program."""
-        return self.chosen.program
 
     @property
     def chunks(self) -> int:
@@ -78,9 +65,6 @@ class Fitted:
             f"{text}; without the limit {_named(self.unlimited)} would take {_milliseconds(self.unlimited.seconds)} and hold "
             f"{byte_text(max(self.unlimited.peak_bytes or (0,)))}, so the limit costs {slower:.0%}"
         )
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines())
 
     def lines(self) -> Iterator[str]:
         """The text, line by line."""

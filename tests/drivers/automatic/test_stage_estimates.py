@@ -10,7 +10,6 @@ from pippy.drivers.automatic.stage_estimates import BEGIN, call_to_fit
 from pippy.drivers.batches.divide_call import divide_call
 from pippy.ir.pipe import Pipe, compiled_of
 
-
 LOSS = nn.MSELoss()
 
 
