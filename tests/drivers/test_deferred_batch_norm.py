@@ -20,6 +20,7 @@ from pippy.ir.pipe import compiled_of
 from pippy.ir.reference import run_microbatches
 from pippy.ir.run import repeated_forward
 from tests.drivers.test_driver import assert_bits
+from tests.ir.cut.test_params import NormTwice
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
@@ -279,21 +280,10 @@ def test_compiled_stages(threads):
         driver.run(2, x, target)
 
 
-class Shared(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-
-    def forward(self, x):
-        x = self.norm(x)
-        pipe_split()
-        return self.norm(torch.sin(x))
-
-
 def test_a_norm_that_two_stages_call_is_refused(threads):
     with pytest.raises(SharedParameterError, match=r"'norm' \(DeferredBatchNorm\) updates its running statistics"):
-        pipeline(pippy.convert_deferred_batch_norm(Shared()))
-    pipe = pipeline(pippy.convert_deferred_batch_norm(Shared()).eval())
+        pipeline(pippy.convert_deferred_batch_norm(NormTwice()))
+    pipe = pipeline(pippy.convert_deferred_batch_norm(NormTwice()).eval())
     with driver_of(pipe, threads) as driver:
         driver.run(2, torch.randn(6, 4))
         before = driver.state_dict()
