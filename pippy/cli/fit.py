@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pippy.cli.pipe_options import pipe_options
 from pippy.cli.problems import said_warnings
 from pippy.cli.show import given_pipe, made_inputs, pair, parsed
 
@@ -26,14 +27,7 @@ if TYPE_CHECKING:
 @click.option("-m", "--chunks", type=click.IntRange(1), help="How many micro-batches.  [the fastest that fits]")
 @click.option("--optimizer", metavar="NAME", help="A class of torch.optim, as in AdamW.  [no state]")
 @click.option("--checkpoint", type=click.Choice(["always", "except_last", "never"]), help="For all stages.  [chosen]")
-@click.option("--loss", metavar="MODULE:NAME", help="The loss: a function or module of (output, target).")
-@click.option("--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="An argument of the class or function.")
-@click.option(
-    "--split", multiple=True, metavar="MODULE", help="Begin a stage at this module; or MODULE:end, behind it."
-)
-@click.option("--num-stages", type=click.IntRange(1), help="Cut into so many stages, of parameters alike.")
-@click.option("--sequential", is_flag=True, help="Make each child of an nn.Sequential a stage.")
-@click.option("--shared", type=click.Choice(["transmit", "replicate"]), help="Parameters that several stages use.")
+@pipe_options
 def fit(
     target: str,
     memory: str,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pippy.cli.find import call, find, value_of
+from pippy.cli.pipe_options import pipe_options
 from pippy.cli.problems import said_warnings, write
 from pippy.cli.stages_memory import stages_memory
 
@@ -23,14 +24,7 @@ _INPUT = re.compile(r"(?:(?P<name>\w+)=)?(?P<dtype>[a-z]\w*)?\[(?P<sizes>[\d,\s]
 
 @click.command(no_args_is_help=True, short_help="Show how a model is cut into stages.")
 @click.argument("target")
-@click.option("--arg", "arguments", multiple=True, metavar="NAME=VALUE", help="An argument of the class or function.")
-@click.option(
-    "--split", multiple=True, metavar="MODULE", help="Begin a stage at this module; or MODULE:end, behind it."
-)
-@click.option("--num-stages", type=click.IntRange(1), help="Cut into so many stages, of parameters alike.")
-@click.option("--sequential", is_flag=True, help="Make each child of an nn.Sequential a stage.")
-@click.option("--loss", metavar="MODULE:NAME", help="The loss: a function or module of (output, target).")
-@click.option("--shared", type=click.Choice(["transmit", "replicate"]), help="Parameters that several stages use.")
+@pipe_options
 @click.option(
     "--input", "inputs", multiple=True, metavar="[NAME=]DTYPE[SIZES]", help="An input of forward, for shapes."
 )
