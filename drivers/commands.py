@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -11,6 +12,7 @@ from pippy.drivers.control.messages import Load, StageFlags, Step, Unload, ZeroG
 from pippy.drivers.errors import DriverError
 from pippy.drivers.interrupts import uninterrupted
 from pippy.drivers.nonfinite_gradients import NonFiniteGradients
+from pippy.drivers.step_numbers import StepNumbers
 from pippy.ir.surroundings import Surroundings
 
 Accept = Callable[[Mapping[int, Any]], None]
@@ -75,15 +77,24 @@ class Commands:
     The flags of modules and parameters go along with a step if they are not those that the workers were told last, or if the
     step that told them was given up: ``flags_due``.
 
+    Which step the random numbers of a step are of goes along with it: the next one of ``numbers``. A step that is given up
+    does not count, so that it draws the same when it is repeated.
+
     What surrounds a call goes along with its command if the workers were told otherwise last, or if that command was given
     up: ``told``.
     """
 
     def __init__(
-        self, dispatch: Dispatch, driver: int, workers: Sequence[int], has_copies: bool, nonfinite: NonFiniteGradients
+        self,
+        dispatch: Dispatch,
+        driver: int,
+        workers: Sequence[int],
+        has_copies: bool,
+        nonfinite: NonFiniteGradients,
+        numbers: StepNumbers | None = None,
     ) -> None:
         self.dispatch, self.driver, self.workers, self.has_copies = dispatch, driver, tuple(workers), has_copies
-        self.nonfinite = nonfinite
+        self.nonfinite, self.numbers = nonfinite, numbers
         self.gradients = GradientState.REDUCED
         self.zeroed: frozenset[int] = frozenset()
         self.trained = False  # whether there was a training step
@@ -140,11 +151,15 @@ class Commands:
         ``accept`` takes the answers, and raises if the step must not count.
         """
         with uninterrupted(), self.dispatch.lock:  # else an answer might undo what is noted here
+            if self.numbers is not None:
+                random = self.numbers.next(trains)
+                steps = {worker: replace(step, random=random) for worker, step in steps.items()}
             zero, changed, bodies = self._addressed(steps, surroundings)
             posted = self.dispatch.post(self.driver, bodies, zero, self._undo_to_now(), limit, changed, accept)
             self.told, self.flags_due, self.zeroed = surroundings, False, frozenset()
             self.gradients = self._after_step(trains, reduce)
             self.steps += 1
+            self.numbers = self.numbers and self.numbers.after(trains)
             self.trained, self.unapplied = self.trained or trains, self.unapplied or trains
         return posted
 
@@ -209,11 +224,19 @@ class Commands:
 
     def _undo_to_now(self) -> Callable[[], None]:
         """What to call if a command that is sent now is given up."""
-        return partial(self._undo, self.gradients, (self.steps, self.unapplied), self.flags_due, self.zeroed)
+        steps = self.steps, self.unapplied
+        return partial(self._undo, self.gradients, steps, self.flags_due, self.zeroed, self.numbers)
 
-    def _undo(self, gradients: GradientState, steps: tuple[int, bool], flags_due: bool, zeroed: frozenset[int]) -> None:
+    def _undo(
+        self,
+        gradients: GradientState,
+        steps: tuple[int, bool],
+        flags_due: bool,
+        zeroed: frozenset[int],
+        numbers: StepNumbers | None,
+    ) -> None:
         self.flags_due = self.flags_due or flags_due
         self.zeroed |= zeroed
-        self.told = None
+        self.told, self.numbers = None, numbers
         if self.gradients is not GradientState.TO_DROP:
             self.gradients, (self.steps, self.unapplied) = gradients, steps

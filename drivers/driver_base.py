@@ -56,6 +56,7 @@ from pippy.drivers.saving import Saving
 from pippy.drivers.schedules import Program
 from pippy.drivers.schedules.halves import has_halves
 from pippy.drivers.stale_models import StaleModels
+from pippy.drivers.step_numbers import checked_numbers, first_numbers
 from pippy.drivers.workers.compiling import compile_options
 from pippy.ir.brief import brief
 from pippy.ir.names import LOSS
@@ -94,6 +95,7 @@ class PipelineDriverBase:
         compile: bool | Mapping[str, Any] | None = None,
         out_of_order: bool | int = False,
         checkpoint: str | Mapping[int, str] = "never",
+        keyed_random: bool | int = True,
         _debug_mask_minibatches: bool = False,
         **options: Any,
     ) -> None:
@@ -112,7 +114,7 @@ class PipelineDriverBase:
         self.loss_reduction, self.single_loss = loss_reduction, single_loss
         self.step_timeout, self.out_of_order = seconds(step_timeout), checked_out_of_order(out_of_order)
         self.mask, self.options = _debug_mask_minibatches, options
-        self.compile = compile_options(compile)
+        self.compile, numbers = compile_options(compile), first_numbers(keyed_random)
         chosen = chosen_workers(len(self.cluster), self.compiled.num_stages, world_size, all_ranks)
         self.checkpoint = checked_checkpoint(checkpoint, self.compiled.num_stages)
         schedule = RequestedSchedule(self.schedule, options, self.compiled.num_stages, self._auto, self.checkpoint)
@@ -128,7 +130,12 @@ class PipelineDriverBase:
         self.number = self.cluster.next_driver()
         nonfinite = NonFiniteGradients(self.placed, [name for name, _ in pipe.named_parameters()])
         self.commands = Commands(
-            self.dispatch, self.number, self.placed.workers, bool(self.placed.replicated), nonfinite
+            self.dispatch,
+            self.number,
+            self.placed.workers,
+            bool(self.placed.replicated),
+            nonfinite,
+            numbers,
         )
         self.programs = DriverPrograms(
             pipe, schedule, self.placed, self.commands, len(self.ranks), single_loss, self.out_of_order
@@ -330,6 +337,32 @@ class PipelineDriverBase:
         program, trains = self.program(chunks), self._trains()
         sizes = count_pipe(self.pipe, division, device, trains, states, has_halves(program))
         return DriverMemory(program, sizes, bool(states) or not trains)
+
+    @property
+    def random_state(self) -> dict[str, int] | None:
+        """Which step of which run the random numbers of the next step are of: a seed, and how many steps there were.
+
+        A driver of any split goes on with it where another one was: it can be saved, and set. Steps that train are counted
+        by themselves. None if the driver was made with ``keyed_random=False``. See docs/running.md.
+
+        >>> from pippy import Pipe, PipelineDriver1F1B, local_cluster
+        >>> pipe = Pipe.from_sequential(torch.nn.Sequential(torch.nn.Dropout(), torch.nn.ReLU()))
+        >>> with local_cluster(2, threads=1) as cluster:
+        ...     driver = PipelineDriver1F1B(pipe, cluster, keyed_random=7)
+        ...     one = driver.run(2, torch.ones(64, 2))
+        ...     print(driver.random_state)
+        ...     driver.random_state = {"seed": 7, "steps": 0, "evaluations": 0}
+        ...     print(torch.equal(driver.run(2, torch.ones(64, 2)), one))
+        {'seed': 7, 'steps': 0, 'evaluations': 1}
+        True
+        """
+        self.commands.wait()
+        return None if self.commands.numbers is None else self.commands.numbers.state()
+
+    @random_state.setter
+    def random_state(self, state: Mapping[str, int] | None) -> None:
+        self.commands.wait()
+        self.commands.numbers = checked_numbers(state, self.commands.numbers)
 
     def train(self, mode: bool = True) -> "PipelineDriverBase":
         """Put all stages in training mode."""

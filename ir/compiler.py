@@ -5,6 +5,7 @@ from typing import Any
 
 from pippy.ir.brief import brief
 from pippy.ir.compiled import Compiled
+from pippy.ir.cut.name_draws import name_draws
 from pippy.ir.cut.params import MultiUseParamSpec
 from pippy.ir.cut.split import split
 from pippy.ir.cut.views import connect_views
@@ -31,6 +32,7 @@ def compile_traced(
     """
     connect_views(traced)
     balance = None if cut is None else cut(traced)
+    name_draws(traced)
     compiled = split(traced, multi_use_param_spec)
     compiled.balance = balance
     check_rules(compiled)

@@ -8,11 +8,14 @@ from torch import fx
 
 from pippy.ir.batch_norm.step_statistics import StepStatistics
 from pippy.ir.compiled import Compiled
+from pippy.ir.names import LOSS
 from pippy.ir.nodes import forward_nodes, is_getitem, map_nodes, seeded, values_to_free
 from pippy.ir.run.copies import owners_in_place_of_copies, whole_gradients
 from pippy.ir.run.given_inputs import check_versions, versions
+from pippy.ir.run.keyed_draws import draw_key
 from pippy.ir.run.shared_tensors import check_unchanged
 from pippy.ir.run.stage_backward import add_gradients, gradient_pairs, stage_backward, weighted
+from pippy.ir.run.stage_draws import drawn_as_whole, seed_whole
 from pippy.ir.run.stage_run import StageRun, as_leaf, run_backward, run_stage
 from pippy.ir.trees import map_tensors
 
@@ -97,6 +100,8 @@ class _Reference:
         args = map_nodes(take, node.args)
         name, module = str(node.target), self.compiled.stage(str(node.target))
         seen = self.compiled.seen_inputs.get(name, ())
+        if name == LOSS and draw_key() is not None:
+            seed_whole(name, drawn_as_whole(module))
         with check_unchanged(name, module, self.compiled.qualnames.read_by_several.get(name, ())):
             before = versions(leaves, seen)
             outputs = run_stage(name, module, args)

@@ -22,6 +22,7 @@ from pippy.ir.front.tracer import PipeTracer
 from pippy.ir.marks import PipeSplitWrapper, SplitPoint, annotate_split_points, clear_split_points, pipe_split
 from pippy.ir.passes.loss_wrappers import LossWrapper, TrivialLossWrapper
 from pippy.ir.pipe import Pipe, verify
+from pippy.ir.run.keyed_draws import keyed_random
 from pippy.ir.run.repeated_forward import is_checkpointing, is_recomputing
 from pippy.pipeline import pipeline
 
@@ -58,6 +59,7 @@ __all__ = [
     "errors",
     "is_checkpointing",
     "is_recomputing",
+    "keyed_random",
     "load_checkpoint",
     "local_cluster",
     "pipe_split",

@@ -29,7 +29,8 @@ LAYERS = """
     drivers/transport drivers/transport/messages
     drivers/control drivers/workers drivers/recording drivers/clusters drivers/placed_pipe
     drivers/memory drivers/automatic drivers/auto
-    drivers/nonfinite_gradients drivers/commands drivers/filling drivers/whole_batch_gradients drivers/programs
+    drivers/nonfinite_gradients drivers/step_numbers drivers/commands drivers/filling
+    drivers/whole_batch_gradients drivers/programs
     drivers/stale_models drivers/parameters drivers/asked_outputs drivers/results drivers/optimizer_check
     drivers/gradient_layouts drivers/optimizer drivers/grad_scaler drivers/local_optimizers drivers/running_step
     drivers/generation drivers/saved_names drivers/saving drivers/loading

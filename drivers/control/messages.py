@@ -20,6 +20,7 @@ from pippy.drivers.lowering.flow import Work
 from pippy.drivers.schedules.programs.edges import Pass
 from pippy.drivers.schedules.programs.instructions import Instruction, Receive, Send
 from pippy.drivers.transport.pickling import Pickled
+from pippy.ir.run.keyed_draws import RandomStep
 from pippy.ir.surroundings import Surroundings
 
 ZeroGrad = bool | tuple[int, ...]
@@ -174,7 +175,8 @@ class Step:
     instructions are recorded; with ``count_memory``, also what is held then. With ``weigh``, the worker measures how many
     bytes each stage keeps for its backward. ``loss_check`` asks it to check how the losses of the micro-batches add up. With
     ``scale``, the loss is multiplied by it for the backward, and the gradients are divided by it in the end. With
-    ``probe_outputs``, it is checked which returned values have the rows of a micro-batch by chance.
+    ``probe_outputs``, it is checked which returned values have the rows of a micro-batch by chance. ``random`` says of which
+    step the random numbers are; None if the worker goes on with its own.
     """
 
     program: int
@@ -189,6 +191,7 @@ class Step:
     scale: float | None = None
     probe_outputs: bool = False
     count_memory: bool = False
+    random: RandomStep | None = None
 
 
 @dataclass(frozen=True)

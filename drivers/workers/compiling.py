@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from pippy.drivers.errors import DriverError
+from pippy.ir.run.stage_draws import draw_as_whole
 
 
 def compile_options(given: Any) -> dict[str, Any] | None:
@@ -64,4 +65,5 @@ def compile_modules(modules: Iterable[nn.Module], options: Mapping[str, Any]) ->
 
         config.compile_threads = torch.get_num_threads()  # a worker's share of the cores: all compile at the same time
     for module in modules:
+        draw_as_whole(module)
         module.compile(**options)

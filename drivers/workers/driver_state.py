@@ -1,7 +1,7 @@
 """What a worker holds for one driver: stages, programs, gradients, optimizers. It carries out the driver's commands on them."""
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +51,8 @@ from pippy.drivers.workers.state_writer import StateWriter
 from pippy.drivers.workers.worker_optimizer import WorkerOptimizer
 from pippy.ir.batch_norm.step_statistics import StepStatistics
 from pippy.ir.run.initialization import initialize
+from pippy.ir.run.may_draw import Draws
+from pippy.ir.run.shared_generators import shared_generators
 from pippy.ir.run.shared_tensors import get_tensor
 from pippy.ir.trees import map_tensors, tensors
 
@@ -66,8 +68,9 @@ class DriverState:
         device: torch.device,
         given_up: Callable[[], bool] = lambda: False,
         copies: DeviceCopies | None = None,
+        shares_process: bool = False,
     ) -> None:
-        self.given_up, self.index = given_up, index
+        self.given_up, self.index, self.shares_process = given_up, index, shares_process
         self.transport, self.device, self.constant = transport, device, load.constant
         self.copies = copies
         self.modules: dict[str, nn.Module] = unpickle(load.modules, device=device)
@@ -185,7 +188,8 @@ class DriverState:
         outputs = OutputProbe(step.inputs) if step.probe_outputs else None
         returns = step.returns if isinstance(step, StepReturning) else None
         weights = step.weights if step.scale is None else tuple([weight * step.scale for weight in step.weights])
-        with self.statistics.step(number) if self.statistics is not None else nullcontext():
+        random = self._random(executor, step)
+        with random, self.statistics.step(number) if self.statistics is not None else nullcontext():
             result = executor.run(
                 number,
                 inputs,
@@ -198,6 +202,7 @@ class DriverState:
                 probe,
                 returns,
                 outputs,
+                step.random,
             )
         self.running = None
         messages = executor.recorder.note_adding() if step.record and step.reduce else None
@@ -206,6 +211,12 @@ class DriverState:
             if nonfinite:
                 result = replace(result, nonfinite=tuple(self._places(nonfinite)))
         return result
+
+    def _random(self, executor: Executor, step: Step) -> AbstractContextManager[None]:
+        """A context in which the stages may seed the generators of this process."""
+        if not self.shares_process or step.random is None or executor.draws is Draws.NOTHING:
+            return nullcontext()
+        return shared_generators.borrowed([self.device] if self.device.type == "cuda" else [], executor.draws)
 
     def _fetch(self, fetch: Fetch, number: int) -> list[torch.Tensor | None]:
         own = map(self.tensor, fetch.locations)

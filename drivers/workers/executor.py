@@ -38,11 +38,14 @@ from pippy.ir.names import LOSS
 from pippy.ir.nodes import map_instances
 from pippy.ir.run.changing_tensors import apart_from, memory_of_layers
 from pippy.ir.run.given_inputs import NamedInputs, check_versions, versions
+from pippy.ir.run.keyed_draws import DrawKey, RandomStep, drawing_with, set_draw_key
+from pippy.ir.run.may_draw import Draws
 from pippy.ir.run.opaque_values import check_opaque_leaves
 from pippy.ir.run.repeated_forward import Kept, RepeatedForward, cut
 from pippy.ir.run.shared_tensors import check_unchanged
 from pippy.ir.run.split_backward import DeferredGradients, WeightDeferral
 from pippy.ir.run.stage_backward import add_gradients, loss_inside, stage_backward, weighted
+from pippy.ir.run.stage_draws import drawn_as_whole, seed_whole, stage_draws
 from pippy.ir.run.stage_run import StageRun, as_leaf, run_backward, run_stage
 from pippy.ir.trees import describe, map_tensors
 
@@ -72,7 +75,13 @@ class StageCall:
         """The memory that its layers may change while others still need what they have handed out."""
         return memory_of_layers(self.module)
 
+    @cached_property
+    def drawn_as_whole(self) -> Draws:
+        """What it draws from that is seeded once for all of a call."""
+        return drawn_as_whole(self.module)
+
     def run(self, inputs: Sequence[Any]) -> Any:
+        seed_whole(self.name, self.drawn_as_whole)
         args = inputs if self.template is None else filled(self.template, inputs)
         before = versions(inputs, self.seen)
         if self.constant:
@@ -139,6 +148,7 @@ class Executor:
             for each in work
             if key.phase == "F" and each.call in self.repeated
         }
+        self.draws = Draws.of(stage_draws(call.module) for call in self.calls.values())
         self.single = SingleLoss(self.calls[LOSS]) if program.single_loss and LOSS in self.calls else None
         self.at = 0
         self.step = 0
@@ -166,6 +176,7 @@ class Executor:
         loss_probe: LossProbe | None = None,
         returns: Mapping[str, Any] | None = None,
         output_probe: OutputProbe | None = None,
+        random: RandomStep | None = None,
     ) -> StepResult:
         """Run all instructions once, or until the step is given up.
 
@@ -173,12 +184,13 @@ class Executor:
         ``record``, the times of the instructions are noted; with ``weigh``, the bytes that stages keep are measured. A
         ``loss_probe`` sees what the loss is computed from, an ``output_probe`` what returned values are.
         ``returns`` are the values to return, if not those of the program, each with the place of the loss if only that is
-        wanted.
+        wanted. ``random`` says of which step the random numbers are.
         """
         self.own_rows, self.loss_probe, self.output_probe = own_rows, loss_probe, output_probe
         self.step, self.weights, self.trains = step, weights, trains
         self.casts = torch._C._is_any_autocast_enabled()
         chunks = len(weights)
+        self.draw_keys = self._draw_keys(random, chunks)
         self.seeds = dict.fromkeys(self.program.returns) if returns is None else returns
         self.returned = {name: [None] * chunks for name in self.seeds}
         self.given = inputs.keys()
@@ -191,6 +203,7 @@ class Executor:
             with torch.set_grad_enabled(trains):
                 self._go_through(code, given_up)
             if self.single is not None:
+                set_draw_key(self.draw_keys.get(None))
                 self.returned[LOSS] = [self.single.loss()]
             returned = {name: _packed(values) for name, values in self.returned.items()}
             kept = dict(self.saved_memory.kept) if weigh else None
@@ -198,9 +211,16 @@ class Executor:
             by_chance = () if output_probe is None else tuple(output_probe.by_chance)
             return StepResult(returned, self.peak_live, None, kept, report, by_chance=by_chance)
         finally:
+            set_draw_key(None)
             self._clear()
             if self.single is not None:
                 self.single.clear()
+
+    def _draw_keys(self, random: RandomStep | None, chunks: int) -> dict[int | None, DrawKey]:
+        """What the random numbers of each micro-batch are drawn with, and those of the mini-batch; none if nothing draws."""
+        if random is None or self.draws is Draws.NOTHING:
+            return {}
+        return random.keys(chunks, self.device)
 
     def _go_through(self, code: Sequence[tuple[Handle, tuple[Any, ...]]], given_up: Callable[[], bool]) -> None:
         for at, (handle, operands) in enumerate(code):
@@ -317,6 +337,8 @@ class Executor:
             torch.clear_autocast_cache()  # a weight is cast once in a computation, and never kept beyond an update
         if self.statistics is not None:
             self.statistics.microbatch = microbatch
+        if self.draw_keys:
+            set_draw_key(self.draw_keys[microbatch])
         for operands in bound:
             handle(*operands)
         for key in own:
@@ -404,7 +426,8 @@ class Executor:
         assert self.loss_probe is not None
         given = [key[0] for key in gives]
         if self.loss_probe.check.value in given:
-            self.loss_probe.see(call, [key[0] for key in takes], given, args, microbatch)
+            with drawing_with(None):  # it looks for what is drawn, and seeds the generators itself
+                self.loss_probe.see(call, [key[0] for key in takes], given, args, microbatch)
 
     def _given(self, takes: Sequence[Any], microbatch: int) -> Any:
         """The gradients of a call's outputs: the sum over the uses of each output, or the weight of the loss."""
@@ -418,6 +441,7 @@ class Executor:
 
     def _backward(self, call: StageCall, microbatch: int, takes: Sequence[Any], gives: Sequence[Key | None]) -> None:
         if self.single is not None and call.name == LOSS:
+            set_draw_key(self.draw_keys.get(None))
             gradients: Sequence[Any] = self.single.backward(microbatch, self.weights[microbatch])
         else:
             run, deferred = self.runs.pop((call.name, microbatch)), self.deferred.pop((call.name, microbatch), None)

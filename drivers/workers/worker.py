@@ -129,7 +129,13 @@ class Worker:
         transport = self.context.transport
         if isinstance(body, Load):
             self.drivers[command.driver] = DriverState(
-                body, self.context.index, transport, self.device, self.given_up, self.context.copies
+                body,
+                self.context.index,
+                transport,
+                self.device,
+                self.given_up,
+                self.context.copies,
+                self.context.shares_process,
             )
             return None
         result = self.drivers[command.driver].obey(command)

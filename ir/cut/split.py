@@ -18,6 +18,7 @@ from pippy.ir.names import LOSS, Qualnames, local_name, named_state, place, qual
 from pippy.ir.run.checkpointed_parts import fetch_before_parts, is_begin, is_end
 from pippy.ir.run.functions import own_copy, set_grad_mode
 from pippy.ir.run.graph_module import KEPT_META, PipeGraphModule, empty_graph_module, install
+from pippy.ir.run.keyed_draws import draw_key, seed_draws
 from pippy.ir.wiring import ValueName, Wiring
 
 
@@ -106,6 +107,7 @@ class _StageGraph:
         self.device: fx.Node | None = None  # what gives the device of the stage
         self.grad_mode: fx.Node | None = None  # while gradients are disabled: the node that disabled them
         self.modes_around: list[fx.Node | None] = []  # the same where each checkpointed part began that has not ended
+        self.draw_key: fx.Node | None = None  # what gives the key that random numbers are drawn with
 
     def build(self) -> fx.Graph:
         for value in self.stage.inputs:
@@ -113,6 +115,8 @@ class _StageGraph:
         for value in self.stage.inputs:
             if value in self.stage.copied:
                 self.values[value] = self._own_copy(value)
+        if any("draws" in node.meta for node in self.stage.nodes):
+            self.draw_key = self.graph.call_function(draw_key)  # before all parts, whose second runs have it too
         for node in self.stage.nodes:
             self._follow_grad_mode(node)
             self._add(node)
@@ -137,6 +141,8 @@ class _StageGraph:
             self.modes_around.append(self.grad_mode)
         elif is_end(node) and (around := self.modes_around.pop()) is not None:
             self.grad_mode = around  # not a node of the part, which what follows cannot use
+        if "draws" in node.meta:
+            self._seed(*node.meta["draws"])
         made = self.graph.node_copy(node, self._value)
         made.meta = _kept_meta(node)
         if "names_device" in node.meta:
@@ -145,6 +151,9 @@ class _StageGraph:
             self.targets[str(node.target)] = None
             made.target = local_name(str(node.target))
         self.values[node] = made
+
+    def _seed(self, name: str, pythons: bool) -> None:
+        self.graph.call_function(seed_draws, (self.draw_key, name), {"pythons": True} if pythons else {})
 
     def _follow_device(self, made: fx.Node, named: torch.device) -> None:
         """In place of the device where the model was traced, give an operation that of the stage's tensors."""

@@ -28,6 +28,7 @@ from pippy.ir.run.functions import (
     own_copy,
     set_grad_mode,
 )
+from pippy.ir.run.keyed_draws import draw_key, seed_draws
 from pippy.ir.run.part_code import with_parts_as_functions
 from pippy.ir.run.stage_backward import stage_backward
 
@@ -43,6 +44,8 @@ _OURS = (
     check_padding,
     by_mode,
     own_copy,
+    draw_key,
+    seed_draws,
 )  # graphs call these
 KEPT_META = ("source", "module_path")  # the entries of `meta` that the nodes of a stage keep
 

@@ -1,0 +1,70 @@
+"""Notes at each operation that may draw random numbers what it is called in the model, wherever that is cut.
+
+layers.0.dropout          the call of this module
+layers.0.dropout#1        the second call of it
+layers.0:dropout          the first call of a function `dropout` in the forward of layers.0
+layers.0:dropout#1        the second one
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+from pippy.ir.front.trace import Traced
+from pippy.ir.run.checkpointed_parts import is_begin, is_end
+from pippy.ir.run.may_draw import Draws, function_draws, method_draws, module_draws
+
+# The arguments that are the probability of a dropout: their names and numbers.
+_PROBABILITIES = {
+    **dict.fromkeys(("dropout", "dropout_", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"), ("p", 1)),
+    **dict.fromkeys(("dropout1d", "dropout2d", "dropout3d", "native_dropout"), ("p", 1)),
+    "scaled_dot_product_attention": ("dropout_p", 4),
+}
+_DEFAULTS = {"scaled_dot_product_attention": 0.0}
+
+
+def name_draws(traced: Traced) -> None:
+    """Note at each node that may draw, as ``meta["draws"]``, its name and whether Python's generators are meant too."""
+    counts = Counter[str]()
+    for node in traced.graph.nodes:
+        draws = _draws(node, traced.attributes)
+        if draws is not Draws.NOTHING:
+            name = _name(node)
+            number = counts[name]
+            counts[name] += 1
+            node.meta["draws"] = f"{name}#{number}" if number else name, draws is Draws.PYTHONS_TOO
+
+
+def _draws(node: fx.Node, attributes: Mapping[str, Any]) -> Draws:
+    if is_begin(node) or is_end(node) or _is_never(node):
+        return Draws.NOTHING
+    if node.op == "call_module":
+        return module_draws(attributes[str(node.target)])
+    if node.op == "call_method":
+        return method_draws(str(node.target))
+    return function_draws(node.target) if node.op == "call_function" and callable(node.target) else Draws.NOTHING
+
+
+def _is_never(node: fx.Node) -> bool:
+    """Whether a node is a dropout of nothing."""
+    name = _name_of_function(node)
+    if node.op != "call_function" or name not in _PROBABILITIES:
+        return False
+    keyword, number = _PROBABILITIES[name]
+    given = node.args[number] if len(node.args) > number else node.kwargs.get(keyword, _DEFAULTS.get(name))
+    return isinstance(given, int | float) and given == 0
+
+
+def _name(node: fx.Node) -> str:
+    if node.op == "call_module":
+        return str(node.target)
+    return f"{node.meta.get('module_path') or ''}:{_name_of_function(node)}"
+
+
+def _name_of_function(node: fx.Node) -> str:
+    if isinstance(node.target, str):
+        return node.target
+    schema = getattr(node.target, "_schema", None)  # of an operator of torch, as torch.export has it
+    return schema.name.partition("::")[2] if schema else getattr(node.target, "__name__", type(node.target).__name__)

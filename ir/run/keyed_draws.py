@@ -1,0 +1,173 @@
+"""Random numbers that depend on a seed, a step, a micro-batch and an operation, and on nothing else: on no split, no order.
+
+A stage seeds the generators before each operation that may draw:
+
+    draw_key = draw_key()                                     the key of this micro-batch, which who runs the stage has set
+    seed_draws = seed_draws(draw_key, 'layers.0.dropout')     as the operation is named in the model, wherever that is cut
+    layers_0_dropout = self.layers_0_dropout(x)
+
+Without a key, both do nothing. The key is a value of the graph, so that a checkpointed part that is run once more, on a thread
+of autograd perhaps, has that of its first run.
+"""
+
+import random
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from hashlib import blake2b
+
+import torch
+
+from pippy.ir.run.random_state import untouched_random_state
+
+_MASK = 2**64 - 1
+
+
+class DrawKey:
+    """What the random numbers of one micro-batch of one step depend on, and the generators of torch that they come from."""
+
+    __slots__ = ("generators", "number")
+
+    def __init__(self, number: int, generators: tuple[torch.Generator, ...]) -> None:
+        self.number, self.generators = number, generators
+
+    def seed(self, name: str, pythons: bool) -> None:
+        """Seed the generators for an operation; with ``pythons``, those of Python and numpy too."""
+        seed = _mixed(self.number ^ _number_of(name))
+        for generator in self.generators:
+            generator.manual_seed(seed)
+        if pythons:
+            random.seed(seed)
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
+
+
+@dataclass(frozen=True)
+class RandomStep:
+    """Which step of a run random numbers are drawn in. Steps that train are counted by themselves."""
+
+    seed: int
+    number: int
+    trains: bool = True
+
+    def keys(self, chunks: int, device: torch.device) -> dict[int | None, DrawKey]:
+        """The key of each micro-batch on a device, and that of the mini-batch under None."""
+        number, generators = self._start, generators_of([device])
+        return {
+            microbatch: DrawKey(_of_microbatch(number, microbatch), generators) for microbatch in (*range(chunks), None)
+        }
+
+    def key(self, microbatch: int, devices: Iterable[torch.device]) -> DrawKey:
+        """The key of a micro-batch on some devices."""
+        return DrawKey(_of_microbatch(self._start, microbatch), generators_of(devices))
+
+    @property
+    def _start(self) -> int:
+        return _hashed(f"{self.seed} {self.number} {self.trains}")
+
+
+def _of_microbatch(number: int, microbatch: int | None) -> int:
+    return number if microbatch is None else _mixed((number + 1 + microbatch) & _MASK)
+
+
+def generators_of(devices: Iterable[torch.device]) -> tuple[torch.Generator, ...]:
+    """The generators of torch on some devices; that of the CPU always."""
+    gpus = [_index(device) for device in devices if device.type == "cuda"]
+    return torch.default_generator, *(torch.cuda.default_generators[gpu] for gpu in gpus)
+
+
+def devices_in_use() -> list[torch.device]:
+    """The GPUs of this process, if torch uses them."""
+    count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    return [torch.device("cuda", index) for index in range(count)]
+
+
+def _index(gpu: torch.device) -> int:
+    return torch.cuda.current_device() if gpu.index is None else gpu.index
+
+
+def _hashed(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+_number_of = cache(_hashed)  # of the names of operations, of which there are not many
+
+
+def _mixed(number: int) -> int:
+    """A number each of whose bits depends on all bits of another: the CPU's generator takes the lower 32 only."""
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
+    return number ^ (number >> 31)
+
+
+class _Now(threading.local):
+    key: DrawKey | None = None
+
+
+_now = _Now()
+
+
+def draw_key() -> DrawKey | None:
+    """The key that this thread draws random numbers with, if it has one."""
+    return _now.key
+
+
+def set_draw_key(key: DrawKey | None) -> None:
+    """Have the stages that this thread runs draw with a key."""
+    _now.key = key
+
+
+@contextmanager
+def drawing_with(key: DrawKey | None) -> Iterator[None]:
+    """Inside, stages draw with a key."""
+    before = _now.key
+    _now.key = key
+    try:
+        yield
+    finally:
+        _now.key = before
+
+
+def seed_draws(key: DrawKey | None, name: str, pythons: bool = False) -> None:
+    """Seed the generators for an operation that may draw. ``name`` is its name in the model.
+
+    >>> key = RandomStep(seed=0, number=3).key(microbatch=1, devices=[])
+    >>> with untouched_random_state():
+    ...     seed_draws(key, "dropout")
+    ...     one = torch.rand(2)
+    ...     seed_draws(key, "dropout")
+    ...     again = torch.rand(2)
+    ...     seed_draws(key, "dropout_1")
+    ...     torch.equal(one, again), torch.equal(one, torch.rand(2))
+    (True, False)
+    """
+    if key is not None:
+        key.seed(name, pythons)
+
+
+@contextmanager
+def keyed_random(seed: int, step: int = 0, microbatch: int = 0, *, training: bool = True) -> Iterator[None]:
+    """Inside, a Pipe that is called in this process draws what the workers of a driver draw in a micro-batch of a step.
+
+    ``seed`` is that of the driver: ``driver.random_state["seed"]``. ``step`` counts from 0 the steps that train, and with
+    ``training=False`` those that do not. Afterwards all generators are as before.
+
+    >>> import torch
+    >>> from pippy import Pipe, keyed_random
+    >>> dropout = Pipe.from_sequential(torch.nn.Sequential(torch.nn.Dropout(), torch.nn.ReLU()))
+    >>> x = torch.ones(100)
+    >>> with keyed_random(seed=7, step=2):
+    ...     one = dropout(x)
+    >>> with keyed_random(seed=7, step=2):
+    ...     again = dropout(x)
+    >>> with keyed_random(seed=7, step=3):
+    ...     other = dropout(x)
+    >>> torch.equal(one, again), torch.equal(one, other)
+    (True, False)
+    """
+    key = RandomStep(seed, step, training).key(microbatch, devices_in_use())
+    with untouched_random_state(), drawing_with(key):
+        yield

@@ -1,0 +1,210 @@
+"""Which modules, functions and methods may draw random numbers. What is not known to draw none may draw.
+
+    torch's operators        by their tag, `nondeterministic_seeded`
+    torch's modules          a dropout draws unless its probability is 0, and a Linear does not
+    functions in Python      draw nothing if all names in their code are known to draw nothing
+    anything else            may draw
+
+What may draw and is not torch's draws from the generators of Python and numpy too, if its file names these.
+"""
+
+import builtins
+import math
+import random
+import types
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Draws(Enum):
+    """From which generators something may draw.
+
+    >>> Draws.of([Draws.NOTHING, Draws.TORCHS])
+    <Draws.TORCHS: 1>
+    """
+
+    NOTHING = 0
+    TORCHS = 1
+    PYTHONS_TOO = 2
+
+    @staticmethod
+    def of(parts: Iterable["Draws"]) -> "Draws":
+        """Those of several things together."""
+        return max(parts, key=lambda draws: draws.value, default=Draws.NOTHING)
+
+
+_KNOWN_CLASSES = ("torch.nn.modules.", "pippy.")
+_PROBABILITIES = {nn.modules.dropout._DropoutNd: "p", nn.RNNBase: "dropout", nn.MultiheadAttention: "dropout"}
+_ALWAYS = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+# Functions of torch that are written in Python, and draw.
+_WRITTEN_IN_PYTHON = frozenset(
+    """dropout1d dropout2d dropout3d feature_alpha_dropout fractional_max_pool2d fractional_max_pool2d_with_indices
+    fractional_max_pool3d fractional_max_pool3d_with_indices gumbel_softmax multi_head_attention_forward
+    pca_lowrank svd_lowrank""".split()
+)
+_PYTHONS = ("random", "numpy")
+_CONTAINERS = (torch.Tensor, dict, list, tuple, str, torch.Size)
+_ALIASES = types.SimpleNamespace(torch=torch, nn=nn, F=nn.functional, math=math)  # usual names in the globals of a file
+_KNOWN = (builtins, math, torch, nn.functional, _ALIASES, *_CONTAINERS)
+
+
+def module_draws(module: nn.Module) -> Draws:
+    """From which generators the forward of a module may draw.
+
+    >>> module_draws(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)))
+    <Draws.NOTHING: 0>
+    >>> module_draws(nn.Sequential(nn.Linear(2, 2), nn.Dropout()))
+    <Draws.TORCHS: 1>
+    """
+    return Draws.of(draws for each in module.modules() for draws in _own_draws(each))
+
+
+def _own_draws(module: nn.Module) -> Iterator[Draws]:
+    """Those of a module without the modules in it."""
+    for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+        yield function_draws(hook)
+    if not type(module).__module__.startswith(_KNOWN_CLASSES):
+        yield Draws.TORCHS
+        yield _class_draws(type(module))  # type: ignore[arg-type]  # for mypy, the class of a module has no hash
+    if any(isinstance(module, kind) and getattr(module, name) for kind, name in _PROBABILITIES.items()):
+        yield Draws.TORCHS
+    if isinstance(module, _ALWAYS):
+        yield Draws.TORCHS
+    if "function" in module.__dict__ and type(module).__module__.startswith("pippy."):  # a loss function
+        yield function_draws(module.__dict__["function"])
+
+
+@cache
+def _class_draws(kind: Any) -> Draws:
+    """From which generators the methods of a class may draw."""
+    users = [each for each in kind.__mro__ if not each.__module__.startswith((*_KNOWN_CLASSES, "torch.", "builtins"))]
+    return Draws.of(_code_draws(value) for each in users for value in vars(each).values() if hasattr(value, "__code__"))
+
+
+def function_draws(function: Callable[..., Any]) -> Draws:
+    """From which generators a function may draw.
+
+    >>> from torch.nn import functional as F
+    >>> function_draws(torch.relu), function_draws(F.dropout), function_draws(torch.rand)
+    (<Draws.NOTHING: 0>, <Draws.TORCHS: 1>, <Draws.TORCHS: 1>)
+    """
+    if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return _operator_draws(function)
+    if isinstance(function, nn.Module):
+        return module_draws(function)
+    module, name = getattr(function, "__module__", None) or "", getattr(function, "__name__", "")
+    if module.partition(".")[0] == "torch":
+        return _known_draws(name)
+    if module in ("_operator", "operator", "builtins", "math") or (
+        module.startswith("pippy.") and isinstance(function, types.FunctionType)
+    ):
+        return Draws.NOTHING
+    inner = getattr(function, "function", function)  # of a call of an autograd function, that
+    if isinstance(inner, type):
+        return Draws.of([Draws.TORCHS, _class_draws(inner)])
+    code = inner if hasattr(inner, "__code__") else getattr(inner, "func", None)  # of a partial, its function
+    if not hasattr(code, "__code__"):
+        return Draws.PYTHONS_TOO
+    return Draws.NOTHING if _draws_nothing(inner, 3) else Draws.of([Draws.TORCHS, _code_draws(code)])
+
+
+def method_draws(name: str) -> Draws:
+    """From which generators a method may draw, of a tensor most likely.
+
+    >>> method_draws("view"), method_draws("bernoulli_")
+    (<Draws.NOTHING: 0>, <Draws.TORCHS: 1>)
+    """
+    if any(hasattr(kind, name) for kind in _CONTAINERS):
+        return _name_draws(name)
+    return Draws.PYTHONS_TOO
+
+
+def _operator_draws(operator: Any) -> Draws:
+    """An operator of torch has a tag if it draws; nobody knows of those of other libraries."""
+    overloads = (
+        [operator]
+        if isinstance(operator, torch._ops.OpOverload)
+        else [getattr(operator, each) for each in operator.overloads()]
+    )
+    tagged = any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads)
+    of_torch = all(each.namespace in ("aten", "prims", "prim") for each in overloads)
+    return Draws.NOTHING if of_torch and not tagged else Draws.TORCHS
+
+
+def _known_draws(name: str) -> Draws:
+    """Those of a function of torch."""
+    return Draws.TORCHS if name in _WRITTEN_IN_PYTHON else _name_draws(name)
+
+
+@cache
+def _name_draws(name: str) -> Draws:
+    """Those of the operator of torch that has this name, if there is one."""
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() and not name.startswith("__") else None
+    return Draws.NOTHING if packet is None else _operator_draws(packet)
+
+
+@cache
+def _code_draws(function: Any) -> Draws:
+    """Whether a function sees generators of Python or numpy: by the names in its file, or by what it has taken along."""
+    function = getattr(function, "__func__", function)
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
+    seen = [*getattr(function, "__globals__", {}).values(), *cells]
+    return Draws.PYTHONS_TOO if any(map(_is_pythons, seen)) else Draws.NOTHING
+
+
+def _draws_nothing(function: Any, depth: int) -> bool:
+    """Whether all names in the code of a function are known to draw nothing, those of functions of its file ``depth`` deep."""
+    if not isinstance(function, types.FunctionType) or not depth:
+        return False
+    held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    held += [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    names = set(_names(function.__code__))
+    held += [function.__globals__[name] for name in names if name in function.__globals__]
+    return all(_is_known(value, depth) for value in held) and all(
+        _is_known_name(name) for name in names if not isinstance(function.__globals__.get(name), types.FunctionType)
+    )
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _names(inner)
+
+
+def _is_known_name(name: str) -> bool:
+    """Whether a name is a builtin or an attribute of what is torch's, and draws nothing."""
+    return any(hasattr(each, name) for each in _KNOWN) and _known_draws(name) is Draws.NOTHING
+
+
+def _is_known(value: Any, depth: int) -> bool:
+    if isinstance(value, types.ModuleType):
+        return value in (torch, nn, nn.functional, math)
+    if value is None or isinstance(value, torch.Tensor | str | int | float | torch.dtype):
+        return True
+    if isinstance(value, types.FunctionType) and not value.__module__.startswith("torch."):
+        return _draws_nothing(value, depth - 1)
+    if isinstance(value, nn.Module):
+        return module_draws(value) is Draws.NOTHING
+    return callable(value) and not isinstance(value, type) and function_draws(value) is Draws.NOTHING
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _is_pythons(value: Any) -> bool:
+    if isinstance(value, types.ModuleType):
+        return value.__name__.partition(".")[0] in _PYTHONS
+    if isinstance(value, random.Random) or getattr(type(value), "__module__", "").startswith("numpy.random"):
+        return True
+    return isinstance(getattr(value, "__self__", None), random.Random)  # `from random import random`
