@@ -27,6 +27,7 @@ from pippy.drivers.placed_pipe import PlacedPipe
 from pippy.drivers.saved_names import SavedNames
 from pippy.drivers.saving import check_is_of
 from pippy.drivers.stale_models import StaleModels
+from pippy.drivers.step_numbers import StepNumbers
 from pippy.drivers.workers.worker_optimizer import MASTER
 from pippy.ir.pipe import Pipe
 from pippy.ir.trees import describe
@@ -68,6 +69,8 @@ class Loading:
         self.stale.updated()
         if goes_on:
             random_state(contents.values["random"]["controller"], tuple(range(torch.cuda.device_count()))).restore()
+            if self.commands.numbers is not None and (numbers := contents.values["random"].get("keyed")) is not None:
+                self.commands.numbers = StepNumbers(**numbers)
         return dict(contents.values.get("values", {}))
 
     def _checked(

@@ -155,7 +155,8 @@ class Saving:
             for name, value in {**given.values, **states, **optimizers, **names.extra}.items():
                 check_plain(name, value)
             raise
-        return {**values, "random": {"controller": random_values(RandomState.current())}}
+        numbers = None if self.commands.numbers is None else self.commands.numbers.state()
+        return {**values, "random": {"controller": random_values(RandomState.current()), "keyed": numbers}}
 
     def _finish_beside(self, work: "_Work") -> None:
         try:

@@ -243,20 +243,26 @@ def test_steps_in_between_that_do_not_train(cluster, batch):
     assert after == {**state, "evaluations": 4}
 
 
-def test_a_run_goes_on_elsewhere(cluster, batch):
+@pytest.mark.parametrize("by_checkpoint", [False, True])
+def test_a_run_goes_on_elsewhere(cluster, batch, tmp_path, by_checkpoint):
     wanted, _ = trained(cluster, cut(2), batch, steps=3)
     first = PipelineDriver1F1B(cut(2), cluster, keyed_random=7)
     optimizer = first.instantiate_optimizer(torch.optim.SGD, lr=0.1)
     assert first.run(CHUNKS, *batch) == wanted[0]
     optimizer.step()
     second = PipelineDriver(cut(1, 2, 3), cluster, schedule="fill_drain")
-    second.load_state_dict(first.state_dict())
-    second.random_state = first.random_state
-    optimizer = second.instantiate_optimizer(torch.optim.SGD, lr=0.1)
+    other = second.instantiate_optimizer(torch.optim.SGD, lr=0.1)
+    optimizer.zero_grad()
+    if by_checkpoint:
+        first.save(tmp_path, optimizer=optimizer)
+        second.load(tmp_path, optimizer=other)
+    else:
+        second.load_state_dict(first.state_dict())
+        second.random_state = first.random_state
     for loss in wanted[1:]:
-        optimizer.zero_grad()
+        other.zero_grad()
         assert second.run(CHUNKS, *batch) == loss
-        optimizer.step()
+        other.step()
     assert second.random_state == {"seed": 7, "steps": 3, "evaluations": 0}
     first.close()
     second.close()
