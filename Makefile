@@ -7,7 +7,7 @@ READY  := $(VENV)/ready
 SOURCES := pippy pippy/ir pippy/drivers tests exps docs/build.py docs/notebook.ipynb
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench docs setup clean
+.PHONY: help demo test check bench gpu docs setup clean
 
 help: ## list the commands
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -35,6 +35,9 @@ bench: $(READY) ## run the benchmarks (minutes)
 	@$(BIN)/python -m exps.control --chunks 8 128 --only "torch GPipe" "torch 1F1B" "pippy fill_drain" "pippy 1f1b"
 	@$(BIN)/python -m exps.controller
 	@$(BIN)/python -m exps.bubbles
+
+gpu: $(READY) ## run the tests and benchmarks that need a GPU (minutes); without one it says so, and ends with status 0
+	@$(BIN)/python -m exps.gpu --tests
 
 docs: $(READY) ## make the documentation as HTML, with a reference of the public names, in build/docs
 	@$(BIN)/python docs/build.py
