@@ -79,17 +79,16 @@ class DeviceCopies:
         def copied(tensor: torch.Tensor) -> torch.Tensor:
             layout = tensor.shape, strides_of(tensor), tensor.dtype
             pinned = tensor if accelerator.is_pinned(tensor) else accelerator.empty_pinned(*layout).copy_(tensor)
-            here = accelerator.empty(*layout)
-            accelerator.copy(here, pinned)
+            with accelerator.using(self._into):
+                here = accelerator.empty(*layout)
+                accelerator.copy(here, pinned)
             arriving.append(here)
             return here
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
             return tensor if accelerator.is_here(tensor) else _copied(tensor, copied, accelerator.device)
 
-        computing = accelerator.current_stream()
-        with accelerator.using(self._into):
-            value = map_tensors(moved, value)
+        value, computing = map_tensors(moved, value), accelerator.current_stream()
         if arriving:
             done = accelerator.event()
             done.record(self._into)

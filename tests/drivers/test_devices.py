@@ -2,6 +2,8 @@
 
 import copy
 from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from pippy import (
     pipe_split,
     pipeline,
 )
+from pippy.drivers.accelerator import TorchAccelerator
 from pippy.drivers.transport.device_transport import DeviceTransport
 from pippy.drivers.workers.executor import Executor
 from pippy.errors import StepError
@@ -238,3 +241,23 @@ def test_what_a_driver_frees_is_given_back_to_other_workers_of_the_device(simula
         driver.close()
         PipelineDriver(pipeline(Chained()), cluster)  # what is closed is dropped with the next command
         assert [device.freed_caches for device in simulated] == [1, 1, 0]
+
+
+def test_names_and_arguments_are_those_of_torch_cuda(monkeypatch):
+    """What can be seen without a GPU of what a GPU is asked for."""
+    names = ("set_device", "Stream", "current_stream", "stream", "Event", "empty_cache")
+    cuda = SimpleNamespace(**{name: create_autospec(getattr(torch.cuda, name)) for name in names})
+    monkeypatch.setattr(torch, "get_device_module", lambda device: cuda)
+    second = torch.device("cuda:1")
+    accelerator = TorchAccelerator(second)
+    accelerator.set_current()
+    accelerator.free_cache()
+    with accelerator.using(accelerator.new_stream()):
+        accelerator.event(timed=True).record(accelerator.current_stream())
+    cuda.set_device.assert_called_once_with(second)
+    cuda.Stream.assert_called_once_with(second)
+    cuda.current_stream.assert_called_once_with(second)
+    cuda.Event.assert_called_once_with(enable_timing=True, blocking=True)
+    here, host = torch.ones(2, device="meta"), torch.ones(2)
+    assert [accelerator.is_on_host(each) for each in (here, host)] == [False, True]
+    assert not accelerator.is_here(here) and not accelerator.is_here(host) and not accelerator.is_pinned(host)
