@@ -26,7 +26,7 @@ from pippy.drivers.transport.messages import rpc
 from pippy.drivers.transport.messages.controller_connections import ControllerConnections
 from pippy.drivers.transport.messages.rpc_messages import RpcMessages
 
-# glibc keeps freed memory: fresh memory takes a page fault for every 4 KB, and a training step frees and takes gigabytes
+# glibc keeps freed memory: kept_memory.py says why, and does it in processes that others have started
 MEMORY = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),

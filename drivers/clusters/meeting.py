@@ -4,8 +4,9 @@ import os
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from pippy.drivers.clusters.neighbours import (
@@ -23,6 +24,9 @@ from pippy.drivers.clusters.routes import Routes
 from pippy.drivers.control.control import Address
 from pippy.drivers.errors import ClusterError
 from pippy.drivers.transport.messages.controller_connections import ControllerConnections
+
+# Without torchrun's agent, whose store this is, rank 0 serves it: until the last of the others has read it, and RPC met there.
+_kept: list[Store] = []
 
 
 @dataclass
@@ -48,7 +52,9 @@ class Meeting:
 def meet(rank_info: RankInfo, names: Sequence[str], timeout: float, transport: str | None) -> Meeting:
     """Meet the other ranks at torchrun's store, and get sockets to those of this host, unless all is to go by RPC."""
     try:
-        store = PrefixStore("pippy", next(rendezvous("env://", rank_info.rank, rank_info.world_size))[0])
+        given = next(rendezvous("env://", rank_info.rank, rank_info.world_size, timeout=timedelta(seconds=timeout)))[0]
+        store = PrefixStore("pippy", given)
+        _kept.append(given)
     except (RuntimeError, OSError) as error:
         raise ClusterError(f"rank {rank_info.rank} cannot reach torchrun's store: {error}") from error
     board = RankBoard(store, rank_info.rank, timeout)

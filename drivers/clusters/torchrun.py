@@ -30,6 +30,7 @@ from pippy.drivers.clusters.arguments import (
 )
 from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.clusters.current_cluster import check_none_open, opened
+from pippy.drivers.clusters.kept_memory import keep_freed_memory
 from pippy.drivers.clusters.launch_config import CONTROLLER
 from pippy.drivers.clusters.lazy_cluster import current_lazy_cluster
 from pippy.drivers.clusters.local_cluster import local_cluster
@@ -96,6 +97,7 @@ def cluster(
     patience = polling_time(patience, crowded=_is_crowded(rank_info, threads))
     own_device = _device(rank_info, devices, device)
     _check_first()
+    keep_freed_memory()
     met = meet(rank_info, names, start_timeout, transport)
     worker = _worker(rank_info, met, own_device, threads, timeout, patience)
     if rank_info.rank:
@@ -193,7 +195,16 @@ def _worker(
 
 def _join(rank_info: RankInfo, timeout: float) -> None:
     name = rank_info.rpc_name(rank_info.index) if rank_info.rank else CONTROLLER
-    rpc.join(name, rank_info.rank, rank_info.world_size, "env://", "uv", interface(rank_info), timeout)
+    link = interface(rank_info)
+    try:
+        rpc.join(name, rank_info.rank, rank_info.world_size, "env://", "uv", link, timeout)
+    except RuntimeError as error:
+        raise ClusterError(
+            f"rank {rank_info.rank} has met the others at torchrun's store, and did not get a connection with each of them, "
+            f"though it tried for start_timeout ({timeout:g} s), up to five times. Every rank listens on ports that its system "
+            f"chooses, here of the interface {link}: a firewall must let the others through to these; TP_SOCKET_IFNAME names "
+            f"another interface. The first line of RPC's error: {str(error).strip().splitlines()[0]}"
+        ) from error
 
 
 def interface(rank_info: RankInfo) -> str | None:

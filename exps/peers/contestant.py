@@ -3,12 +3,13 @@
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from exps.peers.hosts import Host
 from exps.peers.process import Child
 
 
@@ -76,18 +77,27 @@ class Rank:
 
 
 class Team(Contestant):
-    """A contestant of several children, one on each core: ``make(rank, *args)`` gives the `Rank` of each.
+    """A contestant of several children, one on each core, and on each of ``hosts``: ``make(rank, *args)`` gives each `Rank`.
 
     A step begins when rank 0 begins and all are prepared, and ends when the last is done: no barrier is timed.
     """
 
-    def __init__(self, ranks: int, make: Callable[..., Rank], *args: Any, keep_memory: bool = False) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        make: Callable[..., Rank],
+        *args: Any,
+        keep_memory: bool = False,
+        hosts: Sequence[Host | None] = (),
+    ) -> None:
         self._ranks, self._make, self._args, self._keep_memory = ranks, make, args, keep_memory
+        self._hosts = [*hosts] or [None] * ranks
         self._children: list[Child] = []
 
     def start(self) -> None:
         for rank in range(self._ranks):
-            child = Child(self.core_of(rank), self._make, rank, *self._args, keep_memory=self._keep_memory)
+            core, host = self.core_of(rank), self._hosts[rank]
+            child = Child(core, self._make, rank, *self._args, keep_memory=self._keep_memory, host=host)
             self._children.append(child)
 
     def core_of(self, rank: int) -> int | None:

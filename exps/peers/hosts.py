@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LINK = "eth0"  # on each host
+ANY = "0-65535"
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
 _LARGE_PACKETS = 0x01 | 0x02 | 0x04  # sums are not computed, and TCP is not cut into packets: as on the bridge
@@ -63,15 +64,17 @@ class Host:
 
 
 @contextmanager
-def hosts(n: int, delay: float = 0.0) -> Iterator[list[Host]]:
+def hosts(n: int, delay: float = 0.0, ports: str = ANY) -> Iterator[list[Host]]:
     """So many hosts; a packet takes ``delay`` seconds from one to another. Their processes are killed at the end.
+
+    ``ports``, as "29500,40000-40999", are those that a firewall between all of them leaves open.
 
     Raises NoHosts where they cannot be made: it takes root, Linux and iproute2.
     """
     with ExitStack() as stack:
         try:
             found = [_host(stack, number) for number in range(1, n + 1)]
-            _slow(stack, found, delay) if delay else _bridge(stack, found)
+            _slow(stack, found, delay, ports) if delay or ports != ANY else _bridge(stack, found)
             for number, host in enumerate(found, 1):
                 ip("-n", host.namespace, "addr", "add", f"10.99.7.{number}/24", "dev", LINK)
                 for link in ("lo", LINK):
@@ -110,7 +113,7 @@ def _bridge(stack: ExitStack, joined: list[Host]) -> None:
         ip("-n", between, "link", "set", port, "master", "bridge", "up")
 
 
-def _slow(stack: ExitStack, joined: list[Host], delay: float) -> None:
+def _slow(stack: ExitStack, joined: list[Host], delay: float, ports: str) -> None:
     ends = []
     with ExitStack() as opened:  # the process below keeps the ends
         for host in joined:
@@ -124,7 +127,7 @@ def _slow(stack: ExitStack, joined: list[Host], delay: float) -> None:
             ip("-n", host.namespace, "link", "set", name, "name", LINK, "txqueuelen", "10000")
             ends.append(end)
         script = Path(__file__).with_name("slow_network.py")
-        words = [sys.executable, "-S", str(script), str(delay), *map(str, ends)]
+        words = [sys.executable, "-S", str(script), str(delay), ports, *map(str, ends)]
         process = subprocess.Popen(words, pass_fds=ends, stdin=subprocess.DEVNULL)
     stack.callback(process.wait)
     stack.callback(process.kill)

@@ -1,10 +1,13 @@
 """pippy's own drivers as contestants. A step is timed from the call of the controller to its return.
 
 A process has one cluster open at a time, so each controller has a process of its own. It is not pinned, and shares the
-cores with its workers, as a user's script does.
+cores with its workers, as a user's script does. On several hosts there is a process on each, as under torchrun: the first
+has the controller and a worker, and each has one core.
 """
 
-from collections.abc import Callable
+import itertools
+import os
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
@@ -12,10 +15,12 @@ import torch
 
 from exps.peers import gpt
 from exps.peers.contestant import Rank, Team
-from exps.peers.process import ChildFailed
+from exps.peers.hosts import Host
+from exps.peers.process import Child, ChildFailed
 from pippy import Pipe, PipelineDriver, SplitPoint, annotate_split_points, cluster, pipeline
 
 WORKERS = 2
+_ports = itertools.count(29700)
 
 # the schedules, and how many stages each worker holds
 SCHEDULES = {
@@ -54,13 +59,14 @@ class Controller(Rank):
         pipe_of: Callable[[int], Pipe],
         batch: tuple[torch.Tensor, torch.Tensor],
         checkpoint: str = "never",
+        pin: bool | None = True,
     ) -> None:
         super().__init__([])
         self._chunks, self._batch = chunks, batch
         pipe = pipe_of(WORKERS * SCHEDULES[schedule])
         self._names = [name for name, _ in pipe.named_parameters()]
         with ExitStack() as opened:
-            workers = opened.enter_context(cluster(WORKERS, threads=1, pin=True))
+            workers = opened.enter_context(cluster(WORKERS, threads=1, pin=pin))
             self._driver = PipelineDriver(pipe, workers, schedule=schedule, checkpoint=checkpoint)
             self._opened = opened.pop_all()
 
@@ -96,3 +102,44 @@ class PippyTeam(Team):
 def pippy_peer(schedule: str, size: gpt.Size, checkpoint: str = "never") -> PippyTeam:
     """pippy with the schedule ``schedule`` of `SCHEDULES`."""
     return PippyTeam(1, Controller, schedule, gpt.CHUNKS, GptPipe(size), gpt.batch(size), checkpoint)
+
+
+def member(
+    rank: int,
+    address: str,
+    port: int,
+    schedule: str,
+    chunks: int,
+    pipe_of: Callable[[int], Pipe],
+    batch: tuple[torch.Tensor, torch.Tensor],
+) -> Controller:
+    """The process of a rank, as torchrun would start it. In that of a worker this does not return until the cluster closes."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(WORKERS), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    if rank:
+        cluster(WORKERS, threads=1)
+    return Controller(rank, schedule, chunks, pipe_of, batch, pin=None)
+
+
+class JoinedTeam(PippyTeam):
+    """A worker on each of two hosts; the controller is on the first."""
+
+    def start(self) -> None:
+        port = next(_ports)  # several contestants are there at a time
+        for rank, host in enumerate(self._hosts):
+            assert host is not None and self._hosts[0] is not None
+            args = rank, self._hosts[0].address, port, *self._args
+            child = Child(rank, member, *args, keep_memory=self._keep_memory, host=host)
+            if rank == 0:
+                self._children.append(child)
+            else:
+                self._worker = child  # which answers nobody but the controller
+
+    def close(self) -> None:
+        super().close()
+        self._worker.close()
+
+
+def on_hosts(schedule: str, size: gpt.Size, hosts: Sequence[Host]) -> JoinedTeam:
+    """pippy with the schedule ``schedule`` of `SCHEDULES`, a worker on each of two hosts."""
+    return JoinedTeam(WORKERS, member, schedule, gpt.CHUNKS, GptPipe(size), gpt.batch(size), hosts=hosts)

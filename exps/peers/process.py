@@ -16,6 +16,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from exps.peers.hosts import Host
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECONDS = 300.0  # the longest that any call may take
 
@@ -33,7 +35,7 @@ class ChildFailed(Exception):
 
 
 class Child:
-    """A process on core ``core``, or on any for None, that holds ``make(*args)``.
+    """A process on core ``core``, or on any for None, that holds ``make(*args)``. It is on this host, or on ``host``.
 
     >>> child = Child(0, dict, {"a": 1})
     >>> child.ask("get", "a")
@@ -42,11 +44,20 @@ class Child:
     >>> child.close()
     """
 
-    def __init__(self, core: int | None, make: Callable[..., Any], *args: Any, keep_memory: bool = False) -> None:
+    def __init__(
+        self,
+        core: int | None,
+        make: Callable[..., Any],
+        *args: Any,
+        keep_memory: bool = False,
+        host: Host | None = None,
+    ) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
+            core = -1 if core is None else core
+            words = [sys.executable, "-m", "exps.peers.process", str(theirs.fileno()), str(core)]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "exps.peers.process", str(theirs.fileno()), str(-1 if core is None else core)],
+                words if host is None else host.command(*words),
                 pass_fds=[theirs.fileno()],
                 cwd=ROOT,
                 env=os.environ | {"OMP_NUM_THREADS": "1"} | (KEEP_MEMORY if keep_memory else {}),

@@ -1,8 +1,9 @@
 """A network on which each packet takes its time: a process that holds what each host sends, then hands it to another.
 
-    python slow_network.py SECONDS END END ...
+    python slow_network.py SECONDS PORTS END END ...
 
-Each END is the file descriptor of a TUN device; the first is that of host 1, whose address ends in .1.
+PORTS, as 29500,40000-40999, are those to which a host may connect: a firewall drops what would open another connection. Each
+END is the file descriptor of a TUN device; the first is that of host 1, whose address ends in .1.
 """
 
 import os
@@ -13,11 +14,12 @@ from collections import deque
 from contextlib import suppress
 
 _HEADER = 10  # bytes before each packet, that say how the kernel is to cut and sum it; they are handed on
-_LAST_BYTE = _HEADER + 19  # of the address that an IPv4 packet is for
+_PROTOCOL, _TO = _HEADER + 9, _HEADER + 19  # of an IPv4 packet; TO is the last byte of the address that it is for
+_TCP, _SYN, _SYN_OR_ACK = 6, 0x02, 0x12
 LARGEST = 1 << 17
 
 
-def carry(delay: float, ends: list[int]) -> None:
+def carry(delay: float, ports: list[range], ends: list[int]) -> None:
     """Carry packets until this process is killed."""
     waiting: deque[tuple[float, int, bytes]] = deque()  # all wait equally long, so the first is due first
     while True:
@@ -29,9 +31,31 @@ def carry(delay: float, ends: list[int]) -> None:
         for end in select.select(ends, [], [], max(0.0, waiting[0][0] - time.monotonic()) if waiting else None)[0]:
             with suppress(OSError):
                 packet = os.read(end, LARGEST)
-                if packet[_HEADER] >> 4 == 4 and 0 < packet[_LAST_BYTE] <= len(ends):
-                    waiting.append((time.monotonic() + delay, ends[packet[_LAST_BYTE] - 1], packet))
+                if packet[_HEADER] >> 4 == 4 and 0 < packet[_TO] <= len(ends) and passes(packet, ports):
+                    waiting.append((time.monotonic() + delay, ends[packet[_TO] - 1], packet))
+
+
+def passes(packet: bytes, ports: list[range]) -> bool:
+    """Whether the firewall lets a packet through: one that opens no connection, or one to a port that is open."""
+    tcp = _HEADER + 4 * (packet[_HEADER] & 15)
+    if packet[_PROTOCOL] != _TCP or packet[tcp + 13] & _SYN_OR_ACK != _SYN:
+        return True
+    port = int.from_bytes(packet[tcp + 2 : tcp + 4], "big")
+    return any(port in each for each in ports)
+
+
+def ranges(text: str) -> list[range]:
+    """The ports of a text.
+
+    >>> ranges("29500,40000-40999")
+    [range(29500, 29501), range(40000, 41000)]
+    """
+    found = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        found.append(range(int(first), int(last or first) + 1))
+    return found
 
 
 if __name__ == "__main__":
-    carry(float(sys.argv[1]), [int(end) for end in sys.argv[2:]])
+    carry(float(sys.argv[1]), ranges(sys.argv[2]), [int(end) for end in sys.argv[3:]])

@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from torch import nn
 
 from exps.peers import gpt
 from exps.peers.contestant import Rank, Team
+from exps.peers.hosts import LINK, Host
 
 WORKERS = 2
 
@@ -60,10 +61,11 @@ class TorchRank(Rank):
         part: Parts,
         batch: tuple[torch.Tensor, torch.Tensor],
         loss_fn: Callable[..., torch.Tensor],
+        link: str = "lo",
     ) -> None:
         from torch.distributed.pipelining import PipelineStage, schedules  # here, as the import takes two seconds
 
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        os.environ["GLOO_SOCKET_IFNAME"] = link
         limit = timedelta(seconds=60)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORKERS, timeout=limit)
         peer = SCHEDULES[name]
@@ -96,17 +98,22 @@ class GptParts(NamedTuple):
 class TorchTeam(Team):
     """Two processes that meet in a private file."""
 
-    def __init__(self, name: str, *args: Any, keep_memory: bool = False) -> None:
+    def __init__(self, name: str, *args: Any, keep_memory: bool = False, hosts: Sequence[Host] = ()) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        super().__init__(
-            WORKERS, TorchRank, str(Path(self._folder.name) / "store"), name, *args, keep_memory=keep_memory
-        )
+        store, link = str(Path(self._folder.name) / "store"), LINK if hosts else "lo"
+        super().__init__(WORKERS, TorchRank, store, name, *args, link, keep_memory=keep_memory, hosts=hosts)
 
     def close(self) -> None:
         super().close()
         self._folder.cleanup()
 
 
-def torch_peer(name: str, size: gpt.Size, keep_memory: bool = False, again: bool = False) -> TorchTeam:
-    """torch's pipelining with the schedule ``name`` of `SCHEDULES`; ``again``: its blocks in torch.utils.checkpoint."""
-    return TorchTeam(name, gpt.CHUNKS, GptParts(size, again), gpt.batch(size), gpt.loss_fn, keep_memory=keep_memory)
+def torch_peer(
+    name: str, size: gpt.Size, keep_memory: bool = False, again: bool = False, hosts: Sequence[Host] = ()
+) -> TorchTeam:
+    """torch's pipelining with the schedule ``name`` of `SCHEDULES`; ``again``: its blocks in torch.utils.checkpoint.
+
+    With ``hosts`` each rank is on one of them.
+    """
+    given = GptParts(size, again), gpt.batch(size), gpt.loss_fn
+    return TorchTeam(name, gpt.CHUNKS, *given, keep_memory=keep_memory, hosts=hosts)

@@ -70,6 +70,21 @@ def test_what_is_sent_arrives_after_the_delay(delay):
         assert echo.wait(10) == 0
 
 
+def test_a_firewall_lets_through_what_opens_a_connection_to_an_open_port_only():
+    """And the other end's answers, which go to any port."""
+    with hosts(2, ports="7000-7007") as (here, there), ExitStack() as ended:
+        for port, connects in ((7007, True), (7008, False)):
+            command = there.command(sys.executable, "-S", "-c", ECHO.replace("7007", str(port)))
+            echo = ended.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            ended.callback(there.kill)
+            assert echo.stdout.readline() == f"listens on {there.namespace}\n"
+            ask = ASK.replace("7007", str(port)).replace("timeout=20", "timeout=1 if sys.argv[2] == 'no' else 20")
+            words = [sys.executable, "-S", "-c", ask, there.address, "yes" if connects else "no"]
+            asked = subprocess.run(here.command(*words), capture_output=True, text=True, timeout=30)
+            assert (asked.returncode == 0) is connects
+            assert connects or "TimeoutError" in asked.stderr
+
+
 def test_processes_end_with_their_host_also_when_the_block_fails():
     with pytest.raises(ZeroDivisionError), hosts(2, 0.001) as (here, there), ExitStack() as ended:
         sleeper = ended.enter_context(subprocess.Popen(there.command("sh", "-c", "echo runs; sleep 600"), stdout=-1))

@@ -7,11 +7,13 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import rpc
+from torch.distributed.rpc import constants
 
 from pippy.drivers.stderr_filter import StderrFilter
 from pippy.drivers.transport.messages.listening_sockets import stop_listening
@@ -61,7 +63,8 @@ def join(
 
     What torch opens listens on the named interface; with None, on the one that torch chooses: that of this host's name.
 
-    ``timeout`` bounds the waits of joining; a store in a file takes 0 for no bound, one of TCP does not. Calls have none.
+    ``timeout`` bounds the waits of joining, after which this raises a RuntimeError; a store in a file takes 0 for no bound, one
+    of TCP does not. Calls have none.
 
     RPC counts its groups, and the exchanges among their members, in this process alone: one that was in a group before
     would wait for the others under numbers that they, being new, do not have. So both counts start again.
@@ -76,7 +79,7 @@ def join(
     rpc._init_counter = 0
     rpc.api._all_gather_sequence_id.clear()
     rpc.api._all_gather_sequence_id_to_states.clear()
-    with warnings.catch_warnings(), _listening_on(interface):
+    with warnings.catch_warnings(), _listening_on(interface), _waiting_for_peers(timeout):
         warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own use of its own group
         rpc.init_rpc(name, rank=rank, world_size=processes, rpc_backend_options=options)
 
@@ -98,6 +101,17 @@ def _listening_on(interface: str | None) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def _waiting_for_peers(seconds: float) -> Iterator[None]:
+    """While it lasts, a process waits only so long for the others to connect, if there is a limit; torch waits for 24 days."""
+    before = constants.DEFAULT_PROCESS_GROUP_TIMEOUT
+    constants.DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(seconds=seconds) if seconds else before
+    try:
+        yield
+    finally:
+        constants.DEFAULT_PROCESS_GROUP_TIMEOUT = before
 
 
 def leave() -> None:

@@ -4,6 +4,7 @@ The hosts are network namespaces. A job takes seconds to start, so each test doe
 """
 
 import re
+import subprocess
 from contextlib import ExitStack
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from exps.peers.hosts import NoHosts, hosts
 from pippy.drivers.schedules.orders.registry import REGISTRY
 from tests.drivers.processes import watched, within
-from tests.drivers.torchrun_jobs import ROOT, job, ready, tell
+from tests.drivers.torchrun_jobs import PORT, ROOT, job, ready, tell
 
 SCRIPT = str(ROOT / "tests/drivers/hosts_script.py")
 TRAINING = [name for name, each in REGISTRY.items() if each.training and name != "list"]
@@ -23,9 +24,9 @@ def make_hosts():
     """Makes hosts, or skips the test and says why."""
     with ExitStack() as stack:
 
-        def make(n, delay=0.0):
+        def make(n, **options):
             try:
-                return stack.enter_context(hosts(n, delay))
+                return stack.enter_context(hosts(n, **options))
             except NoHosts as error:
                 pytest.skip(str(error))
 
@@ -61,8 +62,14 @@ def test_two_hosts_with_two_workers_each_train_and_a_killed_host_is_named(make_h
 
 
 def test_three_hosts_on_a_slow_network_train_and_a_cut_is_noticed_everywhere(make_hosts):
-    """The controller notices it within interval + timeout + 1 s, the host that is cut off within 4 × timeout (+ 2)."""
-    all_three = make_hosts(3, delay=0.001)
+    """The controller notices it within interval + timeout + 1 s, the host that is cut off within 4 × timeout (+ 2).
+
+    A firewall between the hosts lets through what hosts.md says, and nothing else.
+    """
+    all_three = make_hosts(3, delay=0.001, ports=f"{PORT},40000-40999")
+    for each in all_three:
+        command = "echo 40000 40999 > /proc/sys/net/ipv4/ip_local_port_range"
+        subprocess.run(each.command("sh", "-c", command), check=True)
     with job(all_three, SCRIPT, **OPTIONS) as (first, second, third):
         pids = ready(first)
         trained(first)

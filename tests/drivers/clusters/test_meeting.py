@@ -26,7 +26,7 @@ from tests.drivers.processes import few_descriptors
 def meet(monkeypatch):
     """Has ranks meet that are on these hosts, each in a thread of its own; an error where one is raised."""
     store, own, met = HashStore(), threading.local(), []
-    monkeypatch.setattr(meeting, "rendezvous", lambda *_: iter([(store, 0, 0)]))
+    monkeypatch.setattr(meeting, "rendezvous", lambda *_, **__: iter([(store, 0, 0)]))
     monkeypatch.setattr(meeting, "this_host", lambda: own.host)
 
     def of(rank, hosts, controller_hosts, transport):

@@ -1,0 +1,62 @@
+"""How fast is a step on two hosts, compared with torch.distributed.pipelining over gloo on the same two?
+
+Question: with one worker on each host, 8 micro-batches and a GPT-like decoder, how long is a step (forward and backward of all
+          micro-batches, no optimizer), with and without a delay of 1 ms on each packet?
+Command:  python -m exps.two_hosts --size small --rounds 20       (see --help; from the root of the repository, as root)
+Method:   as versus_torch.py, with the same contestants, models and checks; but each process of a contestant is on a host of
+          its own, which is a network namespace, and has one core. pippy's are those that `cluster()` joins under torchrun.
+Finding:  none that can be relied on: two cores shared with much other work (load average 12). small, 8 rounds, of torch 1F1B:
+          pippy 1f1b 0.62 (0.40–0.93), and with the delay 0.25 (0.21–0.44). Processes with more threads get more of such cores,
+          so that the second is less than computing takes. These are to be taken again on a machine that is quiet.
+"""
+
+import argparse
+import os
+import platform
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from exps import versus_torch
+from exps.peers import gpt, pippy_peer, single, torch_peer
+from exps.peers.contestant import Contestant
+from exps.peers.hosts import Host, hosts
+
+SIZES = ("medium", "small", "tiny")
+
+
+def entries(both: list[Host]) -> dict[str, Callable[[gpt.Size], Contestant]]:
+    """All contestants by name: those that are on two hosts, and 1b."""
+    return {
+        "1b": single.single,
+        **{f"torch {name}": partial(torch_peer.torch_peer, name, hosts=both) for name in torch_peer.SCHEDULES},
+        **{f"pippy {name}": partial(pippy_peer.on_hosts, name, hosts=both) for name in pippy_peer.SCHEDULES},
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=[*SIZES, "all"], default="all")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--delay", type=float, nargs="+", default=[0.0, 0.001], help="seconds that a packet takes")
+    parser.add_argument("--only", nargs="+", default=["torch", "pippy"], metavar="NAME", help="beginnings of names")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the hosts are to be removed
+    print(f"torch {torch.__version__}, {os.cpu_count()} cores, {platform.machine()}; load {os.getloadavg()[0]:.1f}")
+    wrong: list[Any] = []
+    for delay in options.delay:
+        with hosts(2, delay) as both:
+            makers = versus_torch.chosen(entries(both), options.only)
+            for size in SIZES if options.size == "all" else [options.size]:
+                print(f"\n{delay * 1e3:g} ms for each packet")
+                wrong += versus_torch.measure(size, options.rounds, makers)["wrong"]
+    if wrong:
+        raise SystemExit("some contestants compute something else than 1b")
+
+
+if __name__ == "__main__":
+    main()
