@@ -21,6 +21,7 @@ from pippy.ir.errors import InitializationError
 from pippy.ir.names import named_state
 from pippy.ir.pipe import Pipe, model_of
 from pippy.ir.run.initialization import Function, function_of_hugging_face, reset_function
+from pippy.ir.run.layers import spec_of
 from pippy.ir.trees import describe
 
 _SHOWN = 6  # names in an error
@@ -102,7 +103,7 @@ def _elsewhere(tensor: torch.Tensor) -> ElsewhereTensor:
 
 def _check_modules(model: nn.Module, empty: dict[int, str]) -> None:
     """Raise if a module has a tensor to be made, and no function that makes it."""
-    for path, module in _outside_of_hugging_face("", model):
+    for path, module in _initialized_by_rule("", model):
         for name in ("_init_weights", "init_weights"):
             if callable(getattr(module, name, None)):
                 where = f"model.{path}.{name}" if path else f"model.{name}"
@@ -120,12 +121,12 @@ def _check_modules(model: nn.Module, empty: dict[int, str]) -> None:
             )
 
 
-def _outside_of_hugging_face(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules but those inside of a model of Hugging Face, which initializes them itself."""
-    if function_of_hugging_face(module) is None:
+def _initialized_by_rule(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules but those that a model of Hugging Face initializes, and those that a constructor makes on the worker."""
+    if function_of_hugging_face(module) is None and spec_of(module) is None:
         yield path, module
         for name, child in module.named_children():
-            yield from _outside_of_hugging_face(f"{path}.{name}" if path else name, child)
+            yield from _initialized_by_rule(f"{path}.{name}" if path else name, child)
 
 
 def _takes_nothing(function: Any) -> bool:

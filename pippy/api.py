@@ -23,6 +23,7 @@ from pippy.ir.marks import PipeSplitWrapper, SplitPoint, annotate_split_points, 
 from pippy.ir.passes.loss_wrappers import LossWrapper, TrivialLossWrapper
 from pippy.ir.pipe import Pipe, verify
 from pippy.ir.run.keyed_draws import keyed_random
+from pippy.ir.run.layers import LayerSpec, TiedLayerSpec
 from pippy.ir.run.repeated_forward import is_checkpointing, is_recomputing
 from pippy.pipeline import pipeline
 
@@ -30,6 +31,7 @@ __all__ = [
     "ChunkSpec",
     "Cluster",
     "DeferredBatchNorm",
+    "LayerSpec",
     "LossWrapper",
     "Max",
     "Mean",
@@ -50,6 +52,7 @@ __all__ = [
     "SplitPoint",
     "Sum",
     "TensorChunkSpec",
+    "TiedLayerSpec",
     "TrivialLossWrapper",
     "annotate_split_points",
     "clear_split_points",

@@ -1,16 +1,17 @@
-"""A list of layers as an `nn.Sequential`: modules, and functions among them."""
+"""A list of layers as an `nn.Sequential`: modules, functions, and layers that are made where they are used."""
 
 import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
-from pippy.ir.errors import TracingError
-from pippy.ir.run.layers import FunctionLayer
+from pippy.ir.errors import PippyError, TracingError
+from pippy.ir.run.layers import FunctionLayer, LayerSpec, TiedLayer, TiedLayerSpec, note_spec
 
-Layers = Sequence[Any] | nn.ModuleList  # of modules, and of functions of one value
+Layers = Sequence[Any] | nn.ModuleList  # of modules, of functions of one value, and of `LayerSpec`
 
 
 def sequential_of(layers: Layers) -> nn.Sequential:
@@ -22,20 +23,51 @@ def sequential_of(layers: Layers) -> nn.Sequential:
       (1): FunctionLayer(abs)
     )
     """
-    return nn.Sequential(*[_module_of(number, layer) for number, layer in enumerate(layers)])
+    tied: dict[str, tuple[TiedLayerSpec, nn.Module]] = {}
+    return nn.Sequential(*[_module_of(number, layer, tied) for number, layer in enumerate(layers)])
 
 
-def _module_of(number: int, layer: Any) -> nn.Module:
+def _module_of(number: int, layer: Any, tied: dict[str, tuple[TiedLayerSpec, nn.Module]]) -> nn.Module:
     if isinstance(layer, nn.Module):
         return layer
+    if isinstance(layer, TiedLayerSpec):
+        if layer.key not in tied:
+            tied[layer.key] = layer, _made(number, layer)
+        first, made = tied[layer.key]
+        if (first.layer, first.args, first.kwargs) != (layer.layer, layer.args, layer.kwargs):
+            raise TracingError(
+                f"layer {number} is {layer}, and an earlier one with the key {layer.key!r} is {first}: they are one layer, so "
+                "give them the same class and arguments, or two keys"
+            )
+        return made if layer.forward_fn is None else TiedLayer(made, layer.forward_fn)
+    if isinstance(layer, LayerSpec):
+        return _made(number, layer)
     if isinstance(layer, type) and issubclass(layer, nn.Module):
         raise TracingError(
             f"layer {number} is the class {layer.__name__}; give an instance of it: {layer.__name__}(...)"
         )
     if not callable(layer):
-        raise TracingError(f"layer {number} is a {type(layer).__name__}; give a module, or a function of one value")
+        raise TracingError(
+            f"layer {number} is a {type(layer).__name__}; give a module, a LayerSpec, or a function of one value"
+        )
     _check_holds_no_parameters(number, layer)
     return FunctionLayer(layer)
+
+
+def _made(number: int, spec: LayerSpec) -> nn.Module:
+    """The layer, without numbers."""
+    try:
+        with torch.device("meta"):
+            made = spec.build()
+    except PippyError:
+        raise
+    except Exception as error:  # what the user's class raises
+        raise TracingError(
+            f"layer {number}, {spec}, could not be made on the meta device, where tensors have no numbers: "
+            f"{type(error).__name__}: {error}; if it needs numbers, give the layer itself in place of its LayerSpec"
+        ) from error
+    note_spec(made, spec)
+    return made
 
 
 def _check_holds_no_parameters(number: int, function: Any) -> None:

@@ -1,7 +1,8 @@
 """Modules make their parameters themselves, where these are, and every split gives the same numbers.
 
     the model's modules; of its tensors those that are to be made here, all others on the meta device
-        each module, its children first:  reset_parameters()          as its constructor did
+        each layer of a LayerSpec:        its constructor
+        each other module, its children first:  reset_parameters()    as its constructor did
                                           function(module)            as model.apply(function) does after that
         each random operation on a tensor that is named draws from a generator seeded with (seed, name, how many before)
 
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pippy.ir.errors import InitializationError
 from pippy.ir.names import named_state
+from pippy.ir.run.layers import LayerSpec, spec_of
 from pippy.ir.run.random_state import seed_all, untouched_random_state
 from pippy.ir.run.shared_tensors import memory_of
 
@@ -44,8 +46,8 @@ def initialize(
         for tensor in tensors.values():
             _mark(tensor)
         with _KeyedDraws(seed, model) as draws:
-            for name, module, call in _calls(model, set(map(id, tensors.values())), function):
-                draws.enter(name, module)
+            for name, writes, call in _Calls(set(map(id, tensors.values())), function).of("", model):
+                draws.enter(name, writes)
                 call()
         return [name for name, tensor in tensors.items() if _is_marked(tensor, draws.written)]
 
@@ -66,34 +68,50 @@ def function_of_hugging_face(module: nn.Module) -> Function | None:
     return None
 
 
-def _calls(
-    model: nn.Module, wanted: set[int], function: Function | None
-) -> Iterator[tuple[str, nn.Module, Callable[[], Any]]]:
-    """The calls that initialize the modules with these tensors in them, in order, each with the module and its name."""
-    for name, module, of_model in _children_first("", model, None, set()):
-        if any(id(tensor) in wanted for tensor in (*module.parameters(), *module.buffers())):
-            reset = reset_function(module)
-            if reset is not None:
-                yield name, module, reset
-            each = of_model if function is None else function
-            if each is not None:
-                yield name, module, partial(each, module)
+class _Calls:
+    """The calls that initialize what holds these tensors: the name of a module, what the call may write, and the call.
 
-
-def _children_first(
-    name: str, module: nn.Module, function: Function | None, seen: set[int]
-) -> Iterator[tuple[str, nn.Module, Function | None]]:
-    """Each module once, with its name, and the function of the model of Hugging Face that it is in.
-
-    The first of two modules that share a parameter comes last, so that the parameter is as that module makes it.
+    A module's children come first, and the last of them before the others: a parameter that two modules share is as the first
+    one makes it.
     """
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    function = function_of_hugging_face(module) or function
-    for child_name, child in reversed(list(module.named_children())):
-        yield from _children_first(f"{name}.{child_name}" if name else child_name, child, function, seen)
-    yield name, module, function
+
+    def __init__(self, wanted: set[int], function: Function | None) -> None:
+        self.wanted, self.function = wanted, function
+        self.seen: set[int] = set()
+
+    def of(
+        self, name: str, module: nn.Module, of_model: Function | None = None, made: bool = False
+    ) -> Iterator[tuple[str, nn.Module | None, Callable[[], Any]]]:
+        """Those of a module and what it holds. ``made`` says that a layer around it was made, by its constructor."""
+        if id(module) in self.seen or not any(id(tensor) in self.wanted for _, tensor in named_state(module)):
+            return
+        self.seen.add(id(module))
+        spec = spec_of(module)
+        if spec is not None:
+            made = True
+            yield name, None, partial(self._make, module, spec)
+        of_model = function_of_hugging_face(module) or of_model
+        for child_name, child in reversed(list(module.named_children())):
+            yield from self.of(f"{name}.{child_name}" if name else child_name, child, of_model, made)
+        reset = None if made else reset_function(module)
+        if reset is not None:
+            yield name, module, reset
+        function = self.function or (None if made else of_model)
+        if function is not None:
+            yield name, module, partial(function, module)
+
+    def _make(self, module: nn.Module, spec: LayerSpec) -> None:
+        """Make another layer, here, and copy its numbers."""
+        wanted = {name: tensor for name, tensor in named_state(module) if id(tensor) in self.wanted}
+        with torch.device(next(iter(wanted.values())).device):
+            made = dict(named_state(spec.build()))
+        for name, tensor in wanted.items():
+            if name not in made or made[name].shape != tensor.shape:
+                raise InitializationError(
+                    f"{spec} has {name!r} of shape {list(tensor.shape)} when it is made on the meta device, and makes "
+                    f"{'none' if name not in made else f'one of shape {list(made[name].shape)}'} on a worker"
+                )
+            tensor.copy_(made[name])
 
 
 class _KeyedDraws(TorchDispatchMode):
@@ -113,10 +131,10 @@ class _KeyedDraws(TorchDispatchMode):
         self.draws: dict[str, int] = {}
         self.written: set[int | None] = set()
 
-    def enter(self, name: str, module: nn.Module) -> None:
-        """From now on a function of this module runs."""
+    def enter(self, name: str, writes: nn.Module | None) -> None:
+        """From now on a function of the module with this name runs, which may write into the tensors of a module."""
         self.module = f"module {name}"
-        self.is_whole = not any(tensor.is_meta for _, tensor in named_state(module))
+        self.is_whole = writes is None or not any(tensor.is_meta for _, tensor in named_state(writes))
         seed_all(self._key(self.module))  # also the generators of Python and numpy
 
     def __torch_dispatch__(

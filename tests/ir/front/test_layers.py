@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from pippy import Pipe
-from pippy.ir.errors import TracingError
+from pippy import LayerSpec, Pipe, TiedLayerSpec
+from pippy.ir.errors import InitializationError, TracingError
 
 torch.manual_seed(0)
 GLOBAL = nn.Linear(4, 4)
@@ -69,13 +69,47 @@ class Calls:
         return self.layer(x)
 
 
+class NeedsNumbers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, int(torch.ones(4).sum()))
+
+
 @pytest.mark.parametrize(
     ("layers", "text"),
     [
+        (
+            [LayerSpec(nn.Linear, 4)],
+            "layer 0, LayerSpec\\(Linear, 4\\), could not be made on the meta device.*TypeError",
+        ),
+        ([LayerSpec(NeedsNumbers)], "could not be made on the meta device.*give the layer itself"),
+        (
+            [TiedLayerSpec("a", nn.Linear, 4, 4), TiedLayerSpec("a", nn.Linear, 4, 5)],
+            "layer 1 is TiedLayerSpec\\(Linear, 4, 5\\), and an earlier one with the key 'a' is .*or two keys",
+        ),
         ([nn.ReLU], r"layer 0 is the class ReLU; give an instance of it: ReLU\(\.\.\.\)"),
-        ([nn.ReLU(), 3], "layer 1 is a int; give a module, or a function of one value"),
+        ([nn.ReLU(), 3], "layer 1 is a int; give a module, a LayerSpec, or a function of one value"),
     ],
 )
 def test_what_is_no_layer_is_refused(layers, text):
     with pytest.raises(TracingError, match=text):
         Pipe.from_sequential(layers)
+
+
+def test_a_specification_is_of_a_module():
+    with pytest.raises(
+        InitializationError, match="LayerSpec takes a class of modules, and then its arguments; this is a ReLU"
+    ):
+        LayerSpec(nn.ReLU())
+    with pytest.raises(InitializationError, match=r"LayerSpec\(dict\) gives a dict, and a layer is a module"):
+        Pipe.from_sequential([LayerSpec(dict)])
+
+
+def test_layers_are_made_on_meta_and_mixed_with_others():
+    linear = nn.Linear(4, 4)
+    pipe = Pipe.from_sequential([LayerSpec(nn.Linear, 4, 4, bias=False), torch.relu, linear])
+    assert [(name, each.device.type) for name, each in pipe.named_parameters()] == [
+        ("0.weight", "meta"),
+        ("2.weight", "cpu"),
+        ("2.bias", "cpu"),
+    ]
