@@ -199,6 +199,8 @@ class Pipe(nn.Module):
         total              15    60 B       0 B
         backward: none, as the Pipe has no loss
         """
+        if any(parameter.is_meta for parameter in self.parameters()):
+            args, kwargs = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
         return Drawing(content_of(compiled_of(self), args, kwargs))
 
     def _repr_html_(self) -> str:

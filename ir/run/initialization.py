@@ -137,6 +137,11 @@ class _KeyedDraws(TorchDispatchMode):
         self.is_whole = writes is None or not any(tensor.is_meta for _, tensor in named_state(writes))
         seed_all(self._key(self.module))  # also the generators of Python and numpy
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled inside of this mode; torch would import torch.compile into each worker, to switch it off."""
+        return False
+
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

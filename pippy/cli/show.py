@@ -100,6 +100,7 @@ def given_pipe(
     from pippy.balance.balancer import Balancer
     from pippy.ir.cut.params import MultiUseParameterConfig
     from pippy.ir.pipe import Pipe
+    from pippy.ir.trees import map_tensors
 
     model = _model(target, given)
     if isinstance(model, Pipe):
@@ -122,6 +123,8 @@ def given_pipe(
             )
         return Pipe.from_sequential(model, loss_fn)
     _mark(model, split)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        args, kwargs = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
     return Pipe.from_tracing(
         model,
         MultiUseParameterConfig(shared) if shared else None,

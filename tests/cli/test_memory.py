@@ -25,3 +25,16 @@ def test_schedules_are_compared_by_memory(pippy, tmp_path):
     held = {row[0]: float(row[-2]) for row in rows if row and row[-1] == "KiB"}
     assert rows[0][-1] == "memory" and held["1f1b"] < held["fill_drain"]
     assert "target included: --example" in pippy(f"compare -p 2 -m 4 --memory model.py:chain {TARGET}", status=2)
+
+
+def test_a_model_on_the_meta_device_is_shown_like_another(pippy, tmp_path):
+    made = (
+        "import torch\n"
+        + MODEL
+        + "\nwith torch.device('meta'):\n    meta = nn.Sequential(*map(type(chain[0]), [64] * 4, [64] * 4))\n"
+    )
+    (tmp_path / "model.py").write_text(made)
+    inputs = f"--num-stages 2 {TARGET} --input [16,64] --input [16,64]"
+    for options in ("--memory", "--format text"):
+        shown = [pippy(f"show model.py:{name} {options} {inputs}") for name in ("chain", "meta")]
+        assert shown[0] == shown[1] and "unknown" not in shown[0]
