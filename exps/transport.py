@@ -1,8 +1,10 @@
-"""How long does it take to send a tensor to another process of this host, compared with gloo?
+"""How long does it take to send a tensor to another worker, for each way that there is, compared with gloo?
 
-Two processes, each pinned to a core of its own, with one thread. ping-pong: microseconds from a send until the value
-has arrived, half of a round trip. pipelined: microseconds per value if 32 are sent before one answer. The other rows
-are the time of a send, and of a receive of a value that has arrived, on the thread that computes.
+Two processes of this host, each pinned to a core of its own, with one thread: through shared memory, by RPC as between hosts
+(but over the loopback interface), and by gloo. ping-pong: microseconds from a send until the value has arrived, half of a
+round trip. pipelined: microseconds per value if 32 are sent before one answer. "to itself" is what a worker takes to pass a
+value to itself. The last rows are the time of a send, and of a receive of a value that has arrived, through shared memory, on
+the thread that computes.
 
     python exps/transport.py [--rounds 300]
 
@@ -12,22 +14,27 @@ to 1 MB; pipelined, 4 MB values (32 of them are more than the rings hold) show n
 """
 
 import argparse
+import json
 import os
 import signal
 import socket
 import statistics
-import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from time import perf_counter
 
 import torch
 import torch.distributed as dist
 
+from pippy.drivers.transport.messages import rpc
+from pippy.drivers.transport.messages.message_queue import MessageQueue
+from pippy.drivers.transport.messages.rpc_values import rpc_transport
 from pippy.drivers.transport.shared_memory_transport import SharedMemoryTransport
 
 SIZES = {"1 KB": 1 << 10, "64 KB": 1 << 16, "256 KB": 1 << 18, "1 MB": 1 << 20, "4 MB": 1 << 22}
 BURST = 32
+Found = dict[str, tuple[float, float]]
 
 
 class Gloo:
@@ -45,12 +52,11 @@ class Gloo:
         return like
 
 
-class Shared:
-    """The transport, with keys that count."""
+class Keyed:
+    """A transport of pippy's, with keys that count."""
 
-    def __init__(self, rank: int, end: socket.socket) -> None:
-        self.peer = 1 - rank
-        self.transport = SharedMemoryTransport(rank, {self.peer: end})
+    def __init__(self, rank: int, transport: SharedMemoryTransport) -> None:
+        self.peer, self.transport = 1 - rank, transport
         self.sent = self.received = 0
 
     def send(self, tensor: torch.Tensor) -> None:
@@ -62,7 +68,41 @@ class Shared:
         return self.transport.receive((0, 0, self.received - 1), self.peer)
 
 
-def answer(end: Gloo | Shared, rounds: int) -> None:
+def shared(rank: int, end: socket.socket) -> Keyed:
+    """Two processes that share memory."""
+    return Keyed(rank, SharedMemoryTransport(rank, {1 - rank: end}))
+
+
+def by_rpc(rank: int, store: str) -> Keyed:
+    """Two processes that share no memory, as of two hosts, but over the loopback interface."""
+    transport, _ = rpc_transport(
+        rank, str, "0", 5.0, lambda post: SharedMemoryTransport(rank, {}, far=[1 - rank], post=post)
+    )
+    assert isinstance(transport, SharedMemoryTransport)
+    rpc.serve(rpc.Served(MessageQueue(), urgent=lambda message: None, deliver=transport.deliver))
+    rpc.join(str(rank), rank, 2, f"file://{store}", "uv", "lo")
+    return Keyed(rank, transport)
+
+
+class ToItself:
+    """A worker that sends to itself: the copy of a value within its process."""
+
+    def __init__(self) -> None:
+        self.end = Keyed(0, SharedMemoryTransport(0, {}))
+        self.end.peer = 0
+
+    def send(self, tensor: torch.Tensor) -> None:
+        self.end.send(tensor)
+        self.end.receive(tensor)
+
+    def receive(self, like: torch.Tensor) -> torch.Tensor:
+        return like
+
+
+End = Gloo | Keyed | ToItself
+
+
+def answer(end: End, rounds: int) -> None:
     """The other process: it answers the sends of ``measure``."""
     for size in SIZES.values():
         tensor, token = torch.ones(size // 4), torch.ones(1)
@@ -74,7 +114,7 @@ def answer(end: Gloo | Shared, rounds: int) -> None:
             end.send(token)
 
 
-def measure(end: Gloo | Shared, rounds: int) -> dict[str, tuple[float, float]]:
+def measure(end: End, rounds: int) -> Found:
     """Medians in microseconds: ping-pong and pipelined."""
 
     def ping(tensor: torch.Tensor) -> None:
@@ -112,28 +152,39 @@ def pinned(rank: int) -> None:
     torch.set_num_threads(1)
 
 
-def between_two(make: Callable[[int], Gloo | Shared], rounds: int) -> dict[str, tuple[float, float]]:
-    """Measure with a forked process as the other end."""
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            pinned(1)
-            answer(make(1), rounds)
-            code = 0
-        finally:
-            os._exit(code)
-    before = os.sched_getaffinity(0)
-    try:
-        pinned(0)
-        return measure(make(0), rounds)
-    finally:
-        os.sched_setaffinity(0, before)
+def between_two(make: Callable[[int], End], rounds: int) -> Found:
+    """Measure between two forked processes: this one stays free of threads, and can fork the next two."""
+    reading, writing = os.pipe()
+    pids = [forked(rank, make, rounds, writing) for rank in (0, 1)]
+    os.close(writing)
+    with open(reading) as found:
+        text = found.read()
+    for pid in pids:
         os.kill(pid, signal.SIGKILL)
+    for pid in pids:
         os.waitpid(pid, 0)
+    return {name: (one, other) for name, (one, other) in json.loads(text or "{}").items()}
 
 
-def costs(rounds: int) -> dict[str, tuple[float, float]]:
+def forked(rank: int, make: Callable[[int], End], rounds: int, writing: int) -> int:
+    """Start one of the two. The first writes what it finds; both wait for their end, so that no connection breaks before."""
+    if pid := os.fork():
+        return pid
+    try:
+        pinned(rank)
+        if rank == 0:
+            os.write(writing, json.dumps(measure(make(rank), rounds)).encode())
+        os.close(writing)
+        if rank == 1:
+            answer(make(rank), rounds)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    signal.pause()
+    os._exit(0)
+
+
+def costs(rounds: int) -> Found:
     """The time of a send and of a receive on their thread, both in this process."""
     first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     here, there = SharedMemoryTransport(0, {1: first}), SharedMemoryTransport(1, {0: second})
@@ -159,17 +210,21 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with tempfile.TemporaryDirectory() as folder:
-        shared = between_two(lambda rank: Shared(rank, ends[rank]), rounds)
-        gloo = between_two(lambda rank: Gloo(rank, f"{folder}/store"), rounds)
+        memory = between_two(lambda rank: shared(rank, ends[rank]), rounds)
+        messages = between_two(lambda rank: by_rpc(rank, f"{folder}/rpc"), rounds)
+        gloo = between_two(lambda rank: Gloo(rank, f"{folder}/gloo"), rounds)
     pinned(0)
+    itself = measure(ToItself(), rounds)
     own = costs(rounds)
-    print(f"{'µs per value':<14}" + "".join(f"{name:>10}" for name in SIZES))
-    tables = [("ping-pong", 0, shared), ("  gloo", 0, gloo), ("pipelined", 1, shared), ("  gloo", 1, gloo)]
-    for label, column, table in [*tables, ("a send", 0, own), ("a receive", 1, own)]:
-        print(f"{label:<14}" + "".join(f"{table[name][column]:>10.1f}" for name in SIZES))
+    print(f"{'µs per value':<22}" + "".join(f"{name:>10}" for name in SIZES))
+    tables = [
+        (f"{label}{kind}", column, table)
+        for column, label in enumerate(("ping-pong, ", "pipelined, "))
+        for kind, table in (("memory", memory), ("RPC", messages), ("gloo", gloo))
+    ]
+    for label, column, table in [("to itself", 1, itself), *tables, ("a send", 0, own), ("a receive", 1, own)]:
+        print(f"{label:<22}" + "".join(f"{table[name][column]:>10.1f}" for name in SIZES if name in table))
 
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's other end was killed, so its threads would not end
