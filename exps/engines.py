@@ -8,9 +8,9 @@ several (64 MiB, or 32) are sent before one answer. The engines take turns, roun
 
     python -m exps.engines [--rounds 20] [--delay 0.001]
 
-Finding: neither is better for all, and RPC stays. On two cores shared with much other work (load average 11, --rounds 3), a
-value of 4 KiB took 0.84 ms by RPC and 0.47 by gloo, in a row 0.59 and 0.91; 1 MiB 1.5 and 1.3, in a row 3.1 and 6.7; 16 MiB
-about 110 by both. With 1 ms for each packet RPC was better in a row at all sizes, and gloo one at a time at 4 KiB only.
+Finding: RPC stays. On two cores shared with much other work (load average 14, --rounds 3), a value of 4 KiB took 0.68 ms by
+RPC and 0.37 by gloo, 1 MiB 1.2 and 0.99, 16 MiB 43 and 71; in a row 0.42 and 0.24, 2.9 and 3.9, 60 and 90. With 1 ms for each
+packet gloo was better one at a time at 4 KiB only. Before the processes kept freed memory, 16 MiB took 110 ms and more by both.
 """
 
 import argparse
@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from exps.peers.hosts import LINK, hosts
+from pippy.drivers.clusters.kept_memory import keep_freed_memory
 from pippy.drivers.transport.messages import rpc
 from pippy.drivers.transport.messages.message_queue import MessageQueue
 from pippy.drivers.transport.messages.rpc_values import RpcValues
@@ -172,6 +173,7 @@ def timed(function: Callable[[], None]) -> float:
 
 def process(rank: int, rounds: int) -> None:
     """What runs on each host."""
+    keep_freed_memory()  # as `cluster()` does
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     found = both(rank, rounds)
