@@ -262,7 +262,9 @@ def test_what_a_state_dict_has_comes_back_whatever_holds_it(threads, tmp_path):
     driver.zero_grad()
     before = driver.state_dict()
     assert before["_loss.scale"] != 1  # the loss's own parameter, too, as it is on its worker
-    driver.save(tmp_path, optimizer=optimizer)
+    path = driver.save(tmp_path, optimizer=optimizer)
+    with open(os.path.join(path, "model.safetensors.index.json")) as index:
+        assert set(json.load(index)["weight_map"]) == set(before) - {"last.weight", "_extra_state"}
     saved = load_checkpoint(tmp_path)["model"]
     assert_equal({**saved}, dict(before))
     assert saved["last.weight"] is saved["first.weight"] and "hidden" not in saved
@@ -296,6 +298,11 @@ def test_copies_of_parameters_with_more_bits_and_the_scale_come_back(threads, tm
     second.driver.load(tmp_path, **second.parts, scaler=second.scaler)
     assert train(second, range(3, 6)) == end
     assert_equal(second.everything(), first.everything())
+    second.driver.load(tmp_path)  # the parameters alone: the copies follow
+    loaded, states = second.driver.state_dict(), second.optimizer.state_dict()["state"]
+    assert not torch.equal(loaded["first.weight"], first.driver.state_dict()["first.weight"])
+    for name, state in states.items():
+        assert torch.equal(state["master_parameter"].to(dtype), loaded[name])
     third = Training(threads, model=TiedLanguage().to(dtype))
     with pytest.raises(CheckpointError, match="master_dtype"):
         third.driver.load(tmp_path, **third.parts, scaler=None)

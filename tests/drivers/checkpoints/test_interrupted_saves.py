@@ -66,7 +66,9 @@ def run(threads, in_memory):
 def test_a_process_that_dies_at_any_operation_leaves_a_whole_checkpoint(run, in_memory, monkeypatch, wait):
     run.train(2)
     with mortal(monkeypatch) as whole:
-        run.save(2, shutil.copytree(run.folder, in_memory / "whole"), keep=1)
+        path = run.save(2, shutil.copytree(run.folder, in_memory / "whole"), keep=1)
+    before_it_counts = whole.done[: whole.done.index("rename")]
+    assert before_it_counts.count("fsync") == len(os.listdir(path)) + 1  # each file, and their folder
     assert {"write", "fsync", "rename", "mkdir", "unlink"} <= set(whole.done)
     found = []
     for lives in range(len(whole.done)):
