@@ -22,6 +22,7 @@ from pippy.drivers.commands import Commands
 from pippy.drivers.control.messages import ReadState, TakeState
 from pippy.drivers.errors import CheckpointError, StepError
 from pippy.drivers.filling import Filling
+from pippy.drivers.interrupts import first_waits
 from pippy.drivers.optimizer import PipelineOptimizer
 from pippy.drivers.placed_pipe import PlacedPipe
 from pippy.drivers.saved_names import SavedNames
@@ -54,6 +55,19 @@ class Loading:
         optimizers, objects = self._checked(contents, given)
         self.commands.wait()
         unused = self._read(contents, tensors, names, optimizers)
+        with first_waits():  # or a part would be loaded, and a part not
+            self._put_in_place(contents, tensors, names, unused, optimizers, objects)
+        return dict(contents.values.get("values", {}))
+
+    def _put_in_place(
+        self,
+        contents: Contents,
+        tensors: Mapping[str, StoredTensor],
+        names: SavedNames,
+        unused: Mapping[str, torch.Tensor],
+        optimizers: Mapping[str, PipelineOptimizer],
+        objects: Mapping[str, Any],
+    ) -> None:
         _load_objects(contents, objects)
         goes_on = bool(optimizers or objects)
         self._take(contents, optimizers, goes_on)
@@ -71,7 +85,6 @@ class Loading:
             random_state(contents.values["random"]["controller"], tuple(range(torch.cuda.device_count()))).restore()
             if self.commands.numbers is not None and (numbers := contents.values["random"].get("keyed")) is not None:
                 self.commands.numbers = StepNumbers(**numbers)
-        return dict(contents.values.get("values", {}))
 
     def _checked(
         self, contents: Contents, given: Mapping[str, Any]

@@ -26,6 +26,7 @@ from pippy.drivers.commands import Commands
 from pippy.drivers.control.messages import AskWritten, Failure, WriteState, WrittenState
 from pippy.drivers.errors import CheckpointError, StepError
 from pippy.drivers.filling import Filling
+from pippy.drivers.interrupts import uninterrupted
 from pippy.drivers.optimizer import PipelineOptimizer
 from pippy.drivers.placed_pipe import PlacedPipe
 from pippy.drivers.saved_names import SavedNames
@@ -107,22 +108,28 @@ class Saving:
                 "it lacks them; save after optimizer.step(), or call driver.zero_grad() first"
             )
         folder = os.path.abspath(os.fspath(folder))
-        with _refused(folder):
-            new = NewCheckpoint(folder, step)
-        work = _Work(new, names, objects, values, self.placed, keep)
+        new = None
         try:
             with _refused(folder):
+                with uninterrupted():  # or nobody would unlock the folder
+                    new = NewCheckpoint(folder, step)
+                work = _Work(new, names, objects, values, self.placed, keep)
                 work.write_unused()
                 written = self.commands.call(work.bodies(copy=not wait))
                 if wait:
                     return work.end(written)
-            self._thread = threading.Thread(target=self._finish_beside, args=(work,), name="pippy save")
-            self._thread.start()
-            self.cluster.unfinished.append(self.finish)
+            with uninterrupted():
+                self._begin_beside(work)
             return os.path.join(folder, new.name)
         finally:
-            if wait or self._thread is None:
-                new.end()
+            if new is not None and self._thread is None:
+                with uninterrupted():
+                    new.end()
+
+    def _begin_beside(self, work: "_Work") -> None:
+        self._thread = threading.Thread(target=self._finish_beside, args=(work,), name="pippy save")
+        self._thread.start()
+        self.cluster.unfinished.append(self.finish)
 
     def finish(self) -> None:
         """Wait for what is still being written, and raise what went wrong with it."""

@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -459,6 +460,25 @@ def test_what_went_wrong_first_is_raised_at_the_end_of_a_cluster(tmp_path, monke
         Training(cluster).driver.save(tmp_path, wait=False)
         raise ZeroDivisionError
     assert "no checkpoint was written" in raised.value.__notes__[0]
+
+
+def test_ctrl_c_gives_a_save_up(threads, tmp_path, monkeypatch):
+    training = Training(threads)
+    gate = Gate(monkeypatch)
+
+    def write(file, data):
+        gate.write = lambda file, data: os.write(file, data)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        return os.write(file, data)
+
+    gate.write = write
+    with pytest.raises(KeyboardInterrupt):
+        training.driver.save(tmp_path, **training.parts)
+    assert run_folder.checkpoints_in(tmp_path) == []
+    training.train(range(1))
+    training.driver.save(tmp_path, **training.parts)  # it is unlocked
+    training.driver.load(tmp_path, **training.parts)
+    assert sorted(os.listdir(tmp_path)) == [".lock", "save-1"]
 
 
 def test_a_folder_that_a_host_does_not_see_is_named(threads, tmp_path, monkeypatch):
