@@ -134,6 +134,10 @@ class _Counted:
         moved = {id(each): self._moved(each) for each in held if each.device.type != device.type}
         with FakeCopyMode(self.mode):
             self.modules: dict[str, nn.Module] = copy.deepcopy(real, moved)
+        for norm in (
+            each for module in self.modules.values() for each in module.modules() if isinstance(each, _NormBase)
+        ):
+            norm.momentum = norm.momentum or 0.1  # else it asks for the number of its calls, of which no size depends
         self.inputs = {
             name: [map_tensors(self._fake, division.take(name, microbatch)) for _ in range(MICROBATCHES)]
             for name in division.arguments

@@ -174,7 +174,7 @@ class Balancer:
         flight = (
             "as many micro-batches as 1F1B keeps in flight" if self.in_flight is None else f"{self.in_flight} at a time"
         )
-        why = f"; peaks are not counted, as fake tensors cannot run the model: {uncounted}" if uncounted else ""
+        why = f"; peaks are not counted, as the model cannot run with fake tensors: {uncounted}" if uncounted else ""
         return f"{parameters}, and what is kept for backwards, {flight}{why}"
 
 

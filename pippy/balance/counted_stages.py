@@ -26,7 +26,7 @@ from pippy.ir.pipe import Pipe, compiled_of
 class CountedStages:
     """Counts the stages of a traced graph without marks, for one micro-batch of these arguments.
 
-    ``uncounted`` is the reason, once fake tensors could not run the model.
+    ``uncounted`` is the reason, once the model could not be run with fake tensors.
     """
 
     traced: Traced
@@ -51,7 +51,7 @@ class CountedStages:
         try:
             sizes = count_pipe(pipe, divide_call(compiled, 1, self.args, self.kwargs), device, halves=False)
         except DriverError as error:
-            self.uncounted = str(error.__cause__)
+            self.uncounted = str(error.__cause__).partition("\n")[0]
             return None
         return peak_bytes(lower(pipe, self._program(compiled.num_stages)).program, _of_micro_batches(sizes))
 

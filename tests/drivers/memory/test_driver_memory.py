@@ -118,6 +118,19 @@ def test_a_model_that_fake_tensors_cannot_run_is_refused_and_a_step_can_be_measu
     single.close()
 
 
+def test_a_batch_norm_that_averages_all_it_has_seen_is_counted_like_another(threads):
+    """It asks for the number in `num_batches_tracked`, which fake tensors do not have."""
+    found = []
+    for momentum in (None, 0.1):
+        norm = nn.BatchNorm1d(16, momentum=momentum)
+        pipe = pipeline(nn.Sequential(nn.Linear(8, 16), norm, nn.Linear(16, 8)), nn.MSELoss(), split=[1, 2])
+        driver, x = PipelineDriver1F1B(pipe, threads), torch.zeros(16, 8)
+        found.append(driver.memory(4, x, x).peaks)
+        driver.close()
+        assert norm.momentum == momentum
+    assert found[0] == found[1]
+
+
 def test_over_time(threads):
     driver = PipelineDriver(pipeline(Net(), nn.MSELoss()), threads, schedule="fill_drain", checkpoint="always")
     x = torch.zeros(16, 8)
