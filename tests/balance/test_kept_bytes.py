@@ -72,9 +72,9 @@ def counted(pipe, *args):
     return found
 
 
-def kept_and_counted(model, config, places):
+def kept_and_counted(model, config, places, rows=64):
     """What each stage keeps by both counts, if a model is cut at these places."""
-    traced, x, target = trace(model), torch.randn(64, WIDTH), torch.tensor(0.5)
+    traced, x, target = trace(model), torch.randn(rows, WIDTH), torch.tensor(0.5)
     found = profile(traced, {"x": x, "target": target}, loss_of, target, timed=False)
     figures = figures_of(traced, config)
     figures.constraints = constraints(traced, config, found.changed)
@@ -103,6 +103,41 @@ def test_what_stages_of_random_models_keep(part):
             assert kept == pytest.approx(real, rel=0.05, abs=8), (seed, steps, places)
             stages, exact = stages + 1, exact + (abs(kept - real) <= 8)
     assert exact >= 0.9 * stages
+
+
+class InPlace(nn.Module):
+    """A result that is saved is written into memory that another operation made."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.relu(layer(x))
+        return (x,)
+
+
+class Travelling(nn.Module):
+    """A parameter that is larger than what is computed with it goes to each stage that uses it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x):
+        for _ in range(3):
+            x = torch.tanh(x @ self.weight)
+        return (x,)
+
+
+@pytest.mark.parametrize(("model", "rows"), [(InPlace, 64), (Travelling, 1)])
+@pytest.mark.parametrize("places", [[0], [1], [0, 1]])
+def test_what_stages_keep_to_the_byte(model, rows, places):
+    found = kept_and_counted(model(), MultiUseParameterConfig.TRANSMIT, places, rows)
+    assert len(found) == len(places) + 1
+    assert all(abs(kept - real) <= 8 for kept, real in found), found  # but for the number that is the loss
 
 
 class Summed(nn.Module):
