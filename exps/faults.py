@@ -2,18 +2,25 @@
 
 Command: ``python -m exps.faults --count 200 --seed 1``
 
-Finding: ``--seed 2 --deadly 0.07`` and ``--seed 3 --deadly 0.03`` at once, on two cores at a load of 8 to 14, until 267 faults
-had happened. After one Ctrl-C a controller went on for 60 s; it may have been importing torch, where an interrupt can be lost.
-Now a Ctrl-C comes later: 40 of them in a row ended theirs, in 1.2 to 6.2 s beside a run of the tests. No other fault caused a
-hang, each raised the right error, nothing was left behind, and the next cluster was right. The slowest of each kind, in
-seconds: exceptions 0.2, in an optimizer 21 (the first one on a worker imports much of torch, and waits for a core); Ctrl-C
-0.01, in the middle of anything 2.7; a shortage 1.1, of which 0.4 are waited for; a lid 1.0 beyond the time of the stop; a
-killed worker 0.2, a killed fork server 0.5, a killed controller 0.1; cut sockets 0.2; a stopped worker 4.3. An earlier run,
-``--count 208 --seed 5 --deadly 0.1`` with fewer kinds, found none either.
+Finding: ``--seed 2 --deadly 0.07`` and ``--seed 3 --deadly 0.03`` at once, on two cores at a load of 8 to 14, until 267
+faults had happened; ``--seed 11 --deadly 0.07`` at a load of 8 to 15, until 297 had; ``--seed 22 --deadly 0.02 --kinds ctrl-c
+"ctrl-c twice"``, until 94 had; 40 of Ctrl-C anywhere; and ``--count 208 --seed 5 --deadly 0.1`` with fewer kinds. One Ctrl-C
+of the 267 did not end its controller within 60 s: it may have come while torch was imported, where it can be lost, or as a
+wait began, where torch dropped it, and the wait did not end (tests/drivers/test_interrupts.py). In counts of memory Ctrl-C
+left event descriptors open. Both are mended, and the 94 came after that. No other fault caused a hang, each raised the right
+error, nothing was left behind, and the next cluster was right.
+
+Of the 297 and the 94, how many and the slowest in seconds: exceptions and `sys.exit` 133 and 0.4, in an optimizer 28 and 57
+(the first one on a worker imports much of torch, and waits for a core), while stages are loaded 20 and 0.7; Ctrl-C 66 and
+0.1, two of them 46 and 0.1, anywhere 3 and 15; no memory 20, no descriptors 24, no shared memory 16, and 1.8, of which 0.4
+are waited for; a lid 13 and 2.7 beyond the time of the stop; a killed worker 5 and 0.2, a killed fork server 4 and 0.6, a
+killed controller 3 and 0.03; cut sockets 2 and 0.3; a stopped worker 4 and 4.3, a stopped fork server 4, which goes
+unnoticed.
 
 A controller, in a process of its own, trains a model on 2 to 4 workers by a schedule chosen at random. A fault is
 
-- an exception or `sys.exit` in an instruction, in the optimizer or while stages are loaded, Ctrl-C in a step;
+- an exception or `sys.exit` in an instruction, in the optimizer or while stages are loaded;
+- Ctrl-C, or two, in a step, in three that are under way, in a recording, a count of memory, `pipeline` or `state_dict`;
 - a worker that has no memory, no file descriptor or no shared memory for a moment: a step succeeds or raises;
 - a lid: all processes are stopped for up to 5 s, and go on as if nothing had been;
 - SIGKILL or SIGSTOP of a worker or of the fork server at a random moment of a step; SIGKILL of the controller;
@@ -39,7 +46,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -72,7 +79,7 @@ SHORTAGES = {
     "no descriptors": scarce.NO_DESCRIPTORS,
     "no shared memory": scarce.NO_SHARED_MEMORY,
 }
-GENTLE = [*RAISES, *SHORTAGES, "optimizer", "load", "ctrl-c", "lid"]  # the cluster survives them
+GENTLE = [*RAISES, *SHORTAGES, "optimizer", "load", "ctrl-c", "ctrl-c twice", "lid"]  # the cluster survives them
 DEADLY = [
     "kill worker",
     "stop worker",
@@ -138,6 +145,10 @@ class Training:
         """An input, or a target."""
         return torch.randn(ROWS, self.width)
 
+    def start(self) -> Any:
+        """Send a step."""
+        return self.driver.run_async(self.chunks, self.data(), failing_model.no_orders(ROWS), self.data())
+
     def run(self, given: torch.Tensor | None = None) -> None:
         """A step that nobody compares."""
         given = failing_model.no_orders(ROWS) if given is None else given
@@ -160,7 +171,7 @@ class Training:
         step = self.driver.run_async(self.chunks, self.data(), given, target)
         more = self.rng.randrange(3)
         for _ in range(more):
-            self.driver.run_async(self.chunks, self.data(), failing_model.no_orders(ROWS), target)
+            self.start()
         return step.result()
 
     def _stays(self, kind: str, trap: int) -> bool:
@@ -176,7 +187,7 @@ class Training:
 def gentle(training: Training, kind: str) -> Report:
     """A fault that the cluster survives."""
     training.step()
-    unknown = {"ctrl-c": ctrl_c, "lid": lid} | dict.fromkeys(SHORTAGES, shortage)
+    unknown = {"ctrl-c": ctrl_c, "ctrl-c twice": ctrl_c, "lid": lid} | dict.fromkeys(SHORTAGES, shortage)
     seconds, wrong = unknown[kind](training, kind) if kind in unknown else raised(training, kind)
     try:
         if kind in unknown:  # nobody can say which of the steps had been done
@@ -243,20 +254,60 @@ def fork_server(training: Training) -> int:
 
 
 def ctrl_c(training: Training, kind: str) -> tuple[float, str]:
-    """Run steps until Ctrl-C interrupts one."""
+    """Do something until Ctrl-C interrupts it; then do it again, until another Ctrl-C, if there are to be two."""
     sent: list[float] = []
+    twice, again = kind == "ctrl-c twice", threading.Event()
+    first, second = training.rng.uniform(0, 0.1), training.rng.uniform(0, 0.01)
+    do = training.rng.choice(occupations(training))
+    do()
 
     def interrupt() -> None:
-        sent.append(time.monotonic())
-        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1 + twice):
+            if sent:
+                again.wait()
+                time.sleep(second)
+            sent.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGINT)
 
-    timer = threading.Timer(training.rng.uniform(0, 0.1), interrupt)
+    timer = threading.Timer(first, interrupt)
+    timer.start()
     try:
-        timer.start()
         while True:
-            training.run()
+            do()
     except KeyboardInterrupt:
-        return time.monotonic() - sent[0], ""
+        took = time.monotonic() - sent[0]
+    if twice:
+        try:
+            again.set()
+            while True:
+                do()
+        except KeyboardInterrupt:
+            took = max(took, time.monotonic() - sent[1])
+    return took, ""
+
+
+def occupations(training: Training) -> list[Callable[[], object]]:
+    """What a script may be at when Ctrl-C comes."""
+    layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(STAGES)))
+    counted = PipelineDriver(Pipe.from_sequential(layers), training.cluster, schedule="fill_drain")
+
+    def three_steps() -> None:
+        under_way = [training.start() for _ in range(3)]
+        for step in under_way:
+            step.result()
+
+    def recorded_step() -> None:
+        with training.driver.record():
+            training.run()
+
+    return [
+        training.run,
+        three_steps,
+        recorded_step,
+        training.driver.state_dict,
+        lambda: counted.memory(2, torch.zeros(4, 8)),
+        lambda: failing_model.trapped_pipe(copy.deepcopy(training.plain)),
+    ]
 
 
 def deadly(training: Training, kind: str) -> Report:
@@ -422,14 +473,14 @@ def interrupted(process: "subprocess.Popen[str]", rng: random.Random) -> Report:
     return Report("ctrl-c anywhere", time.monotonic() - start, wrong)
 
 
-def rounds(count: int, seed: int, share: float) -> Iterator[tuple[int, list[str]]]:
+def rounds(count: int, seed: int, share: float, kinds: list[str]) -> Iterator[tuple[int, list[str]]]:
     """Groups of faults, one for each controller. A deadly fault is the last of its group."""
     rng = random.Random(seed)
     number = 0
     while count > 0:
         deadly_ = [rng.choice(DEADLY)]
         size = 1 if deadly_ == ["ctrl-c anywhere"] else min(count, 1 + round((1 - share) / share))
-        yield seed * 10_000 + number, [rng.choice(GENTLE) for _ in range(size - 1)] + deadly_
+        yield seed * 10_000 + number, [rng.choice(kinds) for _ in range(size - 1)] + deadly_
         count, number = count - size, number + 1
 
 
@@ -452,6 +503,9 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--deadly", type=float, default=0.2, help="the share of faults that end a process")
+    parser.add_argument(
+        "--kinds", nargs="+", choices=GENTLE, default=GENTLE, help="of the faults that a cluster survives"
+    )
     parser.add_argument("--play", nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.play:
@@ -461,7 +515,7 @@ def main() -> None:
         signal.SIGINT, signal.default_int_handler
     )  # a shell lets what it runs in the background ignore Ctrl-C
     reports = []
-    for seed, kinds in rounds(given.count, given.seed, given.deadly):
+    for seed, kinds in rounds(given.count, given.seed, given.deadly, given.kinds):
         for report in watch(seed, kinds):
             reports.append(report)
             print(report, file=sys.stderr, flush=True)

@@ -46,8 +46,8 @@ def heard() -> Iterator[None]:
             came.append(number)
             before(number, frame)
 
-    signal.signal(signal.SIGINT, hear)
     try:
+        signal.signal(signal.SIGINT, hear)
         yield
     finally:
         signal.signal(signal.SIGINT, before)

@@ -19,9 +19,11 @@ class PollableEvent:
     >>> event.close()
     """
 
+    _fd = -1
+
     def __init__(self) -> None:
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = Lock()
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
         """The file descriptor; -1 once it is closed."""
@@ -37,6 +39,9 @@ class PollableEvent:
         """Make it unreadable until it is set again."""
         with suppress(BlockingIOError):
             os.eventfd_read(self._fd)
+
+    def __del__(self) -> None:
+        self.close()  # Ctrl-C may have come before that
 
     def close(self) -> None:
         """Close the file descriptor."""

@@ -14,6 +14,7 @@ from pippy import Pipe, PipelineDriver1F1B
 from pippy.drivers.control.control import Address, Control, PendingCall
 from pippy.drivers.interrupts import first_waits
 from pippy.drivers.transport.pickling import pickle_message
+from pippy.drivers.transport.pollable_event import PollableEvent
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
@@ -124,3 +125,11 @@ def test_who_presses_ctrl_c_twice_is_not_kept_waiting():
         seen.append("to the end")
     assert seen == ["goes on", "to the end"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_event_that_nobody_has_any_more_leaves_no_descriptor():
+    """Ctrl-C may come before it is closed, as in a count of memory."""
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        PollableEvent()
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,5 +1,6 @@
 """A few faults of the campaign in exps/faults.py on one cluster: each is noticed, and what follows is right."""
 
+import gc
 import os
 import random
 
@@ -8,7 +9,7 @@ import pytest
 from exps import faults
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
-KINDS = ["exit", "no memory", "no descriptors", "no shared memory", "ctrl-c"]
+KINDS = ["exit", "no memory", "no descriptors", "no shared memory", "ctrl-c", "ctrl-c twice"]
 
 
 def test_random_faults_of_every_kind_that_a_cluster_survives(cluster):
@@ -21,4 +22,5 @@ def test_random_faults_of_every_kind_that_a_cluster_survives(cluster):
         assert not report.wrong, report
         training.driver.close()
         open_now = open_now or len(os.listdir("/proc/self/fd"))
+    gc.collect()  # what an exception held
     assert len(os.listdir("/proc/self/fd")) <= open_now
