@@ -36,7 +36,7 @@ from pippy.ir.show.drawing import Drawing
 from pippy.ir.signature import bind, check_guards
 from pippy.ir.state import load_state
 from pippy.ir.training_flags import TrainingFlags
-from pippy.ir.trees import map_tensors
+from pippy.ir.trees import map_tensors, tensors
 
 _COMPILED = "pippy.compiled"  # no part of a model can have this name, since it has a dot
 _TRAINING_FLAGS = "pippy.training_flags"
@@ -156,6 +156,11 @@ class Pipe(nn.Module):
         follow_parameters(self)
         inputs = bind(compiled, args, kwargs)
         check_guards(compiled, inputs)
+        if any(not each.is_meta for each in tensors(inputs)) and any(each.is_meta for each in self.parameters()):
+            raise InputError(
+                "this model is on the meta device, and computes nothing in this process; a driver runs it when its workers "
+                "have made its parameters: driver.initialize()"
+            )
         return run_reference(compiled, inputs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

@@ -11,7 +11,7 @@ import pippy
 from pippy import MultiUseParameterConfig, Pipe, PipelineDriver1F1B, pipeline
 from pippy.drivers.driver import PipelineDriverInterleaved1F1B
 from pippy.drivers.errors import DriverError, PackingError, StepError
-from pippy.ir.errors import InitializationError
+from pippy.ir.errors import InitializationError, InputError
 
 IDS, TARGET = torch.arange(8) % 16, (torch.arange(8) * 5) % 16
 REPLICATE = MultiUseParameterConfig.REPLICATE
@@ -189,6 +189,27 @@ def test_only_what_is_on_meta_is_made(threads):
     state = driver.state_dict()
     assert torch.equal(state["1.weight"], given.weight)
     assert state["0.weight"].abs().max() <= 0.5
+
+
+def test_it_computes_nothing_in_this_process():
+    with pytest.raises(InputError, match=r"computes nothing in this process.*driver\.initialize\(\)"):
+        pipe_of(on_meta(), 2)(IDS, TARGET)
+    assert pipe_of(on_meta(), 2)(IDS.to("meta"), TARGET.to("meta")).is_meta
+
+
+def test_statistics_of_the_mini_batch_begin_with_what_was_made(threads):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).double()
+    driver = PipelineDriver1F1B(Pipe.from_sequential(pippy.convert_deferred_batch_norm(model), nn.MSELoss()), threads)
+    driver.initialize()
+    plain = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).double()
+    driver.copy_to(plain)
+    x = torch.randn(8, 4).double()
+    driver.run(4, x, torch.zeros(8, 1).double())
+    plain(x)
+    state = driver.state_dict()
+    torch.testing.assert_close(state["1.running_var"], plain[1].running_var)
+    assert int(state["1.num_batches_tracked"]) == 1
 
 
 class Own(nn.Module):
