@@ -39,7 +39,7 @@ def places(kind: str) -> dict[str, Devices]:
     """The devices of two workers, in each way that there is here."""
     if kind == "cpu":
         return {"CPU": ("cpu", "cpu")}
-    found = {"one GPU": (f"{kind}:0", f"{kind}:0")}
+    found: dict[str, Devices] = {"one GPU": (f"{kind}:0", f"{kind}:0")}
     if torch.accelerator.device_count() > 1:
         found["two GPUs"] = (f"{kind}:0", f"{kind}:1")
     return found

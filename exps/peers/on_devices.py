@@ -82,7 +82,9 @@ class TorchRank(OnDevice):
             timeout=timedelta(seconds=120),
         )
         mine = range(rank, WORKERS, len(devices))
-        stages = [PipelineStage(gpt.part(size, each, WORKERS).to(place), each, WORKERS, place) for each in mine]
+        stages: list[Any] = [
+            PipelineStage(gpt.part(size, each, WORKERS).to(place), each, WORKERS, place) for each in mine
+        ]
         x, target = (each.to(place) for each in gpt.batch(size))
         self.inputs = (x,) if 0 in mine else ()
         self.keywords = {"target": target} if WORKERS - 1 in mine else {}
