@@ -13,7 +13,8 @@ measured are a little different each time; there everything within `SLACK` count
 different they are may be known: then the ceiling is raised by that, if it is more.
 
 What a stage keeps depends on where it begins and ends, and may be less for a larger stage. Then the starts that are allowed
-are no window, but any set, and both steps look at all of them (stages × units × units).
+are no window, but any set. Both steps look at all of those that can be reached and leave no more than the stages behind
+them may hold (at most stages × units × units).
 """
 
 from bisect import bisect_left
@@ -30,7 +31,7 @@ from pippy.balance.kept_bytes import KeptBytes, Rectangle, Table, first_uses, ta
 SLACK = 0.03  # of the cost of the heaviest stage, for a lower price
 _FINEST = 0.001  # of the mean: costs that were measured are told apart no finer
 Window = tuple[int, int]  # the first and the last start that are allowed for an end
-Mask = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]  # whether a start is allowed for an end: by end and start
+Mask = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,7 +265,8 @@ class _Search:
         self.row = row
         stages = range(row.stages)
         self.fixed = [self._fixed_starts(stage) for stage in stages]
-        self.allowed = [self._allowed_starts(stage) for stage in stages]
+        lightest = [min(each) for each in zip(*(load.weights for load in _different(row.costs)))]
+        self.before = np.array([0, *accumulate(lightest)], dtype=np.int64)  # what the units before each weigh at least
         least = row.least or [1] * row.stages
         ends = {count: Load(row.layers).last_starts(count) for count in set(least)}
         self.last = [ends[least[stage]] for stage in stages]
@@ -278,26 +280,20 @@ class _Search:
             bounds.append(Load(self.row.layers).starts(self.row.most[stage]))
         return [max(each) for each in zip(*bounds)]
 
-    def _allowed_starts(self, stage: int) -> Mask | None:
-        """For each end, the starts that the limit allows, where they are no window."""
-        if not self.row.limits or self.row.memory[stage].kept is None:
-            return None
-        allowed: Mask = (self.row.memory[stage].table <= self.row.limits[stage]).T
-        return allowed
-
     def _starts(self, ceiling: int, floor: int = 0) -> Iterator["_Starts"]:
         """Stage by stage, where it may start."""
         loads = _different(self.row.costs)
         windows = {
             load: (load.starts(ceiling), load.last_starts(floor)) if load.kept is None else None for load in loads
         }
-        masks = {
-            load: None if load.kept is None else ((load.table <= ceiling) & (load.table >= floor)).T for load in loads
-        }
-        for load, fixed, last, allowed in zip(self.row.costs, self.fixed, self.last, self.allowed):
-            window, found = windows[load], [each for each in (masks[load], allowed) if each is not None]
+        for stage, (load, fixed, last) in enumerate(zip(self.row.costs, self.fixed, self.last)):
+            window, tables = windows[load], [] if load.kept is None else [(load.table, floor, ceiling)]
+            if self.row.limits and self.row.memory[stage].kept is not None:
+                tables.append((self.row.memory[stage].table, 0, self.row.limits[stage]))
             firsts, lasts = (fixed, last) if window is None else (map(max, window[0], fixed), map(min, window[1], last))
-            yield _Starts(list(zip(firsts, lasts)), found)
+            # an end that leaves more than the stages behind it may hold is none
+            first_end = int(np.searchsorted(self.before, self.before[-1] - (self.row.stages - 1 - stage) * ceiling))
+            yield _Starts(list(zip(firsts, lasts)), tables, first_end)
 
     def feasible(self, ceiling: int) -> bool:
         """Whether there is a cut whose stages all cost at most ``ceiling``."""
@@ -332,39 +328,60 @@ class _Search:
 
 
 class _Starts:
-    """Where one stage may start, for each end: in a window, and where all ``masks`` say so."""
+    """Where one stage may start, for each end: in a window, and where the run weighs by all ``tables`` what it may.
 
-    def __init__(self, windows: list[Window], masks: Sequence[Mask]) -> None:
-        self.windows = windows
-        self.mask: Mask | None = None
-        if masks:
-            first, last = np.array(windows).T
-            starts = np.arange(len(windows))
-            self.mask = (starts >= first[:, None]) & (starts <= last[:, None])
-            for each in masks:
-                self.mask &= each
+    Each table comes with the least and the most that a run may weigh. Where there are tables, ends before ``first_end`` do
+    not count.
+    """
+
+    def __init__(self, windows: list[Window], tables: Sequence[tuple[Table, int, int]], first_end: int) -> None:
+        self.windows, self.tables, self.first_end = windows, tables, first_end
+
+    def _allowed(self, starts: slice) -> tuple[int, Mask]:
+        """Which of these starts are allowed, by start and end; the ends begin with the first that counts."""
+        first_end = max(starts.start + 1, self.first_end)
+        first, last = np.array(self.windows[first_end:]).reshape(-1, 2).T
+        numbers = np.arange(starts.start, starts.stop)[:, None]
+        allowed = (numbers >= first) & (numbers <= last)
+        for table, least, most in self.tables:
+            weights = table[starts, first_end:]
+            allowed &= weights <= most
+            if least > 0:
+                allowed &= weights >= least
+        return first_end, allowed
 
     def reached(self, starts: Sequence[bool]) -> list[bool]:
         """The ends that are reached from these starts."""
-        if self.mask is not None:
-            found: list[bool] = (self.mask & np.array(starts)).any(1).tolist()
-            return found
+        if self.tables:
+            there = _from_first_to_last(starts)
+            first_end, allowed = self._allowed(there)
+            found: list[bool] = (allowed & np.array(starts[there], dtype=bool)[:, None]).any(0).tolist()
+            return [*[False] * first_end, *found]
         before = [0, *accumulate(starts)]
         return [first <= last and before[last + 1] > before[first] for first, last in self.windows]
 
     def minima(self, value: Sequence[int | None]) -> tuple[list[int | None], list[int]]:
         """For each end, the least value of a start, and which start that is: of several the latest."""
-        if self.mask is None:
+        if not self.tables:
             return _window_minima(value, self.windows)
-        none = len(value)
+        none, there = len(value), _from_first_to_last([each is not None for each in value])
+        first_end, allowed = self._allowed(there)
         order = sorted({each for each in value if each is not None})
         rank = {each: number for number, each in enumerate(order)}
         keys = np.array([
-            none * none if each is None else rank[each] * none + none - 1 - start for start, each in enumerate(value)
+            none * none if each is None else rank[each] * none + none - 1 - start
+            for start, each in enumerate(value[there], there.start)
         ])  # fmt: skip
-        least = np.where(self.mask, keys, none * none).min(1).tolist()
-        places = [-1 if each == none * none else none - 1 - each % none for each in least]
+        least = np.where(allowed, keys[:, None], none * none).min(0, initial=none * none).tolist()
+        places = [-1] * first_end + [-1 if each == none * none else none - 1 - each % none for each in least]
         return [None if place < 0 else value[place] for place in places], places
+
+
+def _from_first_to_last(holds: Sequence[bool]) -> slice:
+    """From the first that holds to the last; empty if none does."""
+    if True not in holds:
+        return slice(0, 0)
+    return slice(holds.index(True), len(holds) - holds[::-1].index(True))
 
 
 def _window_minima(value: Sequence[int | None], windows: Sequence[Window]) -> tuple[list[int | None], list[int]]:
