@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch._library import simple_registry
+from torch._subclasses import fake_tensor
+from torch.utils import _python_dispatch
 
 # What Python calls when an object ends, beside `__del__`: it prints what these raise, and goes on.
 _CALLED_AT_AN_END = (
@@ -20,6 +22,8 @@ _CALLED_AT_AN_END = (
     "WeakSet.__init__.<locals>._remove",
     "LiveStorages._count.<locals>.forget",
 )
+# Torch's own code that would be left with a mode in force or without one, or by an exception that ends the process.
+_WITH_STATE = (simple_registry.__file__, fake_tensor.__file__, _python_dispatch.__file__)
 _SOON = 0.001  # seconds
 
 
@@ -28,7 +32,8 @@ def heard() -> Iterator[None]:
     """Ctrl-C in the block interrupts it, wherever it comes; or, if it was dropped nevertheless, comes at the end of the block.
 
     A fake tensor is asked for its device by code that ends the process if the answer is an exception. When it ends, Python
-    drops what is raised. In either place Ctrl-C comes again, a millisecond later.
+    drops what is raised. Code of torch that changes its modes leaves them wrong. In all these places Ctrl-C comes again, a
+    millisecond later.
 
     >>> with heard():
     ...     print("can be interrupted")
@@ -66,7 +71,7 @@ def _is_dropped(frame: FrameType | None) -> bool:
         name = frame.f_code.co_name
         if name == "__del__" or frame.f_code.co_qualname in _CALLED_AT_AN_END:
             return True
-        if frame.f_code.co_filename == simple_registry.__file__:  # torch looks for what answers
+        if frame.f_code.co_filename in _WITH_STATE:
             return True
         if name == "__torch_dispatch__" and frame.f_locals.get("func") is torch.ops.prim.device.default:
             return True

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pippy.ir import interrupts
@@ -70,6 +71,23 @@ def test_ctrl_c_while_a_fake_tensor_is_asked_for_its_device():
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_ctrl_c_leaves_no_mode_in_force(monkeypatch):
+    """It comes while a mode ends, and then again, when that has ended."""
+    pop = _python_dispatch._pop_mode
+
+    def interrupted(*args):
+        ctrl_c()
+        return pop(*args)
+
+    monkeypatch.setattr(_python_dispatch, "_pop_mode", interrupted)
+    with pytest.raises(KeyboardInterrupt), heard():
+        with FakeTensorMode():
+            pass
+        while True:
+            pass
+    assert torch._C._len_torch_dispatch_stack() == 0
 
 
 def test_the_functions_are_called_so():
