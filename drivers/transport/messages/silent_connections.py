@@ -3,6 +3,7 @@
 import math
 import os
 import socket
+import stat
 from contextlib import suppress
 
 SILENT = 4  # times the seconds between two probes, until a connection is broken
@@ -23,11 +24,8 @@ def break_silent_connections(seconds: float) -> None:
     (None, None)
     """
     whole = max(1, math.ceil(seconds))
-    for fd in map(int, os.listdir("/proc/self/fd")):
-        with (
-            suppress(OSError),
-            socket.socket(fileno=os.dup(fd)) as found,
-        ):  # an OSError: it is no socket, or not connected
+    for fd in filter(_is_socket, map(int, os.listdir("/proc/self/fd"))):
+        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as found:  # an OSError: it is not connected
             if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
                 found.getpeername()
                 found.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, whole)
@@ -35,3 +33,10 @@ def break_silent_connections(seconds: float) -> None:
                 # what was sent and is not acknowledged counts, too, and is not probed
                 found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT * whole * 1000)
                 found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def _is_socket(fd: int) -> bool:
+    try:
+        return stat.S_ISSOCK(os.fstat(fd).st_mode)
+    except OSError:  # closed by now
+        return False

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from exps.peers.hosts import NoHosts, hosts
+from pippy.drivers.transport.messages.silent_connections import break_silent_connections
 from tests.drivers.processes import within
 
 ACCEPTS = """
@@ -61,3 +62,9 @@ def test_a_cut_breaks_connections_that_wait_and_those_with_something_on_its_way(
         with within(4 + 1 + 2):
             waits.stdin.write("\n")
             assert waits.stdout.read() == "broken\nbroken\nstands\n"
+
+
+def test_no_descriptor_stays():
+    before = os.listdir("/proc/self/fd")
+    break_silent_connections(1)
+    assert os.listdir("/proc/self/fd") == before
