@@ -53,7 +53,7 @@ def checked_checkpoint(given: Any, stages: int) -> Checkpoint:
     """Which forwards are computed again."""
     if not isinstance(given, (str, Mapping)):
         raise ArgumentError(
-            f"checkpoint={brief(given)}: take one of {', '.join(map(repr, MODES))}, or a dict of stage to mode"
+            f"checkpoint={brief(given)} is no mode; take one of {', '.join(map(repr, MODES))}, or a dict of stage to mode"
         )
     modes_of(given, stages)
     return given

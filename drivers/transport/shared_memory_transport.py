@@ -36,6 +36,7 @@ class SharedMemoryTransport(Transport):
     ``patience`` seconds before it sleeps, because waking a process takes longer than sending it a small value. If values go on
     to a device, they are put into ``pinned`` memory.
 
+    >>> import torch
     >>> first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     >>> here, there = SharedMemoryTransport(0, {1: first}), SharedMemoryTransport(1, {0: second})
     >>> here.send(1, (0, 0, 0), torch.arange(3))

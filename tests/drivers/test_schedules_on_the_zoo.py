@@ -1,6 +1,11 @@
-"""v_half, v_min and eager_1f1b train the models of the zoo to the bits of the reference, forwards computed again or not."""
+"""v_half, v_min and eager_1f1b train the models of the zoo as the reference does, forwards computed again or not.
+
+To rounding: what a stage receives may lie in memory otherwise than what the reference passes on, and some processors have other
+kernels for that.
+"""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +17,7 @@ from pippy.ir.reference import run_microbatches
 from pippy.ir.signature import bind
 from pippy.ir.trees import map_tensors
 from tests.drivers.models import Chain
-from tests.drivers.test_driver import assert_bits, build
+from tests.drivers.test_driver import build
 from tests.drivers.test_recompute import DRAWS
 from tests.drivers.thread_cluster import thread_cluster
 from tests.zoo import exhibits
@@ -23,6 +28,7 @@ pytestmark = [
 ]
 
 MODES = ["never", "always", "except_last"]
+close = partial(torch.testing.assert_close, rtol=1e-13, atol=1e-15)
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +64,9 @@ def test_the_zoo_trains_as_the_reference_does(workers, name):
         world_size=min(size, 4),
     )
     given = [*(MicroBatches(list(same)) for same in zip(*microbatches)), MicroBatches([model.target()] * 4)]
-    assert torch.equal(driver.run(4, *given), sum(expected))
-    assert_bits(driver.gradients(), {name: reference.get_grad(name) for name, _ in pipe.named_parameters()})
-    assert_bits(driver.state_dict(), reference.state_dict())
+    close(driver.run(4, *given), sum(expected))
+    close(driver.gradients(), {name: reference.get_grad(name) for name, _ in pipe.named_parameters()})
+    close(driver.state_dict(), reference.state_dict())
     driver.close()
 
 

@@ -76,7 +76,7 @@ def test_every_cut_of_the_zoo(name):
             check_cut(twin(model), number, count, found, config, model.inputs())
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(steps, st.lists(st.integers(0, 30), min_size=1, max_size=4), st.sampled_from(CONFIGS), st.data())
 def test_every_cut_of_random_models(program, outputs, config, data):
     torch.manual_seed(0)
