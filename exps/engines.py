@@ -8,9 +8,10 @@ several (64 MiB, or 32) are sent before one answer. The engines take turns, roun
 
     python -m exps.engines [--rounds 20] [--delay 0.001]
 
-Finding: RPC stays. On two cores shared with much other work (load average 14, --rounds 3), a value of 4 KiB took 0.68 ms by
-RPC and 0.37 by gloo, 1 MiB 1.2 and 0.99, 16 MiB 43 and 71; in a row 0.42 and 0.24, 2.9 and 3.9, 60 and 90. With 1 ms for each
-packet gloo was better one at a time at 4 KiB only. Before the processes kept freed memory, 16 MiB took 110 ms and more by both.
+Finding: RPC stays. On two virtual cores, --rounds 5, a value of 4 KiB took 0.65 ms by RPC and 0.35 by gloo, 1 MiB 1.0 and
+0.83, 16 MiB 14 and 11, 64 MiB 51 and 61; in a row 0.41 and 0.36, 0.78 and 0.99, 16 and 9.4, 68 and 87. With 1 ms for each
+packet gloo was better one at a time at 4 KiB only (1.6 and 2.1), and took twice as long at 64 KiB and more at 1 MiB. Before the
+processes kept freed memory, 16 MiB took 110 ms and more by both, on a busy machine.
 """
 
 import argparse

@@ -7,8 +7,8 @@ Method:   the decoder of `versus_torch`, with dropout in its attention, behind i
           ``keyed_random=False`` and with keys. Their steps take turns, in random order within each pair, and the ratio is
           taken within pairs, of the times and of the processor time of both workers, which says more on a busy machine. The
           result is the median of the ratios, and its 95 % interval by a bootstrap.
-Finding:  tiny, 13 operations in 8 micro-batches, on two cores that did much else at the time (a step took 300 ms): 2.4 % more
-          processor time (1.4 to 3.0 %), and 0.9 % more time (-1.8 to 3.8 %); another run had 2.0 % more time (-0.3 to 4.4 %).
+Finding:  tiny, 13 operations in 8 micro-batches, --pairs 150, on two virtual cores that did nothing else: 2.1 % more time (1.8
+          to 2.6 %), and 1.8 % more processor time (1.3 to 2.3 %).
           To seed the CPU's generator takes 3 µs, most of it in torch. With --p 0 no operation is seeded, and nothing is added.
 """
 

@@ -12,13 +12,14 @@ Method:   parameters, wires, memory: a model without data (the meta device), cut
           the last micro-batch, as in torchgpipe.
 Finding:  all five counts of parameters are the published ones. Straight skips send 1.97 times fewer bytes between all stages,
           and 2.29 times fewer of skips: what the paper's portals save. A step would hold 19.8, 18.3, 42.7, 66.3 and 133.7
-          GiB (the paper's: 20.3, 20.5, 43.4, 79.1, 154.1). Speed-ups for 1, 2, 4 and 8 workers, from layers measured on a
-          busy core (the paper's): 0.86 (0.858), 1.34 (1.246), 2.27 (2.352), 3.69 (3.105) with the paper's balances, and
-          0.86, 1.46, 2.56, 5.00 with those that are best for these layers; links of 12 GB/s make straight skips 1.046 times
-          as fast (1.060). docs/memory.md says what differs, and why. steps --channels 16 --side 96 --rows 2 (5 rounds): workers
-          grow by 694 MB as Naive-1, 497 as Pipeline-1, 218 and 250 as Pipeline-2, 449 and 398 if nothing is computed again;
-          35.4 MB go from worker to worker in a step. Some nine processes shared the two cores, so that their times say
-          nothing of two workers: 6.28 s (quartiles 4.97 to 6.36), 7.53 (7.50 to 7.53), 12.4 (12.3 to 13.9), 9.2 (9.0 to 11.7).
+          GiB (the paper's: 20.3, 20.5, 43.4, 79.1, 154.1). Speed-ups for 1, 2, 4 and 8 workers, from layers measured
+          here (the paper's): 0.86 (0.858), 1.34 (1.246), 2.18 (2.352), 3.33 (3.105) with the paper's balances, and
+          0.86, 1.46, 2.58, 5.04 with those that are best for these layers; links of 12 GB/s make straight skips 1.042 times
+          as fast (1.060). docs/memory.md says what differs, and why. steps --channels 16 --side 96 --rows 2 --rounds 9, on two
+          virtual cores: workers grow by 691 MB as Naive-1, 488 as Pipeline-1, 146 and 272 as Pipeline-2, 387 and 416 if nothing
+          is computed again; 35 MB go from worker to worker in a step. Steps take 1.29 s (quartiles 1.28 to 1.30), 1.60 (1.58 to
+          1.61), 1.35 (1.28 to 1.51), 1.15 (1.14 to 1.20): speed-ups of 1, 0.81, 0.96, 1.12, where 1, 0.87, 1.39, 1.67 are
+          simulated, from layers that are timed alone. What takes the rest of the time was not looked into.
 """
 
 from collections.abc import Mapping
