@@ -6,6 +6,7 @@ operation is done in half.
 
 import os
 import shutil
+import threading
 from contextlib import contextmanager
 
 from pippy.drivers import saving
@@ -78,4 +79,7 @@ def mortal(monkeypatch, lives=None):
         try:
             yield its
         finally:
+            for thread in threading.enumerate():
+                if thread.name in ("pippy checkpoint", "pippy save"):
+                    thread.join()  # or it would go on with Python's `os`, on files that others have opened since
             its.end()

@@ -74,9 +74,11 @@ def test_a_process_that_dies_at_any_operation_leaves_a_whole_checkpoint(run, in_
     for lives in range(len(whole.done)):
         folder = str(in_memory / str(lives))
         shutil.copytree(run.folder, folder)
-        with mortal(monkeypatch, lives) as its, suppress(Killed, CheckpointError, Exception):
-            run.save(2, folder, keep=1, wait=wait)
-            run.driver.saving.finish()
+        with mortal(monkeypatch, lives) as its:
+            with suppress(Killed, CheckpointError, Exception):
+                run.save(2, folder, keep=1, wait=wait)
+                run.driver.saving.finish()
+            run.driver.state_dict()  # which is answered when no worker saves any more
         assert "killed" in its.done
         found.append(run.assert_whole(folder, (1, 2)))
         # Whoever comes next has no use for what was left.
