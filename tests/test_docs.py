@@ -1,6 +1,7 @@
 """The documentation is true: its blocks run and print what it says, and its links lead somewhere."""
 
 import doctest
+import tempfile
 from pathlib import Path
 from unittest.mock import patch
 
@@ -22,7 +23,8 @@ def name_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
-def test_the_blocks_of_a_page_do_what_it_says(path):
+def test_the_blocks_of_a_page_do_what_it_says(path, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a page leaves its folders there
     try:
         with patch.dict(REGISTRY):  # a page may register a schedule of its own
             check_page(name_of(path), path.read_text())
