@@ -19,7 +19,9 @@ def brief(value: Any) -> str:
     >>> brief("a" * 1000)
     "'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa...aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa'"
     """
-    text = " ".join(repr(value).split()) if "\n" in repr(value) else repr(value)
+    text = repr(value)
+    if "\n" in text:
+        text = " ".join(text.split())
     if len(text) <= _MOST:
         return text
     text = " ".join(_cut.repr(value).split())
