@@ -4,6 +4,7 @@ The model is a plain module: pippy traces and cuts it, torch.distributed.pipelin
 have the names they have in the model, so that gradients are compared by name.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -122,3 +123,13 @@ def batch(size: Size) -> tuple[torch.Tensor, torch.Tensor]:
 def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """The mean over all tokens: micro-batches of one size count alike."""
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def accumulated(model: nn.Module, chunks: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+    """The losses of a step in one process: micro-batch after micro-batch, whose gradients add up."""
+    losses = []
+    for x, target in chunks:
+        loss = loss_fn(model(x), target)
+        (loss / CHUNKS).backward()
+        losses.append(loss.detach())
+    return losses

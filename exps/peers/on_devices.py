@@ -56,12 +56,7 @@ class PlainRank(OnDevice):
         super().__init__(place, [self.model])
 
     def run(self) -> list[torch.Tensor]:
-        losses = []
-        for x, target in self.chunks:
-            loss = gpt.loss_fn(self.model(x), target)
-            (loss / gpt.CHUNKS).backward()
-            losses.append(loss.detach())
-        return losses
+        return gpt.accumulated(self.model, self.chunks)
 
 
 class TorchRank(OnDevice):

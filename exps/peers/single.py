@@ -15,12 +15,7 @@ class SingleRank(Rank):
         super().__init__([self.model])
 
     def run(self) -> list[torch.Tensor]:
-        losses = []
-        for x, target in self.chunks:
-            loss = gpt.loss_fn(self.model(x), target)
-            (loss / gpt.CHUNKS).backward()
-            losses.append(loss.detach())
-        return losses
+        return gpt.accumulated(self.model, self.chunks)
 
 
 class BoundRank(Rank):
