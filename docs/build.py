@@ -37,6 +37,7 @@ ALWAYS = (
     "pippy",
     "pippy.drivers.driver_base",
     "pippy.drivers.errors",
+    "pippy.drivers.model_on_workers",
     "pippy.drivers.optimizer",
     "pippy.drivers.recording.record",
     "pippy.drivers.recording.step_data",

@@ -5,11 +5,11 @@ worker its part, once. From then on each step takes one message for each worker.
 
     PipelineDriverBase ──▶ programs      made by the schedule, lowered, sent, kept
         arguments,     ──▶ commands      what the workers are told, and the state of their gradients
-        run, record    ──▶ parameters    fetched, stored, clipped; the state dicts
-                                └─ all three: placed, the Pipe with its stages placed on workers
+        run, record    ──▶ placed        the Pipe with its stages placed on workers; programs and commands use it, too
+
+What a driver does with the parameters, gradients and optimizers of its model is in model_on_workers.py.
 """
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -35,28 +35,22 @@ from pippy.drivers.driver_arguments import (
     chosen_workers,
     seconds,
 )
-from pippy.drivers.errors import DriverError, OptimizerError
-from pippy.drivers.filling import Filling
+from pippy.drivers.errors import DriverError
 from pippy.drivers.generation.generation import Generation
-from pippy.drivers.grad_scaler import PipelineGradScaler
-from pippy.drivers.loading import Loading
 from pippy.drivers.local_optimizers import watch
 from pippy.drivers.memory.driver_memory import DriverMemory
 from pippy.drivers.memory.optimizer_bytes import counted_optimizer
 from pippy.drivers.memory.pipe_bytes import count_pipe
+from pippy.drivers.model_on_workers import ModelOnWorkers
 from pippy.drivers.nonfinite_gradients import NonFiniteGradients
-from pippy.drivers.optimizer import PipelineOptimizer
-from pippy.drivers.parameters import RemoteParameters
 from pippy.drivers.placed_pipe import PlacedPipe
 from pippy.drivers.programs import DriverPrograms, RequestedSchedule, SentProgram, check_single_loss
 from pippy.drivers.recording.record import Recording
 from pippy.drivers.results import Results
 from pippy.drivers.running_step import RunningStep
-from pippy.drivers.saving import Saving
 from pippy.drivers.schedules import Program
 from pippy.drivers.schedules.halves import has_halves
-from pippy.drivers.stale_models import StaleModels
-from pippy.drivers.step_numbers import checked_numbers, first_numbers
+from pippy.drivers.step_numbers import first_numbers
 from pippy.drivers.workers.compiling import compile_options
 from pippy.ir.brief import brief
 from pippy.ir.names import LOSS
@@ -65,7 +59,7 @@ from pippy.ir.surroundings import Surroundings, refused_here
 from pippy.ir.trees import describe, tensors
 
 
-class PipelineDriverBase:
+class PipelineDriverBase(ModelOnWorkers):
     """Runs a Pipe on a cluster by a schedule. Take a subclass, or `PipelineDriver` for any schedule or program.
 
     ``cluster`` is the one in force if it is left out. ``world_size`` says how many of its workers to use, the first
@@ -108,62 +102,49 @@ class PipelineDriverBase:
                 f"cluster={brief(cluster)} is a {type(cluster).__name__}; give what `with cluster(n) as workers:` gives, and "
                 "numbers of workers as world_size="
             )
-        self.pipe, self.compiled = pipe, compiled_of(pipe)
+        compiled = compiled_of(pipe)
         self.cluster = current_cluster() if cluster is None else cluster
         self.chunk_spec, self.batch_dims, self.output_spec = chunk_spec, batch_dims, output_spec
         self.loss_reduction, self.single_loss = loss_reduction, single_loss
         self.step_timeout, self.out_of_order = seconds(step_timeout), checked_out_of_order(out_of_order)
         self.mask, self.options = _debug_mask_minibatches, options
         self.compile, numbers = compile_options(compile), first_numbers(keyed_random)
-        chosen = chosen_workers(len(self.cluster), self.compiled.num_stages, world_size, all_ranks)
-        self.checkpoint = checked_checkpoint(checkpoint, self.compiled.num_stages)
-        schedule = RequestedSchedule(self.schedule, options, self.compiled.num_stages, self._auto, self.checkpoint)
+        chosen = chosen_workers(len(self.cluster), compiled.num_stages, world_size, all_ranks)
+        self.checkpoint = checked_checkpoint(checkpoint, compiled.num_stages)
+        schedule = RequestedSchedule(self.schedule, options, compiled.num_stages, self._auto, self.checkpoint)
         self.placement = schedule.example(chunks=1, workers=len(chosen)).placement
-        self._check_placement()
+        self._check_placement(compiled.num_stages)
         self.ranks = tuple(chosen[: self.placement.workers])
         ranks = [self.ranks[worker] for worker in self.placement.worker_of]
         follow_parameters(pipe)
-        self.placed = PlacedPipe(self.compiled, ranks, self.compile)
+        placed = PlacedPipe(compiled, ranks, self.compile)
         if single_loss:
-            check_single_loss(schedule.example(chunks=3, workers=len(self.ranks)), self.placed.loss_stage, self.mask)
+            check_single_loss(schedule.example(chunks=3, workers=len(self.ranks)), placed.loss_stage, self.mask)
         self.dispatch = self.cluster.dispatch
         self.number = self.cluster.next_driver()
-        nonfinite = NonFiniteGradients(self.placed, [name for name, _ in pipe.named_parameters()])
-        self.commands = Commands(
-            self.dispatch,
-            self.number,
-            self.placed.workers,
-            bool(self.placed.replicated),
-            nonfinite,
-            numbers,
-        )
+        nonfinite = NonFiniteGradients(placed, [name for name, _ in pipe.named_parameters()])
+        commands = Commands(self.dispatch, self.number, placed.workers, bool(placed.replicated), nonfinite, numbers)
+        super().__init__(pipe, placed, commands, self.cluster)
         self.programs = DriverPrograms(
-            pipe, schedule, self.placed, self.commands, len(self.ranks), single_loss, self.out_of_order
+            pipe, schedule, placed, commands, len(self.ranks), single_loss, self.out_of_order
         )
-        self.stale = StaleModels(pipe)
-        self.filling = Filling(pipe, self.placed, self.commands)
-        self.parameters = RemoteParameters(pipe, self.placed, self.commands, self.stale, self.filling)
-        self.saving = Saving(pipe, self.placed, self.commands, self.cluster, self.filling)
-        self.loading = Loading(pipe, self.placed, self.commands, self.stale, self.filling)
-        self.loss_checks = LossChecks(LOSS in self.compiled.split_gm._modules, self.compiled.row_sizes)
-        self._generation = Generation(pipe, self.placed, self.commands, len(self.ranks))
-        self._optimizers: list[PipelineOptimizer] = []
+        self.loss_checks = LossChecks(LOSS in compiled.split_gm._modules, compiled.row_sizes)
+        self._generation = Generation(pipe, placed, commands, len(self.ranks))
         self._probed: set[tuple[int, bool, bool]] = set()  # kinds of steps whose outputs were checked
-        self._grad_scaler: PipelineGradScaler | None = None
         self._recording: Recording | None = None
-        self.commands.load(self.placed.loads(), self.placed.flags())
-        watch(pipe.parameters(), self.commands)
+        commands.load(placed.loads(), placed.flags())
+        watch(pipe.parameters(), commands)
 
     def __repr__(self) -> str:
         schedule = self.schedule if isinstance(self.schedule, str) else repr(self.schedule)
         workers = ", ".join(self.cluster.workers[rank] for rank in self.ranks)
         return f"<{type(self).__name__}: {schedule}, {self.compiled.num_stages} stages on {workers}>"
 
-    def _check_placement(self) -> None:
-        if self.placement.stages != self.compiled.num_stages:
+    def _check_placement(self, num_stages: int) -> None:
+        if self.placement.stages != num_stages:
             raise DriverError(
                 f"the {'placement' if isinstance(self.schedule, str) else 'program'} is for {self.placement.stages} stages, "
-                f"and the Pipe has {self.compiled.num_stages}; give each of them a worker"
+                f"and the Pipe has {num_stages}; give each of them a worker"
             )
         if self._auto is not None:
             self._auto.check(self.placement)
@@ -338,32 +319,6 @@ class PipelineDriverBase:
         sizes = count_pipe(self.pipe, division, device, trains, states, has_halves(program))
         return DriverMemory(program, sizes, bool(states) or not trains)
 
-    @property
-    def random_state(self) -> dict[str, int] | None:
-        """Which step of which run the random numbers of the next step are of: a seed, and how many steps there were.
-
-        A driver of any split goes on with it where another one was: it can be saved, and set. Steps that train are counted
-        by themselves. None if the driver was made with ``keyed_random=False``. See docs/running.md.
-
-        >>> from pippy import Pipe, PipelineDriver1F1B, local_cluster
-        >>> pipe = Pipe.from_sequential(torch.nn.Sequential(torch.nn.Dropout(), torch.nn.ReLU()))
-        >>> with local_cluster(2, threads=1) as cluster:
-        ...     driver = PipelineDriver1F1B(pipe, cluster, keyed_random=7)
-        ...     one = driver.run(2, torch.ones(64, 2))
-        ...     print(driver.random_state)
-        ...     driver.random_state = {"seed": 7, "steps": 0, "evaluations": 0}
-        ...     print(torch.equal(driver.run(2, torch.ones(64, 2)), one))
-        {'seed': 7, 'steps': 0, 'evaluations': 1}
-        True
-        """
-        self.commands.wait()
-        return None if self.commands.numbers is None else self.commands.numbers.state()
-
-    @random_state.setter
-    def random_state(self, state: Mapping[str, int] | None) -> None:
-        self.commands.wait()
-        self.commands.numbers = checked_numbers(state, self.commands.numbers)
-
     def train(self, mode: bool = True) -> "PipelineDriverBase":
         """Put all stages in training mode."""
         self.pipe.train(mode)
@@ -421,169 +376,6 @@ class PipelineDriverBase:
             chunks=chunks,
             others=others,
         )
-
-    # Gradients
-
-    def zero_grad(self) -> None:
-        """Drop all gradients."""
-        self.commands.zero_grad()
-
-    def reduce_gradients(self) -> None:
-        """Add up the gradients of replicated parameters, if that was not done; whatever reads gradients does it first."""
-        self.parameters.reduce_gradients()
-
-    def get_grad(self, name: str) -> torch.Tensor | None:
-        """The gradient of the parameter that the user calls ``name``, fetched from its worker."""
-        return self.gradients([name])[name]
-
-    def gradients(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor | None]:
-        """The gradients of all parameters, or of some, by the user's names."""
-        return self.parameters.gradients(names)
-
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
-        """Scale all gradients so that their norm, taken over the whole model, is at most ``max_norm``; gives the norm.
-
-        As `torch.nn.utils.clip_grad_norm_` for the whole model; a replicated parameter counts once.
-        """
-        return self.parameters.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
-
-    def clip_grad_value_(self, clip_value: float) -> None:
-        """Clamp every element of all gradients between -clip_value and ``clip_value``: `torch.nn.utils.clip_grad_value_`."""
-        self.parameters.clip_grad_value_(clip_value)
-
-    def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
-        """The norm of all gradients together."""
-        return self.parameters.grad_norm(norm_type)
-
-    # Parameters
-
-    def initialize(self, function: Callable[[torch.nn.Module], Any] | None = None, *, seed: int | None = None) -> None:
-        """Have each worker make the parameters and buffers of its stages, of a model that is on the meta device.
-
-        As when the model is made elsewhere: the ``reset_parameters`` of each module is called, and then ``function`` with each
-        module, as by ``model.apply(function)``; in a model of Hugging Face, that is its ``_init_weights`` if it is left out.
-        What becomes of a parameter depends on ``seed``, by default that of `torch.manual_seed`, and on its name, and not on
-        how the model is cut or on how many workers there are. See docs/large_models.md.
-
-        >>> from pippy import Pipe, PipelineDriver1F1B, local_cluster
-        >>> with torch.device("meta"):
-        ...     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
-        >>> with local_cluster(2, threads=1) as cluster:
-        ...     driver = PipelineDriver1F1B(Pipe.from_sequential(model), cluster)
-        ...     driver.initialize(seed=0)
-        ...     print(driver.run(2, torch.ones(4, 2)).shape)
-        torch.Size([4, 1])
-        """
-        self.filling.initialize(function, seed)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The model's state dict, with the parameters and buffers as they are on the workers."""
-        return self.parameters.state_dict()
-
-    def copy_to(self, model: torch.nn.Module) -> None:
-        """Copy the parameters and buffers on the workers into a model of this process: the user's own, or one with its names.
-
-        The driver trains copies of them, and the model in this process stays as it was. Nothing is copied if the names or
-        shapes differ.
-
-        >>> from pippy import Pipe, PipelineDriver1F1B, cluster
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
-        >>> with cluster(2, threads=1) as workers:
-        ...     driver = PipelineDriver1F1B(Pipe.from_sequential(model, torch.nn.MSELoss()), workers)
-        ...     optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
-        ...     loss = driver.run(2, torch.ones(4, 2), torch.ones(4, 1))
-        ...     optimizer.step()
-        ...     driver.copy_to(model)
-        ...     print(torch.equal(model[0].weight, driver.state_dict()["0.weight"]))
-        True
-        """
-        self.parameters.copy_to(model)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Load a state dict, in the model's names, into the Pipe and into all workers."""
-        return self.parameters.load_state_dict(state_dict, strict)
-
-    @in_turn
-    def save(
-        self, folder: str | os.PathLike[str], /, *, wait: bool = True, keep: int | None = None, **given: Any
-    ) -> str:
-        """Write a checkpoint: the parameters and buffers on the workers, and what is given by name. Gives its path.
-
-        Given may be optimizers of this driver, anything with a ``state_dict()``, and plain values; ``step=10`` also names the
-        checkpoint. Each worker writes what it holds, as safetensors files. The checkpoint is put into ``folder`` whole, beside
-        those that are there; with ``keep=3`` the three newest are left. With ``wait=False`` the workers copy what they hold and
-        write while the run goes on. Random states are included, gradients are not. See docs/checkpoints.md.
-
-        >>> import tempfile
-        >>> from pippy import Pipe, PipelineDriver1F1B, local_cluster
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
-        >>> with tempfile.TemporaryDirectory() as folder, local_cluster(2, threads=1) as cluster:
-        ...     driver = PipelineDriver1F1B(Pipe.from_sequential(model, torch.nn.MSELoss()), cluster)
-        ...     optimizer = driver.instantiate_optimizer(torch.optim.Adam, lr=0.1)
-        ...     loss = driver.run(2, torch.ones(4, 2), torch.ones(4, 1))
-        ...     optimizer.step()
-        ...     path = driver.save(folder, optimizer=optimizer, step=1)
-        ...     values = driver.load(folder, optimizer=optimizer)
-        ...     print(os.path.basename(path), values)
-        step-1 {'step': 1}
-        """
-        return self.saving.save(folder, wait, keep, given)
-
-    @in_turn
-    def load(self, path: str | os.PathLike[str], /, **given: Any) -> dict[str, Any]:
-        """Read what `save` has written, by this driver or another, into the workers and into what is given by name.
-
-        Gives the plain values that were saved. ``path`` is a checkpoint, or the folder of a run, for its newest; or a folder of
-        safetensors files as Hugging Face has them. Each worker reads its part. If something does not fit, nothing is changed.
-        Without optimizers and the like only the parameters and buffers are read; with them the random states are, too, and
-        something that was saved and is to be left must be said so: ``scheduler=None``. Gradients are dropped.
-        """
-        self.saving.finish()
-        return self.loading.load(path, given)
-
-    def instantiate_optimizer(self, optimizer_class: type, *args: Any, **kwargs: Any) -> PipelineOptimizer:
-        """An optimizer of torch's, on all workers, for the parameters where they are.
-
-        Takes what the class takes after its parameters. Groups are given as ``param_groups=[{"params": names, ...}]``, with
-        names, patterns as for a shell, or parameters of the model, or with ``"params": ...`` for all that no other group names.
-        As in torch, it leaves alone what is in no group, so that a driver may have several optimizers. Without groups, it has
-        all parameters. With ``master_dtype=torch.float32`` it updates float32 copies of the parameters that have 16 bits.
-        """
-        if self.compiled.loss is None:
-            raise OptimizerError(
-                "the Pipe has no loss, so there will be no gradients to step with; give pipeline() a loss_fn, or, for a model "
-                "that returns its loss, what it needs for that, such as the labels in the example"
-            )
-        parameters, number = dict(self.pipe.named_parameters()), len(self._optimizers) + 1
-        made = PipelineOptimizer(
-            parameters, self.placed, self.commands, self.stale, number, optimizer_class, args, kwargs
-        )
-        self._optimizers.append(made)
-        return made
-
-    def instantiate_grad_scaler(self, **options: Any) -> PipelineGradScaler:
-        """A `torch.amp.GradScaler` for this driver: from now on, `run` scales the loss on the workers and unscales there.
-
-        Takes what torch's takes after the device. Its `unscale_`, `step`, `update` and states are those of torch's; `scale`
-        and `backward` are left out.
-        """
-        if self.compiled.loss is None:
-            raise DriverError("a GradScaler scales a loss, and the Pipe has none; give one: pipeline(model, loss_fn)")
-        scaler = PipelineGradScaler(self.commands, **options)
-        if self._grad_scaler is not None:
-            self._grad_scaler.replaced = True
-        self._grad_scaler = scaler
-        return scaler
-
-    def close(self) -> None:
-        """Drop the stages, programs and optimizers from the workers; the cluster goes on."""
-        try:
-            self.saving.finish()
-        finally:
-            self.stale.end()
-            self.commands.close()
 
     def __reduce__(self) -> Any:
         raise TypeError(
