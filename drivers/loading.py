@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pippy.drivers.checkpoints.contents import MODEL, Contents, contents_of
+from pippy.drivers.checkpoints.contents import MODEL, RANDOM_STATE, Contents, contents_of
 from pippy.drivers.checkpoints.plain_values import random_state
 from pippy.drivers.checkpoints.safetensors_files import StoredTensor
 from pippy.drivers.commands import Commands
@@ -36,6 +36,19 @@ from pippy.ir.trees import describe
 _SHOWN = 8  # names in one line of an error
 
 
+class LoadedValues(dict[str, Any]):
+    """The plain values of a checkpoint, as a dict, and which names of the model and of the checkpoint had no counterpart.
+
+    >>> loaded = LoadedValues({"step": 10}, missing_keys=["head.weight"], unexpected_keys=[])
+    >>> loaded, loaded.missing_keys
+    ({'step': 10}, ['head.weight'])
+    """
+
+    def __init__(self, values: Mapping[str, Any], missing_keys: list[str], unexpected_keys: list[str]) -> None:
+        super().__init__(values)
+        self.missing_keys, self.unexpected_keys = missing_keys, unexpected_keys
+
+
 class Loading:
     """Loads into one driver's model, and into what goes with it."""
 
@@ -44,20 +57,54 @@ class Loading:
     ) -> None:
         self.pipe, self.placed, self.commands, self.stale, self.filling = pipe, placed, commands, stale, filling
 
-    def load(self, path: str | os.PathLike[str], given: Mapping[str, Any]) -> dict[str, Any]:
+    def load(self, path: str | os.PathLike[str], strict: bool, given: Mapping[str, Any]) -> LoadedValues:
         """Load. Gives the plain values."""
+        if not isinstance(strict, bool):
+            raise CheckpointError(
+                f"strict={describe(strict)}: give True to have every name of the model and of the checkpoint, or False for "
+                "those that both have"
+            )
         try:
             contents = contents_of(path)
         except OSError as error:
             raise CheckpointError(f"nothing was loaded: {type(error).__name__}: {error}") from error
         names = SavedNames.of(self.pipe, self.placed)
-        tensors = _fitting(contents, names)
-        optimizers, objects = self._checked(contents, given)
+        tensors, missing, unexpected = _fitting(contents, names, strict)
+        parts = {name: each for name, each in given.items() if name != RANDOM_STATE}
+        optimizers, objects = self._checked(contents, parts)
+        goes_on = bool(optimizers or objects) and self._takes_random_state(contents, given)
         self.commands.wait()
         unused = self._read(contents, tensors, names, optimizers)
         with first_waits():  # or a part would be loaded, and a part not
-            self._put_in_place(contents, tensors, names, unused, optimizers, objects)
-        return dict(contents.values.get("values", {}))
+            self._put_in_place(contents, tensors, names, unused, optimizers, objects, goes_on)
+        return LoadedValues(contents.values.get("values", {}), missing, unexpected)
+
+    def _takes_random_state(self, contents: Contents, given: Mapping[str, Any]) -> bool:
+        """Whether random numbers go on where they were. Raises if they cannot, and nobody has said that they need not."""
+        if RANDOM_STATE in given:
+            if given[RANDOM_STATE] is not None:
+                raise CheckpointError(
+                    f"{RANDOM_STATE}={describe(given[RANDOM_STATE])}: random states are loaded if this is left out, and left "
+                    f"as they are with {RANDOM_STATE}=None"
+                )
+            return False
+        was_keyed, is_keyed = contents.values["random"].get("keyed") is not None, self.commands.numbers is not None
+        if was_keyed != is_keyed:
+            was, now, remedy = (
+                ("depend on a seed and the step", "draw their own, by keyed_random=False", "without keyed_random=False")
+                if was_keyed
+                else (
+                    "drew their own, by keyed_random=False",
+                    "depend on a seed and the step",
+                    "with keyed_random=False",
+                )
+            )
+            raise CheckpointError(
+                f"the random numbers of {contents.path} {was}, and those of this driver {now}, so that a run with dropout "
+                f"would not go on as it was, and nothing was loaded; make the driver {remedy}, or say {RANDOM_STATE}=None: "
+                f"load(path, ..., {RANDOM_STATE}=None) leaves random states as they are"
+            )
+        return True
 
     def _put_in_place(
         self,
@@ -67,16 +114,17 @@ class Loading:
         unused: Mapping[str, torch.Tensor],
         optimizers: Mapping[str, PipelineOptimizer],
         objects: Mapping[str, Any],
+        goes_on: bool,
     ) -> None:
         _load_objects(contents, objects)
-        goes_on = bool(optimizers or objects)
         self._take(contents, optimizers, goes_on)
         self.filling.filled(tensors)
         with torch.no_grad():
             for name, value in unused.items():
                 names.tensors[name].copy_(value)
-        for name, value in contents.values.get("extra", {}).items():
-            self.pipe.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+        extra = contents.values.get("extra", {})
+        for name in [name for name in names.extra if name in extra]:
+            self.pipe.get_submodule(name.rpartition(".")[0]).set_extra_state(extra[name])
         for name, optimizer in optimizers.items():
             optimizer.take_options(contents.values["optimizers"][name]["groups"])
         self.commands.zero_grad()
@@ -162,7 +210,9 @@ class Loading:
             for worker, own in places.items()
         }
         try:
-            unused = {name: tensors[name].read() for name in names.unused if name not in names.nowhere}
+            unused = {
+                name: tensors[name].read() for name in names.unused if name in tensors and name not in names.nowhere
+            }
             self.commands.call(bodies)
         except BaseException as error:
             with suppress(Exception):
@@ -192,8 +242,13 @@ class Loading:
         )
 
 
-def _fitting(contents: Contents, names: SavedNames) -> dict[str, StoredTensor]:
-    """What to read for each tensor of the model. Raises, and names all that does not fit."""
+def _fitting(
+    contents: Contents, names: SavedNames, strict: bool
+) -> tuple[dict[str, StoredTensor], list[str], list[str]]:
+    """What to read for each tensor of the model, what is missing, and what the model does not have.
+
+    Raises, and names all that does not fit; without ``strict``, names that one side lacks may stay apart.
+    """
     found, taken = {}, set()
     for name, own in names.names.items():
         there = [each for each in own if each in contents.model]
@@ -207,7 +262,7 @@ def _fitting(contents: Contents, names: SavedNames) -> dict[str, StoredTensor]:
     if contents.values:
         missing, unknown = [*missing, *sorted(extra - theirs)], [*unknown, *sorted(theirs - extra)]
     for kind, which in (("the checkpoint lacks", missing), ("the model has no", unknown)):
-        if which:
+        if which and strict:
             more = f" and {len(which) - _SHOWN} more" if len(which) > _SHOWN else ""
             faults.append(f"{kind} {', '.join(which[:_SHOWN])}{more}")
     for name, stored in found.items():
@@ -219,10 +274,11 @@ def _fitting(contents: Contents, names: SavedNames) -> dict[str, StoredTensor]:
         left = [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
         lines = "\n- ".join([*faults[:_SHOWN], *left])
         raise CheckpointError(
-            f"{contents.path} is not of this model, and nothing was loaded:\n- {lines}\n(driver.load_state_dict(state, "
-            f'strict=False) takes a part, and other dtypes; state = pippy.load_checkpoint({contents.path!r})["{MODEL}"])'
+            f"{contents.path} is not of this model, and nothing was loaded:\n- {lines}\n(driver.load(path, strict=False) takes "
+            f"the names that both have, and driver.load_state_dict(state, strict=False) other dtypes, too; state = "
+            f'pippy.load_checkpoint({contents.path!r})["{MODEL}"])'
         )
-    return found
+    return found, [name for first in missing for name in names.names.get(first, (first,))], unknown
 
 
 def _load_objects(contents: Contents, objects: Mapping[str, Any]) -> None:

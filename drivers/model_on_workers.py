@@ -11,7 +11,7 @@ from pippy.drivers.commands import Commands, in_turn
 from pippy.drivers.errors import DriverError, OptimizerError
 from pippy.drivers.filling import Filling
 from pippy.drivers.grad_scaler import PipelineGradScaler
-from pippy.drivers.loading import Loading
+from pippy.drivers.loading import LoadedValues, Loading
 from pippy.drivers.optimizer import PipelineOptimizer
 from pippy.drivers.parameters import RemoteParameters
 from pippy.drivers.placed_pipe import PlacedPipe
@@ -103,8 +103,9 @@ class ModelOnWorkers:
 
         As when the model is made elsewhere: the ``reset_parameters`` of each module is called, and then ``function`` with each
         module, as by ``model.apply(function)``; in a model of Hugging Face, that is its ``_init_weights`` if it is left out.
-        What becomes of a parameter depends on ``seed``, by default that of `torch.manual_seed`, and on its name, and not on
-        how the model is cut or on how many workers there are. See docs/large_models.md.
+        What becomes of a parameter depends on ``seed``, by default that of `torch.manual_seed`, as for a model that is made in
+        this process (and not that of ``keyed_random=``), and on its name, and not on how the model is cut or on how many
+        workers there are. See docs/large_models.md.
 
         >>> from pippy import Pipe, PipelineDriver1F1B, local_cluster
         >>> with torch.device("meta"):
@@ -171,16 +172,19 @@ class ModelOnWorkers:
         return self.saving.save(folder, wait, keep, given)
 
     @in_turn
-    def load(self, path: str | os.PathLike[str], /, **given: Any) -> dict[str, Any]:
+    def load(self, path: str | os.PathLike[str], /, *, strict: bool = True, **given: Any) -> LoadedValues:
         """Read what `save` has written, by this driver or another, into the workers and into what is given by name.
 
-        Gives the plain values that were saved. ``path`` is a checkpoint, or the folder of a run, for its newest; or a folder of
-        safetensors files as Hugging Face has them. Each worker reads its part. If something does not fit, nothing is changed.
+        Gives the plain values that were saved, as a dict. ``path`` is a checkpoint, or the folder of a run, for its newest; or
+        a folder of safetensors files as Hugging Face has them. Each worker reads its part. If something does not fit, nothing
+        is changed. With ``strict=False``, parameters and buffers that only the model or only the checkpoint has are left alone,
+        as by `load_state_dict`; ``missing_keys`` and ``unexpected_keys`` of the result have their names.
         Without optimizers and the like only the parameters and buffers are read; with them the random states are, too, and
-        something that was saved and is to be left must be said so: ``scheduler=None``. Gradients are dropped.
+        something that was saved and is to be left must be said so: ``scheduler=None``, ``random_state=None``. Gradients are
+        dropped.
         """
         self.saving.finish()
-        return self.loading.load(path, given)
+        return self.loading.load(path, strict, given)
 
     def instantiate_optimizer(self, optimizer_class: type, *args: Any, **kwargs: Any) -> PipelineOptimizer:
         """An optimizer of torch's, on all workers, for the parameters where they are.

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from pippy.drivers.checkpoints.contents import INDEX, MODEL, VALUES, shard
+from pippy.drivers.checkpoints.contents import INDEX, MODEL, TAKEN, VALUES, shard
 from pippy.drivers.checkpoints.plain_values import check_plain, packed, random_values, unpacked
 from pippy.drivers.checkpoints.run_folder import NewCheckpoint
 from pippy.drivers.checkpoints.safetensors_files import check_writable, write_tensors
@@ -55,9 +55,9 @@ class GivenObjects:
         """Tell them apart."""
         found = cls()
         for name, value in given.items():
-            if name == MODEL:
+            if name in TAKEN:
                 raise CheckpointError(
-                    f"{name}= is the name of the driver's own model in a checkpoint; take another name"
+                    f"{name}= is the name of something else in a checkpoint, or in load(); take another name"
                 )
             if isinstance(value, PipelineOptimizer):
                 check_is_of(name, value, commands)

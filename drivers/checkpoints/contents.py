@@ -25,6 +25,8 @@ from pippy.drivers.checkpoints.synced_files import check_hash, read_file
 from pippy.drivers.errors import CheckpointError
 
 MODEL = "model"
+RANDOM_STATE = "random_state"
+TAKEN = MODEL, RANDOM_STATE, "strict"  # names that mean something else in `load`
 VALUES = "values.pt"
 INDEX = f"{MODEL}.safetensors.index.json"
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")

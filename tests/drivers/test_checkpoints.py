@@ -644,6 +644,57 @@ def test_a_model_with_more_entries_than_the_checkpoint_is_refused(threads, tmp_p
         more.load(tmp_path)
 
 
+@pytest.mark.parametrize("was_keyed", [True, False])
+def test_random_numbers_of_another_kind_are_refused_or_left(threads, tmp_path, was_keyed):
+    def made(keyed):
+        return Training(threads, model=WithDropout(), driver_options={"keyed_random": keyed})
+
+    first, second = made(was_keyed), made(not was_keyed)
+    first.driver.save(tmp_path, **first.parts)
+    before, state = changed(second), second.driver.random_state
+    remedy = "without" if was_keyed else "with"
+    with pytest.raises(CheckpointError, match=f"make the driver {remedy} keyed_random=False, or say random_state=None"):
+        second.driver.load(tmp_path, **second.parts)
+    with pytest.raises(CheckpointError, match=r"random_state=3: random states are loaded if this is left out"):
+        second.driver.load(tmp_path, **second.parts, random_state=3)
+    assert_equal(changed(second), before)
+    second.driver.load(tmp_path)  # the parameters alone
+    second.driver.load(tmp_path, **second.parts, random_state=None)
+    assert torch.equal(changed(second)["random"], before["random"]) and second.driver.random_state == state
+    assert_equal(second.everything(), first.everything())
+    assert made(was_keyed).driver.load(tmp_path, optimizer=None, scheduler=None) == {}
+
+
+def test_a_part_of_a_checkpoint(threads, tmp_path):
+    """With ``strict=False``: what plain PyTorch takes, and the rest is as it was."""
+    theirs, ours = other_model(extra=True), TiedLanguage()
+    ours.head, ours.also = nn.Linear(3, 3), nn.Linear(3, 3)
+    ours.also.weight = ours.head.weight
+    driver = PipelineDriver1F1B(pipeline(theirs, cross_entropy), threads)
+    driver.save(tmp_path / "theirs", step=3)
+    other = PipelineDriver1F1B(pipeline(ours, cross_entropy), threads)
+    before, plain = other.state_dict(), copy.deepcopy(ours)
+    with pytest.raises(
+        CheckpointError, match=r"(?s)lacks head\.weight.*has no more\.weight.*load\(path, strict=False\)"
+    ):
+        other.load(tmp_path / "theirs")
+    with pytest.raises(CheckpointError, match="strict='no': give True"):
+        other.load(tmp_path / "theirs", strict="no")
+    assert_equal(dict(other.state_dict()), dict(before))
+    loaded = other.load(tmp_path / "theirs", strict=False)
+    wanted = plain.load_state_dict(theirs.state_dict(), strict=False)
+    assert loaded == {"step": 3}
+    assert (set(loaded.missing_keys), loaded.unexpected_keys) == (set(wanted.missing_keys), wanted.unexpected_keys)
+    assert_equal(dict(other.state_dict()), dict(plain.state_dict()))
+    assert_equal(
+        {name: other.state_dict()[name] for name in loaded.missing_keys}, {n: before[n] for n in loaded.missing_keys}
+    )
+    PipelineDriver1F1B(pipeline(other_model(width=6), cross_entropy), threads).save(tmp_path / "misshapen")
+    with pytest.raises(CheckpointError, match=r"float64\[6, 6\] in the checkpoint, and float64\[8, 8\]"):
+        other.load(tmp_path / "misshapen", strict=False)
+    assert_equal(dict(other.state_dict()), dict(plain.state_dict()))
+
+
 def test_other_optimizers_and_what_is_forgotten_are_refused(threads, tmp_path):
     training = Training(threads)
     training.train(range(1))
@@ -677,6 +728,8 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(threads, tmp
         ({"step": 1.5}, "the step names the checkpoint"),
         ({"keep": 0}, "give how many checkpoints to keep"),
         ({"model": 3}, "take another name"),
+        ({"random_state": 3}, "take another name"),
+        ({"strict": 3}, "take another name"),
         ({"function": print}, "cannot be saved"),
         ({"optimizer": Training(threads).optimizer}, "of another driver"),
     ]
