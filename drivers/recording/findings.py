@@ -1,44 +1,85 @@
-"""Describes a recorded step in sentences: the slowest stage, where the time went, and what helps."""
+"""Describes a recorded step in sentences: the largest loss of time and what helps, the slowest stage, and the prediction."""
 
+from collections.abc import Mapping
 from statistics import fmean
 
 from pippy.drivers.recording.activity import Cause
-from pippy.drivers.recording.prediction import evened, predicted
+from pippy.drivers.recording.losses import FROM_SCHEDULE, Part, losses
 from pippy.drivers.recording.step_data import StepData
 from pippy.drivers.recording.units import duration, percent
 
-WORTH_IT = 0.03  # layers are worth moving if even stages would shorten the step by this share
+WORTH_IT = 0.03  # a loss is worth a remedy if it takes this share of the step
 CROWDED = 0.1  # the cores are crowded if workers that have work get no core for this share of the time
 ADVICE = {
-    Cause.FILL: "a pipeline fills once a step: more micro-batches, or several stages on each worker (an interleaved "
-    "schedule), make that a smaller share",
-    Cause.DRAIN: "a pipeline drains once a step: more micro-batches, or a zero-bubble schedule, make that a smaller share",
-    Cause.WAITING: "values were not made yet when they were wanted: stages that take equally long, more micro-batches, or "
-    "another schedule (zb_h1, zb_v) leave less of that",
-    Cause.TRANSFER: "values were on their way: cut the model where less passes (bytes per edge, below), take larger "
+    Part.SCHEDULE: "Workers fill, drain and wait for one another, even if all stages take the same time. {} make that a "
+    "smaller share",
+    Part.TRANSFER: "Values were on their way. Cut the model where less passes (see the bytes below), take larger "
     "micro-batches, so that there are fewer messages, or the schedule eager_1f1b, which does other forwards meanwhile",
-    Cause.SENDING: "handing over values keeps the sender busy: cut the model where less passes (bytes per edge, below)",
-    Cause.ADDING: "the gradients of replicated parameters are added up at the end: fewer of them, or TRANSMIT, take less",
-    Cause.STARTING: "the step had yet to reach the workers: fewer and larger steps, or run_async, hide that",
-    Cause.PYTHON: "between the instructions: larger micro-batches make that a smaller share",
+    Part.SENDING: "Handing over values keeps the sender busy. Cut the model where less passes (see the bytes below)",
+    Part.ADDING: "The gradients of replicated parameters are added up at the end. Fewer of them, or TRANSMIT, take less",
+    Part.STARTING: "The step had yet to reach the workers. Fewer and larger steps, or run_async, hide that",
+    Part.PYTHON: "It passes between the instructions. Larger micro-batches make that a smaller share",
+    Part.SLOWER: "Passes that others wait for took longer than the same passes of other micro-batches. Micro-batches of "
+    "unequal size, other processes or a busy device do that",
 }
 
 
 def findings(step: StepData) -> list[str]:
-    """Sentences about a step, the slowest stage first."""
-    crowded = off_cores(step)
-    found = [slowest(step), where_time_went(step), beside_prediction(step)]
-    if crowded > CROWDED:
+    """Sentences about a step, the largest loss of time first."""
+    crowded, lost = off_cores(step) > CROWDED, losses(step)
+    lead = largest_loss(step, lost, crowded)
+    found = [lead]
+    if crowded:
         found.append(
-            f"For {percent(crowded)} or more of the time in which workers had work, they had no core to do it on, or slept: "
-            "other workers or processes take the cores, and all times are longer for it. Start as many workers as there are "
-            "cores for, with threads= and pin= so that they do not share any."
+            f"For {percent(off_cores(step))} or more of the time in which workers had work, they had no core to do it on, or "
+            "slept: other workers or processes take the cores, and all times are longer for it. Start as many workers as "
+            "there are cores for, with threads= and pin= so that they do not share any."
         )
-    return found
+    stage = slowest(step, lost.get(Part.UNEVEN, 0.0))
+    return [*found, *([] if stage in lead else [stage]), where_time_went(step)]
 
 
-def slowest(step: StepData) -> str:
-    """Says which stage is the slowest, and what even stages would gain."""
+def largest_loss(step: StepData, found: Mapping[Part, float], crowded: bool) -> str:
+    """Says which of the losses is the largest, and what helps. Its time is a part of the measured step."""
+    whole = step.makespan
+    if crowded:  # then one cannot say which of the causes would be there otherwise
+        beyond = sum(seconds for part, seconds in found.items() if part not in FROM_SCHEDULE)
+        within = max((seconds for part, seconds in found.items() if part in FROM_SCHEDULE), default=0.0)
+        if beyond > max(within, WORTH_IT * whole):
+            return (
+                f"The largest loss is outside the computations: {_of(beyond, step)} was beyond what the schedule and the "
+                "computations need, because workers had no core."
+            )
+    part = next(iter(found), Part.COMPUTING)
+    if found.get(part, 0.0) < WORTH_IT * whole:
+        share = percent(1 - sum(found.values()) / (whole or 1.0))
+        return f"No large loss: {share} of the step of {duration(whole)} was computing."
+    lost = f"The largest loss is {_named(part)}: {_of(found[part], step)}."
+    if part == Part.UNEVEN:
+        return f"{lost} {slowest(step, found[part])}"
+    return f"{lost} {ADVICE[part].format(_fills_better(step))}."
+
+
+def _named(part: Part) -> str:
+    return {Part.SCHEDULE: "the order of the schedule", Part.STARTING: "starting the step"}.get(part, str(part))
+
+
+def _of(seconds: float, step: StepData) -> str:
+    return f"{duration(seconds)} of the {duration(step.makespan)} of the step ({percent(seconds / (step.makespan or 1.0))})"
+
+
+def _fills_better(step: StepData) -> str:
+    """What leaves workers less idle than the schedule of the step."""
+    program, better = step.program, ["More micro-batches"]
+    if program.backward and not program.schedule.startswith("zb"):
+        better.append("a zero-bubble schedule (zb_h1, zb_v)")
+    if program.backward and program.stages == program.workers:
+        better.append("several stages on each worker (interleaved_1f1b)")
+    return ", ".join(better[:-1]) + " or " * (len(better) > 1) + better[-1]
+
+
+def slowest(step: StepData, uneven: float) -> str:
+    """Says which stage is the slowest, and that even stages would shorten the measured step by ``uneven`` seconds."""
     medians, stages = step.medians, step.program.stages
     totals = [sum(seconds[stage] for seconds in medians.values()) for stage in range(stages)]
     slow = max(range(stages), key=totals.__getitem__)
@@ -49,35 +90,31 @@ def slowest(step: StepData) -> str:
     )
     if stages == 1:
         return f"There is one stage, on {step.named(worker)}: {duration(totals[0])} for a micro-batch ({passes})."
-    now, even = float(step.predicted.makespan), float(predicted(step.program, evened(medians)).makespan)
-    quick = min(range(stages), key=totals.__getitem__)
     named += f"; the stages take {duration(fmean(totals))} on average."
-    if now - even < WORTH_IT * now:
-        return f"{named} They are even enough: if all took the same, the step would be {percent((now - even) / now)} shorter."
+    if uneven < WORTH_IT * step.makespan:
+        return (
+            f"{named} They are even enough: if all took the same, the step would be at most "
+            f"{percent(uneven / (step.makespan or 1.0))} shorter."
+        )
+    quick = min(range(stages), key=totals.__getitem__)
     return (
         f"{named} Move layers from it to others; stage {quick} is the quickest, with {duration(totals[quick])}. If all took "
-        f"the same, the step would take {duration(even)} in place of {duration(now)}, by the simulation."
+        f"the same, the step would take about {duration(step.makespan - uneven)} in place of {duration(step.makespan)}."
     )
 
 
 def where_time_went(step: StepData) -> str:
-    """Says how much of the workers' time was computing, which cause took most of the rest, and what helps."""
+    """Says how much of the workers' time was computing, and how long the step would have taken with nothing else."""
     shares = cause_shares(step)
-    text = f"{percent(shares.pop(Cause.COMPUTING, 0.0))} of the workers' time was computing."
-    if not shares:
-        return text
-    cause = max(shares, key=shares.__getitem__)
-    return f"{text} The largest part of the rest, {percent(shares[cause])}, was {cause}: {ADVICE[cause]}."
-
-
-def beside_prediction(step: StepData) -> str:
-    """Says how long the step took, and how long it would have taken with nothing but its computations."""
-    now, least = step.makespan, float(step.predicted.makespan)
+    text = f"{percent(shares.pop(Cause.COMPUTING, 0.0))} of the workers' time was computing"
+    cause = max(shares, key=shares.__getitem__, default=None)
+    text += f", and {percent(shares[cause])} {cause}." if cause is not None else "."
+    least = float(step.predicted.makespan)
     if not least:
-        return f"The step took {duration(now)}."
+        return text
     return (
-        f"The step took {duration(now)}. By the schedule, with computations as long as they were in the median, and nothing "
-        f"else that takes time, it would have taken {duration(least)}."
+        f"{text} The step took {duration(step.makespan)}. By the schedule, with computations as long as they were in the "
+        f"median, and nothing else that takes time, it would have taken {duration(least)}."
     )
 
 

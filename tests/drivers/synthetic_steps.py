@@ -60,3 +60,13 @@ def stepped(
     finish = max(each.ended - before for each, before in zip(noted, ahead))
     names = names or [f"worker{worker}" for worker in range(program.workers)]
     return RecordedStep(program, tuple(names), tuple(noted), begin - 0.5, finish + 0.5)
+
+
+def slow_stage(seconds: float, slow=2, stages=4, chunks=4, **options) -> RecordedStep:
+    """A step in which one stage takes ``seconds`` for each pass, and all others one."""
+    program = add_communication(make_schedule("1f1b", workers=stages, chunks=chunks))
+
+    def cost(instruction):
+        return (seconds if instruction.stage == slow else 1.0) if isinstance(instruction, Compute) else 0.0
+
+    return stepped(program, cost, **options)

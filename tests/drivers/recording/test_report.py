@@ -21,7 +21,7 @@ from pippy.drivers.recording.svg import ticks
 from pippy.drivers.schedules import add_communication, make_schedule
 from pippy.drivers.schedules.programs.instructions import Compute, Receive, Send
 from tests.drivers.models import Chain
-from tests.drivers.synthetic_steps import BYTES, stepped
+from tests.drivers.synthetic_steps import BYTES, slow_stage, stepped
 from tests.drivers.thread_cluster import thread_cluster
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -43,70 +43,94 @@ def real():
     return recording
 
 
-def slow_stage(seconds, slow=2, stages=4, chunks=4, **options):
-    """A step in which one stage takes ``seconds`` for each pass, and all others one."""
-    program = add_communication(make_schedule("1f1b", workers=stages, chunks=chunks))
-
-    def cost(instruction):
-        return (seconds if instruction.stage == slow else 1.0) if isinstance(instruction, Compute) else 0.0
-
-    return stepped(program, cost, **options)
-
-
 # Sentences
 
 
-def test_the_slowest_stage_is_named_with_what_even_stages_would_take():
-    said = slow_stage(3.0).findings()[0]
-    assert said.startswith("Stage 2 on worker 2 is the slowest: 6 s for a micro-batch (F 3 s + B 3 s)")
-    assert "3 s on average" in said
-    even = stepped(slow_stage(1.5).program, lambda each: 1.5 * isinstance(each, Compute))
-    now = slow_stage(3.0)
-    assert f"would take {even.makespan:.3g} s in place of {now.makespan:.3g} s" in said
+def test_uneven_stages_lead_where_they_lose_most_and_what_is_promised_is_of_the_measured_step():
+    now = slow_stage(9.0, flight=0.5)
+    said = now.findings()[0]
+    assert said.startswith("The largest loss is uneven stages: ")
+    assert "Stage 2 on worker 2 is the slowest: 18 s for a micro-batch (F 9 s + B 9 s)" in said
+    assert "6 s on average" in said
+    even = stepped(now.program, lambda each: 3.0 * isinstance(each, Compute)).makespan
+    then = now.makespan - (slow_stage(9.0).makespan - even)
+    assert f"would take about {then:.3g} s in place of {now.makespan:.3g} s" in said
+    assert sum("is the slowest" in each for each in now.findings()) == 1
+
+
+def test_what_loses_most_comes_first_and_the_slowest_stage_later():
+    """The stages are uneven, and much more is lost to starting: what even stages save is said of the step as it was."""
+    lead, stage, _ = slow_stage(3.0, starting=100.0).findings()
+    assert lead.startswith(
+        "The largest loss is starting the step: 100 s of the 128 s of the step (78 %). The step had yet to"
+    )
+    assert "would take about 121 s in place of 128 s" in stage
 
 
 def test_even_stages_are_said_to_be_even():
-    said = slow_stage(1.01).findings()[0]
-    assert "even enough" in said
-    assert "Move layers" not in said
+    lead, stage, _ = slow_stage(1.01).findings()
+    assert lead.startswith("The largest loss is the order of the schedule: ")
+    assert "More micro-batches, a zero-bubble schedule (zb_h1, zb_v) or several stages on each worker" in lead
+    assert "even enough" in stage
+    assert "Move layers" not in stage
 
 
 def test_one_slow_computation_does_not_make_a_stage_slow():
     program = add_communication(make_schedule("1f1b", workers=3, chunks=5))
     step = stepped(program, lambda each: {"F0.1": 100.0, "F2.1": 3.0}.get(str(each), float(isinstance(each, Compute))))
-    assert "even enough" in step.findings()[0]
+    assert step.findings()[0].startswith("The largest loss is passes slower than their median: ")
+    assert "even enough" in step.findings()[1]
 
 
 def test_one_stage_has_no_slowest():
     step = stepped(add_communication(make_schedule("1f1b", workers=1, chunks=2)))
-    assert step.findings()[0] == "There is one stage, on worker 0: 2 s for a micro-batch (F 1 s + B 1 s)."
-    assert step.findings()[1] == "100 % of the workers' time was computing."
+    assert step.findings()[:2] == [
+        "No large loss: 100 % of the step of 4 s was computing.",
+        "There is one stage, on worker 0: 2 s for a micro-batch (F 1 s + B 1 s).",
+    ]
+    assert step.findings()[2].startswith("100 % of the workers' time was computing.")
+
+
+def test_another_schedule_is_advised_only_if_it_is_another():
+    zero_bubble = stepped(add_communication(make_schedule("zb_v", workers=2, chunks=2)))
+    assert zero_bubble.findings()[0].endswith("More micro-batches make that a smaller share.")
+    inference = stepped(add_communication(make_schedule("forward_only", workers=2, chunks=2)))
+    assert inference.findings()[0].endswith("More micro-batches make that a smaller share.")
 
 
 @pytest.mark.parametrize(
     ("options", "cause"),
     [
-        ({"starting": 100.0}, "starting: the step had yet to reach"),
-        ({"adding": 100.0}, "adding up: the gradients of replicated parameters"),
-        ({"ending": 100.0}, "Python: between the instructions"),
+        ({"starting": 100.0}, "starting the step: 100 s of the 114 s of the step (88 %). The step had yet to reach"),
+        ({"adding": 100.0}, "adding up: 100 s of the 114 s of the step (88 %). The gradients of replicated parameters"),
+        ({"ending": 100.0}, "Python: 100 s of the 114 s of the step (88 %). It passes between the instructions"),
+        ({"flight": 10.0}, "transfer: 100 s of the 114 s of the step (88 %). Values were on their way"),
     ],
 )
-def test_the_largest_cause_is_named_with_a_remedy(options, cause):
-    assert cause in slow_stage(1.0, **options).findings()[1]
+def test_the_largest_loss_is_named_with_a_remedy(options, cause):
+    assert slow_stage(1.0, **options).findings()[0].startswith(f"The largest loss is {cause}")
 
 
 def test_sending_is_named_where_it_takes_longest():
     program = add_communication(make_schedule("forward_only", workers=2, chunks=4))
     step = stepped(program, lambda each: {Compute: 1.0, Send: 5.0}.get(type(each), 0.0))
-    assert "sending: handing over values keeps the sender busy" in step.findings()[1]
+    assert step.findings()[0].startswith(
+        "The largest loss is sending: 19 s of the 24 s of the step (79 %). Handing over"
+    )
 
 
 def test_time_without_a_core_is_said():
     """Each worker computes for 8 seconds, and had a core for 6."""
     step = slow_stage(1.0, cpu=6.0)
     assert off_cores(step) == pytest.approx(0.25)
-    assert "For 25 % or more" in step.findings()[3]
+    assert "For 25 % or more" in step.findings()[1]
     assert len(slow_stage(1.0, cpu=7.9).findings()) == len(slow_stage(1.0, cpu=None).findings()) == 3
+
+
+def test_without_cores_no_cause_is_blamed_alone():
+    lead, cores, *_ = slow_stage(1.0, cpu=6.0, flight=0.5, starting=6.0).findings()
+    assert lead.startswith("The largest loss is outside the computations: 11 s of the 25 s of the step (44 %)")
+    assert "no core" in cores
 
 
 # Trace events
