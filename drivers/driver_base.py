@@ -13,6 +13,7 @@ What a driver does with the parameters, gradients and optimizers of its model is
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from html import escape
 from typing import Any
 
 import torch
@@ -55,6 +56,10 @@ from pippy.drivers.workers.compiling import compile_options
 from pippy.ir.brief import brief
 from pippy.ir.names import LOSS
 from pippy.ir.pipe import Pipe, compiled_of, example_of, follow_parameters, follow_training_flags
+from pippy.ir.show.content import content_of
+from pippy.ir.show.html_table import html_table
+from pippy.ir.show.readable import shortened
+from pippy.ir.show.stages_table import table_cells
 from pippy.ir.surroundings import Surroundings, refused_here
 from pippy.ir.trees import describe, tensors
 
@@ -137,8 +142,16 @@ class PipelineDriverBase(ModelOnWorkers):
 
     def __repr__(self) -> str:
         schedule = self.schedule if isinstance(self.schedule, str) else repr(self.schedule)
-        workers = ", ".join(self.cluster.workers[rank] for rank in self.ranks)
-        return f"<{type(self).__name__}: {schedule}, {self.compiled.num_stages} stages on {workers}>"
+        workers = shortened(", ".join(self.cluster.workers[rank] for rank in self.ranks), 200)
+        stages = "1 stage" if self.compiled.num_stages == 1 else f"{self.compiled.num_stages} stages"
+        return f"<{type(self).__name__}: {schedule}, {stages} on {workers}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the stages, each with its worker."""
+        head, *stages, total = table_cells(content_of(self.compiled))
+        workers = [self.cluster.workers[self.placed.worker_of(name)] for name, *_ in stages]
+        rows = [[each[0], worker, *each[1:]] for each, worker in zip([head, *stages, total], ["worker", *workers, ""])]
+        return f"<div>{escape(repr(self))}{html_table(rows, words=(0, 1, -1), total=True)}</div>"
 
     def _check_placement(self, num_stages: int) -> None:
         if self.placement.stages != num_stages:

@@ -28,6 +28,9 @@ class PipelineGradScaler(torch.amp.GradScaler):
         if self._enabled:
             self._lazy_init_scale_growth_tracker(torch.device("cpu"))
 
+    def __repr__(self) -> str:
+        return f"<PipelineGradScaler, {f'scale {self.get_scale():g}' if self._enabled else 'not enabled'}>"
+
     @property
     def scale_of_steps(self) -> float | None:
         """What the loss of the next step is multiplied by. None if the scaler is not enabled."""

@@ -24,6 +24,7 @@ from pippy.drivers.stale_models import StaleModels
 from pippy.drivers.transport.pickling import pickle_by_value
 from pippy.drivers.workers.worker_optimizer import MASTER
 from pippy.ir.brief import brief
+from pippy.ir.show.readable import shortened
 
 
 class PipelineOptimizer(Optimizer):
@@ -64,6 +65,13 @@ class PipelineOptimizer(Optimizer):
         self.optimizer_class = optimizer_class
         self.factory = partial(_make, optimizer_class, tuple(args), options)
         self._make(pickle_by_value(self.factory))
+
+    def __repr__(self) -> str:
+        groups = "1 group" if len(self.param_groups) == 1 else f"{len(self.param_groups)} groups"
+        rates = list(dict.fromkeys(str(group["lr"]) for group in self.param_groups if "lr" in group))
+        shown = f", lr={shortened(', '.join(rates), 60)}" if rates else ""
+        count = sum(len(group["params"]) for group in self.param_groups)
+        return f"<PipelineOptimizer of {self.optimizer_class.__name__}: {count} parameters in {groups}{shown}>"
 
     def _groups(
         self, parameters: Mapping[str, torch.nn.Parameter], given: Iterable[Mapping[str, Any]] | None

@@ -29,7 +29,7 @@ class Loss:
     seed: Any = SEED
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Compiled:
     """A model cut into stages, as plain data. The passes fill it; drawings and drivers read it.
 

@@ -232,7 +232,14 @@ class Pipe(nn.Module):
         return f"{compiled.split_gm}{note}"
 
     def __repr__(self) -> str:
-        return str(self)
+        """
+        >>> Pipe.from_sequential(nn.Sequential(nn.Linear(2, 5), nn.ReLU()))
+        <Pipe: 2 stages, 15 parameters, no loss; print it to see its graph>
+        """
+        compiled, count = compiled_of(self), sum(each.numel() for each in self.parameters())
+        loss = "no loss" if compiled.loss is None else "with its loss and backward"
+        stages = "1 stage" if compiled.num_stages == 1 else f"{compiled.num_stages} stages"
+        return f"<Pipe: {stages}, {count:,} parameters, {loss}; print it to see its graph>"
 
 
 class TracedModel:

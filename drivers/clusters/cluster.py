@@ -4,6 +4,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from html import escape
 from types import TracebackType
 from typing import NoReturn, Protocol
 
@@ -11,6 +12,8 @@ from pippy.drivers.clusters.routes import Routes
 from pippy.drivers.control.control import Control
 from pippy.drivers.control.dispatch import Dispatch
 from pippy.drivers.errors import ClusterError
+from pippy.ir.show.html_table import html_table
+from pippy.ir.show.readable import shortened
 
 # The thread and the cluster of each `with` block, the innermost last.
 entered_clusters: list[tuple[threading.Thread, "Cluster"]] = []
@@ -35,7 +38,7 @@ class Cluster:
     ...     len(workers), workers.workers, current_cluster() is workers
     (1, ('only',), True)
     >>> workers
-    <Cluster of 1 workers, closed: only>
+    <Cluster of 1 worker, closed: only>
     """
 
     def __init__(
@@ -97,7 +100,15 @@ class Cluster:
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "broken" if self.control.broken else "open"
-        return f"<Cluster of {len(self)} workers, {state}: {', '.join(self.workers)}>"
+        workers = "1 worker" if len(self) == 1 else f"{len(self)} workers"
+        return f"<Cluster of {workers}, {state}: {shortened(', '.join(self.workers), 200)}>"
+
+    def _repr_html_(self) -> str:
+        """The workers and their hosts; and how values go between them, if there are several ways."""
+        rows = [["worker", "host"], *(list(each) for each in zip(self.workers, self.routes.hosts))]
+        ways = str(self.routes) if len(self.routes.groups) > 1 else ""
+        state = escape(repr(self).partition(":")[0].lstrip("<"))
+        return f"<div>{state}{html_table(rows)}<pre>{escape(ways)}</pre></div>"
 
     def __reduce__(self) -> NoReturn:
         raise ClusterError(

@@ -5,6 +5,7 @@ from functools import cached_property
 
 from pippy.drivers.schedules.programs.program import Program
 from pippy.drivers.schedules.simulation.held_bytes import Held, HeldBytes, PipeBytes, held_bytes, lowered_program
+from pippy.ir.show.html_table import html_table
 from pippy.ir.show.readable import bytes_text
 from pippy.ir.show.text_table import text_table
 
@@ -49,7 +50,7 @@ class DriverMemory:
             tuple(zip((*map(str, order), "end"), held.most, held.after)) for order, held in zip(orders, self.workers)
         )
 
-    def __str__(self) -> str:
+    def _table(self) -> list[list[str]]:
         head = ["worker", *Held._fields, "peak", "at"]
         rows = []
         for worker, (held, series) in enumerate(zip(self.workers, self.series)):
@@ -57,7 +58,17 @@ class DriverMemory:
             if not self.with_state:
                 cells[Held._fields.index("optimizer")] = "?"
             rows.append([str(worker), *cells, bytes_text(held.peak.total), series[held.at][0]])
-        note = "" if self.with_state else "\nno optimizer yet: its state comes on top"
-        return text_table(head, rows, words=(0, len(head) - 1)) + note
+        return [head, *rows]
+
+    @property
+    def _note(self) -> str:
+        return "" if self.with_state else "no optimizer yet: its state comes on top"
+
+    def __str__(self) -> str:
+        head, *rows = self._table()
+        return "\n".join([text_table(head, rows, words=(0, len(head) - 1)), *filter(None, [self._note])])
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return html_table(self._table()) + self._note

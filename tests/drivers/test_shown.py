@@ -2,6 +2,7 @@
 
 import html
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from pippy import Pipe, PipelineDriver, PipelineDriver1F1B, local_cluster, pipeline
 from pippy.drivers.recording.record import Recording
+from pippy.drivers.schedules import make_schedule, render_svg, simulate
 from pippy.drivers.schedules.errors import ArgumentError
 from pippy.errors import PippyError
 from pippy.ir.brief import brief
@@ -41,6 +43,32 @@ def test_objects_are_shown_in_a_line(threads, tmp_path):
     recording.report(tmp_path / "report.html")
     shown = re.fullmatch(r'<iframe srcdoc="([^"]*)" style="[^"]*"></iframe>', recording._repr_html_())
     assert html.unescape(shown[1]) == (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_what_drivers_give_is_shown_in_a_line_or_a_table(threads):
+    pipe, x = pipeline(Chain(2), nn.MSELoss()), torch.randn(8, 8)
+    driver = PipelineDriver1F1B(pipe, threads)
+    optimizer = driver.instantiate_optimizer(torch.optim.AdamW, lr=0.5)
+    assert (
+        repr(optimizer) == f"<PipelineOptimizer of AdamW: {len(list(pipe.parameters()))} parameters in 1 group, lr=0.5>"
+    )
+    assert repr(driver.instantiate_grad_scaler(init_scale=8.0)) == "<PipelineGradScaler, scale 8>"
+    assert re.fullmatch(r"<Pipe: 2 stages, [\d,]+ parameters, with its loss and backward; [^\n]*>", repr(pipe))
+    assert str(pipe) != repr(pipe) and "def forward(self" in str(pipe)
+    worker = html.escape(threads.workers[1])
+    memory = driver.memory(4, x, x)
+    for shown, cell, times in ((driver, "submod_1", 1), (driver, worker, 2), (threads, worker, 1), (memory, "B1.3", 1)):
+        assert len(re.findall(rf"<td[^>]*>{cell}<", shown._repr_html_())) == times
+    simulated = simulate(driver.program(4))
+    assert repr(simulated) == "<Simulation: 2 workers, makespan 15, idle 20 %, at most 2 live>"
+    assert repr(simulated.timeline) == "<Timeline: 2 workers, 16 passes, makespan 15>"
+    assert driver.program(4)._repr_html_() == simulated._repr_html_() == render_svg(simulated.timeline)
+
+
+def test_a_program_that_cannot_run_or_is_too_large_has_no_picture():
+    program = make_schedule("1f1b", workers=2, chunks=2)
+    assert replace(program, orders=(program.orders[0][::-1], program.orders[1]))._repr_html_() is None
+    assert make_schedule("1f1b", workers=2, chunks=10_000)._repr_html_() is None
 
 
 @pytest.mark.parametrize("given", [list(range(100_000)), [torch.zeros(50, 50)] * 500, {"a": ["b" * 100] * 10_000}])

@@ -2,14 +2,17 @@
 
 from html import escape
 
+from pippy.drivers.schedules.errors import ProgramError
+from pippy.drivers.schedules.programs.drawn import Drawn
 from pippy.drivers.schedules.programs.instructions import Op
 from pippy.drivers.schedules.programs.program import Program
-from pippy.drivers.schedules.simulation.simulate import simulate
+from pippy.drivers.schedules.simulation.simulate import Simulation, simulate
 from pippy.drivers.schedules.simulation.timeline import Span, Timeline
 
 WIDTH, MARGIN = 1200, 60
 ROW, GAP = 28, 4
 NARROWEST_NAMED = 14  # pixels; a box that is narrower has its name in its tooltip only
+MOST_DRAWN = 20_000  # instructions, in a notebook
 COLOURS = {
     Op.FORWARD: "#7aa6e8",
     Op.RECOMPUTE: "#a9b7cc",
@@ -55,3 +58,16 @@ def box(span: Span, top: int, scale: float, shade: float) -> str:
         f' fill="{COLOURS[span.compute.op]}" fill-opacity="{1 - 0.6 * shade:.2f}" stroke="#fff"/>'
         f"{name if width >= NARROWEST_NAMED else ''}</g>"
     )
+
+
+def picture(shown: Program | Timeline | Simulation) -> str | None:
+    """What a notebook shows; None for a program that cannot run, and for what is too large to be seen as one picture."""
+    timeline = shown.timeline if isinstance(shown, Simulation) else shown
+    size = sum(map(len, timeline.orders if isinstance(timeline, Program) else timeline.spans))
+    try:
+        return render_svg(timeline) if size <= MOST_DRAWN else None
+    except ProgramError:
+        return None
+
+
+Drawn.picture = staticmethod(picture)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pippy.drivers.schedules.errors import ArgumentError, require
 from pippy.drivers.schedules.programs.checkpoints import Checkpoints
+from pippy.drivers.schedules.programs.drawn import Drawn
 from pippy.drivers.schedules.programs.edges import Edge, Replicated, chain
 from pippy.drivers.schedules.programs.instructions import Compute, Instruction, Op
 from pippy.drivers.schedules.programs.placement import Placement, is_count, require_count
@@ -18,7 +19,7 @@ INDENT = "  "
 
 
 @dataclass(frozen=True)
-class Program:
+class Program(Drawn):
     """What each worker does, in order, and what has to be known to check it.
 
     ``backward`` lists the stages that have a backward pass: none in a program for inference. ``memory`` is the limit of live

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pippy.drivers.schedules.checks.validate import validate
 from pippy.drivers.schedules.checks.waits import DryRun, Transfers
 from pippy.drivers.schedules.communicate import add_communication
+from pippy.drivers.schedules.programs.drawn import Drawn
 from pippy.drivers.schedules.programs.instructions import Compute, Instruction, Receive, Send
 from pippy.drivers.schedules.programs.program import Program
 from pippy.drivers.schedules.simulation.costs import Costs, Number, PerEdge, PerStage
@@ -30,18 +31,28 @@ class Idle:
 
 
 @dataclass(frozen=True)
-class Simulation:
+class Simulation(Drawn):
     """The result of a simulation: the timeline, why each worker idles, and the most stage-micro-batches that it holds.
 
     >>> from pippy.drivers.schedules import make_schedule
     >>> result = simulate(make_schedule("fill_drain", workers=2, chunks=3))
     >>> result.makespan, result.idle, result.peak_live
     (12.0, (3.0, 3.0), (3, 3))
+    >>> result
+    <Simulation: 2 workers, makespan 12, idle 25 %, at most 3 live>
     """
 
     timeline: Timeline
     idle_parts: tuple[Idle, ...]
     peak_live: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        workers, whole = len(self.idle_parts), float(self.makespan) * len(self.idle_parts)
+        idle = f"{float(sum(self.idle)) / whole if whole else 0:.0%}".replace("%", " %")
+        return (
+            f"<Simulation: {workers} worker{'s' * (workers != 1)}, makespan {float(self.makespan):g}, idle {idle}, "
+            f"at most {max(self.peak_live, default=0)} live>"
+        )
 
     @property
     def makespan(self) -> Number:

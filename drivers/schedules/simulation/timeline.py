@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from pippy.drivers.schedules.errors import ArgumentError
+from pippy.drivers.schedules.programs.drawn import Drawn
 from pippy.drivers.schedules.programs.instructions import Compute
 
 Number = float | Fraction
@@ -29,7 +30,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Timeline(Drawn):
     """Each worker's spans, in order of time.
 
     >>> from pippy.drivers.schedules.orders.schedule import F
@@ -38,6 +39,14 @@ class Timeline:
     """
 
     spans: Sequence[Sequence[Span]]
+
+    def __repr__(self) -> str:
+        """
+        >>> Timeline([[], []])
+        <Timeline: 2 workers, 0 passes, makespan 0>
+        """
+        workers = "1 worker" if len(self.spans) == 1 else f"{len(self.spans)} workers"
+        return f"<Timeline: {workers}, {sum(map(len, self.spans))} passes, makespan {float(self.makespan):g}>"
 
     def __post_init__(self) -> None:
         for worker, spans in enumerate(self.spans):
