@@ -46,6 +46,7 @@ from pippy.drivers.model_on_workers import ModelOnWorkers
 from pippy.drivers.nonfinite_gradients import NonFiniteGradients
 from pippy.drivers.placed_pipe import PlacedPipe
 from pippy.drivers.programs import DriverPrograms, RequestedSchedule, SentProgram, check_single_loss
+from pippy.drivers.recording.model_names import model_names
 from pippy.drivers.recording.record import Recording
 from pippy.drivers.results import Results
 from pippy.drivers.running_step import RunningStep
@@ -304,7 +305,7 @@ class PipelineDriverBase(ModelOnWorkers):
         With ``memory=True`` they also note the bytes that they hold with each instruction, which takes time on the CPU.
         docs/recording.md says what a Recording shows.
         """
-        before, self._recording = self._recording, Recording(limit, memory=memory)
+        before, self._recording = self._recording, Recording(limit, memory=memory, model=model_names(self.compiled))
         try:
             yield self._recording
         finally:

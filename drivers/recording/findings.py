@@ -48,7 +48,7 @@ def largest_loss(step: StepData, found: Mapping[Part, float], crowded: bool) -> 
         if beyond > max(within, WORTH_IT * whole):
             return (
                 f"The largest loss is outside the computations: {_of(beyond, step)} was beyond what the schedule and the "
-                "computations need, because workers had no core."
+                "computations need, while workers had no core."
             )
     part = next(iter(found), Part.COMPUTING)
     if found.get(part, 0.0) < WORTH_IT * whole:
@@ -85,12 +85,13 @@ def slowest(step: StepData, uneven: float) -> str:
     slow = max(range(stages), key=totals.__getitem__)
     worker = step.program.placement.worker_of[slow]
     passes = " + ".join(f"{op} {duration(seconds[slow])}" for op, seconds in medians.items() if seconds[slow])
-    named = (
-        f"Stage {slow} on {step.named(worker)} is the slowest: {duration(totals[slow])} for a micro-batch ({passes})"
-    )
+    took = f"{duration(totals[slow])} for a micro-batch ({passes})"
     if stages == 1:
-        return f"There is one stage, on {step.named(worker)}: {duration(totals[0])} for a micro-batch ({passes})."
-    named += f"; the stages take {duration(fmean(totals))} on average."
+        return f"There is one stage, on {step.named(worker)}: {took}."
+    name = step.model.stage(slow).replace("stage", "Stage", 1)
+    named = (
+        f"{name} on {step.named(worker)} is the slowest: {took}; the stages take {duration(fmean(totals))} on average."
+    )
     if uneven < WORTH_IT * step.makespan:
         return (
             f"{named} They are even enough: if all took the same, the step would be at most "
@@ -98,8 +99,9 @@ def slowest(step: StepData, uneven: float) -> str:
         )
     quick = min(range(stages), key=totals.__getitem__)
     return (
-        f"{named} Move layers from it to others; stage {quick} is the quickest, with {duration(totals[quick])}. If all took "
-        f"the same, the step would take about {duration(step.makespan - uneven)} in place of {duration(step.makespan)}."
+        f"{named} Move layers from it to others; {step.model.stage(quick)} is the quickest, with {duration(totals[quick])}. "
+        f"If all took the same, the step would take about {duration(step.makespan - uneven)} in place of "
+        f"{duration(step.makespan)}."
     )
 
 

@@ -12,6 +12,8 @@
     return { group, words, start: +group.dataset.s, end: +group.dataset.e, rect: group.querySelector("rect"), text: group.querySelector("text") };
   });
   const words = new Map(boxes.map(box => [box.group, box.words]));
+  const named = Array.from(document.querySelectorAll("[title]"));
+  for (const each of named) { words.set(each, each.title); each.setAttribute("aria-label", each.title); each.removeAttribute("title"); }
   let from = 0, to = frame.span;
 
   function duration(seconds) {
@@ -61,6 +63,13 @@
 
   function zoom(factor, at = (from + to) / 2) { view(at - (at - from) * factor, at + (to - at) * factor); }
   function move(share) { view(from + (to - from) * share, to + (to - from) * share); }
+  function say(what, x, y) {
+    tip.hidden = !what;
+    if (tip.hidden) return;
+    tip.textContent = words.get(what);
+    tip.style.left = Math.max(4, Math.min(x + 14, innerWidth - tip.offsetWidth - 8)) + "px";
+    tip.style.top = Math.min(y + 16, innerHeight - tip.offsetHeight - 8) + "px";
+  }
   function pixels() { return svg.getBoundingClientRect().width * (frame.right - frame.left) / svg.viewBox.baseVal.width; }
   function timeAt(event) {
     const box = svg.getBoundingClientRect();
@@ -85,14 +94,15 @@
   holder.addEventListener("pointermove", event => {
     if (last !== null) { move((last - event.clientX) / pixels()); last = event.clientX; }
     const group = document.elementFromPoint(event.clientX, event.clientY)?.closest(".box");
-    tip.hidden = !group || !holder.contains(group);
-    if (tip.hidden) return;
-    tip.textContent = words.get(group);
-    tip.style.left = Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8) + "px";
-    tip.style.top = Math.min(event.clientY + 16, innerHeight - tip.offsetHeight - 8) + "px";
+    say(group && holder.contains(group) ? group : null, event.clientX, event.clientY);
   });
+  for (const each of named) {
+    each.addEventListener("pointermove", event => say(each, event.clientX, event.clientY));
+    each.addEventListener("focus", () => { const box = each.getBoundingClientRect(); say(each, box.left, box.bottom); });
+    for (const name of ["pointerleave", "blur"]) each.addEventListener(name, () => say(null));
+  }
   for (const name of ["pointerup", "pointercancel"]) holder.addEventListener(name, () => { last = null; holder.classList.remove("drags"); });
-  holder.addEventListener("pointerleave", () => { tip.hidden = true; });
+  holder.addEventListener("pointerleave", () => say(null));
 
   // report.html#view=0.001,0.002 opens at a time
   const asks = /^#view=([0-9.e+-]+),([0-9.e+-]+)$/.exec(location.hash);

@@ -10,6 +10,7 @@ from typing import Protocol
 from pippy.drivers.control.messages import StepResult
 from pippy.drivers.errors import DriverError
 from pippy.drivers.recording.findings import findings
+from pippy.drivers.recording.model_names import NAMELESS, ModelNames
 from pippy.drivers.recording.page import page
 from pippy.drivers.recording.step_data import StepData
 from pippy.drivers.recording.svg import svg
@@ -63,7 +64,7 @@ class RecordedStep(StepData):
 class Recording:
     """The recorded steps, the latest last. At most ``limit`` of them are kept; ``dropped`` counts the others.
 
-    With ``memory``, workers note what they hold, too.
+    With ``memory``, workers note what they hold, too. ``model`` has the names of the modules in each stage.
 
     >>> Recording(limit=0)
     Traceback (most recent call last):
@@ -74,6 +75,7 @@ class Recording:
     steps: list[RecordedStep] = field(default_factory=list)
     dropped: int = 0
     memory: bool = False
+    model: ModelNames = NAMELESS
 
     def __post_init__(self) -> None:
         if not isinstance(self.limit, int) or isinstance(self.limit, bool) or self.limit < 1:
@@ -141,7 +143,7 @@ class Recording:
         def note(results: Mapping[int, StepResult]) -> None:
             noted = [results[rank].record for rank in ranks]
             kept = tuple(each for each in noted if each is not None)
-            self.steps.append(RecordedStep(program, tuple(names), kept, posted, time.monotonic()))
+            self.steps.append(RecordedStep(program, tuple(names), kept, posted, time.monotonic(), self.model))
             self.dropped += len(self.steps[: -self.limit])
             del self.steps[: -self.limit]
 

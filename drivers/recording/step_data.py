@@ -12,6 +12,7 @@ from functools import cached_property
 from pippy.drivers.control.messages import WorkerRecord
 from pippy.drivers.recording.activity import Activity, SendTimes, activities, label, spent
 from pippy.drivers.recording.clocks import clock_offsets
+from pippy.drivers.recording.model_names import NAMELESS, ModelNames
 from pippy.drivers.recording.prediction import Medians, median_seconds, predicted
 from pippy.drivers.schedules.programs.instructions import Compute, Receive, Send
 from pippy.drivers.schedules.programs.program import Program
@@ -41,7 +42,8 @@ class StepData:
     """A step as it ran. Its times are seconds, from the moment when the first worker began.
 
     ``workers`` are the names of the program's workers. ``noted`` is what each of them noted, by its own clock. The controller
-    sent the step at ``posted`` and had all answers at ``answered``, by its own clock.
+    sent the step at ``posted`` and had all answers at ``answered``, by its own clock. ``model`` has the names of the user's
+    modules.
     """
 
     program: Program
@@ -49,6 +51,7 @@ class StepData:
     noted: tuple[WorkerRecord, ...]
     posted: float
     answered: float
+    model: ModelNames = NAMELESS
 
     @cached_property
     def records(self) -> tuple[WorkerRecord, ...]:

@@ -13,7 +13,7 @@ from pippy.drivers.recording.activity import Activity, Cause
 from pippy.drivers.recording.step_data import StepData
 from pippy.drivers.recording.units import duration, size
 from pippy.drivers.schedules.drawings.svg import COLOURS
-from pippy.drivers.schedules.programs.instructions import Compute, Instruction, Send
+from pippy.drivers.schedules.programs.instructions import Compute, Instruction, Receive, Send
 
 WIDTH, LEFT, RIGHT, TOP = 1200, 110, 16, 26
 ROW, GAP = 26, 5
@@ -169,8 +169,13 @@ def _name(compute: Compute, several: bool) -> str:
 
 def _title(step: StepData, worker: int, each: Activity, instruction: Instruction | None) -> str:
     lines = [str(instruction) if isinstance(instruction, Compute) else each.label]
-    if instruction is not None and not isinstance(instruction, Compute):
+    if isinstance(instruction, Compute):
+        what = f"{LEGEND[str(instruction.op)]} of {step.model.stage(instruction.stage)}"
+        lines.append(f"{what}, micro-batch {instruction.microbatch}")
+    elif instruction is not None:
         lines.append(str(instruction))
+    if isinstance(instruction, Send | Receive):
+        lines.append(step.model.value(instruction.value))
     if isinstance(instruction, Send) and each.at is not None:
         lines.append(size(step.noted[worker].sizes[each.at]))
     return "\n".join([*lines, f"{duration(each.duration)}, from {duration(each.start)}"])

@@ -18,6 +18,7 @@ from pippy.drivers.errors import DriverError
 from pippy.drivers.recording.findings import off_cores
 from pippy.drivers.recording.record import Recording
 from pippy.drivers.recording.svg import ticks
+from pippy.drivers.recording.units import duration, percent
 from pippy.drivers.schedules import add_communication, make_schedule
 from pippy.drivers.schedules.programs.instructions import Compute, Receive, Send
 from tests.drivers.models import Chain
@@ -300,8 +301,73 @@ def test_the_page_says_what_was_found(tmp_path):
     assert "stage 2 slowest" in text
     assert "gradient_1 worker 2 → worker 1 4 1000 B 3.91 KiB 500 ms" in text
     assert "23.4 KiB in all" in text
-    assert "worker 3 3 1 MiB resident 1" in text
+    assert "worker 3 stage 3 1 MiB resident 1" in text
     assert "several hosts" not in text
+
+
+class Cells(HTMLParser):
+    """The cells of all tables: what is shown, and the words behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables, self.inside = [], None
+
+    def handle_starttag(self, tag, attrs):
+        if tag in ("table", "tr"):
+            (self.tables if tag == "table" else self.tables[-1]).append([])
+        elif tag in ("th", "td"):
+            self.tables[-1][-1].append(["", ""])
+            self.inside = self.tables[-1][-1][-1]
+        elif tag == "span" and self.inside:
+            self.inside[1] += dict(attrs).get("title", "")
+
+    def handle_endtag(self, tag):
+        if tag in ("th", "td"):
+            self.inside = None
+
+    def handle_data(self, data):
+        if self.inside:
+            self.inside[0] += data
+
+
+def tables(path):
+    reader = Cells()
+    reader.feed(path.read_text())
+    return reader.tables
+
+
+def test_the_table_of_causes_shows_shares_and_tells_the_rest_on_pointing(tmp_path):
+    step = slow_stage(3.0, flight=0.5)
+    recorded(step).report(tmp_path / "report.html")
+    (head, *rows), *_ = tables(tmp_path / "report.html")
+    assert [shown for shown, _ in head] == ["worker", "idle", "computing", "fill", "waiting", "transfer", "drain"]
+    assert len(rows) == 4
+    for worker, (row, spent) in enumerate(zip(rows, step.spent())):
+        cells = dict(zip((shown for shown, _ in head), row))
+        for cause in ("computing", "fill", "waiting", "transfer", "drain"):
+            seconds = sum(each for name, each in spent.items() if name.startswith(cause))
+            shown, told = cells[cause]
+            assert shown == (percent(seconds / step.makespan) if seconds else "–")
+            assert (f"worker {worker}, {cause}: {duration(seconds)}" in told) == bool(seconds)
+        assert cells["idle"][0] == percent(1 - spent["computing"] / step.makespan)
+        assert "predicted: " in cells["idle"][1]
+    assert "waiting: 20 s\nfor worker 1: 20 s\npredicted: 20 s" in rows[0][4][1]
+
+
+def test_stages_and_values_have_the_names_of_the_modules(real, tmp_path):
+    real.report(tmp_path / "report.html")
+    _, stages, values, memory = tables(tmp_path / "report.html")
+    assert [row[0][0].replace(" slowest", "") for row in stages[1:]] == [
+        f"stage {each}layers.{each}" for each in range(4)
+    ]
+    assert {row[0][0] for row in values[1:]} >= {"tanh", "gradient of tanh"}
+    assert {row[0][1] for row in values[1:]} >= {"tanh_grad_from_submod_1, as the program calls it"}
+    assert [row[1][0] for row in memory[1:]] == [f"stage {each} (layers.{each})" for each in range(4)]
+    step = real.steps[-1]
+    assert re.search(r"Stage (\d) \(layers\.\1\) on worker \1 is the slowest", " ".join(step.findings()))
+    titles = [each.text for each in ElementTree.fromstring(step.svg()).iter(f"{SVG}title")]
+    assert sum("\nforward of stage 2 (layers.2), micro-batch 3\n" in each for each in titles) == 1
+    assert any("\ngradient of tanh\n" in each for each in titles)
 
 
 def test_the_page_says_how_good_the_clocks_are(tmp_path):
@@ -369,5 +435,5 @@ def test_the_page_works_in_a_browser(tmp_path):
     assert views["moved"] == pytest.approx((3.4, 5.4))
     assert views["all"][0] == 0
     assert views["wheeled"][1] - views["wheeled"][0] == pytest.approx(views["all"][1] / 2.71828, rel=1e-3)
-    assert re.match(r"F0\.\d\n1 s, from", found["tip"])
+    assert found["tip"].startswith("F0.0\nforward of stage 0, micro-batch 0\n1 s, from")
     assert int(found["wide"]) <= 0
