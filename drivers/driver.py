@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from pippy.drivers.auto import Auto
+from pippy.drivers.auto import AutoWithinLimits
+from pippy.drivers.auto_memory import AutoWithinMemory
 from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.driver_base import PipelineDriverBase
 from pippy.drivers.errors import DriverError
@@ -58,12 +59,21 @@ class PipelineDriver(PipelineDriverBase):
     ) -> None:
         self.schedule = schedule
         if schedule == "auto":
-            self._auto = Auto(memory_limit, max_live, checkpoint, rest.pop("memory", None))
-            if self._auto.memory is not None and rest.get("out_of_order"):
+            memory = rest.pop("memory", None)
+            if memory is None:
+                self._auto = AutoWithinLimits(memory_limit, max_live, checkpoint)
+            elif memory_limit is not None:
                 raise DriverError(
-                    f"memory={self._auto.memory.given!r} and out_of_order={rest['out_of_order']!r}: what fits is counted for "
-                    "workers that take their instructions in order; leave one of them out"
+                    f"memory={memory!r} and memory_limit={memory_limit!r}: memory= counts activations, too; leave memory_limit "
+                    "out"
                 )
+            elif rest.get("out_of_order"):
+                raise DriverError(
+                    f"memory={memory!r} and out_of_order={rest['out_of_order']!r}: what fits is counted for workers that take "
+                    "their instructions in order; leave one of them out"
+                )
+            else:
+                self._auto = AutoWithinMemory(memory, max_live, checkpoint)
         elif memory_limit is not None or max_live is not None:
             name, limit = ("memory_limit", memory_limit) if max_live is None else ("max_live", max_live)
             raise DriverError(

@@ -59,9 +59,9 @@ def checked_checkpoint(given: Any, stages: int) -> Checkpoint:
     return given
 
 
-def check_chunks(given: Any, auto: Auto | None) -> None:
+def check_chunks(given: Any, auto: Auto[Any] | None) -> None:
     """Raise unless this is a number of micro-batches, or None where the driver chooses it."""
-    if given is None and auto is not None and auto.memory is not None:
+    if given is None and auto is not None and auto.counts_bytes:
         return
     if not isinstance(given, int) or isinstance(given, bool) or given < 1:
         chooses = "; schedule='auto' with memory= chooses it for None" if given is None else ""

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from pippy.drivers.asked_outputs import asked_outputs, values_to_return
-from pippy.drivers.auto import Auto, StepPurpose
+from pippy.drivers.auto import Auto
+from pippy.drivers.automatic.measurements import StepPurpose
 from pippy.drivers.automatic.memory_fit import Call
 from pippy.drivers.automatic.stage_estimates import call_to_fit
 from pippy.drivers.batches.divide_call import divide_call
@@ -77,7 +78,7 @@ class PipelineDriverBase(ModelOnWorkers):
     """
 
     schedule: str | Program
-    _auto: Auto | None = None  # chooses the schedule
+    _auto: Auto[Any] | None = None  # chooses the schedule
 
     def __init__(
         self,
@@ -203,7 +204,7 @@ class PipelineDriverBase(ModelOnWorkers):
         trains = self._trains()
         _refuse_inputs([*args, *kwargs.values()], trains)
         call = None
-        if self._auto is not None and self._auto.memory is not None:
+        if self._auto is not None and self._auto.counts_bytes:
             call = self._call(args, kwargs)
             chunks = self.programs.count_of_chunks(call, trains) if chunks is None else chunks
         assert chunks is not None

@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pippy.drivers.auto import UNMEASURED, Auto, StepPurpose, auto_placement
+from pippy.drivers.auto import Auto, auto_placement
+from pippy.drivers.auto_memory import AutoWithinMemory
+from pippy.drivers.automatic.measurements import UNMEASURED, StepPurpose
 from pippy.drivers.automatic.memory_fit import Call
 from pippy.drivers.commands import Commands
 from pippy.drivers.errors import DriverError
@@ -31,7 +33,7 @@ class RequestedSchedule:
     schedule: str | Program
     options: Mapping[str, Any]
     stages: int
-    auto: Auto | None = None  # chooses the schedule
+    auto: Auto[Any] | None = None  # chooses the schedule
     checkpoint: Checkpoint = "never"
 
     def make(self, chunks: int, workers: int) -> Program:
@@ -128,13 +130,13 @@ class DriverPrograms:
 
     def count_of_chunks(self, call: Call, trains: bool) -> int:
         """Into how many micro-batches to cut a call that leaves that to the driver."""
-        assert self.schedule.auto is not None
+        assert isinstance(self.schedule.auto, AutoWithinMemory)
         return self.schedule.auto.count_of_chunks(self._made, call, trains)
 
     def _made(self, chunks: int) -> Program:
         """What the automatic schedule begins with; with the edges of the Pipe, where bytes are counted."""
         made = self.schedule.make(chunks, self.workers)
-        counted = self.schedule.auto is not None and self.schedule.auto.memory is not None
+        counted = self.schedule.auto is not None and self.schedule.auto.counts_bytes
         return lower(self.pipe, made).program if counted else made
 
     def _plain(self, chunks: int, trains: bool) -> SentProgram:

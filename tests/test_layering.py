@@ -28,7 +28,7 @@ LAYERS = """
     drivers/lowering drivers/batches
     drivers/transport drivers/transport/messages
     drivers/control drivers/workers drivers/recording drivers/clusters drivers/placed_pipe
-    drivers/memory drivers/automatic drivers/auto
+    drivers/memory drivers/automatic drivers/auto drivers/auto_memory
     drivers/nonfinite_gradients drivers/step_numbers drivers/commands drivers/filling
     drivers/whole_batch_gradients drivers/programs
     drivers/stale_models drivers/parameters drivers/asked_outputs drivers/results drivers/optimizer_check
