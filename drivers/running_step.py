@@ -13,7 +13,7 @@ class RunningStep:
     """A step that was dispatched with `run_async`. ``note`` is given the answers, if the step is recorded.
 
     ``check`` is given what a worker found about the loss, and raises if it is wrong. ``accepted`` is called when no answer was
-    refused.
+    refused. ``rows`` is how many the mini-batch has; None if nothing in it has rows.
     """
 
     def __init__(
@@ -25,6 +25,8 @@ class RunningStep:
     ) -> None:
         self._dispatch, self._check, self._accepted = dispatch, check, accepted
         self._results: Results | None = results
+        sizes = results.division.sizes
+        self.rows = None if sizes is None else sum(sizes)
         self._posted: PendingCommand | None = None
         self._result: Any = None
 

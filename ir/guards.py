@@ -18,7 +18,7 @@ import torch
 
 from pippy.ir.asked import Asked
 from pippy.ir.errors import InputError
-from pippy.ir.kinds import Kind, tensor_kinds
+from pippy.ir.kinds import Kind, differences, tensor_kinds
 from pippy.ir.source import Source
 
 _NAMES: dict[str, Any] = {"math": math, "inf": math.inf}
@@ -60,7 +60,7 @@ class Guards:
         for name, kind in self.kinds.items():
             if arguments[name] is None and name in required:
                 continue
-            for each in kind.differences(arguments[name], name):
+            for each in differences(kind, arguments[name], name):
                 yield differs(each.path, each.found, each.fixed)
 
     @property

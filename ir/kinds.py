@@ -86,7 +86,7 @@ class ContainerKind:
         found = parts_of(value)
         for way, kind in self.parts.items():
             if way in found:
-                yield from kind.differences(found[way], path + way)
+                yield from differences(kind, found[way], path + way)
             else:
                 yield Difference(path + way, "not there", str(kind))
         for way in found.keys() - self.parts.keys():
@@ -99,6 +99,23 @@ class ContainerKind:
 
 
 Kind = TensorKind | ConstantKind | ContainerKind
+
+
+class InPieces:
+    """What stands for a value in pieces, one for each micro-batch: ``values``. Each is of the kind of the value."""
+
+    values: tuple[Any, ...]
+
+
+def differences(kind: Kind, value: Any, path: str) -> Iterator[Difference]:
+    """Where a value is not of this kind."""
+    if isinstance(value, InPieces):
+        for index, piece in enumerate(value.values):
+            yield from kind.differences(piece, f"{path}, micro-batch {index},")
+    else:
+        yield from kind.differences(value, path)
+
+
 _OfTensor = Callable[[torch.Tensor], TensorKind]
 _OfConstant = Callable[[Any], ConstantKind]
 

@@ -26,6 +26,8 @@ from pippy.ir.run.keyed_draws import keyed_random
 from pippy.ir.run.layers import LayerSpec, TiedLayerSpec
 from pippy.ir.run.repeated_forward import is_checkpointing, is_recomputing
 from pippy.pipeline import pipeline
+from pippy.training.result import StepReport, TrainingResult
+from pippy.training.train import train
 
 __all__ = [
     "ChunkSpec",
@@ -50,9 +52,11 @@ __all__ = [
     "PippyWarning",
     "Replicate",
     "SplitPoint",
+    "StepReport",
     "Sum",
     "TensorChunkSpec",
     "TiedLayerSpec",
+    "TrainingResult",
     "TrivialLossWrapper",
     "annotate_split_points",
     "clear_split_points",
@@ -67,5 +71,6 @@ __all__ = [
     "local_cluster",
     "pipe_split",
     "pipeline",
+    "train",
     "verify",
 ]

@@ -37,7 +37,7 @@ LAYERS = """
     drivers/model_on_workers drivers/driver_arguments drivers/driver_base
     drivers/driver drivers
 
-    pippy/errors pippy/balance pippy/pipeline pippy/api pippy/cli pippy/__main__ pippy
+    pippy/errors pippy/balance pippy/pipeline pippy/training pippy/api pippy/cli pippy/__main__ pippy
 """.split()
 PURE = ("drivers/schedules",)  # these import no torch
 WITHOUT_TRACER = ("ir/run", "drivers/workers")

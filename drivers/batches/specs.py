@@ -18,6 +18,7 @@ from typing import Any
 
 from pippy.drivers.errors import MicrobatchError
 from pippy.ir.brief import brief
+from pippy.ir.kinds import InPieces
 from pippy.ir.trees import children, describe
 
 
@@ -104,7 +105,7 @@ class ChunkSpec:
         raise MicrobatchError(f"{type(self).__name__} says nothing of outputs; write its merge(values)")
 
 
-class MicroBatches:
+class MicroBatches(InPieces):
     """A value that is cut already: given in place of an argument, or of a part of one, a value for each micro-batch.
 
     ``dim`` is where its tensors have their rows; None if they have none, as masks that differ from micro-batch to

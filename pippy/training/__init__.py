@@ -1,0 +1,1 @@
+"""Training: the loop around a driver, for those who do not want to write it."""

@@ -1,0 +1,139 @@
+"""Reads data item by item, and knows where it is, so that a run that goes on reads what it would have read.
+
+    position    epoch 2, 5 items taken, the random numbers as they were when epoch 2 began
+    go to it    these random numbers ──▶ iter(data) ──▶ 5 items are read and dropped ──▶ the random numbers as they were
+
+So a DataLoader that shuffles gives the same items again, with workers of its own and without, though it says nothing of its
+position. Data with a ``state_dict()`` and ``load_state_dict()`` is asked for its own instead, and nothing is read twice.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from pippy.drivers.checkpoints.plain_values import random_state, random_values
+from pippy.drivers.errors import DriverError
+from pippy.ir.run.random_state import RandomState
+from pippy.ir.trees import describe
+
+
+class Reader:
+    """Reads ``data`` epoch after epoch. ``ended`` if it was read, and cannot be read again: an iterator.
+
+    >>> reader = Reader([1, 2, 3])
+    >>> reader.take(2), reader.take(2), reader.take(2), reader.take(2)
+    ([1, 2], [3], [], [1, 2])
+    >>> reader.epoch, reader.taken
+    (1, 2)
+    """
+
+    def __init__(self, data: Iterable[Any], name: str = "data") -> None:
+        if isinstance(data, (torch.Tensor, str, bytes, Mapping)) or not hasattr(data, "__iter__"):
+            raise DriverError(
+                f"{name}={describe(data)}: give something that gives one mini-batch after the other, as a DataLoader or a "
+                "list; one mini-batch alone is [batch]"
+            )
+        self.data, self.name = data, name
+        self.epoch = self.taken = 0
+        self.ended = False
+        self._iterator: Iterator[Any] | None = None
+        self._begin: dict[str, Any] | None = None  # the random numbers when the epoch began
+
+    @property
+    def reads_once(self) -> bool:
+        """Whether it cannot be read a second time."""
+        return isinstance(self.data, Iterator)
+
+    @property
+    def _has_state(self) -> bool:
+        return hasattr(self.data, "state_dict") and hasattr(self.data, "load_state_dict")
+
+    def take(self, count: int) -> list[Any]:
+        """Up to so many items of this epoch. None are left: an empty list, and the next epoch comes."""
+        if self._iterator is None:
+            self._open()
+        found: list[Any] = []
+        assert self._iterator is not None
+        while len(found) < count:
+            try:
+                found.append(next(self._iterator))
+            except StopIteration:
+                break
+            self.taken += 1
+        if not found:
+            self._end_epoch()
+        return found
+
+    def _open(self) -> None:
+        for part in _parts(self.data):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(self.epoch)
+        self._begin = self._now()
+        self._iterator = iter(self.data)
+
+    def _now(self) -> dict[str, Any]:
+        return {
+            "random": random_values(RandomState.current()),
+            "generators": [each.get_state() for each in _generators(self.data)],
+        }
+
+    def _end_epoch(self) -> None:
+        if not self.taken:
+            raise DriverError(f"{self.name} gave no mini-batch in epoch {self.epoch}; is it empty, or read already?")
+        self.ended = self.reads_once
+        self.epoch, self.taken, self._iterator, self._begin = self.epoch + 1, 0, None, None
+
+    def position(self) -> dict[str, Any]:
+        """Where it is, as plain values."""
+        if self._has_state:
+            return {"epoch": self.epoch, "taken": self.taken, "state": self.data.state_dict()}  # type: ignore[attr-defined]
+        return {"epoch": self.epoch, "taken": self.taken, "begin": self._begin or self._now()}
+
+    def go_to(self, position: Mapping[str, Any]) -> None:
+        """Go where another reader of such data was. The random numbers are left as they are."""
+        now = RandomState.current()
+        self.epoch, self.taken, self._iterator, self._begin = position["epoch"], 0, None, None
+        self.ended = self.reads_once and self.epoch > 0
+        if "state" in position and self._has_state:
+            self.data.load_state_dict(position["state"])  # type: ignore[attr-defined]
+            self.taken = position["taken"]
+        elif "state" in position or self._has_state:
+            has, had = ("has", "had none") if self._has_state else ("has none", "had one")
+            raise DriverError(
+                f"{self.name} {has} a state_dict(), and what the checkpoint was saved with {had}; give data of the same kind"
+            )
+        else:
+            for generator, state in zip(_generators(self.data), position["begin"]["generators"]):
+                generator.set_state(state)
+            if position["taken"]:
+                random_state(position["begin"]["random"]).restore()
+                self._skip(position["taken"])
+        now.restore()
+
+    def _skip(self, count: int) -> None:
+        self._open()
+        while self.taken < count and (found := self.take(1)):
+            del found
+        if self.taken < count:
+            raise DriverError(
+                f"{self.name} ended before its item {count}, to which the run had come; give the data that it had"
+            )
+
+
+def _parts(data: Any) -> Iterator[Any]:
+    """The data, and what a DataLoader is made of."""
+    if data is not None:
+        yield data
+    for name in ("dataset", "batch_sampler", "sampler"):
+        part = getattr(data, name, None)
+        if part is not None:
+            yield from _parts(part)
+
+
+def _generators(data: Any) -> list[torch.Generator]:
+    """The generators that it draws from, beside the one of the process."""
+    found = {
+        id(own): own for part in _parts(data) if isinstance(own := getattr(part, "generator", None), torch.Generator)
+    }
+    return [each for each in found.values() if each is not torch.default_generator]

@@ -1,0 +1,65 @@
+"""What `pippy.train` gives, and what it tells callbacks."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass
+class StepReport:
+    """What a callback is given after each step: `step` counts from 1, `loss` is that of the step's mini-batch.
+
+    ``norm`` is that of the gradients before they were clipped, if they were. ``rates`` are the learning rates that the step was
+    made with, of each group of each optimizer. ``rows`` and ``tokens`` are those of the mini-batch. ``evaluation`` has the
+    values of an evaluation that followed this step. Call `stop` to end the training after this step.
+
+    >>> report = StepReport(10, 0, 0.25, None, (0.1,), 64, None, 0.5)
+    >>> report.stop()
+    >>> report.stopped
+    True
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    norm: float | None
+    rates: tuple[float, ...]
+    rows: int | None
+    tokens: int | None
+    seconds: float
+    evaluation: dict[str, float] | None = None
+    stopped: bool = False
+
+    def stop(self) -> None:
+        """End the training after this step: what is to be saved is saved."""
+        self.stopped = True
+
+
+@dataclass
+class TrainingResult:
+    """What a training gave. ``losses`` has the loss of each step from the first on, also of those before it was resumed.
+
+    ``steps`` and ``epochs`` are how far the run has come; ``evaluations`` has the values by step; ``checkpoint`` is the path of
+    the last one. ``resumed_at`` is the step at which this call went on, and ``seconds`` how long it took.
+
+    >>> TrainingResult(losses=[0.5, 0.25], steps=2)
+    <TrainingResult: 2 steps, last loss 0.25>
+    """
+
+    losses: list[float] = field(default_factory=list)
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
+    steps: int = 0
+    epochs: int = 0
+    seconds: float = 0.0
+    resumed_at: int = 0
+    checkpoint: str | None = None
+
+    def __repr__(self) -> str:
+        loss = f", last loss {self.losses[-1]:.4g}" if self.losses else ""
+        evaluation = f", {list(self.evaluations.values())[-1]}" if self.evaluations else ""
+        return f"<TrainingResult: {self.steps} steps{loss}{evaluation}>"
+
+    def values(self) -> dict[str, Any]:
+        """What a checkpoint has of it, as plain values."""
+        return {"losses": torch.tensor(self.losses, dtype=torch.float64), "evaluations": dict(self.evaluations)}

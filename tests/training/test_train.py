@@ -1,0 +1,107 @@
+"""The loop trains what a loop of plain PyTorch trains, step by step."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import pippy
+from pippy import PipelineDriver1F1B
+from tests.drivers.models import TiedLanguage
+from tests.training.models import Parts, Plain, groups_of, shuffled
+
+pytestmark = pytest.mark.usefixtures("in_float64")
+
+
+def close(one, other):
+    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("accumulate, max_norm", [(1, None), (1, 0.1), (2, None), (4, 0.1)])
+def test_it_trains_what_plain_pytorch_trains(threads, accumulate, max_norm):
+    """22 rows in items of 4: the last item has 2 rows, fewer than there are micro-batches, and the last group is shorter."""
+    parts, plain = Parts(threads), Plain()
+    torch.manual_seed(7)
+    expected = plain.train(groups_of(shuffled(), accumulate, 3), max_norm)
+    torch.manual_seed(7)
+    reports = []
+    result = pippy.train(
+        parts.driver, shuffled(), parts.optimizer, parts.scheduler, chunks=3, epochs=3, accumulate=accumulate,
+        max_norm=max_norm, callbacks=reports.append,
+    )  # fmt: skip
+    close(torch.tensor(result.losses), torch.tensor(expected))
+    close(parts.driver.state_dict(), dict(plain.model.state_dict()))
+    assert result.steps == len(expected) and result.epochs == 3
+    assert [report.loss for report in reports] == result.losses
+    assert [report.step for report in reports] == list(range(1, len(expected) + 1))
+    assert sum(report.rows for report in reports) == 66
+    assert (reports[0].norm is None) == (max_norm is None)
+    parts.driver.close()
+
+
+def cross_entropy(output, target):
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def test_items_of_other_lengths_weigh_as_their_tokens_do(threads):
+    """Each item has a length of its own, and targets that do not count; the mean is over the targets of all."""
+    numbers = torch.Generator().manual_seed(3)
+    items = []
+    for length, ignored in ((5, 3), (3, 0), (6, 11)):
+        x, target = (torch.randint(13, (4, length), generator=numbers) for _ in range(2))
+        target.flatten()[:ignored] = -100
+        items.append((x, target))
+    torch.manual_seed(1)
+    model = TiedLanguage()
+    driver = PipelineDriver1F1B(
+        pippy.pipeline(model, cross_entropy), threads, loss_reduction=lambda target: (target != -100).sum()
+    )
+    plain = copy.deepcopy(model)
+    optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
+    result = pippy.train(driver, items, optimizer, chunks=2, epochs=1, accumulate=3)
+    outputs = torch.cat([plain(x).flatten(0, 1) for x, _ in items])
+    loss = F.cross_entropy(outputs, torch.cat([target.flatten() for _, target in items]))
+    loss.backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    close(torch.tensor(result.losses), loss.detach()[None])
+    close(driver.state_dict(), dict(plain.state_dict()))
+    driver.close()
+
+
+class Asked(nn.Module):
+    """Takes arguments by name, and gives its loss beside an output."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, x, target=None, scale=1.0):
+        x = torch.tanh(self.first(x)) * scale
+        pippy.pipe_split()
+        output = self.last(x)
+        return {"loss": F.mse_loss(output, target), "output": output}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_dicts_are_arguments_by_name_and_the_output_stays_where_it_is(threads, accumulate):
+    torch.manual_seed(2)
+    model = Asked()
+    items = [{"x": torch.randn(4, 3), "target": torch.randn(4, 1), "scale": 0.5 + at} for at in range(2)]
+    pipe = pippy.pipeline(model, example_kwargs=items[0], output_loss_value_spec={"loss": True, "output": False})
+    driver = PipelineDriver1F1B(pipe, threads, loss_reduction="mean")
+    model = copy.deepcopy(model)
+    optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    result = pippy.train(driver, items, optimizer, chunks=2, epochs=1, accumulate=accumulate)
+    expected = []
+    for at in range(0, 2, accumulate):
+        plain.zero_grad()
+        loss = sum(model(**item)["loss"] for item in items[at : at + accumulate]) / accumulate
+        loss.backward()
+        plain.step()
+        expected.append(loss.item())
+    close(torch.tensor(result.losses), torch.tensor(expected))
+    close(driver.state_dict(), dict(model.state_dict()))
+    driver.close()
