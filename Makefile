@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/ready
 # ruff does not walk through links by itself
-SOURCES := pippy pippy/ir pippy/drivers tests exps docs/build.py docs/notebook.ipynb
+SOURCES := pippy pippy/ir pippy/drivers tests exps docs/conf.py docs/markdown_site.py docs/notebook.ipynb
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check bench gpu docs setup clean
@@ -39,8 +39,9 @@ bench: $(READY) ## run the benchmarks (minutes)
 gpu: $(READY) ## run the tests and benchmarks that need a GPU (minutes); without one it says so, and ends with status 0
 	@$(BIN)/python -m exps.gpu --tests
 
-docs: $(READY) ## make the documentation as HTML, with a reference of the public names, in build/docs
-	@$(BIN)/python docs/build.py
+docs: $(READY) ## make the documentation as a site, with a reference of the public names, in build/docs
+	@$(BIN)/python -m sphinx -q -W --keep-going -j auto -c docs . build/docs
+	@echo The documentation is in build/docs/index.html
 
 setup: $(READY) ## make the virtual environment
 

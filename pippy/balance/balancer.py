@@ -1,9 +1,11 @@
 """The pass that balances: from a traced graph without marks to one with marks, and a report.
 
-figures  what each operation holds        ─┐
-profile  what each takes, if measured     ─┼▶ a row of units that cannot be cut ──▶ the best cuts ──▶ marks, report
-policy   what is to be alike              ─┘                                         ▲       │
-                                                          with memory_limit: again ──┴── peaks of the stages, counted
+    figures  what each operation holds        ─┐
+    profile  what each takes, if measured     ─┼▶ a row of units that cannot be cut ──▶ the best cuts ──▶ marks, report
+    policy   what is to be alike              ─┘                                         ▲       │
+                                                              with memory_limit: again ──┴── peaks of the stages, counted
+
+`Balancer` holds what was asked for; it is called with the traced graph.
 """
 
 import inspect

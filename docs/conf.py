@@ -1,0 +1,47 @@
+"""How Sphinx makes the site of these pages: `make docs`. What the Markdown needs for it is in markdown_site.py."""
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+project = "pippy"
+copyright = "the authors of pippy"
+html_title = "pippy"
+
+# The repository is the source folder: so the links between README.md, docs/ and exps/ are those that GitHub follows.
+root_doc = "docs/index"
+include_patterns = ["README.md", "CONTRIBUTING.md", "docs/**", "exps/README.md"]
+exclude_patterns = [".*", "build", "dist", "out", "drivers", "ir", "pippy", "tests", "docs/templates", "**/__pycache__"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "markdown_site",
+]
+templates_path = ["templates"]
+
+myst_heading_anchors = 6
+myst_enable_extensions = ["attrs_inline"]
+
+default_role = "py:obj"
+autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+python_maximum_signature_line_length = 88
+add_module_names = False
+
+html_theme = "furo"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_additional_pages = {"index": "first_page.html"}
+html_copy_source = False
+html_show_sphinx = False
+pygments_style = "default"
+pygments_dark_style = "github-dark"
+
+copybutton_selector = "div:not(.output) > div.highlight > pre"
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True

@@ -1,0 +1,194 @@
+"""What Sphinx is told about these pages, which are written for GitHub too.
+
+index.md        its lists of links are the table of contents: each list under a heading is a toctree, and stays a list
+*.ipynb         a notebook is read as Markdown: its cells, and what they show
+```text         directly after ```python it is what the code prints, and looks so
+`Pipe.verify`   inline code that is the name of something in the reference leads there
+docstrings      what a module's docstring sets in by four spaces is a drawing
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+from docutils import nodes
+from myst_parser.parsers.sphinx_ import MystParser
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.transforms import SphinxTransform
+from sphinx.transforms.post_transforms import SphinxPostTransform
+from sphinx.util.nodes import make_refnode
+
+INSTANCES = {"driver": "PipelineDriverBase", "pipe": "Pipe"}  # how pages call an object of a class
+_NAME = re.compile(r"(?P<name>[A-Za-z_][\w.]*)(?:\(.*\))?", re.DOTALL)
+_SECTION = re.compile(r"^## (?P<heading>.*)$(?P<body>(?:\n(?!## ).*)*)", re.MULTILINE)
+_ENTRY = re.compile(r"^- \[(?P<title>[^\]]*)\]\((?P<link>[^)#]*)\)", re.MULTILINE)
+
+
+def with_toctrees(text: str) -> str:
+    """The table of contents, with a hidden toctree for each list of links under a heading.
+
+    >>> print(with_toctrees("# Docs\\n## Start\\n- [What it is](../README.md): in short\\n- [More](more.md)").strip())
+    # Docs
+    ## Start
+    - [What it is](../README.md): in short
+    - [More](more.md)
+    <BLANKLINE>
+    ```{toctree}
+    :hidden:
+    :caption: Start
+    <BLANKLINE>
+    What it is <../README>
+    More <more>
+    ```
+    """
+    return text + "".join(_toctree(section["heading"], section["body"]) for section in _SECTION.finditer(text))
+
+
+def _toctree(caption: str, body: str) -> str:
+    entries = [f"{each['title']} <{PurePosixPath(each['link']).with_suffix('')}>" for each in _ENTRY.finditer(body)]
+    if not entries:
+        return ""
+    return "\n\n" + "\n".join(["```{toctree}", ":hidden:", f":caption: {caption}", "", *entries, "```"])
+
+
+def notebook_as_markdown(text: str) -> str:
+    """A notebook as a page: its cells, and what they show."""
+    return "\n\n".join(part for cell in json.loads(text)["cells"] for part in _of_cell(cell))
+
+
+def _of_cell(cell: dict[str, Any]) -> Iterator[str]:
+    source = "".join(cell["source"])
+    if cell["cell_type"] == "markdown":
+        yield source
+        return
+    yield f"```python\n{source}\n```"
+    for output in cell["outputs"]:
+        shown = output.get("text") or output.get("data", {}).get("text/plain") or output.get("traceback", "")
+        yield f"```text\n{''.join(shown).rstrip()}\n```"
+
+
+class NotebookParser(MystParser):
+    """Reads a notebook."""
+
+    supported = ("notebook",)
+
+    def parse(self, inputstring: str, document: nodes.document) -> None:
+        super().parse(notebook_as_markdown(inputstring), document)
+
+
+class MarkOutputs(SphinxTransform):
+    """Gives what a block of Python prints a class of its own."""
+
+    default_priority = 400
+
+    def apply(self, **kwargs: Any) -> None:
+        for block in self.document.findall(nodes.literal_block):
+            before = block.previous_sibling()
+            while isinstance(before, nodes.literal_block) and "output" in before["classes"]:
+                before = before.previous_sibling()
+            if block.get("language") == "text" and isinstance(before, nodes.literal_block):
+                block["classes"].append("output")
+
+
+class FoldersAreNoPages(SphinxTransform):
+    """A link to a folder of the repository is its text: the site has files only."""
+
+    default_priority = 410
+
+    def apply(self, **kwargs: Any) -> None:
+        here = self.env.doc2path(self.env.docname).parent
+        for link in list(self.document.findall(pending_xref)):
+            if link.get("reftype") == "myst" and (here / link["reftarget"]).is_dir():
+                link.replace_self(link.children)
+
+
+class LinkNames(SphinxPostTransform):
+    """Makes a link to the reference of inline code that names something there."""
+
+    default_priority = 20
+
+    def run(self, **kwargs: Any) -> None:
+        for literal in list(self.document.findall(nodes.literal)):
+            if isinstance(literal.parent, nodes.reference | nodes.title) or "xref" in literal["classes"]:
+                continue
+            link = _link(self.app, self.env.docname, literal.astext(), literal.deepcopy())
+            if link is not None:
+                literal.replace_self(link)
+
+
+def _link(app: Sphinx, docname: str, text: str, shown: nodes.Node) -> nodes.Element | None:
+    found = documented(app.env.domains.python_domain.objects, text)
+    if found is None:
+        return None
+    name, entry = found
+    return make_refnode(app.builder, docname, entry.docname, entry.node_id, shown, name)
+
+
+def documented(objects: Mapping[str, Any], text: str) -> tuple[str, Any] | None:
+    """What the reference has under a name as pages write it.
+
+    >>> documented({"pippy.Pipe.verify": 1, "pippy.pipeline": 2}, "pipeline(model, loss_fn)")
+    ('pippy.pipeline', 2)
+    >>> documented({"pippy.Pipe.verify": 1}, "pipe.verify()"), documented({}, "x[0]")
+    (('pippy.Pipe.verify', 1), None)
+    """
+    match = _NAME.fullmatch(text)
+    if match is None:
+        return None
+    first, dot, rest = match["name"].partition(".")
+    written = INSTANCES.get(first, first) if rest else first
+    for module in ("", "pippy.", "pippy.errors."):
+        if (entry := objects.get(name := f"{module}{written}{dot}{rest}")) is not None:
+            return name, entry
+    return None
+
+
+def _missing(app: Sphinx, env: BuildEnvironment, node: pending_xref, shown: nodes.Element) -> nodes.Element | None:
+    """What a docstring or a signature names by another module than that of the reference, or without one."""
+    if node.get("refdomain") != "py" or not (target := node["reftarget"]).replace(".", "").isidentifier():
+        return None
+    name = target.rsplit(".", 1)[1] if target.startswith("pippy.") else target
+    return _link(app, node["refdoc"], name, shown)
+
+
+def _docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    if what == "module":
+        lines[:] = with_drawings(lines)
+
+
+def with_drawings(lines: Sequence[str]) -> list[str]:
+    """A docstring whose paragraphs that are set in stay as they are: reStructuredText would flow them together.
+
+    >>> with_drawings(["A pass.", "", "    a ──▶ b", "", "    c", "", "End."])
+    ['A pass.', '', '::', '', '    a ──▶ b', '', '    c', '', 'End.']
+    """
+    made: list[str] = []
+    inside = False
+    for line in lines:
+        if line.startswith("    ") and not inside and made and not made[-1]:
+            made += ["::", ""]
+        inside = line.startswith("    ") or (inside and not line)
+        made.append(line)
+    return made
+
+
+def _read(app: Sphinx, docname: str, source: list[str]) -> None:
+    if docname == app.config.root_doc:
+        source[0] = with_toctrees(source[0])
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """What Sphinx calls."""
+    app.add_source_suffix(".ipynb", "notebook")
+    app.add_source_parser(NotebookParser)
+    app.add_transform(MarkOutputs)
+    app.add_transform(FoldersAreNoPages)
+    app.add_post_transform(LinkNames)
+    app.connect("source-read", _read)
+    app.connect("missing-reference", _missing)
+    app.connect("autodoc-process-docstring", _docstring)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
