@@ -1,7 +1,8 @@
 """The commands of one driver, and what the controller knows of the gradients on its workers."""
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
 from functools import partial, wraps
@@ -103,11 +104,13 @@ class Commands:
         self.flags: Flags = {}
         self.flags_due = False
         self.told: Surroundings | None = None
+        self.starts: dict[int, int] = {}  # of the processes that hold the stages
+        self.recovering = False
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
     def load(self, loads: Mapping[int, Load], flags: Flags) -> None:
         """Send the workers their stages, with these flags. They are dropped when this object is."""
-        self.flags = flags
+        self.flags, self.starts = flags, self._starts_now()
         try:
             self.call(loads)
         except BaseException:  # some workers may hold their stages already
@@ -115,6 +118,39 @@ class Commands:
             raise
         self._finalizer = weakref.finalize(self, self.dispatch.drop, self.driver, self.workers)
         self._finalizer.atexit = False
+
+    def _starts_now(self) -> dict[int, int]:
+        return {worker: self.dispatch.control.starts[worker] for worker in self.workers}
+
+    def replaced(self) -> list[int]:
+        """The workers in whose places there are other processes, which hold nothing of the driver."""
+        return [worker for worker, start in self._starts_now().items() if self.starts.get(worker) != start]
+
+    @contextmanager
+    def recovery(self) -> Iterator[None]:
+        """Inside, commands are sent though workers were replaced; if the block succeeds, they hold what they did before."""
+        starts = self._starts_now()
+        self.told, self.flags_due, self.recovering = None, True, True
+        self.dispatch.hurt.add(self.driver)  # until it succeeds
+        try:
+            yield
+            self.starts = starts
+            self.dispatch.hurt.discard(self.driver)
+        finally:
+            self.recovering = False
+
+    def _check_whole(self) -> None:
+        """Raise if the workers do not hold what they did, because one was lost."""
+        if self.dispatch.control.broken:
+            return  # that is said when something is sent
+        replaced = [repr(self.dispatch.control.workers[worker].name) for worker in self.replaced()]
+        if replaced:
+            why = f"worker {', '.join(replaced)} was lost and replaced, and holds nothing of this driver"
+        elif self.driver in self.dispatch.hurt:
+            why = "a worker was lost while this driver changed what others hold, or had it recover, and that was not finished"
+        else:
+            return
+        raise DriverError(f"{why}; call driver.recover(), which goes on from the last save or protect")
 
     @in_turn
     def close(self) -> None:
@@ -218,6 +254,8 @@ class Commands:
         """Which gradients are to be dropped, surroundings if they changed, and the command: for all workers in both cases."""
         if self._finalizer is not None and not self._finalizer.alive:
             raise DriverError("this driver was closed; make another")
+        if not self.recovering:
+            self._check_whole()
         zero: ZeroGrad = self.gradients is GradientState.TO_DROP or tuple(sorted(self.zeroed)) or False
         changed = surroundings if surroundings != self.told else None
         return zero, changed, {**dict.fromkeys(self.workers), **bodies} if zero or changed else bodies

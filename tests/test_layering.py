@@ -34,6 +34,7 @@ LAYERS = """
     drivers/stale_models drivers/parameters drivers/asked_outputs drivers/results drivers/optimizer_check
     drivers/gradient_layouts drivers/optimizer drivers/grad_scaler drivers/local_optimizers drivers/running_step
     drivers/generation drivers/saved_names drivers/saving drivers/loading
+    drivers/recovery
     drivers/model_on_workers drivers/driver_arguments drivers/driver_base
     drivers/driver drivers
 

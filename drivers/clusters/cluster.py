@@ -3,13 +3,13 @@
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from types import TracebackType
 from typing import NoReturn, Protocol
 
 from pippy.drivers.clusters.routes import Routes
-from pippy.drivers.control.control import Control
+from pippy.drivers.control.control import Address, Control
 from pippy.drivers.control.dispatch import Dispatch
 from pippy.drivers.errors import ClusterError
 from pippy.ir.show.html_table import html_table
@@ -20,7 +20,16 @@ entered_clusters: list[tuple[threading.Thread, "Cluster"]] = []
 
 
 class Processes(Protocol):
-    """The processes of a cluster."""
+    """The processes of a cluster. ``fixed`` is why a worker cannot be replaced; None if it can."""
+
+    @property
+    def fixed(self) -> str | None: ...
+
+    def deaths(self) -> Mapping[int, str]:
+        """The workers that have died, and how."""
+
+    def replace(self, workers: Iterable[int]) -> Mapping[int, Address]:
+        """End what is left of some workers, and start others in their places. Gives where those are."""
 
     def close(self) -> None:
         """End them; a second call does nothing."""
@@ -51,7 +60,7 @@ class Cluster:
     ) -> None:
         self.workers, self.device_type = tuple(names), device_type
         self.routes = routes or Routes.of_host(names, "this host", shares_memory=True)
-        self.control = control
+        self.control, self.processes = control, processes
         self.dispatch = Dispatch(control, end=processes.close)
         self._drivers = itertools.count()
         self.closed = False

@@ -1,7 +1,7 @@
 """The process that forks the local workers. It imports torch once for all of them.
 
     controller ──socket── fork server ──fork──▶ worker 0, worker 1, …
-        sends the LaunchConfig; gets reports of started and dead workers
+        sends the LaunchConfig, and a Replace for a worker that is lost; gets reports of started and dead workers
 
 The fork server and the workers have a session of their own, so that Ctrl-C reaches only the controller. When the
 controller ends in any way, its socket closes and its process ends. The fork server notices this, kills and reaps the
@@ -18,9 +18,12 @@ import shutil
 import signal
 import socket
 import traceback
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import chain
 
 from pippy.drivers.clusters.forked_worker import start_worker
-from pippy.drivers.clusters.launch_config import LaunchConfig
+from pippy.drivers.clusters.launch_config import LaunchConfig, Replace
 from pippy.drivers.clusters.launch_reports import Died, Failed, report
 from pippy.drivers.clusters.parent_death import die_with_parent, watch_controller
 
@@ -56,7 +59,8 @@ class ForkServer:
 
     def __init__(self, controller: socket.socket, config: LaunchConfig) -> None:
         self.controller, self.config = controller, config
-        self.children: dict[int, int] = {}
+        self.children: dict[int, tuple[int, int]] = {}  # the worker of each process, and which start of it
+        self.own: list[int] = []  # file descriptors that are no business of the workers
         self.deaths, alarm = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(alarm, warn_on_full_buffer=False)
@@ -65,26 +69,26 @@ class ForkServer:
         """Import what the workers need, once, and fork them."""
         worker = load(self.config.worker)
         gc.freeze()  # collections in the workers skip the imported objects, so their memory stays shared
+        self.worker = worker
         for index in range(len(self.config.names)):
-            pid = os.fork()
-            if pid == 0:
-                start_worker(index, worker, self.config, self.controller)
-            self.children[pid] = index
-        for fds in self.config.sockets:
-            for fd in fds:
-                os.close(fd)
+            self._fork(index, self.config)
+        _close(chain(*self.config.sockets))
 
     def watch(self) -> None:
-        """Wait until the controller ends. Reap and report workers that die before."""
-        waiting = select.poll()
-        watch_controller(waiting, self.controller, self.config)
+        """Wait until the controller ends. Reap and report workers that die before, and replace those that it asks for."""
+        waiting, controller = select.poll(), self.controller.fileno()
+        self.own += watch_controller(waiting, self.controller, self.config, select.POLLIN)
         waiting.register(self.deaths, select.POLLIN)
         while True:
-            found = {fd for fd, _ in waiting.poll()}
-            if found - {self.deaths}:
+            found = dict(waiting.poll())
+            if found.keys() - {self.deaths, controller} or found.get(controller, select.POLLIN) != select.POLLIN:
                 return
-            os.read(self.deaths, 4096)
-            self._reap()
+            if self.deaths in found:
+                os.read(self.deaths, 4096)
+                self._reap()
+            if controller in found:
+                packet, descriptors, *_ = socket.recv_fds(self.controller, 1 << 16, 2)
+                self._replace(pickle.loads(packet), descriptors)
 
     def end(self) -> None:
         """Kill the workers, and delete the directory."""
@@ -96,11 +100,42 @@ class ForkServer:
             shutil.rmtree(self.config.directory, ignore_errors=True)
 
     def _reap(self) -> None:
-        for pid, index in list(self.children.items()):
+        for pid, (index, start) in list(self.children.items()):
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:
                 del self.children[pid]
-                report(self.controller, Died(index, os.waitstatus_to_exitcode(status)))
+                report(self.controller, Died(index, os.waitstatus_to_exitcode(status), start))
+
+    def _fork(self, index: int, config: LaunchConfig) -> None:
+        pid = os.fork()
+        if pid == 0:
+            _close(self.own)
+            start_worker(index, self.worker, config, self.controller)
+        self.children[pid] = index, config.start
+
+    def _replace(self, request: Replace, descriptors: list[int]) -> None:
+        """End what is left of a worker, which may be stopped, and fork another. If that fails, all others go on."""
+        for pid, (index, _) in list(self.children.items()):
+            if index == request.index:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                del self.children[pid]
+        from pippy.drivers.transport.memory import no_descriptor  # it needs torch
+
+        try:
+            if len(descriptors) < 2:
+                raise no_descriptor("the sockets of a worker")
+            sockets: list[tuple[int, ...]] = [()] * len(self.config.names)
+            sockets[request.index] = tuple(descriptors)
+            self._fork(request.index, replace(self.config, sockets=tuple(sockets), start=request.start))
+        except OSError as error:
+            report(self.controller, Failed(request.index, f"{type(error).__name__}: {error}", request.start))
+        _close(descriptors)
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for each in descriptors:
+        os.close(each)
 
 
 def load(dotted: str) -> type:

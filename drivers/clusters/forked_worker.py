@@ -26,7 +26,7 @@ def start_worker(index: int, worker: type, config: LaunchConfig, controller: soc
         run_worker(index, worker, config, controller)
         status = 0
     except BaseException:
-        report(controller, Failed(index, traceback.format_exc()))
+        report(controller, Failed(index, traceback.format_exc(), config.start))
         traceback.print_exc()
     finally:
         with contextlib.suppress(Exception):
@@ -63,13 +63,13 @@ def run_worker(index: int, worker: type, config: LaunchConfig, controller: socke
         from pippy.drivers.transport.messages import rpc
 
         rpc.serve(rpc.Served(messages, running.urgent, transport.deliver))
-        report(controller, Ready(index, os.getpid()))
+        report(controller, Ready(index, os.getpid(), config.start))
         rpc.join(config.rpc_name(index), index + 1, len(config.names) + 1, config.meeting, "uv", "lo")
     else:
         from pippy.drivers.transport.messages.urgent import UrgentConnection
 
         UrgentConnection(socket.socket(fileno=config.sockets[index][1]), running.urgent).start()
-        report(controller, Ready(index, os.getpid()))
+        report(controller, Ready(index, os.getpid(), config.start))
     running.run()
 
 

@@ -1,4 +1,4 @@
-"""The settings that the controller sends to the fork server when it starts a local cluster."""
+"""What the controller sends to the fork server: the settings of a local cluster, and which worker to replace."""
 
 from dataclasses import dataclass
 
@@ -20,6 +20,7 @@ class LaunchConfig:
             urgent ones.
         timeout: how many seconds a process may leave others without an answer.
         patience: how many seconds a worker that waits for a value polls for it before it sleeps.
+        start: which start of a worker it is: 0, and one more whenever another process takes its place.
 
     >>> LaunchConfig("package.module:Class", ("a", "b"), ("cpu", "cpu"), 1, None, "none", "", 4711, False).rpc_name(0)
     'worker0'
@@ -34,9 +35,10 @@ class LaunchConfig:
     directory: str
     controller: int
     dies_with_thread: bool
-    sockets: tuple[tuple[int, int], ...] = ()
+    sockets: tuple[tuple[int, ...], ...] = ()
     timeout: float = 5.0
     patience: float = 0.0
+    start: int = 0
 
     def rpc_name(self, index: int) -> str:
         """The name that a worker has for RPC."""
@@ -51,3 +53,15 @@ class LaunchConfig:
     def meeting(self) -> str:
         """The address of the store at which the processes find each other."""
         return f"file://{self.directory}/store"
+
+
+@dataclass(frozen=True)
+class Replace:
+    """Asks the fork server to end what is left of a worker, and to fork another; its two sockets come beside this.
+
+    >>> Replace(1, start=1)
+    Replace(index=1, start=1)
+    """
+
+    index: int
+    start: int

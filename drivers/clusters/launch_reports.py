@@ -1,10 +1,14 @@
-"""The reports of the fork server and the workers to the controller: a worker starts, cannot start, or has died."""
+"""The reports of the fork server and the workers to the controller: a worker starts, cannot start, or has died.
+
+Each says which start of the worker it is about: a worker that was lost is started again, and reports of its earlier processes
+may still come.
+"""
 
 import contextlib
 import pickle
 import signal
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 LONGEST = 1 << 16  # a traceback is cut to this many characters; one packet of the socket holds it
 
@@ -14,11 +18,12 @@ class Ready:
     """A worker is about to join.
 
     >>> Ready(0, 4711)
-    Ready(index=0, pid=4711)
+    Ready(index=0, pid=4711, start=0)
     """
 
     index: int
     pid: int
+    start: int = 0
 
 
 @dataclass(frozen=True)
@@ -26,11 +31,12 @@ class Failed:
     """A worker, or the fork server (None), failed to start.
 
     >>> Failed(None, "Traceback ...")
-    Failed(index=None, text='Traceback ...')
+    Failed(index=None, text='Traceback ...', start=0)
     """
 
     index: int | None
     text: str
+    start: int = 0
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,7 @@ class Died:
 
     index: int
     status: int
+    start: int = 0
 
     @property
     def how(self) -> str:
@@ -55,6 +62,6 @@ class Died:
 def report(controller: socket.socket, message: Ready | Failed | Died) -> None:
     """Send a report, if the controller is there."""
     if isinstance(message, Failed):
-        message = Failed(message.index, message.text[-LONGEST:])
+        message = replace(message, text=message.text[-LONGEST:])
     with contextlib.suppress(OSError):
         controller.send(pickle.dumps(message), socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)

@@ -11,13 +11,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
 
 from pippy.drivers.clusters.fork_server import BOOT
-from pippy.drivers.clusters.launch_config import CONTROLLER, LaunchConfig
+from pippy.drivers.clusters.launch_config import CONTROLLER, LaunchConfig, Replace
 from pippy.drivers.clusters.launch_reports import Died, Failed, Ready
 from pippy.drivers.control.control import Address, Messages
 from pippy.drivers.errors import ClusterError
@@ -42,6 +42,8 @@ class LocalProcesses:
         self.owner = os.getpid()
         self.joined = False
         self.pids: dict[int, int] = {}
+        self.starts = [0] * len(config.names)  # which start of each worker counts
+        self._running = False
         self._died: dict[int, str] = {}
         self._reading = threading.Lock()
         with ExitStack() as undo, ExitStack() as handed_over:
@@ -68,14 +70,61 @@ class LocalProcesses:
 
     def start(self, timeout: float) -> list[Address]:
         """Wait for the workers and join them."""
+        self.timeout = timeout
         deadline = time.monotonic() + timeout
         while len(self.pids) < len(self.config.names):
             self._await(deadline, timeout)
+        self._running = True
         if self.config.uses_rpc:
             self._join(deadline, timeout)
             shutil.rmtree(self.config.directory, ignore_errors=True)
-        host = socket.gethostname()
-        return [Address(name, self.config.rpc_name(i), host, self.pids[i]) for i, name in enumerate(self.config.names)]
+        return [self._address(index) for index in range(len(self.config.names))]
+
+    def _address(self, index: int) -> Address:
+        return Address(self.config.names[index], self.config.rpc_name(index), socket.gethostname(), self.pids[index])
+
+    @property
+    def fixed(self) -> str | None:
+        """Why a worker cannot be replaced; None if it can."""
+        if os.getpid() != self.owner or self.socket.fileno() == -1:
+            return "the processes of this cluster were ended; open another"
+        if self.config.uses_rpc:
+            return "its workers are connected by RPC, which none can join later; open another, if you can without RPC"
+        return None
+
+    def replace(self, workers: Iterable[int]) -> dict[int, Address]:
+        """End what is left of some workers, and start others in their places. Gives where those are.
+
+        If that fails it can be tried again; a process that was started meanwhile is ended then.
+        """
+        deadline, ends = time.monotonic() + self.timeout, {}
+        with ExitStack() as undo, self._reading:
+            for index in workers:
+                with uninterrupted():
+                    ends[index] = self._ask_for(index, undo)
+            while not ends.keys() <= self.pids.keys():
+                self._await(deadline, self.timeout)
+            with uninterrupted():
+                for index, (one, urgent) in ends.items():
+                    self.connections.replace(index, one, urgent)
+                undo.pop_all()
+        return {index: self._address(index) for index in ends}
+
+    def _ask_for(self, index: int, undo: ExitStack) -> tuple[socket.socket, socket.socket]:
+        """Have the fork server start a worker anew. Returns the controller's ends of its sockets."""
+        self.pids.pop(index, None)
+        self._died.pop(index, None)
+        self.starts[index] += 1
+        (one, its_one), (urgent, its_urgent) = _pair(undo), _pair(undo)
+        with its_one, its_urgent:
+            request = pickle.dumps(Replace(index, self.starts[index]))
+            try:
+                socket.send_fds(self.socket, [request], [its_one.fileno(), its_urgent.fileno()], socket.MSG_NOSIGNAL)
+            except ConnectionError as error:
+                raise ClusterError(
+                    "the process that the workers are forked from has ended; open another cluster"
+                ) from error
+        return one, urgent
 
     @property
     def messages(self) -> Messages:
@@ -95,9 +144,7 @@ class LocalProcesses:
                         i: self._died.get(i, "the process that it was forked from ended, and it with it")
                         for i in range(len(self.config.names))
                     }
-                report = pickle.loads(packet)
-                if isinstance(report, Died):
-                    self._died[report.index] = report.how
+                self._take(packet)
             return dict(self._died)
 
     def close(self) -> None:
@@ -141,6 +188,13 @@ class LocalProcesses:
 
     def _take(self, packet: bytes) -> None:
         report = pickle.loads(packet) if packet else None
+        if report is not None and report.index is not None:
+            if report.start != self.starts[report.index]:
+                return  # of a process that was replaced
+            if self._running and report.index in self.pids:
+                if isinstance(report, Died):
+                    self._died[report.index] = report.how
+                return
         match report:
             case Ready(index, pid):
                 self.pids[index] = pid
@@ -150,7 +204,9 @@ class LocalProcesses:
             case Died(index, _):
                 raise ClusterError(f"worker {self.config.names[index]!r} died while it started: {report.how}")
             case None:
-                raise ClusterError("the workers' fork server ended while it started; what it wrote to stderr says why")
+                raise ClusterError(
+                    "the workers' fork server ended while workers started; what it wrote to stderr says why"
+                )
 
     def _join(self, deadline: float, timeout: float) -> None:
         """Join the group on a thread, because the call waits for the others without a limit, and Ctrl-C cannot interrupt it."""

@@ -12,14 +12,20 @@ from pippy.drivers.clusters.launch_config import LaunchConfig
 _PR_SET_PDEATHSIG = 1
 
 
-def watch_controller(waiting: "select.poll", controller: socket.socket, config: LaunchConfig) -> None:
+def watch_controller(
+    waiting: "select.poll", controller: socket.socket, config: LaunchConfig, events: int = 0
+) -> list[int]:
     """Register the controller's socket and, if the system allows it, its process, to notice when the controller ends.
 
-    The socket alone is not enough: processes that the controller has forked hold it open, too.
+    The socket alone is not enough: processes that the controller has forked hold it open, too. ``events`` are those of the
+    socket to wait for, beside its end. Returns the file descriptors that were opened.
     """
-    waiting.register(controller, 0)  # poll reports a hang-up without being asked for it
+    waiting.register(controller, events)  # poll reports a hang-up without being asked for it
     with contextlib.suppress(OSError):
-        waiting.register(os.pidfd_open(config.controller), select.POLLIN)
+        process = os.pidfd_open(config.controller)
+        waiting.register(process, select.POLLIN)
+        return [process]
+    return []
 
 
 def die_with_controller(controller: socket.socket, config: LaunchConfig) -> None:

@@ -1,11 +1,12 @@
 """The processes that torchrun started, as the controller sees them."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from pippy.drivers.clusters.torchrun_worker import Leave, TorchrunWorker
-from pippy.drivers.control.control import Control
+from pippy.drivers.control.control import Address, Control
+from pippy.drivers.errors import ClusterError
 from pippy.drivers.transport.messages import rpc
 from pippy.drivers.transport.messages.controller_connections import ControllerConnections
 from pippy.drivers.transport.pickling import pickle_message
@@ -29,6 +30,19 @@ class TorchrunProcesses:
         self.worker, self.others, self.timeout, self.control = worker, others, timeout, control
         self.connections = connections
         self.owner, self.left = os.getpid(), False
+
+    fixed = (
+        "torchrun started the workers, and it starts all of them again, each with the script: torchrun --max-restarts 3; there "
+        "driver.load(folder) goes on from the newest checkpoint"
+    )
+
+    def deaths(self) -> Mapping[int, str]:
+        """Nobody says so here."""
+        return {}
+
+    def replace(self, workers: Iterable[int]) -> Mapping[int, Address]:
+        """Raises."""
+        raise ClusterError(self.fixed)
 
     def close(self) -> None:
         """Let all workers leave their scripts, and leave the group; a second call does nothing."""

@@ -5,7 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -114,6 +114,8 @@ class Control:
         self.messages = messages or ControllerConnections()
         self._lock = threading.Lock()
         self._connected: set[tuple[int, int]] = set()
+        self.to_replace: set[int] = set()  # those that are lost, until others are in their places
+        self.starts = [0] * len(self.workers)  # how often another process has taken the place of each worker
 
     @property
     def broken(self) -> str | None:
@@ -205,12 +207,41 @@ class Control:
     def mark_lost(self, worker: int, how: str) -> WorkerLostError:
         """Note that a worker is lost: from now on the cluster is broken. Returns the error to raise."""
         address = self.workers[worker]
+        self.to_replace.add(worker)
         how = self._deaths(0.2).get(worker, how)
         error = WorkerLostError(address.name, worker, address.host, address.pid, how)
         self.lost = self.lost or str(error)
         self._lost = self._lost if self.broken else error
         self.broken = self.broken or f"this cluster lost a worker and cannot go on ({error})"
         return error
+
+    def lost_workers(self) -> set[int]:
+        """Those that have died, or leave a ping unanswered. For a cluster that has lost one, in which nothing else is sent."""
+        waiting: dict[int, Any] = {}
+        wakeup = PollableEvent()
+        try:
+            for worker in range(len(self.workers)):
+                with suppress(ConnectionError), uninterrupted():
+                    waiting[worker] = self.messages.urgent(worker, pickle_message(Ping()))
+                    waiting[worker].add_done_callback(lambda _: wakeup.set())
+            end = time.monotonic() + self.timeout
+            while not all(each.done() for each in waiting.values()) and (left := end - time.monotonic()) > 0:
+                self.messages.wait(wakeup, left)
+            self.messages.wait(wakeup, 0.0)  # this process may have been stopped meanwhile
+        finally:
+            wakeup.close()
+        answered = {worker for worker, each in waiting.items() if each.done() and _succeeded(each)}
+        return {*range(len(self.workers))} - answered | set(self._deaths(0.0))
+
+    def mend(self, replaced: Mapping[int, Address]) -> None:
+        """Other processes are in the places of lost workers: go on with these."""
+        with self._lock:
+            for worker in replaced:
+                self.counts[worker], self.starts[worker] = 0, self.starts[worker] + 1
+            self._connected = {pair for pair in self._connected if not replaced.keys() & set(pair)}
+            self.workers = tuple(replaced.get(at, address) for at, address in enumerate(self.workers))
+            self._reports.clear()
+            self._broken = self._lost = self.lost = None
 
     def ping(self, worker: int) -> PendingCall:
         """Ask whether a worker lives."""
@@ -261,6 +292,14 @@ class Control:
     def unanswered(self) -> str:
         """How a worker is lost that gives no sign of itself."""
         return f"it left a ping unanswered for {self.timeout:g} s"
+
+
+def _succeeded(future: Any) -> bool:
+    try:
+        future.value()
+    except Exception:  # RPC raises errors of all kinds
+        return False
+    return True
 
 
 def _last_line(error: Exception) -> str:

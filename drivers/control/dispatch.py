@@ -14,24 +14,32 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from pippy.drivers.control.control import Control, PendingCall
+from pippy.drivers.control.control import Address, Control, PendingCall
 from pippy.drivers.control.messages import (
     Answer,
     Command,
     CommandElsewhere,
     Dump,
     Failure,
+    ForgetPeers,
     GiveUp,
+    Initialize,
+    LoadOptimizerState,
     NeedsPeers,
     OptimizerStep,
+    Store,
+    TakeState,
     ZeroGrad,
 )
 from pippy.drivers.errors import ClusterError, StepError
 from pippy.drivers.interrupts import uninterrupted
 from pippy.ir.surroundings import Surroundings
+
+_CHANGES = OptimizerStep, Store, LoadOptimizerState, TakeState, Initialize
 
 
 def _nothing() -> None:
@@ -97,6 +105,8 @@ class Dispatch:
         self.outstanding: deque[PendingCommand] = deque()
         self.unanswered: list[PendingCall] = []  # calls of commands that were given up
         self.dropped: dict[int, deque[int]] = {}  # drivers that are gone, and that a worker is yet to drop
+        self.hurt: set[int] = set()  # drivers that were changing what workers hold when one was lost
+        self.untold: GiveUp | None = None  # what was given up when a worker was lost, and the others were not told of
 
     def post(
         self,
@@ -272,6 +282,9 @@ class Dispatch:
                     error = lost
             if self.control.broken:
                 self.unanswered.clear()
+                if self.outstanding:
+                    self.untold = GiveUp(self.outstanding[0].number, self.number)
+                    self.hurt.update(each.driver for each in self.outstanding if _changes_what_is_held(each))
             for posted in reversed(self.outstanding):
                 posted.undo()
             for posted in self.outstanding:
@@ -285,6 +298,33 @@ class Dispatch:
         message = GiveUp(self.outstanding[0].number, self.number)
         self.unanswered += [call for posted in self.outstanding for call in posted.unanswered()]
         self.unanswered += [self.control.urgent(worker, message) for worker in range(len(self.control.workers))]
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """No other thread sends anything, or takes in answers. In a cluster that has lost a worker, all their waits end."""
+        with self.sending, self._gathering, self.lock:
+            yield
+
+    def mend(self, replaced: Mapping[int, Address], limit: float | None) -> None:
+        """Go on with other processes in the places of lost workers: the others give up what they do, and forget those.
+
+        If they do not in ``limit`` seconds, the processes are ended.
+        """
+        others = [worker for worker in range(len(self.control.workers)) if worker not in replaced]
+        self.number += 1
+        self.settled = self.number
+        self.control.mend(replaced)
+        calls = [] if self.untold is None else [self.control.urgent(worker, self.untold) for worker in others]
+        command = Command(self.number, self.number - 1, -1, ForgetPeers(tuple(replaced)))
+        calls += [self.control.post(worker, command) for worker in others]
+        for call in self.control.completed(calls, limit):
+            calls.remove(call)
+            failure = getattr(call.answer, "failure", None)
+            if failure is not None:
+                raise ClusterError(f"worker {call.worker} could not forget lost workers: {failure.message}")
+        if calls:
+            raise self._end_processes(sorted({call.worker for call in calls}), limit or 0.0)
+        self.untold = None
 
     def wait_given_up(self, limit: float | None) -> None:
         """Wait until the workers have given up what they were told to. After Ctrl-C the next command goes on waiting."""
@@ -326,6 +366,11 @@ class Dispatch:
         self.unanswered.clear()
         self.end()
         return error
+
+
+def _changes_what_is_held(posted: PendingCommand) -> bool:
+    """Whether some workers may have done it, and others not, in a way that giving it up does not undo."""
+    return any(isinstance(body, _CHANGES) for body in posted.bodies.values())
 
 
 def _answer(call: PendingCall) -> Answer:

@@ -360,6 +360,13 @@ class Unload:
 
 
 @dataclass(frozen=True)
+class ForgetPeers:
+    """Other processes are in the places of these workers: drop the connections with those that were there."""
+
+    peers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Fetch:
     """Give the tensors at these locations, or their gradients."""
 

@@ -11,7 +11,7 @@ computes what it was given.
 import queue
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +104,9 @@ class DeviceTransport(Transport):
 
     def trim(self) -> None:
         self.carrier.trim()
+
+    def forget(self, peers: Collection[int]) -> None:
+        self.carrier.forget(peers)
 
     def close(self) -> None:
         self._leaving.clear()

@@ -1,7 +1,7 @@
 """The values that have arrived at a worker and that it has not taken yet. Other threads can add values and wake it."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from pippy.drivers.errors import PeerLost
@@ -108,6 +108,10 @@ class ReceivedValues:
         """Note that a peer is lost. From any thread."""
         self._lost.add(peer)
         self.wakeup.set()
+
+    def forget(self, peers: Iterable[int]) -> None:
+        """Other processes are in the places of these peers: they are not lost any more."""
+        self._lost.difference_update(peers)
 
     def is_lost(self, peer: int) -> bool:
         """Whether a peer is lost."""

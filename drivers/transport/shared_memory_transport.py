@@ -111,6 +111,19 @@ class SharedMemoryTransport(Transport):
         for connection in self._to_peers():
             connection.trim()
 
+    def forget(self, peers: Collection[int]) -> None:
+        for peer in peers:
+            self._unconnected.pop(peer, None)
+            connection = self.connections.pop(peer, None)
+            if connection is not None:
+                del self.sent[peer]
+                if self._peer_of.get(connection.fd) == peer:  # else it is closed, and the number may be another's
+                    del self._peer_of[connection.fd]
+                    self._epoll.unregister(connection.fd)
+                    self._full.discard(connection.fd)
+                connection.close()
+        super().forget(peers)
+
     def close(self) -> None:
         for connection in self.connections.values():
             if not connection.ended:

@@ -2,7 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,6 +122,10 @@ class Transport(ABC):
     def mark_lost(self, peer: int) -> None:
         """Note that a peer is lost, where the transport cannot see it by itself."""
         self.received.mark_lost(peer)
+
+    def forget(self, peers: Collection[int]) -> None:
+        """Other processes are in the places of these peers. Drop what connects this one with those that were there."""
+        self.received.forget(peers)
 
     @abstractmethod
     def close(self) -> None:

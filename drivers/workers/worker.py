@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pippy.drivers.control.messages import Answer, AskWritten, Command, Dump, Failure, GiveUp, Load, Unload
+from pippy.drivers.control.messages import Answer, AskWritten, Command, Dump, Failure, ForgetPeers, GiveUp, Load, Unload
 from pippy.drivers.errors import PeerLost
 from pippy.drivers.schedules.programs.instructions import Compute, Free, Receive, Send
 from pippy.drivers.transport.received_values import Interrupted
@@ -120,6 +120,9 @@ class Worker:
         self._drop(command.dropped)
         if isinstance(command.body, Unload):
             self._drop((command.driver,))
+            return None
+        if isinstance(command.body, ForgetPeers):
+            self.context.transport.forget(command.body.peers)
             return None
         with self.surroundings.around(command):
             return self._obey_inside(command)

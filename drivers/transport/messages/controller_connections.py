@@ -77,6 +77,15 @@ class ControllerConnections:
                 self._ends[self._at[worker]].connection.send_end(peer, end)
         return None
 
+    def replace(self, worker: int, end: socket.socket, urgent: socket.socket) -> None:
+        """Take other sockets to a worker, in whose place another process is. The calls that were not answered fail."""
+        with self._lock, uninterrupted():
+            for at, new in ((self._at[worker], end), (self._urgent_at[worker], urgent)):
+                if not self._ends[at].connection.ended:
+                    self._mark_lost(at)
+                self._ends[at] = MessageConnection(new, partial(self._answered, at))
+                self._open[self._ends[at].connection.fd] = at
+
     def unsent(self) -> bool:
         """Whether something waits here for room in a socket. It is sent when a thread waits, or something else is sent."""
         with self._lock:
