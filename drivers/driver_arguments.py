@@ -11,12 +11,30 @@ from pippy.ir.brief import brief
 from pippy.ir.trees import describe
 
 
-def chosen_workers(there: int, stages: int, world_size: int | None, all_ranks: Sequence[int] | None) -> list[int]:
-    """The workers that a driver uses, of those that are there.
+def chosen_workers(
+    there: int, stages: int, world_size: int | None, all_ranks: Sequence[int] | None, replicas: int = 1
+) -> list[int]:
+    """The workers that a driver uses, of those that are there: as many for each replica.
 
     >>> chosen_workers(there=4, stages=2, world_size=None, all_ranks=None)
     [0, 1]
+    >>> chosen_workers(there=5, stages=2, world_size=None, all_ranks=None, replicas=2)
+    [0, 1, 2, 3]
     """
+    if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
+        raise DriverError(f"replicas={describe(replicas)}: give how many pipelines to run side by side, 1 or more")
+    chosen = _chosen(there, stages * replicas, world_size, all_ranks)
+    if world_size is None and all_ranks is None:
+        chosen = chosen[: len(chosen) // replicas * replicas]
+    if len(chosen) % replicas or not chosen:
+        raise DriverError(
+            f"replicas={replicas} on {len(chosen) or there} worker{'s' * ((len(chosen) or there) > 1)}: each replica takes as "
+            f"many workers as the others; name a multiple of {replicas} (world_size= or all_ranks=), or start more workers"
+        )
+    return chosen
+
+
+def _chosen(there: int, stages: int, world_size: int | None, all_ranks: Sequence[int] | None) -> list[int]:
     if all_ranks is not None:
         ranks = list(all_ranks)
         wrong = [rank for rank in ranks if not (isinstance(rank, int) and 0 <= rank < there)]
@@ -57,6 +75,23 @@ def checked_checkpoint(given: Any, stages: int) -> Checkpoint:
         )
     modes_of(given, stages)
     return given
+
+
+def check_replicated(replicas: int, *, auto: bool, single_loss: bool, mask: bool) -> None:
+    """Raise if an argument does not go together with replicas."""
+    given = f"replicas={replicas} and"
+    if auto:
+        raise DriverError(
+            f"{given} schedule='auto' do not go together; let it choose for one pipeline, print driver.choice, and name that "
+            "schedule"
+        )
+    if single_loss:
+        raise DriverError(
+            f"{given} single_loss=True do not go together: no worker has the outputs of the whole mini-batch; leave one of "
+            "them out"
+        )
+    if mask:
+        raise DriverError(f"{given} _debug_mask_minibatches=True do not go together; leave one of them out")
 
 
 def check_chunks(given: Any, auto: Auto[Any] | None) -> None:

@@ -32,6 +32,7 @@ from pippy.drivers.commands import Commands, in_turn
 from pippy.drivers.control.messages import Step, StepReturning
 from pippy.drivers.driver_arguments import (
     check_chunks,
+    check_replicated,
     checked_checkpoint,
     checked_out_of_order,
     chosen_workers,
@@ -49,6 +50,7 @@ from pippy.drivers.placed_pipe import PlacedPipe
 from pippy.drivers.programs import DriverPrograms, RequestedSchedule, SentProgram, check_single_loss
 from pippy.drivers.recording.model_names import model_names
 from pippy.drivers.recording.record import Recording
+from pippy.drivers.replicas import RunningStatistics, Topology
 from pippy.drivers.results import Results
 from pippy.drivers.running_step import RunningStep
 from pippy.drivers.schedules import Program
@@ -97,6 +99,7 @@ class PipelineDriverBase(ModelOnWorkers):
         out_of_order: bool | int = False,
         checkpoint: str | Mapping[int, str] = "never",
         keyed_random: bool | int = True,
+        replicas: int = 1,
         _debug_mask_minibatches: bool = False,
         **options: Any,
     ) -> None:
@@ -116,27 +119,33 @@ class PipelineDriverBase(ModelOnWorkers):
         self.step_timeout, self.out_of_order = seconds(step_timeout), checked_out_of_order(out_of_order)
         self.mask, self.options = _debug_mask_minibatches, options
         self.compile, numbers = compile_options(compile), first_numbers(keyed_random)
-        chosen = chosen_workers(len(self.cluster), compiled.num_stages, world_size, all_ranks)
+        chosen = chosen_workers(len(self.cluster), compiled.num_stages, world_size, all_ranks, replicas)
+        self.replicas = replicas
+        if replicas > 1:
+            check_replicated(replicas, auto=self._auto is not None, single_loss=single_loss, mask=self.mask)
+        self._statistics = RunningStatistics(compiled) if replicas > 1 else None
         self.checkpoint = checked_checkpoint(checkpoint, compiled.num_stages)
-        schedule = RequestedSchedule(self.schedule, options, compiled.num_stages, self._auto, self.checkpoint)
-        self.placement = schedule.example(chunks=1, workers=len(chosen)).placement
+        schedule = RequestedSchedule(self.schedule, options, compiled.num_stages, self._auto, self.checkpoint, replicas)
+        self.placement = schedule.example(chunks=1, workers=len(chosen) // replicas).placement
         self._check_placement(compiled.num_stages)
-        self.ranks = tuple(chosen[: self.placement.workers])
-        ranks = [self.ranks[worker] for worker in self.placement.worker_of]
+        workers = self.placement.workers
+        self.ranks = tuple(chosen[: workers * replicas])
+        ranks = [
+            [self.ranks[at + worker] for worker in self.placement.worker_of]
+            for at in range(0, len(self.ranks), workers)
+        ]
         follow_parameters(pipe)
-        placed = PlacedPipe(compiled, ranks, self.compile)
+        placed = PlacedPipe(compiled, ranks[0], self.compile, ranks[1:])
         if single_loss:
-            check_single_loss(schedule.example(chunks=3, workers=len(self.ranks)), placed.loss_stage, self.mask)
+            check_single_loss(schedule.example(chunks=3, workers=workers), placed.loss_stage, self.mask)
         self.dispatch = self.cluster.dispatch
         self.number = self.cluster.next_driver()
         nonfinite = NonFiniteGradients(placed, [name for name, _ in pipe.named_parameters()])
         commands = Commands(self.dispatch, self.number, placed.workers, bool(placed.replicated), nonfinite, numbers)
         super().__init__(pipe, placed, commands, self.cluster)
-        self.programs = DriverPrograms(
-            pipe, schedule, placed, commands, len(self.ranks), single_loss, self.out_of_order
-        )
+        self.programs = DriverPrograms(pipe, schedule, placed, commands, workers, single_loss, self.out_of_order)
         self.loss_checks = LossChecks(LOSS in compiled.split_gm._modules, compiled.row_sizes)
-        self._generation = Generation(pipe, placed, commands, len(self.ranks))
+        self._generation = Generation(pipe, placed, commands, workers)
         self._probed: set[tuple[int, bool, bool]] = set()  # kinds of steps whose outputs were checked
         self._recording: Recording | None = None
         commands.load(placed.loads(), placed.flags())
@@ -146,14 +155,32 @@ class PipelineDriverBase(ModelOnWorkers):
         schedule = self.schedule if isinstance(self.schedule, str) else repr(self.schedule)
         workers = shortened(", ".join(self.cluster.workers[rank] for rank in self.ranks), 200)
         stages = "1 stage" if self.compiled.num_stages == 1 else f"{self.compiled.num_stages} stages"
+        stages += f" in {self.replicas} replicas" * (self.replicas > 1)
         return f"<{type(self).__name__}: {schedule}, {stages} on {workers}>"
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the stages, each with its worker."""
         head, *stages, total = table_cells(content_of(self.compiled))
-        workers = [self.cluster.workers[self.placed.worker_of(name)] for name, *_ in stages]
+        workers = [
+            ", ".join(self.cluster.workers[rank] for rank in self.placed.workers_of(name)) for name, *_ in stages
+        ]
         rows = [[each[0], worker, *each[1:]] for each, worker in zip([head, *stages, total], ["worker", *workers, ""])]
         return f"<div>{escape(repr(self))}{html_table(rows, words=(0, 1, -1), total=True)}</div>"
+
+    @property
+    def topology(self) -> Topology:
+        """Which worker of the cluster holds which stage of which replica of the pipeline: print it.
+
+        >>> from pippy import Pipe, PipelineDriver1F1B, local_cluster
+        >>> pipe = Pipe.from_sequential(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)), torch.nn.MSELoss())
+        >>> with local_cluster(4, threads=1) as cluster:
+        ...     driver = PipelineDriver1F1B(pipe, cluster, replicas=2)
+        ...     print(driver.topology)
+        stage      0        1
+        replica 0  worker0  worker1
+        replica 1  worker2  worker3
+        """
+        return Topology(self.placed.replicas, self.cluster.workers)
 
     def _check_placement(self, num_stages: int) -> None:
         if self.placement.stages != num_stages:
@@ -201,6 +228,8 @@ class PipelineDriverBase(ModelOnWorkers):
         outputs, kwargs = asked_outputs(self.compiled, outputs, args, kwargs)
         surroundings = _surroundings()
         follow_training_flags(self.pipe)
+        if self._statistics is not None:
+            self._statistics.check()
         trains = self._trains()
         _refuse_inputs([*args, *kwargs.values()], trains)
         call = None
@@ -221,7 +250,7 @@ class PipelineDriverBase(ModelOnWorkers):
         )
         purpose, sent = self.programs.for_step(chunks, trains, call)
         program = sent.lowered.program
-        reduce = trains and bool(program.replicated) and self.commands.last_before_update
+        reduce = trains and bool(self.placed.replicated) and self.commands.last_before_update
         check = self._loss_check(sent, division, results)
         scale = self._grad_scaler.scale_of_steps if self._grad_scaler is not None and trains else None
         unprobed = (chunks, trains, outputs is not None)
@@ -280,12 +309,14 @@ class PipelineDriverBase(ModelOnWorkers):
     ) -> dict[int, Step]:
         """The message for each worker."""
         flags = self.commands.flags_to_send(self.placed.flags())
-        inputs = sent.lowered.inputs
+        inputs, program = sent.lowered.inputs, sent.lowered.program
+        own = [division] if program.replicas == 1 else [division.part(share) for share in program.shares]
+        workers = program.placement.workers
         return {
             rank: Step(
                 sent.number,
                 trains,
-                division.only([name for name, workers in inputs.items() if worker in workers]),
+                own[at // workers].only([name for name, takers in inputs.items() if at % workers in takers]),
                 weights,
                 None if flags is None else flags[rank],
                 reduce,
@@ -296,7 +327,7 @@ class PipelineDriverBase(ModelOnWorkers):
                 probe,
                 self._recording is not None and self._recording.memory,
             )
-            for worker, rank in enumerate(self.ranks)
+            for at, rank in enumerate(self.ranks)
         }
 
     @contextmanager

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -34,27 +34,39 @@ from pippy.ir.trees import describe
 class PlacedPipe:
     """A Pipe whose stages are placed on workers. ``ranks`` has the worker of the cluster for each stage.
 
-    ``compile`` has the options of torch.compile, if the stages are to be compiled.
+    ``compile`` has the options of torch.compile, if the stages are to be compiled. ``further`` has the ranks of each further
+    replica of the pipeline.
     """
 
-    def __init__(self, compiled: Compiled, ranks: Sequence[int], compile: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        compiled: Compiled,
+        ranks: Sequence[int],
+        compile: Mapping[str, Any] | None = None,
+        further: Iterable[Sequence[int]] = (),
+    ) -> None:
         self.compiled, self.ranks, self.compile = compiled, tuple(ranks), compile
+        self.replicas = (self.ranks, *map(tuple, further))  # the worker for each stage, in each replica
         self.loss_stage = loss_stage(compiled)
         self.nodes = {str(node.target): node for node in compiled.split_gm.graph.find_nodes(op="call_module")}
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """The workers that hold a stage."""
-        return tuple(dict.fromkeys(self.ranks))
+        """The workers that hold a stage, those of each replica after those of the one before it."""
+        return tuple(dict.fromkeys(chain(*self.replicas)))
 
     def worker_of(self, call: str) -> int:
-        """The worker that holds a stage, or `_loss`."""
+        """The worker that holds a stage, or `_loss`; of the first replica."""
+        return self.workers_of(call)[0]
+
+    def workers_of(self, call: str) -> list[int]:
+        """The worker of each replica that holds a stage, or `_loss`."""
         index = stage_index(call)
-        return self.ranks[self.loss_stage if index is None else index]
+        return [ranks[self.loss_stage if index is None else index] for ranks in self.replicas]
 
     def calls_on(self, worker: int) -> list[str]:
         """The stages that a worker holds, and `_loss`."""
-        return [call for call in self.nodes if self.worker_of(call) == worker]
+        return [call for call in self.nodes if worker in self.workers_of(call)]
 
     def loads(self) -> dict[int, Load]:
         """The message with its stages for each worker."""
@@ -102,15 +114,28 @@ class PlacedPipe:
 
     @cached_property
     def replicated(self) -> tuple[ReplicatedParameter, ...]:
-        """The replicated parameters, and where their copies are."""
-        return tuple(map(self._copies, self.compiled.replicated_params))
+        """The parameters of which there are copies, and where those are: replicated ones, and all if there are replicas."""
+        groups = [
+            tuple(TensorLocation(call, name) for call, name in each.items()) for each in self.compiled.replicated_params
+        ]
+        if len(self.replicas) > 1:
+            copied = {place for group in groups for place in group}
+            groups += [(place,) for place in self._parameter_places() if place not in copied]
+        return tuple(map(self._copies, groups))
 
-    def _copies(self, group: Mapping[str, str]) -> ReplicatedParameter:
-        stage, local = next(iter(group.items()))
-        name = self.compiled.qualnames.canonical[self.compiled.remap_qualname(f"{stage}.{local}")]
-        return ReplicatedParameter(
-            name, tuple((self.worker_of(call), TensorLocation(call, name)) for call, name in group.items())
-        )
+    def _parameter_places(self) -> Iterator[TensorLocation]:
+        """Where each parameter is."""
+        for call in self.nodes:
+            for name, _ in self.compiled.stage(call).named_parameters():
+                yield TensorLocation(call, name)
+
+    def _copies(self, places: Sequence[TensorLocation]) -> ReplicatedParameter:
+        """The copies at these places, in every replica."""
+        call, local = places[0].call, places[0].name
+        name = self.compiled.remap_qualname(f"{call}.{local}") if call != LOSS else f"{call}.{local}"
+        by_replica = zip(*(self.workers_of(place.call) for place in places))
+        copies = [(worker, place) for workers in by_replica for worker, place in zip(workers, places)]
+        return ReplicatedParameter(self.compiled.qualnames.canonical.get(name, name), tuple(copies))
 
     def loss_call(self, lowered: Lowered) -> tuple[str, Work]:
         """The name of the value that the loss is, or lies in, and the call that gives it."""
@@ -124,17 +149,18 @@ class PlacedPipe:
         found: dict[int, dict[str, Any]] = {worker: {} for worker in self.workers}
         for call, node in self.nodes.items():
             for value in outputs_of(node):
-                if value in values:
-                    found[self.worker_of(call)][self.value_names[value]] = values[value]
+                for worker in self.workers_of(call) if value in values else ():
+                    found[worker][self.value_names[value]] = values[value]
         return found
 
     def locations(self, name: str) -> list[tuple[int, TensorLocation]]:
-        """Where a parameter or buffer of the user's is: the worker and location of each copy. None if no stage uses it."""
+        """Where a parameter or buffer of the user's is: the worker and location of each copy, those of the first replica first.
+        None if no stage uses it."""
         found = []
         for qualname in self.compiled.stage_qualnames(name):
             call, _, local = qualname.partition(".")
-            found.append((self.worker_of(call), TensorLocation(call, local)))
-        return found
+            found.append([(worker, TensorLocation(call, local)) for worker in self.workers_of(call)])
+        return [copy for copies in zip(*found) for copy in copies]
 
     def first_locations(self, names: Iterable[str]) -> dict[int, dict[str, TensorLocation]]:
         """Where to read each of these parameters and buffers, by worker: one copy of each."""
@@ -156,8 +182,10 @@ class PlacedPipe:
         self, number: int, lowered: Lowered, single_loss: bool, out_of_order: bool | int = False
     ) -> dict[int, AddProgram]:
         """Each worker's part of a program. ``out_of_order`` is what the driver was given."""
-        placement = lowered.program.placement
-        ranks = tuple(self.ranks[placement.stages_of(worker)[0]] for worker in range(placement.workers))
+        placement, shares = lowered.program.placement, lowered.program.shares
+        ranks = tuple(
+            ranks[placement.stages_of(worker)[0]] for ranks in self.replicas for worker in range(placement.workers)
+        )
         value_numbers = {edge.value: number for number, edge in enumerate(lowered.program.flow)}
         return {
             rank: AddProgram(
@@ -167,8 +195,9 @@ class PlacedPipe:
                 calls={each.call: self.call_of(each.call) for calls in work.values() for each in calls},
                 value_numbers=value_numbers,
                 ranks=ranks,
-                returns=tuple(name for name, maker in lowered.outputs.items() if maker == worker),
+                returns=tuple(name for name, maker in lowered.outputs.items() if maker == worker % placement.workers),
                 single_loss=single_loss,
+                share=shares[worker // placement.workers],
                 out_of_order=None if out_of_order is False else _limits(placement, worker, out_of_order),
             )
             for worker, (rank, order) in enumerate(zip(ranks, lowered.program.orders))
@@ -208,7 +237,7 @@ class PlacedPipe:
 
 
 def _limits(placement: Placement, worker: int, out_of_order: bool | int) -> OutOfOrderLimits:
-    to_pass = placement.worker_of[placement.stages_of(worker)[0] :]
+    to_pass = placement.worker_of[placement.stages_of(worker % placement.workers)[0] :]
     return OutOfOrderLimits(None if out_of_order is True else out_of_order, depth=len(set(to_pass)))
 
 

@@ -35,9 +35,10 @@ class RequestedSchedule:
     stages: int
     auto: Auto[Any] | None = None  # chooses the schedule
     checkpoint: Checkpoint = "never"
+    replicas: int = 1
 
     def make(self, chunks: int, workers: int) -> Program:
-        """The program for a number of micro-batches and workers, not lowered yet."""
+        """The program for a number of micro-batches and of workers of each replica, not lowered yet."""
         if isinstance(self.schedule, Program):
             return add_recompute(self._given(self.schedule, chunks, workers), self.checkpoint)
         require("schedule", self.schedule, str, f"give one of auto, {', '.join(REGISTRY)}, or a Program")
@@ -51,12 +52,14 @@ class RequestedSchedule:
             return make_schedule("1f1b", workers=workers, chunks=chunks, checkpoint=self.checkpoint, **placed)
         self._check_v(self.schedule, workers, per_worker)
         by_hand = isinstance(self.options.get("placement"), Mapping | Placement)
-        options = {**({} if by_hand else {"stages_per_worker": per_worker}), **self.options}
+        options = {**({} if by_hand else {"stages_per_worker": per_worker}), **self.options, "replicas": self.replicas}
         return make_schedule(self.schedule, workers=workers, chunks=chunks, checkpoint=self.checkpoint, **options)
 
     def example(self, chunks: int, workers: int) -> Program:
-        """A program for ``chunks`` micro-batches, or the user's own, which is for one number of them only."""
-        return self.make(self.schedule.chunks if isinstance(self.schedule, Program) else chunks, workers)
+        """A program for ``chunks`` micro-batches of each replica, or the user's own, which is for one number of them only."""
+        return self.make(
+            self.schedule.chunks if isinstance(self.schedule, Program) else chunks * self.replicas, workers
+        )
 
     def _check_v(self, name: str, workers: int, per_worker: Sequence[int]) -> None:
         """Refuse a V-shaped schedule where the stages are not two for each worker, unless options say where they are."""
@@ -73,9 +76,14 @@ class RequestedSchedule:
         )
 
     def _given(self, program: Program, chunks: int, workers: int) -> Program:
-        if program.workers > workers:
+        if program.replicas != self.replicas:
             raise DriverError(
-                f"the program is for {program.workers} workers, and there are {workers}; start a larger cluster"
+                f"the program is for {_pipelines(program.replicas)}, and the driver for {_pipelines(self.replicas)}; give the "
+                f"driver replicas={program.replicas}, or make_schedule replicas={self.replicas}"
+            )
+        if program.placement.workers > workers:
+            raise DriverError(
+                f"the program is for {program.workers} workers, and there are {workers * self.replicas}; start a larger cluster"
             )
         if chunks != program.chunks:
             raise DriverError(
@@ -145,7 +153,10 @@ class DriverPrograms:
             return self.sent[chunks, name]
         program = self.schedule.make(chunks, self.workers)
         if not trains:
-            program = make_schedule("forward_only", workers=program.workers, chunks=chunks, placement=program.placement)
+            placement, replicas = program.placement, program.replicas
+            program = make_schedule(
+                "forward_only", workers=placement.workers, chunks=chunks, placement=placement, replicas=replicas
+            )
         return self._send(chunks, name, program, trains)
 
     def _send(self, chunks: int, name: str, program: Program, trains: bool = True) -> SentProgram:
@@ -160,6 +171,10 @@ class DriverPrograms:
             self.commands.call(self.placed.programs(number, lowered, self.single_loss, out_of_order))
             self.sent[key] = SentProgram(number, lowered)
         return self.sent[key]
+
+
+def _pipelines(count: int) -> str:
+    return "one pipeline" if count == 1 else f"{count} replicas of the pipeline"
 
 
 def _check_limit(out_of_order: bool | int, program: Program) -> None:

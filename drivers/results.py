@@ -135,6 +135,17 @@ class Results:
         return value
 
 
+def joined(values: Any, more: Any) -> Any:
+    """The values of some micro-batches, and those of the ones that come after them.
+
+    >>> joined(torch.ones(1), torch.zeros(2))
+    tensor([1., 0., 0.])
+    """
+    if isinstance(values, torch.Tensor) and isinstance(more, torch.Tensor) and values.dtype == more.dtype:
+        return torch.cat([values, more])
+    return [*values, *more]
+
+
 def explaining_backward(loss: torch.Tensor) -> torch.Tensor:
     """A loss whose `backward()` says that its gradients are there already. In all else it is a tensor like others.
 

@@ -6,7 +6,7 @@ from typing import Any
 from pippy.drivers.batches.loss_check import LossReport
 from pippy.drivers.control.dispatch import Dispatch, PendingCommand
 from pippy.drivers.control.messages import StepResult
-from pippy.drivers.results import Results
+from pippy.drivers.results import Results, joined
 
 
 class RunningStep:
@@ -41,7 +41,10 @@ class RunningStep:
             if answer.loss_report is not None and self._check is not None:
                 self._check(answer.loss_report)
         assert self._results is not None
-        values = {name: value for answer in answers.values() for name, value in answer.values.items()}
+        values: dict[str, Any] = {}
+        for answer in answers.values():  # in the order of the replicas
+            for name, value in answer.values.items():
+                values[name] = joined(values[name], value) if name in values else value
         by_chance = [each for answer in answers.values() for each in answer.by_chance]
         self._result = self._results.assemble(values, by_chance)
         self._accepted()

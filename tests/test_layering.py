@@ -31,7 +31,7 @@ LAYERS = """
     drivers/memory drivers/automatic drivers/auto drivers/auto_memory
     drivers/nonfinite_gradients drivers/step_numbers drivers/commands drivers/filling
     drivers/whole_batch_gradients drivers/programs
-    drivers/stale_models drivers/parameters drivers/asked_outputs drivers/results drivers/optimizer_check
+    drivers/stale_models drivers/parameters drivers/asked_outputs drivers/replicas drivers/results drivers/optimizer_check
     drivers/gradient_layouts drivers/optimizer drivers/grad_scaler drivers/local_optimizers drivers/running_step
     drivers/generation drivers/saved_names drivers/saving drivers/loading
     drivers/recovery

@@ -30,6 +30,10 @@ class DividedValue:
         """All that is held of it."""
         return getattr(self, "value", None)
 
+    def part(self, division: "Division") -> "DividedValue":
+        """What those need that take only the micro-batches that ``division`` holds."""
+        return self
+
 
 @dataclass(frozen=True, eq=False)
 class SameForAll(DividedValue):
@@ -53,13 +57,17 @@ class CutTensor(DividedValue):
     def take(self, microbatch: int, division: "Division") -> torch.Tensor:
         if division.chunks == 1:
             return self.value.detach().requires_grad_(self.requires_grad)
-        start, size = division.starts[microbatch], division.rows_of(microbatch)
+        start, size = division.starts[microbatch] - division.first_row, division.rows_of(microbatch)
         piece = narrow(self.value, self.dim, start, size)
         if division.mask:
             masked = torch.zeros_like(self.value)
             masked.narrow(self.dim, start, size).copy_(piece)
             piece = masked
         return piece.requires_grad_() if self.requires_grad else piece
+
+    def part(self, division: "Division") -> "CutTensor":
+        rows = sum(division.rows_of(microbatch) for microbatch in division.held)
+        return replace(self, value=narrow(self.value, self.dim, division.first_row, rows))
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +78,10 @@ class PerMicrobatch(DividedValue):
     dim: int | None = None
 
     def take(self, microbatch: int, division: "Division") -> Any:
-        return self.values[microbatch]
+        return self.values[microbatch - division.held.start]
+
+    def part(self, division: "Division") -> "PerMicrobatch":
+        return replace(self, values=self.values[division.held.start : division.held.stop])
 
     def held(self) -> Any:
         return self.values
@@ -82,7 +93,8 @@ class Division:
 
     ``arguments`` has each input of the Pipe, with a `DividedValue` in place of each value in it. ``sizes`` are the rows of
     each micro-batch, or None if nothing has rows. ``names`` has the name of the Pipe's input for each argument of the model.
-    With ``mask``, every micro-batch is the whole mini-batch, with zeros in all rows that are not its own.
+    With ``mask``, every micro-batch is the whole mini-batch, with zeros in all rows that are not its own. ``share`` are the
+    micro-batches that are held, if those are not all.
 
     >>> from pippy.drivers.batches.divide import divide
     >>> division = divide({"x": torch.arange(5), "scale": 2}, chunks=2)
@@ -96,14 +108,25 @@ class Division:
     names: Mapping[str, str]
     mask: bool = False
     starts: tuple[int, ...] = ()
+    share: range | None = None
 
     def take(self, name: str, microbatch: int) -> Any:
         """The value of an input for one micro-batch. Tensors are views of the whole; do not write into them."""
         return _map_divided(lambda leaf: leaf.take(microbatch, self), self.arguments[name])
 
     def microbatches(self, name: str) -> list[Any]:
-        """The value of an input for every micro-batch."""
-        return [self.take(name, microbatch) for microbatch in range(self.chunks)]
+        """The value of an input for every micro-batch that is held."""
+        return [self.take(name, microbatch) for microbatch in self.held]
+
+    @property
+    def held(self) -> range:
+        """The micro-batches that are held."""
+        return range(self.chunks) if self.share is None else self.share
+
+    @property
+    def first_row(self) -> int:
+        """The first row that is held."""
+        return self.starts[self.held.start] if self.share is not None and self.starts else 0
 
     def whole(self, name: str) -> list[torch.Tensor]:
         """The tensors of an input as they are held, before they are cut.
@@ -119,6 +142,20 @@ class Division:
     def only(self, names: Sequence[str]) -> "Division":
         """The same with these inputs only: those that one worker needs."""
         return replace(self, arguments={name: self.arguments[name] for name in names})
+
+    def part(self, share: range) -> "Division":
+        """The same with these micro-batches only, which keep their numbers.
+
+        >>> from pippy.drivers.batches.divide import divide
+        >>> part = divide({"x": torch.arange(5)}, chunks=3).part(range(1, 3))
+        >>> part.whole("x"), part.microbatches("x"), part.take("x", 2)
+        ([tensor([2, 3, 4])], [tensor([2, 3]), tensor([4])], tensor([4]))
+        """
+        held = replace(self, share=share)
+        return replace(
+            held,
+            arguments={name: _map_divided(lambda leaf: leaf.part(held), each) for name, each in self.arguments.items()},
+        )
 
     def rows_of(self, microbatch: int) -> int:
         """How many rows a micro-batch has. Something must have rows."""

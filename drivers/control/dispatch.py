@@ -77,8 +77,8 @@ class PendingCommand:
         return [call for worker, call in self.calls.items() if worker not in self.answers]
 
     def values(self) -> dict[int, Any]:
-        """What the workers answered with."""
-        return {worker: answer.value for worker, answer in self.answers.items()}
+        """What the workers answered with, in the order in which they were told."""
+        return {worker: self.answers[worker].value for worker in self.calls if worker in self.answers}
 
     def left(self) -> float | None:
         """How many seconds it may still take."""

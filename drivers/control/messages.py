@@ -135,7 +135,7 @@ class AddProgram(NeedsPeers):
 
     ``value_numbers`` numbers the values that are sent between workers. ``ranks`` has the cluster's worker for each worker of
     the program. ``returns`` lists the values that go back to the controller. Without ``out_of_order``, the worker keeps the
-    order of its instructions.
+    order of its instructions. ``share`` are the micro-batches that it computes.
     """
 
     program: int
@@ -146,6 +146,7 @@ class AddProgram(NeedsPeers):
     ranks: tuple[int, ...]
     returns: tuple[str, ...]
     single_loss: bool
+    share: range
     out_of_order: OutOfOrderLimits | None = None
 
     def peers(self, worker: int) -> set[int]:

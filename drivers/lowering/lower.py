@@ -24,8 +24,9 @@ class Lowered:
     """A program for one Pipe, and the facts about the Pipe that a worker needs to run it.
 
     ``work`` has for each pass of a stage its calls, with the values that they take and give. ``inputs`` has for each input
-    of the model the workers that need it; it is sent once to each of them. ``outputs`` has for each value that the model
-    returns the worker that makes it. The worker keeps this value for its answer, also when the program frees it.
+    of the model the workers of a pipeline that need it; it is sent once to each of them. ``outputs`` has for each value that
+    the model returns the worker that makes it. The worker keeps this value for its answer, also when the program frees it.
+    These are workers of the first replica, if there are more.
     """
 
     program: Program

@@ -60,9 +60,12 @@ def critical_path(program: Program, activities: Sequence[Sequence[Activity]]) ->
 
 def _add_together(program: Program) -> list[set[int]]:
     """For each worker, those with copies of the parameters that it has a copy of."""
+    groups = [copies.stages for copies in program.replicated]
+    if program.replicas > 1:
+        groups += [(stage,) for stage in program.backward]
     found: list[set[int]] = [set() for _ in range(program.workers)]
-    for copies in program.replicated:
-        holders = {program.placement.worker_of[stage] for stage in copies.stages}
+    for stages in groups:
+        holders = {worker for stage in stages for worker in program.workers_of(stage)}
         for worker in holders:
             found[worker] |= holders
     return found

@@ -83,15 +83,13 @@ def slowest(step: StepData, uneven: float) -> str:
     medians, stages = step.medians, step.program.stages
     totals = [sum(seconds[stage] for seconds in medians.values()) for stage in range(stages)]
     slow = max(range(stages), key=totals.__getitem__)
-    worker = step.program.placement.worker_of[slow]
+    where = step.holders(slow)
     passes = " + ".join(f"{op} {duration(seconds[slow])}" for op, seconds in medians.items() if seconds[slow])
     took = f"{duration(totals[slow])} for a micro-batch ({passes})"
     if stages == 1:
-        return f"There is one stage, on {step.named(worker)}: {took}."
+        return f"There is one stage, on {where}: {took}."
     name = step.model.stage(slow).replace("stage", "Stage", 1)
-    named = (
-        f"{name} on {step.named(worker)} is the slowest: {took}; the stages take {duration(fmean(totals))} on average."
-    )
+    named = f"{name} on {where} is the slowest: {took}; the stages take {duration(fmean(totals))} on average."
     if uneven < WORTH_IT * step.makespan:
         return (
             f"{named} They are even enough: if all took the same, the step would be at most "

@@ -163,9 +163,13 @@ class StepData:
         moved = [Traffic(*edge, len(sizes), sum(sizes)) for edge, sizes in found.items()]
         return sorted(moved, key=lambda each: -each.bytes)
 
-    def stages_of(self, worker: int) -> list[int]:
+    def stages_of(self, worker: int) -> tuple[int, ...]:
         """The stages that a worker holds."""
-        return [stage for stage, its in enumerate(self.program.placement.worker_of) if its == worker]
+        return self.program.stages_of(worker)
+
+    def holders(self, stage: int) -> str:
+        """The workers that hold a stage."""
+        return ", ".join(map(self.named, self.program.workers_of(stage)))
 
     def named(self, worker: int) -> str:
         """The number of a worker, with the name that the user gave it."""

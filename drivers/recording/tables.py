@@ -112,13 +112,12 @@ def stages(step: StepData) -> str:
     totals = [sum(step.medians[op][stage] for op in kinds) for stage in range(step.program.stages)]
     rows = []
     for stage, total in enumerate(totals):
-        worker = step.program.placement.worker_of[stage]
         share = 100 * total / (max(totals) or 1.0)
         mark = " <b>slowest</b>" if total == max(totals) and len(totals) > 1 else ""
         passes = [duration(step.medians[op][stage]) if step.medians[op][stage] else "–" for op in kinds]
         bar = f'<span class="bar"><i class="k-F" style="width:{share:.2f}%;background:{FILLS["F"]}"></i></span>'
         modules = f"<br><small>{escape(step.model.modules(stage))}</small>" if step.model.modules(stage) else ""
-        rows.append([f"stage {stage}{mark}{modules}{bar}", escape(step.named(worker)), *passes, duration(total)])
+        rows.append([f"stage {stage}{mark}{modules}{bar}", escape(step.holders(stage)), *passes, duration(total)])
     head = ["stage", "on", *(escape(LEGEND[str(op)]) for op in kinds), "together"]
     return f"<p>For one micro-batch: medians over the {step.program.chunks}.</p>{table(head, rows, words=2)}"
 

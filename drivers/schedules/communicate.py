@@ -23,7 +23,16 @@ from pippy.drivers.schedules.checks.values import last_backward
 from pippy.drivers.schedules.checks.waits import Location, production
 from pippy.drivers.schedules.errors import require
 from pippy.drivers.schedules.programs.edges import Edge, Pass, produced_by
-from pippy.drivers.schedules.programs.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
+from pippy.drivers.schedules.programs.instructions import (
+    Compute,
+    Free,
+    Instruction,
+    Op,
+    Receive,
+    Reduce,
+    ReduceStage,
+    Send,
+)
 from pippy.drivers.schedules.programs.program import Program
 
 
@@ -75,18 +84,20 @@ class Communication:
     def add_transfers(self, worker: int, order: Iterable[Compute], edges: Mapping[Pass, Iterable[Edge]]) -> None:
         """Send, receive and free what this worker makes."""
         channels: dict[int, list[tuple[Receive, int]]] = defaultdict(list)
+        first = worker - worker % self.program.placement.workers  # the first worker of its replica
         for index, compute in enumerate(order):
             done, chunk = produced_by(compute), compute.microbatch
             for edge in edges.get(done, ()) if done else ():
                 last = index
-                for to, targets in self.targets[edge.value]:
+                for local, targets in self.targets[edge.value]:
+                    to = first + local
                     uses = [self.places[target, chunk][1] for target in targets]
                     if to == worker:
                         last = max(uses)
                         continue
                     self.due[worker].append((index, SEND, Send(edge.value, chunk, to)))
-                    first = min(self.receiving[target, chunk][1] for target in targets)
-                    channels[to].append((Receive(edge.value, chunk, worker), first))
+                    first_use = min(self.receiving[target, chunk][1] for target in targets)
+                    channels[to].append((Receive(edge.value, chunk, worker), first_use))
                     self.due[to].append((max(uses), FREE, Free(edge.value, chunk)))
                 self.due[worker].append((last, FREE, Free(edge.value, chunk)))
         for to, channel in channels.items():
@@ -104,6 +115,8 @@ class Communication:
             held = [last[stage] for stage in copies.stages if stage in last]
             if held:
                 self.due[worker].append((max(held), REDUCE, Reduce(copies.parameter)))
+        if self.program.replicas > 1:
+            self.due[worker] += [(index, REDUCE, ReduceStage(stage)) for stage, index in last.items()]
 
 
 def places_of_recomputes(program: Program) -> dict[tuple[Pass, int], Location]:
@@ -117,7 +130,7 @@ def places_of_recomputes(program: Program) -> dict[tuple[Pass, int], Location]:
 
 
 def targets_by_worker(program: Program, edge: Edge) -> list[tuple[int, list[Pass]]]:
-    """The workers that need the value, each with the passes that need it there."""
+    """The workers of the first replica that need the value, each with the passes that need it there."""
     found: dict[int, list[Pass]] = defaultdict(list)
     for target in edge.targets:
         found[program.placement.worker_of[target.stage]].append(target)

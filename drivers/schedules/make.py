@@ -6,9 +6,10 @@ from inspect import Parameter, signature
 from pippy.drivers.schedules.checks.validate import validate
 from pippy.drivers.schedules.errors import ArgumentError, UnknownScheduleError, require
 from pippy.drivers.schedules.orders.registry import REGISTRY, RegisteredSchedule, register
-from pippy.drivers.schedules.orders.schedule import WorkerOrders
+from pippy.drivers.schedules.orders.schedule import WorkerOrders, side_by_side
 from pippy.drivers.schedules.programs.placement import Placement, make_placement, require_count
 from pippy.drivers.schedules.programs.program import Program
+from pippy.drivers.schedules.programs.shares import shares
 from pippy.drivers.schedules.recompute import Checkpoint, add_recompute
 from pippy.drivers.schedules.search.list_scheduler import list_schedule
 
@@ -23,6 +24,7 @@ def make_schedule(
     stages_per_worker: int | Sequence[int] | None = None,
     placement: str | Mapping[int, int] | Placement | None = None,
     checkpoint: Checkpoint = "never",
+    replicas: int = 1,
     **options: object,
 ) -> Program:
     """The program of a named schedule, validated: computations only, with communication implied.
@@ -30,7 +32,8 @@ def make_schedule(
     ``stages_per_worker`` is one number, or one for each worker. Its default is 1, or 2 for the V-shaped schedules.
     ``placement`` is "linear", "looped", "v", or a dict from stage to worker. Its default is the schedule's usual one.
     ``checkpoint`` says which forwards keep their inputs only and are computed again: "always", "except_last", "never", or a
-    dict from stage to one of these. Other options go to the schedule.
+    dict from stage to one of these. With ``replicas`` there are as many pipelines of ``workers`` workers each, and each takes
+    its share of the micro-batches. Other options go to the schedule.
 
     >>> print(make_schedule("1f1b", workers=2, chunks=1))
     pippy program 1
@@ -62,9 +65,12 @@ def make_schedule(
         entry.placement if placement is None else placement,
     )
     refuse_unknown_options(name, entry, options)
-    result = entry.schedule(placed, chunks, **options)
-    if not isinstance(result, WorkerOrders):
-        raise ArgumentError(f"schedule {name} returned {result!r}; it must return a WorkerOrders")
+    each = shares(chunks, replicas)
+    parts = [entry.schedule(placed, len(share), **options) for share in each]
+    for part in parts:
+        if not isinstance(part, WorkerOrders):
+            raise ArgumentError(f"schedule {name} returned {part!r}; it must return a WorkerOrders")
+    result = side_by_side(parts, each) if replicas > 1 else parts[0]
     program = Program(
         schedule=name,
         placement=placed,
@@ -72,6 +78,7 @@ def make_schedule(
         orders=tuple(map(tuple, result.orders)),
         backward=tuple(range(placed.stages)) if entry.training else (),
         memory=None if result.memory is None else tuple(result.memory),
+        replicas=replicas,
     )
     program = add_recompute(program, checkpoint)
     validate(program)

@@ -80,8 +80,9 @@ def chosen_of(program: Program, stage: int, modes: Sequence[str]) -> tuple[int, 
         return ()
     chosen = set(range(program.chunks))
     if modes[stage] == "except_last":
-        order = program.computations[program.placement.worker_of[stage]]
-        chosen -= set(held_anyway([each for each in order if each.stage == stage]))
+        for worker in program.workers_of(stage):
+            order = program.computations[worker]
+            chosen -= set(held_anyway([each for each in order if each.stage == stage]))
     return tuple(sorted(chosen))
 
 

@@ -23,7 +23,16 @@ from pippy.drivers.control.messages import AddProgram, InputIndex, StepResult
 from pippy.drivers.errors import PeerLost
 from pippy.drivers.lowering.flow import Work
 from pippy.drivers.schedules.programs.edges import Pass
-from pippy.drivers.schedules.programs.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
+from pippy.drivers.schedules.programs.instructions import (
+    Compute,
+    Free,
+    Instruction,
+    Op,
+    Receive,
+    Reduce,
+    ReduceStage,
+    Send,
+)
 from pippy.drivers.transport.device_copies import DeviceCopies, HostCopy
 from pippy.drivers.transport.received_values import Interrupted
 from pippy.drivers.transport.transport import Transport
@@ -189,13 +198,12 @@ class Executor:
         self.own_rows, self.loss_probe, self.output_probe = own_rows, loss_probe, output_probe
         self.step, self.weights, self.trains = step, weights, trains
         self.casts = torch._C._is_any_autocast_enabled()
-        chunks = len(weights)
-        self.draw_keys = self._draw_keys(random, chunks)
+        self.draw_keys = self._draw_keys(random, len(weights))
         self.seeds = dict.fromkeys(self.program.returns) if returns is None else returns
-        self.returned = {name: [None] * chunks for name in self.seeds}
+        self.returned = {name: [None] * len(self.program.share) for name in self.seeds}
         self.given = inputs.keys()
         for name, microbatches in inputs.items():
-            for microbatch, value in enumerate(microbatches):
+            for microbatch, value in zip(self.program.share, microbatches, strict=True):
                 self.values[name, microbatch] = value
         code = self.recorder.timed(self.values) if record else self.code
         code = self.saved_memory.measured(code) if weigh else code
@@ -280,7 +288,9 @@ class Executor:
                 return self._receive, ((value, microbatch), rank, number, microbatch)
             case Free(value, microbatch):
                 return self._free, ((value, microbatch),)
-            case Reduce():  # gradients are added up when the step ends, in the same order on all workers
+            case (
+                Reduce() | ReduceStage()
+            ):  # gradients are added up when the step ends, in the same order on all workers
                 return _nothing, ()
         raise AssertionError(instruction)
 
@@ -369,7 +379,9 @@ class Executor:
             if key[0] in self.returned:
                 seed = self.seeds[key[0]]
                 kept = map_tensors(_detached, value if seed is None else loss_inside(seed, value))
-                self.returned[key[0]][microbatch] = kept if self.trains else self._leaves_device(kept)
+                self.returned[key[0]][microbatch - self.program.share.start] = (
+                    kept if self.trains else self._leaves_device(kept)
+                )
         if self.output_probe is not None and microbatch == 0 and call.name != LOSS:
             given = {key[0]: values[key] for key in gives}
             self.output_probe.see(call, [key[0] for key in takes], args, given, self.returned)

@@ -42,7 +42,7 @@ class LossProbe:
         found = sample_of(
             detached, names, self.check.inputs, microbatch, self.division, call.name == LOSS, self.check.row_sizes
         )
-        last = self.seen == self.division.chunks
+        last = self.seen == len(self.division.held)
         if self.sample is not None:
             joined = self.sample.joined(found)
             last, found = last or joined is None, joined or self.sample

@@ -26,7 +26,16 @@ Why no worker waits forever:
 from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 
-from pippy.drivers.schedules.programs.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
+from pippy.drivers.schedules.programs.instructions import (
+    Compute,
+    Free,
+    Instruction,
+    Op,
+    Receive,
+    Reduce,
+    ReduceStage,
+    Send,
+)
 from pippy.drivers.schedules.programs.program import live_changes, peak_live
 
 Takes = Callable[[Compute], Iterable[str]]  # the names of the values that a computation takes
@@ -166,7 +175,7 @@ class ComputationQueues:
                     users.setdefault((value, microbatch), []).append(at)
                 case Free(value, microbatch):
                     self._need(at, [makers[value, microbatch], *users.get((value, microbatch), ())])
-                case Reduce():  # does nothing: gradients are added up when the step ends
+                case Reduce() | ReduceStage():  # does nothing: gradients are added up when the step ends
                     pass
 
     def _need(self, at: int, needed: Iterable[int]) -> None:

@@ -1,6 +1,7 @@
 """Checks that a program computes each pass once, on the right worker, after what it needs, within the memory limit."""
 
 from collections.abc import Iterator
+from itertools import product
 
 from pippy.drivers.schedules.checks.faults import Faults
 from pippy.drivers.schedules.programs.instructions import Compute, Op
@@ -49,9 +50,10 @@ def where_else(program: Program, worker: int, compute: Compute) -> str | None:
         return f"there is no stage {compute.stage}; the program has {program.stages}"
     if not 0 <= compute.microbatch < program.chunks:
         return f"there is no micro-batch {compute.microbatch}; the program has {program.chunks}"
-    home = program.placement.worker_of[compute.stage]
+    home = program.home(compute.stage, compute.microbatch)
     if home != worker:
-        return f"stage {compute.stage} is on worker {home}"
+        where = f" for micro-batch {compute.microbatch}" * (program.replicas > 1)
+        return f"stage {compute.stage} is on worker {home}{where}"
     if compute.op != Op.FORWARD and compute.stage not in program.backward:
         return f"stage {compute.stage} has no backward"
     return None
@@ -76,8 +78,9 @@ def problems(program: Program, compute: Compute, done: Done) -> Iterator[str]:
 
 def check_complete(program: Program, done: Done, faults: Faults) -> None:
     backward = frozenset(program.backward)
-    for stage, worker in enumerate(program.placement.worker_of):
-        for chunk in range(program.chunks):
+    for stage, chunks in product(range(program.stages), program.shares):
+        worker = program.home(stage, chunks[0])
+        for chunk in chunks:
             for op in missing_passes(program, stage, chunk, stage in backward, done):
                 faults.at_end(worker, f"{Compute(op, stage, chunk)} is missing")
 

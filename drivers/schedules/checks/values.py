@@ -5,7 +5,16 @@ from collections.abc import Iterable
 
 from pippy.drivers.schedules.checks.faults import Faults
 from pippy.drivers.schedules.programs.edges import Edge, Pass, produced_by
-from pippy.drivers.schedules.programs.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
+from pippy.drivers.schedules.programs.instructions import (
+    Compute,
+    Free,
+    Instruction,
+    Op,
+    Receive,
+    Reduce,
+    ReduceStage,
+    Send,
+)
 from pippy.drivers.schedules.programs.program import Program
 
 MicrobatchValue = tuple[str, int]  # a value and its micro-batch
@@ -26,8 +35,10 @@ class WorkerValues:
         self.program = program
         self.worker = worker
         self.faults = faults
-        worker_of = program.placement.worker_of
-        self.ends = {edge.value: (worker_of[edge.source.stage], takers(program, edge)) for edge in program.flow}
+        self.ends = {
+            edge.value: (program.beside(worker, edge.source.stage), takers(program, edge, worker))
+            for edge in program.flow
+        }
         self.held: set[MicrobatchValue] = set()
         self.gone: set[MicrobatchValue] = set()
         self.made: dict[Pass, list[str]] = defaultdict(list)
@@ -49,7 +60,7 @@ class WorkerValues:
     def step(self, instruction: Instruction) -> list[str]:
         if isinstance(instruction, Compute):
             return self.compute(instruction)
-        if isinstance(instruction, Reduce):
+        if isinstance(instruction, Reduce | ReduceStage):
             return []
         held = (instruction.value, instruction.microbatch)
         if isinstance(instruction, Send):
@@ -100,34 +111,39 @@ class WorkerValues:
         return []
 
 
-def takers(program: Program, edge: Edge) -> list[int]:
-    """The workers to which a value has to be sent."""
-    worker_of = program.placement.worker_of
-    return sorted({worker_of[target.stage] for target in edge.targets} - {worker_of[edge.source.stage]})
+def takers(program: Program, edge: Edge, worker: int = 0) -> list[int]:
+    """The workers to which a value has to be sent, in the replica of a worker."""
+    needing = {program.beside(worker, target.stage) for target in edge.targets}
+    return sorted(needing - {program.beside(worker, edge.source.stage)})
 
 
 def check_reductions(program: Program, worker: int, faults: Faults) -> None:
-    """Each worker with a copy must reduce its gradient once, after the last backward of its copies."""
-    held = set(program.placement.stages_of(worker)).intersection(program.backward)
+    """Each worker with a copy must reduce its gradient once, after the last backward of its copies: of a replicated parameter,
+    and of a stage if there are replicas of the pipeline."""
+    held = set(program.stages_of(worker)).intersection(program.backward)
     last = last_backward(program.orders[worker])
-    due = {
-        copies.parameter: max(last.get(stage, -1) for stage in held.intersection(copies.stages))
+    due: dict[Reduce | ReduceStage, int] = {
+        Reduce(copies.parameter): max(last.get(stage, -1) for stage in held.intersection(copies.stages))
         for copies in program.replicated
         if held.intersection(copies.stages)
     }
+    if program.replicas > 1:
+        due |= {ReduceStage(stage): last.get(stage, -1) for stage in held}
     missing = set(due)
     for index, instruction in enumerate(program.orders[worker]):
-        if not isinstance(instruction, Reduce):
+        if not isinstance(instruction, Reduce | ReduceStage):
             continue
-        if instruction.parameter not in due:
-            faults.at(worker, index, f"no backward on worker {worker} has to do with {instruction.parameter}")
-        elif instruction.parameter not in missing:
+        if instruction not in due:
+            faults.at(
+                worker, index, f"no backward on worker {worker} has to do with {str(instruction).split(' ', 1)[1]}"
+            )
+        elif instruction not in missing:
             faults.at(worker, index, "is reduced twice")
-        elif index < due[instruction.parameter]:
-            faults.at(worker, index, f"comes before {program.orders[worker][due[instruction.parameter]]}")
-        missing.discard(instruction.parameter)
-    for parameter in sorted(missing):
-        faults.at_end(worker, f"reduce {parameter} is missing")
+        elif index < due[instruction]:
+            faults.at(worker, index, f"comes before {program.orders[worker][due[instruction]]}")
+        missing.discard(instruction)
+    for left in sorted(map(str, missing)):
+        faults.at_end(worker, f"{left} is missing")
 
 
 def last_backward(order: Iterable[Instruction]) -> dict[int, int]:

@@ -1,7 +1,8 @@
 """What a schedule is: a function from a placement and a number of chunks to the orders of all workers."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 
 from pippy.drivers.schedules.programs.instructions import Compute, Op
 
@@ -22,6 +23,22 @@ class WorkerOrders:
 
 # A function of (placement, chunks) and perhaps options of its own.
 Schedule = Callable[..., WorkerOrders]
+
+
+def side_by_side(parts: Sequence[WorkerOrders], shares: Sequence[range]) -> WorkerOrders:
+    """The orders of replicas of a pipeline, from that of each for as many micro-batches as its share has.
+
+    >>> alone = WorkerOrders([[Compute(F, 0, 0)]])
+    >>> [[str(compute) for compute in order] for order in side_by_side([alone, alone], [range(1), range(1, 2)]).orders]
+    [['F0.0'], ['F0.1']]
+    """
+    orders = [
+        [replace(compute, microbatch=share[compute.microbatch]) for compute in order]
+        for part, share in zip(parts, shares)
+        for order in part.orders
+    ]
+    limits = [part.memory for part in parts if part.memory is not None]
+    return WorkerOrders(orders, list(chain(*limits)) if len(limits) == len(parts) else None)
 
 
 def passes(op: Op, stages: Sequence[int], microbatch: int) -> list[Compute]:

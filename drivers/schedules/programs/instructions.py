@@ -10,6 +10,7 @@
 | ``receive x.0 from 1``   | take value ``x`` of micro-batch 0 from the channel from worker 1, or wait for it       |
 | ``free x.0``             | drop value ``x`` of micro-batch 0                                                      |
 | ``reduce emb.weight``    | add this worker's gradient of a replicated parameter to the sum over all copies        |
+| ``reduce stage 2``       | add this worker's gradients of stage 2 to the sums over all replicas of the pipeline   |
 
 A worker does not wait for a send or a reduction, unless a channel is full. The sum of a reduction is there when the step ends.
 """
@@ -112,7 +113,21 @@ class Reduce:
         return f"reduce {self.parameter}"
 
 
-Instruction = Compute | Send | Receive | Free | Reduce
+@dataclass(frozen=True, slots=True)
+class ReduceStage:
+    """Add this worker's gradients of a stage to the sums over all replicas of the pipeline, and go on.
+
+    >>> str(ReduceStage(2))
+    'reduce stage 2'
+    """
+
+    stage: int
+
+    def __str__(self) -> str:
+        return f"reduce stage {self.stage}"
+
+
+Instruction = Compute | Send | Receive | Free | Reduce | ReduceStage
 
 
 def parse_instruction(text: str, line: int = 1) -> Instruction:
@@ -168,7 +183,9 @@ def scan_free(scanner: Scanner) -> Free:
     return Free(*scan_value(scanner))
 
 
-def scan_reduce(scanner: Scanner) -> Reduce:
+def scan_reduce(scanner: Scanner) -> Reduce | ReduceStage:
+    if scanner.accept("stage "):
+        return ReduceStage(scanner.number("a stage number"))
     return Reduce(scanner.take(QUALIFIED_NAME, "the qualified name of a parameter"))
 
 

@@ -13,6 +13,7 @@ from pippy.drivers.schedules.programs.edges import Edge, Replicated, chain
 from pippy.drivers.schedules.programs.instructions import Compute, Instruction, Op
 from pippy.drivers.schedules.programs.placement import Placement, is_count, require_count
 from pippy.drivers.schedules.programs.scanner import NAME, QUALIFIED_NAME, SCHEDULE
+from pippy.drivers.schedules.programs.shares import shares
 
 TITLE = "pippy program 1"
 INDENT = "  "
@@ -27,6 +28,9 @@ class Program(Drawn):
     computed again before their backwards. ``edges`` are the values that pass between stages; None means that the
     stages form a chain. A ``lowered`` program says what is sent, received, freed and reduced. Any other program only orders
     computations, and the edges imply the rest. ``str(program)`` is the text of its file, and ``parse_program`` reads it.
+
+    With ``replicas``, ``placement`` is that of the first, and those of the others follow it, each on as many workers. Each
+    replica computes its share of the micro-batches.
 
     >>> from pippy.drivers.schedules import make_schedule
     >>> program = make_schedule("1f1b", workers=2, chunks=2)
@@ -47,11 +51,13 @@ class Program(Drawn):
     replicated: tuple[Replicated, ...] = ()
     lowered: bool = False
     checkpoints: tuple[Checkpoints, ...] = ()
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         require("placement", self.placement, Placement, "give a Placement, as make_placement makes it")
         require("orders", self.orders, tuple, "give one tuple of instructions for each worker")
         require_count("chunks", self.chunks)
+        shares(self.chunks, self.replicas)  # raises if a replica would have none
         if not SCHEDULE.fullmatch(self.schedule):
             raise ArgumentError(
                 f"schedule={self.schedule!r} must be one line of ASCII text, without spaces at its ends"
@@ -59,7 +65,8 @@ class Program(Drawn):
         for what, given in (("orders", self.orders), ("memory", self.memory)):
             if given is not None and len(given) != self.workers:
                 raise ArgumentError(
-                    f"{what} of {len(given)} workers for placement {self.placement}; give one per worker"
+                    f"{what} of {len(given)} workers for placement {self.placement}"
+                    f"{f' and {self.replicas} replicas' * (self.replicas > 1)}; give one per worker"
                 )
         for limit in self.memory or ():
             if not is_count(limit, least=0):
@@ -136,6 +143,8 @@ class Program(Drawn):
         yield TITLE
         yield f"schedule {self.schedule}"
         yield f"workers {self.workers}"
+        if self.replicas > 1:
+            yield f"replicas {self.replicas}"
         yield f"stages {self.stages}"
         yield f"chunks {self.chunks}"
         yield f"placement {self.placement}"
@@ -150,11 +159,34 @@ class Program(Drawn):
 
     @property
     def workers(self) -> int:
-        return self.placement.workers
+        return self.placement.workers * self.replicas
 
     @property
     def stages(self) -> int:
         return self.placement.stages
+
+    @cached_property
+    def shares(self) -> tuple[range, ...]:
+        """The micro-batches of each replica."""
+        return shares(self.chunks, self.replicas)
+
+    def stages_of(self, worker: int) -> tuple[int, ...]:
+        """The stages that a worker holds."""
+        return self.placement.stages_of(worker % self.placement.workers)
+
+    def workers_of(self, stage: int) -> tuple[int, ...]:
+        """The workers that hold a stage: one of each replica."""
+        first = self.placement.worker_of[stage]
+        return tuple(first + replica * self.placement.workers for replica in range(self.replicas))
+
+    def beside(self, worker: int, stage: int) -> int:
+        """The worker that holds a stage in the replica of ``worker``."""
+        return worker - worker % self.placement.workers + self.placement.worker_of[stage]
+
+    def home(self, stage: int, microbatch: int) -> int:
+        """The worker that computes a stage on a micro-batch."""
+        replica = next(replica for replica, share in enumerate(self.shares) if microbatch in share)
+        return self.workers_of(stage)[replica]
 
     @cached_property
     def flow(self) -> tuple[Edge, ...]:

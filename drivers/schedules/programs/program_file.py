@@ -67,9 +67,10 @@ class ProgramParser:
         self.field(TITLE).end()
         schedule = self.schedule()
         workers = self.size("workers")
+        replicas = self.size("replicas") if self.upcoming("replicas ") else 1
         stages = self.size("stages")
         chunks = self.size("chunks")
-        placement = self.placement(workers, stages)
+        placement = self.placement(workers, replicas, stages)
         backward = self.backward(stages)
         memory = self.memory(workers)
         checkpoints = self.checkpoints(stages, chunks, backward)
@@ -84,7 +85,17 @@ class ProgramParser:
         if len(self.rest) > 1:
             raise self.rest[-1].error("expected the end of the program")
         return Program(
-            schedule, placement, chunks, orders, backward, memory, edges, tuple(replicated), lowered, checkpoints
+            schedule,
+            placement,
+            chunks,
+            orders,
+            backward,
+            memory,
+            edges,
+            tuple(replicated),
+            lowered,
+            checkpoints,
+            replicas,
         )
 
     def upcoming(self, word: str) -> bool:
@@ -108,8 +119,12 @@ class ProgramParser:
             raise ParseError(f"{name} must be at least 1, found {found}", scanner.line, len(name) + 2)
         return found
 
-    def placement(self, workers: int, stages: int) -> Placement:
+    def placement(self, workers: int, replicas: int, stages: int) -> Placement:
+        """The placement of the first replica."""
         scanner = self.field("placement ")
+        if workers % replicas:
+            raise ParseError(f"{workers} workers are no {replicas} replicas of a pipeline", scanner.line, 1)
+        workers //= replicas
         worker_of = scanner.numbers("the worker of a stage")
         scanner.end()
         if len(worker_of) != stages or max(worker_of) >= workers:

@@ -92,7 +92,7 @@ def per_stage(name: str, given: PerStage, program: Program) -> list[Number]:
         found = list(given)
     else:
         require_cost(name, given)
-        found = [given * program.workers / program.stages] * program.stages
+        found = [given * program.placement.workers / program.stages] * program.stages
     for cost in found:
         require_cost(name, cost)
     return found

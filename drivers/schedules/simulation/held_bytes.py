@@ -205,7 +205,8 @@ class _Walk:
     def __init__(self, program: Program, sizes: PipeBytes, worker: int) -> None:
         self.program, self.sizes, self.worker = program, sizes, worker
         self.order = program.orders[worker]
-        self.own = program.placement.stages_of(worker)
+        self.own = program.stages_of(worker)
+        self.share = len(program.shares[worker // program.placement.workers])
         self.takes: dict[Pass, list[str]] = defaultdict(list)
         self.gives: dict[Pass, list[str]] = defaultdict(list)
         for edge in program.flow:
@@ -249,7 +250,7 @@ class _Walk:
     def _held(self, working: int) -> Held:
         inputs, outputs, waiting = self.values.totals
         if self.sizes.inputs_stay:
-            inputs += sum(each.total for each in self.inputs.values())
+            inputs += sum(each.total for each in self.inputs.values()) * self.share // self.program.chunks
         kept, values = self.kept + outputs, waiting + self.results
         return Held(self.parameters, self.gradients, self.optimizer, kept, inputs, values, working)
 

@@ -7,7 +7,16 @@ from collections import Counter, defaultdict, deque
 from typing import Any
 
 from pippy.drivers.schedules.programs.edges import Pass
-from pippy.drivers.schedules.programs.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
+from pippy.drivers.schedules.programs.instructions import (
+    Compute,
+    Free,
+    Instruction,
+    Op,
+    Receive,
+    Reduce,
+    ReduceStage,
+    Send,
+)
 from pippy.drivers.schedules.programs.program import Program
 
 
@@ -86,6 +95,9 @@ class Machine:
                     if any(key[0] == worker and key[1] in stages for stages in copies)
                 )
                 self.sums[parameter, worker, tuple(parts)] += 1
+            case ReduceStage(stage):
+                own = sorted(item for item in self.gradients.items() if item[0][:2] == (worker, stage))
+                self.sums[stage, worker, tuple(own)] += 1
 
     def compute(self, worker: int, op: Op, stage: int, chunk: int) -> None:
         here = (worker, stage, chunk)

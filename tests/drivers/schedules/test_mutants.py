@@ -12,7 +12,16 @@ from dataclasses import replace
 from pippy.drivers.schedules import add_communication, make_schedule, validate
 from pippy.drivers.schedules.errors import ProgramError
 from pippy.drivers.schedules.orders.registry import REGISTRY
-from pippy.drivers.schedules.programs.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
+from pippy.drivers.schedules.programs.instructions import (
+    Compute,
+    Free,
+    Instruction,
+    Op,
+    Receive,
+    Reduce,
+    ReduceStage,
+    Send,
+)
 from pippy.drivers.schedules.programs.program import Program
 from pippy.drivers.schedules.recompute import Checkpoint
 from tests.drivers.schedules.graphs import with_random_graph
@@ -28,8 +37,10 @@ def random_program(rng: random.Random) -> Program:
     workers = rng.randint(1, 4)
     stages = None if REGISTRY[name].stages_per_worker > 1 or name.startswith("zb") else rng.randint(1, 2)
     checkpoint: Checkpoint = rng.choice(CHECKPOINTS)
+    chunks = rng.randint(1, 4)
+    replicas = rng.randint(1, min(chunks, 2))
     program = make_schedule(
-        name, workers=workers, chunks=rng.randint(1, 4), stages_per_worker=stages, checkpoint=checkpoint
+        name, workers=workers, chunks=chunks, stages_per_worker=stages, checkpoint=checkpoint, replicas=replicas
     )
     if rng.random() < 0.7:
         program = with_random_graph(program, rng)
@@ -98,7 +109,9 @@ def readdress(rng: random.Random, orders: Orders, program: Program) -> None:
             changes = [replace(free, value=value), replace(free, microbatch=chunk)]
         case Reduce():
             names = [copies.parameter for copies in program.replicated]
-            changes = [Reduce(rng.choice([*names, "unknown"]))]
+            changes = [Reduce(rng.choice([*names, "unknown"])), ReduceStage(stage)]
+        case ReduceStage():
+            changes = [ReduceStage(stage), Reduce("unknown")]
     order[index] = rng.choice(changes)
 
 

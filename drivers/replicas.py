@@ -1,0 +1,72 @@
+"""Replicas of a pipeline: which worker holds which stage of which replica, and what they cannot do.
+
+stage        0         1
+replica 0    worker0   worker1      micro-batches 0 to 3
+replica 1    worker2   worker3      micro-batches 4 to 7
+                └─────────┴─ the gradients of a stage are added up over the replicas
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.nn.modules.batchnorm import _NormBase
+
+from pippy.drivers.errors import DriverError
+from pippy.ir.compiled import Compiled
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Which worker holds which stage of which replica of the pipeline: print it, or ask for one.
+
+    ``ranks`` has the worker of each stage, for each replica. ``names`` are those of all workers of the cluster.
+
+    >>> topology = Topology(((0, 1), (2, 3)), ["a", "b", "c", "d"])
+    >>> print(topology)
+    stage      0  1
+    replica 0  a  b
+    replica 1  c  d
+    >>> topology[1, 0], topology.names[topology[1, 0]]
+    (2, 'c')
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    names: Sequence[str]
+
+    def __getitem__(self, replica_and_stage: tuple[int, int]) -> int:
+        replica, stage = replica_and_stage
+        return self.ranks[replica][stage]
+
+    def __str__(self) -> str:
+        rows = [["stage", *map(str, range(len(self.ranks[0])))]]
+        rows += [[f"replica {at}", *(self.names[rank] for rank in own)] for at, own in enumerate(self.ranks)]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+
+
+class RunningStatistics:
+    """The norms of a Pipe that may have running statistics: what each replica sees would change its own copy of them."""
+
+    def __init__(self, compiled: Compiled) -> None:
+        self.norms: Mapping[str, Any] = {
+            compiled.remap_qualname(f"{call}.{path}"): module
+            for call, stage in compiled.stages()
+            for path, module in stage.named_modules()
+            if isinstance(module, _NormBase)
+        }
+
+    def check(self) -> None:
+        """Raise if a norm would change its running statistics in a step."""
+        changing = [
+            name
+            for name, norm in self.norms.items()
+            if norm.training and norm.track_running_stats and norm.running_mean is not None
+        ]
+        if changing:
+            raise DriverError(
+                f"{', '.join(map(repr, changing[:6]))}{' and others' * (len(changing) > 6)} would change running statistics in "
+                "training, and each replica of the pipeline sees a part of the mini-batch only, so that their copies would "
+                "drift apart; put these norms into eval() to keep their statistics as they are, take norms without "
+                "(track_running_stats=False, GroupNorm, LayerNorm), or leave replicas= out"
+            )

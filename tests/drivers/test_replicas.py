@@ -1,0 +1,200 @@
+"""Replicas of a pipeline: the numbers of plain PyTorch on the whole batch, and equal parameters on all replicas."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from pippy import MultiUseParameterConfig, Pipe, PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain, pipeline
+from pippy.drivers.control.messages import Fetch
+from pippy.drivers.errors import DriverError
+from tests.drivers.models import TiedLanguage
+
+pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
+
+
+def model():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def batch(rows=11):
+    return torch.randn(rows, 4), torch.randn(rows, 2)
+
+
+def copies(driver, name):
+    """The copies of a parameter or buffer on all workers."""
+    return [driver.commands.call({rank: Fetch((place,))})[rank][0] for rank, place in driver.placed.locations(name)]
+
+
+def check_replicas_are_equal(driver, replicas=2):
+    for name, _ in driver.pipe.named_parameters():
+        found = copies(driver, name)
+        assert len(found) >= replicas
+        assert all(torch.equal(found[0], each) for each in found), name
+
+
+def check_state(driver, plain):
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(driver.state_dict()[name], value, rtol=1e-12, atol=1e-12)
+
+
+def cut_in_two(loss=nn.MSELoss):
+    return Pipe.from_sequential(nn.Sequential(*(nn.Sequential(*part) for part in (model()[:2], model()[2:]))), loss())
+
+
+class Plain(nn.Module):
+    """The model of `cut_in_two`, with its names, trained as ever."""
+
+    def __new__(cls):
+        return nn.Sequential(model()[:2], nn.Sequential(*model()[2:]))
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 5), ("fill_drain", 4), ("zb_h1", 6)])
+def test_training_is_that_of_plain_pytorch_on_the_whole_batch(cluster, schedule, chunks):
+    plain = Plain()
+    driver = PipelineDriver(cut_in_two(), cluster, schedule=schedule, replicas=2)
+    optimizer = driver.instantiate_optimizer(torch.optim.AdamW, lr=0.1)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for step in range(4):  # the third and fourth are one update
+        x, target = batch(rows=11 + step)
+        expected = nn.functional.mse_loss(plain(x), target)
+        expected.backward()
+        torch.testing.assert_close(driver.run(chunks, x, target), expected.detach(), rtol=1e-12, atol=1e-12)
+        if step == 2:
+            continue
+        ours = driver.clip_grad_norm_(0.05)
+        torch.testing.assert_close(ours, nn.utils.clip_grad_norm_(plain.parameters(), 0.05), rtol=1e-12, atol=1e-12)
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(driver.get_grad(name), parameter.grad, rtol=1e-12, atol=1e-12)
+        for each in (optimizer, theirs):
+            each.step()
+            each.zero_grad()
+    check_state(driver, plain)
+    check_replicas_are_equal(driver)
+    with torch.no_grad():
+        torch.testing.assert_close(driver.run(chunks, x, target), nn.functional.mse_loss(plain(x), target))
+    torch.testing.assert_close(driver.run(chunks, x, target, outputs=True).outputs, plain(x).detach())
+
+
+def test_random_numbers_and_results_do_not_depend_on_replicas(cluster):
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.4), nn.Linear(8, 2))
+    x, _ = batch(8)
+    found = []
+    for replicas in (1, 2):
+        pipe = Pipe.from_sequential(nn.Sequential(net[:2], nn.Sequential(net[2])))
+        driver = PipelineDriver1F1B(pipe, cluster, replicas=replicas, keyed_random=5)
+        found.append([driver.run(4, x) for _ in range(2)])
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    assert not torch.equal(found[0][0], found[0][1])
+
+
+@pytest.mark.parametrize("tied", ["TRANSMIT", "REPLICATE"])
+def test_tied_parameters(cluster, tied):
+    torch.manual_seed(2)
+    plain = TiedLanguage()
+    loss = nn.CrossEntropyLoss(ignore_index=-100)
+    pipe = pipeline(
+        copy.deepcopy(plain),
+        lambda output, target: loss(output.flatten(0, 1), target.flatten()),
+        multi_use_param_spec=MultiUseParameterConfig[tied],
+    )
+    driver = PipelineDriver1F1B(pipe, cluster, world_size=4, replicas=2, loss_reduction=count)
+    optimizer, theirs = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1), torch.optim.SGD(plain.parameters(), 0.1)
+    for _ in range(3):
+        x, target = torch.randint(13, (6, 5)), torch.randint(13, (6, 5))
+        target[3:, 2:] = -100  # the second replica has fewer targets
+        expected = loss(plain(x).flatten(0, 1), target.flatten())
+        expected.backward()
+        torch.testing.assert_close(driver.run(3, x, target), expected.detach(), rtol=1e-12, atol=1e-12)
+        for each in (optimizer, theirs):
+            each.step()
+            each.zero_grad()
+    check_state(driver, plain)
+    check_replicas_are_equal(driver)
+
+
+def count(target):
+    return (target != -100).sum()
+
+
+def test_what_is_sent_to_a_replica_are_its_own_rows(cluster):
+    driver = PipelineDriver1F1B(cut_in_two(), cluster, replicas=2)
+    sent = []
+    post = driver.commands.post_step
+    driver.commands.post_step = lambda steps, *rest: sent.append(steps) or post(steps, *rest)
+    x, target = batch(10)
+    driver.run(5, x, target)
+    rows = {
+        rank: {n: [len(t) for t in step.inputs.whole(n)] for n in step.inputs.arguments}
+        for rank, step in sent[0].items()
+    }
+    assert rows == {0: {"input_1": [6]}, 1: {"target": [6]}, 2: {"input_1": [4]}, 3: {"target": [4]}}
+
+
+def test_who_is_who(cluster):
+    driver = PipelineDriver1F1B(cut_in_two(), cluster, replicas=2, all_ranks=[3, 1, 0, 2])
+    assert driver.topology.ranks == ((3, 1), (0, 2))
+    assert str(driver.topology).splitlines()[1] == "replica 0  worker3  worker1"
+    assert repr(driver) == "<PipelineDriver1F1B: 1f1b, 2 stages in 2 replicas on worker3, worker1, worker0, worker2>"
+    assert driver.program(4).workers == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"replicas": 0}, "replicas=0: give how many pipelines"),
+        ({"replicas": True}, "replicas=True: give how many pipelines"),
+        ({"replicas": 2, "world_size": 3}, "replicas=2 on 3 workers: each replica takes as many workers"),
+        ({"replicas": 5}, "replicas=5 on 4 workers"),
+        ({"replicas": 2, "schedule": "auto"}, "replicas=2 and schedule='auto' do not go together"),
+        ({"replicas": 2, "schedule": "fill_drain", "single_loss": True}, "no worker has the outputs of the whole"),
+        ({"replicas": 2, "_debug_mask_minibatches": True}, "_debug_mask_minibatches=True do not go together"),
+    ],
+)
+def test_what_is_refused(cluster, given, message):
+    with pytest.raises(DriverError, match=message):
+        PipelineDriver(cut_in_two(), cluster, **given)
+
+
+def test_a_program_for_another_number_of_replicas(cluster):
+    program = PipelineDriverFillDrain(cut_in_two(), cluster, replicas=2).program(4)
+    with pytest.raises(
+        DriverError, match="for 2 replicas of the pipeline, and the driver for one pipeline; give the driver"
+    ):
+        PipelineDriver(cut_in_two(), cluster, schedule=program)
+    x, target = batch(8)
+    found = PipelineDriver(cut_in_two(), cluster, schedule=program, replicas=2).run(4, x, target)
+    assert found == PipelineDriverFillDrain(cut_in_two(), cluster).run(4, x, target)
+    with pytest.raises(Exception, match="chunks=1 for 2 replicas of the pipeline"):
+        PipelineDriver1F1B(cut_in_two(), cluster, replicas=2).run(1, x, target)
+
+
+def test_running_statistics_are_refused_and_the_advice_works(cluster):
+    def driver(norm, **given):
+        return PipelineDriver1F1B(
+            Pipe.from_sequential(nn.Sequential(nn.Linear(4, 3), norm), nn.MSELoss()), cluster, **given
+        )
+
+    x, target = torch.randn(8, 4), torch.randn(8, 3)
+    norm = nn.BatchNorm1d(3)
+    with pytest.raises(DriverError, match="'1' would change running statistics in training"):
+        driver(norm, replicas=2).run(2, x, target)
+    driver(norm).run(2, x, target)
+    driver(norm.eval(), replicas=2).run(2, x, target)
+    driver(nn.BatchNorm1d(3, track_running_stats=False), replicas=2).run(2, x, target)
+    driver(nn.LayerNorm(3), replicas=2).run(2, x, target)
+
+
+def test_memory_and_recordings_have_all_replicas(cluster):
+    driver = PipelineDriver1F1B(cut_in_two(), cluster, replicas=2)
+    x, target = batch(8)
+    memory = driver.memory(4, x, target, optimizer=torch.optim.SGD)
+    alone = PipelineDriver1F1B(cut_in_two(), cluster).memory(2, x[:4], target[:4], optimizer=torch.optim.SGD)
+    assert [each.most[:-2] for each in memory.workers] == [each.most[:-1] for each in alone.workers] * 2
+    with driver.record(memory=True) as recording:
+        driver.run(4, x, target)
+    assert all(f"worker {rank}" in recording._repr_html_() for rank in range(4))
+    assert "worker 0, worker 2" in recording._repr_html_()
