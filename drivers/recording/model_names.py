@@ -35,7 +35,8 @@ class ModelNames:
 
     def modules(self, number: int) -> str:
         """The modules of a stage; empty if they are not known."""
-        return self.stages[number] if number < len(self.stages) else ""
+        modules = self.stages[number] if number < len(self.stages) else ""
+        return f"module {modules}" if modules.isdigit() else f"modules {modules}" if modules[:1].isdigit() else modules
 
     def value(self, name: str) -> str:
         """The name of a value or of its gradient, with the module that makes the value."""

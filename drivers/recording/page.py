@@ -12,10 +12,11 @@ from pathlib import Path
 from statistics import median
 from xml.etree import ElementTree
 
+from pippy.drivers.recording.colours import FILLS, css_class, dark_colours
 from pippy.drivers.recording.findings import findings
 from pippy.drivers.recording.memory_drawing import memory_drawing
 from pippy.drivers.recording.step_data import StepData
-from pippy.drivers.recording.svg import FILLS, LEFT, RIGHT, WIDTH, draw, used
+from pippy.drivers.recording.svg import LEFT, RIGHT, WIDTH, draw, used
 from pippy.drivers.recording.tables import memory, stages, times, traffic
 from pippy.drivers.recording.units import duration
 from pippy.drivers.schedules.simulation.held_bytes import HeldBytes
@@ -46,7 +47,7 @@ def page(
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
         "script-src 'unsafe-inline'\">"
-        f"<title>{escape(title)}</title><style>{(HERE / 'page.css').read_text(encoding='utf-8')}</style></head>"
+        f"<title>{escape(title)}</title><style>{(HERE / 'page.css').read_text(encoding='utf-8')}{dark_colours()}</style></head>"
         f'<body><header><h1>{escape(title)}</h1><p class="what">{escape(_what(step))}</p></header>'
         f'<div class="findings">{said}</div>{body}'
         f"<script>{(HERE / 'page.js').read_text(encoding='utf-8')}</script></body></html>\n"
@@ -68,7 +69,7 @@ def _count(number: int, what: str) -> str:
 def _timeline(step: StepData) -> str:
     drawing = ElementTree.tostring(draw(step, page=True), encoding="unicode")
     legend = "".join(
-        f'<span><i class="swatch k-{kind.replace(" ", "-")}" style="background:{FILLS[kind]}"></i>{escape(words)}</span>'
+        f'<span><i class="swatch {css_class(kind)}" style="background-color:{FILLS[kind]}"></i>{escape(words)}</span>'
         for kind, words in used(step).items()
     )
     frame = json.dumps(

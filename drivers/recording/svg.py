@@ -1,7 +1,7 @@
 """Draws a recorded step as SVG: a row for each worker, with a box for all that it did; below, the prediction to the same scale.
 
-Colours are attributes, so a drawing looks the same wherever it is shown. A page can set other colours by class. All text goes
-through ElementTree, which escapes it.
+Colours are attributes; a style sheet changes them by class for readers who prefer dark pages. All text goes through
+ElementTree, which escapes it.
 """
 
 from collections.abc import Iterator
@@ -10,9 +10,10 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
 from pippy.drivers.recording.activity import Activity, Cause
+from pippy.drivers.recording.colours import FILLS, HATCHED, css_class, dark_colours
 from pippy.drivers.recording.step_data import StepData
 from pippy.drivers.recording.units import duration, size
-from pippy.drivers.schedules.drawings.svg import COLOURS
+from pippy.drivers.schedules.drawings.colours import FAINT, GROUND, INK
 from pippy.drivers.schedules.programs.instructions import Compute, Instruction, Receive, Send
 
 WIDTH, LEFT, RIGHT, TOP = 1200, 110, 16, 26
@@ -21,18 +22,6 @@ LONGEST = 15  # letters of a worker's name that are shown
 NARROWEST_NAMED = 20  # pixels; a narrower box shows its name in its tooltip only
 THINNEST = 0.2  # pixels; thinner boxes are left out, unless they are computations
 TICKS = 10
-INK, FAINT, GROUND = "#1f2328", "#d0d7de", "#ffffff"
-FILLS = {
-    **{str(op): colour for op, colour in COLOURS.items()},
-    Cause.STARTING: "#e3e6ea",
-    Cause.FILL: "#eceef1",
-    Cause.WAITING: "#f3d9d9",
-    Cause.TRANSFER: "#f0b35e",
-    Cause.SENDING: "#d9822b",
-    Cause.ADDING: "#d18bb0",
-    Cause.PYTHON: "#8b949e",
-    Cause.DRAIN: "#eceef1",
-}
 LEGEND = {
     "F": "forward",
     "R": "forward again",
@@ -52,7 +41,10 @@ LEGEND = {
 def svg(step: StepData) -> str:
     """The drawing, as the text of an SVG file."""
     root = draw(step)
-    root.insert(0, Element("rect", {"width": "100%", "height": "100%", "fill": GROUND}))
+    root.insert(0, Element("rect", {"class": "ground", "width": "100%", "height": "100%", "fill": GROUND}))
+    style = Element("style")
+    style.text = dark_colours()
+    root.insert(0, style)
     return ElementTree.tostring(root, encoding="unicode")
 
 
@@ -68,6 +60,7 @@ def draw(step: StepData, page: bool = False) -> Element:
         "svg",
         {
             **({} if page else {"xmlns": "http://www.w3.org/2000/svg"}),
+            "class": "step",
             "viewBox": f"0 0 {WIDTH} {height}",
             "width": str(WIDTH),
             "height": str(height),
@@ -81,6 +74,7 @@ def draw(step: StepData, page: bool = False) -> Element:
     plot = WIDTH - LEFT - RIGHT
     clip = SubElement(SubElement(root, "clipPath", {"id": "plot"}), "rect")
     clip.attrib |= {"x": str(LEFT), "y": "0", "width": str(plot), "height": str(bottom)}
+    _hatch(root)
     _axis(root, span, bottom)
     _row_names(root, step, TOP, "measured")
     _row_names(root, step, second, "predicted")
@@ -91,6 +85,18 @@ def draw(step: StepData, page: bool = False) -> Element:
     if not page:
         _legend(root, legend, bottom)
     return root
+
+
+def _hatch(root: Element) -> None:
+    """The pattern of what is hatched: stripes of the ground over its colour."""
+    shape = {"width": "5", "height": "5", "patternUnits": "userSpaceOnUse", "patternTransform": "rotate(45)"}
+    pattern = SubElement(root, "pattern", {"id": "hatch", "class": "hatch", **shape})
+    SubElement(pattern, "rect", {"width": "5", "height": "5", "fill": FILLS[HATCHED]})
+    SubElement(pattern, "path", {"d": "M0 1h5", "stroke": GROUND, "stroke-width": "2"})
+
+
+def _fill(kind: str) -> str:
+    return "url(#hatch)" if kind == HATCHED else FILLS[kind]
 
 
 def _row_names(root: Element, step: StepData, top: int, title: str) -> None:
@@ -124,8 +130,9 @@ def _predicted(boxes: Element, step: StepData, worker: int, top: int, scale: flo
 def _legend(root: Element, legend: dict[str, str], bottom: int) -> None:
     for index, (kind, words) in enumerate(legend.items()):
         x, y = LEFT + 134 * (index % 8), bottom + 8 + 18 * (index // 8)
-        SubElement(root, "rect", {"x": str(x), "y": str(y), "width": "12", "height": "12", "fill": FILLS[kind]})
-        SubElement(root, "text", {"x": str(x + 17), "y": str(y + 10)}).text = words
+        entry = SubElement(root, "g", {"class": css_class(kind)})
+        SubElement(entry, "rect", {"x": str(x), "y": str(y), "width": "12", "height": "12", "fill": _fill(kind)})
+        SubElement(entry, "text", {"x": str(x + 17), "y": str(y + 10)}).text = words
 
 
 def used(step: StepData) -> dict[str, str]:
@@ -143,11 +150,11 @@ def _box(
     kind, name, title = what
     start, end = times
     x, width = LEFT + start * scale, (end - start) * scale
-    group = SubElement(parent, "g", {"class": f"box k-{kind.replace(' ', '-')}"})
+    group = SubElement(parent, "g", {"class": f"box {css_class(kind)}"})
     if page:
         group.attrib |= {"data-s": f"{start:.9f}", "data-e": f"{end:.9f}"}
     SubElement(group, "title").text = title
-    shape = {"x": f"{x:.2f}", "y": str(top), "width": f"{width:.2f}", "height": str(ROW), "fill": FILLS[kind]}
+    shape = {"x": f"{x:.2f}", "y": str(top), "width": f"{width:.2f}", "height": str(ROW), "fill": _fill(kind)}
     SubElement(group, "rect", shape)
     if name and (page or width >= NARROWEST_NAMED):
         place = {"x": f"{x + width / 2:.2f}", "y": str(top + 17), "text-anchor": "middle"}

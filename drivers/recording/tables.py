@@ -5,8 +5,9 @@ from html import escape
 from statistics import median
 
 from pippy.drivers.recording.activity import Activity, Cause
+from pippy.drivers.recording.colours import FILLS, css_class
 from pippy.drivers.recording.step_data import StepData
-from pippy.drivers.recording.svg import FILLS, LEGEND
+from pippy.drivers.recording.svg import LEGEND
 from pippy.drivers.recording.units import duration, percent, size
 from pippy.drivers.schedules.programs.instructions import Op
 
@@ -72,8 +73,8 @@ def _bar(activities: Sequence[Activity], whole: float) -> str:
             kind = "F" if cause == Cause.COMPUTING else cause
             words = escape(f"{cause}: {duration(seconds)}, {percent(seconds / whole)}")
             parts += (
-                f'<i class="k-{kind.replace(" ", "-")}" title="{words}" '
-                f'style="width:{100 * seconds / whole:.3f}%;background:{FILLS[kind]}"></i>'
+                f'<i class="{css_class(kind)}" title="{words}" '
+                f'style="width:{100 * seconds / whole:.3f}%;background-color:{FILLS[kind]}"></i>'
             )
     return f'<span class="bar">{parts}</span>'
 
@@ -115,9 +116,10 @@ def stages(step: StepData) -> str:
         share = 100 * total / (max(totals) or 1.0)
         mark = " <b>slowest</b>" if total == max(totals) and len(totals) > 1 else ""
         passes = [duration(step.medians[op][stage]) if step.medians[op][stage] else "–" for op in kinds]
-        bar = f'<span class="bar"><i class="k-F" style="width:{share:.2f}%;background:{FILLS["F"]}"></i></span>'
+        filled = f'<i class="{css_class("F")}" style="width:{share:.2f}%;background-color:{FILLS["F"]}"></i>'
         modules = f"<br><small>{escape(step.model.modules(stage))}</small>" if step.model.modules(stage) else ""
-        rows.append([f"stage {stage}{mark}{modules}{bar}", escape(step.holders(stage)), *passes, duration(total)])
+        name = f'stage {stage}{mark}{modules}<span class="bar">{filled}</span>'
+        rows.append([name, escape(step.holders(stage)), *passes, duration(total)])
     head = ["stage", "on", *(escape(LEGEND[str(op)]) for op in kinds), "together"]
     return f"<p>For one micro-batch: medians over the {step.program.chunks}.</p>{table(head, rows, words=2)}"
 

@@ -2,9 +2,9 @@
 
 from html import escape
 
+from pippy.drivers.schedules.drawings.colours import COLOURS
 from pippy.drivers.schedules.errors import ProgramError
 from pippy.drivers.schedules.programs.drawn import Drawn
-from pippy.drivers.schedules.programs.instructions import Op
 from pippy.drivers.schedules.programs.program import Program
 from pippy.drivers.schedules.simulation.simulate import Simulation, simulate
 from pippy.drivers.schedules.simulation.timeline import Span, Timeline
@@ -13,13 +13,6 @@ WIDTH, MARGIN = 1200, 60
 ROW, GAP = 28, 4
 NARROWEST_NAMED = 14  # pixels; a box that is narrower has its name in its tooltip only
 MOST_DRAWN = 20_000  # instructions, in a notebook
-COLOURS = {
-    Op.FORWARD: "#7aa6e8",
-    Op.RECOMPUTE: "#a9b7cc",
-    Op.BACKWARD: "#63bf8f",
-    Op.BACKWARD_INPUT: "#6ccfcf",
-    Op.BACKWARD_WEIGHT: "#b6a3e3",
-}
 
 
 def render_svg(drawn: Program | Timeline) -> str:
@@ -29,7 +22,7 @@ def render_svg(drawn: Program | Timeline) -> str:
     >>> print(render_svg(make_schedule("forward_only", workers=1, chunks=1)))
     <svg xmlns="http://www.w3.org/2000/svg" width="1200" height="36" font-family="sans-serif" font-size="11">
     <text x="4" y="22">worker 0</text>
-    <g><title>F0.0: 0 to 1</title><rect x="60.00" y="4" width="1136.00" height="28" fill="#7aa6e8" fill-opacity="1.00" \
+    <g><title>F0.0: 0 to 1</title><rect x="60.00" y="4" width="1136.00" height="28" fill="#7fabea" fill-opacity="1.00" \
 stroke="#fff"/><text x="628.00" y="22" text-anchor="middle">0</text></g>
     </svg>
     """

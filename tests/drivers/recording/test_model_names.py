@@ -53,4 +53,4 @@ def test_a_module_that_is_cut_is_named_by_its_parts():
 
 def test_layers_of_a_sequential_are_called_by_their_numbers():
     pipe = Pipe.from_sequential(nn.Sequential(*(nn.Linear(2, 2) for _ in range(2))))
-    assert model_names(compiled_of(pipe)).stage(1) == "stage 1 (1)"
+    assert model_names(compiled_of(pipe)).stage(1) == "stage 1 (module 1)"
