@@ -76,7 +76,7 @@ def shared(rank: int, end: socket.socket) -> Keyed:
 def by_rpc(rank: int, store: str) -> Keyed:
     """Two processes that share no memory, as of two hosts, but over the loopback interface."""
     transport, _ = rpc_transport(
-        rank, str, "0", 5.0, lambda post: SharedMemoryTransport(rank, {}, far=[1 - rank], post=post)
+        rank, str, "0", 5.0, lambda post, _: SharedMemoryTransport(rank, {}, far=[1 - rank], post=post)
     )
     assert isinstance(transport, SharedMemoryTransport)
     rpc.serve(rpc.Served(MessageQueue(), urgent=lambda message: None, deliver=transport.deliver))

@@ -7,7 +7,6 @@ import socket
 import sys
 import threading
 import traceback
-from functools import partial
 from typing import Any, NoReturn
 
 from pippy.drivers.clusters.launch_config import CONTROLLER, LaunchConfig
@@ -79,7 +78,9 @@ def make_transport(config: LaunchConfig, index: int, messages: Any) -> Any:
         from pippy.drivers.transport.messages.rpc_values import rpc_transport
         from pippy.drivers.transport.rpc_transport import RpcTransport
 
-        return rpc_transport(index, config.rpc_name, CONTROLLER, config.timeout, partial(RpcTransport, index))[0]
+        return rpc_transport(
+            index, config.rpc_name, CONTROLLER, config.timeout, lambda post, _: RpcTransport(index, post)
+        )[0]
     from pippy.drivers.transport.messages.message_connection import WorkerMessageConnection
     from pippy.drivers.transport.shared_memory_transport import SharedMemoryTransport
 

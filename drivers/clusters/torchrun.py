@@ -99,11 +99,12 @@ def cluster(
     _check_first()
     keep_freed_memory()
     met = meet(rank_info, names, start_timeout, transport)
-    worker = _worker(rank_info, met, own_device, threads, timeout, patience)
+    address = None if transport == "rpc" else address_of(interface(rank_info))
+    worker = _worker(rank_info, met, own_device, threads, timeout, patience, address)
     if rank_info.rank:
         assert worker is not None
         _work(worker, rank_info, timeout, start_timeout)
-    return _control(rank_info, worker, met, timeout, start_timeout, torch.device(own_device).type)
+    return _control(rank_info, worker, met, timeout, start_timeout, torch.device(own_device).type, transport != "rpc")
 
 
 def _number(n: int | None) -> int:
@@ -172,7 +173,13 @@ def _device(
 
 
 def _worker(
-    rank_info: RankInfo, met: Meeting, device: str, threads: int | None, timeout: float, patience: float
+    rank_info: RankInfo,
+    met: Meeting,
+    device: str,
+    threads: int | None,
+    timeout: float,
+    patience: float,
+    address: str | None,
 ) -> TorchrunWorker | None:
     """The worker of this process, if it hosts one."""
     if rank_info.index < 0:
@@ -190,6 +197,7 @@ def _worker(
         set(range(rank_info.workers)) - set(near),
         met.connections,
         patience,
+        address,
     )
 
 
@@ -220,10 +228,20 @@ def interface(rank_info: RankInfo) -> str | None:
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing
         for _, name in socket.if_nameindex():
-            with suppress(OSError):
-                answer = ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(answer[20:24]) == probe.getsockname()[0]:
-                    return name
+            if address_of(name) == probe.getsockname()[0]:
+                return name
+    return None
+
+
+def address_of(interface: str | None) -> str | None:
+    """The address of a network interface, if it has one of IPv4.
+
+    >>> address_of("lo"), address_of("none")
+    ('127.0.0.1', None)
+    """
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", (interface or "").encode()[:15]))
+        return socket.inet_ntoa(answer[20:24])
     return None
 
 
@@ -246,6 +264,7 @@ def _control(
     timeout: float,
     start_timeout: float,
     device_type: str,
+    connects_hosts: bool,
 ) -> Cluster:
     if worker is None:
         rpc.serve_nothing()
@@ -256,7 +275,7 @@ def _control(
         worker.start()
     rpc_names = [address.rpc_name for address in met.addresses]
     first = {worker: group[0] for group in met.routes.groups for worker in group}
-    messages = MixedMessages(met.near, met.connections, RpcMessages(rpc_names), first)
+    messages = MixedMessages(met.near, met.connections, RpcMessages(rpc_names), first, connects_hosts)
     control = Control(met.addresses, timeout, messages=messages)
     others = [name for name in rpc_names if name != CONTROLLER]
     joined = TorchrunProcesses(worker, others, timeout, control, met.connections)

@@ -50,13 +50,13 @@ class TorchrunProcesses:
             return
         self.left = True
         rpc.stderr_filter.start()
-        if self.worker is not None:
-            self.worker.end()
         for last in (False, True):  # first all workers are told that connections will break, then they leave
             told = []
             for name in self.others:
                 with suppress(ConnectionError):
                     told.append(rpc.urgent(name, pickle_message(Leave(last, self.control.lost))))
             rpc.wait_all(told, min(1.0, self.timeout))
+            if not last and self.worker is not None:
+                self.worker.end()  # which breaks its connections with others
         rpc.leave()
         self.connections.close()

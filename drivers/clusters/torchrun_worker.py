@@ -11,8 +11,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from pippy.drivers.clusters.far_peers import FarPeers
 from pippy.drivers.clusters.launch_config import CONTROLLER
-from pippy.drivers.control.messages import Connect, GiveUp, Ping
+from pippy.drivers.control.messages import Connect, GiveUp, Invite, Ping
 from pippy.drivers.transport.device_transport import for_device
 from pippy.drivers.transport.messages import rpc
 from pippy.drivers.transport.messages.controller_connections import ControllerConnections
@@ -49,7 +50,8 @@ class TorchrunWorker:
 
     ``peer`` gives the RPC name of the process that hosts a worker. ``sockets``, if there are any, lead to the first process
     of this host: for messages, if that is the controller's, and for urgent ones. Through them come the sockets to workers of
-    this host; to those that are ``far`` values go by RPC. ``connections``, if this is the first process, has the other ends.
+    this host; to those that are ``far`` values go by RPC, and small ones over TCP if ``address``, the one of this host that
+    others reach, is known. ``connections``, if this is the first process, has the other ends.
     """
 
     def __init__(
@@ -65,17 +67,26 @@ class TorchrunWorker:
         far: Collection[int] = (),
         connections: ControllerConnections | None = None,
         patience: float = 0.0,
+        address: str | None = None,
     ) -> None:
         self.messages, self.threads, self.connections = MessageQueue(), threads, connections
         first = WorkerMessageConnection(sockets[0], self.messages).connection if sockets else None
 
-        def make(post: Post) -> SharedMemoryTransport:
+        def make(post: Post, lost: Callable[[int, str], None]) -> SharedMemoryTransport:
             return SharedMemoryTransport(
-                index, {}, pinned=device != "cpu", controller=first, patience=patience, far=far, post=post
+                index,
+                {},
+                pinned=device != "cpu",
+                controller=first,
+                patience=patience,
+                far=far,
+                post=post,
+                lost=lost,
             )
 
         carrier, self.values = rpc_transport(index, peer, CONTROLLER, timeout, make)
         self.transport, copies = for_device(device, carrier)
+        self.far_peers = FarPeers(index, peer, far, address, timeout, carrier.add_far)
         context = WorkerContext(
             index,
             tuple(names),
@@ -87,7 +98,7 @@ class TorchrunWorker:
             copies,
         )
         self.worker = Worker(context)
-        self.name, self.left = names[index], False
+        self.index, self.name, self.left = index, names[index], False
         self.thread: threading.Thread | None = None
         rpc.serve(rpc.Served(self.messages, self.urgent, self.transport.deliver))
         if sockets:
@@ -118,6 +129,8 @@ class TorchrunWorker:
         """Answer at once, on a thread that is not the worker's own."""
         if isinstance(message, Connect):
             return self._connect(message)
+        if isinstance(message, Invite):
+            return self.far_peers.invite(message.guest)
         if not isinstance(message, Leave):
             return self.worker.urgent(message)
         if message.why is not None and not message.now:
@@ -132,7 +145,10 @@ class TorchrunWorker:
         return None
 
     def _connect(self, message: Connect) -> None:
-        """Give two workers of this host a socket to each other."""
+        """Give two workers of this host a socket to each other, or this one and a far one a connection."""
+        if message.one == self.index and message.other in self.far_peers.peers:
+            self.far_peers.visit(message.other)
+            return
         assert self.connections is not None, "only the first process of a host is asked to connect others"
         self.connections.connect(message.one, message.other)
         if self.connections.unsent():  # nobody here would send it later

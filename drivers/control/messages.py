@@ -545,10 +545,17 @@ class Ping:
 
 @dataclass(frozen=True)
 class Connect:
-    """Urgent: give two workers, both of this worker's host, a socket to each other."""
+    """Urgent: give two workers a connection with each other. Both are of this worker's host, or one is this worker."""
 
     one: int
     other: int
+
+
+@dataclass(frozen=True)
+class Invite:
+    """Urgent, from worker ``guest`` of another host: open a door for it. The answer is an Invitation, or None."""
+
+    guest: int
 
 
 @dataclass(frozen=True)

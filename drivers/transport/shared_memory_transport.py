@@ -8,10 +8,13 @@ import os
 import select
 import socket
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from pippy.drivers.transport.connection import Connection
+from pippy.drivers.transport.far_connection import FarConnection
 from pippy.drivers.transport.memory import no_descriptor
 from pippy.drivers.transport.received_values import ReceivedValues, ValueKey
 from pippy.drivers.transport.rpc_transport import Post, PostedValues, copied
@@ -30,7 +33,8 @@ class SharedMemoryTransport(Transport):
     read. While a ring is replaced, the old ring that the receiver has not emptied is in use too. A ring of which half is
     not needed shrinks. The memory has no name in the file system, so nothing is left behind, however a process ends.
 
-    To the peers ``far``, which share no memory with this process, ``post`` carries values, as for an RpcTransport.
+    To the peers ``far``, which share no memory with this process, ``post`` carries values, as for an RpcTransport, but for
+    small ones once there is a connection of TCP: `add_far` brings it, and ``lost`` is called if it breaks.
 
     A connection to the ``controller`` is served along with those of the peers. A receive polls for its value for
     ``patience`` seconds before it sleeps, because waking a process takes longer than sending it a small value. If values go on
@@ -56,13 +60,17 @@ class SharedMemoryTransport(Transport):
         patience: float = 0.0,
         far: Collection[int] = (),
         post: Post | None = None,
+        lost: Callable[[int, str], None] = lambda peer, how: None,
     ) -> None:
         self.index, self.pinned, self.far = index, pinned, frozenset(far)
         self.patience = 0.0 if pinned else patience  # a copy that has left the device must not wait for a poll
         self.sent: dict[int, SentCount] = {}
         self.received, self._limit = ReceivedValues(), limit
         self._posted = PostedValues(post, self.received) if post else None
-        self.connections: dict[int, Connection] = {}
+        self._lost = lost
+        self._far_ends: deque[tuple[int, socket.socket, int]] = deque()  # that came, and that epoll does not watch yet
+        self._closed = False
+        self.connections: dict[int, Connection | FarConnection] = {}
         self._peer_of: dict[int, int] = {}
         self._unconnected: dict[int, OSError] = {}  # the peers whose sockets could not be taken
         self._epoll = select.epoll()
@@ -80,14 +88,21 @@ class SharedMemoryTransport(Transport):
             self.received.put(key, copied(value))
             return
         if to in self.far:
-            assert self._posted is not None, f"worker {to} is far, and nothing carries values there"
-            self._posted.send(to, key, value, self.sent.setdefault(to, SentCount()))
+            self._send_far(to, key, value, self.sent.setdefault(to, SentCount()))
             return
         sent = self.sent.get(to) or self._await_socket(key, to)
         connection = self.connections[to]
+        assert isinstance(connection, Connection)
         payload = connection.send(key, value)
         sent.values += 1
         sent.bytes += payload
+
+    def add_far(self, peer: int, end: socket.socket, window: int) -> None:
+        """Use a connection of TCP to a far peer. From any thread."""
+        self._far_ends.append((peer, end, window))
+        self.received.wakeup.set()
+        if self._closed:
+            self._drop_far_ends()
 
     def ready(self, key: ValueKey) -> bool:
         while not self.received.has(key) and self._serve(0):
@@ -125,6 +140,8 @@ class SharedMemoryTransport(Transport):
         super().forget(peers)
 
     def close(self) -> None:
+        self._closed = True
+        self._drop_far_ends()
         for connection in self.connections.values():
             if not connection.ended:
                 connection.flush()
@@ -133,7 +150,7 @@ class SharedMemoryTransport(Transport):
         self._epoll.close()
         self.received.close()
 
-    def _to_peers(self) -> Iterator[Connection]:
+    def _to_peers(self) -> Iterator[Connection | FarConnection]:
         return (connection for peer, connection in self.connections.items() if peer != _CONTROLLER)
 
     def _take_in(self, source: int) -> bool:
@@ -144,7 +161,27 @@ class SharedMemoryTransport(Transport):
             return False
         return self._step(connection) or (self.patience > 0 and self._poll(connection))
 
-    def _add(self, peer: int, connection: Connection) -> None:
+    def _send_far(self, to: int, key: ValueKey, value: Any, sent: SentCount) -> None:
+        connection = self.connections.get(to)
+        payload = connection.send(key, value) if connection is not None and not connection.ended else None
+        if payload is None:
+            assert self._posted is not None, f"worker {to} is far, and nothing carries values there"
+            self._posted.send(to, key, value, sent)
+        else:
+            sent.values += 1
+            sent.bytes += payload
+
+    def _take_far_ends(self) -> None:
+        while self._far_ends:
+            peer, end, window = self._far_ends.popleft()
+            self._add(peer, FarConnection(end, self.received, window, self.pinned))
+
+    def _drop_far_ends(self) -> None:
+        with suppress(IndexError):  # another thread may have taken the last one
+            while True:
+                self._far_ends.popleft()[1].close()
+
+    def _add(self, peer: int, connection: Connection | FarConnection) -> None:
         self.connections[peer] = connection
         self._peer_of[connection.fd] = peer
         self._epoll.register(connection.fd, select.EPOLLIN)
@@ -189,6 +226,7 @@ class SharedMemoryTransport(Transport):
             found = found if found == wanted else -2
             if fd == self._wakeup:
                 self.received.woken()
+                self._take_far_ends()
             elif fd in self._peer_of:
                 connection = self.connections[self._peer_of[fd]]
                 if connection.queue or connection.socket_full:
@@ -198,22 +236,24 @@ class SharedMemoryTransport(Transport):
                         break
         return found
 
-    def _step(self, connection: Connection) -> bool:
+    def _step(self, connection: Connection | FarConnection) -> bool:
         """Read one packet, if there is one."""
         try:
             more = connection.step()
             if connection.queue and not connection.socket_full:
                 connection.flush()
             return more
-        except ConnectionError:
+        except ConnectionError as error:
             peer = self._peer_of.pop(connection.fd)
             self._epoll.unregister(connection.fd)
             self._full.discard(connection.fd)
             connection.close()
+            if peer in self.far:
+                self._lost(peer, f"the connection to it broke: {error}")
             self.received.mark_lost(peer)
             return False
 
-    def _poll(self, connection: Connection) -> bool:
+    def _poll(self, connection: Connection | FarConnection) -> bool:
         """Poll for a packet of this peer for ``patience`` seconds; True if one came."""
         end = time.monotonic() + self.patience
         while connection.fd in self._peer_of and time.monotonic() < end:

@@ -1,7 +1,8 @@
 """A script for torchrun on one machine whose ranks take themselves for those of several hosts, as HOSTS names them.
 
 It trains on a cluster in which some workers share memory and some do not; steps fail; at the end a worker is killed. Every
-rank says what it sends by RPC, when it does so first: the kind of call, and the process that is called.
+rank says what it sends by RPC, when it does so first: the kind of call, and the process that is called; and with whom it has
+a connection of TCP. These have room for four values, so that others go by RPC in between.
 """
 
 import copy
@@ -16,7 +17,8 @@ import pippy
 from pippy import PipelineDriver
 from pippy.drivers.errors import StepError, WorkerLostError
 from pippy.drivers.schedules.orders.registry import REGISTRY
-from pippy.drivers.transport.messages import rpc
+from pippy.drivers.transport.messages import far_door, rpc
+from pippy.drivers.transport.shared_memory_transport import SharedMemoryTransport
 from tests.drivers.failing_model import (
     BACKWARD,
     EXIT,
@@ -28,7 +30,7 @@ from tests.drivers.failing_model import (
     no_orders,
     trapped_pipe,
 )
-from tests.drivers.processes import within
+from tests.drivers.processes import listening, within
 from tests.drivers.scarce import NO_DESCRIPTORS, NO_SHARED_MEMORY
 from tests.drivers.test_failures import Training
 from tests.drivers.thread_cluster import thread_cluster
@@ -44,7 +46,7 @@ def tell(kind):
     def told(to, *arguments):
         if (kind, to) not in called:
             called.add((kind, to))
-            print("RPC", os.environ["RANK"], kind, to, flush=True)
+            print(f"RPC {os.environ['RANK']} {kind} {to}\n", end="", flush=True)  # at once: threads print, too
         return inner(to, *arguments)
 
     setattr(rpc, kind, told)
@@ -110,17 +112,33 @@ def lose_a_worker(cluster, training):
         running.result()
 
 
+def tell_of_connections():
+    """Print to whom this process gets a connection."""
+    inner = SharedMemoryTransport.add_far
+
+    def told(transport, peer, end, window):
+        print(f"TCP {os.environ['RANK']} {peer} {window}\n", end="", flush=True)
+        inner(transport, peer, end, window)
+
+    SharedMemoryTransport.add_far = told
+
+
 for kind in ("deliver", "post", "urgent"):
     tell(kind)
+tell_of_connections()
+far_door._BUFFER = 8192
 os.environ["PIPPY_HOST"] = os.environ["HOSTS"].split()[int(os.environ["RANK"])]
 torch.manual_seed(1)
 torch.set_default_dtype(torch.float64)
 with pippy.cluster(threads=1, timeout=2.0) as cluster:
     print(cluster.routes, flush=True)
-    print("ready", *[address.pid for address in cluster.control.workers], flush=True)
+    pids = [address.pid for address in cluster.control.workers]
+    print("ready", *pids, flush=True)
+    listening_before = listening(pids)
     with thread_cluster(4) as threads:
         for schedule in TRAINING:
             train(cluster, threads, schedule)
+    assert listening(pids) <= listening_before, "the ports for connections of TCP are closed when they stand"
     training = fail(cluster)
     print("trained", flush=True)
     lose_a_worker(cluster, training)

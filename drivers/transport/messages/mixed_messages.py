@@ -13,7 +13,8 @@ from pippy.drivers.transport.pollable_event import PollableEvent
 class MixedMessages:
     """Messages to the workers ``near`` over ``connections``, and to the others ``by_rpc``.
 
-    ``first`` gives, for workers of other hosts that have neighbours there, the worker that can connect those.
+    ``first`` gives, for workers of other hosts that have neighbours there, the worker that can connect those. With ``far``
+    the workers of different hosts are connected, too.
 
     >>> messages = MixedMessages([0], ControllerConnections(), RpcMessages(["a", "b", "c", "d"]), {1: 1, 2: 1, 3: 3})
     >>> messages.connect(1, 2), messages.connect(0, 1), messages.connect(2, 3)
@@ -26,8 +27,10 @@ class MixedMessages:
         connections: ControllerConnections,
         by_rpc: RpcMessages,
         first: Mapping[int, int],
+        far: bool = False,
     ) -> None:
         self.near, self.connections, self.by_rpc, self.first = frozenset(near), connections, by_rpc, dict(first)
+        self.far = far
 
     def post(self, worker: int, number: int, pickled: Pickled) -> "torch.futures.Future[Pickled]":
         """Put a message into a worker's queue; the future has its answer."""
@@ -38,11 +41,13 @@ class MixedMessages:
         return (self.connections if worker in self.near else self.by_rpc).urgent(worker, pickled)
 
     def connect(self, one: int, other: int) -> int | None:
-        """Give two workers of this host a socket to each other. Of another host, return the worker that can."""
+        """Give two workers of this host a socket to each other. If a worker can give them one, return it."""
         if one in self.near and other in self.near:
             self.connections.connect(one, other)
         elif one in self.first and self.first[one] == self.first.get(other):
             return self.first[one]
+        else:
+            return one if self.far else None
         return None
 
     def wait(self, wakeup: PollableEvent, timeout: float) -> None:

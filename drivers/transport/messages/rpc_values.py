@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,6 +16,7 @@ from pippy.drivers.transport.rpc_transport import Post
 from pippy.drivers.transport.transport import Transport
 
 Future = torch.futures.Future
+T = TypeVar("T", bound=Transport)
 BEYOND = (
     2.0  # seconds beyond a cluster's timeout: the controller's pings have found a lost process by then, and say more
 )
@@ -62,7 +63,7 @@ class RpcValues:
         try:
             future = rpc.deliver(self.name(to), key, pickled)
         except ConnectionError as error:
-            self._note_lost(to, f"the connection broke: {_first_line(error)}")
+            self.note_lost(to, f"the connection broke: {_first_line(error)}")
         else:
             self.watch(to, len(pickled.data) + sum(tensor.nbytes for tensor in pickled.tensors), future)
 
@@ -96,9 +97,10 @@ class RpcValues:
         try:
             future.value()
         except Exception as error:  # RPC raises errors of all kinds
-            self._note_lost(to, f"the connection broke: {_first_line(error)}")
+            self.note_lost(to, f"the connection broke: {_first_line(error)}")
 
-    def _note_lost(self, to: int, how: str) -> None:
+    def note_lost(self, to: int, how: str) -> None:
+        """Note that a peer is lost, and how that was found."""
         with self._changed:
             known = to in self.lost_peers or self._ended
             self.lost_peers.add(to)
@@ -109,7 +111,7 @@ class RpcValues:
         while (late := self._next_late()) is None:
             pass
         if late:
-            self._note_lost(*late)
+            self.note_lost(*late)
 
     def _next_late(self) -> tuple[int, str] | tuple[()] | None:
         """Wait for a time to look, and look: a peer that has taken nothing up in time, and how. () at the end."""
@@ -136,9 +138,13 @@ class RpcValues:
 
 
 def rpc_transport(
-    index: int, name: Callable[[int], str], controller: str, timeout: float, make: Callable[[Post], Transport]
-) -> tuple[Transport, RpcValues]:
-    """A worker's transport, made by ``make``, that posts values by RPC.
+    index: int,
+    name: Callable[[int], str],
+    controller: str,
+    timeout: float,
+    make: Callable[[Post, Callable[[int, str], None]], T],
+) -> tuple[T, RpcValues]:
+    """A worker's transport, made by ``make``, that posts values by RPC, and what it is to call with a peer that it loses.
 
     The worker reports to the controller that it has lost another, and notes it itself.
     """
@@ -148,7 +154,7 @@ def rpc_transport(
         transport.mark_lost(peer)
 
     values = RpcValues(name, lost, timeout + BEYOND)
-    transport = make(values.post)
+    transport = make(values.post, values.note_lost)
     return transport, values
 
 

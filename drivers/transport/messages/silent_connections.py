@@ -23,16 +23,27 @@ def break_silent_connections(seconds: float) -> None:
     >>> end.close(), door.close()
     (None, None)
     """
-    whole = max(1, math.ceil(seconds))
     for fd in filter(_is_socket, map(int, os.listdir("/proc/self/fd"))):
         with suppress(OSError), socket.socket(fileno=os.dup(fd)) as found:  # an OSError: it is not connected
             if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
                 found.getpeername()
-                found.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, whole)
-                found.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, whole)
-                # what was sent and is not acknowledged counts, too, and is not probed
-                found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT * whole * 1000)
-                found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                break_when_silent(found, seconds, SILENT * max(1, math.ceil(seconds)))
+
+
+def break_when_silent(end: socket.socket, quiet: float, silent: float) -> None:
+    """Probe a connection of TCP when ``quiet`` seconds were quiet, and then as often; break it when ``silent`` seconds were.
+
+    >>> with socket.socket() as end:
+    ...     break_when_silent(end, 0.5, 2.5)
+    ...     end.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+    1
+    """
+    whole = max(1, math.ceil(quiet))
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, whole)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, whole)
+    # what was sent and is not acknowledged counts, too, and is not probed
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(silent * 1000))
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 def _is_socket(fd: int) -> bool:

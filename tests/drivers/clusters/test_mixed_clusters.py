@@ -20,7 +20,7 @@ def lines_until(process, word):
 
 
 def test_two_workers_here_and_two_there(tmp_path):
-    """RPC carries what goes from one host to the other, and nothing between workers of one."""
+    """RPC carries what goes from one host to the other, beside TCP, and nothing between workers of one."""
     with started(*STANDALONE, "4", SCRIPT, HOSTS="a a b b", TMPDIR=str(tmp_path)) as process:
         *routes, line = lines_until(process, "ready")
         assert re.sub(" on .*?(?=:|$)", "", "\n".join(routes), flags=re.M) == (
@@ -35,4 +35,7 @@ def test_two_workers_here_and_two_there(tmp_path):
     values = {(rank, to) for rank, kind, to in by_rpc if kind == "deliver"}
     assert {("1", "worker2"), ("2", "worker1")} <= values
     assert all((rank in "01") == (to in ("worker2", "worker3")) for rank, to in values)
+    by_tcp = [tuple(line.split()[1:]) for line in lines if line.startswith("TCP")]
+    assert {(rank, peer) for rank, peer, _ in by_tcp} == {("0", "3"), ("3", "0"), ("1", "2"), ("2", "1")}
+    assert len(by_tcp) == len(set(by_tcp)) and {window for *_, window in by_tcp} == {"4096"}
     assert {to for _, kind, to in by_rpc if kind == "post"} == {"worker2", "worker3"}
