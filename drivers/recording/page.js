@@ -5,7 +5,7 @@
   window.addEventListener("error", event => { root.dataset.error = event.message; });
   const holder = document.getElementById("timeline"), svg = holder.querySelector("svg"), tip = document.getElementById("tip");
   const frame = JSON.parse(holder.dataset.frame), axis = svg.querySelector(".axis"), space = svg.namespaceURI;
-  const bottom = axis.querySelector("line").getAttribute("y2"), NAMED = 20;
+  const bottom = axis.querySelector("line").getAttribute("y2"), height = svg.viewBox.baseVal.height, NAMED = 20, TICK = 72;
   const boxes = Array.from(svg.querySelectorAll(".box"), group => {
     const title = group.querySelector("title"), words = title.textContent;
     title.remove();  // the tip says it at once
@@ -22,8 +22,9 @@
   }
 
   function ticks() {
-    const power = Math.pow(10, Math.floor(Math.log10((to - from) / 10)));
-    const step = [1, 2, 5, 10].map(each => each * power).find(each => (to - from) / each <= 10.01);
+    const most = Math.max(1, Math.min(10, Math.floor((frame.right - frame.left) / TICK)));
+    const power = Math.pow(10, Math.floor(Math.log10((to - from) / most)));
+    const step = [1, 2, 5, 10].map(each => each * power).find(each => (to - from) / each <= most + 0.01);
     axis.replaceChildren();
     for (let count = Math.ceil(from / step - 1e-9); count * step <= to * (1 + 1e-9); count++) {
       const x = frame.left + (count * step - from) / (to - from) * (frame.right - frame.left);
@@ -54,6 +55,17 @@
     root.dataset.view = from.toExponential(6) + " " + to.toExponential(6);
   }
 
+  // one unit is one pixel, so letters are as large on a narrow page
+  function layout() {
+    const width = Math.max(holder.clientWidth, 240), plot = svg.querySelector("#plot rect");
+    const names = Math.max(...Array.from(svg.querySelectorAll(".row"), each => each.getBBox().width));
+    frame.left = Math.min(names + 14, width / 3);
+    frame.right = width - 16;
+    for (const [name, value] of [["viewBox", `0 0 ${width} ${height}`], ["width", width], ["height", height]]) svg.setAttribute(name, value);
+    for (const [name, value] of [["x", frame.left], ["width", frame.right - frame.left]]) plot.setAttribute(name, value);
+    paint();
+  }
+
   function view(start, end) {
     const width = Math.min(Math.max(end - start, frame.span * 1e-5), frame.span);
     from = Math.min(Math.max(start, 0), frame.span - width);
@@ -80,12 +92,13 @@
   const doing = { in: () => zoom(0.5), out: () => zoom(2), all: () => view(0, frame.span) };
   for (const button of document.querySelectorAll("[data-do]")) button.addEventListener("click", doing[button.dataset.do]);
   holder.addEventListener("wheel", event => {
+    if (document.activeElement !== holder) return;  // the page scrolls
     event.preventDefault();
     if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) move(event.deltaX / pixels());
     else zoom(Math.exp(event.deltaY * 0.002), timeAt(event));
   }, { passive: false });
   holder.addEventListener("keydown", event => {
-    const keys = { "+": doing.in, "=": doing.in, "-": doing.out, "0": doing.all, ArrowLeft: () => move(-0.2), ArrowRight: () => move(0.2) };
+    const keys = { "+": doing.in, "=": doing.in, "-": doing.out, "0": doing.all, Escape: () => holder.blur(), ArrowLeft: () => move(-0.2), ArrowRight: () => move(0.2) };
     if (keys[event.key] && !event.ctrlKey && !event.metaKey) { event.preventDefault(); keys[event.key](); }
   });
   holder.addEventListener("dblclick", doing.all);
@@ -107,6 +120,7 @@
   // report.html#view=0.001,0.002 opens at a time
   const asks = /^#view=([0-9.e+-]+),([0-9.e+-]+)$/.exec(location.hash);
   if (asks && +asks[2] > +asks[1]) view(+asks[1], +asks[2]);
-  else paint();
+  layout();
+  window.addEventListener("resize", layout);
   root.dataset.ready = String(boxes.length);
 })();

@@ -6,6 +6,7 @@ title, and what ran ─ findings ─ timeline (measured above predicted) ─ whe
 """
 
 import json
+import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -40,7 +41,9 @@ def page(
         ("Memory", memory(step) + memory_drawing(step, counted)),
         ("Steps", _steps(step, kept, dropped)),
     ]
-    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in findings(step))
+    lead, *others = map(escape, findings(step))
+    lead = re.sub(r"^(.*?\.)(?= |$)", r"<b>\1</b>", lead)
+    said = "".join(f"<p>{sentence}</p>" for sentence in [lead, *others])
     body = "".join(f"<section><h2>{heading}</h2>{content}</section>" for heading, content in sections)
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -77,7 +80,7 @@ def _timeline(step: StepData) -> str:
     )
     return (
         '<div class="tools"><button data-do="in">zoom in</button><button data-do="out">zoom out</button>'
-        '<button data-do="all">all</button><span class="hint">wheel or +/− zooms, drag or arrows move, '
+        '<button data-do="all">all</button><span class="hint">click into it, and the wheel or +/− zooms; drag or arrows move, '
         f"pointing at a box names it; its number is {_numbers(step)}</span></div>"
         f'<div id="timeline" tabindex="0" data-frame=\'{escape(frame)}\'>{drawing}</div>'
         f'<div class="legend">{legend}</div><div id="tip" hidden></div>{_clocks(step)}'

@@ -100,10 +100,10 @@ def _fill(kind: str) -> str:
 
 
 def _row_names(root: Element, step: StepData, top: int, title: str) -> None:
-    heading = SubElement(root, "text", {"x": "4", "y": str(top - 8), "font-weight": "bold"})
+    heading = SubElement(root, "text", {"class": "row", "x": "4", "y": str(top - 8), "font-weight": "bold"})
     heading.text = title
     for worker, name in enumerate(step.workers):
-        place = {"x": "4", "y": str(top + worker * (ROW + GAP) + 17)}
+        place = {"class": "row", "x": "4", "y": str(top + worker * (ROW + GAP) + 17)}
         SubElement(root, "text", place).text = _short(name, worker)
 
 

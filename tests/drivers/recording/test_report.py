@@ -409,9 +409,27 @@ const box = first.querySelector("rect").getBoundingClientRect();
 const at = {clientX: box.left + box.width / 2, clientY: box.top + box.height / 2, bubbles: true};
 timeline.dispatchEvent(new PointerEvent("pointermove", at));
 data.tip = document.getElementById("tip").textContent;
-timeline.dispatchEvent(new WheelEvent("wheel", {...at, deltaY: -500, cancelable: true}));
+const wheel = () => timeline.dispatchEvent(new WheelEvent("wheel", {...at, deltaY: -500, cancelable: true}));
+document.activeElement.blur();
+data.scrolled = String(wheel()) + " " + data.view;
+timeline.focus();
+data.zoomed = String(wheel());
 data.wheeled = data.view;
+timeline.dispatchEvent(new KeyboardEvent("keydown", {key: "Escape"}));
+data.left = String(wheel());
+const share = document.querySelector("td [tabindex]");
+share.dispatchEvent(new PointerEvent("pointermove", {bubbles: true}));
+data.share = document.getElementById("tip").textContent;
 data.wide = document.documentElement.scrollWidth - innerWidth;
+press("all");
+document.body.style.width = "460px";
+dispatchEvent(new Event("resize"));
+const boxes = [...document.querySelectorAll(".box")].map(each => each.getBoundingClientRect());
+const inside = timeline.getBoundingClientRect();
+data.letters = document.querySelector(".row").getBoundingClientRect().height;
+data.outside = boxes.filter(each => each.right > inside.right || each.left < inside.left).length;
+data.ticks = [...document.querySelectorAll(".axis text")].map(each => each.textContent).join();
+data.narrow = Math.max(...[...document.querySelectorAll("section > *")].map(each => each.getBoundingClientRect().right)) - 460;
 </script></body>"""
 
 
@@ -437,3 +455,10 @@ def test_the_page_works_in_a_browser(tmp_path):
     assert views["wheeled"][1] - views["wheeled"][0] == pytest.approx(views["all"][1] / 2.71828, rel=1e-3)
     assert found["tip"].startswith("F0.0\nforward of stage 0, micro-batch 0\n1 s, from")
     assert int(found["wide"]) <= 0
+    assert found["scrolled"] == f"true {found['all']}", "the wheel is the page's until the timeline has the focus"
+    assert (found["zoomed"], found["left"]) == ("false", "true")
+    assert "(worker 0), idle: 12.8 s\npredicted: 12 s, 60 %" in found["share"]
+    assert float(found["letters"]) > 11, "letters of a narrow page are as large as those of a wide one"
+    assert int(found["outside"]) == 0
+    assert found["ticks"] == "0 s,10 s,20 s"
+    assert float(found["narrow"]) < 450
