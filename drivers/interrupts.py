@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-_inside = False  # whether the main thread is in a block where all wait: to change a handler takes longer than most
+# How many wait in the block in force, in the main thread. To change a handler takes longer than most blocks.
+_wait = 0.0
 
 
-def uninterrupted() -> AbstractContextManager[None]:
+def uninterrupted() -> AbstractContextManager[list[Any]]:
     """Ctrl-C waits for the end of the block. Half a command would leave workers waiting for ever for the other half.
 
     >>> with uninterrupted():
@@ -20,26 +21,29 @@ def uninterrupted() -> AbstractContextManager[None]:
     return _waiting(math.inf)
 
 
-def first_waits() -> AbstractContextManager[None]:
+def first_waits() -> AbstractContextManager[list[Any]]:
     """The first Ctrl-C waits for the end of the block, as in `uninterrupted`; a second one does not.
 
-    >>> with first_waits():
-    ...     print("from here to there, if nobody insists")
-    from here to there, if nobody insists
+    The block is given a list, which is empty until the first has come.
+
+    >>> with first_waits() as came:
+    ...     print("from here to there, if nobody insists", came)
+    from here to there, if nobody insists []
     """
     return _waiting(1)
 
 
 @contextmanager
-def _waiting(at_most: float) -> Iterator[None]:
-    """So many of Ctrl-C wait for the end of the block, where they come as one."""
-    global _inside
-    own = threading.current_thread() is threading.main_thread() and not _inside
+def _waiting(at_most: float) -> Iterator[list[Any]]:
+    """So many of Ctrl-C wait for the end of the block. Inside of a block where as many wait, this is nothing."""
+    global _wait
+    came: list[Any] = []
+    outer = _wait
+    own = threading.current_thread() is threading.main_thread() and at_most > outer
     before = signal.getsignal(signal.SIGINT) if own else None
     if not callable(before):
-        yield
+        yield came
         return
-    came: list[Any] = []
 
     def hear(*what: Any) -> None:
         came.append(what)
@@ -47,11 +51,11 @@ def _waiting(at_most: float) -> Iterator[None]:
             before(*what)
 
     signal.signal(signal.SIGINT, hear)
-    _inside = at_most == math.inf
+    _wait = at_most
     try:
-        yield
+        yield came
     finally:
-        _inside = False
+        _wait = outer
         signal.signal(signal.SIGINT, before)
-        if 0 < len(came) <= at_most:
-            before(*came[0])
+        for what in came if len(came) <= at_most else ():
+            before(*what)

@@ -8,8 +8,10 @@ Nothing is read ahead where the run may stop: its position in the data is then t
 """
 
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +19,13 @@ import torch
 
 from pippy.drivers.batches.items import call_of
 from pippy.drivers.driver_base import PipelineDriverBase
+from pippy.drivers.interrupts import first_waits
 from pippy.ir import source
 from pippy.ir.names import LOSS
 from pippy.ir.trees import tensors
+from pippy.training.checkpoints import Checkpoints
 from pippy.training.options import Length, Updates
-from pippy.training.reader import Reader
+from pippy.training.reader import Place, Reader
 from pippy.training.result import StepReport, TrainingResult
 
 Callback = Callable[[StepReport], Any]
@@ -29,8 +33,9 @@ Callback = Callable[[StepReport], Any]
 
 @dataclass(frozen=True)
 class Fetched:
-    """Items that were read, or what reading them raised."""
+    """Items that were read, or what reading them raised; and where the reader was before."""
 
+    before: Place
     items: list[Any]
     error: Exception | None = None
 
@@ -52,41 +57,90 @@ class Loop:
         length: Length,
         chunks: int | None,
         callbacks: Sequence[Callback] = (),
+        checkpoints: Checkpoints | None = None,
     ) -> None:
         self.driver, self.reader, self.updates, self.length = driver, reader, updates, length
-        self.chunks, self.callbacks = chunks, callbacks
+        self.chunks, self.callbacks, self.checkpoints = chunks, callbacks, checkpoints
         self.result = TrainingResult()
         # The whole of what a model returns beside its loss stays on the workers.
         self.outputs = None if LOSS in driver.compiled.split_gm._modules else False
         self.reads_ahead = _controller_only(driver)
 
     def run(self) -> TrainingResult:
-        """Train to the end."""
-        began = time.perf_counter()
+        """Train to the end. The first Ctrl-C lets the step end, and has it saved."""
+        began, ended = time.perf_counter(), False
+        try:
+            with _first_ctrl_c_waits() as came:
+                self._train(came)
+                self._save(wait=True)
+                self.result.seconds = time.perf_counter() - began
+                ended = True
+        except KeyboardInterrupt as interrupt:
+            if ended:
+                raise KeyboardInterrupt(self._ended_by_ctrl_c()) from None
+            self.driver.dispatch.give_up(interrupt)
+            raise
+        except Exception as error:
+            self._end_saving(error)
+            raise
+        return self.result
+
+    def _ended_by_ctrl_c(self) -> str:
+        saved = ", and is not saved: no folder= was given"
+        if self.result.checkpoint is not None:
+            saved = f", saved as {self.result.checkpoint}; the same call goes on from there"
+        return f"training ended by Ctrl-C after step {self.result.steps}{saved}"
+
+    def _train(self, came: list[Any]) -> None:
+        if self.checkpoints is not None:
+            self.checkpoints.go_on(self.driver, self.reader, self.result)
         self.driver.zero_grad()
         fetched: Fetched | None = None
-        while items := (fetched or self._fetched()).get():
-            since = time.perf_counter()
-            report, fetched = self._step(items)
-            report.seconds = time.perf_counter() - since
-            self.result.seconds = time.perf_counter() - began
+        while not came:
+            fetched = fetched or self._fetched()
+            if came and fetched.error is not None:  # as of a loader whose processes Ctrl-C has ended
+                self.reader.go_back(fetched.before)
+                return
+            items = fetched.get()
+            if not items:
+                return
+            report, fetched = self._step(items, came)
             for callback in self.callbacks:
                 callback(report)
+            if fetched is None and self._is_due():
+                self._save(wait=False)
             if report.stopped:
                 break
-        return self.result
+        if fetched is not None and fetched.items:  # they were read ahead, and are not used
+            self.reader.go_back(fetched.before)
+
+    def _is_due(self) -> bool:
+        """Whether the run is saved after the step that was just sent, or is done."""
+        return self.checkpoints is not None and self.checkpoints.is_due(self.result.steps)
+
+    def _save(self, wait: bool) -> None:
+        if self.checkpoints is not None:
+            self.checkpoints.save(self.driver, self.reader, self.result, wait)
+
+    def _end_saving(self, error: Exception) -> None:
+        """Let what is being written be written, so that the run can go on from it."""
+        try:
+            self.driver.saving.finish()
+        except Exception as other:
+            error.add_note(f"beside that: {type(other).__name__}: {other}")
 
     def _fetched(self) -> Fetched:
         """The items of the next step; none if the training is at its end."""
+        before = self.reader.place()
         try:
             while not self._is_over():
                 items = self.reader.take(self.length.accumulate)
                 if items:
-                    return Fetched(items)
+                    return Fetched(before, items)
                 self.result.epochs = self.reader.epoch
         except Exception as error:
-            return Fetched([], error)
-        return Fetched([])
+            return Fetched(before, [], error)
+        return Fetched(before, [])
 
     def _is_over(self) -> bool:
         over = self.length.is_over(self.result.steps, self.reader.epoch)
@@ -97,18 +151,27 @@ class Loop:
             )
         return over or self.reader.ended
 
-    def _step(self, items: list[Any]) -> tuple[StepReport, Fetched | None]:
+    def _step(self, items: list[Any], came: list[Any]) -> tuple[StepReport, Fetched | None]:
         """One update. Gives the items of the next one, if they were read while the workers computed."""
+        since = time.perf_counter()
         call = call_of(items, self.chunks)
         epoch, rates = self.reader.epoch, self.updates.rates()
         outputs = {} if self.outputs is None else {"outputs": self.outputs}
         running = self.driver.run_async(call.chunks, *call.args, **outputs, **call.kwargs)
         self.result.steps += 1
-        fetched = self._fetched() if self.reads_ahead else None
+        fetched = None if came or self._is_due() or not self.reads_ahead else self._fetched()
         norm = self.updates.apply(self.driver)
         loss = float(running.result())
         self.result.losses.append(loss)
-        return StepReport(self.result.steps, epoch, loss, norm, rates, running.rows, _tokens(items), 0.0), fetched
+        seconds = time.perf_counter() - since
+        return StepReport(self.result.steps, epoch, loss, norm, rates, running.rows, _tokens(items), seconds), fetched
+
+
+def _first_ctrl_c_waits() -> AbstractContextManager[list[Any]]:
+    """What Ctrl-C does is left to the script, if it has a handler of its own."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        return first_waits()
+    return nullcontext([])
 
 
 def _controller_only(driver: PipelineDriverBase) -> bool:

@@ -12,8 +12,6 @@ from pippy.drivers.grad_scaler import PipelineGradScaler
 from pippy.drivers.optimizer import PipelineOptimizer
 from pippy.ir.trees import describe
 
-_TAKEN = ("step", "training", "scaler", "model")  # names in a checkpoint
-
 
 @dataclass(frozen=True)
 class Updates:

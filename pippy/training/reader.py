@@ -8,6 +8,7 @@ position. Data with a ``state_dict()`` and ``load_state_dict()`` is asked for it
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,14 @@ from pippy.drivers.checkpoints.plain_values import random_state, random_values
 from pippy.drivers.errors import DriverError
 from pippy.ir.run.random_state import RandomState
 from pippy.ir.trees import describe
+
+
+@dataclass(frozen=True)
+class Place:
+    """A position, and the random numbers there."""
+
+    position: dict[str, Any]
+    random: RandomState
 
 
 class Reader:
@@ -39,6 +48,7 @@ class Reader:
         self.ended = False
         self._iterator: Iterator[Any] | None = None
         self._begin: dict[str, Any] | None = None  # the random numbers when the epoch began
+        self._unread: dict[str, Any] | None = None
 
     @property
     def reads_once(self) -> bool:
@@ -86,9 +96,20 @@ class Reader:
 
     def position(self) -> dict[str, Any]:
         """Where it is, as plain values."""
+        if self._unread is not None:
+            return self._unread
         if self._has_state:
             return {"epoch": self.epoch, "taken": self.taken, "state": self.data.state_dict()}  # type: ignore[attr-defined]
         return {"epoch": self.epoch, "taken": self.taken, "begin": self._begin or self._now()}
+
+    def place(self) -> "Place":
+        """Where it is now, for `go_back`."""
+        return Place(self.position(), RandomState.current())
+
+    def go_back(self, place: "Place") -> None:
+        """Say that it is where it was, as are the random numbers: what it read since is not used. It reads no more."""
+        self._unread = place.position
+        place.random.restore()
 
     def go_to(self, position: Mapping[str, Any]) -> None:
         """Go where another reader of such data was. The random numbers are left as they are."""

@@ -1,5 +1,6 @@
 """What `pippy.train` gives, and what it tells callbacks."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,3 +64,9 @@ class TrainingResult:
     def values(self) -> dict[str, Any]:
         """What a checkpoint has of it, as plain values."""
         return {"losses": torch.tensor(self.losses, dtype=torch.float64), "evaluations": dict(self.evaluations)}
+
+    def go_on(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
+        """Take what a checkpoint has."""
+        self.losses, self.evaluations = values["losses"].tolist(), dict(values["evaluations"])
+        self.steps = self.resumed_at = step
+        self.epochs = epoch

@@ -1,12 +1,14 @@
 """`pippy.train`: the loop, as one function."""
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pippy.drivers.driver_arguments import check_chunks
 from pippy.drivers.driver_base import PipelineDriverBase
 from pippy.drivers.errors import DriverError
 from pippy.ir.trees import describe
+from pippy.training.checkpoints import checked_checkpoints
 from pippy.training.loop import Callback, Loop
 from pippy.training.options import Length, checked_updates
 from pippy.training.reader import Reader
@@ -27,6 +29,12 @@ def train(
     clip_value: float | None = None,
     scaler: Any = None,
     callbacks: Callback | Sequence[Callback] = (),
+    folder: str | os.PathLike[str] | None = None,
+    save_every: int | None = None,
+    save_minutes: float | None = None,
+    keep: int | None = None,
+    resume: bool | str | os.PathLike[str] = True,
+    also: Mapping[str, Any] | None = None,
 ) -> TrainingResult:
     """Train the model of a driver: for so many ``steps`` (updates), or ``epochs`` of ``data``, or whatever ends first.
 
@@ -34,7 +42,11 @@ def train(
     ``driver.run(chunks, ...)``: a tuple of arguments, a dict of them by name, or one tensor. With ``accumulate=k`` a step
     takes k items, each in ``chunks`` micro-batches. Gradients are clipped to the norm ``max_norm``, or each element to
     ``clip_value``. ``optimizer`` and ``scheduler`` may be lists; a scheduler steps with each update. Callbacks are called with
-    a `StepReport` after each step. See docs/loop.md.
+    a `StepReport` after each step.
+
+    With ``folder``, checkpoints are saved there: every ``save_every`` steps, every ``save_minutes`` minutes, at the end, and
+    when Ctrl-C ends the training. The ``keep`` newest are kept. A call goes on from the newest one that is there; ``resume``
+    can be False, or the path of another. ``also`` names further objects with a state to save. See docs/loop.md.
 
     >>> import torch
     >>> from pippy import Pipe, PipelineDriver1F1B, cluster, train
@@ -50,7 +62,8 @@ def train(
     updates = checked_updates(driver, optimizer, scheduler, scaler, max_norm, clip_value)
     length = Length.checked(steps, epochs, accumulate)
     check_chunks(chunks, driver._auto)
-    return Loop(driver, Reader(data), updates, length, chunks, _checked_callbacks(callbacks)).run()
+    checkpoints = checked_checkpoints(updates.parts(), folder, save_every, save_minutes, keep, resume, also)
+    return Loop(driver, Reader(data), updates, length, chunks, _checked_callbacks(callbacks), checkpoints).run()
 
 
 def _checked_callbacks(given: Any) -> Sequence[Callback]:

@@ -20,9 +20,9 @@ def shuffled(rows=22, **options):
 class Parts:
     """A driver of a new model, an optimizer and a scheduler."""
 
-    def __init__(self, cluster, model=None, loss=None, **options):
+    def __init__(self, cluster, model=lambda: Chain(2), loss=None, **options):
         torch.manual_seed(1)
-        self.model = model or Chain(2)
+        self.model = model()
         self.driver = PipelineDriver1F1B(pipeline(self.model, loss or nn.MSELoss()), cluster, **options)
         self.optimizer = self.driver.instantiate_optimizer(torch.optim.AdamW, lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=20)

@@ -1,0 +1,102 @@
+"""The checkpoints of a training: when one is due, what is in it, and how a run goes on from one."""
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pippy.drivers.checkpoints.contents import contents_of
+from pippy.drivers.checkpoints.run_folder import checkpoints_in
+from pippy.drivers.driver_base import PipelineDriverBase
+from pippy.drivers.errors import CheckpointError, DriverError
+from pippy.ir.trees import describe
+from pippy.training.options import check_count
+from pippy.training.reader import Reader
+from pippy.training.result import TrainingResult
+
+TRAINING = "training"  # what a checkpoint has beside the states
+_TAKEN = ("step", TRAINING, "model", "wait", "keep", "folder", "self")
+
+
+@dataclass
+class Checkpoints:
+    """Where and when a training is saved. ``parts`` are what has a state, by name."""
+
+    folder: str
+    parts: Mapping[str, Any]
+    every: int | None = None
+    minutes: float | None = None
+    keep: int | None = None
+    resume: bool | str = True
+    since: float = field(default_factory=time.monotonic)
+    saved: int = 0  # the step of the last one
+
+    def is_due(self, step: int) -> bool:
+        """Whether the run is to be saved after this step."""
+        by_steps = self.every is not None and step % self.every == 0
+        return by_steps or (self.minutes is not None and time.monotonic() - self.since >= 60 * self.minutes)
+
+    def save(self, driver: PipelineDriverBase, reader: Reader, result: TrainingResult, wait: bool) -> None:
+        """Save, unless this step is saved already. Without ``wait`` it is written while training goes on."""
+        if self.saved != result.steps:
+            values = {TRAINING: {"data": reader.position(), **result.values()}}
+            result.checkpoint = driver.save(
+                self.folder, wait=wait, keep=self.keep, step=result.steps, **values, **self.parts
+            )
+            self.saved, self.since = result.steps, time.monotonic()
+        if wait:
+            driver.saving.finish()
+
+    def go_on(self, driver: PipelineDriverBase, reader: Reader, result: TrainingResult) -> None:
+        """Go on from the checkpoint that there is, if there is one."""
+        driver.saving.finish()
+        path = self._to_resume()
+        if path is None:
+            return
+        values = contents_of(path).values.get("values", {})
+        if TRAINING not in values:
+            raise CheckpointError(
+                f"{path} was not saved by train(), so it does not say how far the data was read; give a folder of its own, or "
+                "resume=False after driver.load"
+            )
+        driver.load(path, **self.parts)
+        reader.go_to(values[TRAINING]["data"])
+        result.go_on(values["step"], reader.epoch, values[TRAINING])
+        result.checkpoint, self.saved, self.since = path, values["step"], time.monotonic()
+
+    def _to_resume(self) -> str | None:
+        if isinstance(self.resume, str):
+            return self.resume
+        there = checkpoints_in(self.folder) if self.resume and os.path.isdir(self.folder) else []
+        return there[-1] if there else None
+
+
+def checked_checkpoints(
+    parts: Mapping[str, Any], folder: Any, every: Any, minutes: Any, keep: Any, resume: Any, also: Any
+) -> Checkpoints | None:
+    """The checkpoints, if some are asked for."""
+    if folder is None:
+        asked = {"save_every": every, "save_minutes": minutes, "keep": keep, "also": also}
+        given = [name for name, value in asked.items() if value is not None]
+        if given:
+            raise DriverError(f"{given[0]}= is about checkpoints, and there is no folder for them; give folder=")
+        return None
+    check_count("save_every", every)
+    check_count("keep", keep)
+    if minutes is not None and not (
+        isinstance(minutes, (int, float)) and not isinstance(minutes, bool) and minutes > 0
+    ):
+        raise DriverError(f"save_minutes={describe(minutes)}: give a number above 0, or leave it out")
+    if not isinstance(resume, (bool, str, os.PathLike)):
+        raise DriverError(f"resume={describe(resume)}: give True, False, or the path of a checkpoint")
+    also = {} if also is None else dict(also)
+    for name, value in also.items():
+        if name in (*_TAKEN, *parts) or not isinstance(name, str):
+            raise DriverError(f"also={{{name!r}: ...}}: a checkpoint has something else by that name; take another")
+        if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+            raise DriverError(
+                f"also={{{name!r}: {describe(value)}}}: give objects with a state_dict() and a load_state_dict()"
+            )
+    resume = resume if isinstance(resume, bool) else os.fspath(resume)
+    return Checkpoints(os.fspath(folder), {**parts, **also}, every, minutes, keep, resume)
