@@ -26,10 +26,12 @@ from pippy.drivers.automatic.stage_estimates import call_to_fit
 from pippy.drivers.batches.divide_call import divide_call
 from pippy.drivers.batches.division import Division
 from pippy.drivers.batches.loss_check import LossCheck, LossChecks
+from pippy.drivers.batches.refused_inputs import refuse_inputs
 from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.clusters.current_cluster import current_cluster
 from pippy.drivers.commands import Commands, in_turn
 from pippy.drivers.control.messages import Step, StepReturning
+from pippy.drivers.data.sent_datasets import SentDatasets, columns_in
 from pippy.drivers.driver_arguments import (
     check_chunks,
     check_replicated,
@@ -65,7 +67,6 @@ from pippy.ir.show.html_table import html_table
 from pippy.ir.show.readable import shortened
 from pippy.ir.show.stages_table import table_cells
 from pippy.ir.surroundings import Surroundings, refused_here
-from pippy.ir.trees import describe, tensors
 
 
 class PipelineDriverBase(ModelOnWorkers):
@@ -144,6 +145,7 @@ class PipelineDriverBase(ModelOnWorkers):
         commands = Commands(self.dispatch, self.number, placed.workers, bool(placed.replicated), nonfinite, numbers)
         super().__init__(pipe, placed, commands, self.cluster)
         self.programs = DriverPrograms(pipe, schedule, placed, commands, workers, single_loss, self.out_of_order)
+        self.datasets = SentDatasets(compiled, commands, self.cluster.workers, loss_reduction)
         self.loss_checks = LossChecks(LOSS in compiled.split_gm._modules, compiled.row_sizes)
         self._generation = Generation(pipe, placed, commands, workers)
         self._probed: set[tuple[int, bool, bool]] = set()  # kinds of steps whose outputs were checked
@@ -231,13 +233,14 @@ class PipelineDriverBase(ModelOnWorkers):
         if self._statistics is not None:
             self._statistics.check()
         trains = self._trains()
-        _refuse_inputs([*args, *kwargs.values()], trains)
+        refuse_inputs([*args, *kwargs.values()], trains)
         call = None
         if self._auto is not None and self._auto.counts_bytes:
             call = self._call(args, kwargs)
             chunks = self.programs.count_of_chunks(call, trains) if chunks is None else chunks
         assert chunks is not None
         division = divide_call(self.compiled, chunks, args, kwargs, self.chunk_spec, self.batch_dims, self.mask)
+        columns = columns_in(args, kwargs)
         results = Results(
             self.compiled,
             self.placed.value_names,
@@ -252,10 +255,13 @@ class PipelineDriverBase(ModelOnWorkers):
         program = sent.lowered.program
         reduce = trains and bool(self.placed.replicated) and self.commands.last_before_update
         check = self._loss_check(sent, division, results)
+        weigher = self.ranks.index(self._loss_call(sent)[0]) if results.weighs_elsewhere else None
         scale = self._grad_scaler.scale_of_steps if self._grad_scaler is not None and trains else None
         unprobed = (chunks, trains, outputs is not None)
         probe = results.merges and division.chunks > 1 and not division.mask and unprobed not in self._probed
-        steps = self._steps(sent, purpose, division, results.weights, trains, reduce, check, scale, probe)
+        divisions = self.datasets.divisions(division, sent.lowered, self.ranks, weigher)
+        self.datasets.send(columns, divisions)
+        steps = self._steps(sent, purpose, divisions, results.weights, trains, reduce, check, scale, probe)
         returned = values_to_return(self.compiled, outputs)
         if returned is not None:
             returns = self.placed.returns(returned)
@@ -289,17 +295,21 @@ class PipelineDriverBase(ModelOnWorkers):
         """What to check of the loss, in the first step of a program and when targets hold what the loss may leave out."""
         if not results.assumes or division.chunks == 1 or division.mask:
             return None
-        name, call = self.placed.loss_call(sent.lowered)
-        worker = self.placed.worker_of(call.call)
+        worker, name, taken = self._loss_call(sent)
         return self.loss_checks.begin(
-            sent.number, division, worker, name, results.loss_seed, results.reduction.kind, call.takes
+            sent.number, division, worker, name, results.loss_seed, results.reduction.kind, taken
         )
+
+    def _loss_call(self, sent: SentProgram) -> tuple[int, str, Sequence[str]]:
+        """The worker that computes the loss, the name of the value that it is in, and what it is computed from."""
+        name, call = self.placed.loss_call(sent.lowered)
+        return self.placed.worker_of(call.call), name, call.takes
 
     def _steps(
         self,
         sent: SentProgram,
         purpose: StepPurpose,
-        division: Division,
+        divisions: Mapping[int, Division],
         weights: tuple[float, ...],
         trains: bool,
         reduce: bool,
@@ -309,14 +319,11 @@ class PipelineDriverBase(ModelOnWorkers):
     ) -> dict[int, Step]:
         """The message for each worker."""
         flags = self.commands.flags_to_send(self.placed.flags())
-        inputs, program = sent.lowered.inputs, sent.lowered.program
-        own = [division] if program.replicas == 1 else [division.part(share) for share in program.shares]
-        workers = program.placement.workers
         return {
             rank: Step(
                 sent.number,
                 trains,
-                own[at // workers].only([name for name, takers in inputs.items() if at % workers in takers]),
+                divisions[rank],
                 weights,
                 None if flags is None else flags[rank],
                 reduce,
@@ -327,7 +334,7 @@ class PipelineDriverBase(ModelOnWorkers):
                 probe,
                 self._recording is not None and self._recording.memory,
             )
-            for at, rank in enumerate(self.ranks)
+            for rank in self.ranks
         }
 
     @contextmanager
@@ -438,18 +445,3 @@ def _surroundings(method: str = "run") -> Surroundings:
             f"{refused.remedy}"
         )
     return Surroundings.current()
-
-
-def _refuse_inputs(given: Sequence[Any], trains: bool) -> None:
-    held = list(tensors(given))
-    empty = [describe(tensor) for tensor in held if tensor.is_meta]
-    if empty:
-        raise DriverError(
-            f"an input, {empty[0]}, is on the meta device and has no numbers; memory() takes it, and run() needs a real one"
-        )
-    wanting = [describe(tensor) for tensor in held if tensor.requires_grad]
-    if wanting and trains:
-        raise DriverError(
-            f"an input, {wanting[0]}, requires a gradient, and the gradients of inputs stay on the workers; detach it, or "
-            "make it a parameter of the model"
-        )

@@ -8,8 +8,9 @@ import torch
 from torch import fx
 
 from pippy.drivers.asked_outputs import LossAndOutputs, model_output
+from pippy.drivers.batches.columns import DivisionOfColumns, loaded_columns
 from pippy.drivers.batches.division import Division, SameForAll
-from pippy.drivers.batches.loss_weights import loss_weights, reduction_of
+from pippy.drivers.batches.loss_weights import loss_weights, reduction_of, weighing_inputs
 from pippy.drivers.batches.merge import LOSS_PLACE, check_leaves_loss_alone, merge_outputs
 from pippy.drivers.errors import DriverError
 from pippy.ir.compiled import Compiled
@@ -37,14 +38,17 @@ class Results:
         trains: bool = False,
         outputs: bool | None = None,
     ) -> None:
-        self.trains, self.outputs = trains, outputs
+        self.trains, self.outputs, self.loss_reduction = trains, outputs, loss_reduction
         self.compiled, self.names, self.division = compiled, names, division
         self.output_spec, self.single_loss = output_spec, single_loss
         self.reduction = reduction_of(self._loss())
         self.assumes = compiled.loss is not None and not (single_loss or loss_reduction or self.reduction.known)
-        self.weights = self._weights(loss_reduction)
+        self.weighs_elsewhere = compiled.loss is not None and not single_loss and self._weighs_elsewhere()
+        self.weights = self._weights()
         self.output = model_output(compiled)
         self.merges = outputs or (outputs is None and not self._gives_loss())
+        if self.merges:
+            map_nodes(self._check_has_output, self.output)
         if self.compiled.loss is not None and output_spec is not None:
             check_leaves_loss_alone(output_spec, map_nodes(self._loss_in, self.output))
 
@@ -52,10 +56,27 @@ class Results:
         """The loss's module; None if the model returns its loss."""
         return self.compiled.stage(LOSS) if LOSS in self.compiled.split_gm._modules else None
 
-    def _weights(self, loss_reduction: str | Callable[..., Any] | None) -> tuple[float, ...]:
-        if self.compiled.loss is None or self.single_loss:
+    def _weights(self) -> tuple[float, ...]:
+        if self.compiled.loss is None or self.single_loss or self.weighs_elsewhere:
             return (1.0,) * self.division.chunks
-        return loss_weights(self._loss(), self.division, self.compiled.target_name, loss_reduction)
+        return loss_weights(self._loss(), self.division, self.compiled.target_name, self.loss_reduction)
+
+    def _weighs_elsewhere(self) -> bool:
+        """Whether a worker finds the weights of the losses, as it has loaded what they are found by."""
+        if not isinstance(self.division, DivisionOfColumns) or self.division.chunks == 1:
+            return False
+        names = weighing_inputs(self.division, self.compiled.target_name, self.loss_reduction)
+        return any(loaded_columns(self.division.arguments[name]) for name in names)
+
+    def _check_has_output(self, node: fx.Node) -> fx.Node:
+        """Raise if the model returns an input that is loaded by the workers."""
+        given = node.op == "placeholder" and node.name in self.division.arguments
+        for leaf in loaded_columns(self.division.arguments[node.name]) if given else ():
+            raise DriverError(
+                f"the model returns its input {leaf.path!r}, which the workers load and this process does not have; give it as "
+                "a tensor, or ask for the loss alone: outputs=False"
+            )
+        return node
 
     def _gives_loss(self) -> bool:
         """Whether the Pipe gives the loss, and nothing else."""

@@ -43,6 +43,7 @@ class RunningStep:
         assert self._results is not None
         values: dict[str, Any] = {}
         for answer in answers.values():  # in the order of the replicas
+            self._results.weights = answer.weights or self._results.weights
             for name, value in answer.values.items():
                 values[name] = joined(values[name], value) if name in values else value
         by_chance = [each for answer in answers.values() for each in answer.by_chance]

@@ -22,6 +22,19 @@ class Asked:
 
     steps: tuple[tuple[str, Callable[..., Any], Any, Any], ...] = ()
 
+    def inputs(self) -> list[str]:
+        """The names of the inputs that are looked at."""
+        steps, found = {name for name, *_ in self.steps}, dict[str, None]()
+
+        def note(argument: Any) -> Any:
+            if isinstance(argument, Value) and argument not in steps:
+                found[str(argument)] = None
+            return argument
+
+        for _, _, args, kwargs in self.steps:
+            fx.node.map_aggregate((args, kwargs), note)
+        return list(found)
+
     def check(self, inputs: Mapping[str, Any]) -> None:
         """Raise an `InputError` if the inputs, by their names, are others than forward was traced for."""
         values = dict(inputs)

@@ -69,7 +69,13 @@ class Guards:
         return bool(self.asked.steps) or self.asked_autocast is not None or bool(self.conditions) or self._fix_sizes()
 
     def _fix_sizes(self) -> bool:
-        return any(kind.sizes for whole in self.kinds.values() for kind in tensor_kinds(whole))
+        return any(map(_has_sizes, self.kinds.values()))
+
+    @property
+    def checked_names(self) -> list[str]:
+        """The names of the inputs that `check` looks at."""
+        named = [name for name, kind in self.kinds.items() if _has_sizes(kind)]
+        return list(dict.fromkeys([*named, *self.asked.inputs()]))
 
     def check(self, values: Mapping[str, Any]) -> None:
         """Raise an `InputError` if the inputs of a micro-batch, by their names, differ in something that is fixed."""
@@ -94,6 +100,8 @@ class Guards:
     def _sizes(self, values: Mapping[str, Any]) -> Iterator[tuple[str, int, int | str, int]]:
         """The argument, the dimension, and the size of the example and of ``values``, for each size that is known."""
         for name, whole in self.kinds.items():
+            if not _has_sizes(whole):
+                continue
             for path, kind, tensor in whole.tensors(values[name], name):
                 for dim, size in enumerate(kind.sizes):
                     yield path, dim, size, tensor.shape[dim]
@@ -101,6 +109,10 @@ class Guards:
     def free_sizes(self, values: Mapping[str, Any]) -> list[tuple[str, int, str, int]]:
         """The argument, the dimension and the name of each size that has a name, and what it is in ``values``."""
         return [(path, dim, size, given) for path, dim, size, given in self._sizes(values) if isinstance(size, str)]
+
+
+def _has_sizes(kind: Kind) -> bool:
+    return any(each.sizes for each in tensor_kinds(kind))
 
 
 def differs(path: str, found: str, fixed: str) -> str:

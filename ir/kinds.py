@@ -16,6 +16,14 @@ from pippy.ir.trees import children, describe
 _FREE = object()  # in place of a constant that may be any of its class
 
 
+class Elsewhere:
+    """Stands for a value that this process does not have. Its kind is checked where it is.
+
+    >>> list(kind_of(torch.ones(2)).differences(Elsewhere(), "x"))
+    []
+    """
+
+
 @dataclass(frozen=True)
 class Difference:
     """Where a value is of another kind: the way there, what is there, and what should be."""
@@ -41,6 +49,8 @@ class TensorKind:
 
     def differences(self, value: Any, path: str) -> Iterator[Difference]:
         fits = isinstance(value, torch.Tensor) and value.dim() == self.dims
+        if isinstance(value, Elsewhere):
+            return
         if not fits or self.dtype not in (None, value.dtype):
             yield Difference(path, describe(value), str(self))
 
@@ -59,6 +69,8 @@ class ConstantKind:
         return f"of class {self.of_class.__name__}" if self.value is _FREE else describe(self.value)
 
     def differences(self, value: Any, path: str) -> Iterator[Difference]:
+        if isinstance(value, Elsewhere):
+            return
         if type(value) is not self.of_class or (self.value is not _FREE and value != self.value):
             yield Difference(path, describe(value), str(self))
 
@@ -80,6 +92,8 @@ class ContainerKind:
         return f"{self.of_class.__name__}({', '.join(map(str, self.parts.values()))})"
 
     def differences(self, value: Any, path: str) -> Iterator[Difference]:
+        if isinstance(value, Elsewhere):
+            return
         if type(value) is not self.of_class:
             yield Difference(path, describe(value), str(self))
             return

@@ -7,6 +7,7 @@ from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.clusters.current_cluster import current_cluster
 from pippy.drivers.clusters.local_cluster import local_cluster
 from pippy.drivers.clusters.torchrun import cluster
+from pippy.drivers.data.index_loader import IndexLoader
 from pippy.drivers.driver import (
     PipelineDriver,
     PipelineDriver1F1B,
@@ -33,6 +34,7 @@ __all__ = [
     "ChunkSpec",
     "Cluster",
     "DeferredBatchNorm",
+    "IndexLoader",
     "LayerSpec",
     "LossWrapper",
     "Max",

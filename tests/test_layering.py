@@ -29,7 +29,7 @@ LAYERS = """
     drivers/transport drivers/transport/messages
     drivers/control drivers/workers drivers/recording drivers/clusters drivers/placed_pipe
     drivers/memory drivers/automatic drivers/auto drivers/auto_memory
-    drivers/nonfinite_gradients drivers/step_numbers drivers/commands drivers/filling
+    drivers/nonfinite_gradients drivers/step_numbers drivers/commands drivers/data drivers/filling
     drivers/whole_batch_gradients drivers/programs
     drivers/stale_models drivers/parameters drivers/asked_outputs drivers/replicas drivers/results drivers/optimizer_check
     drivers/gradient_layouts drivers/optimizer drivers/grad_scaler drivers/local_optimizers drivers/running_step

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pippy.drivers.batches.columns import Column, DivisionOfColumns, LoadedColumn
 from pippy.drivers.batches.division import CutTensor, DividedValue, Division, PerMicrobatch, SameForAll
 from pippy.drivers.batches.specs import (
     ChunkSpec,
@@ -23,7 +24,7 @@ from pippy.drivers.batches.specs import (
 from pippy.drivers.errors import MicrobatchError
 from pippy.ir.brief import brief
 from pippy.ir.sparse_tensors import has_rows
-from pippy.ir.trees import describe, map_tensors, tensors, with_children
+from pippy.ir.trees import describe, leaves, map_tensors, tensors, with_children
 
 
 def divide(
@@ -61,7 +62,8 @@ def divide(
     arguments = {name: divider.divide(value, specs.get(name), users.get(name, name)) for name, value in values.items()}
     sizes = divider.sizes({users.get(name, name): value for name, value in values.items()})
     starts = tuple(accumulate(sizes[:-1], initial=0)) if sizes is not None else ()
-    return Division(chunks, sizes, arguments, names, mask, starts)
+    kind = DivisionOfColumns if divider.columns else Division
+    return kind(chunks, sizes, arguments, names, mask, starts)
 
 
 class Divider:
@@ -71,10 +73,13 @@ class Divider:
         self.chunks, self.mask = chunks, mask
         self.rows: list[tuple[str, str, int]] = []  # where, what, how many
         self.given_sizes: list[tuple[str, tuple[int, ...]]] = []
+        self.columns: list[Column] = []  # that workers load
 
     def divide(self, value: Any, spec: Any, path: str, outer: bool = True) -> Any:
         """A value, with a `DividedValue` for each value in it. ``outer``: the spec is for this value, not a container of it."""
         spec = as_spec(spec)
+        if isinstance(value, Column):
+            return self.loaded(value, spec, path, outer)
         if isinstance(value, MicroBatches):
             return self.given(value, spec, path)
         if isinstance(spec, ChunkSpec):
@@ -107,12 +112,23 @@ class Divider:
         self.rows.append((path, f"dimension {dim} of {describe(value)}", value.shape[dim]))
         return CutTensor(_plain(value), dim, value.requires_grad)
 
+    def loaded(self, value: Column, spec: Any, path: str, outer: bool) -> LoadedColumn:
+        """A value that a worker divides: here it is known how many rows it will have."""
+        self.columns.append(value)
+        if not isinstance(spec, (Replicate, ChunkSpec)):
+            self.rows.append((path, f"as many as it has indices in {value!r}", len(value)))
+        return LoadedColumn(value.key, value.batch, spec, path, outer)
+
     def given(self, value: MicroBatches, spec: Any, path: str) -> PerMicrobatch:
         if isinstance(spec, (TensorChunkSpec, ChunkSpec)):
             raise MicrobatchError(
                 f"{path} is cut already, and has the spec {spec!r}; say MicroBatches(values, dim=...)"
             )
         self._check_pieces(value.values, path, "MicroBatches has")
+        if any(isinstance(leaf, Column) for leaf in leaves(value.values)):
+            raise MicrobatchError(
+                f"{path} is a MicroBatches of columns, which workers load and cut themselves; give one column with all indices"
+            )
         sizes = [
             {each.shape[value.dim] for each in tensors(piece) if value.dim is not None and _has_dim(each, value.dim)}
             for piece in value.values

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pippy.drivers.batches.columns import loaded_columns
 from pippy.drivers.batches.divide import divide
 from pippy.drivers.batches.division import Division
 from pippy.drivers.errors import MicrobatchError
@@ -38,10 +39,17 @@ def divide_call(
         found[name] = _either(name, found.get(name), dim)
     by_input = {name: found[user] for name, user in users.items() if user in found}
     division = divide(values, chunks, by_input, mask=mask, names={user: name for name, user in users.items()})
-    if compiled.guards.are_of_rows:
+    names = guarded_inputs(compiled, division)
+    if compiled.guards.are_of_rows and not any(loaded_columns(division.arguments[name]) for name in names):
         for chunk in {size: chunk for chunk, size in enumerate(division.sizes or (0,))}.values():  # one of each size
-            check_guards(compiled, {name: division.take(name, chunk) for name in users})
+            check_guards(compiled, {name: division.take(name, chunk) for name in names})
     return division
+
+
+def guarded_inputs(compiled: Compiled, division: Division) -> list[str]:
+    """The inputs that `check_guards` looks at, by their names in the Pipe."""
+    names = (division.names.get(name) for name in compiled.guards.checked_names)
+    return [name for name in names if name is not None and name in division.arguments]
 
 
 def _without_zero(dims: Sequence[int | None] | Mapping[str, int | None] | None) -> Any:

@@ -112,7 +112,7 @@ class Division:
 
     def take(self, name: str, microbatch: int) -> Any:
         """The value of an input for one micro-batch. Tensors are views of the whole; do not write into them."""
-        return _map_divided(lambda leaf: leaf.take(microbatch, self), self.arguments[name])
+        return map_divided(lambda leaf: leaf.take(microbatch, self), self.arguments[name])
 
     def microbatches(self, name: str) -> list[Any]:
         """The value of an input for every micro-batch that is held."""
@@ -136,7 +136,7 @@ class Division:
         [tensor([0, 1, 2, 3, 4])]
         """
         found: list[torch.Tensor] = []
-        _map_divided(lambda leaf: found.extend(tensors(leaf.held())), self.arguments[name])
+        map_divided(lambda leaf: found.extend(tensors(leaf.held())), self.arguments[name])
         return found
 
     def only(self, names: Sequence[str]) -> "Division":
@@ -154,7 +154,7 @@ class Division:
         held = replace(self, share=share)
         return replace(
             held,
-            arguments={name: _map_divided(lambda leaf: leaf.part(held), each) for name, each in self.arguments.items()},
+            arguments={name: map_divided(lambda leaf: leaf.part(held), each) for name, each in self.arguments.items()},
         )
 
     def rows_of(self, microbatch: int) -> int:
@@ -178,7 +178,8 @@ class Division:
         )
 
 
-def _map_divided(function: Callable[[DividedValue], Any], tree: Any) -> Any:
+def map_divided(function: Callable[[DividedValue], Any], tree: Any) -> Any:
+    """An argument, with ``function(value)`` in place of each `DividedValue` in it."""
     if isinstance(tree, DividedValue):
         return function(tree)
-    return with_children(tree, [_map_divided(function, item) for item in children(tree) or ()])
+    return with_children(tree, [map_divided(function, item) for item in children(tree) or ()])

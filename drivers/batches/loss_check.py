@@ -8,9 +8,10 @@ A loss that pippy cannot read is checked on the worker that computes it, in the 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pippy.drivers.batches.columns import DivisionOfColumns
 from pippy.drivers.batches.division import Division
 from pippy.drivers.batches.loss_weights import IGNORED
 from pippy.drivers.batches.target_questions import Question
@@ -24,7 +25,7 @@ class LossCheck:
 
     ``kind`` is how the losses are weighted: "mean" over rows, or "sum". ``inputs`` has the user's name for each input of
     the Pipe that the loss is computed from. ``held`` are questions to which its targets have different answers. ``row_sizes``
-    are those of the Pipe, of what the loss is computed from.
+    are those of the Pipe, of what the loss is computed from. If not ``due``, only these questions ask for the check.
     """
 
     worker: int
@@ -34,6 +35,13 @@ class LossCheck:
     inputs: Mapping[str, str]
     held: tuple[Question, ...] = ()
     row_sizes: Mapping[str, Any] = field(default_factory=dict)
+    due: bool = True
+
+    def for_targets(self, division: Division) -> "LossCheck | None":
+        """The check in a step whose targets were loaded: without questions that they do not answer; None if none is left."""
+        given = {name: division.arguments[name] for name in self.inputs if name in division.arguments}
+        held = tuple(question for question in self.held if question.is_held(given))
+        return replace(self, held=held) if held or self.due else None
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,7 @@ class LossReport:
     """What a check found. ``fits``: the parts add up as assumed. If not, ``reduction`` is the one that fits, as it is written.
 
     ``unseen`` are questions that matter to the loss, and that all targets of the step answer alike. ``possible`` is False if
-    nothing could be compared, ``conclusive`` if a later step should be checked too.
+    nothing could be compared, ``conclusive`` if a later step should be checked too. ``held`` are the questions of the check.
     """
 
     fits: bool = True
@@ -51,6 +59,7 @@ class LossReport:
     conclusive: bool = True
     unseen: tuple[Question, ...] = ()
     seen: str = ""
+    held: tuple[Question, ...] = ()
 
 
 class LossChecks:
@@ -71,11 +80,12 @@ class LossChecks:
         inputs = {name: users.get(name, name) for name in taken if name in division.arguments}
         given = {name: division.arguments[name] for name in inputs}
         unseen = [question for question, seen in self.watched.items() if not seen] if kind == "mean" else []
-        held = tuple(question for question in unseen if question.is_held(given))
+        loaded = isinstance(division, DivisionOfColumns)  # so that the worker sees which are held
+        held = tuple(question for question in unseen if loaded or question.is_held(given))
         if not held and program in self.programs:
             return None
         sizes = {name: self.row_sizes[name] for name in taken if name in self.row_sizes}
-        return LossCheck(worker, value, seed, kind, inputs, held, sizes)
+        return LossCheck(worker, value, seed, kind, inputs, held, sizes, program not in self.programs)
 
     def end(self, program: int, check: LossCheck, report: LossReport) -> None:
         """Take in what a worker found. Raises if the loss of the step is wrong."""
@@ -83,7 +93,7 @@ class LossChecks:
             raise MicrobatchError(self._refusal(check, report))
         if report.conclusive:
             self.programs.add(program)
-            self.watched.update(dict.fromkeys(check.held, True))
+            self.watched.update(dict.fromkeys(report.held, True))
         for question in report.unseen:
             self.watched.setdefault(question, False)
         if not report.possible and not self.warned:

@@ -121,6 +121,14 @@ def loss_weights(
     )
 
 
+def weighing_inputs(
+    division: Division, target: str | None = None, how: str | Callable[..., Any] | None = None
+) -> list[str]:
+    """The inputs that `loss_weights` may look at, by the names in the Pipe."""
+    named = (named_parameters(how, division) or {}).values() if callable(how) else ()
+    return [name for name in dict.fromkeys([*named, *([target] if target else [])]) if name in division.arguments]
+
+
 def _all_ignored(reduction: Reduction, division: Division, target: str | None) -> set[int]:
     """The micro-batches in which the loss ignores every target, so that its mean over them is 0 / 0; not if all are so."""
     if (not reduction.counts and reduction.known) or target is None or target not in division.arguments:
@@ -194,7 +202,7 @@ def _weights_of(target: torch.Tensor, reduction: Reduction) -> torch.Tensor:
 
 
 def _count(how: Callable[..., Any], division: Division, target: str | None, index: int) -> float:
-    names = _named_parameters(how, division)
+    names = named_parameters(how, division)
     if names is not None:
         count = how(**{user: division.own_rows(division.take(name, index), index) for user, name in names.items()})
     elif target is not None and _takes_one(how):
@@ -226,7 +234,7 @@ def _takes_one(how: Callable[..., Any]) -> bool:
     return True
 
 
-def _named_parameters(how: Callable[..., Any], division: Division) -> dict[str, str] | None:
+def named_parameters(how: Callable[..., Any], division: Division) -> dict[str, str] | None:
     """The inputs that the parameters of a function are named after; None if one is named after nothing."""
     try:
         parameters = inspect.signature(how).parameters.values()

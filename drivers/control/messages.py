@@ -177,7 +177,7 @@ class Step:
     bytes each stage keeps for its backward. ``loss_check`` asks it to check how the losses of the micro-batches add up. With
     ``scale``, the loss is multiplied by it for the backward, and the gradients are divided by it in the end. With
     ``probe_outputs``, it is checked which returned values have the rows of a micro-batch by chance. ``random`` says of which
-    step the random numbers are; None if the worker goes on with its own.
+    step the random numbers are; None if the worker goes on with its own. ``weighed``: the worker has found ``weights``.
     """
 
     program: int
@@ -193,6 +193,7 @@ class Step:
     probe_outputs: bool = False
     count_memory: bool = False
     random: RandomStep | None = None
+    weighed: bool = False
 
 
 @dataclass(frozen=True)
@@ -203,6 +204,34 @@ class StepReturning(Step):
     """
 
     returns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class AddDataset:
+    """A dataset that inputs of steps are loaded from, under a number: sent once.
+
+    ``dataset`` is the dataset, or for some of its columns a dataset of each; or "package.module:function", which makes it.
+    ``collate`` puts items together; None for torch's own. ``keys`` are the columns that this worker needs. ``sample`` is an
+    index, whose row is compared among workers that make the dataset. ``rules`` has the Pipe's guards and what weighs losses,
+    once for a driver. The datasets with the numbers ``gone`` are dropped.
+    """
+
+    number: int
+    dataset: Pickled | Mapping[Any, Pickled] | str
+    collate: Pickled | None
+    keys: tuple[Any, ...]
+    sample: tuple[Any, ...]
+    rules: Pickled | None = None
+    gone: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class DatasetSeen:
+    """What a worker has made of the name of a dataset: its class, how many rows it has, and a digest of the sample."""
+
+    kind: str = ""
+    rows: int | None = None
+    digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -258,7 +287,7 @@ class StepResult:
     micro-batch of each stage keeps, and those of its inputs alone, if the step was asked to measure them, and
     ``loss_report`` what a check of the loss found. ``nonfinite`` has the parameters whose gradients are not finite, if the loss
     was scaled. ``by_chance`` has the values, and the numbers of the tensors in them, that have as many rows as a micro-batch,
-    and not its rows.
+    and not its rows. ``weights`` are those of the losses, if a worker was to find them.
     """
 
     values: Mapping[str, Any]
@@ -268,6 +297,7 @@ class StepResult:
     loss_report: LossReport | None = None
     nonfinite: tuple[TensorLocation, ...] = ()
     by_chance: tuple[tuple[str, int], ...] = ()
+    weights: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)

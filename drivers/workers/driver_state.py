@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from pippy.drivers.batches.columns import DivisionOfColumns
 from pippy.drivers.control.messages import (
+    AddDataset,
     AddGeneration,
     AddProgram,
     ClampGradients,
     Command,
+    DatasetSeen,
     ElsewhereTensor,
     Fetch,
     Generate,
@@ -40,6 +43,7 @@ from pippy.drivers.transport.device_copies import DeviceCopies
 from pippy.drivers.transport.pickling import unpickle
 from pippy.drivers.transport.transport import Transport
 from pippy.drivers.workers.compiling import compile_modules
+from pippy.drivers.workers.dataset_reader import DatasetReader
 from pippy.drivers.workers.executor import Executor
 from pippy.drivers.workers.generating import Generation
 from pippy.drivers.workers.gradients import Gradients, norm
@@ -90,9 +94,11 @@ class DriverState:
         self.running: Executor | None = None
         self.generation: Generation | None = None
         self.writer, self.reader = StateWriter(self.tensor, device, given_up), StateReader(self.tensor, device)
+        self.datasets = DatasetReader(self.modules, given_up)
         self.handlers: Mapping[type, Callable[[Any, int], Any]] = {
             type(None): lambda body, number: None,  # the command only drops gradients, or drivers
             AddProgram: self._add_program,
+            AddDataset: self._add_dataset,
             Step: self._step,
             StepReturning: self._step,
             Fetch: self._fetch,
@@ -158,14 +164,28 @@ class DriverState:
             OutOfOrderExecutor(*given, self.copies, limits) if limits else Executor(*given, self.copies)
         )
 
+    def _add_dataset(self, body: AddDataset, number: int) -> DatasetSeen:
+        return self.datasets.add(body)
+
     def _step(self, step: Step, number: int) -> StepResult:
         if not step.record:
-            return self._run_step(step, number)
+            return self._run_step(self._loaded(step), number)
         recorder = self.programs[step.program].recorder
         recorder.begin()
+        step = self._loaded(step)
         with recorder.counting(self._held(step)) if step.count_memory else nullcontext():
             result = self._run_step(step, number)
             return replace(result, record=recorder.record())
+
+    def _loaded(self, step: Step) -> Step:
+        """The step with the inputs that this worker loads, and with what is known by them."""
+        given = step.inputs
+        if not isinstance(given, DivisionOfColumns):
+            return step
+        inputs, whole = self.datasets.load(given, step.trains)
+        weights = self.datasets.weights(whole) if given.weighs else step.weights
+        check = step.loss_check and step.loss_check.for_targets(whole)
+        return replace(step, inputs=inputs, weights=weights, loss_check=check, weighed=given.weighs)
 
     def _held(self, step: Step) -> list[torch.Tensor]:
         """All tensors that are there when a step begins."""
@@ -205,6 +225,8 @@ class DriverState:
                 step.random,
             )
         self.running = None
+        if step.weighed:
+            result = replace(result, weights=step.weights)
         messages = executor.recorder.note_adding() if step.record and step.reduce else None
         if step.trains:
             nonfinite = self.gradients.end_step(number, step.reduce, step.scale, messages)

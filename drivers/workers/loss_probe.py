@@ -5,6 +5,7 @@ unequal parts, and their losses compared: loss_judge.py. Nothing of a check rema
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,4 +53,5 @@ class LossProbe:
                 index = None if len(gives) == 1 else list(gives).index(self.check.value)
                 computed = [number for number, name in enumerate(names) if name not in self.check.inputs]
                 judge = Judge(self.check, call, index, names, computed, self.division)
-                self.report = judge.judge(found, last)
+                report = judge.judge(found, last)
+                self.report = report and replace(report, held=self.check.held)

@@ -101,6 +101,8 @@ class Worker:
             doing += f", instruction {executor.at + 1} of {len(executor.code)}: {executor.current()}"
         elif state is not None and state.generating is not None:
             doing += f", {state.generating}"
+        elif state is not None and state.datasets.loading:
+            doing += ", loading its inputs"
         waiting = self.context.transport.waiting_for()
         waits = f"; waits for {self._named(state, executor, waiting)}" if state and waiting else ""
         return f"{doing}{waits}"

@@ -1,0 +1,521 @@
+"""Inputs that workers load: the numbers are those of the same rows given by the controller, to the bit."""
+
+import itertools
+import pickle
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset, IterableDataset, StackDataset, TensorDataset
+
+from pippy import (
+    IndexLoader,
+    MicroBatches,
+    Pipe,
+    PipelineDriver1F1B,
+    PippyError,
+    Replicate,
+    TensorChunkSpec,
+    pipe_split,
+    pipeline,
+)
+from pippy.drivers.driver import PipelineDriverFillDrain
+from pippy.drivers.errors import DriverError, MicrobatchError, StepError
+from pippy.drivers.transport.pickling import pickle_message
+from pippy.ir.errors import InputError
+from tests.drivers.models import Chain
+from tests.drivers.thread_cluster import thread_cluster
+
+pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
+ROWS = 40
+
+
+@pytest.fixture(scope="module")
+def threads():
+    with thread_cluster(3) as cluster:
+        yield cluster
+
+
+class Rows(Dataset):
+    """Rows of several columns, one by one; ``seen`` has the indices that were asked for."""
+
+    def __init__(self, *columns, names=None):
+        self.columns, self.names, self.seen = columns, names, []
+
+    def __len__(self):
+        return len(self.columns[0])
+
+    def __getitem__(self, index):
+        self.seen.append(index)
+        row = tuple(column[index] for column in self.columns)
+        return dict(zip(self.names, row)) if self.names else row
+
+
+class ManyRows(Rows):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+def classes(rows=ROWS, width=8):
+    """Images and labels, of which some are left out: micro-batches have weights that only labels say."""
+    labels = torch.randint(width, (rows,))
+    labels[torch.rand(rows) < 0.4] = -100
+    return torch.randn(rows, width), labels
+
+
+def mine(output, target):
+    """A loss that only its author can read."""
+    return F.cross_entropy(output, target)
+
+
+class Named(nn.Module):
+    """Two inputs by name; the last stage uses a second one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, ids, mask, scale=2.0):
+        x = torch.tanh(self.first(ids))
+        pipe_split()
+        return self.last(x) * mask * scale
+
+
+CASES = {
+    "a tensor dataset": (TensorDataset, lambda: pipeline(Chain(3), nn.MSELoss()), "floats", {}),
+    "row by row": (Rows, lambda: pipeline(Chain(3), nn.CrossEntropyLoss()), "classes", {}),
+    "many rows at once": (ManyRows, lambda: pipeline(Chain(2), F.cross_entropy), "classes", {}),
+    "a stack": (StackDataset, lambda: pipeline(Chain(3), nn.CrossEntropyLoss(reduction="sum")), "classes", {}),
+    "a loss of my own": (
+        Rows,
+        lambda: pipeline(Chain(2), mine),
+        "classes",
+        {"loss_reduction": lambda target: (target != -100).sum()},
+    ),
+    "one loss": (Rows, lambda: pipeline(Chain(2), mine), "classes", {"single_loss": True}),
+    "masks": (Rows, lambda: pipeline(Chain(2), nn.MSELoss()), "floats", {"_debug_mask_minibatches": True}),
+}
+
+
+def columns_of(which):
+    return classes() if which == "classes" else (torch.randn(ROWS, 8), torch.randn(ROWS, 8))
+
+
+def step(driver, chunks, *args, **kwargs):
+    driver.zero_grad()
+    loss = driver.run(chunks, *args, **kwargs)
+    return loss, *(grad for grad in driver.gradients().values())
+
+
+def assert_same(one, other):
+    assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_the_same_step(threads, case):
+    make, pipe, which, options = CASES[case]
+    columns = columns_of(which)
+    kind = PipelineDriverFillDrain if "single_loss" in options else PipelineDriver1F1B
+    driver = kind(pipe(), threads, **options)
+    loader = IndexLoader(make(*columns), batch_size=10, shuffle=True)
+    orders = [[column.batch.indices for column in batch] for batch in loader]
+    assert sorted(index for (indices, _) in orders for index in indices) == list(range(ROWS))
+    loader.set_epoch(0)
+    for batch, (indices, same) in zip(loader, orders, strict=True):
+        assert indices is same or indices == same
+        assert batch[0].batch.indices == indices
+        assert_same(step(driver, 4, *batch), step(driver, 4, *(column[indices] for column in columns)))
+    with torch.no_grad():
+        assert torch.equal(driver.run(4, *loader.batch(range(9))), driver.run(4, *(column[:9] for column in columns)))
+
+
+def test_a_loss_that_only_its_author_can_read_is_checked_where_the_targets_are(threads):
+    """It is a mean over rows while no target is left out: the first step that has such ones is checked again, and refused."""
+    x, labels = torch.randn(ROWS, 8), torch.randint(8, (ROWS,))
+    labels[25] = labels[27] = labels[31] = -100
+    driver = PipelineDriver1F1B(pipeline(Chain(2), mine), threads)
+    loader = IndexLoader(TensorDataset(x, labels))
+    for start in (0, 10):
+        assert_same(
+            step(driver, 4, *loader.batch(range(start, start + 10))),
+            step(driver, 4, x[start : start + 10], labels[start : start + 10]),
+        )
+    refused, pipe = [], pipeline(Chain(2), mine)
+    for batch in ((x[20:35], labels[20:35]), loader.batch(range(20, 35))):
+        other = PipelineDriver1F1B(pipe, threads)
+        other.run(4, x[:10], labels[:10])
+        with pytest.raises(MicrobatchError, match="do not add up") as raised:
+            other.run(4, *batch)
+        refused.append(str(raised.value))
+    assert refused[0] == refused[1]
+
+
+def test_arguments_by_name_and_what_is_given_beside_them(threads):
+    ids, mask, target = torch.randn(ROWS, 8), torch.randn(ROWS, 8), torch.randn(ROWS, 8)
+    driver = PipelineDriver1F1B(pipeline(Named(), nn.MSELoss()), threads)
+    loader = IndexLoader(Rows(ids, mask, names=("ids", "mask")), batch_size=8)
+    for at, batch in enumerate(loader):
+        rows = slice(8 * at, 8 * at + 8)
+        mixed = step(driver, 3, **batch, target=target[rows])
+        assert_same(mixed, step(driver, 3, ids=ids[rows], mask=mask[rows], target=target[rows]))
+
+
+def test_specs_are_those_of_the_call(threads):
+    """Rows in the second dimension, as collated; a column that is no part of the batch."""
+
+    def collated(rows):
+        xs, masks, targets = zip(*rows)
+        return torch.stack(xs, 1), masks[0], torch.stack(targets)
+
+    class Across(Named):
+        def forward(self, ids, mask):
+            return super().forward(ids.transpose(0, 1), mask)
+
+    ids, mask, target = torch.randn(ROWS, 8), torch.randn(8), torch.randn(ROWS, 8)
+    specs = {"ids": TensorChunkSpec(1), "mask": Replicate()}
+    driver = PipelineDriver1F1B(pipeline(Across(), nn.MSELoss()), threads, chunk_spec=specs)
+    loader = IndexLoader(Rows(ids, mask.expand(ROWS, 8), target), collate_fn=collated)
+    given = step(driver, 3, ids[:10].T, mask, target[:10])
+    assert_same(step(driver, 3, *loader.batch(range(10))), given)
+
+
+# Who loads what
+
+
+def loads(driver, number):
+    """For each worker what it has of a dataset: the keys of its columns, or None for whole rows."""
+    readers = [worker.drivers[driver.number].datasets for worker in driver.dispatch.control.threads]
+    held = [reader.datasets.get(number) for reader in readers]
+    return [each and (None if each.columns is None else set(each.columns)) for each in held]
+
+
+@pytest.mark.parametrize(
+    "make, wanted", [(StackDataset, [{0}, None, {1}]), (TensorDataset, [{0}, None, {1}]), (Rows, [None] * 3)]
+)
+def test_only_those_load_that_use_it(threads, make, wanted):
+    columns = classes()
+    driver = PipelineDriver1F1B(pipeline(Chain(3), nn.CrossEntropyLoss()), threads)
+    loader = IndexLoader(make(*columns), batch_size=8)
+    with torch.no_grad():
+        driver.run(2, *loader.batch(range(8)))
+    driver.run(2, *loader.batch(range(8, 16)))
+    assert loads(driver, loader.source.number) == wanted
+    held = [worker.drivers[driver.number].datasets.datasets for worker in threads.control.threads]
+    assert [len(each) for each in held] == [1, 0, 1]  # the worker in the middle has none
+    number = loader.source.number
+    del loader
+    other = IndexLoader(make(*columns), batch_size=8)
+    driver.run(2, *other.batch(range(8)))
+    assert [number in each for each in held] == [False] * 3  # dropped with the loader
+
+
+def test_a_step_is_one_message_to_every_worker_and_its_bytes_are_those_of_the_indices(threads, monkeypatch):
+    sizes = []
+    post = type(threads.control).post
+
+    def counting(self, worker, message):
+        data, tensors = pickle_message(message)
+        sizes.append(len(data) + sum(tensor.nbytes for tensor in tensors))
+        return post(self, worker, message)
+
+    driver = PipelineDriver1F1B(pipeline(Chain(3, width=256), nn.MSELoss()), threads)
+    x, target = torch.randn(512, 256), torch.randn(512, 256)
+    loader = IndexLoader(TensorDataset(x, target), batch_size=64)
+    for _ in range(2):
+        driver.run(4, *loader.batch(range(64)))
+    monkeypatch.setattr(type(threads.control), "post", counting)
+    driver.run(4, *loader.batch(range(64, 128)))
+    by_index, sizes[:] = sizes[:], []
+    driver.run(4, x[:64], target[:64])
+    given, sizes[:] = sizes[:], []
+    driver.run(4, *loader.batch(range(448, 512)))
+    assert len(by_index) == len(given) == len(sizes) == 3
+    assert [each > 64 * 256 * 8 for each in given] == [True, False, True]
+    assert all(each < 1500 for each in by_index)
+    assert max(sizes) - max(by_index) <= 64  # an index of two bytes is a byte longer
+
+
+def make_rows():
+    return TensorDataset(
+        torch.arange(320.0, dtype=torch.float64).view(ROWS, 8), torch.ones(ROWS, 8, dtype=torch.float64)
+    )
+
+
+def make_other_rows():
+    """Another one each time: as if a folder were listed in another order."""
+    return TensorDataset(torch.full((ROWS, 8), float(next(calls))), torch.ones(ROWS, 8))
+
+
+def make_fewer_rows():
+    return Rows(*[torch.ones(ROWS - next(calls), 8)] * 2)
+
+
+calls = itertools.count(1)
+HERE = "tests.drivers.data.test_index_loader"
+
+
+def test_by_the_name_of_a_function(threads):
+    driver = PipelineDriver1F1B(pipeline(Chain(3), nn.MSELoss()), threads)
+    x, target = make_rows().tensors
+    loader = IndexLoader(f"{HERE}:make_rows", columns=2, batch_size=8, sampler=range(16))
+    for at, batch in enumerate(loader):
+        rows = slice(8 * at, 8 * at + 8)
+        assert_same(step(driver, 2, *batch), step(driver, 2, x[rows], target[rows]))
+    assert len(loader) == 2
+    with pytest.raises(DriverError, match="index 40 is out of range: the dataset has 40 rows, 0 to 39"):
+        loader.batch([40])  # as the workers have said
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        (f"{HERE}:make_other_rows", "the row that was compared is not the same"),
+        (f"{HERE}:make_fewer_rows", r"it has \d+ rows on the one and \d+ on the other"),
+        (f"{HERE}:nothing", "has no attribute 'nothing'; the module must be one"),
+        ("no_such_module:rows", "No module named 'no_such_module'"),
+        ("builtins:object", "which gives no row by its index"),
+    ],
+)
+def test_datasets_that_workers_cannot_make_alike(threads, name, words):
+    driver = PipelineDriver1F1B(pipeline(Chain(3), nn.MSELoss()), threads)
+    loader = IndexLoader(name, columns=2, sampler=range(8))
+    with pytest.raises((DriverError, StepError), match=words):
+        driver.run(2, *loader.batch(range(8)))
+    assert driver.run(2, torch.ones(8, 8), torch.ones(8, 8)).isfinite()
+
+
+@pytest.mark.parametrize("how", [None, lambda target: (target != -100).sum()])
+def test_replicas_of_the_pipeline_take_their_shares(cluster, how):
+    x, labels = classes()
+    driver = PipelineDriver1F1B(pipeline(Chain(2), F.cross_entropy), cluster, replicas=2, loss_reduction=how)
+    loader = IndexLoader(TensorDataset(x, labels))
+    for chunks in (2, 3, 4):
+        assert_same(step(driver, chunks, *loader.batch(range(10))), step(driver, chunks, x[:10], labels[:10]))
+    if how is not None:
+        driver.loss_reduction = driver.datasets.loss_reduction = lambda target, x: (target != -100).sum()
+        with pytest.raises(DriverError, match="give all of them by index, or none"):
+            driver.run(2, x[:10], loader.batch(range(10))[1])
+    driver.close()
+
+
+# Random numbers
+
+
+class Noisy(Rows):
+    """Input and target are changed by the same random number."""
+
+    def __getitem__(self, index):
+        noise = torch.rand(()) + random.random() + np.random.rand()
+        return self.columns[0][index] + noise, self.columns[1][index] + noise
+
+
+class Difference(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        x = x * self.one
+        pipe_split()
+        return x * self.other
+
+
+def test_all_workers_change_a_row_alike_and_a_run_is_repeated(threads):
+    zeros = torch.zeros(ROWS, 8)
+    for _ in range(2):
+        driver = PipelineDriver1F1B(pipeline(Difference(), nn.MSELoss()), threads)
+        loader = IndexLoader(Noisy(zeros, zeros), batch_size=8, shuffle=True, seed=3)
+        assert [driver.run(2, *batch) for batch in loader] == [0] * 5
+    driver = PipelineDriver1F1B(pipeline(Difference(), lambda y, t: (y * 2 - t).sum()), threads, loss_reduction="sum")
+    first, second = ([driver.run(2, *batch) for batch in loader] for _ in range(2))
+    loader.set_epoch(1)
+    assert [driver.run(2, *batch) for batch in loader] == first
+    assert not {*map(float, first)} & {*map(float, second)}
+
+
+def test_dropout_draws_what_it_draws_without(threads):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 8))
+    x, target = torch.randn(8, 8), torch.randn(8, 8)
+    for keyed in (True, False):
+        found = []
+        for rows in ((x, target), IndexLoader(TensorDataset(x, target)).batch(range(8))):
+            torch.manual_seed(5)
+            driver = PipelineDriver1F1B(
+                Pipe.from_sequential(model, nn.MSELoss()), threads, keyed_random=keyed, world_size=1
+            )
+            found.append([driver.run(2, *rows) for _ in range(2)])
+        assert found[0] == found[1] or not keyed
+
+
+# Going on
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_loader_goes_on_where_another_was(shuffle):
+    rows = TensorDataset(torch.arange(10))
+
+    def order(loader):
+        return [(batch[0].batch.indices, batch[0].batch.draws) for batch in loader]
+
+    whole = IndexLoader(rows, 3, shuffle, seed=1)
+    wanted = [order(whole), order(whole)]
+    assert sorted(index for indices, _ in wanted[1] for index in indices) == list(range(10))
+    assert (wanted[0] != wanted[1]) and [len(indices) for indices, _ in wanted[0]] == [3, 3, 3, 1]
+    for epoch, given in [(0, 0), (0, 2), (1, 0), (1, 3)]:
+        first, other = IndexLoader(rows, 3, shuffle, seed=1), IndexLoader(rows, 3, shuffle, seed=2)
+        for _ in range(epoch):
+            list(first)
+        batches = iter(first)
+        for _ in range(given):
+            next(batches)
+        other.load_state_dict(first.state_dict())
+        assert order(other) == wanted[epoch][given:]
+
+
+# What is refused
+
+
+class Raising(Rows):
+    def __getitem__(self, index):
+        if index == 5:
+            raise ValueError("broken image")
+        return super().__getitem__(index)
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        yield from itertools.count()
+
+
+def unlike(rows):
+    return torch.stack([row[0] for row in rows[1:]]), torch.stack([row[1] for row in rows])
+
+
+def test_what_a_dataset_does_wrong_is_said_with_worker_index_and_line(threads):
+    x, target = torch.randn(ROWS, 8), torch.randn(ROWS, 8)
+    driver = PipelineDriver1F1B(pipeline(Chain(3), nn.MSELoss()), threads)
+    wrong = [
+        (
+            Raising(x, target),
+            {},
+            r"worker \d \(worker\d\) failed at Step\nDriverError: dataset\[5\] raised ValueError: broken image\n"
+            r"  \S+test_index_loader\.py:\d+, in __getitem__: raise ValueError",
+        ),
+        (Rows(x, target), {"collate_fn": unlike, "columns": 2}, "8 indices gave 7 rows"),
+        (Rows(x), {"columns": 2}, "has no column 1"),
+        (Rows(x.clone().requires_grad_(), target), {}, "requires a gradient"),
+    ]
+    before = driver.run(2, x[:8], target[:8])
+    for dataset, options, words in wrong:
+        loader = IndexLoader(dataset, **options)
+        with pytest.raises((StepError, InputError), match=words):
+            driver.run(2, *loader.batch(range(8)))
+    driver.zero_grad()
+    assert driver.run(2, x[:8], target[:8]) == before
+
+
+def test_what_is_refused_before_anything_is_sent(threads):
+    x = torch.randn(ROWS, 8)
+    loader = IndexLoader(TensorDataset(x, x))
+    driver = PipelineDriver1F1B(pipeline(Chain(3), nn.MSELoss()), threads)
+    counts = list(threads.control.counts)
+    refused = [
+        (lambda: IndexLoader(iter([])), "gives no row by its index"),
+        (lambda: IndexLoader(Endless()), "gives no row by its index"),
+        (lambda: IndexLoader("rows"), "'package.module:function'"),
+        (lambda: IndexLoader("package:rows"), "columns= is needed for a dataset by name"),
+        (lambda: IndexLoader("package:rows", columns=2), "give the order of its indices"),
+        (lambda: IndexLoader([1], batch_size=0), "batch_size=0: give how many rows"),
+        (lambda: IndexLoader([1], sampler=[0], shuffle=True), "both say the order"),
+        (lambda: IndexLoader([1], batch_sampler=[[0]], shuffle=True), "leave out batch_size, shuffle"),
+        (lambda: IndexLoader([1], columns=0), "columns=0: give how many columns"),
+        (lambda: IndexLoader([1], collate_fn=3), "collate_fn=3: give a function"),
+        (
+            lambda: IndexLoader(["a", object()], columns=None).batch([7]),
+            "index 7 is out of range: the dataset has 2 rows",
+        ),
+        (lambda: loader.batch([]), "no indices"),
+        (lambda: driver.run(9, *loader.batch(range(8))), "8 rows .* too few for 9 micro-batches"),
+        (lambda: driver.run(2, loader.batch(range(8))[0], x[:9]), "different numbers of rows"),
+        (lambda: driver.memory(2, *loader.batch(range(8))), "its sizes are not known here"),
+        (
+            lambda: driver.run(2, *IndexLoader(Rows(x, x, names=threading.Lock()), columns=2).batch([0, 1])),
+            r"cannot pickle.*give the dataset by the name",
+        ),
+        (lambda: driver.run(2, MicroBatches(list(loader.batch([0, 1]))), x[:2]), "give one column with all indices"),
+        (lambda: pickle.dumps(loader.batch([0])[0]), "a Column stands for rows that workers load"),
+    ]
+    for call, words in refused:
+        with pytest.raises((PippyError, TypeError), match=words):
+            call()
+    assert list(threads.control.counts) == counts or list(threads.control.counts)[1] == counts[1] + 1  # a program
+
+
+class GivesInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.linear(x)
+        pipe_split()
+        return x, y * 2
+
+
+def test_a_model_that_returns_what_is_loaded(threads):
+    x = torch.randn(8, 8)
+    driver = PipelineDriver1F1B(pipeline(GivesInput()), threads)
+    with pytest.raises(DriverError, match="the model returns its input 'x', which the workers load"):
+        driver.run(2, *IndexLoader(x).batch(range(8)))
+
+
+# With an example, and what else a step has
+
+
+class Asks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, mask):
+        x = self.first(x)
+        pipe_split()
+        return self.last(x) * mask if mask.shape[1] > 4 else self.last(x)
+
+
+def test_what_the_example_has_fixed_is_checked_where_rows_are_loaded(threads):
+    x, mask = torch.randn(ROWS, 8), torch.ones(ROWS, 8)
+    pipe = pipeline(Asks(), nn.MSELoss(), example_args=(x[:4], mask[:4], x[:4]))
+    driver = PipelineDriver1F1B(pipe, threads)
+    assert_same(
+        step(driver, 2, *IndexLoader(TensorDataset(x, mask, x)).batch(range(8))),
+        step(driver, 2, x[:8], mask[:8], x[:8]),
+    )
+    for wrong, words in [
+        (TensorDataset(x[:, 0], mask, x), "x is float64"),
+        (TensorDataset(x, mask[:, :1], x), "forward asked for a value .* went on for True"),
+    ]:
+        with pytest.raises(InputError):
+            driver.run(2, *(tensor[:8] for tensor in wrong.tensors))
+        with pytest.raises(StepError, match=words):
+            driver.run(2, *IndexLoader(wrong).batch(range(8)))
+
+
+def test_steps_in_flight_records_outputs_and_accumulation(threads):
+    x, target = torch.randn(ROWS, 8), torch.randn(ROWS, 8)
+    driver = PipelineDriver1F1B(pipeline(Chain(3), nn.MSELoss()), threads)
+    loader = IndexLoader(TensorDataset(x, target), batch_size=8)
+    with driver.record(memory=True) as recording:
+        running = [driver.run_async(2, *batch) for batch in loader]
+        losses = [each.result() for each in running]
+    assert recording.steps
+    summed = driver.gradients()
+    driver.zero_grad()
+    assert losses == [driver.run(2, x[at : at + 8], target[at : at + 8]) for at in range(0, ROWS, 8)]
+    assert_same(driver.gradients().values(), summed.values())
+    both = [driver.run(2, *rows, outputs=True) for rows in (loader.batch(range(8)), (x[:8], target[:8]))]
+    assert_same(*both)
