@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from pippy.drivers.errors import DriverError
+from pippy.ir.brief import brief
 from pippy.ir.compiled import Compiled
 from pippy.ir.names import LOSS
 from pippy.ir.signature import signature_of
@@ -72,7 +73,7 @@ def asked_outputs(
         )
     if named:
         raise DriverError(
-            f"outputs={outputs}: the model has an argument {_NAME!r} too; give the model's own by position, so that the "
+            f"outputs={brief(outputs)}: the model has an argument {_NAME!r} too; give the model's own by position, so that the "
             "keyword can only be the driver's"
         )
     if compiled.loss is None and not outputs:

@@ -27,6 +27,7 @@ from pippy.drivers.schedules.fitting.fitted import Fitted
 from pippy.drivers.schedules.programs.placement import Placement
 from pippy.drivers.schedules.programs.program import Program
 from pippy.drivers.schedules.recompute import Checkpoint
+from pippy.ir.brief import brief
 
 _log = logging.getLogger(__name__)
 
@@ -130,7 +131,9 @@ def auto_placement(options: Mapping[str, Any], per_worker: Sequence[int]) -> dic
     """
     for name, value in options.items():
         if name != "placement":
-            raise DriverError(f"{name}={value!r}: schedule='auto' takes memory, max_live, memory_limit and placement")
+            raise DriverError(
+                f"{name}={brief(value)}: schedule='auto' takes memory, max_live, memory_limit and placement"
+            )
     placement = options.get("placement")
     if isinstance(placement, Mapping | Placement):
         return {"placement": placement}

@@ -1,6 +1,6 @@
 """The arguments of a driver that are about the driver itself: which workers, how long, in which order, what again."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pippy.drivers.auto import Auto
@@ -28,20 +28,21 @@ def chosen_workers(
         chosen = chosen[: len(chosen) // replicas * replicas]
     if len(chosen) % replicas or not chosen:
         raise DriverError(
-            f"replicas={replicas} on {len(chosen) or there} worker{'s' * ((len(chosen) or there) > 1)}: each replica takes as "
-            f"many workers as the others; name a multiple of {replicas} (world_size= or all_ranks=), or start more workers"
+            f"replicas={brief(replicas)} on {len(chosen) or there} worker{'s' * ((len(chosen) or there) > 1)}: each replica "
+            f"takes as many workers as the others; name a multiple of {brief(replicas)} (world_size= or all_ranks=), or start "
+            "more workers"
         )
     return chosen
 
 
 def _chosen(there: int, stages: int, world_size: int | None, all_ranks: Sequence[int] | None) -> list[int]:
     if all_ranks is not None:
-        ranks = list(all_ranks)
+        ranks = list(all_ranks) if isinstance(all_ranks, Iterable) else [all_ranks]
         wrong = [rank for rank in ranks if not (isinstance(rank, int) and 0 <= rank < there)]
         if wrong or len(set(ranks)) != len(ranks) or not ranks:
-            raise DriverError(f"all_ranks={ranks}: name workers of the cluster, 0 to {there - 1}, each once")
+            raise DriverError(f"all_ranks={brief(ranks)}: name workers of the cluster, 0 to {there - 1}, each once")
         if world_size is not None and world_size != len(ranks):
-            raise DriverError(f"world_size={world_size} and all_ranks={ranks} disagree; give one of them")
+            raise DriverError(f"world_size={brief(world_size)} and all_ranks={brief(ranks)} disagree; give one of them")
         return ranks
     if world_size is None:
         return list(range(min(there, stages)))

@@ -199,6 +199,7 @@ class PipelineDriverBase(ModelOnWorkers):
 
         With ``schedule="auto"``, the one that the next step runs.
         """
+        check_chunks(chunks, None)
         return self.programs.for_display(chunks, self._trains())
 
     def _trains(self) -> bool:

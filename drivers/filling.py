@@ -17,6 +17,7 @@ from pippy.drivers.control.messages import ElsewhereTensor, Initialize, TensorLo
 from pippy.drivers.errors import DriverError
 from pippy.drivers.placed_pipe import PlacedPipe
 from pippy.drivers.transport.pickling import pickle_by_value
+from pippy.ir.brief import brief
 from pippy.ir.errors import InitializationError
 from pippy.ir.names import named_state
 from pippy.ir.pipe import Pipe, model_of
@@ -52,7 +53,7 @@ class Filling:
         """Have the workers make what has no numbers yet."""
         if function is not None and not callable(function):
             raise InitializationError(
-                f"function={function!r} is called with each module of the model; give a function of a module"
+                f"function={brief(function)} is called with each module of the model; give a function of a module"
             )
         if not self.empty:
             raise InitializationError(

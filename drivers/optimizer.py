@@ -86,7 +86,7 @@ class PipelineOptimizer(Optimizer):
             for name in group["params"] if group["params"] is not ... else ():
                 if name in taken:
                     raise OptimizerError(
-                        f"{name!r} is in parameter groups {taken[name]} and {number}; name it in one of them"
+                        f"{brief(name)} is in parameter groups {taken[name]} and {number}; name it in one of them"
                     )
                 taken[name] = number
         self._fill_rest(groups, [name for name in parameters if name not in taken])
@@ -105,7 +105,9 @@ class PipelineOptimizer(Optimizer):
 
     def _named_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(group, Mapping) or "params" not in group:
-            raise OptimizerError(f'parameter group {group!r}: give a dict with "params", the names of its parameters')
+            raise OptimizerError(
+                f'parameter group {brief(group)}: give a dict with "params", the names of its parameters'
+            )
         return {**group, "params": ... if group["params"] is ... else self._named(group["params"])}
 
     def _named(self, params: Any) -> list[str]:

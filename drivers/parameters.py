@@ -1,6 +1,7 @@
 """The parameters of one driver's Pipe where they are, on the workers, and their gradients."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from pippy.drivers.filling import Filling
 from pippy.drivers.interrupts import first_waits
 from pippy.drivers.placed_pipe import PlacedPipe
 from pippy.drivers.stale_models import StaleModels
+from pippy.ir.brief import brief
 from pippy.ir.names import LOSS, named_state
 from pippy.ir.pipe import Pipe
 
@@ -64,6 +66,7 @@ class RemoteParameters:
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``, and give the norm."""
+        _check_limit("max_norm", max_norm)
         total = self.grad_norm(norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise DriverError(
@@ -76,6 +79,7 @@ class RemoteParameters:
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every element of all gradients between -clip_value and ``clip_value``."""
+        _check_limit("clip_value", clip_value)
         limit = float(clip_value)
         self.commands.wait()
         with first_waits():
@@ -145,3 +149,10 @@ class RemoteParameters:
             and (name in known or name.startswith(f"{LOSS}."))
             and self.placed.locations(name)
         ]
+
+
+def _check_limit(name: str, given: Any) -> None:
+    """Raise unless this is a number that gradients can be clipped to."""
+    is_number = given.numel() == 1 if isinstance(given, torch.Tensor) else isinstance(given, Real)
+    if not is_number or isinstance(given, bool):
+        raise DriverError(f"{name}={brief(given)}: give a number, as in {name}=1.0")

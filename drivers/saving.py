@@ -33,6 +33,7 @@ from pippy.drivers.saved_names import SavedNames
 from pippy.ir import source
 from pippy.ir.pipe import Pipe
 from pippy.ir.run.random_state import RandomState
+from pippy.ir.show.readable import shortened
 from pippy.ir.trees import describe
 
 _LONGEST_PAUSE = 1.0  # seconds between two questions
@@ -299,5 +300,6 @@ def _refused(folder: str) -> Iterator[None]:
     except (OSError, StepError) as error:
         why = str(error).partition("\n\n")[0] if isinstance(error, StepError) else f"{type(error).__name__}: {error}"
         raise CheckpointError(
-            f"no checkpoint was written to {folder}, and those that are there are as they were: {why}"
+            f"no checkpoint was written to {shortened(folder, 1000)}, and those that are there are as they were: "
+            f"{shortened(why, 1000)}"
         ) from error

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from pippy.ir.brief import brief
 from pippy.ir.errors import NameLookupError
 from pippy.ir.guards import Guards
 from pippy.ir.modes import Modes
@@ -82,9 +83,9 @@ class Compiled:
 
     def stage(self, name: str | int) -> Any:
         """A stage by its name or number; `_loss` too, by its name."""
-        wanted = stage_name(name) if isinstance(name, int) else name
-        if wanted not in self.split_gm._modules:
-            raise NameLookupError(f"the Pipe has no stage {name!r}; it has {', '.join(self.split_gm._modules)}")
+        wanted = stage_name(name) if isinstance(name, int) and name < self.num_stages else name
+        if not isinstance(wanted, str) or wanted not in self.split_gm._modules:
+            raise NameLookupError(f"the Pipe has no stage {brief(name)}; it has {', '.join(self.split_gm._modules)}")
         return self.split_gm._modules[wanted]
 
     def stage_outputs(self, name: str) -> Any:

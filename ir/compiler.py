@@ -9,7 +9,7 @@ from pippy.ir.cut.name_draws import name_draws
 from pippy.ir.cut.params import MultiUseParamSpec
 from pippy.ir.cut.split import split
 from pippy.ir.cut.views import connect_views
-from pippy.ir.errors import LossError
+from pippy.ir.errors import BalanceError, LossError
 from pippy.ir.front.trace import Traced
 from pippy.ir.passes.backward import attach_backward
 from pippy.ir.passes.loss_function import attach_loss_function, check_loss_function
@@ -30,6 +30,10 @@ def compile_traced(
 
     ``cut`` may mark the graph first; what it gives is kept as ``balance``.
     """
+    if cut is not None and not callable(cut):
+        raise BalanceError(
+            f"cut={brief(cut)} is a {type(cut).__name__}; give a pippy.balance.balancer.Balancer, or leave it out"
+        )
     connect_views(traced)
     balance = None if cut is None else cut(traced)
     name_draws(traced)

@@ -91,14 +91,16 @@ def annotate_split_points(model: nn.Module, spec: Mapping[str, SplitPoint]) -> N
 
 def _check_annotation(modules: Mapping[str, nn.Module], name: str, point: object) -> None:
     if not isinstance(point, SplitPoint):
-        raise MarkError(f"the split point of {name!r} is {point!r}; give SplitPoint.BEGINNING or SplitPoint.END")
+        raise MarkError(
+            f"the split point of {brief(name)} is {brief(point)}; give SplitPoint.BEGINNING or SplitPoint.END"
+        )
     if name == "":
         raise MarkError(
             "'' names the whole model, and a cut before or after everything cuts nothing; name a part of it"
         )
     if name not in modules:
         hint = did_you_mean(name, filter(None, modules)) or "see model.named_modules() for its names"
-        raise MarkError(f"the model has no module named {name!r}; {hint}")
+        raise MarkError(f"the model has no module named {brief(name)}; {hint}")
 
 
 def _mark(module: nn.Module, point: SplitPoint) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx, nn
 
+from pippy.ir.brief import brief
 from pippy.ir.errors import NameLookupError
 from pippy.ir.near_names import did_you_mean
 
@@ -81,15 +82,21 @@ class Qualnames:
 
     def remap(self, local: str) -> str:
         """The user's name of a tensor or module, from its stage-local name."""
-        head, _, rest = str(local).removeprefix("split_gm.").partition(".")
+        head, _, rest = (local if isinstance(local, str) else "").removeprefix("split_gm.").partition(".")
         if head == LOSS:
             return local
         if stage_index(head) is None or not rest:
-            raise NameLookupError(f"{local!r} is no name inside a stage; such names look like 'submod_0.layer.weight'")
+            raise NameLookupError(
+                f"{brief(local)} is no name inside a stage; such names look like 'submod_0.layer.weight'"
+            )
         return user_name(rest)
 
     def locate(self, name: str) -> tuple[str, ...]:
         """The stage-local names of all copies of the tensor that the user calls ``name``; empty if no stage uses it."""
+        if not isinstance(name, str):
+            raise NameLookupError(
+                f"{brief(name)} is a {type(name).__name__}; give the name of a parameter or buffer, a str"
+            )
         if name not in self.canonical and name.startswith(f"{LOSS}."):
             return (name,)
         if name not in self.canonical:
@@ -101,7 +108,7 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     """The text of an error about a name that does not exist."""
     known = list(known)
     hint = did_you_mean(name, known) or f"it has {', '.join(map(repr, known[:8])) or 'none'}"
-    return f"the model has no {kind} named {name!r}; {hint}"
+    return f"the model has no {kind} named {brief(name)}; {hint}"
 
 
 def named_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

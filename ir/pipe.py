@@ -324,4 +324,8 @@ def verify(pipe: Pipe) -> None:
         return None
         ^^^ returns None; the model returns _1
     """
+    if not isinstance(pipe, Pipe):
+        raise InputError(
+            f"verify checks a Pipe, and this is a {type(pipe).__name__}; make one: pipeline(model, loss_fn)"
+        )
     check_rules(compiled_of(pipe))

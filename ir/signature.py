@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from torch import fx
 
+from pippy.ir.brief import brief, some
 from pippy.ir.errors import InputError
 from pippy.ir.guards import Guards
 from pippy.ir.trees import describe
@@ -71,7 +72,7 @@ def bind(pipe: Callee, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[s
         given = [describe(value) for value in args] + [f"{name}={describe(value)}" for name, value in kwargs.items()]
         what = misfits(signature, args, kwargs) or str(error)
         raise InputError(
-            f"{what}; the Pipe is called as {_usage(pipe, signature)}, and was given ({', '.join(given)})"
+            f"{what}; the Pipe is called as {_usage(pipe, signature)}, and was given ({', '.join(some(given))})"
             + (f" before the target {describe(values[pipe.target_name])}" if pipe.target_name else "")
             + _in_the_example([name for name in kwargs if pipe.guards.kinds and name not in signature.parameters])
         ) from None
@@ -97,13 +98,13 @@ def _check_unpacked(pipe: Callee, arguments: Mapping[str, Any]) -> None:
         given = arguments.get(name)
         if isinstance(given, Mapping) and name in given and any(kind.differences(given, name)):
             raise InputError(
-                f"{name!r} is a {type(given).__name__} with {', '.join(map(repr, given))}, and these are arguments themselves; "
-                "unpack it, as in pipe(**batch) and driver.run(chunks, **batch)"
+                f"{name!r} is a {type(given).__name__} with {', '.join(some(map(repr, given)))}, and these are arguments "
+                "themselves; unpack it, as in pipe(**batch) and driver.run(chunks, **batch)"
             )
 
 
 def _in_the_example(names: Sequence[str]) -> str:
-    shown = ", ".join(f"{name!r}: ..." for name in names)
+    shown = ", ".join(f"{name!r}: ..." for name in names[:3])
     return f"; for a Pipe that takes it, give it in the example, too: example_kwargs={{..., {shown}}}" if names else ""
 
 
@@ -140,9 +141,9 @@ def misfits(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[s
 
 
 def _told(one: str, several: str, names: Sequence[str], without: Set[str] = frozenset()) -> Iterator[str]:
-    left = [repr(name) for name in names if name not in without]
+    left = [brief(name) for name in names if name not in without]
     if left:
-        yield (one if len(left) == 1 else several).format(", ".join(left))
+        yield (one if len(left) == 1 else several).format(", ".join(some(left)))
 
 
 def _missing_values(pipe: Callee, arguments: Mapping[str, Any]) -> Iterator[str]:

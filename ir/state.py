@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from pippy.ir.brief import some
 from pippy.ir.compiled import Compiled
 from pippy.ir.errors import StateDictError
 from pippy.ir.run.shared_tensors import get_tensor
@@ -23,13 +24,17 @@ def load_state(pipe: nn.Module, compiled: Compiled, state: Mapping[str, Any], st
     missing = [name for name in tensors if name not in state]
     extra = {name for name in pipe.state_dict() if name.endswith("_extra_state")}
     unexpected = [name for name in state if name not in tensors and name not in extra]
-    faults = [f"{kind}: {', '.join(names)}" for kind, names in (("missing", missing), ("unknown", unexpected)) if names]
+    faults = [
+        f"{kind}: {', '.join(some(names))}" for kind, names in (("missing", missing), ("unknown", unexpected)) if names
+    ]
     faults = faults if strict else []
     for name, value in state.items():
         if name in tensors and not (isinstance(value, torch.Tensor) and value.shape == tensors[name][0].shape):
             faults.append(f"{name} is {describe(value)}; the model has {describe(tensors[name][0])}")
     if faults:
-        raise StateDictError("the state dict does not fit the Pipe, and nothing was loaded:\n- " + "\n- ".join(faults))
+        raise StateDictError(
+            "the state dict does not fit the Pipe, and nothing was loaded:\n- " + "\n- ".join(some(faults))
+        )
     with torch.no_grad():
         for name, value in state.items():
             for tensor in tensors.get(name, ()):

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
+from pippy.ir.brief import brief
 from pippy.ir.sparse_tensors import is_sparse, parts_of
 
 
@@ -140,6 +141,7 @@ def describe(value: Any) -> str:
         inside = ", ".join(map(describe, held))
         if len(inside) > _MANY_CHARACTERS and len(set(map(type, held))) == 1:
             return f"{type(value).__name__} of {len(held)}, the first {describe(next(iter(held)))}"
+        inside = inside if len(inside) <= 3 * _MANY_CHARACTERS else f"{inside[: 3 * _MANY_CHARACTERS]}..."
         return f"({inside})" if isinstance(value, tuple) else f"{type(value).__name__}({inside})"
-    text = repr(value)
+    text = brief(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -5,6 +5,7 @@ from typing import Any
 
 from pippy.drivers.errors import DriverError
 from pippy.drivers.schedules.programs.placement import Placement
+from pippy.ir.brief import brief
 
 
 class GivenLimit:
@@ -21,11 +22,11 @@ class GivenLimit:
         if (several and not numbers) or not all(
             isinstance(each, int) and not isinstance(each, bool) and each > 0 for each in numbers
         ):
-            raise DriverError(f"{name}={given!r}: give {what}, one number or one for each worker")
+            raise DriverError(f"{name}={brief(given)}: give {what}, one number or one for each worker")
         self.name, self.given = name, numbers if several else given
 
     def __str__(self) -> str:
-        return f"{self.name}={self.given}"
+        return f"{self.name}={brief(self.given)}"
 
     def of_workers(self, placement: Placement) -> tuple[int, ...] | None:
         """The limit of each worker."""

@@ -122,7 +122,7 @@ class Divider:
     def given(self, value: MicroBatches, spec: Any, path: str) -> PerMicrobatch:
         if isinstance(spec, (TensorChunkSpec, ChunkSpec)):
             raise MicrobatchError(
-                f"{path} is cut already, and has the spec {spec!r}; say MicroBatches(values, dim=...)"
+                f"{path} is cut already, and has the spec {brief(spec)}; say MicroBatches(values, dim=...)"
             )
         self._check_pieces(value.values, path, "MicroBatches has")
         if any(isinstance(leaf, Column) for leaf in leaves(value.values)):
@@ -171,7 +171,7 @@ class Divider:
             where, what, _ = self.rows[0]
             fewer = f"{max(rows, 1)}{' or less' * (rows > 1)}"
             raise MicrobatchError(
-                f"{where} has {rows} row{'s' * (rows != 1)} ({what}), too few for {self.chunks} micro-batches; "
+                f"{where} has {rows} row{'s' * (rows != 1)} ({what}), too few for {brief(self.chunks)} micro-batches; "
                 f"use chunks={fewer}, or TensorChunkSpec(dim) if the rows are along another dimension"
             )
         return even_sizes(rows, self.chunks)

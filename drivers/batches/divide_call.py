@@ -69,7 +69,7 @@ def _either(name: str, spec: Any, dim: Any) -> Any:
         padded = [(*each, *(None,) * (longest - len(each))) for each in (spec, dim)]
         return tuple(_either(f"{name}[{index}]", *both) for index, both in enumerate(zip(*padded)))
     if spec is not None and dim is not None:
-        raise MicrobatchError(f"{name} has a spec, {spec!r}, and a batch dim, {dim!r}; give one of them")
+        raise MicrobatchError(f"{name} has a spec, {brief(spec)}, and a batch dim, {brief(dim)}; give one of them")
     return dim if spec is None else spec
 
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from pippy.drivers.batches.division import CutTensor, Division
 from pippy.drivers.errors import MicrobatchError
+from pippy.ir.brief import brief
 from pippy.ir.passes.loss_function import FunctionLoss
 from pippy.ir.sparse_tensors import is_sparse
 from pippy.ir.trees import describe
@@ -103,7 +104,7 @@ def loss_weights(
         return tuple(0.0 if index in empty else 1.0 for index in range(division.chunks))
     if reduction.kind not in ("mean", "batchmean", "none"):
         raise MicrobatchError(
-            f"the loss's reduction is {reduction.kind!r}; 'mean' and 'sum' are known. Give a function that counts what a "
+            f"the loss's reduction is {brief(reduction.kind)}; 'mean' and 'sum' are known. Give a function that counts what a "
             "micro-batch holds, such as loss_reduction=lambda target: (target != -100).sum()"
         )
     if division.chunks == 1:

@@ -32,6 +32,7 @@ from pippy.drivers.batches.specs import (
     unsuitable_spec,
 )
 from pippy.drivers.errors import MicrobatchError
+from pippy.ir.brief import brief
 from pippy.ir.sparse_tensors import cat, equal, narrow
 from pippy.ir.trees import children, describe, leaves, with_children
 
@@ -93,13 +94,13 @@ def check_leaves_loss_alone(spec: Any, value: Any, path: str = "output") -> None
         return
     if value is LOSS_PLACE:
         raise MicrobatchError(
-            f"output_spec has {spec!r} for {path}, which is the loss, and the loss is put together by its weights; leave its "
-            "place None, and say how it reduces with loss_reduction="
+            f"output_spec has {brief(spec)} for {path}, which is the loss, and the loss is put together by its weights; leave "
+            "its place None, and say how it reduces with loss_reduction="
         )
     if isinstance(spec, ChunkSpec) or (callable(spec) and not is_spec(spec)):
         raise MicrobatchError(
-            f"output_spec has {spec!r} for {path}, which holds the loss, and the loss is put together by its weights; give a "
-            "spec for each part of it, with None for the loss"
+            f"output_spec has {brief(spec)} for {path}, which holds the loss, and the loss is put together by its weights; "
+            "give a spec for each part of it, with None for the loss"
         )
     if not is_spec(spec):
         items = items_with_paths(value, path) or []
@@ -229,7 +230,7 @@ class _Merge:
 def _check_dense(values: list[Any], spec: Max | Min, path: str) -> None:
     if any(isinstance(value, torch.Tensor) and value.layout is not torch.strided for value in values):
         raise MicrobatchError(
-            f"{path} has the spec {spec!r}, and is {describe(values[0])}, a layout that torch does not compare; give a "
+            f"{path} has the spec {brief(spec)}, and is {describe(values[0])}, a layout that torch does not compare; give a "
             "function of the list of values, which may call to_dense()"
         )
 

@@ -225,7 +225,7 @@ def spec_of_parts(value: Any, path: str, written: Callable[[Any, str], str]) -> 
 def unsuitable_spec(spec: Any, path: str, value: Any) -> MicrobatchError:
     """The error for a spec that does not suit a value."""
     return MicrobatchError(
-        f"the spec for {path} is {spec!r}, and {path} is {describe(value)}; a spec is a dimension, TensorChunkSpec(dim), "
+        f"the spec for {path} is {brief(spec)}, and {path} is {describe(value)}; a spec is a dimension, TensorChunkSpec(dim), "
         "Replicate() or a ChunkSpec of your own, and for outputs also Sum(), Mean(), Max(), Min() or a function of the "
         "list of values"
     )

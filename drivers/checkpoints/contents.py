@@ -23,6 +23,7 @@ from pippy.drivers.checkpoints.run_folder import checkpoints_in, read_manifest
 from pippy.drivers.checkpoints.safetensors_files import StoredTensor, read_header
 from pippy.drivers.checkpoints.synced_files import check_hash, read_file
 from pippy.drivers.errors import CheckpointError
+from pippy.ir.show.readable import shortened
 
 MODEL = "model"
 RANDOM_STATE = "random_state"
@@ -63,8 +64,8 @@ def contents_of(path: str | os.PathLike[str]) -> Contents:
         return Contents(path, read_header(path))
     if not os.path.isdir(path):
         raise CheckpointError(
-            f"{path} is not there, or this host does not see it; give the folder that save() was given, one of the "
-            "checkpoints in it, or a folder of safetensors files"
+            f"{shortened(path, 1000)} is not there, or this host does not see it; give the folder that save() was given, one "
+            "of the checkpoints in it, or a folder of safetensors files"
         )
     manifest = read_manifest(path)
     if manifest is not None:

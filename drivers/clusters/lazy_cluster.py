@@ -11,6 +11,7 @@ from typing import Any
 
 from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.errors import ClusterError
+from pippy.ir.brief import brief
 
 
 @dataclass
@@ -36,7 +37,8 @@ class LazyCluster:
         """The cluster for a call of `cluster` in the script. Its options override those of the command line."""
         if n not in (None, self.n):
             raise ClusterError(
-                f"n={n!r}, and this script was started for {self.n} workers; leave out n, or start it with: pippy run -n {n}"
+                f"n={brief(n)}, and this script was started for {self.n} workers; leave out n, or start it "
+                f"with: pippy run -n {brief(n)}"
             )
         if own or self.started is None or self.started.closed:
             self.started = self.start(n=self.n, **self.options | own, **times)

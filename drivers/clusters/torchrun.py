@@ -43,6 +43,7 @@ from pippy.drivers.errors import ClusterError
 from pippy.drivers.transport.messages import rpc
 from pippy.drivers.transport.messages.mixed_messages import MixedMessages
 from pippy.drivers.transport.messages.rpc_messages import RpcMessages
+from pippy.ir.brief import brief
 from pippy.ir.source import warn
 
 _was_open = False
@@ -139,7 +140,7 @@ def _check_not_given(name: str, value: Any) -> None:
     """Raise if an option is given that says how this process is to start workers: torchrun has started them."""
     if value is not None and value is not False:
         raise ClusterError(
-            f"{name}={value!r} is for workers that cluster() starts, and torchrun has started these; leave out {name}, or "
+            f"{name}={brief(value)} is for workers that cluster() starts, and torchrun has started these; leave out {name}, or "
             f"start the script without torchrun"
         )
 

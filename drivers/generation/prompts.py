@@ -114,7 +114,7 @@ def _check_config(config: Any) -> None:
         value = getattr(config, name, None)
         if value is not None and value is not False and value not in neutral:
             raise GenerationError(
-                f"the model's generation_config has {name}={value!r}, which generate() does not follow; set "
+                f"the model's generation_config has {name}={brief(value)}, which generate() does not follow; set "
                 f"model.generation_config.{name} = None if you can do without, or call driver.copy_to(model), and then "
                 "model.generate() in this process"
             )

@@ -14,12 +14,15 @@ class ArgumentError(ScheduleError, ValueError):
 
 
 def beginning(value: object) -> str:
-    """The ``repr`` of a value, or its beginning.
+    """The ``repr`` of a value in one line, or its beginning.
 
     >>> beginning("a" * 100)
     "'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa..."
     """
-    shown = repr(value)
+    try:
+        shown = " ".join(repr(value).split())
+    except Exception:  # a number of more than 4300 digits has none
+        shown = object.__repr__(value)
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from inspect import Parameter, signature
 
 from pippy.drivers.schedules.checks.validate import validate
-from pippy.drivers.schedules.errors import ArgumentError, UnknownScheduleError, require
+from pippy.drivers.schedules.errors import ArgumentError, UnknownScheduleError, beginning, require
 from pippy.drivers.schedules.orders.registry import REGISTRY, RegisteredSchedule, register
 from pippy.drivers.schedules.orders.schedule import WorkerOrders, side_by_side
 from pippy.drivers.schedules.programs.placement import Placement, make_placement, require_count
@@ -56,7 +56,7 @@ def make_schedule(
     """
     require("name", name, str, f"give one of {', '.join(REGISTRY)}")
     if name not in REGISTRY:
-        raise UnknownScheduleError(f"there is no schedule called {name!r}; take one of {', '.join(REGISTRY)}")
+        raise UnknownScheduleError(f"there is no schedule called {beginning(name)}; take one of {', '.join(REGISTRY)}")
     entry = REGISTRY[name]
     require_count("chunks", chunks)
     placed = make_placement(
@@ -69,7 +69,7 @@ def make_schedule(
     parts = [entry.schedule(placed, len(share), **options) for share in each]
     for part in parts:
         if not isinstance(part, WorkerOrders):
-            raise ArgumentError(f"schedule {name} returned {part!r}; it must return a WorkerOrders")
+            raise ArgumentError(f"schedule {name} returned {beginning(part)}; it must return a WorkerOrders")
     result = side_by_side(parts, each) if replicas > 1 else parts[0]
     program = Program(
         schedule=name,
@@ -97,4 +97,6 @@ def refuse_unknown_options(name: str, entry: RegisteredSchedule, options: Mappin
     known = [parameter.name for parameter in parameters]
     for option in options:
         if option not in known:
-            raise ArgumentError(f"{option}={options[option]!r}: {name} takes {', '.join(known) or 'no options'}")
+            raise ArgumentError(
+                f"{option}={beginning(options[option])}: {name} takes {', '.join(known) or 'no options'}"
+            )

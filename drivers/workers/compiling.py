@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from pippy.drivers.errors import DriverError
+from pippy.ir.brief import brief
 from pippy.ir.run.stage_draws import draw_as_whole
 
 
@@ -35,20 +36,22 @@ def compile_options(given: Any) -> dict[str, Any] | None:
         return {}
     if not isinstance(given, Mapping):
         raise DriverError(
-            f"compile={given!r} is a {type(given).__name__}; give True, or a dict of options of torch.compile"
+            f"compile={brief(given)} is a {type(given).__name__}; give True, or a dict of options of torch.compile"
         )
     options = dict(given)
     known = [name for name in signature(torch.compile).parameters if name != "model"]
     for name in options:
         if name not in known:
             raise DriverError(
-                f"compile={options}: {name!r} is no option of torch.compile; those are {', '.join(known)}"
+                f"compile={brief(options)}: {brief(name)} is no option of torch.compile; those are {', '.join(known)}"
             )
     try:
         torch.compile(nn.Identity(), **options)  # compiles nothing yet
     except Exception as error:  # torch has no one error for what it refuses here
         first = str(error).strip().partition("\n")[0]
-        raise DriverError(f"compile={options}: torch.compile refuses it: {type(error).__name__}: {first}") from error
+        raise DriverError(
+            f"compile={brief(options)}: torch.compile refuses it: {type(error).__name__}: {first}"
+        ) from error
     return options
 
 

@@ -97,7 +97,7 @@ def config_by_tensor(model: nn.Module, spec: MultiUseParamSpec) -> dict[int, tup
             raise SharedParameterError("multi_use_param_spec: " + unknown_name("parameter", str(name), parameters))
         if not isinstance(kind, MultiUseParameterConfig):
             raise SharedParameterError(
-                f"multi_use_param_spec[{name!r}] is {kind!r}; give MultiUseParameterConfig.TRANSMIT or .REPLICATE"
+                f"multi_use_param_spec[{brief(name)}] is {brief(kind)}; give MultiUseParameterConfig.TRANSMIT or .REPLICATE"
             )
         other, before = config.setdefault(id(parameters[name]), (name, kind))
         if before is not kind:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from pippy.ir.brief import brief, some
 from pippy.ir.errors import InputError, TracingError
 from pippy.ir.front.fake_results import FakeResults
 from pippy.ir.front.replaced import replaced
@@ -99,7 +100,7 @@ class Example:
         names = [*map(str, signature.parameters.values()), *([self.target] if self.target else [])]
         return InputError(
             f"example_args are not arguments of this Pipe: {what}; it is called as pipe({', '.join(names)}), and the example "
-            f"is ({', '.join(shown)})"
+            f"is ({', '.join(some(shown))})"
         )
 
 
@@ -216,21 +217,21 @@ def check_concrete_args(model: nn.Module, concrete_args: Mapping[str, Any] | Non
     """``concrete_args`` as a dict. Raises if a name or a value in it cannot be used."""
     if concrete_args is not None and not isinstance(concrete_args, Mapping):
         raise TracingError(
-            f"concrete_args is {concrete_args!r}; give a dict from names of forward's arguments to values"
+            f"concrete_args is {brief(concrete_args)}; give a dict from names of forward's arguments to values"
         )
     concrete, names = dict(concrete_args or {}), _named_arguments(model)
     faults = []
     for name, value in concrete.items():
         if name not in names:
             hint = did_you_mean(name, names, most=1, cutoff=0.6) or f"it takes {', '.join(names) or 'none'}"
-            faults.append(f"concrete_args[{name!r}]: forward has no argument of that name; {hint}")
+            faults.append(f"concrete_args[{brief(name)}]: forward has no argument of that name; {hint}")
         elif not (value is None or isinstance(value, (bool, int, float, str))):
             faults.append(
-                f"concrete_args[{name!r}] is a {type(value).__name__}; a value that the graph is specialized to must be "
+                f"concrete_args[{brief(name)}] is a {type(value).__name__}; a value that the graph is specialized to must be "
                 "None, a bool, an int, a float or a str"
             )
     if faults:
-        raise TracingError("\n".join(faults))
+        raise TracingError("\n".join(some(faults)))
     return concrete
 
 

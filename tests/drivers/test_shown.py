@@ -1,6 +1,7 @@
 """What a prompt and a notebook show of an object, and what errors show of a wrong argument, fits on a screen."""
 
 import html
+import inspect
 import re
 from dataclasses import replace
 
@@ -8,10 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+import pippy
 from pippy import Pipe, PipelineDriver, PipelineDriver1F1B, local_cluster, pipeline
+from pippy.drivers import schedules
 from pippy.drivers.recording.record import Recording
 from pippy.drivers.schedules import make_schedule, render_svg, simulate
-from pippy.drivers.schedules.errors import ArgumentError
+from pippy.drivers.schedules.drawings import svg
+from pippy.drivers.schedules.errors import ArgumentError, ScheduleError
 from pippy.errors import PippyError
 from pippy.ir.brief import brief
 from tests.drivers.models import Chain
@@ -65,10 +69,12 @@ def test_what_drivers_give_is_shown_in_a_line_or_a_table(threads):
     assert driver.program(4)._repr_html_() == simulated._repr_html_() == render_svg(simulated.timeline)
 
 
-def test_a_program_that_cannot_run_or_is_too_large_has_no_picture():
+def test_a_program_that_cannot_run_or_is_too_large_has_no_picture(monkeypatch):
     program = make_schedule("1f1b", workers=2, chunks=2)
     assert replace(program, orders=(program.orders[0][::-1], program.orders[1]))._repr_html_() is None
-    assert make_schedule("1f1b", workers=2, chunks=10_000)._repr_html_() is None
+    assert program._repr_html_() is not None
+    monkeypatch.setattr(svg, "MOST_DRAWN", 7)
+    assert program._repr_html_() is None
 
 
 @pytest.mark.parametrize("given", [list(range(100_000)), [torch.zeros(50, 50)] * 500, {"a": ["b" * 100] * 10_000}])
@@ -103,3 +109,97 @@ def test_what_is_short_is_shown_as_it_is():
     assert brief({"placement": [0, 1]}) == "{'placement': [0, 1]}"
     assert brief(torch.ones(2, 2)) == "tensor([[1., 1.], [1., 1.]])"
     assert len(brief(["ab" * 90] * 90)) == 200
+
+
+class Huge:
+    """Its ``repr`` has many lines."""
+
+    def __repr__(self) -> str:
+        return "x\n" * 5_000
+
+
+HUGE = {
+    "numbers": list(range(5_000)),
+    "text": "a\n" * 5_000,
+    "dict": dict.fromkeys(range(500), "b" * 50),
+    "names": ("layer.weight" * 10,) * 500,
+    "object": Huge(),
+    "digits": 10**5000,
+}
+
+
+def calls_to_refuse(cluster, tmp_path):
+    """Public functions, with arguments that they take, and the parameters that are not to be tried."""
+    pipe, x = pipeline(Chain(2), nn.MSELoss()), torch.randn(8, 8)
+    driver, program = PipelineDriver1F1B(pipe, cluster), make_schedule("1f1b", workers=2, chunks=2)
+    optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
+    yield pipeline, (Chain(2), nn.MSELoss()), ()
+    yield Pipe.from_tracing, (Chain(2),), ()
+    yield Pipe.from_sequential, (nn.Sequential(nn.Linear(2, 2), nn.ReLU()),), ()
+    yield pippy.verify, (pipe,), ()
+    yield pippy.annotate_split_points, (Chain(2), {}), ()
+    yield pippy.load_checkpoint, (tmp_path,), ()
+    yield pippy.MicroBatches, ([x],), ()
+    yield pippy.TensorChunkSpec, (0,), ()
+    for cluster_function in (local_cluster, pippy.cluster):
+        yield (
+            cluster_function,
+            (2,),
+            "n pin timeout start_timeout controller_hosts _worker".split(),
+        )  # workers would start
+    for name in ("remap_qualname", "stage_qualnames", "get_grad", "stage"):
+        yield getattr(pipe, name), ("submod_0.0.weight",), ()
+    for call in (pipe.forward, pipe.draw):
+        yield call, (x, x), ()
+    yield pipe.load_state_dict, ({},), ()
+    made = "chunk_spec batch_dims output_spec loss_reduction out_of_order keyed_random _debug_mask_minibatches step_timeout"
+    for driver_class in (PipelineDriver, PipelineDriver1F1B):
+        yield driver_class, (pipe, cluster), made.split()
+    for call in (driver.run, driver.run_async, driver.memory):
+        yield call, (2, x, x), ()
+    yield driver.program, (2,), ("chunks",)
+    yield driver.save, (tmp_path,), ("optimizers",)
+    yield driver.load, (tmp_path,), ()
+    yield driver.load_state_dict, ({},), ()
+    yield driver.instantiate_optimizer, (torch.optim.SGD,), ()
+    yield optimizer.add_param_group, ({},), ()
+    yield optimizer.load_state_dict, ({},), ()
+    for name in "clip_grad_norm_ clip_grad_value_ copy_to eval generate get_grad grad_norm initialize record".split():
+        yield getattr(driver, name), (), ()
+    yield Recording, (), ()
+    for name in ("make_schedule", "register"):
+        yield getattr(schedules, name), ("1f1b",), ("workers", "chunks", "schedule")
+    yield schedules.add_recompute, (program, "always"), ()
+    for name in ("add_communication", "simulate", "validate", "render_text", "render_svg"):
+        yield getattr(schedules, name), (program,), ()
+    yield schedules.parse_program, ("",), ()
+
+
+def with_huge_arguments(function, args, left_out):
+    """The calls of a function in which one argument after the other is huge."""
+    names = [*inspect.signature(function).parameters]
+    for name, parameter in inspect.signature(function).parameters.items():
+        for kind, given in HUGE.items() if name not in left_out else ():
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                yield kind, lambda given=given: function(*args, given)
+            elif parameter.kind is parameter.VAR_KEYWORD:
+                yield kind, lambda given=given: function(*args, unknown=given)
+            elif parameter.kind is not parameter.KEYWORD_ONLY and names.index(name) < len(args):
+                at = names.index(name)
+                yield kind, lambda given=given, at=at: function(*args[:at], given, *args[at + 1 :])
+            else:
+                yield kind, lambda given=given, name=name: function(*args, **{name: given})
+
+
+def test_no_error_shows_all_of_a_huge_argument(threads, tmp_path):
+    long, refused = [], 0
+    for function, args, left_out in calls_to_refuse(threads, tmp_path):
+        for kind, call in with_huge_arguments(function, args, left_out):
+            try:
+                call()
+            except Exception as error:
+                refused += isinstance(error, PippyError | ScheduleError)
+                if len(str(error)) > 2_500 or "Exceeds the limit" in str(error):
+                    long.append((function.__qualname__, kind, type(error).__name__, str(error)[:100]))
+    assert not long, "\n".join(map(str, long))
+    assert refused > 300

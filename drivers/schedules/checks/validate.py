@@ -16,7 +16,7 @@ from pippy.drivers.schedules.checks.circular_waits import check_waits
 from pippy.drivers.schedules.checks.computations import check_computations
 from pippy.drivers.schedules.checks.faults import Faults
 from pippy.drivers.schedules.checks.values import check_values
-from pippy.drivers.schedules.errors import ArgumentError, require
+from pippy.drivers.schedules.errors import ArgumentError, beginning, require
 from pippy.drivers.schedules.programs.placement import is_count
 from pippy.drivers.schedules.programs.program import Program
 
@@ -39,7 +39,7 @@ def validate(program: Program, buffer: int | None = None) -> None:
     require("program", program, Program, "make one with make_schedule, or read its text with parse_program")
     if buffer is not None and not is_count(buffer):
         raise ArgumentError(
-            f"buffer={buffer!r} must be a whole number of at least 1, or None for channels without a limit"
+            f"buffer={beginning(buffer)} must be a whole number of at least 1, or None for channels without a limit"
         )
     faults = Faults(program)
     check_computations(program, faults)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from math import gcd, lcm
 
-from pippy.drivers.schedules.errors import ArgumentError
+from pippy.drivers.schedules.errors import ArgumentError, beginning
 from pippy.drivers.schedules.programs.program import Program
 from pippy.drivers.schedules.simulation.simulate import simulate
 from pippy.drivers.schedules.simulation.timeline import Span, Timeline
@@ -27,9 +27,9 @@ def render_text(drawn: Program | Timeline, step: float | Fraction | None = None)
     1 | .  F0 B0 -- F1 B1 -- F2 B2 -- .  .
     """
     timeline = simulate(drawn).timeline if isinstance(drawn, Program) else drawn
-    column = common_step(timeline) if step is None else Fraction(step)
+    column = common_step(timeline) if step is None else step_of(step)
     if column <= 0:
-        raise ArgumentError(f"step={step!r} must be above zero")
+        raise ArgumentError(f"step={beginning(step)} must be a number above zero")
     if timeline.makespan / column > WIDEST:
         raise ArgumentError(
             f"a grid of {float(timeline.makespan / column):.0f} columns is unreadable; pass a longer step"
@@ -52,6 +52,14 @@ def worker_row(spans: Sequence[Span], makespan: float | Fraction, step: Fraction
         cells[start:end] = ["--"] * (end - start)
         cells[start] = str(span.compute) if several else f"{span.compute.op}{span.compute.microbatch}"
     return cells
+
+
+def step_of(step: object) -> Fraction:
+    """The time of a column; 0 for what is no number."""
+    try:
+        return Fraction(step)  # type: ignore[call-overload]
+    except (TypeError, ValueError, ArithmeticError):
+        return Fraction(0)
 
 
 def common_step(timeline: Timeline) -> Fraction:

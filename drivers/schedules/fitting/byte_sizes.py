@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from math import ceil, isfinite
 from typing import Any
 
-from pippy.drivers.schedules.errors import ArgumentError
+from pippy.drivers.schedules.errors import ArgumentError, beginning
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -28,7 +28,7 @@ def byte_count(given: Any, name: str = "memory=") -> int:
     if not (isfinite(count) and count >= 1):
         unit = isinstance(given, str) and given.strip().replace(".", "", 1).isdigit()
         why = f"it has no unit; the units are {', '.join(UNITS)}" if unit else f"give bytes, {EXAMPLE}"
-        raise ArgumentError(f"{name}{given!r}: {why}")
+        raise ArgumentError(f"{name}{beginning(given)}: {why}")
     return int(count)
 
 
@@ -41,13 +41,13 @@ def limits_of(given: Any, workers: int, name: str = "memory=") -> tuple[int, ...
     if isinstance(given, Mapping):
         if set(given) != set(range(workers)) or any(isinstance(each, bool) for each in given):
             raise ArgumentError(
-                f"{name}{dict(given)!r}: give a size for each worker, 0 to {workers - 1}, or one for all"
+                f"{name}{beginning(dict(given))}: give a size for each worker, 0 to {workers - 1}, or one for all"
             )
         return tuple(byte_count(given[worker], name) for worker in range(workers))
     if isinstance(given, Sequence) and not isinstance(given, str | bytes):
         if len(given) != workers:
             raise ArgumentError(
-                f"{name}{list(given)!r} has {len(given)} sizes for {workers} workers; give one, or one each"
+                f"{name}{beginning(list(given))} has {len(given)} sizes for {workers} workers; give one, or one each"
             )
         return tuple(byte_count(each, name) for each in given)
     return (byte_count(given, name),) * workers

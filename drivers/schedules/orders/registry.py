@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pippy.drivers.schedules.errors import ArgumentError, require
+from pippy.drivers.schedules.errors import ArgumentError, beginning, require
 from pippy.drivers.schedules.orders.dualpipe_v import dualpipe_v
 from pippy.drivers.schedules.orders.eager_1f1b import eager_1f1b
 from pippy.drivers.schedules.orders.fill_drain import fill_drain
@@ -63,5 +63,5 @@ def register(
     require("name", name, str, "give the name that make_schedule is to know")
     require("schedule", schedule, Callable, "give a function of a placement and a number of chunks")  # type: ignore[arg-type]
     if name in REGISTRY:
-        raise ArgumentError(f"there is a schedule called {name!r} already; take another name")
+        raise ArgumentError(f"there is a schedule called {beginning(name)} already; take another name")
     REGISTRY[name] = RegisteredSchedule(schedule, placement, stages_per_worker, training)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import cycle, pairwise
 
-from pippy.drivers.schedules.errors import ArgumentError, PlacementError
+from pippy.drivers.schedules.errors import ArgumentError, PlacementError, beginning
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,9 @@ number the workers without holes
             raise PlacementError("the placement () holds no stage; place at least one")
         for worker in self.worker_of:
             if not is_count(worker, least=0):
-                raise PlacementError(f"{worker!r} is no worker's number in placement {self}; number workers from 0")
+                raise PlacementError(
+                    f"{beginning(worker)} is no worker's number in placement {self}; number workers from 0"
+                )
         held = set(self.worker_of)
         empty = next((worker for worker in range(max(held)) if worker not in held), None)
         if empty is not None:
@@ -139,7 +141,9 @@ def make_placement(
     counts = stage_counts(workers, stages_per_worker)
     if isinstance(placement, str):
         if placement not in SHAPES:
-            raise PlacementError(f"placement {placement!r} is unknown; take one of {', '.join(SHAPES)}, or a dict")
+            raise PlacementError(
+                f"placement {beginning(placement)} is unknown; take one of {', '.join(SHAPES)}, or a dict"
+            )
         return SHAPES[placement](counts)
     chosen = placement if isinstance(placement, Placement) else from_mapping(placement)
     if chosen.workers != workers:
@@ -167,7 +171,7 @@ def stage_counts(workers: int, stages_per_worker: int | Sequence[int]) -> list[i
 
 def from_mapping(placement: Mapping[int, int]) -> Placement:
     if not isinstance(placement, Mapping):
-        raise PlacementError(f"placement {placement!r} is unknown; take one of {', '.join(SHAPES)}, or a dict")
+        raise PlacementError(f"placement {beginning(placement)} is unknown; take one of {', '.join(SHAPES)}, or a dict")
     for stage in range(len(placement)):
         if stage not in placement:
             raise PlacementError(
@@ -183,4 +187,4 @@ def is_count(value: object, least: int = 1) -> bool:
 def require_count(name: str, value: object) -> None:
     """Refuse a size that is not a whole number of at least 1."""
     if not is_count(value):
-        raise ArgumentError(f"{name}={value!r} must be a whole number of at least 1")
+        raise ArgumentError(f"{name}={beginning(value)} must be a whole number of at least 1")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from pippy.drivers.schedules.errors import ArgumentError, require
+from pippy.drivers.schedules.errors import ArgumentError, beginning, require
 from pippy.drivers.schedules.programs.checkpoints import Checkpoints
 from pippy.drivers.schedules.programs.drawn import Drawn
 from pippy.drivers.schedules.programs.edges import Edge, Replicated, chain
@@ -60,7 +60,7 @@ class Program(Drawn):
         shares(self.chunks, self.replicas)  # raises if a replica would have none
         if not SCHEDULE.fullmatch(self.schedule):
             raise ArgumentError(
-                f"schedule={self.schedule!r} must be one line of ASCII text, without spaces at its ends"
+                f"schedule={beginning(self.schedule)} must be one line of ASCII text, without spaces at its ends"
             )
         for what, given in (("orders", self.orders), ("memory", self.memory)):
             if given is not None and len(given) != self.workers:
@@ -70,7 +70,9 @@ class Program(Drawn):
                 )
         for limit in self.memory or ():
             if not is_count(limit, least=0):
-                raise ArgumentError(f"memory={self.memory}: {limit!r} must be a whole number of at least 0")
+                raise ArgumentError(
+                    f"memory={beginning(self.memory)}: {beginning(limit)} must be a whole number of at least 0"
+                )
         self._refuse_unclear_stages()
         self._refuse_unclear_checkpoints()
         self._refuse_unclear_names()
@@ -107,7 +109,7 @@ class Program(Drawn):
             counts = Counter(name for _, name, _ in named)
             for where, name, pattern in named:
                 if not pattern.fullmatch(name):
-                    raise ArgumentError(f"{where}: {name!r} must be a name of letters, digits and underscores")
+                    raise ArgumentError(f"{where}: {beginning(name)} must be a name of letters, digits and underscores")
                 if counts[name] > 1:
                     raise ArgumentError(f"{where}: {name} is there twice; give each name one line")
 

@@ -5,7 +5,7 @@
 
 from itertools import accumulate, pairwise
 
-from pippy.drivers.schedules.errors import ArgumentError
+from pippy.drivers.schedules.errors import ArgumentError, beginning
 from pippy.drivers.schedules.programs.placement import require_count
 
 
@@ -21,7 +21,8 @@ def shares(chunks: int, replicas: int) -> tuple[range, ...]:
     require_count("replicas", replicas)
     if chunks < replicas:
         raise ArgumentError(
-            f"chunks={chunks} for {replicas} replicas of the pipeline: each needs a micro-batch; give {replicas} or more"
+            f"chunks={beginning(chunks)} for {beginning(replicas)} replicas of the pipeline: each needs a "
+            f"micro-batch; give {beginning(replicas)} or more"
         )
     sizes = [chunks // replicas + (replica < chunks % replicas) for replica in range(replicas)]
     return tuple(range(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0)))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 from operator import itemgetter
 
-from pippy.drivers.schedules.errors import ArgumentError, PlacementError, require
+from pippy.drivers.schedules.errors import ArgumentError, PlacementError, beginning, require
 from pippy.drivers.schedules.orders.registry import REGISTRY
 from pippy.drivers.schedules.orders.schedule import WorkerOrders
 from pippy.drivers.schedules.programs.edges import Edge
@@ -102,7 +102,7 @@ def memory_limits(placement: Placement, chunks: int, memory: int | Sequence[int]
         least = len(placement.stages_of(worker))
         if not is_count(limit, least):
             raise ArgumentError(
-                f"memory={memory!r} leaves worker {worker} no room for one micro-batch in each of its stages; "
+                f"memory={beginning(memory)} leaves worker {worker} no room for one micro-batch in each of its stages; "
                 f"give it at least {least}"
             )
     return limits

@@ -12,7 +12,7 @@ from fractions import Fraction
 from math import isfinite
 from numbers import Real
 
-from pippy.drivers.schedules.errors import ArgumentError
+from pippy.drivers.schedules.errors import ArgumentError, beginning
 from pippy.drivers.schedules.programs.instructions import Compute, Op
 from pippy.drivers.schedules.programs.program import Program
 
@@ -49,7 +49,7 @@ class Costs:
         """The costs of every stage and edge of a program; one that is missing or negative is refused."""
         require_cost("bandwidth", self.bandwidth)
         if self.bandwidth == 0:
-            raise ArgumentError(f"bandwidth={self.bandwidth!r} must be above zero")
+            raise ArgumentError(f"bandwidth={beginning(self.bandwidth)} must be above zero")
         halves = {
             Op.BACKWARD_INPUT: per_stage("backward_input", self.backward_input, program),
             Op.BACKWARD_WEIGHT: per_stage("backward_weight", self.backward_weight, program),
@@ -84,11 +84,15 @@ def per_stage(name: str, given: PerStage, program: Program) -> list[Number]:
     if isinstance(given, Mapping):
         missing = [stage for stage in range(program.stages) if stage not in given]
         if missing:
-            raise ArgumentError(f"{name}={dict(given)} has no cost for stage {missing[0]}; give one for each stage")
+            raise ArgumentError(
+                f"{name}={beginning(given)} has no cost for stage {missing[0]}; give one for each stage"
+            )
         found = [given[stage] for stage in range(program.stages)]
     elif isinstance(given, Sequence) and not isinstance(given, str):
         if len(given) != program.stages:
-            raise ArgumentError(f"{name}={given} has {len(given)} costs for {program.stages} stages; give one for each")
+            raise ArgumentError(
+                f"{name}={beginning(given)} has {len(given)} costs for {program.stages} stages; give one for each"
+            )
         found = list(given)
     else:
         require_cost(name, given)
@@ -105,11 +109,11 @@ def per_edge(name: str, given: PerEdge, program: Program) -> dict[str, Number]:
         return dict.fromkeys(values, given)
     for value in values:
         if value not in given:
-            raise ArgumentError(f"{name}={dict(given)} has no entry for edge {value}; give one for each edge")
+            raise ArgumentError(f"{name}={beginning(given)} has no entry for edge {value}; give one for each edge")
         require_cost(name, given[value])
     return {value: given[value] for value in values}
 
 
 def require_cost(name: str, cost: object) -> None:
     if isinstance(cost, bool) or not isinstance(cost, Real) or not isfinite(cost) or cost < 0:
-        raise ArgumentError(f"{name}={cost!r} must be a number of at least 0")
+        raise ArgumentError(f"{name}={beginning(cost)} must be a number of at least 0")

@@ -26,7 +26,7 @@ def test_a_recorded_run_is_drawn_like_a_simulated_one():
 def test_a_grid_too_wide_to_read_is_refused():
     with pytest.raises(ArgumentError, match=r"a grid of 30000 columns is unreadable; pass a longer step"):
         render_text(RECORDED, step=1e-5)
-    with pytest.raises(ArgumentError, match=r"step=0 must be above zero"):
+    with pytest.raises(ArgumentError, match=r"step=0 must be a number above zero"):
         render_text(RECORDED, step=0)
 
 
