@@ -51,6 +51,7 @@ from pippy.drivers.nonfinite_gradients import NonFiniteGradients
 from pippy.drivers.placed_pipe import PlacedPipe
 from pippy.drivers.programs import DriverPrograms, RequestedSchedule, SentProgram, check_single_loss
 from pippy.drivers.recording.model_names import model_names
+from pippy.drivers.recording.rates import batch_size
 from pippy.drivers.recording.record import Recording
 from pippy.drivers.replicas import RunningStatistics, Topology
 from pippy.drivers.results import Results
@@ -273,7 +274,7 @@ class PipelineDriverBase(ModelOnWorkers):
         note = None
         if self._recording is not None:
             names = [self.cluster.workers[rank] for rank in self.ranks]
-            note = self._recording.begin(program, self.ranks, names)
+            note = self._recording.begin(program, self.ranks, names, batch_size(division, self.compiled))
         measured = None
         if self._auto is not None and trains:
             measured = self._auto.begin(chunks, program, self.ranks)

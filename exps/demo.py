@@ -141,12 +141,13 @@ def progress(step: int, steps: int, loss: str) -> None:
 
 
 def report(recording: Recording) -> None:
-    """Write a report, a trace and a picture of the last steps, and print where their time went."""
-    step = recording.steps[-1]
+    """Write a report, a trace and a picture of the last steps, and print where the time of the typical one went."""
+    step = recording.typical
     step.save_svg(OUT / "demo_timeline.svg")
     recording.save_trace(OUT / "demo_trace.json")
     recording.report(OUT / "demo_report.html", title="The demo's last steps")
-    print("\nWhere the time went:\n")
+    number, rates = recording.steps.index(step), step.batch.per_second(step.makespan)
+    print(f"\nWhere the time went, in step {number} of the last {len(recording.steps)}, of median length ({rates}):\n")
     for sentence in step.findings():
         print(f"- {sentence}")
     print(

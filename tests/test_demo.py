@@ -16,9 +16,14 @@ def test_the_demo(tmp_path):
     assert done.returncode == 0, done.stderr
     for shown in ("stage_backward_4", "tokens  int64[32, 16]", "1 | .    .    F2.0 F3.0 B3.0", "3.580818   3.580818"):
         assert shown in done.stdout
-    assert "The parameters on the workers are those of the plain model.\n\nWhere the time went:" in done.stdout
+    assert "The parameters on the workers are those of the plain model.\n\nWhere the time went, in step" in done.stdout
     written = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
     kinds = {"demo.svg", "demo_schedule.svg", "demo_timeline.svg", "demo_trace.json", "demo_report.html"}
     assert set(written) == kinds and set(re.findall(r"out/\w+\.\w+", done.stdout)) == {f"out/{kind}" for kind in kinds}
     assert {event["ph"] for event in json.loads(written["demo_trace.json"])["traceEvents"]} >= {"X", "s", "f"}
-    assert "The demo's last steps" in html.unescape(written["demo_report.html"])
+    report = html.unescape(re.sub("<[^>]*>", "", written["demo_report.html"]))
+    assert "The demo's last steps" in report
+    said, number = re.findall("^- (.*)$", done.stdout, re.M), re.search(r"in step (\d+) of the last 2", done.stdout)
+    assert len(said) >= 3 and all(each in report for each in said), "the text and the report tell of the same step"
+    assert number and f"This page shows step {number[1]}," in report
+    assert re.search(r"\(([\d,.]+ samples/s · [\d,.]+ tokens/s)\)", done.stdout)[1] in report

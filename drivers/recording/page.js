@@ -14,7 +14,8 @@
   const words = new Map(boxes.map(box => [box.group, box.words]));
   const named = Array.from(document.querySelectorAll("[title]"));
   for (const each of named) { words.set(each, each.title); each.setAttribute("aria-label", each.title); each.removeAttribute("title"); }
-  let from = 0, to = frame.span;
+  const arrows = Array.from(svg.querySelectorAll(".arrows line"), line => ({ line, start: +line.dataset.s, end: +line.dataset.e }));
+  let from = 0, to = frame.span, all = false, pointed = null;
 
   function duration(seconds) {
     const [unit, size] = Math.abs(seconds) >= 1 || !seconds ? ["s", 1] : Math.abs(seconds) >= 9.995e-4 ? ["ms", 1e-3] : ["µs", 1e-6];
@@ -50,6 +51,13 @@
         text.setAttribute("x", (left + right) / 2);
         text.setAttribute("visibility", right - left >= NAMED ? "visible" : "hidden");
       }
+    }
+    for (const { line, start, end } of arrows) {
+      const shown = (all || line.dataset.v === pointed) && end >= from && start <= to;
+      line.setAttribute("visibility", shown ? "visible" : "hidden");
+      if (!shown) continue;
+      line.setAttribute("x1", frame.left + (start - from) * scale);
+      line.setAttribute("x2", frame.left + (end - from) * scale);
     }
     ticks();
     root.dataset.view = from.toExponential(6) + " " + to.toExponential(6);
@@ -89,8 +97,13 @@
     return from + (x - frame.left) / (frame.right - frame.left) * (to - from);
   }
 
-  const doing = { in: () => zoom(0.5), out: () => zoom(2), all: () => view(0, frame.span) };
+  const doing = { in: () => zoom(0.5), out: () => zoom(2), all: () => view(0, frame.span), arrows: event => {
+    all = !all;
+    event.currentTarget.setAttribute("aria-pressed", all);
+    paint();
+  } };
   for (const button of document.querySelectorAll("[data-do]")) button.addEventListener("click", doing[button.dataset.do]);
+  function point(edge) { if (edge !== pointed) { pointed = edge; paint(); } }
   holder.addEventListener("wheel", event => {
     if (document.activeElement !== holder) return;  // the page scrolls
     event.preventDefault();
@@ -108,6 +121,7 @@
     if (last !== null) { move((last - event.clientX) / pixels()); last = event.clientX; }
     const group = document.elementFromPoint(event.clientX, event.clientY)?.closest(".box");
     say(group && holder.contains(group) ? group : null, event.clientX, event.clientY);
+    if (last === null) point(group?.dataset.v ?? null);
   });
   for (const each of named) {
     each.addEventListener("pointermove", event => say(each, event.clientX, event.clientY));
@@ -115,7 +129,7 @@
     for (const name of ["pointerleave", "blur"]) each.addEventListener(name, () => say(null));
   }
   for (const name of ["pointerup", "pointercancel"]) holder.addEventListener(name, () => { last = null; holder.classList.remove("drags"); });
-  holder.addEventListener("pointerleave", () => say(null));
+  holder.addEventListener("pointerleave", () => { say(null); point(null); });
 
   // report.html#view=0.001,0.002 opens at a time
   const asks = /^#view=([0-9.e+-]+),([0-9.e+-]+)$/.exec(location.hash);

@@ -58,10 +58,11 @@ def page(
 
 
 def _what(step: StepData) -> str:
-    program = step.program
+    program, rates = step.program, step.batch.per_second(step.makespan)
     return (
         f"{program.schedule} · {_count(program.workers, 'worker')} · {_count(program.stages, 'stage')} · "
         f"{_count(program.chunks, 'micro-batch')} · {duration(step.makespan)}"
+        f"{' · ' * bool(rates)}{rates}"
     )
 
 
@@ -80,8 +81,10 @@ def _timeline(step: StepData) -> str:
     )
     return (
         '<div class="tools"><button data-do="in">zoom in</button><button data-do="out">zoom out</button>'
-        '<button data-do="all">all</button><span class="hint">click into it, and the wheel or +/− zooms; drag or arrows move, '
-        f"pointing at a box names it; its number is {_numbers(step)}</span></div>"
+        '<button data-do="all">all</button>'
+        '<button data-do="arrows" aria-pressed="false">arrows of sends</button><span class="hint">'
+        "click into it, and the wheel or +/− zooms; drag or arrow keys move; pointing at a box names it; "
+        f"its number is {_numbers(step)}</span></div>"
         f'<div id="timeline" tabindex="0" data-frame=\'{escape(frame)}\'>{drawing}</div>'
         f'<div class="legend">{legend}</div><div id="tip" hidden></div>{_clocks(step)}'
     )

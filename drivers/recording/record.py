@@ -12,12 +12,15 @@ from pippy.drivers.errors import DriverError
 from pippy.drivers.recording.findings import findings
 from pippy.drivers.recording.model_names import NAMELESS, ModelNames
 from pippy.drivers.recording.page import page
+from pippy.drivers.recording.rates import UNKNOWN, BatchSize
 from pippy.drivers.recording.step_data import StepData
 from pippy.drivers.recording.svg import svg
 from pippy.drivers.recording.trace import trace
 from pippy.drivers.schedules.programs.program import Program
 from pippy.drivers.schedules.simulation.held_bytes import HeldBytes
 from pippy.ir.brief import brief
+
+NOTHING = "nothing was recorded; run steps inside `with driver.record() as recording:`, then report or save"
 
 
 class CountedMemory(Protocol):
@@ -92,6 +95,14 @@ class Recording:
         report = escape(self._page("A recorded step", None, None))
         return f'<iframe srcdoc="{report}" style="width: 100%; height: 40em; border: 0"></iframe>'
 
+    @property
+    def typical(self) -> RecordedStep:
+        """The step of median length among those that ran the same program as the last one: a report shows it."""
+        if not self.steps:
+            raise DriverError(NOTHING)
+        alike = [each for each in self.steps if each.program == self.steps[-1].program]
+        return sorted(alike, key=lambda each: each.makespan)[(len(alike) - 1) // 2]
+
     def report(
         self,
         path: str | Path,
@@ -103,23 +114,18 @@ class Recording:
         """Write an HTML page about one step. It opens from disk and needs no network.
 
         ``memory`` is what `driver.memory` gave for this step: it is drawn beside what was measured.
-        ``step`` is the index of the step in ``steps``. If it is left out, the page shows the step of median length among
-        those that ran the same program as the last one.
+        ``step`` is the index of the step in ``steps``. If it is left out, the page shows the `typical` one.
         """
         Path(path).write_text(self._page(title, step, memory), encoding="utf-8")
 
     def _page(self, title: str, step: int | None, memory: CountedMemory | None) -> str:
         if not self.steps:
-            raise DriverError(
-                "nothing was recorded; run steps inside `with driver.record() as recording:`, then report"
-            )
+            raise DriverError(NOTHING)
         if step is not None and not -len(self.steps) <= step < len(self.steps):
             raise DriverError(
                 f"step={step}: {len(self.steps)} steps were kept; give 0 to {len(self.steps) - 1}, or none"
             )
-        alike = [each for each in self.steps if each.program == self.steps[-1].program]
-        middle = sorted(alike, key=lambda each: each.makespan)[(len(alike) - 1) // 2]
-        chosen = middle if step is None else self.steps[step]
+        chosen = self.typical if step is None else self.steps[step]
         counted = None if memory is None else memory.workers
         if counted is not None and (memory is None or memory.program != chosen.program or not chosen.held):
             raise DriverError(
@@ -131,11 +137,11 @@ class Recording:
     def save_trace(self, path: str | Path) -> None:
         """Write the trace events of all kept steps to one file."""
         if not self.steps:
-            raise DriverError("nothing was recorded; run steps inside `with driver.record() as recording:`, then save")
+            raise DriverError(NOTHING)
         Path(path).write_text(trace(self.steps), encoding="utf-8")
 
     def begin(
-        self, program: Program, ranks: Sequence[int], names: Sequence[str]
+        self, program: Program, ranks: Sequence[int], names: Sequence[str], batch: BatchSize = UNKNOWN
     ) -> Callable[[Mapping[int, StepResult]], None]:
         """Note that a step is sent now. Returns a function, to be called with the answers by rank when they have come."""
         posted = time.monotonic()
@@ -143,7 +149,7 @@ class Recording:
         def note(results: Mapping[int, StepResult]) -> None:
             noted = [results[rank].record for rank in ranks]
             kept = tuple(each for each in noted if each is not None)
-            self.steps.append(RecordedStep(program, tuple(names), kept, posted, time.monotonic(), self.model))
+            self.steps.append(RecordedStep(program, tuple(names), kept, posted, time.monotonic(), self.model, batch))
             self.dropped += len(self.steps[: -self.limit])
             del self.steps[: -self.limit]
 

@@ -14,6 +14,7 @@ from pippy.drivers.recording.activity import Activity, SendTimes, activities, la
 from pippy.drivers.recording.clocks import clock_offsets
 from pippy.drivers.recording.model_names import NAMELESS, ModelNames
 from pippy.drivers.recording.prediction import Medians, median_seconds, predicted
+from pippy.drivers.recording.rates import UNKNOWN, BatchSize
 from pippy.drivers.schedules.programs.instructions import Compute, Receive, Send
 from pippy.drivers.schedules.programs.program import Program
 from pippy.drivers.schedules.simulation.simulate import Simulation
@@ -43,7 +44,7 @@ class StepData:
 
     ``workers`` are the names of the program's workers. ``noted`` is what each of them noted, by its own clock. The controller
     sent the step at ``posted`` and had all answers at ``answered``, by its own clock. ``model`` has the names of the user's
-    modules.
+    modules, and ``batch`` the size of the mini-batch.
     """
 
     program: Program
@@ -52,6 +53,7 @@ class StepData:
     posted: float
     answered: float
     model: ModelNames = NAMELESS
+    batch: BatchSize = UNKNOWN
 
     @cached_property
     def records(self) -> tuple[WorkerRecord, ...]:

@@ -82,9 +82,31 @@ def draw(step: StepData, page: bool = False) -> Element:
     for worker in range(rows):
         _measured(boxes, step, worker, plot / span, page)
         _predicted(boxes, step, worker, second, plot / span, page)
-    if not page:
+    if page:
+        _arrows(root, step)
+    else:
         _legend(root, legend, bottom)
     return root
+
+
+def _arrows(root: Element, step: StepData) -> None:
+    """An arrow from each send to the end of its receive. The script shows them, and places them by their times."""
+    head = SubElement(root, "marker", {"id": "head", "viewBox": "0 0 8 8", "refX": "7", "refY": "4", "orient": "auto"})
+    SubElement(head, "path", {"d": "M0 0 8 4 0 8z"})
+    arrows = SubElement(root, "g", {"class": "arrows", "clip-path": "url(#plot)"})
+    for worker, (order, record) in enumerate(zip(step.program.orders, step.records)):
+        for receive, end in zip(order, record.ends):
+            if isinstance(receive, Receive):
+                sent = step.send_times[receive.value, receive.microbatch, worker]
+                y1, y2 = (str(TOP + each * (ROW + GAP) + ROW // 2) for each in (receive.source, worker))
+                times = {"data-s": f"{sent:.9f}", "data-e": f"{end:.9f}"}
+                shape = {"y1": y1, "y2": y2, "marker-end": "url(#head)", "visibility": "hidden"}
+                SubElement(arrows, "line", {"data-v": _edge(receive, worker), **times, **shape})
+
+
+def _edge(instruction: Send | Receive, to: int) -> str:
+    """What a send and its receive have in common, and no others."""
+    return f"{instruction.value}.{instruction.microbatch}/{to}"
 
 
 def _hatch(root: Element) -> None:
@@ -115,7 +137,9 @@ def _measured(boxes: Element, step: StepData, worker: int, scale: float, page: b
             kind = str(instruction.op) if isinstance(instruction, Compute) else each.cause
             name = _name(instruction, several) if isinstance(instruction, Compute) else ""
             what = kind, name, _title(step, worker, each, instruction)
-            _box(boxes, TOP + worker * (ROW + GAP), (each.start, each.end), scale, what, page)
+            box = _box(boxes, TOP + worker * (ROW + GAP), (each.start, each.end), scale, what, page)
+            if page and isinstance(instruction, Send | Receive):
+                box.set("data-v", _edge(instruction, instruction.to if isinstance(instruction, Send) else worker))
 
 
 def _predicted(boxes: Element, step: StepData, worker: int, top: int, scale: float, page: bool) -> None:
@@ -146,7 +170,7 @@ def used(step: StepData) -> dict[str, str]:
 
 def _box(
     parent: Element, top: int, times: tuple[float, float], scale: float, what: tuple[str, str, str], page: bool
-) -> None:
+) -> Element:
     kind, name, title = what
     start, end = times
     x, width = LEFT + start * scale, (end - start) * scale
@@ -161,6 +185,7 @@ def _box(
         if width < NARROWEST_NAMED:
             place["visibility"] = "hidden"
         SubElement(group, "text", place).text = name
+    return group
 
 
 def _short(name: str, worker: int) -> str:

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 from collections import defaultdict
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from xml.etree import ElementTree
@@ -16,12 +17,13 @@ from torch import nn
 from pippy import PipelineDriver, pipeline
 from pippy.drivers.errors import DriverError
 from pippy.drivers.recording.findings import off_cores
+from pippy.drivers.recording.rates import BatchSize
 from pippy.drivers.recording.record import Recording
 from pippy.drivers.recording.svg import ticks
 from pippy.drivers.recording.units import duration, percent
 from pippy.drivers.schedules import add_communication, make_schedule
 from pippy.drivers.schedules.programs.instructions import Compute, Receive, Send
-from tests.drivers.models import Chain
+from tests.drivers.models import Chain, TiedLanguage
 from tests.drivers.synthetic_steps import BYTES, slow_stage, stepped
 from tests.drivers.thread_cluster import thread_cluster
 
@@ -272,6 +274,11 @@ def read(path):
     return reader
 
 
+def language_batch():
+    tokens = torch.randint(0, 12, (6, 4))
+    return tokens, tokens
+
+
 def recorded(*steps, dropped=0):
     return Recording(steps=list(steps), dropped=dropped)
 
@@ -279,7 +286,7 @@ def recorded(*steps, dropped=0):
 def test_the_page_needs_nothing_from_elsewhere(real, tmp_path):
     real.report(tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
-    assert not re.search(r"https?:|//[a-z]|@import|url\((?!#(plot|hatch)\))", text)
+    assert not re.search(r"https?:|//[a-z]|@import|url\((?!#(plot|hatch|head)\))", text)
     reader = read(tmp_path / "report.html")
     assert [name for name, _ in reader.attributes if name in ("src", "href", "srcset")] == []
     assert "3 steps kept, and 2 earlier ones dropped" in text
@@ -370,6 +377,24 @@ def test_stages_and_values_have_the_names_of_the_modules(real, tmp_path):
     assert any("\ngradient of tanh\n" in each for each in titles)
 
 
+def test_the_page_has_an_arrow_for_each_value_hidden_until_it_is_asked_for(tmp_path):
+    step = slow_stage(2.0, flight=0.25)
+    recorded(step).report(tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    drawing = ElementTree.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
+    lines = [each.attrib for each in drawing.iter("line") if "data-v" in each.attrib]
+    receives = [(each, worker) for worker, order in enumerate(step.program.orders) for each in order]
+    receives = [(each, worker) for each, worker in receives if isinstance(each, Receive)]
+    assert {each["data-v"] for each in lines} == {f"{r.value}.{r.microbatch}/{worker}" for r, worker in receives}
+    assert len(lines) == len(receives) == 24
+    assert {each["visibility"] for each in lines} == {"hidden"}
+    for receive, worker in receives:
+        line = next(each for each in lines if each["data-v"] == f"{receive.value}.{receive.microbatch}/{worker}")
+        assert float(line["data-s"]) == pytest.approx(step.send_times[receive.value, receive.microbatch, worker])
+        assert float(line["data-e"]) >= float(line["data-s"]) + 0.25 - 1e-6
+        assert float(line["y2"]) - float(line["y1"]) == 31 * (worker - receive.source)
+
+
 def test_the_page_says_how_good_the_clocks_are(tmp_path):
     step = slow_stage(1.0, flight=0.5, ahead=[0, 0, 7.0, 7.0], clocks=["a", "a", "b", "b"])
     recorded(step).report(tmp_path / "report.html")
@@ -382,6 +407,30 @@ def test_the_step_of_middle_length_is_shown(tmp_path):
     assert "shows step 2," in (tmp_path / "report.html").read_text()
     recorded(*lengths).report(tmp_path / "report.html", step=-2)
     assert "shows step 1," in (tmp_path / "report.html").read_text()
+
+
+def test_the_typical_step_is_the_one_that_a_report_shows(tmp_path):
+    others = [replace(slow_stage(each), batch=BatchSize(64, 1024)) for each in (3.0, 1.0, 2.0)]
+    assert recorded(slow_stage(9.0, chunks=8), *others).typical is others[2]
+    recorded(*others).report(tmp_path / "report.html")
+    what = f"20 s · {64 / 20:.3g} samples/s · {1024 / 20:.3g} tokens/s</p>"
+    assert what in (tmp_path / "report.html").read_text()
+    with pytest.raises(DriverError, match="nothing was recorded"):
+        _ = Recording().typical
+
+
+def test_samples_and_tokens_are_those_of_the_mini_batch(threads):
+    """The rows of both micro-batches, and the whole numbers that a model with an embedding takes; the target is none."""
+    x = torch.randn(8, 8)
+    sizes = []
+    language = TiedLanguage()
+    for model, args in [(Chain(2), (x, x)), (language, language_batch())]:
+        driver = PipelineDriver(pipeline(model, lambda y, t: y.float().mean() + 0.0 * t.float().mean()), threads)
+        with driver.record() as recording:
+            driver.run(2, *args)
+        sizes.append((recording.steps[0].batch.samples, recording.steps[0].batch.tokens))
+        driver.close()
+    assert sizes == [(8, None), (6, 24)]
 
 
 def test_a_report_of_nothing_is_refused(tmp_path):
@@ -420,6 +469,19 @@ data.left = String(wheel());
 const share = document.querySelector("td [tabindex]");
 share.dispatchEvent(new PointerEvent("pointermove", {bubbles: true}));
 data.share = document.getElementById("tip").textContent;
+const arrows = () => document.querySelectorAll(".arrows line[visibility=visible]").length;
+press("all");
+const transfer = document.querySelector(".k-transfer");
+const its = transfer.querySelector("rect").getBoundingClientRect();
+data.hidden = arrows();
+const there = {clientX: its.left + its.width / 2, clientY: its.top + 5, bubbles: true};
+timeline.dispatchEvent(new PointerEvent("pointermove", there));
+data.pointed = arrows();
+press("arrows");
+data.asked = arrows();
+press("arrows");
+timeline.dispatchEvent(new PointerEvent("pointerleave"));
+data.again = arrows();
 data.wide = document.documentElement.scrollWidth - innerWidth;
 press("all");
 document.body.style.width = "460px";
@@ -458,6 +520,7 @@ def test_the_page_works_in_a_browser(tmp_path):
     assert found["scrolled"] == f"true {found['all']}", "the wheel is the page's until the timeline has the focus"
     assert (found["zoomed"], found["left"]) == ("false", "true")
     assert "(worker 0), idle: 12.8 s\npredicted: 12 s, 60 %" in found["share"]
+    assert [found[each] for each in ("hidden", "pointed", "asked", "again")] == ["0", "1", "24", "0"]
     assert float(found["letters"]) > 11, "letters of a narrow page are as large as those of a wide one"
     assert int(found["outside"]) == 0
     assert found["ticks"] == "0 s,10 s,20 s"
