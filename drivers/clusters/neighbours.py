@@ -1,7 +1,7 @@
 """The ranks of one host find each other: each gets two sockets to the first of them, which can make more.
 
     each rank       writes its host on the board: those with equal ones are to be neighbours
-    the first rank  opens a door, which is a unix socket in a directory that only this user can enter
+    the first rank  opens a door, which is a unix socket without a name: this user's processes find it among its open files
     the others      hand over one end of two sockets there, and memory that both are to see, and write that they have
     the first rank  takes what has come, closes the door, and writes of which rank nothing has, and why
 
@@ -118,8 +118,8 @@ def _welcome(board: RankBoard, others: Sequence[int]) -> dict[int, Pair]:
     with ExitStack() as stack:
         door = None
         try:
-            directory, door = stack.enter_context(_open_door(len(others)))
-            board.write("door of", [directory, ""])
+            place, door = stack.enter_context(_open_door(len(others)))
+            board.write("door of", [place, ""])
         except OSError as error:
             board.write("door of", ["", f"rank {board.rank} could not open a socket: {error}"])
         for other, its in zip(others, board.read("has come in", others)):
@@ -138,26 +138,24 @@ def _welcome(board: RankBoard, others: Sequence[int]) -> dict[int, Pair]:
 
 @contextmanager
 def _open_door(size: int) -> Iterator[tuple[str, socket.socket]]:
-    """A socket that listens in a directory of its own; at the end both are gone."""
-    directory = tempfile.mkdtemp(prefix="pippy-")
-    try:
-        with _inside(directory) as name, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+    """A socket that listens, and where processes of this user can connect to it: among the open files of this process.
+
+    A socket gets a name when it begins to listen, which is removed at once: whenever this process is killed, none is left.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door, ExitStack() as opened:
+        directory = tempfile.mkdtemp(prefix="pippy-")
+        try:
+            folder = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            opened.callback(os.close, folder)
+            name = f"/proc/self/fd/{folder}/door"  # the directory's own name may be longer than a unix socket's can
             door.bind(name)
-            door.listen(size)
-            door.setblocking(False)
-            yield directory, door
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-@contextmanager
-def _inside(directory: str) -> Iterator[str]:
-    """The name of the door in a directory, whose own name may be longer than a unix socket's can."""
-    descriptor = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{descriptor}/door"
-    finally:
-        os.close(descriptor)
+            found = os.open(name, os.O_PATH | os.O_CLOEXEC)
+            opened.callback(os.close, found)
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+        door.listen(size)
+        door.setblocking(False)
+        yield f"/proc/{os.getpid()}/fd/{found}", door
 
 
 def _let_in(door: socket.socket, came: dict[int, Pair]) -> str:
@@ -200,21 +198,20 @@ def _greeted(end: socket.socket) -> tuple[int, Pair]:
 
 def _come_in(board: RankBoard, first: int) -> Pair | None:
     """Go to the first rank of this host. Returns the sockets to it, or None and writes why."""
-    ((directory, why),) = board.read("door of", [first])
+    ((place, why),) = board.read("door of", [first])
     pair = None
-    if directory:
+    if place:
         try:
-            pair = _hand_over(directory, board.rank)
+            pair = _hand_over(place, board.rank)
         except OSError as error:
             why = f"{type(error).__name__}: {error}"
     board.write("has come in", why)
     return pair
 
 
-def _hand_over(directory: str, rank: int) -> Pair:
+def _hand_over(place: str, rank: int) -> Pair:
     """Make two sockets, and hand their other ends to the first rank, beside memory whose content it is told."""
     with ExitStack() as used, ExitStack() as undo:
-        name = used.enter_context(_inside(directory))
         descriptor, memory = create_shared(4096)
         used.callback(os.close, descriptor)
         content = os.urandom(32)
@@ -223,7 +220,7 @@ def _hand_over(directory: str, rank: int) -> Pair:
         undo.callback(close_all, own)
         used.callback(close_all, theirs)
         end = used.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        end.connect(name)
+        end.connect(place)
         _check_same_user(end)
         descriptors = [descriptor, *(each.fileno() for each in theirs)]
         socket.send_fds(end, [_GREETING.pack(rank, content)], descriptors)

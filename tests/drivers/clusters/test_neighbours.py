@@ -3,7 +3,6 @@
 import os
 import re
 import socket
-import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -64,20 +63,20 @@ def test_ranks_of_a_host_get_sockets_to_the_first_of_them(closed):
 
 
 def test_nobody_else_can_come_in_and_nothing_is_left(closed, monkeypatch, tmp_path):
-    """While the door is open only this user can pass its directory; afterwards nobody listens and nothing has a name."""
+    """While the door is open it has no name, so a first rank that is killed leaves none; afterwards nobody listens."""
     monkeypatch.setattr(neighbours.tempfile, "tempdir", str(tmp_path / ("long" * 40)))
     (tmp_path / ("long" * 40)).mkdir()
     seen, inner = [], neighbours._let_in
 
     def look(door, came):
-        (directory,) = (tmp_path / ("long" * 40)).iterdir()
-        seen.append(stat.S_IMODE(directory.stat().st_mode))
+        name = door.getsockname()
+        seen.append([*(tmp_path / ("long" * 40)).iterdir(), name.startswith("/proc/self/fd/"), Path(name).exists()])
         return inner(door, came)
 
     monkeypatch.setattr(neighbours, "_let_in", look)
     before = listening([os.getpid()])
     closed(meet(["a", "a"]))
-    assert seen == [0o700] and listening([os.getpid()]) == before
+    assert seen == [[True, False]] and listening([os.getpid()]) == before
     assert not list((tmp_path / ("long" * 40)).iterdir())
 
 
@@ -102,10 +101,10 @@ def test_a_rank_that_cannot_share_memory_is_alone_and_all_know_why(closed, monke
             raise type(how)(*how.args)  # each with its own traceback, which holds what was open
         return inner(*arguments)
 
-    def hand_over(directory, rank):
+    def hand_over(place, rank):
         calls.rank = rank
         try:
-            return handing(directory, rank)
+            return handing(place, rank)
         finally:
             calls.rank = None
 
