@@ -126,6 +126,11 @@ class Commands:
         """The workers in whose places there are other processes, which hold nothing of the driver."""
         return [worker for worker, start in self._starts_now().items() if self.starts.get(worker) != start]
 
+    def go_back(self, numbers: StepNumbers | None, steps_of_last_update: int) -> None:
+        """The steps since a point do not count."""
+        self.numbers, self.steps_of_last_update = numbers, steps_of_last_update
+        self.steps, self.unapplied = 0, False
+
     @contextmanager
     def recovery(self) -> Iterator[None]:
         """Inside, commands are sent though workers were replaced; if the block succeeds, they hold what they did before."""
@@ -248,12 +253,16 @@ class Commands:
         if self.steps:
             self.steps_of_last_update, self.steps = self.steps, 0
 
+    def check_open(self) -> None:
+        """Raise if the driver was closed."""
+        if self._finalizer is not None and not self._finalizer.alive:
+            raise DriverError("this driver was closed; make another")
+
     def _addressed(
         self, bodies: Mapping[int, Any], surroundings: Surroundings
     ) -> tuple[ZeroGrad, Surroundings | None, Mapping[int, Any]]:
         """Which gradients are to be dropped, surroundings if they changed, and the command: for all workers in both cases."""
-        if self._finalizer is not None and not self._finalizer.alive:
-            raise DriverError("this driver was closed; make another")
+        self.check_open()
         if not self.recovering:
             self._check_whole()
         zero: ZeroGrad = self.gradients is GradientState.TO_DROP or tuple(sorted(self.zeroed)) or False

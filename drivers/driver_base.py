@@ -53,6 +53,7 @@ from pippy.drivers.programs import DriverPrograms, RequestedSchedule, SentProgra
 from pippy.drivers.recording.model_names import model_names
 from pippy.drivers.recording.rates import batch_size
 from pippy.drivers.recording.record import Recording
+from pippy.drivers.recovery.recovery import finish_saving
 from pippy.drivers.replicas import RunningStatistics, Topology
 from pippy.drivers.results import Results
 from pippy.drivers.running_step import RunningStep
@@ -338,6 +339,33 @@ class PipelineDriverBase(ModelOnWorkers):
             )
             for rank in self.ranks
         }
+
+    def recover(self) -> dict[str, Any]:
+        """Go on after a worker was lost, or a step has failed, from the newest point of the run. Gives its plain values.
+
+        A point is the last finished `save` or `load` of this driver, or the start, as long as no optimizer has made a step. A
+        local cluster starts another process in the place of each worker that died or is stopped; the others keep theirs. The
+        parameters, buffers, optimizers and random numbers become those of the point, and so does what was given to it by
+        name; gradients are dropped. Each driver of the cluster that had stages on a lost worker recovers by itself. If it
+        fails, it can be called again. See docs/checkpoints.md.
+
+        >>> import os, signal, tempfile
+        >>> from pippy import Pipe, PipelineDriver1F1B, errors, local_cluster
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        >>> with tempfile.TemporaryDirectory() as folder, local_cluster(2, threads=1) as cluster:
+        ...     driver = PipelineDriver1F1B(Pipe.from_sequential(model, torch.nn.MSELoss()), cluster)
+        ...     path = driver.save(folder, step=0)
+        ...     os.kill(cluster.control.workers[1].pid, signal.SIGKILL)
+        ...     try:
+        ...         loss = driver.run(2, torch.ones(4, 2), torch.ones(4, 1))
+        ...     except errors.WorkerLostError:
+        ...         values = driver.recover()
+        ...         loss = driver.run(2, torch.ones(4, 2), torch.ones(4, 1))
+        >>> values
+        {'step': 0}
+        """
+        finish_saving(self.saving.finish)
+        return self.recovery.recover(self.loading, self.programs, self._generation, self.step_timeout)
 
     @contextmanager
     def record(self, limit: int = 100, memory: bool = False) -> Iterator[Recording]:

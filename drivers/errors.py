@@ -87,17 +87,18 @@ class ClusterError(PippyError, RuntimeError):
     """
 
 
+GO_ON = "; call driver.recover(), or close this cluster and open another"
+
+
 class WorkerLostError(ClusterError):
-    """A worker has died, or answers no more. The cluster is of no use after it: close it and open another.
+    """A worker has died, or answers no more. `driver.recover` has a local cluster replace it; else open another cluster.
 
     >>> print(WorkerLostError("stage-host", 1, "localhost", 4711, "killed by SIGKILL"))
-    worker 'stage-host' (number 1, pid 4711 on localhost) is lost: killed by SIGKILL; close this cluster and open another
+    worker 'stage-host' (number 1, pid 4711 on localhost) is lost: killed by SIGKILL; call driver.recover(), or close ...
     """
 
     def __init__(self, worker: str, index: int, host: str, pid: int, how: str) -> None:
-        super().__init__(
-            f"worker {worker!r} (number {index}, pid {pid} on {host}) is lost: {how}; close this cluster and open another"
-        )
+        super().__init__(f"worker {worker!r} (number {index}, pid {pid} on {host}) is lost: {how}{GO_ON}")
         self.worker, self.index, self.host, self.pid, self.how = worker, index, host, pid, how
 
     def __reduce__(self) -> tuple[type["WorkerLostError"], tuple[str, int, str, int, str]]:

@@ -34,11 +34,21 @@ class Filling:
     def __init__(self, pipe: Pipe, placed: PlacedPipe, commands: Commands) -> None:
         self.pipe, self.placed, self.commands = pipe, placed, commands
         self.empty = set(placed.empty)
+        self._initialized: tuple[Function | None, int] | None = None
+        self.can_begin_again = True  # whether what the workers were given first is known
 
     def filled(self, names: Iterable[str]) -> None:
         """The workers were given these tensors."""
         canonical = self.placed.compiled.qualnames.canonical
-        self.empty -= {canonical.get(name, name) for name in names}
+        given = {canonical.get(name, name) for name in names}
+        self.can_begin_again &= given.isdisjoint(self.placed.empty)
+        self.empty -= given
+
+    def begin_again(self) -> None:
+        """The workers have their stages as they were first: make what was made then."""
+        self.empty = set(self.placed.empty)
+        if self._initialized is not None:
+            self.initialize(*self._initialized)
 
     def check(self, what: str) -> None:
         """Raise if some tensors have no numbers: ``what`` needs them."""
@@ -68,6 +78,7 @@ class Filling:
         if function is None:
             _check_modules(model, self._empty_tensors(model))
         seed = torch.initial_seed() if seed is None else seed
+        self._initialized = function, seed
         bodies = {worker: self._body(worker, model, function, seed) for worker in self.commands.workers}
         answers = self.commands.call(bodies)
         unwritten = {name for names in answers.values() for name in names}

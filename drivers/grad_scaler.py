@@ -8,6 +8,7 @@ So the gradients on the workers are always those of the loss itself, and the con
 message, whether an optimizer may step. What is left for `unscale_` is to look.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -94,6 +95,13 @@ class PipelineGradScaler(torch.amp.GradScaler):
                 "scaler.update(), once for each update"
             )
         super().update(new_scale)
+
+    def begin_again(self, state: Mapping[str, Any] | None) -> None:
+        """Go back to a state of before, between two updates; None if there was no scaler then."""
+        if self._enabled:
+            if state:
+                self.load_state_dict(dict(state))
+            self._per_optimizer_states.clear()
 
     def _has_looked(self) -> bool:
         return any(state["found_inf_per_device"] for state in self._per_optimizer_states.values())

@@ -56,9 +56,12 @@ class Loading:
         self, pipe: Pipe, placed: PlacedPipe, commands: Commands, stale: StaleModels, filling: Filling
     ) -> None:
         self.pipe, self.placed, self.commands, self.stale, self.filling = pipe, placed, commands, stale, filling
+        self.path = ""  # of what was loaded last
 
-    def load(self, path: str | os.PathLike[str], strict: bool, given: Mapping[str, Any]) -> LoadedValues:
-        """Load. Gives the plain values."""
+    def load(
+        self, path: str | os.PathLike[str], strict: bool, given: Mapping[str, Any], all_random: bool = False
+    ) -> LoadedValues:
+        """Load. Gives the plain values. With ``all_random``, random states are loaded though nothing else is given."""
         if not isinstance(strict, bool):
             raise CheckpointError(
                 f"strict={describe(strict)}: give True to have every name of the model and of the checkpoint, or False for "
@@ -72,11 +75,13 @@ class Loading:
         tensors, missing, unexpected = _fitting(contents, names, strict)
         parts = {name: each for name, each in given.items() if name != RANDOM_STATE}
         optimizers, objects = self._checked(contents, parts)
-        goes_on = bool(optimizers or objects) and self._takes_random_state(contents, given)
+        has_random = all_random and "random" in contents.values
+        goes_on = (has_random or bool(optimizers or objects)) and self._takes_random_state(contents, given)
         self.commands.wait()
         unused = self._read(contents, tensors, names, optimizers)
         with first_waits():  # or a part would be loaded, and a part not
             self._put_in_place(contents, tensors, names, unused, optimizers, objects, goes_on)
+        self.path = contents.path
         return LoadedValues(contents.values.get("values", {}), missing, unexpected)
 
     def _takes_random_state(self, contents: Contents, given: Mapping[str, Any]) -> bool:

@@ -15,6 +15,7 @@ from pippy.drivers.loading import LoadedValues, Loading
 from pippy.drivers.optimizer import PipelineOptimizer
 from pippy.drivers.parameters import RemoteParameters
 from pippy.drivers.placed_pipe import PlacedPipe
+from pippy.drivers.recovery.recovery import Recovery
 from pippy.drivers.saving import Saving
 from pippy.drivers.stale_models import StaleModels
 from pippy.drivers.step_numbers import checked_numbers
@@ -34,6 +35,8 @@ class ModelOnWorkers:
         self.loading = Loading(pipe, placed, commands, self.stale, self.filling)
         self._optimizers: list[PipelineOptimizer] = []
         self._grad_scaler: PipelineGradScaler | None = None
+        self.recovery = Recovery(pipe, placed, commands, cluster, self.filling, self._optimizers)
+        self.saving.begin_point = self.recovery.saving
 
     @property
     def random_state(self) -> dict[str, int] | None:
@@ -60,6 +63,7 @@ class ModelOnWorkers:
     def random_state(self, state: Mapping[str, int] | None) -> None:
         self.commands.wait()
         self.commands.numbers = checked_numbers(state, self.commands.numbers)
+        self.recovery.begin_at()
 
     # Gradients
 
@@ -184,7 +188,9 @@ class ModelOnWorkers:
         dropped.
         """
         self.saving.finish()
-        return self.loading.load(path, strict, given)
+        loaded = self.loading.load(path, strict, given)
+        self.recovery.loaded(self.loading.path, given, whole=not loaded.missing_keys)
+        return loaded
 
     def instantiate_optimizer(self, optimizer_class: type, *args: Any, **kwargs: Any) -> PipelineOptimizer:
         """An optimizer of torch's, on all workers, for the parameters where they are.
@@ -217,7 +223,7 @@ class ModelOnWorkers:
         scaler = PipelineGradScaler(self.commands, **options)
         if self._grad_scaler is not None:
             self._grad_scaler.replaced = True
-        self._grad_scaler = scaler
+        self._grad_scaler = self.recovery.scaler = scaler
         return scaler
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ step the options that changed go to the workers.
 """
 
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -61,10 +61,10 @@ class PipelineOptimizer(Optimizer):
         # The same class here, over the same parameters: it checks the arguments and fills in its defaults.
         here = optimizer_class(groups, *args, **options)
         super().__init__(here.param_groups, here.defaults)
-        self._sent = self._options()
+        self.stepped = False
         self.optimizer_class = optimizer_class
         self.factory = partial(_make, optimizer_class, tuple(args), options)
-        self._make(pickle_by_value(self.factory))
+        self.make_again(placed.workers)
 
     def __repr__(self) -> str:
         groups = "1 group" if len(self.param_groups) == 1 else f"{len(self.param_groups)} groups"
@@ -128,14 +128,16 @@ class PipelineOptimizer(Optimizer):
             found += [name for name in matches if name not in found]
         return found
 
-    def _make(self, factory: Any) -> None:
+    def make_again(self, workers: Collection[int]) -> None:
+        """Make it on some workers, without a state."""
         groups: dict[int, list[Any]] = {worker: [] for worker in self.placed.workers}
+        self._sent, factory = self._options(), pickle_by_value(self.factory)
         for group, options in zip(self.param_groups, self._sent):
             by_worker = self.placed.for_all_copies({self.names[id(each)]: None for each in group["params"]})
             for worker, locations in by_worker.items():
                 groups[worker].append((tuple(locations), options))
         bodies = {
-            worker: MakeOptimizer(self.number, factory, tuple(own), self.master_dtype) for worker, own in groups.items()
+            worker: MakeOptimizer(self.number, factory, tuple(groups[worker]), self.master_dtype) for worker in workers
         }
         self.commands.call(bodies)
 
@@ -165,7 +167,7 @@ class PipelineOptimizer(Optimizer):
         options = self._options()
         changed = None if _same(options, self._sent) else options
         self.commands.wait()
-        self._sent = ()  # if it fails, it is not known which workers have them
+        self._sent, self.stepped = (), True  # if it fails, it is not known which workers have them
         with first_waits():  # or some workers might have updated their parameters, and others not
             self.commands.call_reducing(
                 lambda reduce: dict.fromkeys(self.placed.workers, OptimizerStep(self.number, changed, reduce))
@@ -209,7 +211,7 @@ class PipelineOptimizer(Optimizer):
         """Take the options of other groups; the next step sends them."""
         for mine, group in zip(self.param_groups, groups):
             mine.update({key: value for key, value in group.items() if key != "params"})
-        self._sent = ()
+        self._sent, self.stepped = (), True
 
     def state_dict(self) -> dict[str, Any]:
         """The state by the names of the parameters, and the groups with names for parameters."""

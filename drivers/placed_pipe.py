@@ -68,10 +68,10 @@ class PlacedPipe:
         """The stages that a worker holds, and `_loss`."""
         return [call for call in self.nodes if worker in self.workers_of(call)]
 
-    def loads(self) -> dict[int, Load]:
-        """The message with its stages for each worker."""
+    def loads(self, workers: Iterable[int] | None = None) -> dict[int, Load]:
+        """The message with its stages for each worker, or for some."""
         seed = torch.initial_seed() % 2**62
-        return {worker: self._load(worker, seed) for worker in self.workers}
+        return {worker: self._load(worker, seed) for worker in (self.workers if workers is None else workers)}
 
     def _load(self, worker: int, seed: int) -> Load:
         calls = self.calls_on(worker)

@@ -1,6 +1,6 @@
 """The programs of one driver: made by its schedule, lowered, sent to the workers once, and kept."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ from pippy.drivers.schedules.programs.placement import Placement
 from pippy.drivers.schedules.recompute import Checkpoint
 from pippy.drivers.whole_batch_gradients import check_whole_batch_gradients
 from pippy.ir.pipe import Pipe
+
+_FORWARD = "forward only"
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,13 @@ class DriverPrograms:
         self.workers, self.single_loss, self.out_of_order = workers, single_loss, out_of_order
         self.sent: dict[tuple[int, str], SentProgram] = {}  # by the number of micro-batches, and what it is for
 
+    def send_again(self, workers: Collection[int]) -> None:
+        """Send some workers their parts of all programs: they have none."""
+        for (_, name), sent in self.sent.items():
+            out_of_order = self.out_of_order if name != _FORWARD else False
+            parts = self.placed.programs(sent.number, sent.lowered, self.single_loss, out_of_order)
+            self.commands.call({worker: parts[worker] for worker in workers if worker in parts})
+
     def for_display(self, chunks: int, trains: bool) -> Program:
         """The program of the next step with ``chunks`` micro-batches, as far as is known now."""
         auto = self.schedule.auto
@@ -148,7 +157,7 @@ class DriverPrograms:
         return lower(self.pipe, made).program if counted else made
 
     def _plain(self, chunks: int, trains: bool) -> SentProgram:
-        name = "training" if trains else "forward only"
+        name = "training" if trains else _FORWARD
         if (chunks, name) in self.sent:
             return self.sent[chunks, name]
         program = self.schedule.make(chunks, self.workers)

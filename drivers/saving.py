@@ -11,7 +11,7 @@ from time to time whether they are done, and does the rest.
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,6 +83,7 @@ class Saving:
 
     def __init__(self, pipe: Pipe, placed: PlacedPipe, commands: Commands, cluster: Cluster, filling: Filling) -> None:
         self.pipe, self.placed, self.commands, self.cluster, self.filling = pipe, placed, commands, cluster, filling
+        self.begin_point: Callable[[GivenObjects], Callable[[str], None]] = lambda given: lambda path: None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -114,7 +115,7 @@ class Saving:
             with _refused(folder):
                 with uninterrupted():  # or nobody would unlock the folder
                     new = NewCheckpoint(folder, step)
-                work = _Work(new, names, objects, values, self.placed, keep)
+                work = _Work(new, names, objects, values, self.placed, keep, self.begin_point(objects))
                 work.write_unused()
                 written = self.commands.call(work.bodies(copy=not wait))
                 if wait:
@@ -198,7 +199,9 @@ class _Work:
         values: dict[str, Any],
         placed: PlacedPipe,
         keep: int | None,
+        note: Callable[[str], None],
     ) -> None:
+        self.note = note
         self.new, self.names, self.given, self.values, self.placed, self.keep = new, names, given, values, placed, keep
         self.held = placed.first_locations(names.tensors)
         count = len(self.held) + bool(names.unused)
@@ -254,6 +257,7 @@ class _Work:
                 "files": {file.name: {"bytes": file.bytes, "hashes": file.hashes} for file in files},
             }
         )
+        self.note(path)
         if self.keep is not None:
             try:
                 self.new.remove_older(self.keep)

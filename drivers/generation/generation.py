@@ -21,6 +21,10 @@ class Generation:
         self._pipe, self._placed, self._commands, self._workers = pipe, placed, commands, workers
         self._graphs: TokenGraphs | None = None
 
+    def forget(self) -> None:
+        """The workers do not have the graphs that make tokens: the next call makes and sends them."""
+        self._graphs = None
+
     def run(self, ids: Any, others: Mapping[str, Any], **arguments: Any) -> torch.Tensor:
         """Check the arguments of a call, those of `prompts_of`, and give the prompts with the tokens behind them."""
         model = self._language_model()

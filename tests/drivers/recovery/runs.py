@@ -1,0 +1,75 @@
+"""A run with dropout, AdamW and a scheduler, of which every loss is noted, and what may happen to it."""
+
+import os
+import signal
+
+import torch
+from torch import nn
+
+from pippy import Pipe, PipelineDriver, local_cluster
+from tests.drivers.processes import close_open_cluster
+
+STAGES, ROWS, WIDTH = 3, 8, 4
+
+
+class Counting(nn.Module):
+    """Has a buffer that each forward changes, and one that is not persistent and never changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("factor", torch.full((), 0.5), persistent=False)
+
+    def forward(self, x):
+        self.calls.add_(1.0)
+        return x * (1 + self.factor / (1 + self.calls))
+
+
+def model():
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), Counting()) for _ in range(STAGES - 1)]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, 1))
+
+
+class Run:
+    """A driver with what goes with it."""
+
+    def __init__(self, cluster, schedule="1f1b", **options):
+        pipe = Pipe.from_sequential(model(), nn.MSELoss())
+        self.cluster, self.driver = cluster, PipelineDriver(pipe, cluster, schedule=schedule, **options)
+        self.optimizer = self.driver.instantiate_optimizer(torch.optim.AdamW, lr=0.05)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=20)
+        self.losses: dict[int, float] = {}
+
+    def step(self, number):
+        x, target = torch.randn(ROWS, WIDTH), torch.randn(ROWS, 1)  # of the random numbers of this process
+        self.losses[number] = float(self.driver.run(4, x, target))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+
+    def steps(self, first, last):
+        for number in range(first, last):
+            self.step(number)
+
+    def save(self, folder, step, **options):
+        return self.driver.save(
+            folder, optimizer=self.optimizer, scheduler=self.scheduler, step=step, losses=dict(self.losses), **options
+        )
+
+    def lose(self, *workers, how=signal.SIGKILL):
+        for worker in workers:
+            os.kill(self.cluster.control.workers[worker].pid, how)
+
+
+def undisturbed(cluster, steps, **options):
+    """The losses of a run to which nothing happens, and its parameters in the end."""
+    run = Run(cluster, **options)
+    run.steps(0, steps)
+    return run.losses, run.driver.state_dict()
+
+
+def opened(workers=STAGES):
+    """A cluster that notices soon that a worker is stopped."""
+    close_open_cluster()
+    return local_cluster(workers, threads=1, timeout=1.0)
