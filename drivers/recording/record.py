@@ -113,7 +113,8 @@ class Recording:
     ) -> None:
         """Write an HTML page about one step. It opens from disk and needs no network.
 
-        ``memory`` is what `driver.memory` gave for this step: it is drawn beside what was measured.
+        ``memory`` is what `driver.memory` gave for this step: it is drawn beside what was measured with
+        `driver.record(memory=True)`, or alone.
         ``step`` is the index of the step in ``steps``. If it is left out, the page shows the `typical` one.
         """
         Path(path).write_text(self._page(title, step, memory), encoding="utf-8")
@@ -127,10 +128,10 @@ class Recording:
             )
         chosen = self.typical if step is None else self.steps[step]
         counted = None if memory is None else memory.workers
-        if counted is not None and (memory is None or memory.program != chosen.program or not chosen.held):
+        if memory is not None and memory.program != chosen.program:
             raise DriverError(
-                "memory= is what driver.memory() gave for the program of this step, which is to be recorded with "
-                "driver.record(memory=True)"
+                f"memory= was counted for {memory.program!r}, and this step ran {chosen.program!r}; give what driver.memory() "
+                "gives for the arguments of the step"
             )
         return page(chosen, self.steps, self.dropped, title, counted)
 

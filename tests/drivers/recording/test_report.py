@@ -8,6 +8,7 @@ from collections import defaultdict
 from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -407,6 +408,33 @@ def test_the_step_of_middle_length_is_shown(tmp_path):
     assert "shows step 2," in (tmp_path / "report.html").read_text()
     recorded(*lengths).report(tmp_path / "report.html", step=-2)
     assert "shows step 1," in (tmp_path / "report.html").read_text()
+
+
+def test_memory_over_time_is_drawn_to_one_scale_and_to_the_time_of_the_step(tmp_path):
+    """Worker 2 holds most, in its third instruction; the count has half of everything."""
+    step = slow_stage(2.0, starting=1.0)
+    most = [[10 * (worker + 1) + (17 if (worker, at) == (2, 2) else 0) for at in range(len(order) + 1)]
+            for worker, order in enumerate(step.program.orders)]  # fmt: skip
+    noted = tuple(replace(each, held=(its, its)) for each, its in zip(step.noted, most))
+    counted = tuple(SimpleNamespace(most=[each // 2 for each in its]) for its in most)
+    measured = recorded(replace(step, noted=noted))
+    measured.report(tmp_path / "report.html", memory=SimpleNamespace(program=step.program, workers=counted))
+    text = (tmp_path / "report.html").read_text()
+    drawn = re.findall(r'<g class="held-(\w+)">.*?<polyline [^>]*points="([^"]*)"', text)
+    assert [name for name, _ in drawn] == ["measured", "counted"] * 4
+    for at, (_, points) in enumerate(drawn):
+        worker, its = at // 2, [each // (1 + at % 2) for each in most[at // 2]]
+        places = [tuple(map(float, each.split(","))) for each in points.split()]
+        assert places[0][0] == pytest.approx(900 * 1.0 / step.makespan, abs=0.1)
+        assert min(y for _, y in places) == pytest.approx(2 + 78 * (1 - max(its) / 47), abs=0.1)
+        if worker == 2:
+            start, end = step.records[2].spans()[2]
+            high = [x for x, y in places if y == min(y for _, y in places)]
+            assert high == pytest.approx([900 * start / step.makespan, 900 * end / step.makespan], abs=0.1)
+    assert "worker 2: at its peak measured 47 B, counted 23 B (-51.1 %)" in text
+    recorded(step).report(tmp_path / "report.html")
+    assert "<polyline" not in (tmp_path / "report.html").read_text()
+    assert "driver.record(memory=True)" in (tmp_path / "report.html").read_text()
 
 
 def test_the_typical_step_is_the_one_that_a_report_shows(tmp_path):
