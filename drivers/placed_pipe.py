@@ -11,6 +11,7 @@ from torch import fx, nn
 from pippy.drivers.control.messages import (
     AddProgram,
     Call,
+    GradientBucket,
     InputIndex,
     Load,
     OutOfOrderLimits,
@@ -19,6 +20,7 @@ from pippy.drivers.control.messages import (
     TensorLocation,
 )
 from pippy.drivers.errors import DriverError
+from pippy.drivers.gradient_buckets import gradient_buckets
 from pippy.drivers.lowering.flow import Work, loss_stage, outputs_of, value_names
 from pippy.drivers.lowering.lower import Lowered
 from pippy.drivers.schedules.programs.instructions import Compute
@@ -80,7 +82,7 @@ class PlacedPipe:
         return Load(
             modules=pickle_by_value({call: self.compiled.stage(call) for call in calls}, empty=self._empty_ids),
             constant={call: tuple(constant[call]) for call in calls if call in constant},
-            replicated=self.replicated,
+            buckets=self.buckets,
             seed=seed,
             compile=None if self.compile is None else pickle_by_value(self.compile),
         )
@@ -122,6 +124,18 @@ class PlacedPipe:
             copied = {place for group in groups for place in group}
             groups += [(place,) for place in self._parameter_places() if place not in copied]
         return tuple(map(self._copies, groups))
+
+    @cached_property
+    def buckets(self) -> tuple[GradientBucket, ...]:
+        """The same parameters, as their gradients are added up: without replicas each alone, where its first copy is."""
+        if len(self.replicas) == 1:
+            return tuple(GradientBucket(each.copies[0][0], (each,)) for each in self.replicated)
+        sizes = {}
+        for each in self.replicated:
+            place = each.copies[0][1]
+            tensor = get_tensor(self.compiled.stage(place.call), place.name)
+            sizes[each.name] = tensor.numel() * tensor.element_size()
+        return gradient_buckets(self.replicated, sizes)
 
     def _parameter_places(self) -> Iterator[TensorLocation]:
         """Where each parameter is."""

@@ -27,7 +27,7 @@ LAYERS = """
     drivers/errors drivers/interrupts drivers/stderr_filter drivers/accelerator drivers/checkpoints
     drivers/lowering drivers/batches
     drivers/transport drivers/transport/messages
-    drivers/control drivers/workers drivers/recording drivers/clusters drivers/placed_pipe
+    drivers/control drivers/workers drivers/recording drivers/clusters drivers/gradient_buckets drivers/placed_pipe
     drivers/memory drivers/automatic drivers/auto drivers/auto_memory
     drivers/nonfinite_gradients drivers/step_numbers drivers/commands drivers/data drivers/filling
     drivers/whole_batch_gradients drivers/programs

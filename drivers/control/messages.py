@@ -60,10 +60,24 @@ class TensorLocation:
 
 @dataclass(frozen=True)
 class ReplicatedParameter:
-    """The user's name of a replicated parameter, and the worker and location of each copy, in the order of the stages."""
+    """The user's name of a parameter of which there are copies, and the worker and location of each: those of the first
+    replica of the pipeline first, and in a replica in the order of the stages."""
 
     name: str
     copies: tuple[tuple[int, TensorLocation], ...]
+
+
+@dataclass(frozen=True)
+class GradientBucket:
+    """Parameters of which the same workers have copies, and whose gradients are added up together, by the worker ``owner``."""
+
+    owner: int
+    parameters: tuple[ReplicatedParameter, ...]
+
+    @property
+    def workers(self) -> list[int]:
+        """The workers that have copies."""
+        return list(dict.fromkeys(worker for worker, _ in self.parameters[0].copies))
 
 
 class NeedsPeers(ABC):
@@ -79,22 +93,22 @@ class Load(NeedsPeers):
     """The stages that a worker will run.
 
     ``modules`` holds the stages by their names in the graph. ``constant`` names the tensors of each stage that other stages
-    read too. ``replicated`` lists all replicated parameters of the Pipe. ``compile`` has the options of torch.compile, or
+    read too. ``buckets`` have all parameters of which there are copies. ``compile`` has the options of torch.compile, or
     None if the stages are not compiled.
     """
 
     modules: Pickled
     constant: Mapping[str, Sequence[str]]
-    replicated: tuple[ReplicatedParameter, ...]
+    buckets: tuple[GradientBucket, ...]
     seed: int
     compile: Pickled | None = None
 
     def peers(self, worker: int) -> set[int]:
-        """Those with which it adds up gradients: the worker of a first copy has to do with all others."""
+        """Those with which it adds up gradients: the owner of a bucket has to do with all others."""
         found = set()
-        for parameter in self.replicated:
-            owner, *others = dict.fromkeys(worker for worker, _ in parameter.copies)
-            found |= set(others) if worker == owner else {owner} if worker in others else set()
+        for bucket in self.buckets:
+            others = {*bucket.workers} - {bucket.owner}
+            found |= others if worker == bucket.owner else {bucket.owner} if worker in others else set()
         return found
 
 

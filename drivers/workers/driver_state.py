@@ -46,6 +46,7 @@ from pippy.drivers.workers.compiling import compile_modules
 from pippy.drivers.workers.dataset_reader import DatasetReader
 from pippy.drivers.workers.executor import Executor
 from pippy.drivers.workers.generating import Generation
+from pippy.drivers.workers.gradient_sums import GradientSums
 from pippy.drivers.workers.gradients import Gradients, norm
 from pippy.drivers.workers.loss_probe import LossProbe
 from pippy.drivers.workers.out_of_order import OutOfOrderExecutor
@@ -83,11 +84,7 @@ class DriverState:
         if load.compile is not None:
             compile_modules(self.modules.values(), unpickle(load.compile))
         unique = {id(p): p for module in self.modules.values() for p in module.parameters()}
-        groups = [
-            (group, {n: self.tensor(place) for n, (worker, place) in enumerate(group.copies) if worker == index})
-            for group in load.replicated
-        ]
-        self.gradients = Gradients(list(unique.values()), groups, index, transport)
+        self.gradients = Gradients(list(unique.values()), GradientSums(load.buckets, index, self.tensor), transport)
         self.statistics = StepStatistics.of(self.modules, self.constant)
         self.programs: dict[int, Executor] = {}
         self.optimizers: dict[int, WorkerOptimizer] = {}

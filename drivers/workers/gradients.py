@@ -11,7 +11,7 @@ command, that the step succeeded everywhere. Then they are settled. A gradient i
 | ``unsummed``        | copies, each its own       | settled steps                                            |
 | ``total``           | all parameters             | settled steps: what users and optimizers see             |
 
-"Copies" are those of replicated parameters.
+"Copies" are those of replicated parameters, and in replicas of a pipeline all parameters.
 
                      end_step                settle
     a parameter   .grad ─────▶ pending.own ─────────▶ total
@@ -20,28 +20,21 @@ command, that the step succeeded everywhere. Then they are settled. A gradient i
                                     │                           ▼                   settle
                                     └──────────────────────▶ added up ─▶ pending.sums ─────▶ total, of every copy
 
-The gradients of copies are added up once per update: at the end of a step, or in a command of their own. The worker of the
-first copy adds them, in the order of the stages, and sends the sum back:
-
-    worker of another copy ──its gradient──▶ worker of the first copy ──the sum──▶ worker of another copy
+The gradients of copies are added up once per update: at the end of a step, or in a command of their own; see
+gradient_sums.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 
-from pippy.drivers.control.messages import ReplicatedParameter
-from pippy.drivers.transport.received_values import ValueKey
 from pippy.drivers.transport.transport import Transport
+from pippy.drivers.workers.gradient_sums import Gradient, GradientSums, Messages
 from pippy.drivers.workers.unscaling import unscaled
 from pippy.ir.run.stage_backward import add_gradients
 from pippy.ir.sparse_tensors import is_sparse, map_stored, vector_norm
-
-Gradient = torch.Tensor | None
-FIRST_NUMBER = 1 << 24  # of the replicated parameters in the keys of messages; no program has as many values
 
 
 @dataclass
@@ -59,29 +52,12 @@ class _Pending:
     limit: float | None = None
 
 
-class Messages(Protocol):
-    """What carries gradients between workers."""
-
-    def send(self, to: int, key: ValueKey, value: Any) -> None:
-        """Send a value."""
-
-    def receive(self, key: ValueKey, source: int) -> Any:
-        """Wait for a value, and take it."""
-
-
 class Gradients:
-    """The gradients of ``parameters``. ``groups`` are all replicated parameters, each with its copies on this worker."""
+    """The gradients of ``parameters``. ``sums`` adds up those of copies."""
 
-    def __init__(
-        self,
-        parameters: Sequence[torch.Tensor],
-        groups: Sequence[tuple[ReplicatedParameter, Mapping[int, torch.Tensor]]],
-        index: int,
-        transport: Transport,
-    ) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], sums: GradientSums, transport: Transport) -> None:
         self.parameters = {id(parameter): parameter for parameter in parameters}
-        self.groups, self.index, self.transport = groups, index, transport
-        self.copies = {id(tensor) for _, local in groups for tensor in local.values()}
+        self.sums, self.copies, self.transport = sums, sums.copies, transport
         self.total: dict[int, Gradient] = {}
         self.unsummed: dict[int, Gradient] = {}
         self.pending: list[_Pending] = []
@@ -136,13 +112,14 @@ class Gradients:
         nonfinite: list[int] = []
         if scale is not None:
             own, nonfinite = unscaled(own, scale)
-        step = _Pending(number, own)
-        if reduce:
-            step.sums = self._sums(
-                number, {key: self._since_last_sum(key, own) for key in self.copies}, messages or self.transport
-            )
-        self.pending.append(step)
         self.clear_grad()
+        step = _Pending(number, own)
+        if reduce and self.copies:
+            step.own = _without(own, self.copies)  # of the copies, only the sums are needed
+            unsummed, new = {key: self._since_last_sum(key, own) for key in self.copies}, own.keys() & self.copies
+            del own
+            step.sums = self._sums(number, unsummed, messages or self.transport, new)
+        self.pending.append(step)
         return nonfinite
 
     def _since_last_sum(self, key: int, own: Mapping[int, Gradient]) -> Gradient:
@@ -156,6 +133,12 @@ class Gradients:
         """Add up the gradients of copies, in a command of its own."""
         sums = self._sums(number, {key: self.unsummed.get(key) for key in self.copies}, self.transport)
         self.pending.append(_Pending(number, {}, sums))
+
+    def _sums(
+        self, number: int, gradients: dict[int, Gradient], messages: Messages, private: Set[int] = frozenset()
+    ) -> dict[int, Gradient]:
+        self.adding_up = True  # until the next command, because a failure is explained after this returns
+        return self.sums.of(number, gradients, messages, private)
 
     def scale(self, number: int, factor: float) -> None:
         """Multiply all gradients, once all workers are known to do so."""
@@ -193,50 +176,6 @@ class Gradients:
             if gradient is not None:
                 self.total[key] = function(gradient.to(self.wider.get(key, gradient.dtype)))
 
-    def _sums(self, number: int, gradients: Mapping[int, Gradient], messages: Messages) -> dict[int, Gradient]:
-        """Add up the gradients of all copies of each replicated parameter. Returns the sum for every copy that is here."""
-        self.adding_up = True  # until the next command, because a failure is explained after this returns
-        for group_index, (group, local) in enumerate(self.groups):
-            owner = group.copies[0][0]
-            for copy, tensor in local.items():
-                if owner != self.index:
-                    messages.send(owner, _key(number, group_index, copy), gradients[id(tensor)])
-        sums: dict[int, Gradient] = {}
-        for owned in (True, False):  # first the sums that other workers wait for
-            for group_index, (group, local) in enumerate(self.groups):
-                if local and (group.copies[0][0] == self.index) == owned:
-                    if owned:
-                        total = self._add_up(number, group_index, gradients, messages)
-                    else:
-                        total = self._receive_sum(number, group_index, messages)
-                    sums |= {id(tensor): None if total is None else total.clone() for tensor in local.values()}
-                    del total  # before the next one is added up
-        return sums
-
-    def _add_up(self, number: int, group_index: int, gradients: Mapping[int, Gradient], messages: Messages) -> Gradient:
-        group, local = self.groups[group_index]
-        total: Gradient = None
-        for copy, (worker, _) in enumerate(group.copies):
-            if copy in local:
-                gradient = gradients[id(local[copy])]
-            else:
-                gradient = messages.receive(_key(number, group_index, copy), worker)
-            total = add_gradients(total, gradient)
-        for worker in sorted({worker for worker, _ in group.copies} - {self.index}):
-            messages.send(worker, _key(number, group_index, len(group.copies) + worker), total)
-        return total
-
-    def _receive_sum(self, number: int, group_index: int, messages: Messages) -> Gradient:
-        copies = self.groups[group_index][0].copies
-        return messages.receive(_key(number, group_index, len(copies) + self.index), copies[0][0])
-
-    def named(self, value_number: int, copy: int) -> str:
-        """What a message of `_sums` carries, and which worker sends it. The arguments are the last two parts of its key."""
-        group = self.groups[value_number - FIRST_NUMBER][0]
-        if copy < len(group.copies):
-            return f"the gradient of copy {copy} of {group.name!r}, from worker {group.copies[copy][0]}"
-        return f"the sum of the gradients of {group.name!r}, from worker {group.copies[0][0]}"
-
 
 def norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
     """The norm of a gradient, of one of 16 bits in float32.
@@ -246,11 +185,6 @@ def norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
     """
     narrow = gradient.dtype in (torch.float16, torch.bfloat16)
     return vector_norm(gradient.float() if narrow else gradient, norm_type)
-
-
-def _key(number: int, group_index: int, copy: int) -> tuple[int, int, int]:
-    """The key of a message: the gradient of a copy. The sum for a worker has the number of copies plus the worker."""
-    return number, FIRST_NUMBER + group_index, copy
 
 
 def _clamped(gradient: torch.Tensor, limit: float) -> torch.Tensor:

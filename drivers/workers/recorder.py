@@ -25,7 +25,7 @@ from pippy.drivers.schedules.programs.instructions import Compute, Instruction, 
 from pippy.drivers.transport.device_copies import DeviceCopies
 from pippy.drivers.transport.received_values import ValueKey
 from pippy.drivers.transport.transport import SentCount, Transport
-from pippy.drivers.workers.gradients import Messages
+from pippy.drivers.workers.gradient_sums import Messages
 from pippy.ir.run.live_storages import LiveStorages
 from pippy.ir.trees import tensors
 

@@ -112,7 +112,7 @@ class Worker:
         if state.generation is not None and state.generating is not None:
             return state.generation.named(number, microbatch)
         if executor is None:
-            return state.gradients.named(number, microbatch)
+            return state.gradients.sums.named(number, microbatch)
         instruction = executor.current()
         source = executor.program.ranks[instruction.source] if isinstance(instruction, Receive) else "?"
         names = {number: name for name, number in executor.program.value_numbers.items()}

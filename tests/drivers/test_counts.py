@@ -21,7 +21,7 @@ from pippy import (
 from pippy.drivers.schedules import make_schedule, simulate
 from pippy.drivers.schedules.orders.registry import REGISTRY
 from pippy.drivers.schedules.programs.instructions import Send
-from pippy.drivers.workers.gradients import FIRST_NUMBER
+from pippy.drivers.workers.gradient_sums import FIRST_NUMBER
 from tests.drivers.models import Chain, TiedLanguage
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")

@@ -132,20 +132,20 @@ def test_the_halves_of_a_backward(threads, monkeypatch, how, place):
 
 @pytest.mark.parametrize("when", ["in the step", "after it"])
 def test_a_reduction_that_fails_on_one_worker_counts_on_none(threads, monkeypatch, when):
-    from pippy.drivers.workers.gradients import Gradients
+    from pippy.drivers.workers.gradient_sums import GradientSums
 
     training = Training(threads)
     training.step()
     if when == "in the step":
         training.driver.zero_grad()
         training.plain.zero_grad()
-    inner = Gradients._receive_sum
+    inner = GradientSums._received
 
     def fail(self, *args):
         inner(self, *args)
         raise ArithmeticError("a sum that fails")
 
-    monkeypatch.setattr(Gradients, "_receive_sum", fail)
+    monkeypatch.setattr(GradientSums, "_received", fail)
     with within(2.0), pytest.raises(StepError, match="adding up the gradients of replicated") as caught:
         training.start().result() if when == "in the step" else training.driver.grad_norm()
     assert "a sum that fails" in str(caught.value)

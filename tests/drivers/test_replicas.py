@@ -1,6 +1,7 @@
 """Replicas of a pipeline: the numbers of plain PyTorch on the whole batch, and equal parameters on all replicas."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -198,3 +199,77 @@ def test_memory_and_recordings_have_all_replicas(cluster):
         driver.run(4, x, target)
     assert all(f"worker {rank}" in recording._repr_html_() for rank in range(4))
     assert "worker 0, worker 2" in recording._repr_html_()
+
+
+def test_the_gradients_of_a_stage_go_once_each_way_in_one_message_for_each_bucket(threads):
+    driver = PipelineDriver1F1B(cut_in_two(), threads, replicas=2)
+    optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
+    x, target = batch(8)
+    sent = [each.context.transport.sent for each in threads.control.threads]
+    stage_bytes = [8 * sum(p.numel() for p in part.parameters()) for part in Plain()]
+    for _ in range(3):
+        before = [{peer: (count.values, count.bytes) for peer, count in each.items()} for each in sent]
+        driver.run(4, x, target)
+        optimizer.step()
+        optimizer.zero_grad()
+        for worker, (counts, old) in enumerate(zip(sent, before)):
+            twin, (values, total) = (worker + 2) % 4, old.get((worker + 2) % 4, (0, 0))
+            assert counts[twin].values - values == 2, "the gradients that the other adds up, and the sums of this one"
+            assert counts[twin].bytes - total == stage_bytes[worker % 2]
+    driver.close()
+
+
+def test_a_gradient_scaler_skips_on_all_replicas(cluster):
+    driver = PipelineDriver1F1B(cut_in_two(), cluster, replicas=2)
+    optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
+    scaler = driver.instantiate_grad_scaler(init_scale=4.0)
+    x, target = batch(8)
+    before = driver.state_dict()
+    for bad in (True, False):
+        driver.run(4, x, target.index_fill(0, torch.tensor([7]), torch.inf) if bad else target)  # of the second replica
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        now = driver.state_dict()
+        assert all(torch.equal(before[name], now[name]) for name in now) == bad
+        check_replicas_are_equal(driver)
+
+
+def test_checkpoints_are_those_of_one_pipeline(cluster, tmp_path):
+    x, target = batch(8)
+    one, two = (PipelineDriver1F1B(cut_in_two(), cluster, replicas=replicas) for replicas in (1, 2))
+    optimizers = [each.instantiate_optimizer(torch.optim.AdamW, lr=0.1) for each in (one, two)]
+    for driver, optimizer in zip((one, two), optimizers):
+        for _ in range(2):
+            driver.run(4, x, target)
+            optimizer.step()
+            optimizer.zero_grad()
+    path = two.save(tmp_path, optimizer=optimizers[1], step=1)
+    alone = one.save(tmp_path / "one", optimizer=optimizers[0], step=1)
+    sizes = [sorted(each.stat().st_size for each in Path(folder).glob("*.safetensors")) for folder in (path, alone)]
+    assert sizes[0] == sizes[1], "each parameter and state is written once"
+    with torch.no_grad():
+        two.load_state_dict({name: torch.zeros_like(value) for name, value in two.state_dict().items()})
+    check_replicas_are_equal(two)
+    for driver, optimizer in zip((one, two), optimizers):
+        driver.load(path, optimizer=optimizer)
+        for _ in range(2):
+            driver.run(4, x, target)
+            optimizer.step()
+            optimizer.zero_grad()
+    check_replicas_are_equal(two)
+    check_state(two, one)
+    for name, state in optimizers[0].state_dict()["state"].items():
+        for key, value in state.items():
+            torch.testing.assert_close(optimizers[1].state_dict()["state"][name][key], value, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("out_of_order", [True, 3])
+def test_workers_that_take_their_instructions_out_of_order(cluster, out_of_order):
+    x, target = batch(8)
+    driver = PipelineDriver1F1B(cut_in_two(), cluster, replicas=2, out_of_order=out_of_order)
+    loss = nn.functional.mse_loss((plain := Plain())(x), target)
+    loss.backward()
+    torch.testing.assert_close(driver.run(4, x, target), loss.detach(), rtol=1e-12, atol=1e-12)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(driver.get_grad(name), parameter.grad, rtol=1e-12, atol=1e-12)

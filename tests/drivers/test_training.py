@@ -131,11 +131,11 @@ def test_gradients_accumulate_over_several_runs(cluster, looks):
 
 
 def test_copies_are_added_up_once_per_update(threads, monkeypatch):
-    from pippy.drivers.workers.gradients import Gradients
+    from pippy.drivers.workers.gradient_sums import GradientSums
 
     sums = []
-    inner = Gradients._sums
-    monkeypatch.setattr(Gradients, "_sums", lambda self, *args: sums.append(self.index) or inner(self, *args))
+    inner = GradientSums.of
+    monkeypatch.setattr(GradientSums, "of", lambda self, *args: sums.append(self.index) or inner(self, *args))
     _, pipe = tied()
     driver = PipelineDriver1F1B(pipe, threads, world_size=2)
     optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)

@@ -359,15 +359,19 @@ class _Walk:
         self.with_gradients |= {(stage, False), (stage, whole)}
 
     def _adding_up(self) -> int:
-        """What the sums of the gradients of replicated parameters take when the step ends."""
-        most = sums = 0
-        for owned in (True, False):  # the sums that are made here come first
-            for copies in self.program.replicated:
-                here = sum(stage in self.own for stage in copies.stages)
-                if not here or (copies.stages[0] in self.own) != owned:
-                    continue
-                size, others = self.sizes.replicated.get(copies.parameter, 0), len(copies.stages) - here
-                added = min(others, 2) + 1 if owned else 1  # of another worker, the sum so far, and the next sum
-                most = max(most, sums + max(added, 1 + here) * size)
-                sums += here * size
-        return most
+        """What the sums of the gradients of copies take when the step ends. Those of the buckets of replicas, of which there
+        is one at a time beside the gradients, are left out."""
+        found = []
+        for copies in self.program.replicated:
+            here = sum(stage in self.own for stage in copies.stages)
+            if here:
+                owned = self.worker < self.program.placement.workers and copies.stages[0] in self.own
+                others = len(copies.stages) * self.program.replicas - here
+                found.append((owned, here, others, self.sizes.replicated.get(copies.parameter, 0)))
+        sums = most = -sum(here * size for owned, here, _, size in found if not owned)  # sent before all
+        for owned, here, others, size in sorted(
+            found, key=lambda each: not each[0]
+        ):  # the sums that are made here come first
+            most = max(most, sums + (others if owned else here) * size)
+            sums += 0 if owned else here * size  # the owner's sum and its copies are in the place of its gradients
+        return max(most, 0)
