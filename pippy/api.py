@@ -27,6 +27,7 @@ from pippy.ir.run.keyed_draws import keyed_random
 from pippy.ir.run.layers import LayerSpec, TiedLayerSpec
 from pippy.ir.run.repeated_forward import is_checkpointing, is_recomputing
 from pippy.pipeline import pipeline
+from pippy.training.evaluation import evaluate
 from pippy.training.result import StepReport, TrainingResult
 from pippy.training.train import train
 
@@ -66,6 +67,7 @@ __all__ = [
     "convert_deferred_batch_norm",
     "current_cluster",
     "errors",
+    "evaluate",
     "is_checkpointing",
     "is_recomputing",
     "keyed_random",

@@ -7,7 +7,6 @@
 Nothing is read ahead where the run may stop: its position in the data is then that of the step.
 """
 
-import os
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -21,11 +20,12 @@ from pippy.drivers.batches.items import call_of
 from pippy.drivers.driver_base import PipelineDriverBase
 from pippy.drivers.interrupts import first_waits
 from pippy.ir import source
-from pippy.ir.names import LOSS
 from pippy.ir.trees import tensors
 from pippy.training.checkpoints import Checkpoints
-from pippy.training.options import Length, Updates
-from pippy.training.reader import Place, Reader
+from pippy.training.evaluation import Evaluation
+from pippy.training.options import Length, Updates, loss_alone
+from pippy.training.progress import Progress, progress_of
+from pippy.training.reader import Place, Reader, may_read_ahead
 from pippy.training.result import StepReport, TrainingResult
 
 Callback = Callable[[StepReport], Any]
@@ -58,13 +58,15 @@ class Loop:
         chunks: int | None,
         callbacks: Sequence[Callback] = (),
         checkpoints: Checkpoints | None = None,
+        evaluation: Evaluation | None = None,
+        eval_every: int | None = None,
+        progress: bool = False,
     ) -> None:
         self.driver, self.reader, self.updates, self.length = driver, reader, updates, length
         self.chunks, self.callbacks, self.checkpoints = chunks, callbacks, checkpoints
+        self.evaluation, self.eval_every, self.shows = evaluation, eval_every, progress
         self.result = TrainingResult()
-        # The whole of what a model returns beside its loss stays on the workers.
-        self.outputs = None if LOSS in driver.compiled.split_gm._modules else False
-        self.reads_ahead = _controller_only(driver)
+        self.reads_ahead = may_read_ahead(driver)
 
     def run(self) -> TrainingResult:
         """Train to the end. The first Ctrl-C lets the step end, and has it saved."""
@@ -95,6 +97,18 @@ class Loop:
         if self.checkpoints is not None:
             self.checkpoints.go_on(self.driver, self.reader, self.result)
         self.driver.zero_grad()
+        if all(not each.training for each in self.driver.pipe.modules() if not any(each.children())):
+            self.driver.train()  # from_pretrained gives a model in evaluation mode
+        total = self.length.total(self.reader.data)
+        progress = progress_of(self.shows, total, self.result.steps)
+        try:
+            self._steps(came, progress)
+            if self.evaluation is not None and not came and not self.result.evaluations.get(self.result.steps):
+                self._evaluated(progress)
+        finally:
+            progress.end()
+
+    def _steps(self, came: list[Any], progress: Progress) -> None:
         fetched: Fetched | None = None
         while not came:
             fetched = fetched or self._fetched()
@@ -105,6 +119,10 @@ class Loop:
             if not items:
                 return
             report, fetched = self._step(items, came)
+            progress.show(report)
+            if self._evaluates():
+                report.evaluation = self._evaluated(progress)
+                self.updates.evaluated(report.evaluation)
             for callback in self.callbacks:
                 callback(report)
             if fetched is None and self._is_due():
@@ -113,6 +131,16 @@ class Loop:
                 break
         if fetched is not None and fetched.items:  # they were read ahead, and are not used
             self.reader.go_back(fetched.before)
+
+    def _evaluates(self) -> bool:
+        """Whether there is an evaluation after the step that was just sent, or is done."""
+        return self.eval_every is not None and self.result.steps % self.eval_every == 0
+
+    def _evaluated(self, progress: Progress) -> dict[str, float]:
+        assert self.evaluation is not None
+        values = self.result.evaluations[self.result.steps] = self.evaluation.run()
+        progress.evaluated(self.result.steps, values)
+        return values
 
     def _is_due(self) -> bool:
         """Whether the run is saved after the step that was just sent, or is done."""
@@ -156,10 +184,10 @@ class Loop:
         since = time.perf_counter()
         call = call_of(items, self.chunks)
         epoch, rates = self.reader.epoch, self.updates.rates()
-        outputs = {} if self.outputs is None else {"outputs": self.outputs}
-        running = self.driver.run_async(call.chunks, *call.args, **outputs, **call.kwargs)
+        running = self.driver.run_async(call.chunks, *call.args, **loss_alone(self.driver), **call.kwargs)
         self.result.steps += 1
-        fetched = None if came or self._is_due() or not self.reads_ahead else self._fetched()
+        stops = came or self._is_due() or self._evaluates()
+        fetched = None if stops or not self.reads_ahead else self._fetched()
         norm = self.updates.apply(self.driver)
         loss = float(running.result())
         self.result.losses.append(loss)
@@ -172,11 +200,6 @@ def _first_ctrl_c_waits() -> AbstractContextManager[list[Any]]:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         return first_waits()
     return nullcontext([])
-
-
-def _controller_only(driver: PipelineDriverBase) -> bool:
-    """Whether this process has no stages. One that has draws their random numbers, and data may draw from the same."""
-    return all(driver.cluster.control.workers[rank].pid != os.getpid() for rank in driver.ranks)
 
 
 def _tokens(items: Sequence[Any]) -> int | None:

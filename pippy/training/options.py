@@ -1,15 +1,18 @@
 """What `pippy.train` was asked for, checked before anything runs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pippy.drivers.driver_base import PipelineDriverBase
 from pippy.drivers.errors import DriverError
 from pippy.drivers.grad_scaler import PipelineGradScaler
 from pippy.drivers.optimizer import PipelineOptimizer
+from pippy.ir.names import LOSS
 from pippy.ir.trees import describe
 
 
@@ -39,9 +42,16 @@ class Updates:
         if self.scaler is not None:
             self.scaler.update()
         for scheduler in self.schedulers:
-            scheduler.step()
+            if not isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step()
         driver.zero_grad()
         return norm
+
+    def evaluated(self, values: Mapping[str, float]) -> None:
+        """An evaluation has given these: what some schedulers step by."""
+        for scheduler in self.schedulers:
+            if isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step(values["loss"])
 
     def parts(self) -> dict[str, Any]:
         """What has a state, by the name that it has in a checkpoint."""
@@ -89,6 +99,11 @@ def checked_updates(
     return Updates(optimizers, schedulers, scaler, max_norm, clip_value)
 
 
+def loss_alone(driver: PipelineDriverBase) -> dict[str, Any]:
+    """What to give `run` for the loss alone: what a model returns beside its loss stays on the workers."""
+    return {} if LOSS in driver.compiled.split_gm._modules or driver.compiled.loss is None else {"outputs": False}
+
+
 def check_driver(driver: Any, what: str) -> None:
     """Raise unless this is a driver that can train, and gradients are on."""
     if not isinstance(driver, PipelineDriverBase):
@@ -128,6 +143,18 @@ class Length:
         for name, value in (("steps", steps), ("epochs", epochs), ("accumulate", accumulate)):
             check_count(name, value, name != "accumulate")
         return cls(steps, epochs, accumulate)
+
+    def total(self, data: Any) -> int | None:
+        """How many steps there will be, if that is known.
+
+        >>> Length(None, 3, 2).total([1, 2, 3]), Length(5, 3, 2).total([1, 2, 3]), Length(None, 1).total(iter([1]))
+        (6, 5, None)
+        """
+        found = [] if self.steps is None else [self.steps]
+        if self.epochs is not None and hasattr(data, "__len__"):
+            with suppress(TypeError):  # a DataLoader of a stream
+                found.append(self.epochs * -(-len(data) // self.accumulate))
+        return min(found, default=None)
 
     def is_over(self, step: int, epoch: int) -> bool:
         """Whether a run that has come so far is at its end.

@@ -7,6 +7,7 @@ So a DataLoader that shuffles gives the same items again, with workers of its ow
 position. Data with a ``state_dict()`` and ``load_state_dict()`` is asked for its own instead, and nothing is read twice.
 """
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from pippy.drivers.checkpoints.plain_values import random_state, random_values
+from pippy.drivers.driver_base import PipelineDriverBase
 from pippy.drivers.errors import DriverError
 from pippy.ir.run.random_state import RandomState
 from pippy.ir.trees import describe
@@ -38,11 +40,7 @@ class Reader:
     """
 
     def __init__(self, data: Iterable[Any], name: str = "data") -> None:
-        if isinstance(data, (torch.Tensor, str, bytes, Mapping)) or not hasattr(data, "__iter__"):
-            raise DriverError(
-                f"{name}={describe(data)}: give something that gives one mini-batch after the other, as a DataLoader or a "
-                "list; one mini-batch alone is [batch]"
-            )
+        check_data(data, name)
         self.data, self.name = data, name
         self.epoch = self.taken = 0
         self.ended = False
@@ -85,7 +83,7 @@ class Reader:
     def _now(self) -> dict[str, Any]:
         return {
             "random": random_values(RandomState.current()),
-            "generators": [each.get_state() for each in _generators(self.data)],
+            "generators": [each.get_state() for each in generators_of(self.data)],
         }
 
     def _end_epoch(self) -> None:
@@ -125,7 +123,7 @@ class Reader:
                 f"{self.name} {has} a state_dict(), and what the checkpoint was saved with {had}; give data of the same kind"
             )
         else:
-            for generator, state in zip(_generators(self.data), position["begin"]["generators"]):
+            for generator, state in zip(generators_of(self.data), position["begin"]["generators"]):
                 generator.set_state(state)
             if position["taken"]:
                 random_state(position["begin"]["random"]).restore()
@@ -142,6 +140,23 @@ class Reader:
             )
 
 
+def check_data(data: Any, name: str) -> None:
+    """Raise unless this can be iterated over, and is no single mini-batch."""
+    if isinstance(data, (torch.Tensor, str, bytes, Mapping)) or not hasattr(data, "__iter__"):
+        raise DriverError(
+            f"{name}={describe(data)}: give something that gives one mini-batch after the other, as a DataLoader or a list; "
+            "one mini-batch alone is [batch]"
+        )
+
+
+def may_read_ahead(driver: PipelineDriverBase) -> bool:
+    """Whether data may be read while a step is under way: not if this process has stages.
+
+    These draw random numbers here, and data may draw from the same generators.
+    """
+    return all(driver.cluster.control.workers[rank].pid != os.getpid() for rank in driver.ranks)
+
+
 def _parts(data: Any) -> Iterator[Any]:
     """The data, and what a DataLoader is made of."""
     if data is not None:
@@ -152,7 +167,7 @@ def _parts(data: Any) -> Iterator[Any]:
             yield from _parts(part)
 
 
-def _generators(data: Any) -> list[torch.Generator]:
+def generators_of(data: Any) -> list[torch.Generator]:
     """The generators that it draws from, beside the one of the process."""
     found = {
         id(own): own for part in _parts(data) if isinstance(own := getattr(part, "generator", None), torch.Generator)

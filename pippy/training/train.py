@@ -1,16 +1,19 @@
 """`pippy.train`: the loop, as one function."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pippy.drivers.driver_arguments import check_chunks
 from pippy.drivers.driver_base import PipelineDriverBase
 from pippy.drivers.errors import DriverError
 from pippy.ir.trees import describe
 from pippy.training.checkpoints import checked_checkpoints
+from pippy.training.evaluation import Evaluation, Metric
 from pippy.training.loop import Callback, Loop
-from pippy.training.options import Length, checked_updates
+from pippy.training.options import Length, Updates, check_count, checked_updates
 from pippy.training.reader import Reader
 from pippy.training.result import TrainingResult
 
@@ -35,6 +38,10 @@ def train(
     keep: int | None = None,
     resume: bool | str | os.PathLike[str] = True,
     also: Mapping[str, Any] | None = None,
+    eval_data: Iterable[Any] | None = None,
+    eval_every: int | None = None,
+    metric: Metric | None = None,
+    progress: bool = True,
 ) -> TrainingResult:
     """Train the model of a driver: for so many ``steps`` (updates), or ``epochs`` of ``data``, or whatever ends first.
 
@@ -43,6 +50,9 @@ def train(
     takes k items, each in ``chunks`` micro-batches. Gradients are clipped to the norm ``max_norm``, or each element to
     ``clip_value``. ``optimizer`` and ``scheduler`` may be lists; a scheduler steps with each update. Callbacks are called with
     a `StepReport` after each step.
+
+    With ``eval_data``, the model is evaluated every ``eval_every`` steps, and at the end, as by `pippy.evaluate`. ``progress``
+    shows a bar, or lines on stderr.
 
     With ``folder``, checkpoints are saved there: every ``save_every`` steps, every ``save_minutes`` minutes, at the end, and
     when Ctrl-C ends the training. The ``keep`` newest are kept. A call goes on from the newest one that is there; ``resume``
@@ -63,7 +73,32 @@ def train(
     length = Length.checked(steps, epochs, accumulate)
     check_chunks(chunks, driver._auto)
     checkpoints = checked_checkpoints(updates.parts(), folder, save_every, save_minutes, keep, resume, also)
-    return Loop(driver, Reader(data), updates, length, chunks, _checked_callbacks(callbacks), checkpoints).run()
+    evaluation = _checked_evaluation(driver, eval_data, chunks, metric, eval_every, updates)
+    reader, called = Reader(data), _checked_callbacks(callbacks)
+    return Loop(
+        driver, reader, updates, length, chunks, called, checkpoints, evaluation, eval_every, bool(progress)
+    ).run()
+
+
+def _checked_evaluation(
+    driver: PipelineDriverBase, data: Any, chunks: int | None, metric: Metric | None, every: Any, updates: Updates
+) -> Evaluation | None:
+    if data is None:
+        given = [name for name, value in (("eval_every", every), ("metric", metric)) if value is not None]
+        if given:
+            raise DriverError(f"{given[0]}= is about an evaluation, and there is no data for it; give eval_data=")
+    check_count("eval_every", every)
+    if every is None and any(isinstance(each, ReduceLROnPlateau) for each in updates.schedulers):
+        raise DriverError(
+            "ReduceLROnPlateau steps by the loss of evaluations, and there are none; give eval_data= and eval_every="
+        )
+    if data is None:
+        return None
+    if every is not None and isinstance(data, Iterator):
+        raise DriverError(
+            f"eval_data={describe(data)} is an iterator, and can be read once; give a list, a DataLoader or the like"
+        )
+    return Evaluation(driver, data, chunks, metric, "eval_data")
 
 
 def _checked_callbacks(given: Any) -> Sequence[Callback]:

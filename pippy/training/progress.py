@@ -1,0 +1,117 @@
+"""How far a training is: a bar of tqdm's if it is installed and somebody looks at it, and else a line now and then."""
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from pippy.training.result import StepReport
+
+_PAUSE = 10.0  # seconds between two lines
+
+
+class Progress:
+    """Shows nothing; those below show something. ``total`` is the number of steps, if it is known."""
+
+    def __init__(self, total: int | None, done: int) -> None:
+        self.total, self.done = total, done
+
+    def show(self, report: StepReport) -> None:
+        """A step is done."""
+
+    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        """So was an evaluation."""
+
+    def end(self) -> None:
+        """The training is at its end."""
+
+
+class Lines(Progress):
+    """A line on stderr every ten seconds, and for the last step."""
+
+    def __init__(self, total: int | None, done: int) -> None:
+        super().__init__(total, done)
+        self._rates, self._shown = Rates(), time.monotonic()
+        self._last: StepReport | None = None
+
+    def show(self, report: StepReport) -> None:
+        self._rates.add(report)
+        self._last = report
+        if time.monotonic() - self._shown >= _PAUSE:
+            self._write()
+
+    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        print(_evaluated(step, values), file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self._last is not None:
+            self._write()
+
+    def _write(self) -> None:
+        report, self._last, self._shown = self._last, None, time.monotonic()
+        if report is not None:
+            of = "" if self.total is None else f"/{self.total}"
+            numbers = ", ".join(f"{name} {value}" for name, value in self._rates.numbers(report).items())
+            print(f"step {report.step}{of}: {numbers}", file=sys.stderr, flush=True)
+
+
+class Bar(Progress):
+    """A bar of tqdm's."""
+
+    def __init__(self, total: int | None, done: int, tqdm: Any) -> None:
+        super().__init__(total, done)
+        unwatched = type("Unwatched", (tqdm,), {"monitor_interval": 0})  # no thread of its own
+        self._bar, self._rates = unwatched(total=total, initial=done, unit="step", dynamic_ncols=True), Rates()
+
+    def show(self, report: StepReport) -> None:
+        self._rates.add(report)
+        if self._bar.update(report.step - self._bar.n):
+            self._bar.set_postfix(self._rates.numbers(report), refresh=False)
+
+    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        self._bar.write(_evaluated(step, values), file=sys.stderr)
+
+    def end(self) -> None:
+        self._bar.close()
+
+
+class Rates:
+    """The loss, and samples and tokens per second since the numbers were asked for last."""
+
+    def __init__(self) -> None:
+        self._since, self._rows, self._tokens = time.perf_counter(), 0, 0
+
+    def add(self, report: StepReport) -> None:
+        """Count a step."""
+        self._rows += report.rows or 0
+        self._tokens += report.tokens or 0
+
+    def numbers(self, report: StepReport) -> dict[str, str]:
+        """What is shown."""
+        now = time.perf_counter()
+        seconds, counts = max(now - self._since, 1e-9), {"samples/s": self._rows, "tokens/s": self._tokens}
+        self._since, self._rows, self._tokens = now, 0, 0
+        return {"loss": f"{report.loss:.4g}"} | {
+            name: f"{count / seconds:,.0f}" for name, count in counts.items() if count
+        }
+
+
+def _evaluated(step: int, values: Mapping[str, float]) -> str:
+    return f"step {step}: evaluation " + ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+
+
+def progress_of(wanted: bool, total: int | None, done: int) -> Progress:
+    """What shows the progress of a training.
+
+    >>> type(progress_of(False, 10, 0)).__name__
+    'Progress'
+    """
+    if not wanted:
+        return Progress(total, done)
+    if sys.stderr is None or not (sys.stderr.isatty() or "ipykernel" in sys.modules):
+        return Lines(total, done) if sys.stderr is not None else Progress(total, done)
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        return Lines(total, done)
+    return Bar(total, done, tqdm)

@@ -1,0 +1,75 @@
+"""What is shown of a training."""
+
+import builtins
+import io
+import sys
+
+import pytest
+
+from pippy.training import progress
+from pippy.training.progress import Bar, Lines, Progress, progress_of
+from pippy.training.result import StepReport
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def report(step, loss=0.5):
+    return StepReport(step, 0, loss, None, (), 64, 640, 0.1)
+
+
+def test_a_terminal_gets_a_bar_with_the_loss_and_rates(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    shown = progress_of(True, 10, 4)
+    assert isinstance(shown, Bar)
+    monkeypatch.setattr(shown._bar, "mininterval", 0)
+    monkeypatch.setattr(shown._bar, "miniters", 0)
+    shown.show(report(5))
+    shown.show(report(6, 0.25))
+    shown.evaluated(6, {"loss": 0.125})
+    shown.end()
+    text = sys.stderr.getvalue()
+    assert "6/10" in text and "loss=0.25" in text and "samples/s=" in text and "tokens/s=" in text
+    assert "step 6: evaluation loss 0.125" in text
+    assert shown._bar.monitor is None  # no thread
+
+
+def test_a_log_gets_lines(monkeypatch, capsys):
+    shown = progress_of(True, None, 0)
+    assert isinstance(shown, Lines)
+    shown.show(report(1))
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(progress, "_PAUSE", 0.0)
+    shown.show(report(2))
+    first = capsys.readouterr().err
+    assert first.startswith("step 2: loss 0.5, samples/s ") and ", tokens/s " in first and first.count("\n") == 1
+    shown.end()
+    assert not capsys.readouterr().err
+
+
+def test_the_last_step_has_a_line(capsys):
+    shown = Lines(3, 0)
+    shown.show(report(3))
+    shown.end()
+    assert capsys.readouterr().err.startswith("step 3/3: loss 0.5")
+
+
+def test_tqdm_is_not_needed(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    find = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("tqdm"):
+            raise ImportError(name)
+        return find(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert isinstance(progress_of(True, 3, 0), Lines)
+
+
+@pytest.mark.parametrize("stderr, wanted", [(None, True), (Terminal(), False)])
+def test_where_nobody_looks_nothing_is_shown(monkeypatch, stderr, wanted):
+    monkeypatch.setattr(sys, "stderr", stderr)
+    assert type(progress_of(wanted, 3, 0)) is Progress
