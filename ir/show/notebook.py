@@ -1,6 +1,6 @@
 """A Pipe as HTML, for notebooks: the drawing and the table of stages.
 
-The drawing has a light background of its own; the table takes the colours of the page. So both are readable in any theme.
+The drawing has a background of its own; the table takes the colours of the page. So both are readable in any theme.
 """
 
 from pippy.ir.show.content import Content

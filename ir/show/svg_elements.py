@@ -1,7 +1,7 @@
 """The shapes in the SVGs of Pipes. All text goes through ElementTree, so it is escaped.
 
-Colours are attributes of the elements and the ground is drawn, so an SVG looks the same in a page of any theme, and
-leaves that page's own styles alone.
+Colours are attributes of the elements and the ground is drawn, so an SVG can be read in a page of any theme. Its style sheet
+has only the colours for readers who prefer dark pages, and names its own class, so it leaves the styles of a page alone.
 """
 
 from collections.abc import Sequence
@@ -19,6 +19,20 @@ _LINES = {
     "parameter": {"stroke": "#b45309", "stroke-width": "3"},
     "copies": {"stroke": "#7c3aed", "stroke-width": "1.5", "stroke-dasharray": "5 4"},
 }
+_CLASS = "pippy-pipe"
+_DARK = {
+    ".ground": "fill: #0d1117",
+    "text": "fill: #e6edf3",
+    "rect.stage": "fill: #16263d; stroke: #6ea2e6",
+    "rect.loss": "fill: #3b1d20; stroke: #e08585",
+    "rect.input, rect.output": "fill: #22272e; stroke: #9198a1",
+    "path.value": "stroke: #9da7b3",
+    "polygon.value": "fill: #9da7b3",
+    "path.parameter": "stroke: #e3954a",
+    "polygon.parameter": "fill: #e3954a",
+    "path.copies": "stroke: #b794f6",
+    "polygon.copies": "fill: #b794f6",
+}
 
 
 def group(parent: ElementTree.Element, title: str) -> ElementTree.Element:
@@ -32,7 +46,7 @@ def rectangle(parent: ElementTree.Element, corner: Point, size: Point, kind: str
     """A box of a drawing; inputs and outputs have round ends."""
     radius = min(size[1] / 2, 13) if kind in ("input", "output") else 6
     numbers = {"x": corner[0], "y": corner[1], "width": size[0], "height": size[1], "rx": radius}
-    colours = {"fill": _FILLS[kind], "stroke": _RIMS[kind], "stroke-width": "1.5"}
+    colours = {"class": kind, "fill": _FILLS[kind], "stroke": _RIMS[kind], "stroke-width": "1.5"}
     ElementTree.SubElement(parent, "rect", {key: _number(number) for key, number in numbers.items()} | colours)
 
 
@@ -48,7 +62,7 @@ def line(parent: ElementTree.Element, points: Sequence[Point], kind: str) -> Non
     for before, corner, after in zip(points, points[1:], points[2:]):
         path.append(f"L{_pair(_towards(corner, before))}Q{_pair(corner)} {_pair(_towards(corner, after))}")
     path.append(f"L{_pair(points[-1])}")
-    ElementTree.SubElement(parent, "path", {"d": "".join(path), "fill": "none"} | _LINES[kind])
+    ElementTree.SubElement(parent, "path", {"class": kind, "d": "".join(path), "fill": "none"} | _LINES[kind])
 
 
 def arrow(parent: ElementTree.Element, points: Sequence[Point], kind: str) -> None:
@@ -59,18 +73,35 @@ def arrow(parent: ElementTree.Element, points: Sequence[Point], kind: str) -> No
     dx, dy = along[0] / length * _HEAD, along[1] / length * _HEAD
     line(parent, [*points[:-1], (x - dx, y - dy)], kind)
     head = [(x, y), (x - dx - dy / 2, y - dy - dx / 2), (x - dx + dy / 2, y - dy + dx / 2)]
-    ElementTree.SubElement(parent, "polygon", {"points": " ".join(map(_pair, head)), "fill": _LINES[kind]["stroke"]})
+    shape = {"class": kind, "points": " ".join(map(_pair, head)), "fill": _LINES[kind]["stroke"]}
+    ElementTree.SubElement(parent, "polygon", shape)
 
 
 def document(content: ElementTree.Element, size: Point, label: str) -> str:
-    """The text of the SVG: the content on a white background."""
+    """The text of the SVG: the content on a ground, white or dark as the reader prefers."""
     width, height = (_number(length) for length in size)
-    attributes = {"xmlns": "http://www.w3.org/2000/svg", "width": width, "height": height, "role": "img"}
+    attributes = {
+        "xmlns": "http://www.w3.org/2000/svg",
+        "class": _CLASS,
+        "width": width,
+        "height": height,
+        "role": "img",
+    }
     root = ElementTree.Element("svg", attributes | {"viewBox": f"0 0 {width} {height}", "aria-label": label})
-    ElementTree.SubElement(root, "rect", {"width": width, "height": height, "rx": "8", "fill": "#ffffff"})
+    ElementTree.SubElement(root, "style").text = _dark_style()
+    ground = {"class": "ground", "width": width, "height": height, "rx": "8", "fill": "#ffffff"}
+    ElementTree.SubElement(root, "rect", ground)
     content.attrib.update({"fill": _INK, "font-family": "ui-monospace, Menlo, Consolas, monospace", "font-size": "11"})
     root.append(content)
     return ElementTree.tostring(root, encoding="unicode")
+
+
+def _dark_style() -> str:
+    rules = (
+        f"{', '.join(f'.{_CLASS} {part}' for part in each.split(', '))} {{ {colours} }}"
+        for each, colours in _DARK.items()
+    )
+    return f"@media (prefers-color-scheme: dark) {{ {' '.join(rules)} }}"
 
 
 def _towards(corner: Point, other: Point) -> Point:

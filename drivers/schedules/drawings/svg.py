@@ -2,7 +2,7 @@
 
 from html import escape
 
-from pippy.drivers.schedules.drawings.colours import COLOURS
+from pippy.drivers.schedules.drawings.colours import COLOURS, DARK_GROUND, DARK_INK, GROUND, INK, NAMED, in_the_dark
 from pippy.drivers.schedules.errors import ProgramError
 from pippy.drivers.schedules.programs.drawn import Drawn
 from pippy.drivers.schedules.programs.program import Program
@@ -12,6 +12,15 @@ from pippy.drivers.schedules.simulation.timeline import Span, Timeline
 WIDTH, MARGIN = 1200, 60
 ROW, GAP = 28, 4
 NARROWEST_NAMED = 14  # pixels; a box that is narrower has its name in its tooltip only
+DARK = in_the_dark(
+    {
+        ".pippy-timeline .ground": f"fill: {DARK_GROUND}",
+        ".pippy-timeline > g[fill] text": f"fill: {DARK_INK}",
+        ".pippy-timeline .pale text": f"fill: {DARK_INK}",
+        ".pippy-timeline g rect": f"stroke: {DARK_GROUND}",
+    }
+)
+PALE = 0.4  # the shade from which a name is written in light letters on a dark page
 MOST_DRAWN = 20_000  # instructions, in a notebook
 
 
@@ -20,10 +29,12 @@ def render_svg(drawn: Program | Timeline) -> str:
 
     >>> from pippy.drivers.schedules import make_schedule
     >>> print(render_svg(make_schedule("forward_only", workers=1, chunks=1)))
-    <svg xmlns="http://www.w3.org/2000/svg" width="1200" height="36" font-family="sans-serif" font-size="11">
-    <text x="4" y="22">worker 0</text>
+    <svg class="pippy-timeline" xmlns="http://www.w3.org/2000/svg" width="1200" height="36" font-family="sans-serif" font-size="11">
+    <style>@media (prefers-color-scheme: dark) { .pippy-timeline .ground { fill: #0d1117 } ...</style>
+    <rect class="ground" width="1200" height="36" fill="#ffffff"/>
+    <g fill="#1f2328"><text x="4" y="22">worker 0</text></g>
     <g><title>F0.0: 0 to 1</title><rect x="60.00" y="4" width="1136.00" height="28" fill="#7fabea" fill-opacity="1.00" \
-stroke="#fff"/><text x="628.00" y="22" text-anchor="middle">0</text></g>
+stroke="#ffffff"/><text x="628.00" y="22" text-anchor="middle" fill="#10151b">0</text></g>
     </svg>
     """
     timeline = simulate(drawn).timeline if isinstance(drawn, Program) else drawn
@@ -37,18 +48,22 @@ stroke="#fff"/><text x="628.00" y="22" text-anchor="middle">0</text></g>
     height = GAP + len(timeline.spans) * (ROW + GAP)
     names = [f'<text x="4" y="{22 + i * (ROW + GAP)}">worker {i}</text>' for i in range(len(timeline.spans))]
     size = f'width="{WIDTH}" height="{height}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
-    return "\n".join([head, *names, *boxes, "</svg>"])
+    ground = f'<rect class="ground" {size} fill="{GROUND}"/>'
+    names = [f'<g fill="{INK}">', *names, "</g>"]
+    head = f'<svg class="pippy-timeline" xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
+    return "\n".join([head, f"<style>{DARK}</style>", ground, "".join(names), *boxes, "</svg>"])
 
 
 def box(span: Span, top: int, scale: float, shade: float) -> str:
     """A pass; ``shade`` is 0 for the worker's first stage and nears 1 for its last, which is the palest."""
     left, width = MARGIN + float(span.start) * scale, float(span.duration) * scale
     title = escape(f"{span.compute}: {float(span.start):g} to {float(span.end):g}")
-    name = f'<text x="{left + width / 2:.2f}" y="{top + 18}" text-anchor="middle">{span.compute.microbatch}</text>'
+    name = f'<text x="{left + width / 2:.2f}" y="{top + 18}" text-anchor="middle" fill="{NAMED}">'
+    pale = ' class="pale"' if shade > PALE else ""
+    name += f"{span.compute.microbatch}</text>"
     return (
-        f'<g><title>{title}</title><rect x="{left:.2f}" y="{top}" width="{width:.2f}" height="{ROW}"'
-        f' fill="{COLOURS[span.compute.op]}" fill-opacity="{1 - 0.6 * shade:.2f}" stroke="#fff"/>'
+        f'<g{pale}><title>{title}</title><rect x="{left:.2f}" y="{top}" width="{width:.2f}" height="{ROW}"'
+        f' fill="{COLOURS[span.compute.op]}" fill-opacity="{1 - 0.6 * shade:.2f}" stroke="{GROUND}"/>'
         f"{name if width >= NARROWEST_NAMED else ''}</g>"
     )
 
