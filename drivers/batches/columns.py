@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pippy.drivers.batches.division import DividedValue, Division, map_divided
-from pippy.drivers.errors import DriverError
+from pippy.drivers.errors import DriverError, MicrobatchError
 from pippy.ir.guards import Guards
 from pippy.ir.kinds import Elsewhere
 
@@ -58,6 +58,36 @@ class Column(Elsewhere):
         )
 
 
+class ColumnPieces(Column):
+    """A column of several mini-batches that are run as one, each cut into as many micro-batches as ``counts`` says.
+
+    >>> columns = [Column(None, "x", IndexBatch(0, range(rows), ())) for rows in (4, 3)]
+    >>> ColumnPieces(columns, [2, 2]).sizes
+    (2, 2, 2, 1)
+    """
+
+    def __init__(self, columns: Sequence[Column], counts: Sequence[int]) -> None:
+        super().__init__(columns[0].dataset, columns[0].key, columns[0].batch)
+        self.columns, self.counts = columns, tuple(counts)
+        if any((each.dataset, each.key) != (self.dataset, self.key) for each in columns):
+            raise MicrobatchError(
+                f"mini-batches that are run as one have columns of different datasets, as {columns[0]!r}, in one place; "
+                "take all of them from one loader"
+            )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The rows of each micro-batch, as `torch.tensor_split` cuts them."""
+        return tuple(
+            len(each) // count + (at < len(each) % count)
+            for each, count in zip(self.columns, self.counts)
+            for at in range(count)
+        )
+
+    def __len__(self) -> int:
+        return sum(map(len, self.columns))
+
+
 @dataclass(frozen=True)
 class LoadingRules:
     """What a worker that loads inputs checks of them, and what it weighs losses by."""
@@ -69,10 +99,14 @@ class LoadingRules:
 
 @dataclass(frozen=True, eq=False)
 class LoadedColumn(DividedValue):
-    """Stands for a value that a worker loads and divides: which column, its spec, and its path in the call."""
+    """Stands for a value that a worker loads and divides: which column, its spec, and its path in the call.
+
+    If it is of several mini-batches, ``counts`` says how many micro-batches each of them has.
+    """
 
     key: Key
-    batch: IndexBatch
+    batches: tuple[IndexBatch, ...]
+    counts: tuple[int, ...]
     spec: Any
     path: str
     outer: bool

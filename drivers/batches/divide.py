@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pippy.drivers.batches.columns import Column, DivisionOfColumns, LoadedColumn
+from pippy.drivers.batches.columns import Column, ColumnPieces, DivisionOfColumns, LoadedColumn
 from pippy.drivers.batches.division import CutTensor, DividedValue, Division, PerMicrobatch, SameForAll
 from pippy.drivers.batches.specs import (
     ChunkSpec,
@@ -115,15 +115,22 @@ class Divider:
     def loaded(self, value: Column, spec: Any, path: str, outer: bool) -> LoadedColumn:
         """A value that a worker divides: here it is known how many rows it will have."""
         self.columns.append(value)
+        if isinstance(value, ColumnPieces):
+            self._check_uncut(spec, path)
+            self.given_sizes.append((path, value.sizes))
+            return LoadedColumn(value.key, tuple(each.batch for each in value.columns), value.counts, spec, path, outer)
         if not isinstance(spec, (Replicate, ChunkSpec)):
             self.rows.append((path, f"as many as it has indices in {value!r}", len(value)))
-        return LoadedColumn(value.key, value.batch, spec, path, outer)
+        return LoadedColumn(value.key, (value.batch,), (), spec, path, outer)
 
-    def given(self, value: MicroBatches, spec: Any, path: str) -> PerMicrobatch:
+    def _check_uncut(self, spec: Any, path: str) -> None:
         if isinstance(spec, (TensorChunkSpec, ChunkSpec)):
             raise MicrobatchError(
                 f"{path} is cut already, and has the spec {brief(spec)}; say MicroBatches(values, dim=...)"
             )
+
+    def given(self, value: MicroBatches, spec: Any, path: str) -> PerMicrobatch:
+        self._check_uncut(spec, path)
         self._check_pieces(value.values, path, "MicroBatches has")
         if any(isinstance(leaf, Column) for leaf in leaves(value.values)):
             raise MicrobatchError(

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from pippy.drivers.batches.columns import Column, ColumnPieces
 from pippy.drivers.batches.specs import MicroBatches
 from pippy.drivers.errors import MicrobatchError
-from pippy.ir.trees import children, describe, tensors, with_children
+from pippy.ir.trees import children, describe, leaves, tensors, with_children
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def call_of(items: Sequence[Any], chunks: int | None) -> Call:
             "cut; give the number of micro-batches of each"
         )
     counts = [_fitting(chunks, call) or 1 for call in calls]
-    args, kwargs = _joined([tuple(call) for call in calls], counts, "item")
+    args, kwargs = joined_items([tuple(call) for call in calls], counts, "item")
     return Call(sum(counts), tuple(args), dict(kwargs))
 
 
@@ -71,10 +72,11 @@ def _arguments(item: Any, at: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _fitting(chunks: int | None, call: Any) -> int | None:
     """How many micro-batches an item is cut into: not more than it has rows."""
     rows = {tensor.shape[0] for tensor in tensors(call) if tensor.dim()}
+    rows |= {len(leaf) for leaf in leaves(call) if isinstance(leaf, Column)}
     return min(chunks, max(1, rows.pop())) if isinstance(chunks, int) and len(rows) == 1 else chunks
 
 
-def _joined(values: Sequence[Any], counts: Sequence[int], path: str) -> Any:
+def joined_items(values: Sequence[Any], counts: Sequence[int], path: str) -> Any:
     """One value from those of several items: each of these is cut into as many micro-batches as ``counts`` says."""
     first = values[0]
     for value in values:
@@ -83,10 +85,12 @@ def _joined(values: Sequence[Any], counts: Sequence[int], path: str) -> Any:
                 f"items that are to be one mini-batch are of one shape, and {path} is {describe(first)} in one and "
                 f"{describe(value)} in another; have data give items that are alike"
             )
+    if isinstance(first, Column):
+        return ColumnPieces(values, counts)
     held = children(first)
     if held is not None and not isinstance(first, MicroBatches):
         parts = zip(*[children(value) or () for value in values])
-        return with_children(first, [_joined(part, counts, f"{path}[{at}]") for at, part in enumerate(parts)])
+        return with_children(first, [joined_items(part, counts, f"{path}[{at}]") for at, part in enumerate(parts)])
     if isinstance(first, torch.Tensor) and first.dim():
         return MicroBatches([piece for value, count in zip(values, counts) for piece in value.tensor_split(count)])
     if all(_same(value, first) for value in values):

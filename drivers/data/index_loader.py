@@ -1,5 +1,6 @@
 """Gives mini-batches as indices: the workers load the rows, each those columns that it uses."""
 
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -54,6 +55,7 @@ class IndexLoader:
         self.keys = _keys_of(columns, self.source)
         self.seed = torch.initial_seed() if seed is None else seed
         self.epoch = self.given = 0
+        self._loaded = False  # whether a state was loaded, and nothing was given since
         self._single = 0  # mini-batches that `batch` made
         self._shuffles = shuffle
         if batch_sampler is not None:
@@ -101,7 +103,7 @@ class IndexLoader:
 
     def __iter__(self) -> Iterator[Columns]:
         """The mini-batches of the next epoch; of the same, behind those that were given, after `load_state_dict`."""
-        epoch, skip = self.epoch, self.given
+        epoch, skip, self._loaded = self.epoch, self.given, False
         self._begin_epoch(epoch)
         for position, indices in enumerate(self.batch_sampler):
             if position >= skip:
@@ -117,9 +119,13 @@ class IndexLoader:
             self.sampler.generator.manual_seed(hash((self.seed, epoch)))
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is that of this epoch, which the order and the random numbers of the dataset depend on."""
+        """The next iteration is that of this epoch, which the order and the random numbers of the dataset depend on.
+
+        If a state was loaded that is from the end of this epoch, nothing is left of it, and the iteration is empty.
+        """
         if epoch != self.epoch:
-            self.epoch, self.given = epoch, 0
+            ended = self._loaded and (epoch + 1, 0) == (self.epoch, self.given)
+            self.epoch, self.given = epoch, sys.maxsize if ended else 0
 
     def state_dict(self) -> dict[str, int]:
         """Where it is: the epoch, how many of its mini-batches were given, and the seed."""
@@ -127,6 +133,7 @@ class IndexLoader:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on where another loader of the same dataset was."""
+        self._loaded = True
         self.seed, self.epoch, self.given, self._single = (state[key] for key in ("seed", "epoch", "given", "single"))
 
     def _listed(self, indices: Iterable[Any]) -> Sequence[Any]:

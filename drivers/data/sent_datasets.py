@@ -141,7 +141,7 @@ def _forget(sent: dict[tuple[int, int], Any], gone: list[int], number: int) -> N
 def _keys(division: Division, number: int) -> frozenset[Hashable]:
     """The columns of a dataset that are loaded for a part of a mini-batch."""
     loaded = [leaf for value in division.arguments.values() for leaf in loaded_columns(value)]
-    return frozenset(leaf.key for leaf in loaded if leaf.batch.dataset == number)
+    return frozenset(leaf.key for leaf in loaded if leaf.batches[0].dataset == number)
 
 
 def columns_in(*values: Any) -> list[Column]:

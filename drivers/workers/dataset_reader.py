@@ -14,6 +14,7 @@ from pippy.drivers.batches.columns import DivisionOfColumns, IndexBatch, LoadedC
 from pippy.drivers.batches.dataset_items import check_dataset, column_of, columns_of, load_rows
 from pippy.drivers.batches.divide import Divider
 from pippy.drivers.batches.division import DividedValue, Division, map_divided
+from pippy.drivers.batches.items import joined_items
 from pippy.drivers.batches.loss_weights import loss_weights
 from pippy.drivers.batches.refused_inputs import refuse_inputs
 from pippy.drivers.control.messages import AddDataset, DatasetSeen
@@ -120,10 +121,13 @@ class DatasetReader:
             dict[int, Any](),
         )
         for leaf in (leaf for value in division.arguments.values() for leaf in loaded_columns(value)):
-            key = leaf.batch.dataset, leaf.batch.draws
-            if key not in rows:
-                rows[key] = self._rows(leaf.batch)
-            found[id(leaf)] = _divided(divider, leaf, rows[key][leaf.key], trains)
+            values = []
+            for batch in leaf.batches:
+                key = batch.dataset, batch.draws
+                if key not in rows:
+                    rows[key] = self._rows(batch)
+                values.append(rows[key][leaf.key])
+            found[id(leaf)] = _divided(divider, leaf, values, trains)
         for path, sizes in divider.given_sizes:
             if sizes != division.sizes:
                 raise MicrobatchError(
@@ -168,14 +172,15 @@ def _one_of_each_size(division: Division) -> Iterable[int]:
     return {division.sizes and division.rows_of(each): each for each in division.held}.values()
 
 
-def _divided(divider: Divider, leaf: LoadedColumn, value: Any, trains: bool) -> Any:
-    refuse_inputs([value], trains)
-    before = len(divider.rows)
+def _divided(divider: Divider, leaf: LoadedColumn, values: Sequence[Any], trains: bool) -> Any:
+    refuse_inputs(values, trains)
+    value = joined_items(values, leaf.counts, leaf.path) if leaf.counts else values[0]
+    before, asked = len(divider.rows), sum(map(len, leaf.batches))
     found = divider.divide(value, leaf.spec, leaf.path, leaf.outer)
     for path, what, rows in divider.rows[before:]:
-        if rows != len(leaf.batch):
+        if rows != asked:
             raise MicrobatchError(
-                f"{path}: {len(leaf.batch)} indices gave {rows} rows, {what}; have the dataset give one row for each index, or "
+                f"{path}: {asked} indices gave {rows} rows, {what}; have the dataset give one row for each index, or "
                 "give what is no part of the batch a Replicate(), and what has its rows elsewhere a TensorChunkSpec(dim)"
             )
     return found

@@ -22,7 +22,9 @@ from pippy import (
     TensorChunkSpec,
     pipe_split,
     pipeline,
+    train,
 )
+from pippy.drivers.batches.items import call_of
 from pippy.drivers.driver import PipelineDriverFillDrain
 from pippy.drivers.errors import DriverError, MicrobatchError, StepError
 from pippy.drivers.transport.pickling import pickle_message
@@ -374,6 +376,11 @@ def test_a_loader_goes_on_where_another_was(shuffle):
             next(batches)
         other.load_state_dict(first.state_dict())
         assert order(other) == wanted[epoch][given:]
+    other.load_state_dict({**first.state_dict(), "epoch": 1, "given": 0})
+    other.set_epoch(0)  # nothing is left of it
+    assert [order(other), order(other)] == [[], wanted[1]]
+    other.set_epoch(0)
+    assert order(other) == wanted[0]
 
 
 # What is refused
@@ -519,3 +526,49 @@ def test_steps_in_flight_records_outputs_and_accumulation(threads):
     assert_same(driver.gradients().values(), summed.values())
     both = [driver.run(2, *rows, outputs=True) for rows in (loader.batch(range(8)), (x[:8], target[:8]))]
     assert_same(*both)
+
+
+# In the loop
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_loop_takes_a_loader_and_goes_on_with_it(threads, tmp_path, accumulate):
+    """With mini-batches of 7, 7 and 4 rows: those that are run as one are cut and weighted each by itself."""
+    x, labels = classes(18)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 8))
+    pipe = pipeline(model, nn.CrossEntropyLoss(), split="parameters", num_stages=2)
+
+    def trained(data, **options):
+        driver = PipelineDriver1F1B(pipe, threads, keyed_random=7)
+        optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
+        result = train(driver, data, optimizer, chunks=3, steps=4, accumulate=accumulate, **options)
+        return result.losses, driver.state_dict()
+
+    def loader():
+        return IndexLoader(TensorDataset(x, labels), batch_size=7, shuffle=True, seed=1)
+
+    order = loader()
+    epochs = [[(x[each], labels[each]) for each in (batch[0].batch.indices for batch in order)] for _ in range(4)]
+
+    class Given(list):
+        def __iter__(self):
+            return iter(epochs.pop(0))
+
+    wanted, state = trained(Given())
+    losses, end = trained(loader(), folder=tmp_path, save_every=2)
+    assert losses == wanted and all(map(torch.equal, end.values(), state.values()))
+    resumed, again = trained(loader(), folder=tmp_path, resume=tmp_path / "step-2")
+    assert resumed[-2:] == losses[-2:] and all(map(torch.equal, end.values(), again.values()))
+
+
+def test_mini_batches_that_are_run_as_one(threads):
+    x, labels = classes()
+    driver = PipelineDriver1F1B(pipeline(Chain(2), nn.CrossEntropyLoss()), threads)
+    loader, parts = IndexLoader(Rows(x, labels)), [range(7), range(7, 14), range(14, 16)]
+    given = [(x[part], labels[part]) for part in parts]
+    calls = [call_of(items, 3) for items in ([loader.batch(part) for part in parts], given)]
+    assert calls[0].chunks == calls[1].chunks == 8
+    assert_same(*(step(driver, call.chunks, *call.args) for call in calls))
+    other = IndexLoader(Rows(x, labels))
+    with pytest.raises(MicrobatchError, match="take all of them from one loader"):
+        call_of([loader.batch(range(7)), other.batch(range(7))], 3)
