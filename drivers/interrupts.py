@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from pippy.ir.interrupts import come_again
+
 # How many wait in the block in force, in the main thread. To change a handler takes longer than most blocks.
 _wait = 0.0
 
@@ -19,6 +21,23 @@ def uninterrupted() -> AbstractContextManager[list[Any]]:
     from here to there
     """
     return _waiting(math.inf)
+
+
+@contextmanager
+def put_off() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block, and comes a millisecond after it. For what runs when an object ends.
+
+    Python prints what is raised there, and goes on.
+
+    >>> with put_off():
+    ...     print("from here to there")
+    from here to there
+    """
+    try:
+        with uninterrupted():
+            yield
+    except KeyboardInterrupt:
+        come_again()
 
 
 def first_waits() -> AbstractContextManager[list[Any]]:

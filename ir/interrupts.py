@@ -20,6 +20,7 @@ _CALLED_AT_AN_END = (
     "WeakValueDictionary.__init__.<locals>.remove",
     "WeakIdKeyDictionary.__init__.<locals>.remove",
     "WeakSet.__init__.<locals>._remove",
+    "finalize.__call__",
     "LiveStorages._count.<locals>.forget",
 )
 # Torch's own code that would be left with a mode in force or without one, or by an exception that ends the process.
@@ -47,7 +48,7 @@ def heard() -> Iterator[None]:
 
     def hear(number: int, frame: FrameType | None) -> None:
         if _is_dropped(frame):
-            _thread.start_new_thread(_again, ())
+            _come_again()
         else:
             came.append(number)
             before(number, frame)
@@ -79,6 +80,35 @@ def _is_dropped(frame: FrameType | None) -> bool:
     return False
 
 
-def _again() -> None:
+def come_again() -> None:
+    """Have Ctrl-C come again, a millisecond later, or when it will not be dropped. For the main thread.
+
+    >>> try:
+    ...     come_again()
+    ...     time.sleep(0.1)
+    ... except KeyboardInterrupt:
+    ...     print("is heard")
+    is heard
+    """
+    before = signal.getsignal(signal.SIGINT)
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        if _is_dropped(frame):
+            return _come_again()
+        if signal.getsignal(signal.SIGINT) is hear:
+            signal.signal(signal.SIGINT, before)
+        if callable(before):
+            before(number, frame)
+        return None
+
+    signal.signal(signal.SIGINT, hear)
+    _come_again()
+
+
+def _come_again() -> None:
+    _thread.start_new_thread(_interrupt_soon, ())
+
+
+def _interrupt_soon() -> None:
     time.sleep(_SOON)
     _thread.interrupt_main()

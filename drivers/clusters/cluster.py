@@ -12,6 +12,7 @@ from pippy.drivers.clusters.routes import Routes
 from pippy.drivers.control.control import Address, Control
 from pippy.drivers.control.dispatch import Dispatch
 from pippy.drivers.errors import ClusterError
+from pippy.drivers.interrupts import put_off
 from pippy.ir.show.html_table import html_table
 from pippy.ir.show.readable import shortened
 
@@ -65,7 +66,7 @@ class Cluster:
         self._drivers = itertools.count()
         self.closed = False
         self.unfinished: list[Callable[[], None]] = []  # what waits for work that goes on beside commands
-        self._finalizer = weakref.finalize(self, processes.close)
+        self._finalizer = weakref.finalize(self, _close, processes)
 
     def close(self) -> None:
         """End all workers, when checkpoints that are being written are whole. A second call does nothing."""
@@ -79,7 +80,8 @@ class Cluster:
         self.closed = True
         self.control.broken = self.control.broken or "this cluster is closed; open another"
         entered_clusters[:] = [each for each in entered_clusters if each[1] is not self]
-        self._finalizer()
+        self._finalizer.detach()
+        self.processes.close()
 
     def next_driver(self) -> int:
         """The number of another driver."""
@@ -124,3 +126,9 @@ class Cluster:
             "a cluster cannot be pickled: it is the processes that this one started. Do not keep it in a model, or in what is "
             "sent to workers; use current_cluster() in the controller instead"
         )
+
+
+def _close(processes: Processes) -> None:
+    """End the processes of a cluster that nobody has closed, and to which nothing refers any more."""
+    with put_off():
+        processes.close()

@@ -11,6 +11,7 @@ from pippy.drivers.generation.token_graphs import TokenGraphs
 from pippy.drivers.placed_pipe import PlacedPipe
 from pippy.ir.errors import GenerationError
 from pippy.ir.front.generation_call import check_can_generate
+from pippy.ir.interrupts import heard
 from pippy.ir.pipe import Pipe, model_of
 
 
@@ -30,7 +31,8 @@ class Generation:
         model = self._language_model()
         prompts = prompts_of(model, ids, workers=self._workers, others=others, **arguments)
         if self._graphs is None:
-            self._graphs = TokenGraphs(model, self._placed, self._commands)
+            with heard():
+                self._graphs = TokenGraphs(model, self._placed, self._commands)
         return self._graphs.run(prompts)
 
     def _language_model(self) -> torch.nn.Module:

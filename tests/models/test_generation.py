@@ -3,7 +3,11 @@
 import copy
 import dataclasses
 import gc
+import itertools
+import os
+import pkgutil
 import re
+import signal
 
 import pytest
 import torch
@@ -14,7 +18,7 @@ from pippy.drivers.workers.next_token import probabilities
 from pippy.errors import GenerationError, StepError
 from pippy.ir.pipe import model_of
 from pippy.ir.run.key_value_cache import KeyValueCache
-from tests.drivers.processes import close_open_cluster
+from tests.drivers.processes import close_open_cluster, within
 from tests.drivers.thread_cluster import thread_cluster
 from tests.models.hugging_face import MODELS, transformers
 
@@ -200,6 +204,45 @@ def test_a_stage_that_fails_ends_the_call_and_the_next_one_works(threads, driver
     with pytest.raises(StepError, match=r"Generate, token 19 of micro-batch \d\n.*submod_0 failed: IndexError"):
         driver.generate(ids, max_new_tokens=30, chunks=3, eos_token_id=[])  # there are only 24 positions
     assert driver.generate(ids, max_new_tokens=3).shape == (ROWS, LENGTH + 3)
+    assert not caches_with_keys()
+
+
+class CtrlC:
+    """Comes at the end of this: Python drops what is raised there."""
+
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("where", "at"),
+    [
+        ("pippy.drivers.generation.token_graphs.compile_traced", 2),
+        ("pippy.drivers.generation.token_graphs.pickle_by_value", 2),
+        ("pippy.drivers.workers.generating.LoadedGraph.__init__", 3),
+        ("pippy.drivers.workers.generating._Chunk.__init__", 2),
+        ("pippy.drivers.workers.generating._Run.noise_of", 3),
+    ],
+)
+def test_after_ctrl_c_the_next_call_gives_what_the_plain_model_gives(threads, monkeypatch, where, at):
+    """It comes while the model is traced, as the graphs are sent, as a worker takes them, as a call begins, or in it."""
+    model = gpt2()
+    driver = PipelineDriver1F1B(pipe_of(model, 2), threads)
+    ids, mask = prompts()
+    calls, inner = itertools.count(1), pkgutil.resolve_name(where)
+
+    def interrupt(*arguments, **options):
+        if next(calls) == at:
+            CtrlC() if "compile" in where else CtrlC.__del__(None)
+        return inner(*arguments, **options)
+
+    case = {"max_new_tokens": 9, "do_sample": True, **ENDS}
+    monkeypatch.setattr(where, interrupt)
+    with within(10), pytest.raises(KeyboardInterrupt):
+        driver.generate(ids, attention_mask=mask, chunks=3, **case)
+    assert next(calls) > at
+    assert all(module.training for module in model.modules())
+    check_cases(driver, model, [{**case, "chunks": 2}])
     assert not caches_with_keys()
 
 
