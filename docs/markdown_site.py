@@ -24,6 +24,10 @@ from sphinx.util.nodes import make_refnode
 
 INSTANCES = {"driver": "PipelineDriverBase", "pipe": "Pipe"}  # how pages call an object of a class
 _NAME = re.compile(r"(?P<name>[A-Za-z_][\w.]*)(?:\(.*\))?", re.DOTALL)
+_PICTURE = re.compile(
+    r'<picture>\s*<source media="[^"]*" srcset="(?P<dark>[^"]*)">\s*'
+    r'<img alt="(?P<alt>[^"]*)" src="(?P<light>[^"]*)">\s*</picture>'
+)
 _SECTION = re.compile(r"^## (?P<heading>.*)$(?P<body>(?:\n(?!## ).*)*)", re.MULTILINE)
 _ENTRY = re.compile(r"^- \[(?P<title>[^\]]*)\]\((?P<link>[^)#]*)\)", re.MULTILINE)
 
@@ -176,7 +180,17 @@ def with_drawings(lines: Sequence[str]) -> list[str]:
     return made
 
 
+def with_pictures(text: str) -> str:
+    """A page whose ``<picture>`` is two pictures, for light and for dark pages: Sphinx does not look into HTML.
+
+    >>> with_pictures('<picture>\\n<source media="…" srcset="b.svg">\\n<img alt="A step" src="a.svg">\\n</picture>')
+    '![A step](a.svg){.only-light}\\n![A step](b.svg){.only-dark}'
+    """
+    return _PICTURE.sub(r"![\g<alt>](\g<light>){.only-light}\n![\g<alt>](\g<dark>){.only-dark}", text)
+
+
 def _read(app: Sphinx, docname: str, source: list[str]) -> None:
+    source[0] = with_pictures(source[0])
     if docname == app.config.root_doc:
         source[0] = with_toctrees(source[0])
 

@@ -1,13 +1,14 @@
 """What does a real step look like, compared with the simulation of its schedule?
 
 Question: when do the workers run the passes of a step, and what do they do in between?
-Command:  python -m exps.timeline docs/timeline.svg  (from the root of the repository; --report page.html, --schedule NAME)
+Command:  python -m exps.timeline docs/timeline     (from the root of the repository; --report page.html, --schedule NAME)
 Method:   one step of four stages, recorded and drawn. The stages sleep, as in exps.bubbles, so that two cores are enough
           for four workers; stage 2 takes 1.5 times as long as the others.
-Finding:  the picture in docs/timeline.svg.
+Finding:  the pictures in docs/timeline_light.svg and docs/timeline_dark.svg.
 """
 
 import argparse
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ SLOW, FACTOR, CHUNKS = 2, 1.5, 8
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("picture", help="the SVG file to write")
+    parser.add_argument("pictures", help="the SVG files to write, without _light.svg and _dark.svg")
     parser.add_argument("--report", help="an HTML file to write, too")
     parser.add_argument("--schedule", default="1f1b")
     options = parser.parse_args()
@@ -35,7 +36,9 @@ def main() -> None:
         with driver.record() as recording:
             for _ in range(5):
                 driver.run(CHUNKS, x, x)
-    recording.steps[-1].save_svg(options.picture)
+    for theme, media in {"light": "not all", "dark": "all"}.items():
+        picture = recording.steps[-1].svg().replace("@media (prefers-color-scheme: dark)", f"@media {media}")
+        Path(f"{options.pictures}_{theme}.svg").write_text(picture, encoding="utf-8")
     print(*recording.steps[-1].findings(), sep="\n")
     if options.report:
         recording.report(options.report, title=f"Sleeping stages, {options.schedule}")

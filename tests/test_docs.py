@@ -1,11 +1,15 @@
 """The documentation is true: its blocks run and print what it says, and its links lead somewhere."""
 
 import doctest
+import re
 import tempfile
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
+from torch import nn
 
 from pippy.drivers import errors as driver_errors
 from pippy.drivers.schedules.orders.registry import REGISTRY
@@ -40,6 +44,28 @@ def test_links_lead_somewhere(path):
 def test_every_page_is_in_the_table_of_contents():
     listed = links((ROOT / "docs/index.md").read_text())
     assert [path.name for path in PAGES[1:] if path.name not in ("index.md", *listed)] == []
+
+
+def diff_of(text: str, sign: str) -> str:
+    """One side of a page's diff."""
+    lines = re.search(r"^```diff\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1].splitlines()
+    return "\n".join(line[1:] for line in lines if line[:1] in (sign, " "))
+
+
+def test_both_sides_of_the_readme_s_diff_train_the_same():
+    trained = []
+    for sign in "-+":
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Linear(4, 4, dtype=torch.float64) for _ in range(4)))
+        data = torch.randn(3, 2, 16, 4, dtype=torch.float64)
+        script = {"torch": torch, "nn": nn, "data": data, "Net": partial(nn.Sequential, *net)}
+        try:
+            exec(diff_of((ROOT / "README.md").read_text(), sign), script)
+        finally:
+            close_open_cluster()
+        trained.append(script["model"].state_dict())
+    for name, plain in trained[0].items():
+        torch.testing.assert_close(trained[1][name], plain)
 
 
 def page(*blocks: str) -> str:
