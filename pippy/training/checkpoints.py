@@ -30,7 +30,7 @@ class Checkpoints:
     keep: int | None = None
     resume: bool | str = True
     since: float = field(default_factory=time.monotonic)
-    saved: int = 0  # the step of the last one
+    saved: int | None = None  # the step of the last one
 
     def is_due(self, step: int) -> bool:
         """Whether the run is to be saved after this step."""
@@ -61,9 +61,14 @@ class Checkpoints:
                 "resume=False after driver.load"
             )
         driver.load(path, **self.parts)
+        self.take(values, reader, result)
+        result.checkpoint, result.resumed_at = path, result.steps
+
+    def take(self, values: Mapping[str, Any], reader: Reader, result: TrainingResult) -> None:
+        """Go where a checkpoint was whose values these are."""
         reader.go_to(values[TRAINING]["data"])
         result.go_on(values["step"], reader.epoch, values[TRAINING])
-        result.checkpoint, self.saved, self.since = path, values["step"], time.monotonic()
+        self.saved, self.since = result.steps, time.monotonic()
 
     def _to_resume(self) -> str | None:
         if isinstance(self.resume, str):

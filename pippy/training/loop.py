@@ -18,6 +18,7 @@ import torch
 
 from pippy.drivers.batches.items import call_of
 from pippy.drivers.driver_base import PipelineDriverBase
+from pippy.drivers.errors import WorkerLostError
 from pippy.drivers.interrupts import first_waits
 from pippy.ir import source
 from pippy.ir.trees import tensors
@@ -61,11 +62,12 @@ class Loop:
         evaluation: Evaluation | None = None,
         eval_every: int | None = None,
         progress: bool = False,
+        max_recoveries: int = 0,
     ) -> None:
         self.driver, self.reader, self.updates, self.length = driver, reader, updates, length
         self.chunks, self.callbacks, self.checkpoints = chunks, callbacks, checkpoints
         self.evaluation, self.eval_every, self.shows = evaluation, eval_every, progress
-        self.result = TrainingResult()
+        self.max_recoveries, self.result = max_recoveries, TrainingResult()
         self.reads_ahead = may_read_ahead(driver)
 
     def run(self) -> TrainingResult:
@@ -74,7 +76,6 @@ class Loop:
         try:
             with _first_ctrl_c_waits() as came:
                 self._train(came)
-                self._save(wait=True)
                 self.result.seconds = time.perf_counter() - began
                 ended = True
         except KeyboardInterrupt as interrupt:
@@ -97,16 +98,46 @@ class Loop:
         if self.checkpoints is not None:
             self.checkpoints.go_on(self.driver, self.reader, self.result)
         self.driver.zero_grad()
+        if self.max_recoveries and self.checkpoints is not None and not self.result.steps:
+            self._save(wait=True)  # a point to go back to
         if all(not each.training for each in self.driver.pipe.modules() if not any(each.children())):
             self.driver.train()  # from_pretrained gives a model in evaluation mode
         total = self.length.total(self.reader.data)
         progress = progress_of(self.shows, total, self.result.steps)
         try:
+            while not self._has_ended(came, progress):
+                pass
+        finally:
+            progress.end()
+
+    def _has_ended(self, came: list[Any], progress: Progress) -> bool:
+        """Train to the end. If a worker is lost on the way, go back to the last checkpoint, and give False."""
+        try:
             self._steps(came, progress)
             if self.evaluation is not None and not came and not self.result.evaluations.get(self.result.steps):
                 self._evaluated(progress)
-        finally:
-            progress.end()
+            if self.result.steps:
+                self._save(wait=True)
+        except WorkerLostError as lost:
+            self._recover(lost, progress)
+            return False
+        return True
+
+    def _recover(self, lost: WorkerLostError, progress: Progress) -> None:
+        while self.result.recoveries < self.max_recoveries:
+            self.result.recoveries += 1
+            try:
+                values = self.driver.recover()
+            except WorkerLostError as another:
+                lost = another
+                continue
+            assert self.checkpoints is not None
+            self.checkpoints.take(values, self.reader, self.result)
+            progress.say(
+                f"worker {lost.worker!r} was lost: {lost.how}; the training goes on from step {self.result.steps}"
+            )
+            return
+        raise lost
 
     def _steps(self, came: list[Any], progress: Progress) -> None:
         fetched: Fetched | None = None

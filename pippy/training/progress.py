@@ -21,6 +21,11 @@ class Progress:
 
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
         """So was an evaluation."""
+        numbers = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+        self.say(f"step {step}: evaluation {numbers}")
+
+    def say(self, text: str) -> None:
+        """Write a line."""
 
     def end(self) -> None:
         """The training is at its end."""
@@ -40,8 +45,8 @@ class Lines(Progress):
         if time.monotonic() - self._shown >= _PAUSE:
             self._write()
 
-    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
-        print(_evaluated(step, values), file=sys.stderr, flush=True)
+    def say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
 
     def end(self) -> None:
         if self._last is not None:
@@ -52,7 +57,7 @@ class Lines(Progress):
         if report is not None:
             of = "" if self.total is None else f"/{self.total}"
             numbers = ", ".join(f"{name} {value}" for name, value in self._rates.numbers(report).items())
-            print(f"step {report.step}{of}: {numbers}", file=sys.stderr, flush=True)
+            self.say(f"step {report.step}{of}: {numbers}")
 
 
 class Bar(Progress):
@@ -68,8 +73,8 @@ class Bar(Progress):
         if self._bar.update(report.step - self._bar.n):
             self._bar.set_postfix(self._rates.numbers(report), refresh=False)
 
-    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
-        self._bar.write(_evaluated(step, values), file=sys.stderr)
+    def say(self, text: str) -> None:
+        self._bar.write(text, file=sys.stderr)
 
     def end(self) -> None:
         self._bar.close()
@@ -94,10 +99,6 @@ class Rates:
         return {"loss": f"{report.loss:.4g}"} | {
             name: f"{count / seconds:,.0f}" for name, count in counts.items() if count
         }
-
-
-def _evaluated(step: int, values: Mapping[str, float]) -> str:
-    return f"step {step}: evaluation " + ", ".join(f"{name} {value:.4g}" for name, value in values.items())
 
 
 def progress_of(wanted: bool, total: int | None, done: int) -> Progress:

@@ -113,6 +113,7 @@ class Reader:
         """Go where another reader of such data was. The random numbers are left as they are."""
         now = RandomState.current()
         self.epoch, self.taken, self._iterator, self._begin = position["epoch"], 0, None, None
+        self._unread = None
         self.ended = self.reads_once and self.epoch > 0
         if "state" in position and self._has_state:
             self.data.load_state_dict(position["state"])  # type: ignore[attr-defined]

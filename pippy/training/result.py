@@ -42,7 +42,8 @@ class TrainingResult:
     """What a training gave. ``losses`` has the loss of each step from the first on, also of those before it was resumed.
 
     ``steps`` and ``epochs`` are how far the run has come; ``evaluations`` has the values by step; ``checkpoint`` is the path of
-    the last one. ``resumed_at`` is the step at which this call went on, and ``seconds`` how long it took.
+    the last one. ``resumed_at`` is the step at which this call went on, ``seconds`` how long it took, and ``recoveries`` how
+    often it went on after a worker was lost.
 
     >>> TrainingResult(losses=[0.5, 0.25], steps=2)
     <TrainingResult: 2 steps, last loss 0.25>
@@ -55,6 +56,7 @@ class TrainingResult:
     seconds: float = 0.0
     resumed_at: int = 0
     checkpoint: str | None = None
+    recoveries: int = 0
 
     def __repr__(self) -> str:
         loss = f", last loss {self.losses[-1]:.4g}" if self.losses else ""
@@ -68,5 +70,4 @@ class TrainingResult:
     def go_on(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
         """Take what a checkpoint has."""
         self.losses, self.evaluations = values["losses"].tolist(), dict(values["evaluations"])
-        self.steps = self.resumed_at = step
-        self.epochs = epoch
+        self.steps, self.epochs = step, epoch

@@ -10,7 +10,7 @@ from pippy.drivers.driver_arguments import check_chunks
 from pippy.drivers.driver_base import PipelineDriverBase
 from pippy.drivers.errors import DriverError
 from pippy.ir.trees import describe
-from pippy.training.checkpoints import checked_checkpoints
+from pippy.training.checkpoints import Checkpoints, checked_checkpoints
 from pippy.training.evaluation import Evaluation, Metric
 from pippy.training.loop import Callback, Loop
 from pippy.training.options import Length, Updates, check_count, checked_updates
@@ -41,6 +41,7 @@ def train(
     eval_data: Iterable[Any] | None = None,
     eval_every: int | None = None,
     metric: Metric | None = None,
+    max_recoveries: int = 0,
     progress: bool = True,
 ) -> TrainingResult:
     """Train the model of a driver: for so many ``steps`` (updates), or ``epochs`` of ``data``, or whatever ends first.
@@ -56,7 +57,8 @@ def train(
 
     With ``folder``, checkpoints are saved there: every ``save_every`` steps, every ``save_minutes`` minutes, at the end, and
     when Ctrl-C ends the training. The ``keep`` newest are kept. A call goes on from the newest one that is there; ``resume``
-    can be False, or the path of another. ``also`` names further objects with a state to save. See docs/loop.md.
+    can be False, or the path of another. ``also`` names further objects with a state to save. If a worker is
+    lost, the training goes on from the last checkpoint by itself, up to ``max_recoveries`` times. See docs/loop.md.
 
     >>> import torch
     >>> from pippy import Pipe, PipelineDriver1F1B, cluster, train
@@ -75,9 +77,35 @@ def train(
     checkpoints = checked_checkpoints(updates.parts(), folder, save_every, save_minutes, keep, resume, also)
     evaluation = _checked_evaluation(driver, eval_data, chunks, metric, eval_every, updates)
     reader, called = Reader(data), _checked_callbacks(callbacks)
+    _check_recoveries(max_recoveries, checkpoints, reader)
     return Loop(
-        driver, reader, updates, length, chunks, called, checkpoints, evaluation, eval_every, bool(progress)
+        driver,
+        reader,
+        updates,
+        length,
+        chunks,
+        called,
+        checkpoints,
+        evaluation,
+        eval_every,
+        bool(progress),
+        max_recoveries,
     ).run()
+
+
+def _check_recoveries(most: Any, checkpoints: Checkpoints | None, reader: Reader) -> None:
+    if not isinstance(most, int) or isinstance(most, bool) or most < 0:
+        raise DriverError(f"max_recoveries={describe(most)}: give how often a lost worker may be replaced, 0 or more")
+    if most and checkpoints is None:
+        raise DriverError(
+            f"max_recoveries={most}: a training goes on from its last checkpoint, and there are none; give folder= and "
+            "save_every="
+        )
+    if most and reader.reads_once:
+        raise DriverError(
+            f"max_recoveries={most}: data={describe(reader.data)} is an iterator, and what was read of it cannot be read "
+            "again; give a list, a DataLoader or the like"
+        )
 
 
 def _checked_evaluation(

@@ -2,9 +2,11 @@
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from pippy import PipelineDriver1F1B, pipeline
+import pippy
+from pippy import PipelineDriver1F1B, pipe_split, pipeline
 from tests.drivers.models import Chain
 
 
@@ -57,3 +59,54 @@ def groups_of(loader, accumulate, epochs):
     for _ in range(epochs):
         items = list(loader)
         yield from (items[at : at + accumulate] for at in range(0, len(items), accumulate))
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = F.dropout(torch.tanh(self.first(x)), 0.3)
+        pipe_split()
+        return F.dropout(self.last(x), 0.1)
+
+
+class Augmented(Dataset):
+    def __len__(self):
+        return 14
+
+    def __getitem__(self, at):
+        return torch.rand(8) + at, torch.rand(8)
+
+
+def parts_of(cluster):
+    return Parts(cluster, Noisy)
+
+
+def run(cluster, folder, steps=8, callbacks=(), num_workers=0, **options):
+    """A new script: parts, data and random numbers of its own. Gives the result, the state and what comes next."""
+    parts = parts_of(cluster)
+    torch.manual_seed(11)
+    data = DataLoader(Augmented(), batch_size=4, shuffle=True, num_workers=num_workers)
+    options = {"save_every": 3, "keep": 2, **options} if folder else options
+    try:
+        result = pippy.train(
+            parts.driver, data, parts.optimizer, parts.scheduler, chunks=2, steps=steps, max_norm=1.0, callbacks=callbacks,
+            folder=folder, **options
+        )  # fmt: skip
+        return (
+            result,
+            parts.driver.state_dict(),
+            parts.driver.random_state,
+            torch.rand(()),
+            parts.scheduler.state_dict(),
+        )
+    finally:
+        parts.driver.close()
+
+
+def assert_same(one, other):
+    assert one[0].losses == other[0].losses and one[0].steps == other[0].steps
+    assert all(torch.equal(value, other[1][name]) for name, value in one[1].items())
+    assert one[2:] == other[2:]

@@ -1,6 +1,5 @@
 """Evaluations give what plain PyTorch gives, and leave the training as it is."""
 
-
 import pytest
 import torch
 from torch import nn

@@ -7,80 +7,17 @@ import sys
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 import pippy
-from pippy import pipe_split
 from pippy.drivers.errors import CheckpointError
-from tests.training.models import Parts
+from tests.training.models import assert_same, parts_of, run
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
 
-class Noisy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        x = F.dropout(torch.tanh(self.first(x)), 0.3)
-        pipe_split()
-        return F.dropout(self.last(x), 0.1)
-
-
-class Augmented(Dataset):
-    def __len__(self):
-        return 14
-
-    def __getitem__(self, at):
-        return torch.rand(8) + at, torch.rand(8)
-
-
 class Ended(Exception):
     pass
-
-
-def parts_of(cluster):
-    return Parts(cluster, Noisy)
-
-
-def run(cluster, folder, steps=8, callbacks=(), num_workers=0, **options):
-    """A new script: parts, data and random numbers of its own. Gives the result, the state and what comes next."""
-    parts = parts_of(cluster)
-    torch.manual_seed(11)
-    data = DataLoader(Augmented(), batch_size=4, shuffle=True, num_workers=num_workers)
-    options = {"save_every": 3, "keep": 2, **options} if folder else options
-    try:
-        result = pippy.train(
-            parts.driver, data, parts.optimizer, parts.scheduler, chunks=2, steps=steps, max_norm=1.0, callbacks=callbacks,
-            folder=folder, **options
-        )  # fmt: skip
-        return (
-            result,
-            parts.driver.state_dict(),
-            parts.driver.random_state,
-            torch.rand(()),
-            parts.scheduler.state_dict(),
-        )
-    finally:
-        parts.driver.close()
-
-
-@pytest.fixture(scope="module")
-def undisturbed(cluster):
-    torch.set_default_dtype(torch.float64)
-    try:
-        return run(cluster, None)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def assert_same(one, other):
-    assert one[0].losses == other[0].losses and one[0].steps == other[0].steps
-    assert all(torch.equal(value, other[1][name]) for name, value in one[1].items())
-    assert one[2:] == other[2:]
 
 
 def raising_at(step):
@@ -244,7 +181,7 @@ def test_a_certain_checkpoint_can_be_gone_on_from(cluster, tmp_path, undisturbed
 
 SCRIPT = """
 import sys, pippy, torch
-from tests.training.test_resume import run
+from tests.training.models import run
 workers = pippy.cluster(2, threads=1)
 torch.set_default_dtype(torch.float64)
 run(workers, sys.argv[1], steps=1_000_000, num_workers=2, callbacks=lambda report: print("step", report.step, flush=True))

@@ -1,0 +1,57 @@
+"""Workers that die during a training are replaced, and the training is the one that was not disturbed: to the bit."""
+
+import os
+import signal
+
+import pytest
+
+import pippy
+from pippy.drivers.errors import DriverError, WorkerLostError
+from tests.training.models import Parts, assert_same, run, shuffled
+
+pytestmark = pytest.mark.usefixtures("in_float64")
+
+
+class Kills:
+    """Kills a worker after each of these steps, once."""
+
+    def __init__(self, cluster, *steps):
+        self.cluster, self.steps, self.seen = cluster, list(steps), []
+
+    def __call__(self, report):
+        self.seen.append(report.step)
+        if self.steps and report.step == self.steps[0]:
+            worker = self.steps.pop(0) % 2
+            os.kill(self.cluster.control.workers[worker].pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("steps", [(1,), (4, 5), (3, 8)])
+def test_a_training_survives_its_workers(cluster, tmp_path, undisturbed, capsys, steps):
+    kills = Kills(cluster, *steps)
+    again = run(cluster, tmp_path, callbacks=kills, max_recoveries=2)
+    assert_same(again, undisturbed)
+    assert again[0].recoveries == len(steps) and again[0].resumed_at == 0
+    assert kills.seen[-1] == 8 and not kills.steps
+    assert capsys.readouterr().err.count("was lost: killed by SIGKILL; the training goes on from step") == len(steps)
+
+
+def test_it_does_so_no_oftener_than_it_may(cluster, tmp_path, undisturbed):
+    with pytest.raises(WorkerLostError):
+        run(cluster, tmp_path, callbacks=Kills(cluster, 4, 5), max_recoveries=1)
+    assert sorted(os.listdir(tmp_path)) == [".lock", "step-0", "step-3"]
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"max_recoveries": -1, "folder": "run"}, "max_recoveries=-1"),
+        ({"max_recoveries": 2}, "give folder= and save_every="),
+        ({"max_recoveries": 2, "folder": "run", "data": iter([1])}, "cannot be read again"),
+    ],
+)
+def test_what_it_cannot_go_back_to_is_refused_at_once(threads, options, says):
+    parts = Parts(threads)
+    data = options.pop("data", None) or shuffled()
+    with pytest.raises(DriverError, match=says):
+        pippy.train(parts.driver, data, parts.optimizer, chunks=2, steps=2, **options)
+    parts.driver.close()
