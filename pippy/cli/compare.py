@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from pippy.drivers.schedules import Costs, Program
     from pippy.drivers.schedules.orders.registry import RegisteredSchedule
 
+SLOW = (
+    5000  # with more micro-batches on all workers than this, the figures of each schedule are said when they are known
+)
 SEARCHED = 1000  # with more computations than this, the list scheduler takes many seconds
 
 
@@ -64,14 +67,20 @@ def compare(
 
     priced = costs_of(**costs)
     peaks = None if memory is None else ModelPeaks(memory, loss, inputs, chunks)
-    rows, left_out = [], []
-    for name, entry in REGISTRY.items():
+    rows, left_out, slow = [], [], workers * chunks >= SLOW
+    for number, (name, entry) in enumerate(REGISTRY.items(), 1):
+        if slow:
+            click.echo(f"{number} of {len(REGISTRY)}: {name} ", err=True, nl=False)
         try:
             program = made(name, entry, workers, chunks, stages_per_worker, priced)
             by, cells = row(program, priced)
             rows.append((by, cells if peaks is None else [*cells, peaks.text(program)]))
+            done = f"makespan {cells[2]}, bubble {cells[3]}, peak {cells[4]}"
         except ScheduleError as error:
             left_out.append(f"{name}: {error}")
+            done = "left out"
+        if slow:
+            click.echo(done, err=True)
     if rows:
         heads = [
             "schedule",

@@ -15,15 +15,22 @@ from typing import Any
 
 import click
 
+from pippy.cli.terminals import write_nearest
 from pippy.ir.near_names import did_you_mean
 
 LIBRARY = Path(__file__).parents[1]
 _RUNNERS = [("importlib", "__init__.py"), (f"python{sys.version_info.major}.{sys.version_info.minor}", "runpy.py")]
+_PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".pdf", ".ps", ".eps", ".tif", ".tiff")
 INTERRUPTED = 130  # the exit status that shells use after Ctrl-C
 
 
 class Commands(click.Group):
     """A group of commands. Errors about what the user gave are printed as messages, and not as tracebacks."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the command line, on any terminal."""
+        write_nearest(sys.stdout, sys.stderr)
+        return super().main(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
@@ -116,8 +123,19 @@ def raised(what: str, error: BaseException) -> click.ClickException:
     return click.ClickException("\n".join([f"{what} raised {cause.strip()}", *"".join(place).rstrip().splitlines()]))
 
 
+def check_can_be_written(path: str) -> None:
+    """Refuse a file whose name says that it is a picture of a kind that pippy does not draw."""
+    suffix = Path(path).suffix.lower()
+    if suffix in _PICTURES:
+        raise click.ClickException(
+            f"{path!r}: pippy writes no {suffix} files. Write {Path(path).with_suffix('.svg')} instead, a picture that "
+            f"browsers and editors show, and convert that (or print it from a browser) where a {suffix} is needed"
+        )
+
+
 def write(path: str, text: str) -> None:
     """Write a file that the user named."""
+    check_can_be_written(path)
     try:
         Path(path).write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
     except OSError as error:

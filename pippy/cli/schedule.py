@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pippy.cli.costs import ScheduleName, costs_of, share, with_costs, with_sizes
-from pippy.cli.problems import write
+from pippy.cli.problems import check_can_be_written, write
 from pippy.ir.show.text_table import text_table
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ def schedule(
     """
     from pippy.drivers.schedules import make_schedule, render_svg, render_trace, simulate_with
 
+    for output in filter(None, (svg, trace, program)):
+        check_can_be_written(output)
     priced = costs_of(**costs)
     options: dict[str, Any] = {"memory": memory} if memory is not None else {}
     made = make_schedule(

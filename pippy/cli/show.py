@@ -9,7 +9,7 @@ import click
 
 from pippy.cli.find import call, find, value_of
 from pippy.cli.pipe_options import pipe_options
-from pippy.cli.problems import said_warnings, write
+from pippy.cli.problems import check_can_be_written, said_warnings, write
 from pippy.cli.stages_memory import stages_memory
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ def show(
       pippy show gpt2.py:model --num-stages 4 --input 'input_ids=int64[2,16]' --input 'labels=int64[2,16]'
     """
     given = dict(pair(each) for each in arguments)
+    if output:
+        check_can_be_written(output)
     kind = kind or (_SUFFIXES.get(Path(output).suffix, "all") if output else "all")
     args, kwargs = made_inputs([parsed(each) for each in inputs])
     with said_warnings():

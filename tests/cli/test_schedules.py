@@ -1,7 +1,10 @@
 """Schedules on the command line: the figures are the simulation's, and the files are those of the library."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -218,3 +221,28 @@ def test_a_file_that_is_no_text(pippy, tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
     assert pippy("validate a.txt", status=1).startswith("a.txt: 'utf-8' codec can't decode")
     assert "is a directory" in pippy("validate .", status=2)
+
+
+def test_a_comparison_that_takes_long_says_how_far_it_is(pippy, monkeypatch):
+    assert "1 of" not in pippy("compare -p 2 -m 4")
+    monkeypatch.setattr(sys.modules["pippy.cli.compare"], "SLOW", 8)
+    said = pippy("compare -p 2 -m 4").splitlines()
+    assert re.fullmatch(r"1 of (\d+): fill_drain makespan 15, bubble 20.0 ?%, peak 4", said[0]), said[0]
+    count = int(said[0].split()[2].rstrip(":"))
+    assert said[count - 1].startswith(f"{count} of {count}: ")
+    assert said[count].startswith("schedule ")
+
+
+@pytest.mark.parametrize("option", ["--svg", "--trace", "--program"])
+def test_a_picture_of_another_kind_is_refused_before_anything_is_computed(pippy, tmp_path, option):
+    said = pippy(f"schedule 1f1b -p 2 -m 4 {option} step.PNG", status=1)
+    assert "no .png files. Write step.svg" in said and "0 |" not in said
+    assert list(tmp_path.iterdir()) == []
+    pippy("schedule 1f1b -p 2 -m 4 --svg step.svg")
+
+
+def test_a_terminal_without_lines_and_arrows_shows_the_nearest_letters():
+    command = [sys.executable, "-m", "pippy", "compare", "-p", "2", "-m", "4"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONIOENCODING": "latin-1"}, capture_output=True, check=True)
+    lines = done.stdout.decode("latin-1").splitlines()
+    assert set(lines[1]) == {"-"} and len(lines[1]) >= len(lines[0])

@@ -126,6 +126,13 @@ def test_the_name_of_the_file_says_which_drawing(pippy, tmp_path, name, begins):
     assert (tmp_path / name).read_text().startswith(begins)
 
 
+def test_a_picture_that_is_none_of_ours_is_refused_with_what_to_do(pippy, tmp_path):
+    said = pippy("show nets:Net -o net.png", status=1)
+    assert "'net.png': pippy writes no .png files. Write net.svg instead" in said
+    assert not (tmp_path / "net.png").exists()
+    assert pippy("show nets:Net -o net.svg") == "written: net.svg\n"
+
+
 def test_a_warning_is_a_line(pippy):
     assert pippy("show nets:chain --format text").startswith("Warning: Sequential has no mark that cuts it, so ")
 

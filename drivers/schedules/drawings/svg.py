@@ -29,7 +29,7 @@ def render_svg(drawn: Program | Timeline) -> str:
 
     >>> from pippy.drivers.schedules import make_schedule
     >>> print(render_svg(make_schedule("forward_only", workers=1, chunks=1)))
-    <svg class="pippy-timeline" xmlns="http://www.w3.org/2000/svg" width="1200" height="36" font-family="sans-serif" font-size="11">
+    <svg class="pippy-timeline" xmlns="http://www.w3.org/2000/svg" width="1200" height="36" ...>
     <style>@media (prefers-color-scheme: dark) { .pippy-timeline .ground { fill: #0d1117 } ...</style>
     <rect class="ground" width="1200" height="36" fill="#ffffff"/>
     <g fill="#1f2328"><text x="4" y="22">worker 0</text></g>
