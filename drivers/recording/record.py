@@ -127,13 +127,18 @@ class Recording:
                 f"step={step}: {len(self.steps)} steps were kept; give 0 to {len(self.steps) - 1}, or none"
             )
         chosen = self.typical if step is None else self.steps[step]
-        counted = None if memory is None else memory.workers
         if memory is not None and memory.program != chosen.program:
             raise DriverError(
                 f"memory= was counted for {memory.program!r}, and this step ran {chosen.program!r}; give what driver.memory() "
                 "gives for the arguments of the step"
             )
-        return page(chosen, self.steps, self.dropped, title, counted)
+        return page(
+            chosen,
+            self.steps,
+            self.dropped,
+            title,
+            lambda program: memory.workers if memory is not None and memory.program == program else None,
+        )
 
     def save_trace(self, path: str | Path) -> None:
         """Write the trace events of all kept steps to one file."""

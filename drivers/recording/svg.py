@@ -48,8 +48,9 @@ def svg(step: StepData) -> str:
     return ElementTree.tostring(root, encoding="unicode")
 
 
-def draw(step: StepData, page: bool = False) -> Element:
-    """The drawing. With ``page``, every box has its times as attributes, for the script that zooms."""
+def draw(step: StepData, page: bool = False, number: int = 0) -> Element:
+    """The drawing. With ``page``, every box has its times as attributes, for the script that zooms; the drawings of one page
+    differ by ``number``."""
     rows = len(step.workers)
     span = max(step.makespan, float(step.predicted.makespan)) or 1.0
     second = TOP + rows * (ROW + GAP) + TOP
@@ -72,28 +73,28 @@ def draw(step: StepData, page: bool = False) -> Element:
         },
     )
     plot = WIDTH - LEFT - RIGHT
-    clip = SubElement(SubElement(root, "clipPath", {"id": "plot"}), "rect")
+    clip = SubElement(SubElement(root, "clipPath", {"id": f"plot{number}"}), "rect")
     clip.attrib |= {"x": str(LEFT), "y": "0", "width": str(plot), "height": str(bottom)}
     _hatch(root)
     _axis(root, span, bottom)
     _row_names(root, step, TOP, "measured")
     _row_names(root, step, second, "predicted")
-    boxes = SubElement(root, "g", {"clip-path": "url(#plot)", "class": "boxes"})
+    boxes = SubElement(root, "g", {"clip-path": f"url(#plot{number})", "class": "boxes"})
     for worker in range(rows):
         _measured(boxes, step, worker, plot / span, page)
         _predicted(boxes, step, worker, second, plot / span, page)
     if page:
-        _arrows(root, step)
+        _arrows(root, step, number)
     else:
         _legend(root, legend, bottom)
     return root
 
 
-def _arrows(root: Element, step: StepData) -> None:
+def _arrows(root: Element, step: StepData, number: int) -> None:
     """An arrow from each send to the end of its receive. The script shows them, and places them by their times."""
     head = SubElement(root, "marker", {"id": "head", "viewBox": "0 0 8 8", "refX": "7", "refY": "4", "orient": "auto"})
     SubElement(head, "path", {"d": "M0 0 8 4 0 8z"})
-    arrows = SubElement(root, "g", {"class": "arrows", "clip-path": "url(#plot)"})
+    arrows = SubElement(root, "g", {"class": "arrows", "clip-path": f"url(#plot{number})"})
     for worker, (order, record) in enumerate(zip(step.program.orders, step.records)):
         for receive, end in zip(order, record.ends):
             if isinstance(receive, Receive):

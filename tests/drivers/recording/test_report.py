@@ -1,11 +1,14 @@
 """What is made of recorded steps: sentences, trace events, a picture, a page."""
 
+import html
 import json
 import re
 import shutil
 import subprocess
+from base64 import b64decode
 from collections import defaultdict
 from dataclasses import replace
+from gzip import decompress
 from html.parser import HTMLParser
 from itertools import pairwise
 from types import SimpleNamespace
@@ -17,9 +20,11 @@ from torch import nn
 
 from pippy import PipelineDriver, pipeline
 from pippy.drivers.errors import DriverError
+from pippy.drivers.recording import steps_strip
 from pippy.drivers.recording.findings import off_cores
 from pippy.drivers.recording.rates import BatchSize
 from pippy.drivers.recording.record import Recording
+from pippy.drivers.recording.steps_strip import packed_steps
 from pippy.drivers.recording.svg import ticks
 from pippy.drivers.recording.units import duration, percent
 from pippy.drivers.schedules import add_communication, make_schedule
@@ -287,7 +292,8 @@ def recorded(*steps, dropped=0):
 def test_the_page_needs_nothing_from_elsewhere(real, tmp_path):
     real.report(tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
-    assert not re.search(r"https?:|//[a-z]|@import|url\((?!#(plot|hatch|head)\))", text)
+    text = "".join([re.sub("<template.*?</template>", "", text), *unpacked(tmp_path / "report.html").values()])
+    assert not re.search(r"https?:|//[a-z]|@import|url\((?!#(plot0|hatch|head)\))", text)
     reader = read(tmp_path / "report.html")
     assert [name for name, _ in reader.attributes if name in ("src", "href", "srcset")] == []
     assert "3 steps kept, and 2 earlier ones dropped" in text
@@ -437,6 +443,37 @@ def test_memory_over_time_is_drawn_to_one_scale_and_to_the_time_of_the_step(tmp_
     assert "driver.record(memory=True)" in (tmp_path / "report.html").read_text()
 
 
+def unpacked(path):
+    found = re.findall(r'<template id="step-(\d+)">([^<]*)</template>', path.read_text())
+    return {int(number): decompress(b64decode(text)).decode() for number, text in found}
+
+
+def test_the_page_has_the_other_steps_packed(tmp_path):
+    steps = [slow_stage(each) for each in (3.0, 1.0, 2.0)]
+    recorded(*steps).report(tmp_path / "report.html")
+    others = unpacked(tmp_path / "report.html")
+    assert sorted(others) == [0, 1]
+    for number, text in others.items():
+        recorded(*steps).report(tmp_path / "other.html", step=number)
+        other = (tmp_path / "other.html").read_text()
+        assert text in other
+        assert f'data-step="{number}" title="step {number}: {duration(steps[number].makespan)}" aria-current' in other
+    recorded(steps[0]).report(tmp_path / "report.html")
+    assert "data-step" not in re.sub("<script>.*", "", (tmp_path / "report.html").read_text(), flags=re.S)
+
+
+def test_a_page_stays_small_and_has_the_longest_step_and_the_shortest(tmp_path, monkeypatch):
+    steps = [slow_stage(2.0 + (number == 3) - (number == 5) + number / 1000) for number in range(40)]
+    assert packed_steps(20, steps) == [3, 5, 20, *range(31, 40)]
+    recorded(*steps).report(tmp_path / "report.html", step=20)
+    text = (tmp_path / "report.html").read_text()
+    assert sorted(unpacked(tmp_path / "report.html")) == [3, 5, *range(31, 40)]
+    assert len(re.findall(r"<button data-step=[^>]*disabled>", text)) == 28
+    assert "Grey bars are not on this page" in text
+    monkeypatch.setattr(steps_strip, "MOST_INSTRUCTIONS", 2 * sum(map(len, steps[0].program.orders)))
+    assert packed_steps(20, steps) == [3, 5, 20]
+
+
 def test_the_typical_step_is_the_one_that_a_report_shows(tmp_path):
     others = [replace(slow_stage(each), batch=BatchSize(64, 1024)) for each in (3.0, 1.0, 2.0)]
     assert recorded(slow_stage(9.0, chunks=8), *others).typical is others[2]
@@ -471,7 +508,7 @@ def test_a_report_of_nothing_is_refused(tmp_path):
 
 
 ACTS = """<script>
-const data = document.documentElement.dataset, timeline = document.getElementById("timeline");
+const data = document.documentElement.dataset, timeline = document.querySelector(".view");
 const press = (name) => document.querySelector(`[data-do="${name}"]`).click();
 data.first = data.view;
 press("in");
@@ -480,7 +517,7 @@ timeline.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight"}));
 data.moved = data.view;
 press("all");
 data.all = data.view;
-const first = document.querySelector(".k-F");
+const first = document.querySelector("g.k-F");
 first.scrollIntoView();
 const box = first.querySelector("rect").getBoundingClientRect();
 const at = {clientX: box.left + box.width / 2, clientY: box.top + box.height / 2, bubbles: true};
@@ -499,7 +536,7 @@ share.dispatchEvent(new PointerEvent("pointermove", {bubbles: true}));
 data.share = document.getElementById("tip").textContent;
 const arrows = () => document.querySelectorAll(".arrows line[visibility=visible]").length;
 press("all");
-const transfer = document.querySelector(".k-transfer");
+const transfer = document.querySelector("g.k-transfer");
 const its = transfer.querySelector("rect").getBoundingClientRect();
 data.hidden = arrows();
 const there = {clientX: its.left + its.width / 2, clientY: its.top + 5, bubbles: true};
@@ -520,6 +557,8 @@ data.letters = document.querySelector(".row").getBoundingClientRect().height;
 data.outside = boxes.filter(each => each.right > inside.right || each.left < inside.left).length;
 data.ticks = [...document.querySelectorAll(".axis text")].map(each => each.textContent).join();
 data.narrow = Math.max(...[...document.querySelectorAll("section > *")].map(each => each.getBoundingClientRect().right)) - 460;
+data.before = document.getElementById("shown").textContent;
+document.querySelector("[data-go='1']").click();
 </script></body>"""
 
 
@@ -527,15 +566,18 @@ data.narrow = Math.max(...[...document.querySelectorAll("section > *")].map(each
 def test_the_page_works_in_a_browser(tmp_path):
     """Its script runs without an error, zooms and moves, and names what is pointed at. There is no network to ask."""
     page = tmp_path / "report.html"
-    recorded(slow_stage(2.0, flight=0.1, names=[NASTY, "worker1", "worker2", "worker3"])).report(page, title=NASTY)
+    names = [NASTY, "worker1", "worker2", "worker3"]
+    steps = [slow_stage(seconds, flight=0.1, names=names) for seconds in (2.0, 5.0)]
+    recorded(*steps).report(page, title=NASTY)
     page.write_text(page.read_text().replace("</body>", ACTS))
     options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1300,900"]
+    options += ["--virtual-time-budget=3000"]  # for what is unpacked
     options += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={tmp_path / 'profile'}"]
     command = [BROWSER, *options, "--dump-dom", f"{page.as_uri()}#view=2,6"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     found = dict(re.findall(r'data-(\w+)="([^"]*)"', done.stdout.split("<head>")[0]))
-    assert "error" not in found
+    assert found.get("error") is None
     assert int(found["ready"]) == done.stdout.count('<g class="box')
     views = {name: tuple(map(float, found[name].split())) for name in ("first", "in", "moved", "all", "wheeled")}
     assert views["first"] == (2.0, 6.0)
@@ -548,6 +590,9 @@ def test_the_page_works_in_a_browser(tmp_path):
     assert found["scrolled"] == f"true {found['all']}", "the wheel is the page's until the timeline has the focus"
     assert (found["zoomed"], found["left"]) == ("false", "true")
     assert "(worker 0), idle: 12.8 s\npredicted: 12 s, 60 %" in found["share"]
+    assert (found["before"], found["step"]) == (f"This page shows step 0, of {duration(steps[0].makespan)}.", "1")
+    assert f"This page shows step 1, of {duration(steps[1].makespan)}." in done.stdout
+    assert html.escape(steps[1].findings()[0], quote=False).split(". ", 1)[1] in done.stdout.split("<main")[1]
     assert [found[each] for each in ("hidden", "pointed", "asked", "again")] == ["0", "1", "24", "0"]
     assert float(found["letters"]) > 11, "letters of a narrow page are as large as those of a wide one"
     assert int(found["outside"]) == 0

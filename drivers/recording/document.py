@@ -1,0 +1,69 @@
+"""One HTML file that needs no other file, and parts that several of its kind have."""
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from pippy.drivers.recording.colours import FILLS, css_class, dark_colours
+from pippy.drivers.recording.losses import Part, parts
+from pippy.drivers.recording.step_data import StepData
+from pippy.drivers.recording.units import duration, percent
+
+HERE = Path(__file__).parent
+PART_KINDS = {
+    Part.COMPUTING: "F",
+    Part.SCHEDULE: "fill",
+    Part.UNEVEN: "waiting",
+    Part.SLOWER: "R",
+}  # others have their own
+
+
+def document(title: str, body: str) -> str:
+    """The HTML of a page with its styles and its script. Nothing is loaded from elsewhere."""
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
+        "script-src 'unsafe-inline'\">"
+        f"<title>{escape(title)}</title><style>{(HERE / 'page.css').read_text(encoding='utf-8')}{dark_colours()}</style></head>"
+        f'<body><header><h1>{escape(title)}</h1></header>{body}<div id="tip" hidden></div>'
+        f"<script>{(HERE / 'page.js').read_text(encoding='utf-8')}</script></body></html>\n"
+    )
+
+
+def sections(of: Sequence[tuple[str, str]]) -> str:
+    """Headings, each with its HTML."""
+    return "".join(f"<section><h2>{heading}</h2>{content}</section>" for heading, content in of)
+
+
+def what_ran(step: StepData) -> str:
+    """The schedule, the counts and the length of a step in a line."""
+    program, rates = step.program, step.batch.per_second(step.makespan)
+    counts = (
+        counted(program.workers, "worker"),
+        counted(program.stages, "stage"),
+        counted(program.chunks, "micro-batch"),
+    )
+    return escape(" · ".join(filter(None, (program.schedule, *counts, duration(step.makespan), rates))))
+
+
+def counted(number: int, what: str) -> str:
+    """
+    >>> counted(1, "micro-batch"), counted(4, "micro-batch"), counted(2, "step")
+    ('1 micro-batch', '4 micro-batches', '2 steps')
+    """
+    return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('ch') else 's'}"
+
+
+def parts_bar(step: StepData, whole: float) -> str:
+    """The parts of a step's length as a bar; ``whole`` seconds are as wide as the page."""
+    found = {part: seconds for part, seconds in parts(step).items() if seconds > 0}
+    bars = names = ""
+    for part, seconds in found.items():
+        kind = PART_KINDS.get(part, str(part))
+        words = escape(f"{part}: {duration(seconds)}, {percent(seconds / (step.makespan or 1.0))}")
+        fill = f'class="{css_class(kind)}{{}}" style="{{}}background-color:{FILLS[kind]}"'
+        bars += f'<i {fill.format("", f"width:{100 * seconds / (whole or 1.0):.3f}%;")} title="{words}"></i>'
+        if seconds >= 0.005 * step.makespan:
+            names += f"<span><i {fill.format(' swatch', '')}></i>{escape(part)} {duration(seconds)}</span>"
+    return f'<div class="bar parts">{bars}</div><div class="legend">{names}</div>'
