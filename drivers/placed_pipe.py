@@ -26,6 +26,7 @@ from pippy.drivers.lowering.lower import Lowered
 from pippy.drivers.schedules.programs.instructions import Compute
 from pippy.drivers.schedules.programs.placement import Placement
 from pippy.drivers.transport.pickling import pickle_by_value
+from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.compiled import Compiled
 from pippy.ir.names import LOSS, named_state, stage_index
 from pippy.ir.nodes import map_nodes
@@ -85,6 +86,10 @@ class PlacedPipe:
             buckets=self.buckets,
             seed=seed,
             compile=None if self.compile is None else pickle_by_value(self.compile),
+            twins=self.twins(worker),
+            notes=any(
+                isinstance(each, DeferredBatchNorm) for call in calls for each in self.compiled.stage(call).modules()
+            ),
         )
 
     @cached_property
@@ -124,6 +129,13 @@ class PlacedPipe:
             copied = {place for group in groups for place in group}
             groups += [(place,) for place in self._parameter_places() if place not in copied]
         return tuple(map(self._copies, groups))
+
+    def twins(self, worker: int) -> tuple[int, ...]:
+        """The workers that hold the same stages, one for each replica; none if there are no replicas."""
+        if len(self.replicas) == 1:
+            return ()
+        stage = next(stage for ranks in self.replicas for stage, rank in enumerate(ranks) if rank == worker)
+        return tuple(ranks[stage] for ranks in self.replicas)
 
     @cached_property
     def buckets(self) -> tuple[GradientBucket, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 from torch.nn.modules.batchnorm import _NormBase
 
 from pippy.drivers.errors import DriverError
+from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.compiled import Compiled
 
 
@@ -53,7 +54,7 @@ class RunningStatistics:
             compiled.remap_qualname(f"{call}.{path}"): module
             for call, stage in compiled.stages()
             for path, module in stage.named_modules()
-            if isinstance(module, _NormBase)
+            if isinstance(module, _NormBase) and not isinstance(module, DeferredBatchNorm)
         }
 
     def check(self) -> None:
@@ -67,6 +68,7 @@ class RunningStatistics:
             raise DriverError(
                 f"{', '.join(map(repr, changing[:6]))}{' and others' * (len(changing) > 6)} would change running statistics in "
                 "training, and each replica of the pipeline sees a part of the mini-batch only, so that their copies would "
-                "drift apart; put these norms into eval() to keep their statistics as they are, take norms without "
-                "(track_running_stats=False, GroupNorm, LayerNorm), or leave replicas= out"
+                "drift apart; convert_deferred_batch_norm(model) counts all of it, for batch norms. Or put them into eval(), "
+                "to keep their statistics as they are, take norms without any (track_running_stats=False, GroupNorm, "
+                "LayerNorm), or leave replicas= out"
             )

@@ -93,8 +93,9 @@ class Load(NeedsPeers):
     """The stages that a worker will run.
 
     ``modules`` holds the stages by their names in the graph. ``constant`` names the tensors of each stage that other stages
-    read too. ``buckets`` have all parameters of which there are copies. ``compile`` has the options of torch.compile, or
-    None if the stages are not compiled.
+    read too. ``buckets`` have all parameters of which there are copies. ``twins`` are the workers that hold the same stages,
+    one for each replica of the pipeline, if there are replicas; ``notes`` says that they have deferred batch norms. ``compile``
+    has the options of torch.compile, or None if the stages are not compiled.
     """
 
     modules: Pickled
@@ -102,10 +103,13 @@ class Load(NeedsPeers):
     buckets: tuple[GradientBucket, ...]
     seed: int
     compile: Pickled | None = None
+    twins: tuple[int, ...] = ()
+    notes: bool = False
 
     def peers(self, worker: int) -> set[int]:
-        """Those with which it adds up gradients: the owner of a bucket has to do with all others."""
-        found = set()
+        """Those with which it adds up gradients: the owner of a bucket has to do with all others. And those that it tells what
+        deferred batch norms have noted."""
+        found = {*self.twins} - {worker} if self.notes else set()
         for bucket in self.buckets:
             others = {*bucket.workers} - {bucket.owner}
             found |= others if worker == bucket.owner else {bucket.owner} if worker in others else set()

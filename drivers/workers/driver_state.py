@@ -51,6 +51,7 @@ from pippy.drivers.workers.gradients import Gradients, norm
 from pippy.drivers.workers.loss_probe import LossProbe
 from pippy.drivers.workers.out_of_order import OutOfOrderExecutor
 from pippy.drivers.workers.output_probe import OutputProbe
+from pippy.drivers.workers.replica_buffers import NotesOfReplicas, ReplicaBuffers
 from pippy.drivers.workers.state_reader import StateReader
 from pippy.drivers.workers.state_writer import StateWriter
 from pippy.drivers.workers.worker_optimizer import WorkerOptimizer
@@ -86,6 +87,9 @@ class DriverState:
         unique = {id(p): p for module in self.modules.values() for p in module.parameters()}
         self.gradients = Gradients(list(unique.values()), GradientSums(load.buckets, index, self.tensor), transport)
         self.statistics = StepStatistics.of(self.modules, self.constant)
+        self.buffers = ReplicaBuffers(self.modules) if load.twins else None
+        if self.statistics is not None and load.twins:
+            self.statistics.exchange = NotesOfReplicas(load.twins, index, transport).exchange
         self.programs: dict[int, Executor] = {}
         self.optimizers: dict[int, WorkerOptimizer] = {}
         self.running: Executor | None = None
@@ -206,7 +210,8 @@ class DriverState:
         returns = step.returns if isinstance(step, StepReturning) else None
         weights = step.weights if step.scale is None else tuple([weight * step.scale for weight in step.weights])
         random = self._random(executor, step)
-        with random, self.statistics.step(number) if self.statistics is not None else nullcontext():
+        unchanged = nullcontext() if self.buffers is None else self.buffers.unchanged()
+        with random, unchanged, self.statistics.step(number) if self.statistics is not None else nullcontext():
             result = executor.run(
                 number,
                 inputs,

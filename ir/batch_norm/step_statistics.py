@@ -4,7 +4,7 @@ A step may fail on another worker after it has ended here. So what the statistic
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,8 +25,14 @@ class _Update:
     before: Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
+Exchange = Callable[[int, Sequence[Sequence[Noted]]], Sequence[Sequence[Noted]]]
+
+
 class StepStatistics:
     """The deferred batch norms of some stages. ``microbatch`` is the one that runs now.
+
+    Where other workers run the same stages on other micro-batches of a step, ``exchange`` gives what each norm has noted on all
+    of them, from the number of the step and what each has noted here.
 
     ``constant`` names the tensors of each stage that other stages read, too: an update of these is refused.
     """
@@ -36,6 +42,7 @@ class StepStatistics:
         found = [each for stage in stages.values() for each in stage.modules() if isinstance(each, DeferredBatchNorm)]
         self.norms = list(dict.fromkeys(found))
         self.microbatch = 0
+        self.exchange: Exchange | None = None
         self._turns = count()
         self._updates: list[_Update] = []
 
@@ -52,6 +59,9 @@ class StepStatistics:
             norm.note, norm.noted = self._uncompiled if "torch._dynamo" in sys.modules else self._noted, ()
         try:
             yield
+            if self.exchange is not None and any(norm.training for norm in self.norms):
+                for norm, notes in zip(self.norms, self.exchange(number, [norm.noted for norm in self.norms])):
+                    norm.noted = tuple(notes)
             self._update(number)
         finally:
             for norm in self.norms:

@@ -7,9 +7,17 @@ import pytest
 import torch
 from torch import nn
 
-from pippy import MultiUseParameterConfig, Pipe, PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain, pipeline
+from pippy import (
+    MultiUseParameterConfig,
+    Pipe,
+    PipelineDriver,
+    PipelineDriver1F1B,
+    PipelineDriverFillDrain,
+    convert_deferred_batch_norm,
+    pipeline,
+)
 from pippy.drivers.control.messages import Fetch
-from pippy.drivers.errors import DriverError
+from pippy.drivers.errors import DriverError, StepError
 from tests.drivers.models import TiedLanguage
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
@@ -30,7 +38,7 @@ def copies(driver, name):
 
 
 def check_replicas_are_equal(driver, replicas=2):
-    for name, _ in driver.pipe.named_parameters():
+    for name in driver.state_dict():
         found = copies(driver, name)
         assert len(found) >= replicas
         assert all(torch.equal(found[0], each) for each in found), name
@@ -187,6 +195,68 @@ def test_running_statistics_are_refused_and_the_advice_works(cluster):
     driver(norm.eval(), replicas=2).run(2, x, target)
     driver(nn.BatchNorm1d(3, track_running_stats=False), replicas=2).run(2, x, target)
     driver(nn.LayerNorm(3), replicas=2).run(2, x, target)
+    driver(convert_deferred_batch_norm(nn.BatchNorm1d(3)), replicas=2).run(2, x, target)
+
+
+def test_deferred_batch_norms_count_the_micro_batches_of_all_replicas(cluster):
+    def made():
+        torch.manual_seed(6)
+        net = nn.Sequential(
+            nn.Linear(4, 6), nn.BatchNorm1d(6, momentum=0.3), nn.Linear(6, 2), nn.BatchNorm1d(2, momentum=None)
+        )
+        return Pipe.from_sequential(
+            nn.Sequential(*(convert_deferred_batch_norm(part) for part in (net[:2], net[2:]))), nn.MSELoss()
+        )
+
+    states = []
+    for replicas in (1, 2):
+        torch.manual_seed(7)
+        driver = PipelineDriver1F1B(made(), cluster, replicas=replicas)
+        for _ in range(3):
+            driver.run(5, *batch(13))
+            driver.zero_grad()
+        driver.eval()
+        driver.run(5, *batch(13))
+        if replicas == 2:
+            check_replicas_are_equal(driver)
+        states.append(driver.state_dict())
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen.add_(1.0)
+        return self.linear(x)
+
+
+class Normalizing(nn.Module):
+    """Has statistics that torch changes, and counts no version."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("seen", torch.ones(4))
+
+    def forward(self, x):
+        return nn.functional.batch_norm(x, self.mean, self.seen, training=True)[:, :2]
+
+
+@pytest.mark.parametrize("kind", [Counting, Normalizing])
+def test_other_buffers_that_a_step_changes_are_refused(cluster, kind):
+    def driver(replicas):
+        pipe = Pipe.from_sequential(nn.Sequential(kind(), nn.Linear(2, 2)), nn.MSELoss())
+        return PipelineDriver1F1B(pipe, cluster, replicas=replicas)
+
+    with pytest.raises(StepError, match=r"submod_0 has changed the buffers '.*seen', and each"):
+        driver(2).run(2, *batch(4))
+    alone = driver(1)
+    alone.run(2, *batch(4))
+    assert (alone.state_dict()["0.seen"] != kind().seen).all()
 
 
 def test_memory_and_recordings_have_all_replicas(cluster):
