@@ -10,7 +10,7 @@ worker its part, once. From then on each step takes one message for each worker.
 What a driver does with the parameters, gradients and optimizers of its model is in model_on_workers.py.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from html import escape
@@ -343,10 +343,10 @@ class PipelineDriverBase(ModelOnWorkers):
     def recover(self) -> dict[str, Any]:
         """Go on after a worker was lost, or a step has failed, from the newest point of the run. Gives its plain values.
 
-        A point is the last finished `save` or `load` of this driver, or the start, as long as no optimizer has made a step. A
-        local cluster starts another process in the place of each worker that died or is stopped; the others keep theirs. The
-        parameters, buffers, optimizers and random numbers become those of the point, and so does what was given to it by
-        name; gradients are dropped. Each driver of the cluster that had stages on a lost worker recovers by itself. If it
+        A point is the last finished `save`, `load` or `protect` of this driver, or the start, as long as no optimizer has made
+        a step. A local cluster starts another process in the place of each worker that died or is stopped; the others keep
+        theirs. The parameters, buffers, optimizers and random numbers become those of the point, and so does what was given to
+        it by name; gradients are dropped. Each driver of the cluster that had stages on a lost worker recovers by itself. If it
         fails, it can be called again. See docs/checkpoints.md.
 
         >>> import os, signal, tempfile
@@ -365,7 +365,13 @@ class PipelineDriverBase(ModelOnWorkers):
         {'step': 0}
         """
         finish_saving(self.saving.finish)
-        return self.recovery.recover(self.loading, self.programs, self._generation, self.step_timeout)
+        return self.recovery.recover(self.loading, self._send_again, self.step_timeout)
+
+    def _send_again(self, workers: Collection[int]) -> None:
+        """Some workers have stages and optimizers, and nothing else: send them the rest, now or when it is needed."""
+        self.programs.send_again(workers)
+        self._generation.forget()
+        self.datasets.forget(workers)
 
     @contextmanager
     def record(self, limit: int = 100, memory: bool = False) -> Iterator[Recording]:

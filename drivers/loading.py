@@ -121,7 +121,7 @@ class Loading:
         objects: Mapping[str, Any],
         goes_on: bool,
     ) -> None:
-        _load_objects(contents, objects)
+        load_objects(contents.values.get("states", {}), objects)
         self._take(contents, optimizers, goes_on)
         self.filling.filled(tensors)
         with torch.no_grad():
@@ -286,12 +286,12 @@ def _fitting(
     return found, [name for first in missing for name in names.names.get(first, (first,))], unknown
 
 
-def _load_objects(contents: Contents, objects: Mapping[str, Any]) -> None:
+def load_objects(states: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
     """Load states into the script's objects: all, or none if one of them refuses."""
     before = {name: copy.deepcopy(each.state_dict()) for name, each in objects.items()}
     for at, (name, each) in enumerate(objects.items()):
         try:
-            each.load_state_dict(contents.values["states"][name])
+            each.load_state_dict(states[name])
         except Exception as error:
             for other in list(objects)[: at + 1]:
                 with suppress(Exception):

@@ -192,6 +192,24 @@ class ModelOnWorkers:
         self.recovery.loaded(self.loading.path, given, whole=not loaded.missing_keys)
         return loaded
 
+    @in_turn
+    def protect(self, **given: Any) -> None:
+        """Make a point in the memory of the workers, from which `recover` goes on: as `save`, but without a disk.
+
+        Each worker copies what it holds, all optimizers of the driver included, and sends the copy to a neighbour; so one lost
+        worker loses nothing. That takes memory for two copies, and for two more while the next point is made. Given by name
+        are objects with a ``state_dict()``, and plain values, as for `save`. See docs/checkpoints.md.
+
+        >>> from pippy import Pipe, PipelineDriver1F1B, local_cluster
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        >>> with local_cluster(2, threads=1) as cluster:
+        ...     driver = PipelineDriver1F1B(Pipe.from_sequential(model, torch.nn.MSELoss()), cluster)
+        ...     driver.protect(step=3)
+        ...     print(driver.recover())
+        {'step': 3}
+        """
+        self.recovery.protect(self.saving, given)
+
     def instantiate_optimizer(self, optimizer_class: type, *args: Any, **kwargs: Any) -> PipelineOptimizer:
         """An optimizer of torch's, on all workers, for the parameters where they are.
 

@@ -103,12 +103,7 @@ class Saving:
         # A tensor of the meta device is on a worker, where it has numbers.
         check_writable({name: tensor for name, tensor in names.tensors.items() if not tensor.is_meta})
         values = self._values(objects, names)
-        self.commands.wait()
-        if self.commands.unapplied and objects.optimizers:
-            source.warn(
-                "a checkpoint has no gradients, and there are some that no optimizer.step() has used: a run that goes on from "
-                "it lacks them; save after optimizer.step(), or call driver.zero_grad() first"
-            )
+        self._wait_for_steps(bool(objects.optimizers))
         folder = os.path.abspath(os.fspath(folder))
         new = None
         try:
@@ -127,6 +122,22 @@ class Saving:
             if new is not None and self._thread is None:
                 with uninterrupted():
                     new.end()
+
+    def kept_values(self, given: Mapping[str, Any]) -> tuple[GivenObjects, dict[str, Any]]:
+        """What `protect` was given, and its values as they are now."""
+        self.filling.check("protect()")
+        objects = GivenObjects.sorted(given, self.commands)
+        values = self._values(objects, SavedNames.of(self.pipe, self.placed).with_numbers())
+        self._wait_for_steps(True)
+        return objects, values
+
+    def _wait_for_steps(self, goes_on: bool) -> None:
+        self.commands.wait()
+        if self.commands.unapplied and goes_on:
+            source.warn(
+                "a checkpoint has no gradients, and there are some that no optimizer.step() has used: a run that goes on from "
+                "it lacks them; save after optimizer.step(), or call driver.zero_grad() first"
+            )
 
     def _begin_beside(self, work: "_Work") -> None:
         self._thread = threading.Thread(target=self._finish_beside, args=(work,), name="pippy save")

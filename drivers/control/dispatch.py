@@ -32,6 +32,7 @@ from pippy.drivers.control.messages import (
     NeedsPeers,
     OptimizerStep,
     Store,
+    TakeKept,
     TakeState,
     ZeroGrad,
 )
@@ -39,7 +40,7 @@ from pippy.drivers.errors import ClusterError, StepError
 from pippy.drivers.interrupts import uninterrupted
 from pippy.ir.surroundings import Surroundings
 
-_CHANGES = OptimizerStep, Store, LoadOptimizerState, TakeState, Initialize
+_CHANGES = OptimizerStep, Store, LoadOptimizerState, TakeState, TakeKept, Initialize
 
 
 def _nothing() -> None:

@@ -5,7 +5,7 @@ each step                    the indices go with the step; no message more
 """
 
 import weakref
-from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +37,12 @@ class SentDatasets:
         self.sent: dict[tuple[int, int], frozenset[Hashable]] = {}  # by dataset and worker: the columns
         self.told: set[int] = set()  # the workers that have the rules
         self.gone: list[int] = []  # datasets that nobody has any more
+
+    def forget(self, ranks: Collection[int]) -> None:
+        """These workers have no datasets any more."""
+        for key in [key for key in self.sent if key[1] in ranks]:
+            del self.sent[key]
+        self.told.difference_update(ranks)
 
     def divisions(
         self, division: Division, lowered: Lowered, ranks: Sequence[int], weigher: int | None

@@ -1,10 +1,11 @@
 """Points of a run from which `driver.recover` can go on: what the controller remembers of each."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pippy.drivers.commands import Commands
+from pippy.drivers.control.messages import TakeKept
 from pippy.drivers.grad_scaler import PipelineGradScaler
 from pippy.drivers.optimizer import PipelineOptimizer
 from pippy.drivers.step_numbers import StepNumbers
@@ -53,6 +54,41 @@ class ControllerState:
         commands.zero_grad()
         commands.go_back(self.numbers, self.steps_of_last_update)
         self.random.restore()
+
+
+@dataclass(frozen=True)
+class MemoryPoint:
+    """A point that workers hold, each its own state and that of a neighbour: `protect` made it.
+
+    ``values`` and ``states`` are those of what was given, as plain values; ``objects`` what has the states. ``holders`` has
+    for each worker the one that holds its copy.
+    """
+
+    number: int
+    values: Mapping[str, Any]
+    states: Mapping[str, Any]
+    extra: Mapping[str, Any]
+    objects: Mapping[str, Any]
+    holders: Mapping[int, int]
+    state: ControllerState
+
+    def gone(self, lost: Collection[int]) -> set[int]:
+        """The workers whose state is nowhere when these are lost."""
+        return {worker for worker in lost if self.holders[worker] in lost}
+
+    def bodies(self, lost: Collection[int]) -> dict[int, TakeKept]:
+        """What each worker is told to go back to this point, when some hold nothing."""
+        held = {holder: worker for worker, holder in self.holders.items()}  # whose copy each worker holds
+        moves = [(worker, self.holders[worker], worker) for worker in lost]
+        moves += [(held[worker], held[worker], worker) for worker in lost]
+        return {
+            worker: TakeKept(
+                self.number,
+                tuple((of, to) for of, source, to in moves if source == worker),
+                tuple((of, source) for of, source, to in moves if to == worker),
+            )
+            for worker in self.holders
+        }
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from pippy.drivers.control.messages import (
     Generated,
     GradientNorms,
     Initialize,
+    KeepState,
     Load,
     LoadOptimizerState,
     MakeOptimizer,
@@ -34,6 +35,7 @@ from pippy.drivers.control.messages import (
     StepResult,
     StepReturning,
     Store,
+    TakeKept,
     TakeState,
     TensorLocation,
     WriteState,
@@ -48,6 +50,7 @@ from pippy.drivers.workers.executor import Executor
 from pippy.drivers.workers.generating import Generation
 from pippy.drivers.workers.gradient_sums import GradientSums
 from pippy.drivers.workers.gradients import Gradients, norm
+from pippy.drivers.workers.kept_states import KeptStates
 from pippy.drivers.workers.loss_probe import LossProbe
 from pippy.drivers.workers.out_of_order import OutOfOrderExecutor
 from pippy.drivers.workers.output_probe import OutputProbe
@@ -96,6 +99,7 @@ class DriverState:
         self.generation: Generation | None = None
         self.writer, self.reader = StateWriter(self.tensor, device, given_up), StateReader(self.tensor, device)
         self.datasets = DatasetReader(self.modules, given_up)
+        self.kept = KeptStates(index, self.modules, transport, device)
         self.handlers: Mapping[type, Callable[[Any, int], Any]] = {
             type(None): lambda body, number: None,  # the command only drops gradients, or drivers
             AddProgram: self._add_program,
@@ -116,6 +120,8 @@ class DriverState:
             WriteState: self._write_state,
             ReadState: self._read_state,
             TakeState: self._take_state,
+            KeepState: lambda body, number: self.kept.keep(body, self.optimizers, number),
+            TakeKept: self._take_kept,
             AddGeneration: self._add_generation,
             Generate: self._generate,
         }
@@ -319,6 +325,11 @@ class DriverState:
 
     def _take_state(self, take: TakeState, number: int) -> None:
         self.reader.take(take, self.optimizers)
+
+    def _take_kept(self, take: TakeKept, number: int) -> None:
+        self.kept.take(take, self.optimizers, number)
+        for optimizer in self.optimizers.values():
+            optimizer.parameters_changed = True
 
     def _add_generation(self, add: AddGeneration, number: int) -> None:
         self.generation = Generation(add, self.index, self.transport, self.device, self.tensor)

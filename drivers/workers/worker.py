@@ -15,6 +15,7 @@ from pippy.drivers.schedules.programs.instructions import Compute, Free, Receive
 from pippy.drivers.transport.received_values import Interrupted
 from pippy.drivers.workers.driver_state import DriverState
 from pippy.drivers.workers.executor import Executor
+from pippy.drivers.workers.kept_states import KEPT_NUMBER
 from pippy.drivers.workers.worker_surroundings import WorkerSurroundings
 
 if TYPE_CHECKING:
@@ -111,6 +112,8 @@ class Worker:
         step, number, microbatch = key
         if state.generation is not None and state.generating is not None:
             return state.generation.named(number, microbatch)
+        if number == KEPT_NUMBER:
+            return f"the copy of the state of worker {microbatch}"
         if executor is None:
             return state.gradients.sums.named(number, microbatch)
         instruction = executor.current()

@@ -57,6 +57,9 @@ class Run:
             folder, optimizer=self.optimizer, scheduler=self.scheduler, step=step, losses=dict(self.losses), **options
         )
 
+    def protect(self, step):
+        self.driver.protect(optimizer=self.optimizer, scheduler=self.scheduler, step=step)
+
     def lose(self, *workers, how=signal.SIGKILL):
         for worker in workers:
             os.kill(self.cluster.control.workers[worker].pid, how)
