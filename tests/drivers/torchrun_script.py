@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import pippy
 from pippy import PipelineDriver1F1B, PipeTracer, PippyError, pipeline
+from tests.drivers.keyed_run import numbers_of_training
 from tests.drivers.models import Chain
 
 options = json.loads(os.environ.get("OPTIONS", "{}"))
@@ -74,4 +75,5 @@ with pippy.cluster(**options) as cluster:
         hang(cluster)
     else:
         train(cluster)
+        print(numbers_of_training(cluster, **driver_options), flush=True)
 print("rank", os.environ.get("RANK", "none"), "goes on", flush=True)

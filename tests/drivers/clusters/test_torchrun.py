@@ -13,15 +13,26 @@ from pippy.drivers.clusters.local_cluster import local_cluster
 from pippy.drivers.clusters.rank_info import RankInfo
 from pippy.drivers.clusters.torchrun import cluster, interface
 from pippy.drivers.errors import ClusterError
+from tests.drivers.keyed_run import numbers_of_training
 from tests.drivers.processes import listeners, listening, watched
+from tests.drivers.thread_cluster import thread_cluster
 from tests.drivers.torchrun_jobs import ROOT, ready, started
 
 SCRIPT = str(ROOT / "tests/drivers/torchrun_script.py")
 STANDALONE = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-DONE = "equal to plain training\nrank {} goes on\n"
+DONE = "equal to plain training\n{}\nrank {} goes on\n"
 
 
-def test_the_same_script_trains_everywhere_and_says_nothing():
+@pytest.fixture(scope="module")
+def numbers():
+    """What the script says of a keyed training: the same wherever it runs, and however the model is cut."""
+    with thread_cluster(4) as threads:
+        found = {numbers_of_training(threads, stages=stages) for stages in (1, 2, 3)}
+    assert len(found) == 1
+    return found.pop()
+
+
+def test_the_same_script_trains_everywhere_and_says_nothing(numbers):
     """With the controller on rank 0 it is tried by the quick start, and by the tests of hosts."""
     options = {"DRIVER_OPTIONS": '{"all_ranks": [1, 0]}', "OPTIONS": '{"n": 2, "controller_hosts": false}'}
     with started(*STANDALONE, "3", SCRIPT, **options) as process:
@@ -29,17 +40,17 @@ def test_the_same_script_trains_everywhere_and_says_nothing():
         with watched(*pids):
             out, err = process.communicate(timeout=150)
             assert process.returncode == 0, err
-    assert out == DONE.format("0")
+    assert out == DONE.format(numbers, "0")
     assert err == ""
 
 
 @pytest.mark.usefixtures("alone", "in_float64")
-def test_the_same_script_trains_without_torchrun_and_says_nothing(monkeypatch, capfd):
+def test_the_same_script_trains_without_torchrun_and_says_nothing(monkeypatch, capfd, numbers):
     monkeypatch.setenv("PIPPY_WORKERS", "2")
     monkeypatch.setattr(sys, "argv", [SCRIPT])
     runpy.run_path(SCRIPT, run_name="__main__")
     out, err = capfd.readouterr()
-    assert re.fullmatch(r"ready \d+ \d+\n" + DONE.format("none"), out)
+    assert re.fullmatch(r"ready \d+ \d+\n" + DONE.format(numbers, "none"), out)
     assert err == ""
 
 
