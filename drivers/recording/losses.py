@@ -37,6 +37,7 @@ class Part(StrEnum):
 
 
 FROM_SCHEDULE = (Part.COMPUTING, Part.SCHEDULE, Part.UNEVEN)  # these are in the prediction, and the others are not
+ROUNDING = 1e-9  # of a step; smaller parts are none
 
 
 def parts(step: StepData) -> dict[Part, float]:
@@ -73,4 +74,4 @@ def _on_path(step: StepData) -> dict[Part, float]:
         else:
             part, seconds = Part(each.cause), each.duration
         found[part] = found.get(part, 0.0) + seconds
-    return {part: seconds for part, seconds in found.items() if seconds > 0}
+    return {part: seconds for part, seconds in found.items() if seconds > ROUNDING * step.makespan}

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from pippy.drivers.control.messages import StepResult
 from pippy.drivers.errors import DriverError
+from pippy.drivers.recording.comparison import comparison
 from pippy.drivers.recording.findings import findings
 from pippy.drivers.recording.model_names import NAMELESS, ModelNames
 from pippy.drivers.recording.page import page
@@ -118,6 +119,26 @@ class Recording:
         ``step`` is the index of the step in ``steps``. If it is left out, the page shows the `typical` one.
         """
         Path(path).write_text(self._page(title, step, memory), encoding="utf-8")
+
+    def compare(
+        self,
+        other: "Recording",
+        path: str | Path,
+        *,
+        names: tuple[str, str] = ("before", "after"),
+        title: str = "Two recordings",
+    ) -> None:
+        """Write an HTML page with the `typical` steps of this recording and of another side by side.
+
+        ``names`` are what the page calls them, this one first.
+        """
+        if not isinstance(other, Recording):
+            raise DriverError(f"compare() takes another Recording, as `driver.record()` gives it, not {brief(other)}")
+        if not (isinstance(names, tuple | list) and len(names) == 2 and all(isinstance(each, str) for each in names)):
+            raise DriverError(f"names={brief(names)}: give two strings, for this recording and for the other")
+        steps = self.typical, other.typical
+        text = comparison(steps, (self.steps, other.steps), (names[0], names[1]), title)
+        Path(path).write_text(text, encoding="utf-8")
 
     def _page(self, title: str, step: int | None, memory: CountedMemory | None) -> str:
         if not self.steps:

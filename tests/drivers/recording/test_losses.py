@@ -17,7 +17,7 @@ from tests.drivers.recording.test_record import programs, randoms, times
 from tests.drivers.synthetic_steps import slow_stage, stepped
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(programs(), randoms, times, times, times, st.none() | times)
 def test_the_critical_path_is_a_chain_of_what_had_to_follow_one_another(
     program, dice, flight, starting, ending, adding
@@ -36,7 +36,7 @@ def test_the_critical_path_is_a_chain_of_what_had_to_follow_one_another(
     assert others.makespan >= step.makespan - transfers - 1e-9
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(programs(), randoms, times, times, times, st.none() | times)
 def test_the_parts_add_up_to_the_measured_step(program, dice, flight, starting, ending, adding):
     step = stepped(program, lambda each: dice.random(), flight, starting, ending, adding)

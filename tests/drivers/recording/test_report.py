@@ -3,8 +3,6 @@
 import html
 import json
 import re
-import shutil
-import subprocess
 from base64 import b64decode
 from collections import defaultdict
 from dataclasses import replace
@@ -30,12 +28,12 @@ from pippy.drivers.recording.units import duration, percent
 from pippy.drivers.schedules import add_communication, make_schedule
 from pippy.drivers.schedules.programs.instructions import Compute, Receive, Send
 from tests.drivers.models import Chain, TiedLanguage
+from tests.drivers.recording.browser import needs_browser, opened
 from tests.drivers.synthetic_steps import BYTES, slow_stage, stepped
 from tests.drivers.thread_cluster import thread_cluster
 
 SVG = "{http://www.w3.org/2000/svg}"
 NASTY = "</script><script>document.documentElement.dataset.error='escaped'</script><b>&\"'"
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
 
 @pytest.fixture(scope="module")
@@ -507,7 +505,7 @@ def test_a_report_of_nothing_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-ACTS = """<script>
+ACTS = """
 const data = document.documentElement.dataset, timeline = document.querySelector(".view");
 const press = (name) => document.querySelector(`[data-do="${name}"]`).click();
 data.first = data.view;
@@ -559,26 +557,19 @@ data.ticks = [...document.querySelectorAll(".axis text")].map(each => each.textC
 data.narrow = Math.max(...[...document.querySelectorAll("section > *")].map(each => each.getBoundingClientRect().right)) - 460;
 data.before = document.getElementById("shown").textContent;
 document.querySelector("[data-go='1']").click();
-</script></body>"""
+"""
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium here; on Debian: apt-get install chromium")
+@needs_browser
 def test_the_page_works_in_a_browser(tmp_path):
     """Its script runs without an error, zooms and moves, and names what is pointed at. There is no network to ask."""
     page = tmp_path / "report.html"
     names = [NASTY, "worker1", "worker2", "worker3"]
     steps = [slow_stage(seconds, flight=0.1, names=names) for seconds in (2.0, 5.0)]
     recorded(*steps).report(page, title=NASTY)
-    page.write_text(page.read_text().replace("</body>", ACTS))
-    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1300,900"]
-    options += ["--virtual-time-budget=3000"]  # for what is unpacked
-    options += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={tmp_path / 'profile'}"]
-    command = [BROWSER, *options, "--dump-dom", f"{page.as_uri()}#view=2,6"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    found = dict(re.findall(r'data-(\w+)="([^"]*)"', done.stdout.split("<head>")[0]))
+    text, found = opened(page, ACTS, "#view=2,6")
     assert found.get("error") is None
-    assert int(found["ready"]) == done.stdout.count('<g class="box')
+    assert int(found["ready"]) == text.count('<g class="box')
     views = {name: tuple(map(float, found[name].split())) for name in ("first", "in", "moved", "all", "wheeled")}
     assert views["first"] == (2.0, 6.0)
     assert views["in"] == (3.0, 5.0)
@@ -591,8 +582,8 @@ def test_the_page_works_in_a_browser(tmp_path):
     assert (found["zoomed"], found["left"]) == ("false", "true")
     assert "(worker 0), idle: 12.8 s\npredicted: 12 s, 60 %" in found["share"]
     assert (found["before"], found["step"]) == (f"This page shows step 0, of {duration(steps[0].makespan)}.", "1")
-    assert f"This page shows step 1, of {duration(steps[1].makespan)}." in done.stdout
-    assert html.escape(steps[1].findings()[0], quote=False).split(". ", 1)[1] in done.stdout.split("<main")[1]
+    assert f"This page shows step 1, of {duration(steps[1].makespan)}." in text
+    assert html.escape(steps[1].findings()[0], quote=False).split(". ", 1)[1] in text.split("<main")[1]
     assert [found[each] for each in ("hidden", "pointed", "asked", "again")] == ["0", "1", "24", "0"]
     assert float(found["letters"]) > 11, "letters of a narrow page are as large as those of a wide one"
     assert int(found["outside"]) == 0

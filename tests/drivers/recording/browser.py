@@ -1,0 +1,23 @@
+"""Opens a page in Chromium, without a network, and gives the page as its script left it."""
+
+import re
+import shutil
+import subprocess
+
+import pytest
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium here; on Debian: apt-get install chromium")
+
+
+def opened(page, script, view=""):
+    """The page after ``script`` ran, and what is in the data of its root, by name. An error of the page is one of these."""
+    acting = page.with_name(f"acting-{page.name}")
+    acting.write_text(page.read_text().replace("</body>", f"<script>{script}</script></body>"))
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1300,900"]
+    options += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={page.parent / 'profile'}"]
+    options += ["--virtual-time-budget=3000"]  # for what is unpacked
+    command = [BROWSER, *options, "--dump-dom", f"{acting.as_uri()}{view}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, dict(re.findall(r'data-(\w+)="([^"]*)"', done.stdout.split("<head>")[0]))
