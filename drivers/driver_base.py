@@ -32,6 +32,7 @@ from pippy.drivers.clusters.current_cluster import current_cluster
 from pippy.drivers.commands import Commands, in_turn
 from pippy.drivers.control.messages import Step, StepReturning
 from pippy.drivers.data.sent_datasets import SentDatasets, columns_in
+from pippy.drivers.data_iterators import loss_alone, next_call
 from pippy.drivers.driver_arguments import (
     check_chunks,
     check_replicated,
@@ -41,6 +42,7 @@ from pippy.drivers.driver_arguments import (
     seconds,
 )
 from pippy.drivers.errors import DriverError
+from pippy.drivers.evaluating import evaluating
 from pippy.drivers.generation.generation import Generation
 from pippy.drivers.local_optimizers import watch
 from pippy.drivers.memory.driver_memory import DriverMemory
@@ -60,6 +62,7 @@ from pippy.drivers.running_step import RunningStep
 from pippy.drivers.schedules import Program
 from pippy.drivers.schedules.halves import has_halves
 from pippy.drivers.step_numbers import first_numbers
+from pippy.drivers.updates import check_trains, checked_updates
 from pippy.drivers.workers.compiling import compile_options
 from pippy.ir.brief import brief
 from pippy.ir.names import LOSS
@@ -339,6 +342,49 @@ class PipelineDriverBase(ModelOnWorkers):
             )
             for rank in self.ranks
         }
+
+    def train_batch(
+        self,
+        data_iter: Iterator[Any],
+        *,
+        chunks: int,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        scaler: Any = None,
+        max_norm: float | None = None,
+    ) -> Any:
+        """Train on the next ``chunks`` items of an iterator, each a micro-batch, as DeepSpeed's engine does. Gives the loss.
+
+        All of the driver's optimizers step, or those that are given; then the schedulers. Gradients are clipped before, if
+        ``max_norm`` is given, and dropped at the end. An item is a tuple of arguments, a dict of them by name, or one tensor.
+
+        >>> from pippy import Pipe, PipelineDriver1F1B, RepeatingLoader, cluster
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        >>> data = RepeatingLoader([(torch.ones(4, 2), torch.ones(4, 1))])
+        >>> with cluster(2, threads=1) as workers:
+        ...     driver = PipelineDriver1F1B(Pipe.from_sequential(model, torch.nn.MSELoss()), workers)
+        ...     optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
+        ...     losses = [driver.train_batch(data, chunks=2) for _ in range(10)]
+        >>> bool(losses[-1] < losses[0])
+        True
+        """
+        check_trains(self, "train_batch")
+        given = self._optimizers if optimizer is None else optimizer
+        updates = checked_updates(self, given, scheduler, scaler or self._grad_scaler, max_norm, None)
+        call = next_call(data_iter, chunks, "train_batch")
+        loss = self.run(call.chunks, *call.args, **loss_alone(self), **call.kwargs)
+        updates.apply(self)
+        return loss
+
+    def eval_batch(self, data_iter: Iterator[Any], *, chunks: int, outputs: bool | None = None) -> Any:
+        """The loss of the next ``chunks`` items of an iterator, each a micro-batch, in evaluation mode and without gradients.
+
+        With ``outputs=True``, what the model returns, too, as `run` gives it. Modules are then in the mode of before.
+        """
+        call = next_call(data_iter, chunks, "eval_batch")
+        asked = loss_alone(self) if outputs is None else {"outputs": outputs}
+        with evaluating(self.pipe), torch.no_grad():
+            return self.run(call.chunks, *call.args, **asked, **call.kwargs)
 
     def recover(self) -> dict[str, Any]:
         """Go on after a worker was lost, or a step has failed, from the newest point of the run. Gives its plain values.

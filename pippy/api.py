@@ -28,6 +28,7 @@ from pippy.ir.run.layers import LayerSpec, TiedLayerSpec
 from pippy.ir.run.repeated_forward import is_checkpointing, is_recomputing
 from pippy.pipeline import pipeline
 from pippy.training.evaluation import evaluate
+from pippy.training.repeating_loader import RepeatingLoader
 from pippy.training.result import StepReport, TrainingResult
 from pippy.training.train import train
 
@@ -53,6 +54,7 @@ __all__ = [
     "PipelineDriverInterleaved1F1B",
     "PippyError",
     "PippyWarning",
+    "RepeatingLoader",
     "Replicate",
     "SplitPoint",
     "StepReport",

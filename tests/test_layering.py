@@ -35,7 +35,8 @@ LAYERS = """
     drivers/gradient_layouts drivers/optimizer drivers/grad_scaler drivers/local_optimizers drivers/running_step
     drivers/generation drivers/saved_names drivers/saving drivers/loading
     drivers/recovery
-    drivers/model_on_workers drivers/driver_arguments drivers/driver_base
+    drivers/model_on_workers drivers/updates drivers/driver_arguments drivers/data_iterators drivers/evaluating
+    drivers/driver_base
     drivers/driver drivers
 
     pippy/errors pippy/balance pippy/pipeline pippy/training pippy/api pippy/cli pippy/__main__ pippy

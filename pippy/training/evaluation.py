@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from pippy.drivers.batches.items import call_of
+from pippy.drivers.data_iterators import loss_alone
 from pippy.drivers.driver_arguments import check_chunks
 from pippy.drivers.driver_base import PipelineDriverBase
 from pippy.drivers.errors import DriverError
+from pippy.drivers.evaluating import evaluating
 from pippy.ir.pipe import follow_training_flags
 from pippy.ir.run.random_state import untouched_random_state
 from pippy.ir.trees import describe
-from pippy.training.options import loss_alone
 from pippy.training.reader import check_data, generators_of, may_read_ahead
 
 Metric = Callable[[Any, Any], Any]
@@ -67,7 +68,7 @@ class Evaluation:
         if driver.compiled.loss is None and metric is None:
             raise DriverError("the Pipe has no loss, so there is nothing to evaluate but a metric; give metric=")
         self.driver, self.data, self.chunks, self.metric, self.name = driver, data, chunks, metric, name
-        with evaluating(driver):  # raises now if the Pipe is not right in evaluation mode
+        with evaluating(driver.pipe):  # raises now if the Pipe is not right in evaluation mode
             follow_training_flags(driver.pipe)
 
     def run(self) -> dict[str, float]:
@@ -75,7 +76,7 @@ class Evaluation:
         means = _Means()
         under_way: deque[tuple[Any, Any]] = deque()
         ahead = _AHEAD if may_read_ahead(self.driver) else 0
-        with untouched_random_state(), _untouched(self.data), evaluating(self.driver), torch.no_grad():
+        with untouched_random_state(), _untouched(self.data), evaluating(self.driver.pipe), torch.no_grad():
             for item in self.data:
                 under_way.append((item, self._sent(item)))
                 while len(under_way) > ahead:
@@ -124,19 +125,6 @@ class _Means:
 
     def values(self) -> dict[str, float]:
         return {name: total / self.rows for name, total in self._totals.items()}
-
-
-@contextmanager
-def evaluating(driver: PipelineDriverBase) -> Iterator[None]:
-    """All stages are in evaluation mode inside; afterwards each module is in the mode that it was in."""
-    follow_training_flags(driver.pipe)
-    flags = {module: module.training for module in driver.pipe.modules()}
-    driver.eval()
-    try:
-        yield
-    finally:
-        for module, flag in flags.items():
-            module.training = flag
 
 
 @contextmanager

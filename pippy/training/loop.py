@@ -14,17 +14,20 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from torch import nn
 
 from pippy.drivers.batches.items import call_of
+from pippy.drivers.data_iterators import loss_alone
 from pippy.drivers.driver_base import PipelineDriverBase
 from pippy.drivers.errors import WorkerLostError
 from pippy.drivers.interrupts import first_waits
+from pippy.drivers.recording.rates import DTYPES
+from pippy.drivers.updates import Updates
 from pippy.ir import source
 from pippy.ir.trees import tensors
 from pippy.training.checkpoints import Checkpoints
 from pippy.training.evaluation import Evaluation
-from pippy.training.options import Length, Updates, loss_alone
+from pippy.training.options import Length
 from pippy.training.progress import Progress, progress_of
 from pippy.training.reader import Place, Reader, may_read_ahead
 from pippy.training.result import StepReport, TrainingResult
@@ -69,6 +72,7 @@ class Loop:
         self.evaluation, self.eval_every, self.shows = evaluation, eval_every, progress
         self.max_recoveries, self.result = max_recoveries, TrainingResult()
         self.reads_ahead = may_read_ahead(driver)
+        self.has_tokens = any(isinstance(each, nn.Embedding) for each in driver.pipe.modules())
 
     def run(self) -> TrainingResult:
         """Train to the end. The first Ctrl-C lets the step end, and has it saved."""
@@ -222,8 +226,8 @@ class Loop:
         norm = self.updates.apply(self.driver)
         loss = float(running.result())
         self.result.losses.append(loss)
-        seconds = time.perf_counter() - since
-        return StepReport(self.result.steps, epoch, loss, norm, rates, running.rows, _tokens(items), seconds), fetched
+        seconds, tokens = time.perf_counter() - since, _tokens(items) if self.has_tokens else None
+        return StepReport(self.result.steps, epoch, loss, norm, rates, running.rows, tokens, seconds), fetched
 
 
 def _first_ctrl_c_waits() -> AbstractContextManager[list[Any]]:
@@ -237,8 +241,6 @@ def _tokens(items: Sequence[Any]) -> int | None:
     """How many tokens there are: the whole numbers in the first argument that has rows of them."""
     total = 0
     for item in items:
-        found = next(
-            (each for each in tensors(item) if each.dim() == 2 and each.dtype in (torch.int64, torch.int32)), None
-        )
+        found = next((each for each in tensors(item) if each.dim() == 2 and each.dtype in DTYPES), None)
         total += 0 if found is None else found.numel()
     return total or None

@@ -51,7 +51,7 @@ class Reader:
     @property
     def reads_once(self) -> bool:
         """Whether it cannot be read a second time."""
-        return isinstance(self.data, Iterator)
+        return isinstance(self.data, Iterator) and not self._has_state
 
     @property
     def _has_state(self) -> bool:

@@ -9,12 +9,14 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from pippy.drivers.driver_arguments import check_chunks
 from pippy.drivers.driver_base import PipelineDriverBase
 from pippy.drivers.errors import DriverError
+from pippy.drivers.updates import Updates, checked_updates
 from pippy.ir.trees import describe
 from pippy.training.checkpoints import Checkpoints, checked_checkpoints
 from pippy.training.evaluation import Evaluation, Metric
 from pippy.training.loop import Callback, Loop
-from pippy.training.options import Length, Updates, check_count, checked_updates
+from pippy.training.options import Length, check_count, check_driver
 from pippy.training.reader import Reader
+from pippy.training.repeating_loader import RepeatingLoader
 from pippy.training.result import TrainingResult
 
 
@@ -71,11 +73,14 @@ def train(
     >>> result.steps, result.losses[-1] < result.losses[0]
     (10, True)
     """
+    check_driver(driver, "train")
     updates = checked_updates(driver, optimizer, scheduler, scaler, max_norm, clip_value)
     length = Length.checked(steps, epochs, accumulate)
     check_chunks(chunks, driver._auto)
     checkpoints = checked_checkpoints(updates.parts(), folder, save_every, save_minutes, keep, resume, also)
     evaluation = _checked_evaluation(driver, eval_data, chunks, metric, eval_every, updates)
+    if isinstance(data, RepeatingLoader) and steps is None:
+        raise DriverError(f"epochs={epochs}: a RepeatingLoader has no end; give steps=, or the data without it")
     reader, called = Reader(data), _checked_callbacks(callbacks)
     _check_recoveries(max_recoveries, checkpoints, reader)
     return Loop(

@@ -67,9 +67,9 @@ class Noisy(nn.Module):
         self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x):
-        x = F.dropout(torch.tanh(self.first(x)), 0.3)
+        x = F.dropout(torch.tanh(self.first(x)), 0.3, self.training)
         pipe_split()
-        return F.dropout(self.last(x), 0.1)
+        return F.dropout(self.last(x), 0.1, self.training)
 
 
 class Augmented(Dataset):
