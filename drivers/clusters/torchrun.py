@@ -42,6 +42,7 @@ from pippy.drivers.control.control import Control
 from pippy.drivers.errors import ClusterError
 from pippy.drivers.transport.messages import rpc
 from pippy.drivers.transport.messages.mixed_messages import MixedMessages
+from pippy.drivers.transport.messages.own_messages import OwnMessages
 from pippy.drivers.transport.messages.rpc_messages import RpcMessages
 from pippy.ir.brief import brief
 from pippy.ir.source import warn
@@ -276,7 +277,8 @@ def _control(
         worker.start()
     rpc_names = [address.rpc_name for address in met.addresses]
     first = {worker: group[0] for group in met.routes.groups for worker in group}
-    messages = MixedMessages(met.near, met.connections, RpcMessages(rpc_names), first, connects_hosts)
+    own = {} if worker is None else {rank_info.index: OwnMessages(worker.messages, worker.urgent)}
+    messages = MixedMessages(met.near, met.connections, RpcMessages(rpc_names), first, connects_hosts, own)
     control = Control(met.addresses, timeout, messages=messages)
     others = [name for name in rpc_names if name != CONTROLLER]
     joined = TorchrunProcesses(worker, others, timeout, control, met.connections)

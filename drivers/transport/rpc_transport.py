@@ -118,6 +118,6 @@ def copied(value: Any, layout: ValueLayout | None = None) -> Any:
 
 
 def _copied_tensor(tensor: torch.Tensor, layout: TensorLayout) -> torch.Tensor:
-    own = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype)
+    own = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="cpu")
     own.copy_(tensor.detach())
     return own.requires_grad_(layout.requires_grad)

@@ -18,6 +18,7 @@ from pippy import PipelineDriver
 from pippy.drivers.errors import StepError, WorkerLostError
 from pippy.drivers.schedules.orders.registry import REGISTRY
 from pippy.drivers.transport.messages import far_door, rpc
+from pippy.drivers.transport.messages.controller_connections import ControllerConnections
 from pippy.drivers.transport.shared_memory_transport import SharedMemoryTransport
 from tests.drivers.failing_model import (
     BACKWARD,
@@ -112,6 +113,22 @@ def lose_a_worker(cluster, training):
         running.result()
 
 
+def tell_of_posts():
+    """Print to whom the controller sends messages over a socket."""
+    inner = ControllerConnections._send
+
+    def told(connections, at, number, pickled):
+        worker = next(
+            worker for found in (connections._at, connections._urgent_at) for worker in found if found[worker] == at
+        )
+        if ("socket", worker) not in called:
+            called.add(("socket", worker))
+            print(f"socket {worker}\n", end="", flush=True)
+        return inner(connections, at, number, pickled)
+
+    ControllerConnections._send = told
+
+
 def tell_of_connections():
     """Print to whom this process gets a connection."""
     inner = SharedMemoryTransport.add_far
@@ -126,6 +143,7 @@ def tell_of_connections():
 for kind in ("deliver", "post", "urgent"):
     tell(kind)
 tell_of_connections()
+tell_of_posts()
 far_door._BUFFER = 8192
 os.environ["PIPPY_HOST"] = os.environ["HOSTS"].split()[int(os.environ["RANK"])]
 torch.manual_seed(1)

@@ -38,4 +38,6 @@ def test_two_workers_here_and_two_there(tmp_path):
     by_tcp = [tuple(line.split()[1:]) for line in lines if line.startswith("TCP")]
     assert {(rank, peer) for rank, peer, _ in by_tcp} == {("0", "3"), ("3", "0"), ("1", "2"), ("2", "1")}
     assert len(by_tcp) == len(set(by_tcp)) and {window for *_, window in by_tcp} == {"4096"}
+    by_socket = {line for line in lines if line.startswith("socket")}
+    assert by_socket == {"socket 1"}, "worker 0 is in the process of the script"
     assert {to for _, kind, to in by_rpc if kind == "post"} == {"worker2", "worker3"}
