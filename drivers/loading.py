@@ -207,7 +207,7 @@ class Loading:
         """Let each worker read its part, and keep it beside what it has. Gives what no stage uses."""
         places = self.placed.for_all_copies(tensors)
         states = {
-            each.number: self.placed.for_all_copies(contents.optimizers.get(name, {}))
+            each.number: self.placed.for_all_copies(contents.optimizers.get(name, {}), each.divided)
             for name, each in optimizers.items()
         }
         bodies = {
@@ -231,7 +231,7 @@ class Loading:
     def _take(self, contents: Contents, optimizers: Mapping[str, PipelineOptimizer], goes_on: bool) -> None:
         """Let each worker put in place what it has read."""
         others = {
-            each.number: self.placed.for_all_copies(contents.values["optimizers"][name]["others"])
+            each.number: self.placed.for_all_copies(contents.values["optimizers"][name]["others"], each.divided)
             for name, each in optimizers.items()
         }
         randoms = contents.values["random"]["workers"] if goes_on else []

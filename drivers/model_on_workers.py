@@ -217,6 +217,7 @@ class ModelOnWorkers:
         names, patterns as for a shell, or parameters of the model, or with ``"params": ...`` for all that no other group names.
         As in torch, it leaves alone what is in no group, so that a driver may have several optimizers. Without groups, it has
         all parameters. With ``master_dtype=torch.float32`` it updates float32 copies of the parameters that have 16 bits.
+        With ``divide_state=True`` each replica of the pipeline has a part of the state. See docs/replicas.md.
         """
         if self.compiled.loss is None:
             raise OptimizerError(

@@ -51,6 +51,7 @@ class PipelineOptimizer(Optimizer):
                 "instantiate_optimizer(torch.optim.AdamW, lr=1e-3)"
             )
         options = dict(kwargs)
+        self.divided = _checked_divided(options.pop("divide_state", False), placed)
         self.master_dtype = _checked_master_dtype(options.pop("master_dtype", None), parameters)
         self.placed, self.commands, self.stale, self.number = placed, commands, stale, number
         self.names = {id(parameter): name for name, parameter in parameters.items()}
@@ -133,13 +134,23 @@ class PipelineOptimizer(Optimizer):
         groups: dict[int, list[Any]] = {worker: [] for worker in self.placed.workers}
         self._sent, factory = self._options(), pickle_by_value(self.factory)
         for group, options in zip(self.param_groups, self._sent):
-            by_worker = self.placed.for_all_copies({self.names[id(each)]: None for each in group["params"]})
+            own = dict.fromkeys(self.names[id(each)] for each in group["params"])
+            by_worker = self.placed.for_all_copies(own, self.divided)
             for worker, locations in by_worker.items():
                 groups[worker].append((tuple(locations), options))
         bodies = {
-            worker: MakeOptimizer(self.number, factory, tuple(groups[worker]), self.master_dtype) for worker in workers
+            worker: MakeOptimizer(
+                self.number, factory, tuple(groups[worker]), self.master_dtype, self._copied(), self.divided
+            )
+            for worker in workers
         }
         self.commands.call(bodies)
+
+    def _copied(self) -> tuple[str, ...]:
+        """The names of its parameters, if replicas have copies of them."""
+        canonical = self.placed.compiled.qualnames.canonical
+        names = [name for name, _ in self.named_parameters()] if len(self.placed.replicas) > 1 else []
+        return tuple(canonical.get(name, name) for name in names)
 
     def _options(self) -> tuple[dict[str, Any], ...]:
         """The options of every group, as they are now. A tensor is copied: a scheduler changes it in place."""
@@ -215,7 +226,7 @@ class PipelineOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state by the names of the parameters, and the groups with names for parameters."""
-        by_worker = self.placed.first_locations(self.names.values())
+        by_worker = self.placed.first_locations(self.names.values(), self.divided)
         bodies = {worker: OptimizerState(self.number, tuple(own.values())) for worker, own in by_worker.items()}
         found: dict[str, Any] = {}
         for worker, states in self.commands.call(bodies).items():
@@ -244,7 +255,7 @@ class PipelineOptimizer(Optimizer):
                 "the state has copies of the parameters with more bits, and this optimizer has none; give their dtype when it "
                 "is made: instantiate_optimizer(..., master_dtype=torch.float32)"
             )
-        stores = self.placed.for_all_copies({renamed[key]: its for key, its in state.items()})
+        stores = self.placed.for_all_copies({renamed[key]: its for key, its in state.items()}, self.divided)
         self.commands.wait()
         with first_waits():
             self.take_options(groups)
@@ -268,6 +279,18 @@ def _checked_master_dtype(given: Any, parameters: Mapping[str, torch.nn.Paramete
                 f"master_dtype={given}: {name!r} is {parameter.dtype}, and a copy of it would lose digits; give a dtype with "
                 "more bits than the parameters have, or leave master_dtype out"
             )
+    return given
+
+
+def _checked_divided(given: Any, placed: PlacedPipe) -> bool:
+    """Whether its state is divided among replicas of the pipeline, if there are any."""
+    if not isinstance(given, bool):
+        raise OptimizerError(f"divide_state={brief(given)}: give True to divide the state among replicas, or False")
+    if given and len(placed.replicas) == 1:
+        raise OptimizerError(
+            "divide_state=True divides the state among replicas of the pipeline, and this driver has one pipeline; make it "
+            "with replicas=2, or leave divide_state out"
+        )
     return given
 
 

@@ -30,7 +30,7 @@ class RemoteParameters:
     def fetch(self, names: Iterable[str], gradients: bool = False) -> dict[str, Any]:
         """Parameters and buffers, or their gradients. None for one that no stage uses."""
         wanted = list(names)
-        by_worker = self.placed.first_locations(wanted)
+        by_worker = self.placed.first_locations(wanted, owned=gradients)
         found: dict[str, Any] = dict.fromkeys(wanted)
         bodies = {worker: Fetch(tuple(own.values()), gradients) for worker, own in by_worker.items()}
         for worker, tensors in self.commands.call(bodies).items():
@@ -53,7 +53,7 @@ class RemoteParameters:
     def grad_norm(self, norm_type: float) -> torch.Tensor:
         """The norm of all gradients together."""
         names = self._names()
-        by_worker = self.placed.first_locations(names)
+        by_worker = self.placed.first_locations(names, owned=True)
         locations = {worker: tuple(by_worker.get(worker, {}).values()) for worker in self.commands.workers}
         answers = self.commands.call_reducing(
             lambda reduce: {worker: GradientNorms(own, norm_type, reduce) for worker, own in locations.items()}

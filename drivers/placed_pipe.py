@@ -188,19 +188,31 @@ class PlacedPipe:
             found.append([(worker, TensorLocation(call, local)) for worker in self.workers_of(call)])
         return [copy for copies in zip(*found) for copy in copies]
 
-    def first_locations(self, names: Iterable[str]) -> dict[int, dict[str, TensorLocation]]:
-        """Where to read each of these parameters and buffers, by worker: one copy of each."""
+    @cached_property
+    def _owners(self) -> dict[str, int]:
+        """The worker that adds up the gradients of each parameter of which there are copies."""
+        return {each.name: bucket.owner for bucket in self.buckets for each in bucket.parameters}
+
+    def owned(self, name: str) -> list[tuple[int, TensorLocation]]:
+        """As `locations`, the copies on the worker that adds up its gradients."""
+        owner = self._owners.get(self.compiled.qualnames.canonical.get(name, name))
+        return [copy for copy in self.locations(name) if owner is None or copy[0] == owner]
+
+    def first_locations(self, names: Iterable[str], owned: bool = False) -> dict[int, dict[str, TensorLocation]]:
+        """Where to read each of these parameters and buffers, by worker: one copy of each. With ``owned``, on the worker that
+        adds up its gradients."""
         found: dict[int, dict[str, TensorLocation]] = {}
         for name in names:
-            for worker, location in self.locations(name)[:1]:
+            for worker, location in (self.owned if owned else self.locations)(name)[:1]:
                 found.setdefault(worker, {})[name] = location
         return found
 
-    def for_all_copies(self, values: Mapping[str, Any]) -> dict[int, dict[TensorLocation, Any]]:
-        """A value for each of some parameters and buffers, by name, becomes one for each copy of it, by worker."""
+    def for_all_copies(self, values: Mapping[str, Any], owned: bool = False) -> dict[int, dict[TensorLocation, Any]]:
+        """A value for each of some parameters and buffers, by name, becomes one for each copy of it, by worker. With ``owned``,
+        for each copy on the worker that adds up its gradients."""
         found: dict[int, dict[TensorLocation, Any]] = {worker: {} for worker in self.workers}
         for name, value in values.items():
-            for worker, location in self.locations(name):
+            for worker, location in (self.owned if owned else self.locations)(name):
                 found[worker][location] = value
         return found
 

@@ -219,7 +219,7 @@ class _Work:
         self.files = {worker: shard(MODEL, at, count) for at, worker in enumerate(self.held)}
         self.own_file = shard(MODEL, count - 1, count)
         self.states: dict[str, dict[int, Any]] = {
-            name: placed.first_locations(parameter for parameter, _ in each.named_parameters())
+            name: placed.first_locations((parameter for parameter, _ in each.named_parameters()), each.divided)
             for name, each in given.optimizers.items()
         }
         self.unused: list[WrittenFile] = []

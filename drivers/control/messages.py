@@ -485,13 +485,17 @@ class ClampGradients:
 class MakeOptimizer:
     """Make an optimizer, and keep it under a number. A group has the locations of its parameters, and its options.
 
-    With ``master_dtype`` the optimizer has copies of that dtype of the parameters that have another.
+    With ``master_dtype`` the optimizer has copies of that dtype of the parameters that have another. If there are replicas of
+    the pipeline, ``names`` are those of all its parameters, and ``divided`` says that each worker has the state of those
+    alone whose gradients it adds up; it sends them to the others.
     """
 
     optimizer: int
     factory: Pickled
     groups: tuple[tuple[tuple[TensorLocation, ...], Mapping[str, Any]], ...]
     master_dtype: torch.dtype | None = None
+    names: tuple[str, ...] = ()
+    divided: bool = False
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ from pippy.drivers.workers.kept_states import KeptStates
 from pippy.drivers.workers.loss_probe import LossProbe
 from pippy.drivers.workers.out_of_order import OutOfOrderExecutor
 from pippy.drivers.workers.output_probe import OutputProbe
+from pippy.drivers.workers.parameter_shares import ParameterShares
 from pippy.drivers.workers.replica_buffers import NotesOfReplicas, ReplicaBuffers
 from pippy.drivers.workers.state_reader import StateReader
 from pippy.drivers.workers.state_writer import StateWriter
@@ -95,6 +96,8 @@ class DriverState:
             self.statistics.exchange = NotesOfReplicas(load.twins, index, transport).exchange
         self.programs: dict[int, Executor] = {}
         self.optimizers: dict[int, WorkerOptimizer] = {}
+        self.buckets = load.buckets
+        self.shares: dict[int, ParameterShares] = {}  # of the optimizers that are divided among replicas
         self.running: Executor | None = None
         self.generation: Generation | None = None
         self.writer, self.reader = StateWriter(self.tensor, device, given_up), StateReader(self.tensor, device)
@@ -146,7 +149,8 @@ class DriverState:
     def _parameters_of(self, optimizers: Sequence[int]) -> set[int]:
         """The ids of the parameters that some optimizers have on this worker."""
         own = [self.optimizers[number] for number in optimizers if number in self.optimizers]
-        return {key for each in own for key in each.parameters}
+        shares = [self.shares[number] for number in optimizers if number in self.shares]
+        return {key for each in own for key in each.parameters} | {key for each in shares for key in each.copies}
 
     @property
     def generating(self) -> str | None:
@@ -298,12 +302,20 @@ class DriverState:
             made = WorkerOptimizer(unpickle(make.factory), groups, make.master_dtype)
             self.optimizers[make.optimizer] = made
             self.gradients.wider.update({key: master.dtype for key, master in made.masters.items()})
+        if make.divided:
+            self.shares[make.optimizer] = ParameterShares(self.buckets, set(make.names), self.index, self.tensor)
+        sums = self.gradients.sums
+        (sums.divided if make.divided else sums.undivided).update(make.names)
 
     def _optimizer_step(self, step: OptimizerStep, number: int) -> None:
         if step.reduce:
             self.gradients.reduce(number)
         if step.optimizer in self.optimizers:  # else no stage on this worker has parameters of it
             self.optimizers[step.optimizer].step(self.gradients, step.groups or ())
+        if step.optimizer in self.shares:
+            self.shares[step.optimizer].exchange(number, self.transport)
+            for number_of, each in self.optimizers.items():
+                each.parameters_changed = each.parameters_changed or number_of != step.optimizer
 
     def _optimizer_state(self, body: OptimizerState, number: int) -> list[dict[str, Any] | None]:
         optimizer = self.optimizers.get(body.optimizer)

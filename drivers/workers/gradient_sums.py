@@ -5,8 +5,8 @@ order of the copies, so that the sums are the same in every run, and on every wo
 
     worker 1 ──its gradients──▶ the owner, worker 0 ──the sums──▶ worker 1
 
-All gradients are sent before any are waited for, and the sums that others wait for come first. So no two workers wait for each
-other.
+Where the state of an optimizer is divided among the workers, the sums stay with the owner. All gradients are sent before any
+are waited for, and the sums that others wait for come first. So no two workers wait for each other.
 """
 
 from collections.abc import Callable, Sequence, Set
@@ -20,6 +20,7 @@ from pippy.ir.run.stage_backward import add_gradients
 
 Gradient = torch.Tensor | None
 FIRST_NUMBER = 1 << 24  # of the buckets in the keys of messages; no program has as many values
+FIRST_SHARE = 1 << 25  # of the buckets in the keys of messages with updated parameters: parameter_shares.py
 
 
 class Messages(Protocol):
@@ -49,6 +50,8 @@ class GradientSums:
             for own in (bucket.parameters for bucket in buckets)
         ]
         self.copies = {id(copy) for own in self.here for local in own for copy in local.values()}
+        self.divided: set[str] = set()  # parameters of optimizers that are divided among their workers
+        self.undivided: set[str] = set()  # parameters of others
 
     def of(
         self, number: int, gradients: dict[int, Gradient], messages: Messages, private: Set[int] = frozenset()
@@ -69,6 +72,8 @@ class GradientSums:
                 if (bucket.owner == self.index) == owned:
                     if owned:
                         totals = self._add_up(number, at, gradients, messages, private)
+                    elif self._stays(bucket):
+                        totals = [None] * len(here)
                     else:
                         totals = self._received(number, at, messages)
                     for total, local in zip(totals, here):
@@ -92,18 +97,26 @@ class GradientSums:
                 else:
                     total.add(next(theirs[worker]), private=True)
             totals.append(total.taken())
-        for worker in others:
+        for worker in others if not self._stays(bucket) else ():
             messages.send(worker, _key(number, at, worker), totals)
         return totals
 
     def _received(self, number: int, at: int, messages: Messages) -> Sequence[Gradient]:
         return messages.receive(_key(number, at, self.index), self.buckets[at].owner)
 
+    def _stays(self, bucket: GradientBucket) -> bool:
+        """Whether only the owner needs the sums."""
+        names = {each.name for each in bucket.parameters}
+        return names <= self.divided and names.isdisjoint(self.undivided)
+
     def named(self, value_number: int, worker: int) -> str:
         """What a message carries, and which worker sends it. The arguments are the last two parts of its key."""
-        bucket = self.buckets[value_number - FIRST_NUMBER]
+        updated = value_number >= FIRST_SHARE
+        bucket = self.buckets[value_number - (FIRST_SHARE if updated else FIRST_NUMBER)]
         first, *others = (parameter.name for parameter in bucket.parameters)
         what = f"{first!r}{f' and {len(others)} more' * bool(others)}"
+        if updated:
+            return f"{what}, updated, from worker {bucket.owner}"
         if bucket.owner == self.index:
             return f"the gradients of {what}, from worker {worker}"
         return f"the sums of the gradients of {what}, from worker {bucket.owner}"

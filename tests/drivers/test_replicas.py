@@ -17,7 +17,7 @@ from pippy import (
     pipeline,
 )
 from pippy.drivers.control.messages import Fetch
-from pippy.drivers.errors import DriverError, StepError
+from pippy.drivers.errors import DriverError, OptimizerError, StepError
 from tests.drivers.models import TiedLanguage
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
@@ -343,3 +343,102 @@ def test_workers_that_take_their_instructions_out_of_order(cluster, out_of_order
     torch.testing.assert_close(driver.run(4, x, target), loss.detach(), rtol=1e-12, atol=1e-12)
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(driver.get_grad(name), parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+def states(cluster, driver):
+    """The bytes of optimizer states on each worker."""
+    held = []
+    for thread in cluster.control.threads:
+        of_driver = thread.drivers.get(driver.number)
+        own = of_driver.optimizers.values() if of_driver else ()
+        held.append(sum(tensor.nbytes for each in own for state in each.held() for tensor in state.values()))
+    return held
+
+
+def test_a_divided_state_is_there_once_and_the_numbers_are_the_same(threads, tmp_path):
+    x, target = batch(8)
+    whole, divided = (PipelineDriver1F1B(cut_in_two(), threads, replicas=2) for _ in range(2))
+    groups = [{"params": "*.weight", "lr": 0.1}, {"params": ..., "weight_decay": 0.0}]
+    first = whole.instantiate_optimizer(torch.optim.AdamW, param_groups=groups)
+    second = divided.instantiate_optimizer(torch.optim.AdamW, param_groups=groups, divide_state=True)
+    for step in range(4):
+        norms = []
+        for driver, optimizer in ((whole, first), (divided, second)):
+            driver.run(4, x, target)
+            if step == 2:
+                driver.run(4, x + 1, target)
+            norms.append(driver.clip_grad_norm_(0.01))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert norms[0] == norms[1]
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, divided.state_dict()[name]), name
+    check_replicas_are_equal(divided)
+    twice, once = states(threads, whole), states(threads, divided)
+    assert sum(twice) == 2 * sum(once) and max(once) < 0.75 * max(twice)
+    ours, theirs = first.state_dict()["state"], second.state_dict()["state"]
+    assert all(torch.equal(value, theirs[name][key]) for name, own in ours.items() for key, value in own.items())
+    path = divided.save(tmp_path, optimizer=second, step=1)
+    for driver, optimizer in ((whole, first), (divided, second)):
+        driver.load(path, optimizer=optimizer)
+        driver.run(4, x, target)
+        optimizer.step()
+    second.load_state_dict(first.state_dict())
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, divided.state_dict()[name]), name
+    assert states(threads, divided) == once
+    for driver in (whole, divided):
+        driver.close()
+
+
+def test_with_a_divided_state_gradients_go_one_way_and_parameters_the_other(threads):
+    driver = PipelineDriver1F1B(cut_in_two(), threads, replicas=2)
+    optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, divide_state=True)
+    x, target = batch(8)
+    sent = [each.context.transport.sent for each in threads.control.threads]
+    stage_bytes = [8 * sum(p.numel() for p in part.parameters()) for part in Plain()]
+    for _ in range(2):
+        before = [{peer: (count.values, count.bytes) for peer, count in each.items()} for each in sent]
+        driver.run(4, x, target)
+        optimizer.step()
+        optimizer.zero_grad()
+    for worker, (counts, old) in enumerate(zip(sent, before)):
+        twin = (worker + 2) % 4
+        values, total = old[twin]
+        assert counts[twin].values - values == 2 and counts[twin].bytes - total == stage_bytes[worker % 2]
+    driver.close()
+
+
+def test_optimizers_of_which_one_is_divided(cluster):
+    x, target = batch(8)
+    driver, plain = PipelineDriver1F1B(cut_in_two(), cluster, replicas=2), Plain()
+    ours = [
+        driver.instantiate_optimizer(torch.optim.Adam, lr=0.1, param_groups=[{"params": "*.bias"}], divide_state=True),
+        driver.instantiate_optimizer(torch.optim.SGD, lr=0.1, param_groups=[{"params": "*.weight"}]),
+    ]
+    named = dict(plain.named_parameters())
+    theirs = [
+        torch.optim.Adam([each for name, each in named.items() if "bias" in name], lr=0.1),
+        torch.optim.SGD([each for name, each in named.items() if "weight" in name], lr=0.1),
+    ]
+    for step in range(3):
+        driver.run(4, x, target)
+        nn.functional.mse_loss(plain(x), target).backward()
+        for each in (ours[step % 2], theirs[step % 2]):  # the gradients of the other are kept
+            each.step()
+            each.zero_grad()
+        for name, parameter in named.items():
+            gradient = driver.get_grad(name)
+            assert (gradient is None) == (parameter.grad is None)
+            if gradient is not None:
+                torch.testing.assert_close(gradient, parameter.grad, rtol=1e-12, atol=1e-12)
+    check_state(driver, plain)
+    check_replicas_are_equal(driver)
+
+
+def test_a_state_cannot_be_divided_among_one(cluster):
+    driver = PipelineDriver1F1B(cut_in_two(), cluster)
+    with pytest.raises(OptimizerError, match="this driver has one pipeline; make it with replicas=2"):
+        driver.instantiate_optimizer(torch.optim.SGD, lr=0.1, divide_state=True)
+    with pytest.raises(OptimizerError, match="divide_state=2: give True"):
+        driver.instantiate_optimizer(torch.optim.SGD, lr=0.1, divide_state=2)
