@@ -67,11 +67,11 @@ def test_a_scaler_of_the_driver_steps(threads):
     parts.driver.close()
 
 
-def test_the_position_of_a_loader_is_saved_with_the_rest(threads, tmp_path):
+def test_the_position_of_a_loader_is_saved_with_the_rest(cluster, tmp_path):
     """Shuffled data and dropout: a loop by hand that goes on equals the one that was not disturbed."""
 
     def made():
-        parts = Parts(threads, Noisy, keyed_random=3)
+        parts = Parts(cluster, Noisy, keyed_random=3)
         torch.manual_seed(2)
         return parts, RepeatingLoader(shuffled())
 
