@@ -34,8 +34,8 @@ def model():
 class Run:
     """A driver with what goes with it."""
 
-    def __init__(self, cluster, schedule="1f1b", **options):
-        pipe = Pipe.from_sequential(model(), nn.MSELoss())
+    def __init__(self, cluster, schedule="1f1b", made=None, **options):
+        pipe = Pipe.from_sequential(model() if made is None else made, nn.MSELoss())
         self.cluster, self.driver = cluster, PipelineDriver(pipe, cluster, schedule=schedule, **options)
         self.optimizer = self.driver.instantiate_optimizer(torch.optim.AdamW, lr=0.05)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=20)

@@ -1,0 +1,243 @@
+"""Does a run go on to the bit, whatever happens to its workers, and whenever?
+
+Command: ``python -m exps.recoveries --count 500 --seed 1``
+
+A run of 60 steps with dropout, AdamW and a scheduler is disturbed at random instants, also while it recovers:
+
+- kill: SIGKILL for a worker, or for two;
+- stop: SIGSTOP for a worker;
+- exception: the next forward or backward of some stage raises.
+
+It makes a point every 4 steps, in the memory of neighbours or on the disk by turns, and calls `driver.recover` when a step, an
+update or a point has failed. Every loss, the repeated ones included, must be that of the undisturbed run, to the bit, and so
+must the parameters in the end. Runs differ in their schedules. ``--kinds`` takes some of the kinds, ``--steps`` another
+length. It prints how often each kind happened, in how many recoveries they ended, and the slowest recovery.
+"""
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pippy.drivers.clusters.cluster import Cluster
+from pippy.drivers.clusters.local_cluster import local_cluster
+from pippy.drivers.errors import CheckpointError, ClusterError, StepError
+from tests.drivers.processes import close_open_cluster
+from tests.drivers.recovery.runs import WIDTH, Run
+
+KINDS = ("kill", "stop", "exception")
+SCHEDULES = ("1f1b", "fill_drain", "zb_h1")
+WORKERS, EVERY, ATTEMPTS = 3, 4, 20
+
+
+class Raises(torch.autograd.Function):
+    """Raises in the forward or the backward that finds a file, once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, path: str) -> torch.Tensor:
+        """The input as it is."""
+        ctx.path = path
+        take(path)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """The gradient as it is."""
+        take(ctx.path)
+        return grad.clone(), None
+
+
+def take(path: str) -> None:
+    """Raise if this is the one that finds the file."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return
+    raise ArithmeticError("a stage that fails")
+
+
+class Trap(nn.Module):
+    """Lets its input through, until a file is there."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The input as it is."""
+        return Raises.apply(x, self.path)
+
+
+def model(path: str) -> nn.Sequential:
+    """A stage for each worker."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.Tanh(), Trap(path)) for _ in range(WORKERS)]
+    return nn.Sequential(*layers[:-1], nn.Sequential(nn.Linear(WIDTH, 1), Trap(path)))
+
+
+@dataclass
+class Findings:
+    """What happened, and what was wrong."""
+
+    happened: Counter[str] = field(default_factory=Counter)
+    recoveries: int = 0
+    runs: int = 0
+    slowest: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{count} of {kind}" for kind, count in sorted(self.happened.items()))
+        text = (
+            f"{sum(self.happened.values())} disturbances ({kinds}) of {self.runs} runs, {self.recoveries} recoveries, "
+        )
+        text += f"the slowest {self.slowest:.1f} s; {len(self.wrong)} wrong"
+        return "\n".join([text, *self.wrong[:20]])
+
+
+class Disturbing:
+    """A thread that disturbs a cluster at random instants, until the block ends."""
+
+    def __init__(
+        self, cluster: Cluster, path: str, kinds: Sequence[str], rng: random.Random, pause: float, count: int
+    ) -> None:
+        self.cluster, self.path, self.kinds, self.rng, self.pause = cluster, path, kinds, rng, pause
+        self.happened: Counter[str] = Counter()
+        self.left = count
+        self._ended = threading.Event()
+
+    def __enter__(self) -> "Disturbing":
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._ended.set()
+        self._thread.join()
+        Path(self.path).unlink(missing_ok=True)
+
+    def _run(self) -> None:
+        while self.left > 0 and not self._ended.wait(self.rng.uniform(0, 2 * self.pause)):
+            kind = self.rng.choice(self.kinds)
+            with suppress(ProcessLookupError):  # it was lost, and not replaced yet
+                self._disturb(kind)
+                self.happened[kind] += 1
+                self.left -= 1
+
+    def _disturb(self, kind: str) -> None:
+        if kind == "exception":
+            Path(self.path).touch()
+            return
+        count = 2 if kind == "kill" and self.rng.random() < 0.1 else 1
+        for worker in self.rng.sample(range(len(self.cluster)), count):
+            with os.fdopen(os.pidfd_open(self.cluster.control.workers[worker].pid), "rb", 0) as process:
+                signal.pidfd_send_signal(process.fileno(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+
+
+def point(run: Run, folder: str, step: int) -> None:
+    """Make a point: in memory, and every other one on the disk."""
+    if step % (2 * EVERY):
+        run.protect(step)
+    else:
+        run.save(folder, step, keep=2)
+
+
+def recovered(run: Run, findings: Findings) -> int:
+    """Recover, though others are disturbed meanwhile. Gives the step to go on with."""
+    start = time.monotonic()
+    for attempt in range(ATTEMPTS):
+        try:
+            values = run.driver.recover()
+            findings.recoveries += 1
+            findings.slowest = max(findings.slowest, time.monotonic() - start)
+            return int(values.get("step", 0))
+        except (ClusterError, StepError):
+            if attempt == ATTEMPTS - 1:
+                raise
+    raise AssertionError
+
+
+def disturbed(run: Run, steps: int, expected: dict[int, float], findings: Findings, folder: str) -> None:
+    """A run that recovers from everything, to its end."""
+    step = 0
+    while step < steps:
+        try:
+            if step % EVERY == 0:
+                point(run, folder, step)
+            run.step(step)
+            if run.losses[step] != expected[step]:
+                findings.wrong.append(f"{run!r}: step {step} has {run.losses[step]!r}, and not {expected[step]!r}")
+            step += 1
+        except (ClusterError, StepError, CheckpointError) as error:
+            if isinstance(error, CheckpointError) and error.__cause__ is None:
+                raise
+            step = recovered(run, findings)
+
+
+def campaign(count: int, seed: int, kinds: Sequence[str] = KINDS, steps: int = 60, share: int = 8) -> Findings:
+    """Disturb runs until so much has happened, ``share`` times in each run."""
+    rng, findings = random.Random(seed), Findings()
+    torch.set_default_dtype(torch.float64)
+    close_open_cluster()
+    with local_cluster(WORKERS, threads=1, timeout=2.0) as cluster, tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/raise"
+        plain = Run(cluster, made=model(path))
+        plain.steps(0, 2)  # what is done once takes longer than a step
+        start = time.monotonic()
+        plain = Run(cluster, made=model(path))
+        plain.steps(0, steps)
+        pause, state = (time.monotonic() - start) / share, plain.driver.state_dict()
+        while sum(findings.happened.values()) < count:
+            run = Run(cluster, schedule=rng.choice(SCHEDULES), made=model(path))
+            left = min(share, count - sum(findings.happened.values()))
+            with Disturbing(cluster, path, kinds, rng, pause, left) as disturbing:
+                disturbed(run, steps, plain.losses, findings, f"{folder}/{findings.runs}")
+            findings.happened += disturbing.happened
+            findings.runs += 1
+            findings.wrong += differing(run, state, findings)
+            print(findings, file=sys.stderr, flush=True)
+    return findings
+
+
+def differing(run: Run, expected: dict[str, Any], findings: Findings) -> list[str]:
+    """The parameters and buffers that are not what they should be."""
+    for _ in range(ATTEMPTS):
+        try:
+            found = run.driver.state_dict()
+            run.driver.close()
+            return [f"{run!r}: {name}" for name, value in found.items() if not torch.equal(value, expected[name])]
+        except ClusterError:  # it was disturbed as the run ended
+            first = recovered(run, findings)
+            run.steps(first, max(run.losses) + 1)
+    raise AssertionError
+
+
+def main() -> None:
+    """Disturb, and print the counts."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")  # that two neighbours were lost
+    findings = campaign(given.count, given.seed, given.kinds, given.steps)
+    print(findings)
+    sys.exit(bool(findings.wrong))
+
+
+if __name__ == "__main__":
+    main()
