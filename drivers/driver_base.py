@@ -31,7 +31,7 @@ from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.clusters.current_cluster import current_cluster
 from pippy.drivers.commands import Commands, in_turn
 from pippy.drivers.control.messages import Step, StepReturning
-from pippy.drivers.data.sent_datasets import SentDatasets, columns_in
+from pippy.drivers.data.sent_datasets import SentDatasets, check_no_columns, columns_in
 from pippy.drivers.data_iterators import loss_alone, next_call
 from pippy.drivers.driver_arguments import (
     check_chunks,
@@ -290,6 +290,7 @@ class PipelineDriverBase(ModelOnWorkers):
 
     def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """What is to fit into the memory of the workers, and is counted if it was not."""
+        check_no_columns((args, kwargs), f"schedule={self.schedule!r} with memory=")
 
         def divided(chunks: int) -> Division:
             return divide_call(self.compiled, chunks, args, kwargs, self.chunk_spec, self.batch_dims, self.mask)
@@ -447,6 +448,7 @@ class PipelineDriverBase(ModelOnWorkers):
             )
         follow_training_flags(self.pipe)
         args, kwargs = (args, kwargs) if args or kwargs else example_of(self.pipe)
+        check_no_columns((args, kwargs), "memory()")
         division = divide_call(self.compiled, chunks, args, kwargs, self.chunk_spec, self.batch_dims, self.mask)
         states = [counted_optimizer(optimizer)] if optimizer else [each.counted() for each in self._optimizers]
         device = torch.device(self.cluster.device_type)

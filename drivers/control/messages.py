@@ -231,7 +231,8 @@ class AddDataset:
     ``dataset`` is the dataset, or for some of its columns a dataset of each; or "package.module:function", which makes it.
     ``collate`` puts items together; None for torch's own. ``keys`` are the columns that this worker needs. ``sample`` is an
     index, whose row is compared among workers that make the dataset. ``rules`` has the Pipe's guards and what weighs losses,
-    once for a driver. The datasets with the numbers ``gone`` are dropped.
+    once for a driver. The datasets with the numbers ``gone`` are dropped. ``beside``: mini-batches that come next are loaded on
+    threads, beside the steps.
     """
 
     number: int
@@ -241,6 +242,7 @@ class AddDataset:
     sample: tuple[Any, ...]
     rules: Pickled | None = None
     gone: tuple[int, ...] = ()
+    beside: bool = False
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,16 @@ class DatasetSource:
     >>> DatasetSource("package.module:function", None).rows
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[Any], Any] | None) -> None:
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any] | None, prefetch: int = 0) -> None:
         self.number, self.dataset, self.collate = next(_numbers), dataset, collate
         self.columns: dict[Hashable, Any] | None = None
         self.rows: int | None = None
         self._sent: dict[Any, Pickled] = {}
+        self.prefetch = prefetch
+        if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
+            raise DriverError(
+                f"prefetch={describe(prefetch)}: give how many mini-batches a worker loads ahead of its steps, 0 or more"
+            )
         if collate is not None and not callable(collate):
             raise DriverError(
                 f"collate_fn={describe(collate)}: give a function of a list of rows, or None for torch's own"

@@ -1,7 +1,9 @@
 """Gives mini-batches as indices: the workers load the rows, each those columns that it uses."""
 
 import sys
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +24,8 @@ class IndexLoader:
     ``dataset`` has ``__getitem__`` or ``__getitems__``, and is sent to the workers once; or it is the name of a function that
     makes it there, "package.module:function". The rest is as in `torch.utils.data.DataLoader`. A mini-batch is a tuple or a
     dict of columns: ``driver.run(chunks, *batch)`` or ``**batch``. ``columns`` says how many there are, or their names; it is
-    needed for a dataset by name, and else found out from one row. See docs/data.md.
+    needed for a dataset by name, and else found out from one row. With ``prefetch=2``, workers load the next two mini-batches
+    while they compute. See docs/data.md.
 
     >>> from torch.utils.data import TensorDataset
     >>> from pippy import Pipe, PipelineDriver1F1B, local_cluster
@@ -50,8 +53,9 @@ class IndexLoader:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         columns: int | Sequence[str] | None = None,
         seed: int | None = None,
+        prefetch: int = 0,
     ) -> None:
-        self.source = DatasetSource(dataset, collate_fn)
+        self.source = DatasetSource(dataset, collate_fn, prefetch)
         self.keys = _keys_of(columns, self.source)
         self.seed = torch.initial_seed() if seed is None else seed
         self.epoch = self.given = 0
@@ -105,10 +109,14 @@ class IndexLoader:
         """The mini-batches of the next epoch; of the same, behind those that were given, after `load_state_dict`."""
         epoch, skip, self._loaded = self.epoch, self.given, False
         self._begin_epoch(epoch)
-        for position, indices in enumerate(self.batch_sampler):
-            if position >= skip:
-                self.epoch, self.given = epoch, position + 1
-                yield self._columns(IndexBatch(self.source.number, self._listed(indices), (self.seed, epoch, position)))
+        batches = (
+            IndexBatch(self.source.number, self._listed(indices), (self.seed, epoch, position))
+            for position, indices in enumerate(self.batch_sampler)
+            if position >= skip
+        )
+        for position, batch in enumerate(_with_those_ahead(batches, self.source.prefetch), skip):
+            self.epoch, self.given = epoch, position + 1
+            yield self._columns(batch)
         self.epoch, self.given = epoch + 1, 0
 
     def _begin_epoch(self, epoch: int) -> None:
@@ -145,6 +153,17 @@ class IndexLoader:
     def _columns(self, batch: IndexBatch) -> Columns:
         columns = {key: Column(self.source, key, batch) for key in self.keys}
         return columns if any(isinstance(key, str) for key in self.keys) else tuple(columns.values())  # type: ignore[return-value]
+
+
+def _with_those_ahead(batches: Iterable[IndexBatch], count: int) -> Iterator[IndexBatch]:
+    """Each mini-batch, with as many of those that come next."""
+    waiting = deque[IndexBatch]()
+    for batch in batches:
+        waiting.append(batch)
+        if len(waiting) > count:
+            yield replace(waiting.popleft(), ahead=tuple(waiting))
+    while waiting:
+        yield replace(waiting.popleft(), ahead=tuple(waiting))
 
 
 def _keys_of(columns: int | Sequence[str] | None, source: DatasetSource) -> tuple[Hashable, ...]:

@@ -108,6 +108,7 @@ class SentDatasets:
                 sample,
                 None if rank in self.told else rules,
                 gone,
+                source.prefetch > 0,
             )
             for rank, keys in wanted.items()
         }
@@ -148,6 +149,15 @@ def _keys(division: Division, number: int) -> frozenset[Hashable]:
     """The columns of a dataset that are loaded for a part of a mini-batch."""
     loaded = [leaf for value in division.arguments.values() for leaf in loaded_columns(value)]
     return frozenset(leaf.key for leaf in loaded if leaf.batches[0].dataset == number)
+
+
+def check_no_columns(values: Any, what: str) -> None:
+    """Raise if some of the values are loaded by workers: ``what`` counts the sizes of all."""
+    for column in columns_in(values):
+        raise DriverError(
+            f"{what} counts sizes, and those of {column!r} are not known here, as workers load it; give a tensor of the same "
+            "shape (of the meta device is enough for memory())"
+        )
 
 
 def columns_in(*values: Any) -> list[Column]:

@@ -1,17 +1,15 @@
 """Loads the inputs of a step that the controller knows the indices of, on the worker that uses them."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from hashlib import blake2b
+from dataclasses import replace
 from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import nn
 
 from pippy.drivers.batches.columns import DivisionOfColumns, IndexBatch, LoadedColumn, LoadingRules, loaded_columns
-from pippy.drivers.batches.dataset_items import check_dataset, column_of, columns_of, load_rows
+from pippy.drivers.batches.dataset_items import check_dataset
 from pippy.drivers.batches.divide import Divider
 from pippy.drivers.batches.division import DividedValue, Division, map_divided
 from pippy.drivers.batches.items import joined_items
@@ -21,57 +19,20 @@ from pippy.drivers.control.messages import AddDataset, DatasetSeen
 from pippy.drivers.errors import DriverError, MicrobatchError
 from pippy.drivers.transport.pickling import unpickle
 from pippy.drivers.transport.received_values import Interrupted
+from pippy.drivers.workers.opened_dataset import LoadingBeside, OpenedDataset
 from pippy.ir.errors import InputError
 from pippy.ir.guards import differs
 from pippy.ir.names import LOSS
-from pippy.ir.run.random_state import seed_all, untouched_random_state
-from pippy.ir.trees import describe, leaves
-
-Draws = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class OpenedDataset:
-    """A dataset on a worker: of all columns, or one for each of those that it needs."""
-
-    whole: Any
-    columns: Mapping[Hashable, Any] | None
-    collate: Callable[[Any], Any] | None
-    keys: tuple[Hashable, ...]
-
-    @classmethod
-    def of(cls, body: AddDataset, dataset: Any) -> "OpenedDataset":
-        """The dataset that a message is about, or a dict of those of its columns."""
-        collate = None if body.collate is None else unpickle(body.collate)
-        columns = dataset if isinstance(body.dataset, Mapping) else columns_of(dataset) if collate is None else None
-        if columns is not None and all(key in columns for key in body.keys):
-            return cls(None, {key: columns[key] for key in body.keys}, collate, body.keys)
-        return cls(dataset, None, collate, body.keys)
-
-    def load(self, indices: Sequence[Any], draws: Draws, goes_on: Callable[[], None]) -> dict[Hashable, Any]:
-        """The columns that are needed, of the rows with these indices.
-
-        Random numbers are keyed by ``draws``, so that all workers that load these rows draw the same, and those of the stages
-        are as if nothing had been drawn.
-        """
-        with untouched_random_state(), torch.autocast("cpu", enabled=False):
-            if self.columns is not None:
-                return {key: self._load(each, indices, (*draws, key), goes_on) for key, each in self.columns.items()}
-            rows = self._load(self.whole, indices, draws, goes_on)
-        return {key: column_of(rows, key, len(self.keys) == 1) for key in self.keys}
-
-    def _load(self, dataset: Any, indices: Sequence[Any], draws: tuple[Any, ...], goes_on: Callable[[], None]) -> Any:
-        seed_all(int.from_bytes(blake2b(repr(draws).encode(), digest_size=7).digest(), "little"))
-        return load_rows(dataset, indices, self.collate, goes_on)
 
 
 class DatasetReader:
     """The datasets of one driver on one worker. ``loading`` while it loads."""
 
-    def __init__(self, modules: Mapping[str, nn.Module], given_up: Callable[[], bool]) -> None:
-        self.modules, self.given_up = modules, given_up
+    def __init__(self, modules: Mapping[str, nn.Module], given_up: Callable[[], bool], shares_process: bool) -> None:
+        self.modules, self.given_up, self.shares_process = modules, given_up, shares_process
         self.datasets: dict[int, OpenedDataset] = {}
         self.rules: LoadingRules | None = None
+        self.ahead: dict[tuple[int, tuple[int, ...]], LoadingBeside] = {}
         self.loading = False
 
     def add(self, body: AddDataset) -> DatasetSeen:
@@ -87,8 +48,8 @@ class DatasetReader:
             dataset = {key: unpickle(each) for key, each in given.items()}
         else:
             dataset = unpickle(given)
-        self.datasets[body.number] = opened = OpenedDataset.of(body, dataset)
-        return _seen(dataset, opened.collate, body.sample) if isinstance(given, str) else DatasetSeen()
+        self.datasets[body.number] = opened = OpenedDataset.of(body, dataset, self.shares_process)
+        return opened.seen(dataset, body.sample) if isinstance(given, str) else DatasetSeen()
 
     def load(self, division: DivisionOfColumns, trains: bool) -> tuple[Division, Division]:
         """The mini-batch with what is loaded in its place, divided as if it had been given: this worker's share, and all of it.
@@ -141,7 +102,20 @@ class DatasetReader:
         return loss_weights(self.modules.get(LOSS), division, self.rules.target, self.rules.loss_reduction)
 
     def _rows(self, batch: IndexBatch) -> dict[Hashable, Any]:
-        return self.datasets[batch.dataset].load(batch.indices, batch.draws, self._goes_on)
+        """The rows of a mini-batch. Those that come next begin to be loaded."""
+        dataset = self.datasets[batch.dataset]
+        begun = self.ahead.pop((batch.dataset, batch.draws), None)
+        if begun is not None and begun.indices == batch.indices:
+            rows = begun.result(self._goes_on)
+        else:
+            rows = dataset.load(batch.indices, batch.draws, self._goes_on)
+        wanted = {(each.dataset, each.draws): each for each in batch.ahead}
+        for key in [key for key in self.ahead if key[0] == batch.dataset and key not in wanted]:
+            self.ahead.pop(key).end()
+        for key, each in wanted.items():
+            if key not in self.ahead:
+                self.ahead[key] = LoadingBeside(dataset, each.indices)
+        return rows
 
     def _goes_on(self) -> None:
         if self.given_up():
@@ -199,25 +173,3 @@ def _made(name: str) -> Any:
     dataset = make()
     check_dataset(dataset, f"what {name} gave")
     return dataset
-
-
-def _seen(dataset: Any, collate: Callable[[Any], Any] | None, sample: Sequence[Any]) -> DatasetSeen:
-    """What the controller compares of a dataset that each worker makes."""
-    whole = OpenedDataset(dataset, None, collate, (None,))
-    rows = len(dataset) if hasattr(dataset, "__len__") else None
-    return DatasetSeen(type(dataset).__qualname__, rows, _digest(whole.load(sample, (), lambda: None)[None]))
-
-
-def _digest(value: Any) -> str:
-    """A short text that differs for other numbers; objects count by their classes."""
-    found = blake2b(digest_size=16)
-    for leaf in leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            strided = leaf.detach().cpu() if leaf.layout is torch.strided and not leaf.is_meta else None
-            found.update(describe(leaf).encode())
-            if strided is not None and not strided.is_quantized:
-                found.update(strided.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        else:
-            plain = isinstance(leaf, (int, float, complex, str, bytes, type(None)))
-            found.update(repr(leaf if plain else type(leaf)).encode())
-    return found.hexdigest()

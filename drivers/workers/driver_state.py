@@ -101,7 +101,7 @@ class DriverState:
         self.running: Executor | None = None
         self.generation: Generation | None = None
         self.writer, self.reader = StateWriter(self.tensor, device, given_up), StateReader(self.tensor, device)
-        self.datasets = DatasetReader(self.modules, given_up)
+        self.datasets = DatasetReader(self.modules, given_up, shares_process)
         self.kept = KeptStates(index, self.modules, transport, device)
         self.handlers: Mapping[type, Callable[[Any, int], Any]] = {
             type(None): lambda body, number: None,  # the command only drops gradients, or drivers

@@ -16,6 +16,7 @@ from pippy import (
     IndexLoader,
     MicroBatches,
     Pipe,
+    PipelineDriver,
     PipelineDriver1F1B,
     PippyError,
     Replicate,
@@ -326,13 +327,13 @@ class Difference(nn.Module):
         return x * self.other
 
 
-def test_all_workers_change_a_row_alike_and_a_run_is_repeated(threads):
+def test_all_workers_change_a_row_alike_and_a_run_is_repeated(cluster):
     zeros = torch.zeros(ROWS, 8)
     for _ in range(2):
-        driver = PipelineDriver1F1B(pipeline(Difference(), nn.MSELoss()), threads)
+        driver = PipelineDriver1F1B(pipeline(Difference(), nn.MSELoss()), cluster)
         loader = IndexLoader(Noisy(zeros, zeros), batch_size=8, shuffle=True, seed=3)
         assert [driver.run(2, *batch) for batch in loader] == [0] * 5
-    driver = PipelineDriver1F1B(pipeline(Difference(), lambda y, t: (y * 2 - t).sum()), threads, loss_reduction="sum")
+    driver = PipelineDriver1F1B(pipeline(Difference(), lambda y, t: (y * 2 - t).sum()), cluster, loss_reduction="sum")
     first, second = ([driver.run(2, *batch) for batch in loader] for _ in range(2))
     loader.set_epoch(1)
     assert [driver.run(2, *batch) for batch in loader] == first
@@ -429,6 +430,7 @@ def test_what_is_refused_before_anything_is_sent(threads):
     x = torch.randn(ROWS, 8)
     loader = IndexLoader(TensorDataset(x, x))
     driver = PipelineDriver1F1B(pipeline(Chain(3), nn.MSELoss()), threads)
+    automatic = PipelineDriver(driver.pipe, threads, schedule="auto", memory="1 GiB")
     counts = list(threads.control.counts)
     refused = [
         (lambda: IndexLoader(iter([])), "gives no row by its index"),
@@ -448,7 +450,8 @@ def test_what_is_refused_before_anything_is_sent(threads):
         (lambda: loader.batch([]), "no indices"),
         (lambda: driver.run(9, *loader.batch(range(8))), "8 rows .* too few for 9 micro-batches"),
         (lambda: driver.run(2, loader.batch(range(8))[0], x[:9]), "different numbers of rows"),
-        (lambda: driver.memory(2, *loader.batch(range(8))), "its sizes are not known here"),
+        (lambda: driver.memory(2, *loader.batch(range(8))), "memory\\(\\) counts sizes, .* are not known here"),
+        (lambda: automatic.run(None, *loader.batch(range(8))), r"schedule='auto' with memory= counts sizes"),
         (
             lambda: driver.run(2, *IndexLoader(Rows(x, x, names=threading.Lock()), columns=2).batch([0, 1])),
             r"cannot pickle.*give the dataset by the name",
@@ -532,14 +535,14 @@ def test_steps_in_flight_records_outputs_and_accumulation(threads):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_the_loop_takes_a_loader_and_goes_on_with_it(threads, tmp_path, accumulate):
+def test_the_loop_takes_a_loader_and_goes_on_with_it(cluster, tmp_path, accumulate):
     """With mini-batches of 7, 7 and 4 rows: those that are run as one are cut and weighted each by itself."""
     x, labels = classes(18)
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 8))
     pipe = pipeline(model, nn.CrossEntropyLoss(), split="parameters", num_stages=2)
 
     def trained(data, **options):
-        driver = PipelineDriver1F1B(pipe, threads, keyed_random=7)
+        driver = PipelineDriver1F1B(pipe, cluster, keyed_random=7)
         optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
         result = train(driver, data, optimizer, chunks=3, steps=4, accumulate=accumulate, **options)
         return result.losses, driver.state_dict()
@@ -572,3 +575,90 @@ def test_mini_batches_that_are_run_as_one(threads):
     other = IndexLoader(Rows(x, labels))
     with pytest.raises(MicrobatchError, match="take all of them from one loader"):
         call_of([loader.batch(range(7)), other.batch(range(7))], 3)
+
+
+# Ahead of the steps
+
+
+def ahead(driver, worker=0):
+    """What a worker loads, or has loaded, for steps to come: by the position of the mini-batch."""
+    reader = driver.dispatch.control.threads[worker].drivers[driver.number].datasets
+    return {draws[-1]: each for (_, draws), each in reader.ahead.items()}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_next_mini_batches_are_loaded_beside_the_steps(threads, count):
+    columns = classes()
+    driver = PipelineDriver1F1B(pipeline(Chain(2), nn.CrossEntropyLoss()), threads)
+    loader = IndexLoader(Rows(*columns), batch_size=8, columns=2, prefetch=count)
+    losses = []
+    for at, batch in enumerate(loader):
+        losses.append(driver.run(2, *batch))
+        assert list(ahead(driver)) == list(ahead(driver, 1)) == list(range(at + 1, min(at + 1 + count, 5)))
+    plain = [driver.run(2, *(column[each : each + 8] for column in columns)) for each in range(0, ROWS, 8)]
+    assert losses == plain
+    held = [
+        worker.drivers[driver.number].datasets.datasets[loader.source.number].whole
+        for worker in threads.control.threads[:2]
+    ]
+    assert [sorted(each.seen) for each in held] == [list(range(ROWS))] * 2  # each row once
+    driver.run(2, *next(iter(loader)))
+    left = ahead(driver)
+    driver.run(2, *loader.batch(range(4)))
+    assert ahead(driver) == {} and all(each._ended for each in left.values())
+
+
+class Gated(Rows):
+    """Its sixth row waits until it may come."""
+
+    opened, asked = threading.Event(), threading.Event()
+
+    def __getitem__(self, index):
+        if index == 5:
+            Gated.asked.set()
+            assert Gated.opened.wait(60)
+        return super().__getitem__(index)
+
+
+def test_a_step_goes_on_while_rows_are_loaded_and_what_is_not_needed_is_given_up(threads):
+    x = torch.randn(ROWS, 8)
+    driver = PipelineDriver1F1B(pipeline(Chain(2), nn.MSELoss()), threads)
+    batches = iter(IndexLoader(Gated(x, x), batch_size=4, prefetch=1))
+    assert driver.run(2, *next(batches)).isfinite()
+    assert Gated.asked.wait(60)
+    late = driver.run_async(2, *next(batches))  # waits for the row
+    driver.dispatch.give_up(KeyboardInterrupt())
+    with pytest.raises(StepError, match="given up"):
+        late.result()
+    assert driver.run(2, x[:4], x[:4]).isfinite()
+    Gated.opened.set()
+
+
+@pytest.mark.parametrize("dataset", [Noisy, Raising])
+def test_what_goes_wrong_beside_a_step_is_said_by_the_step_that_needs_it(threads, dataset):
+    x = torch.randn(ROWS, 8)
+    driver = PipelineDriver1F1B(pipeline(Chain(2), nn.MSELoss()), threads)
+    loader = iter(IndexLoader(dataset(x, x), batch_size=4, prefetch=1))
+    words = (
+        "prefetch= loads rows on threads .* draws from one of them"
+        if dataset is Noisy
+        else r"dataset\[5\] raised ValueError"
+    )
+    for _ in range(dataset is Raising):
+        driver.run(2, *next(loader))
+    with pytest.raises(StepError, match=words):
+        driver.run(2, *next(loader))
+
+
+class DrawsPythons(Rows):
+    def __getitem__(self, index):
+        return self.columns[0][index] * random.random(), self.columns[1][index]
+
+
+def test_rows_that_draw_are_not_loaded_beside_a_step(cluster):
+    x = torch.randn(ROWS, 8)
+    driver = PipelineDriver1F1B(pipeline(Chain(2), nn.MSELoss()), cluster)
+    with pytest.raises(StepError, match="leave prefetch= out"):
+        driver.run(2, *IndexLoader(DrawsPythons(x, x), prefetch=1).batch(range(8)))
+    with pytest.raises(DriverError, match="prefetch=-1: give how many"):
+        IndexLoader(x, prefetch=-1)
