@@ -40,7 +40,7 @@ gpu: $(READY) ## run the tests and benchmarks that need a GPU (minutes); without
 	@$(BIN)/python -m exps.gpu --tests
 
 docs: $(READY) ## make the documentation as a site, with a reference of the public names, in build/docs
-	@$(BIN)/python -m sphinx -q -W --keep-going -j auto -c docs . build/docs
+	@$(BIN)/python -m sphinx -q -E -W --keep-going -c docs . build/docs
 	@echo The documentation is in build/docs/index.html
 
 setup: $(READY) ## make the virtual environment

@@ -23,11 +23,13 @@ from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx.util.nodes import make_refnode
 
 INSTANCES = {"driver": "PipelineDriverBase", "pipe": "Pipe"}  # how pages call an object of a class
+METHODS = {"train"}  # what pages mean a method of a module by, though a public name is the same
 _NAME = re.compile(r"(?P<name>[A-Za-z_][\w.]*)(?:\(.*\))?", re.DOTALL)
 _PICTURE = re.compile(
     r'<picture>\s*<source media="[^"]*" srcset="(?P<dark>[^"]*)">\s*'
     r'<img alt="(?P<alt>[^"]*)" src="(?P<light>[^"]*)">\s*</picture>'
 )
+_ERROR = re.compile(r"^(\w+(Error|Warning)|PeerLost): ", re.MULTILINE)
 _SECTION = re.compile(r"^## (?P<heading>.*)$(?P<body>(?:\n(?!## ).*)*)", re.MULTILINE)
 _ENTRY = re.compile(r"^- \[(?P<title>[^\]]*)\]\((?P<link>[^)#]*)\)", re.MULTILINE)
 
@@ -96,6 +98,8 @@ class MarkOutputs(SphinxTransform):
                 before = before.previous_sibling()
             if block.get("language") == "text" and isinstance(before, nodes.literal_block):
                 block["classes"].append("output")
+                if _ERROR.search(block.rawsource):
+                    block["classes"].append("error")
 
 
 class FoldersAreNoPages(SphinxTransform):
@@ -141,7 +145,7 @@ def documented(objects: Mapping[str, Any], text: str) -> tuple[str, Any] | None:
     (('pippy.Pipe.verify', 1), None)
     """
     match = _NAME.fullmatch(text)
-    if match is None:
+    if match is None or match["name"] in METHODS:
         return None
     first, dot, rest = match["name"].partition(".")
     written = INSTANCES.get(first, first) if rest else first
