@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import pippy
 from pippy.drivers import errors as driver_errors
 from pippy.drivers.schedules.orders.registry import REGISTRY
 from pippy.ir import errors
@@ -48,8 +49,8 @@ def test_every_page_is_in_the_table_of_contents():
 
 def diff_of(text: str, sign: str) -> str:
     """One side of a page's diff."""
-    lines = re.search(r"^```diff\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1].splitlines()
-    return "\n".join(line[1:] for line in lines if line[:1] in (sign, " "))
+    (lines,) = re.findall(r"^```diff\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return "\n".join(line[1:] for line in lines.splitlines() if line[:1] in (sign, " "))
 
 
 def test_both_sides_of_the_readme_s_diff_train_the_same():
@@ -162,6 +163,13 @@ def test_links_that_lead_nowhere_are_found(tmp_path):
         "[e](missing.md) [f](other.md#no-heading) [g](../outside.md) [h](#nowhere)\n"
     )
     assert broken_links(path, tmp_path) == ["missing.md", "other.md#no-heading", "../outside.md", "#nowhere"]
+
+
+def test_every_public_name_has_an_entry_in_the_reference():
+    """Add one, as in ``.. autofunction:: name``, to the page of docs/reference where readers look for it."""
+    pages = [path.read_text() for path in (ROOT / "docs/reference").glob("*.md")]
+    entries = {name for page in pages for name in re.findall(r"^\.\. auto\w+:: (\w+)$", page, re.MULTILINE)}
+    assert set(pippy.__all__) - entries - {"errors", "PippyError", "PippyWarning"} == set()
 
 
 def test_every_error_has_its_block():
