@@ -34,15 +34,15 @@ TURNS = {"full": (0, 1), "tiny": (1, 3)}  # untimed and timed steps of a turn
 Entries = Mapping[str, Callable[[gpt.Size], Contestant]]
 
 
-def single(size: gpt.Size, keep_memory: bool) -> Contestant:
+def single(size: gpt.Size, keep_memory: bool) -> Team:
     return Team(1, gpt2.SingleRank, size, keep_memory=keep_memory)
 
 
-def torch_peer(name: str, size: gpt.Size, keep_memory: bool) -> Contestant:
+def torch_peer(name: str, size: gpt.Size, keep_memory: bool) -> Team:
     return TorchTeam(name, gpt.CHUNKS, gpt2.Parts(size), gpt.batch(size), gpt2.loss_fn, keep_memory=keep_memory)
 
 
-def pippy_peer(schedule: str, form: Callable[[gpt.Size], Any], size: gpt.Size) -> Contestant:
+def pippy_peer(schedule: str, form: Callable[[gpt.Size], Any], size: gpt.Size) -> Team:
     return PippyTeam(1, Controller, schedule, gpt.CHUNKS, form(size), gpt.batch(size))
 
 

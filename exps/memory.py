@@ -1,8 +1,9 @@
-"""How much memory do workers take, compared with the ranks of torch.distributed.pipelining?
+"""How much memory do workers take, compared with the ranks of torch.distributed.pipelining, and with one process?
 
-Question: two workers train the GPT of exps/versus_torch.py, 8 micro-batches: how much memory does each process hold after
-          some steps, and what is its peak, under 1F1B and under GPipe, which pippy calls fill_drain?
-Command:  python -m exps.memory                                      (from the root of the repository; --size, --steps)
+Question: two workers train the GPT of exps/versus_torch.py, or the GPT-2 of exps/gpt2_step.py, 8 micro-batches: how much memory
+          does each process hold after some steps, and what is its peak, under 1F1B and under GPipe, which pippy calls
+          fill_drain? How much does one process hold that runs the micro-batches one after another?
+Command:  python -m exps.memory                               (from the root of the repository; --model gpt2, --size, --steps)
 Method:   contestants run one after another, each in processes of its own. After two steps the kernel's peak of resident memory
           is reset; after some more steps the peak and the resident memory are read from the kernel's files. *own* is
           memory that no other process has; *share* counts memory of several processes in equal parts. The controller of
@@ -19,12 +20,15 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from exps.peers import gpt, pippy_peer, torch_peer
+from exps import gpt2_step
+from exps.peers import gpt, gpt2, pippy_peer, torch_peer
 from exps.peers.contestant import Team
+from exps.peers.single import single
 
 Make = Callable[[gpt.Size], Team]
 
-CONTESTANTS: dict[str, Make] = {
+DECODER: dict[str, Make] = {
+    "one process": single,
     "torch 1F1B": partial(torch_peer.torch_peer, "1F1B"),
     "torch 1F1B, kept": partial(torch_peer.torch_peer, "1F1B", keep_memory=True),
     "pippy 1f1b": partial(pippy_peer.pippy_peer, "1f1b"),
@@ -32,6 +36,15 @@ CONTESTANTS: dict[str, Make] = {
     "torch GPipe, kept": partial(torch_peer.torch_peer, "GPipe", keep_memory=True),
     "pippy fill_drain": partial(pippy_peer.pippy_peer, "fill_drain"),
 }
+GPT2: dict[str, Make] = {
+    "one process": partial(gpt2_step.single, keep_memory=False),
+    "torch 1F1B": partial(gpt2_step.torch_peer, "1F1B", keep_memory=False),
+    "torch 1F1B, kept": partial(gpt2_step.torch_peer, "1F1B", keep_memory=True),
+    "pippy 1f1b": partial(gpt2_step.pippy_peer, "1f1b", gpt2.FromExample),
+    "torch GPipe": partial(gpt2_step.torch_peer, "GPipe", keep_memory=False),
+    "pippy fill_drain": partial(gpt2_step.pippy_peer, "fill_drain", gpt2.FromExample),
+}
+MODELS = {"decoder": (DECODER, gpt.SIZES), "gpt2": (GPT2, gpt2.SIZES)}
 
 
 def kilobytes(file: Path) -> dict[str, int]:
@@ -71,15 +84,20 @@ def measure(make: Make, size: gpt.Size, steps: int) -> list[dict[str, float]]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=list(gpt.SIZES), default="medium")
+    parser.add_argument("--model", choices=list(MODELS), default="decoder")
+    parser.add_argument("--size", choices=[size for _, sizes in MODELS.values() for size in sizes])
     parser.add_argument("--steps", type=int, default=4)
     options = parser.parse_args(arguments)
-    print(f"{options.size}: {gpt.SIZES[options.size]}; MB of worker 0 and worker 1")
+    contestants, sizes = MODELS[options.model]
+    name = options.size or next(iter(sizes))  # the largest
+    if name not in sizes:
+        parser.error(f"--size {name} is none of --model {options.model}; give one of {', '.join(sizes)}")
+    print(f"{name}: {sizes[name]}; MB of worker 0 and worker 1")
     print(f"{'contestant':22}{'own':>16}{'share':>16}{'at most':>16}")
-    for name, make in CONTESTANTS.items():
-        found = measure(make, gpt.SIZES[options.size], options.steps)
+    for contestant, make in contestants.items():
+        found = measure(make, sizes[name], options.steps)
         columns = (" ".join(f"{worker[what]:7.1f}" for worker in found) for what in ("own", "share", "most"))
-        print(f"{name:22}" + "".join(f"{each:>16}" for each in columns), flush=True)
+        print(f"{contestant:22}" + "".join(f"{each:>16}" for each in columns), flush=True)
 
 
 if __name__ == "__main__":
