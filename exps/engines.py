@@ -1,17 +1,20 @@
-"""Which of torch's engines carries values between two hosts sooner: RPC, or a process group of gloo?
+"""What carries values between two hosts sooner: RPC, a process group of gloo, or what pippy's workers have?
 
-Two network namespaces, one process pinned to a core in each, one thread. Both engines are behind pippy's transport: what is
+Two network namespaces, one process pinned to a core in each, one thread. All are behind pippy's transport: what is
 timed is its `send` and `receive`, with the pickling of keys and layouts and the wake-up of the thread that computes. gloo: a
 thread on each side has a receive posted ahead, for a message of fixed size that says what comes; a small value is inside of it.
+"pippy" is what workers of two hosts use: small values over a connection of TCP, others by RPC.
 ping-pong: milliseconds from a send until the value has arrived, half of a round trip. in a row: milliseconds per value if
 several (64 MiB, or 32) are sent before one answer. The engines take turns, round after round. Needs root, for the namespaces.
 
     python -m exps.engines [--rounds 20] [--delay 0.001]
 
-Finding: RPC stays. On two virtual cores, --rounds 5, a value of 4 KiB took 0.65 ms by RPC and 0.35 by gloo, 1 MiB 1.0 and
+Finding: small values go over TCP, and large ones by RPC. Two virtual cores at a load of 19, --rounds 1 --delay 0: a value of
+4 KiB took 0.45 ms by pippy, 1.04 by RPC and 0.58 by gloo, 64 KiB 0.16, 1.03 and 0.80; 4 KiB in a row 0.03, 0.47 and 0.90.
+From 1 MiB on pippy's way is RPC. Between RPC and gloo, on a quiet machine, --rounds 5: 4 KiB 0.65 and 0.35, 1 MiB 1.0 and
 0.83, 16 MiB 14 and 11, 64 MiB 51 and 61; in a row 0.41 and 0.36, 0.78 and 0.99, 16 and 9.4, 68 and 87. With 1 ms for each
-packet gloo was better one at a time at 4 KiB only (1.6 and 2.1), and took twice as long at 64 KiB and more at 1 MiB. Before the
-processes kept freed memory, 16 MiB took 110 ms and more by both, on a busy machine.
+packet gloo was better one at a time at 4 KiB only (1.6 and 2.1), and took twice as long at 64 KiB and more at 1 MiB. Before
+the processes kept freed memory, 16 MiB took 110 ms and more by both, on a busy machine.
 """
 
 import argparse
@@ -34,12 +37,16 @@ import torch.distributed as dist
 
 from exps.peers.hosts import LINK, hosts
 from pippy.drivers.clusters.kept_memory import keep_freed_memory
+from pippy.drivers.clusters.torchrun import address_of
 from pippy.drivers.transport.messages import rpc
+from pippy.drivers.transport.messages.far_door import Invitation, come_in, open_door
 from pippy.drivers.transport.messages.message_queue import MessageQueue
 from pippy.drivers.transport.messages.rpc_values import RpcValues
 from pippy.drivers.transport.pickling import pickle_message, unpickle
 from pippy.drivers.transport.received_values import ValueKey
 from pippy.drivers.transport.rpc_transport import RpcTransport
+from pippy.drivers.transport.shared_memory_transport import SharedMemoryTransport
+from pippy.drivers.transport.transport import Transport
 
 SIZES = {"4 KiB": 1 << 12, "64 KiB": 1 << 16, "1 MiB": 1 << 20, "16 MiB": 1 << 24, "64 MiB": 1 << 26}
 ROW = 1 << 26
@@ -47,14 +54,23 @@ PORTS = 29610, 29611
 NAMES = ("controller", "worker1")
 
 
-def by_rpc(rank: int) -> RpcTransport:
-    """The transport that workers of several hosts have."""
+def by_rpc(rank: int) -> tuple[RpcTransport, SharedMemoryTransport]:
+    """A transport that has nothing but RPC, and the one that workers of several hosts have. Their keys begin with 0 and 1."""
     values = RpcValues(NAMES.__getitem__, print, 60.0)
-    transport = RpcTransport(rank, values.post)
-    rpc.serve(rpc.Served(MessageQueue(), urgent=print, deliver=transport.deliver))
+    alone, mixed = RpcTransport(rank, values.post), SharedMemoryTransport(rank, {}, far=[1 - rank], post=values.post)
+    address = address_of(LINK)
+    assert address is not None
+
+    def invite(_: None) -> Invitation:
+        return open_door(address, lambda end, window: mixed.add_far(1 - rank, end, window), 60.0, 60.0)
+
+    rpc.serve(rpc.Served(MessageQueue(), invite, lambda key, value: (alone, mixed)[key[0]].deliver(key, value)))
     os.environ["MASTER_PORT"] = str(PORTS[0])
     rpc.join(NAMES[rank], rank, 2, "env://", "uv", LINK, 60)
-    return transport
+    if rank == 0:
+        invitation = unpickle(rpc.urgent(NAMES[1], pickle_message(None)).wait())
+        mixed.add_far(1, *come_in(invitation, 60.0, 60.0))
+    return alone, mixed
 
 
 class GlooValues:
@@ -120,7 +136,8 @@ def counted(size: int, rounds: int) -> tuple[int, int]:
 def both(rank: int, rounds: int) -> dict[str, dict[str, tuple[float, float]]]:
     """Medians in milliseconds by engine and size, of ping-pong and in a row; what rank 0 finds."""
     torch.set_num_threads(1)
-    engines = {"RPC": by_rpc(rank), "gloo": GlooValues(rank).transport}
+    alone, mixed = by_rpc(rank)
+    engines: dict[str, Transport] = {"RPC": alone, "pippy": mixed, "gloo": GlooValues(rank).transport}
     numbers = dict.fromkeys(engines, 0)
     times: dict[str, dict[str, tuple[list[float], list[float]]]] = {name: {} for name in engines}
 
@@ -129,10 +146,10 @@ def both(rank: int, rounds: int) -> dict[str, dict[str, tuple[float, float]]]:
         trips, row = counted(size, rounds)
 
         def send(value: torch.Tensor) -> None:
-            transport.send(1 - rank, (0, rank, numbers[name]), value)
+            transport.send(1 - rank, (int(transport is mixed), rank, numbers[name]), value)
 
         def receive() -> torch.Tensor:
-            return transport.receive((0, 1 - rank, numbers[name]), 1 - rank)
+            return transport.receive((int(transport is mixed), 1 - rank, numbers[name]), 1 - rank)
 
         def there_and_back() -> None:
             if rank == 0:

@@ -5,11 +5,12 @@ Question: with one worker on each host, 8 micro-batches and a GPT-like decoder, 
 Command:  python -m exps.two_hosts --size small --rounds 20       (see --help; from the root of the repository, as root)
 Method:   as versus_torch.py, with the same contestants, models and checks; but each process of a contestant is on a host of
           its own, which is a network namespace, and has one core. pippy's are those that `cluster()` joins under torchrun.
-Finding:  two virtual cores. small, --rounds 12, --only "torch 1F1B" "pippy 1f1b" "pippy eager_1f1b" "pippy fill_drain", of
-          torch 1F1B: without a delay pippy 1f1b 1.24 (1.17–1.29), eager_1f1b 1.22, fill_drain 1.29; with 1 ms 1.04 (1.01–1.09),
-          0.94 (0.92–0.97), 0.95. All contestants, 8 rounds, without a delay: 1.06 (1.03–1.16), 0.95, 0.97; torch's other
-          schedules 1.1 to 2.0. So 1f1b is not yet as fast as torch's over gloo. Where packets take time, eager_1f1b is: its
-          values travel while others are computed.
+Finding:  when all values went by RPC (small ones have a connection of TCP now, and this is to be measured again). Two virtual
+          cores. small, --rounds 12, --only "torch 1F1B" "pippy 1f1b" "pippy eager_1f1b" "pippy fill_drain", of torch 1F1B:
+          without a delay pippy 1f1b 1.24 (1.17–1.29), eager_1f1b 1.22, fill_drain 1.29; with 1 ms 1.04 (1.01–1.09), 0.94
+          (0.92–0.97), 0.95. All contestants, 8 rounds, without a delay: 1.06 (1.03–1.16), 0.95, 0.97; torch's other schedules
+          1.1 to 2.0. So 1f1b is not yet as fast as torch's over gloo. Where packets take time, eager_1f1b is: its values
+          travel while others are computed.
 """
 
 import argparse

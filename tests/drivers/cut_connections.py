@@ -21,10 +21,10 @@ def cut_connections_to_siblings(silently=False):
     for (here, there), inode in inode_of.items():
         if inode in own and inode_of.get((there, here)) in siblings:
             with suppress(OSError), socket.socket(fileno=os.dup(own[inode])) as end:
-                _let_nothing_in(end) if silently else end.shutdown(socket.SHUT_RDWR)
+                let_nothing_in(end) if silently else end.shutdown(socket.SHUT_RDWR)
 
 
-def _let_nothing_in(end):
+def let_nothing_in(end):
     """Drop each packet as it comes, the acknowledgements, too: by a filter of one instruction, "return 0 bytes"."""
     instruction = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
     end.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(instruction)))

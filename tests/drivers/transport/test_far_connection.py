@@ -17,6 +17,7 @@ from pippy.drivers.transport.far_connection import FarConnection
 from pippy.drivers.transport.messages.far_door import come_in, open_door
 from pippy.drivers.transport.received_values import ReceivedValues
 from pippy.drivers.transport.shared_memory_transport import SharedMemoryTransport
+from tests.drivers.cut_connections import let_nothing_in
 from tests.drivers.processes import listening, within
 
 WINDOW = 1 << 16
@@ -190,6 +191,25 @@ def test_a_connection_that_ends_is_reported_once_and_receives_end(how):
         assert [peer for peer, _ in lost] == [1]
         assert "the connection to it broke" in lost[0][1]
         transport.send(1, (0, 0, 1), torch.ones(1))  # is dropped
+
+
+@pytest.mark.parametrize("who", ["the sender", "the receiver"])
+def test_a_connection_that_is_cut_without_a_word_is_noticed_by_both_ends(who):
+    """The sender has bytes that nobody acknowledges; the receiver, which waits, has its system ask."""
+    lost = []
+    with ExitStack() as stack:
+        (first, window), (second, _) = tcp(stack, 1.0)
+        for end in (first, second):
+            let_nothing_in(end)
+        transport = SharedMemoryTransport(0, {}, far=[1], post=lambda *_: None, lost=lambda *each: lost.append(each))
+        stack.callback(transport.close)
+        transport.add_far(1, first, window)
+        transport.ready((0, 0, 0))
+        if who == "the sender":
+            transport.send(1, (0, 0, 1), torch.ones(1))
+        with within(5), pytest.raises(PeerLost):
+            transport.receive((0, 0, 0), source=1)
+        assert lost == [(1, "the connection to it broke: [Errno 110] Connection timed out")]
 
 
 def test_large_values_are_posted_and_small_ones_use_the_connection():
