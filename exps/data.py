@@ -70,6 +70,7 @@ def main() -> None:
     images, labels = (torch.stack(each) for each in zip(*(dataset[at] for at in range(ROWS))))
     loader = DataLoader(dataset, batch_size=given.batch)
     indices = IndexLoader(dataset, batch_size=given.batch)
+    ahead = IndexLoader(dataset, batch_size=given.batch, prefetch=2)
 
     def tensors() -> Iterator[tuple[torch.Tensor, ...]]:
         yield from zip(images.split(given.batch), labels.split(given.batch))
@@ -78,6 +79,7 @@ def main() -> None:
         "tensors that are there": tensors,
         "a DataLoader in the script": lambda: iter(loader),
         "indices": lambda: iter(indices),  # type: ignore[arg-type, return-value]
+        "indices, two ahead": lambda: iter(ahead),  # type: ignore[arg-type, return-value]
     }
     with local_cluster(2, threads=1) as workers:
         driver = PipelineDriver1F1B(pipeline(Net(given.width), nn.CrossEntropyLoss()), workers)

@@ -1,8 +1,10 @@
 """Inputs that workers load: the numbers are those of the same rows given by the controller, to the bit."""
 
 import itertools
+import os
 import pickle
 import random
+import signal
 import threading
 
 import numpy as np
@@ -27,10 +29,11 @@ from pippy import (
 )
 from pippy.drivers.batches.items import call_of
 from pippy.drivers.driver import PipelineDriverFillDrain
-from pippy.drivers.errors import DriverError, MicrobatchError, StepError
+from pippy.drivers.errors import DriverError, MicrobatchError, StepError, WorkerLostError
 from pippy.drivers.transport.pickling import pickle_message
 from pippy.ir.errors import InputError
 from tests.drivers.models import Chain
+from tests.drivers.recovery.runs import opened
 from tests.drivers.thread_cluster import thread_cluster
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
@@ -662,3 +665,50 @@ def test_rows_that_draw_are_not_loaded_beside_a_step(cluster):
         driver.run(2, *IndexLoader(DrawsPythons(x, x), prefetch=1).batch(range(8)))
     with pytest.raises(DriverError, match="prefetch=-1: give how many"):
         IndexLoader(x, prefetch=-1)
+
+
+# A worker that is lost, and tokens
+
+
+def test_a_worker_that_takes_the_place_of_another_gets_the_dataset(tmp_path):
+    x, labels = classes()
+    with opened() as workers:
+        driver = PipelineDriver1F1B(pipeline(Chain(2), nn.CrossEntropyLoss()), workers)
+        optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
+        loader = IndexLoader(TensorDataset(x, labels), batch_size=8, shuffle=True, prefetch=1)
+
+        def losses():
+            found = []
+            for batch in loader:
+                found.append(driver.run(2, *batch))
+                optimizer.step()
+                optimizer.zero_grad()
+            return found
+
+        batches = iter(loader)
+        driver.run(2, *next(batches))
+        optimizer.step()
+        optimizer.zero_grad()
+        driver.save(tmp_path, optimizer=optimizer, loader=loader)
+        wanted = losses()
+        assert len(wanted) == 4
+        os.kill(workers.control.workers[1].pid, signal.SIGKILL)
+        with pytest.raises(WorkerLostError):
+            losses()
+        driver.recover()
+        assert losses() == wanted
+
+
+def test_tokens_are_not_made_behind_columns(threads):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 11, "n_embd": 4, "n_head": 1, "n_layer": 2, "n_positions": 8, "use_cache": False}
+    ids = torch.randint(11, (4, 5))
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    pipe = pipeline(model, num_stages=2, split="parameters", example_kwargs={"input_ids": ids, "labels": ids})
+    driver = PipelineDriver1F1B(pipe.eval(), threads)
+    rows = [{"input_ids": each, "labels": each} for each in ids]
+    loader = IndexLoader(rows)
+    both = [driver.run(2, **rows).loss for rows in (loader.batch(range(4)), {"input_ids": ids, "labels": ids})]
+    assert both[0] == both[1]
+    with pytest.raises(PippyError, match="Column"):
+        driver.generate(loader.batch([0, 1])["input_ids"], max_new_tokens=2)
