@@ -49,7 +49,7 @@ class GptPipe(NamedTuple):
 
 
 class Controller(Rank):
-    """One cluster of two workers, one driver, one schedule."""
+    """One cluster of two workers for each replica of the pipeline, one driver, one schedule."""
 
     def __init__(
         self,
@@ -60,14 +60,16 @@ class Controller(Rank):
         batch: tuple[torch.Tensor, torch.Tensor],
         checkpoint: str = "never",
         pin: bool | None = True,
+        replicas: int = 1,
     ) -> None:
         super().__init__([])
         self._chunks, self._batch = chunks, batch
         pipe = pipe_of(WORKERS * SCHEDULES[schedule])
         self._names = [name for name, _ in pipe.named_parameters()]
         with ExitStack() as opened:
-            workers = opened.enter_context(cluster(WORKERS, threads=1, pin=pin))
-            self._driver = PipelineDriver(pipe, workers, schedule=schedule, checkpoint=checkpoint)
+            workers = opened.enter_context(cluster(WORKERS * replicas, threads=1, pin=pin))
+            given = {"schedule": schedule, "checkpoint": checkpoint, "replicas": replicas}
+            self._driver = PipelineDriver(pipe, workers, **given)  # type: ignore[arg-type]
             self._opened = opened.pop_all()
 
     def prepare(self) -> None:
