@@ -19,10 +19,11 @@ demo: $(READY) ## split, draw and train a small transformer on four workers, and
 test: $(READY) ## run all tests, and say what was skipped
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 -rs
 
-check: $(READY) ## ruff, mypy and the layering test
+check: $(READY) ## ruff, mypy, pyright on the public names, and the layering test
 	@$(BIN)/ruff check $(SOURCES)
 	@$(BIN)/ruff format --check $(SOURCES)
 	@$(BIN)/mypy pippy tests
+	@$(BIN)/basedpyright --level error --pythonpath $(BIN)/python
 	@$(BIN)/python -m pytest tests/test_layering.py
 
 bench: $(READY) ## run the benchmarks (minutes)
