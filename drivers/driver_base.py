@@ -163,7 +163,9 @@ class PipelineDriverBase(ModelOnWorkers):
         workers = shortened(", ".join(self.cluster.workers[rank] for rank in self.ranks), 200)
         stages = "1 stage" if self.compiled.num_stages == 1 else f"{self.compiled.num_stages} stages"
         stages += f" in {self.replicas} replicas" * (self.replicas > 1)
-        return f"<{type(self).__name__}: {schedule}, {stages} on {workers}>"
+        idle = ", ".join(each for rank, each in enumerate(self.cluster.workers) if rank not in self.ranks)
+        unused = f"; none on {shortened(idle, 200)}" if idle else ""
+        return f"<{type(self).__name__}: {schedule}, {stages} on {workers}{unused}>"
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the stages, each with its worker."""

@@ -26,6 +26,7 @@ class LazyCluster:
     options: dict[str, Any]
     start: Callable[..., Cluster]
     started: Cluster | None = field(default=None, repr=False)
+    is_passed_over: bool = field(default=False, repr=False)  # the script has opened a cluster of its own
 
     def current(self) -> Cluster:
         """The cluster; a new one if the last one is closed."""
@@ -55,6 +56,12 @@ def current_lazy_cluster() -> LazyCluster | None:
     True
     """
     return _current
+
+
+def note_local_cluster() -> None:
+    """A local cluster starts: that of `pippy run`, or one of the script's own."""
+    if _current is not None and _current.started is None:
+        _current.is_passed_over = True
 
 
 @contextmanager

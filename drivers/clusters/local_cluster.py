@@ -23,6 +23,7 @@ from pippy.drivers.clusters.arguments import (
 from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.clusters.current_cluster import check_none_open, opened, opening
 from pippy.drivers.clusters.launch_config import LaunchConfig
+from pippy.drivers.clusters.lazy_cluster import note_local_cluster
 from pippy.drivers.clusters.local_processes import LocalProcesses
 from pippy.drivers.clusters.routes import Routes
 from pippy.drivers.control.control import Control
@@ -83,6 +84,7 @@ def local_cluster(
     check_seconds(timeout=timeout, start_timeout=start_timeout)
     _check_is_only_process(n)
     check_none_open()
+    note_local_cluster()
     chosen = _chosen_transport(transport)
     with opening(by_rpc=chosen == "rpc"):
         if pin:

@@ -34,6 +34,12 @@ class RunCommand(click.Command):
             ) from None
 
 
+_NOT_ASKED = (
+    "Note: the {workers} workers of -n were not started: {script} opened a cluster of its own by local_cluster(n); in the "
+    "script, cluster() gives those of -n"
+)
+
+
 @click.command(cls=RunCommand, no_args_is_help=True, short_help="Run a script with workers on this host.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -56,7 +62,10 @@ def run(
     """Run SCRIPT with a cluster of workers on this host.
 
     In the script, cluster() gives this cluster, and a driver uses it if it is given no cluster. It starts when the script
-    first asks for it, and ends with the script. ARGS go to the script; write its options after --.
+    first asks for it, and ends with the script. If the script names another number, as in cluster(2), that is an error;
+    local_cluster(2) opens a cluster of the script's own, and leaves -n unused.
+
+    ARGS go to the script; write its options after --.
 
     The exit status is the script's: 1 if it raises, what it gives to sys.exit, 130 after Ctrl-C.
 
@@ -89,7 +98,7 @@ def _run(script: str, module: bool, workers: int, options: dict[str, Any]) -> in
     from pippy.drivers.clusters.lazy_cluster import lazy_cluster
     from pippy.drivers.clusters.local_cluster import local_cluster
 
-    with lazy_cluster(workers, local_cluster, **options):
+    with lazy_cluster(workers, local_cluster, **options) as lazy:
         try:
             if module:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
@@ -100,6 +109,8 @@ def _run(script: str, module: bool, workers: int, options: dict[str, Any]) -> in
         except BaseException as error:
             show_raised(error)
             return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+        if lazy.started is None and lazy.is_passed_over:
+            click.echo(_NOT_ASKED.format(workers=workers, script=script), err=True)
     return 0
 
 

@@ -107,6 +107,15 @@ def test_the_status_is_the_scripts(pippy, tmp_path, line, status, said):
     assert pippy("run script.py -n 1", status=status) == said
 
 
+def test_whose_workers_run_is_said_where_a_script_opens_its_own(pippy, tmp_path):
+    as_script(tmp_path, "from pippy import local_cluster\nwith local_cluster(1) as workers:\n    print(workers)")
+    said, note = sorted(pippy("run script.py -n 2").splitlines())
+    assert said.startswith("<Cluster of 1 worker, open")
+    assert note.startswith("Note: the 2 workers of -n were not started: script.py opened a cluster of its own")
+    as_script(tmp_path, "from pippy import cluster\ncluster(1)")
+    assert "n=1, and this script was started for 2 workers" in pippy("run script.py -n 2", status=1)
+
+
 def test_a_script_that_raises_shows_its_own_frames(pippy, tmp_path):
     as_script(tmp_path, "def step():\n    raise ValueError('mine')\n\nprint('before')\nstep()\n")
     output = re.sub(r"\n +[\^~]+", "", pippy("run script.py -n 1", status=1))

@@ -25,7 +25,7 @@ PROGRAM = "<Program 1f1b: 2 stages on 2 workers, chunks=4, 48 instructions>"
 
 def test_objects_are_shown_in_a_line(threads, tmp_path):
     driver, x = PipelineDriver1F1B(pipeline(Chain(2), nn.MSELoss()), threads), torch.randn(8, 8)
-    names = ", ".join(threads.workers[:2])
+    names = f"{', '.join(threads.workers[:2])}; none on {', '.join(threads.workers[2:])}"
     assert repr(driver) == str(driver) == f"<PipelineDriver1F1B: 1f1b, 2 stages on {names}>"
     assert repr(driver.program(4)) == PROGRAM
     assert repr(PipelineDriver(driver.pipe, threads, schedule=driver.program(4))) == (
@@ -58,6 +58,8 @@ def test_what_drivers_give_is_shown_in_a_line_or_a_table(threads):
     )
     assert repr(driver.instantiate_grad_scaler(init_scale=8.0)) == "<PipelineGradScaler, scale 8>"
     assert re.fullmatch(r"<Pipe: 2 stages, [\d,]+ parameters, with its loss and backward; [^\n]*>", repr(pipe))
+    every = PipelineDriver1F1B(pipeline(Chain(4), nn.MSELoss()), threads)
+    assert repr(every) == f"<PipelineDriver1F1B: 1f1b, 4 stages on {', '.join(threads.workers)}>"
     assert str(pipe) != repr(pipe) and "def forward(self" in str(pipe)
     worker = html.escape(threads.workers[1])
     memory = driver.memory(4, x, x)
