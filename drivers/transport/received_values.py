@@ -63,6 +63,10 @@ class ReceivedValues:
             self.put(*self._delivered.popleft())
         return key in self.values
 
+    def has_awaited(self) -> bool:
+        """Whether a receive waits for a value that has arrived."""
+        return self.waiting_for in self.values
+
     def take(self, key: ValueKey) -> Any:
         """Remove the value, and return it."""
         value = self.values.pop(key)

@@ -232,8 +232,8 @@ class SharedMemoryTransport(Transport):
                 if connection.queue or connection.socket_full:
                     connection.flush()
                 for _ in range(_TURN):
-                    if not self._step(connection):
-                        break
+                    if not self._step(connection) or self.received.has_awaited():
+                        break  # nothing more is there; or it is what is waited for, and epoll tells of the rest again
         return found
 
     def _step(self, connection: Connection | FarConnection) -> bool:

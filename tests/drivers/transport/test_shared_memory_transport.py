@@ -401,3 +401,28 @@ def test_an_end_that_left_things_unread_is_a_reset_and_loses_nothing():
             assert holds(here.receive((1, number, 0), 1), number, 100_000)
         with pytest.raises(PeerLost):
             here.receive((1, 3, 0), 1)
+
+
+def test_a_receive_that_sleeps_reads_its_value_and_does_not_look_for_another(monkeypatch):
+    """Each look is a system call. The next receive, or the next sleep, takes in what came behind the value."""
+    first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    here, there = SharedMemoryTransport(0, {1: first}), SharedMemoryTransport(1, {0: second})
+    here.send(1, (0, 0, 0), torch.ones(2))  # and its layout
+    there.receive((0, 0, 0), source=0)
+    looks, sleeps = [], []
+    connection = there.connections[0]
+    inner, sleep = connection.step, there._wait_for_traffic
+    monkeypatch.setattr(connection, "step", lambda: looks.append(inner()) or looks[-1])
+
+    def send_and_sleep(seconds):
+        sleeps.append(seconds)
+        here.send(1, (0, 1, 0), torch.ones(2))
+        here.send(1, (0, 2, 0), torch.zeros(2))
+        sleep(seconds)
+
+    monkeypatch.setattr(there, "_wait_for_traffic", send_and_sleep)
+    assert torch.equal(there.receive((0, 1, 0), source=0), torch.ones(2))
+    assert looks == [False, True] and len(sleeps) == 1
+    assert torch.equal(there.receive((0, 2, 0), source=0), torch.zeros(2))
+    assert looks == [False, True, True] and len(sleeps) == 1
+    here.close(), there.close()
