@@ -22,7 +22,11 @@ from sphinx.transforms import SphinxTransform
 from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx.util.nodes import make_refnode
 
-INSTANCES = {"driver": "PipelineDriverBase", "pipe": "Pipe"}  # how pages call an object of a class
+INSTANCES = {  # how pages call an object of a class
+    "driver": "PipelineDriverBase",
+    "pipe": "Pipe",
+    "recording": "pippy.drivers.recording.record.Recording",
+}
 METHODS = {"train"}  # what pages mean a method of a module by, though a public name is the same
 _NAME = re.compile(r"(?P<name>[A-Za-z_][\w.]*)(?:\(.*\))?", re.DOTALL)
 _PICTURE = re.compile(
