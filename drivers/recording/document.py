@@ -17,6 +17,18 @@ PART_KINDS = {
     Part.SLOWER: "R",
 }  # others have their own
 
+MEANINGS = {
+    Part.COMPUTING: "all computations, divided evenly among the workers",
+    Part.SCHEDULE: "workers fill, drain and wait for one another, also if all stages take the same time",
+    Part.UNEVEN: "what the step would be shorter if all stages took the same time",
+    Part.STARTING: "the step had yet to reach a worker that others wait for",
+    Part.TRANSFER: "a value that is waited for was on its way",
+    Part.SENDING: "values were handed over, and others waited",
+    Part.ADDING: "the gradients of replicated parameters were added up",
+    Part.PYTHON: "between the instructions, and after the last one",
+    Part.SLOWER: "computations that others wait for took longer than those of other micro-batches",
+}
+
 
 def document(title: str, body: str) -> str:
     """The HTML of a page with its styles and its script. Nothing is loaded from elsewhere."""
@@ -44,7 +56,7 @@ def what_ran(step: StepData) -> str:
         counted(program.stages, "stage"),
         counted(program.chunks, "micro-batch"),
     )
-    return escape(" · ".join(filter(None, (program.schedule, *counts, duration(step.makespan), rates))))
+    return escape(" · ".join(filter(None, (f"schedule {program.schedule}", *counts, duration(step.makespan), rates))))
 
 
 def counted(number: int, what: str) -> str:
@@ -61,9 +73,10 @@ def parts_bar(step: StepData, whole: float) -> str:
     bars = names = ""
     for part, seconds in found.items():
         kind = PART_KINDS.get(part, str(part))
-        words = escape(f"{part}: {duration(seconds)}, {percent(seconds / (step.makespan or 1.0))}")
+        words = escape(f"{part}: {duration(seconds)}, {percent(seconds / (step.makespan or 1.0))}\n{MEANINGS[part]}")
         fill = f'class="{css_class(kind)}{{}}" style="{{}}background-color:{FILLS[kind]}"'
         bars += f'<i {fill.format("", f"width:{100 * seconds / (whole or 1.0):.3f}%;")} title="{words}"></i>'
         if seconds >= 0.005 * step.makespan:
-            names += f"<span><i {fill.format(' swatch', '')}></i>{escape(part)} {duration(seconds)}</span>"
+            swatch = f"<i {fill.format(' swatch', '')}></i>"
+            names += f'<span title="{words}" tabindex="0">{swatch}{escape(part)} {duration(seconds)}</span>'
     return f'<div class="bar parts">{bars}</div><div class="legend">{names}</div>'

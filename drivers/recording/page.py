@@ -36,7 +36,8 @@ def about(step: StepData, counted: Sequence[HeldBytes] | None = None) -> str:
     said = "".join(f"<p>{sentence}</p>" for sentence in others)
     return (
         f'<p class="what">{what_ran(step)}</p>'
-        f'<div class="findings"><p>{lead}</p>{parts_bar(step, step.makespan)}{said}</div>'
+        f'<div class="findings"><p>{lead}</p>'
+        f'<p class="hint">What made the step as long as it was:</p>{parts_bar(step, step.makespan)}{said}</div>'
     ) + sections(
         [
             ("Timeline", timeline(step)),

@@ -15,7 +15,7 @@ from pippy.drivers.recording.step_data import StepData
 from pippy.drivers.recording.units import duration
 
 MOST_STEPS = 12
-MOST_INSTRUCTIONS = 30_000  # of all steps together that are packed
+MOST_INSTRUCTIONS = 10_000  # of all steps together that are packed
 
 
 def steps_strip(shown: StepData, kept: Sequence[StepData], dropped: int, about: Callable[[StepData], str]) -> str:

@@ -57,7 +57,8 @@ def times(step: StepData) -> str:
     head = ["worker", tip("idle", "all but computing"), *(tip(escape(cause), MEANINGS[cause]) for cause in causes)]
     meanings = "".join(f"<dt>{escape(cause)}</dt><dd>{escape(MEANINGS[cause])}</dd>" for cause in causes)
     return (
-        f"<p>Shares of the {duration(step.makespan)} of the step. Point at one for its time, and what was predicted.</p>"
+        f"<p>What each worker did in the {duration(step.makespan)} of the step. Point at a share for its time, and what was "
+        "predicted.</p>"
         f"{table(head, rows)}<details><summary>what these words mean</summary><dl>{meanings}"
         "<dt>idle</dt><dd>all but computing</dd><dt>predicted</dt><dd>by a simulation of the program in which computations "
         "take their measured medians, and nothing else takes time</dd></dl></details>"
