@@ -1,6 +1,7 @@
 """The loop trains what a loop of plain PyTorch trains, step by step."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch.nn import functional as F
 
 import pippy
 from pippy import PipelineDriver1F1B
+from pippy.drivers.errors import DriverError, MicrobatchError
+from pippy.ir.errors import PippyWarning
 from tests.drivers.models import TiedLanguage
 from tests.training.models import Parts, Plain, groups_of, shuffled
 
@@ -105,3 +108,112 @@ def test_dicts_are_arguments_by_name_and_the_output_stays_where_it_is(threads, a
     close(torch.tensor(result.losses), torch.tensor(expected))
     close(driver.state_dict(), dict(model.state_dict()))
     driver.close()
+
+
+@pytest.mark.parametrize("max_norm, commands", [(None, 2), (1.0, 4)])
+def test_the_next_items_are_read_while_a_step_is_under_way_and_a_step_is_two_commands(cluster, max_norm, commands):
+    """As in a loop by hand: the step, the norm and the scaling, the optimizer; and the data is there when it is needed."""
+    parts, order, counts = Parts(cluster), [], []
+
+    def data():
+        for item in shuffled(200):
+            order.append("read")
+            yield item
+
+    run_async = parts.driver.run_async
+    parts.driver.run_async = lambda *args, **kwargs: order.append("sent") or run_async(*args, **kwargs)
+    pippy.train(
+        parts.driver, data(), parts.optimizer, chunks=2, steps=6, max_norm=max_norm,
+        callbacks=lambda report: (order.append("done"), counts.append(list(cluster.control.counts))),
+    )  # fmt: skip
+    assert order == ["read", *["sent", "read", "done"] * 5, "sent", "done"]
+    assert [after - was for was, after in zip(counts[-3], counts[-1])] == [2 * commands] * 2
+    del parts.driver.run_async
+    parts.driver.close()
+
+
+def test_a_scaler_and_several_optimizers_step_as_by_hand(threads):
+    def made():
+        parts = Parts(threads)
+        names = [name for name, _ in parts.model.named_parameters()]
+        optimizers = [
+            parts.driver.instantiate_optimizer(torch.optim.SGD, lr=0.1, param_groups=[{"params": own}])
+            for own in (names[:2], names[2:])
+        ]
+        scaler = parts.driver.instantiate_grad_scaler(init_scale=2.0**10, growth_interval=2)
+        return parts.driver, optimizers, scaler
+
+    items = list(shuffled())
+    driver, optimizers, scaler = made()
+    expected = []
+    for item in items:
+        expected.append(driver.run(2, *item).item())
+        for each in optimizers:
+            scaler.step(each)
+        scaler.update()
+        driver.zero_grad()
+    state, scale = driver.state_dict(), scaler.get_scale()
+    driver.close()
+    driver, optimizers, scaler = made()
+    with pytest.raises(DriverError, match="scaler=scaler"):
+        pippy.train(driver, items, optimizers, chunks=2, epochs=1)
+    result = pippy.train(driver, items, optimizers, chunks=2, epochs=1, scaler=scaler)
+    assert result.losses == expected and scaler.get_scale() == scale
+    assert all(torch.equal(value, state[name]) for name, value in driver.state_dict().items())
+    driver.close()
+
+
+def test_an_iterator_that_ends_early_is_said(threads):
+    parts = Parts(threads)
+    with pytest.warns(PippyWarning, match="data ended after step 6, before the training did, and cannot be read again"):
+        assert pippy.train(parts.driver, iter(list(shuffled())), parts.optimizer, chunks=2, steps=9).steps == 6
+    parts.driver.close()
+
+
+REFUSED = {
+    "how long?": {"steps": None},
+    "steps=0": {"steps": 0},
+    "epochs=1.5": {"epochs": 1.5},
+    "accumulate=None": {"accumulate": None},
+    "chunks=0": {"chunks": 0},
+    "max_norm=-1": {"max_norm": -1},
+    "clip_value=True": {"clip_value": True},
+    "callbacks=7": {"callbacks": [7]},
+    "optimizer= is a SGD": {"optimizer": "plain"},
+    "optimizer= has none": {"optimizer": []},
+    "scheduler=3": {"scheduler": 3},
+    "scaler=7": {"scaler": 7},
+    "save_every= is about checkpoints": {"save_every": 3},
+    "save_minutes='1'": {"save_minutes": "1", "folder": "run"},
+    "resume=None": {"resume": None, "folder": "run"},
+    "something else by that name": {"also": {"optimizer": 1}, "folder": "run"},
+    "a state_dict": {"also": {"average": 1}, "folder": "run"},
+    "one mini-batch alone": {"data": {"x": 1}},
+    "has no end": {"data": "repeated", "epochs": 1, "steps": None},
+}
+
+
+def test_what_cannot_be_is_refused_before_anything_is_sent(threads):
+    parts = Parts(threads)
+    before = list(threads.control.counts)
+    for says, options in REFUSED.items():
+        given = {"data": shuffled(), "optimizer": parts.optimizer, "chunks": 2, "steps": 2, **options}
+        if given["optimizer"] == "plain":
+            given["optimizer"] = torch.optim.SGD(parts.model.parameters())
+        if given["data"] == "repeated":
+            given["data"] = pippy.RepeatingLoader([1])
+        with pytest.raises(DriverError, match=re.escape(says)):
+            pippy.train(parts.driver, **given)
+    assert threads.control.counts == before
+    parts.driver.close()
+
+
+def test_what_trains_nothing_is_refused(threads):
+    parts = Parts(threads)
+    with pytest.raises(DriverError, match="this is a Chain"):
+        pippy.train(parts.model, shuffled(), parts.optimizer, chunks=2, steps=1)
+    with torch.no_grad(), pytest.raises(DriverError, match=r"under torch.no_grad\(\)"):
+        pippy.train(parts.driver, shuffled(), parts.optimizer, chunks=2, steps=1)
+    with pytest.raises(MicrobatchError, match=r"data gave 7, .* write a collate_fn"):
+        pippy.train(parts.driver, [7], parts.optimizer, chunks=2, steps=1)
+    parts.driver.close()
