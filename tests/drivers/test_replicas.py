@@ -1,6 +1,8 @@
 """Replicas of a pipeline: the numbers of plain PyTorch on the whole batch, and equal parameters on all replicas."""
 
 import copy
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,9 @@ from pippy import (
     convert_deferred_batch_norm,
     pipeline,
 )
+from pippy.drivers.clusters.local_cluster import local_cluster
 from pippy.drivers.control.messages import Fetch
-from pippy.drivers.errors import DriverError, OptimizerError, StepError
+from pippy.drivers.errors import DriverError, OptimizerError, StepError, WorkerLostError
 from tests.drivers.models import TiedLanguage
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
@@ -334,6 +337,25 @@ def test_checkpoints_are_those_of_one_pipeline(cluster, tmp_path):
             torch.testing.assert_close(optimizers[1].state_dict()["state"][name][key], value, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_v"])
+def test_several_stages_on_each_worker(cluster, schedule):
+    x, target = batch(9)
+    plain = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 2))
+    pipe = Pipe.from_sequential(copy.deepcopy(plain), nn.MSELoss())
+    driver = PipelineDriver(pipe, cluster, schedule=schedule, replicas=2, checkpoint="except_last")
+    optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, divide_state=True)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        expected = nn.functional.mse_loss(plain(x), target)
+        expected.backward()
+        torch.testing.assert_close(driver.run(5, x, target), expected.detach(), rtol=1e-12, atol=1e-12)
+        for each in (optimizer, theirs):
+            each.step()
+            each.zero_grad()
+    check_state(driver, plain)
+    check_replicas_are_equal(driver)
+
+
 @pytest.mark.parametrize("out_of_order", [True, 3])
 def test_workers_that_take_their_instructions_out_of_order(cluster, out_of_order):
     x, target = batch(8)
@@ -442,3 +464,26 @@ def test_a_state_cannot_be_divided_among_one(cluster):
         driver.instantiate_optimizer(torch.optim.SGD, lr=0.1, divide_state=True)
     with pytest.raises(OptimizerError, match="divide_state=2: give True"):
         driver.instantiate_optimizer(torch.optim.SGD, lr=0.1, divide_state=2)
+
+
+def test_a_run_goes_on_after_a_worker_of_the_second_replica_was_lost(alone, tmp_path):
+    x, target = batch(8)
+    found = []
+    with local_cluster(4, threads=1) as workers:
+        for lost in (False, True):
+            driver = PipelineDriver1F1B(cut_in_two(), workers, replicas=2)
+            optimizer = driver.instantiate_optimizer(torch.optim.AdamW, lr=0.1, divide_state=True)
+            for step in range(3):
+                driver.run(4, x, target)
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 1 and lost:
+                    driver.save(tmp_path, optimizer=optimizer, step=step)
+                    os.kill(workers.control.workers[3].pid, signal.SIGKILL)
+                    with pytest.raises(WorkerLostError):
+                        driver.run(4, x, target)
+                    assert driver.recover() == {"step": 1}
+            check_replicas_are_equal(driver)
+            found.append(driver.state_dict())
+            driver.close()
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
