@@ -40,6 +40,7 @@ class Meeting:
             messages, and for urgent ones.
         connections: if this is the first rank of its host, its connections to the workers there.
         near: the workers that these connections reach.
+        number: how many meetings there were at this store before: torchrun may keep it when it starts the ranks again.
     """
 
     addresses: list[Address]
@@ -47,14 +48,16 @@ class Meeting:
     sockets: Pair | None = None
     connections: ControllerConnections = field(default_factory=ControllerConnections)
     near: frozenset[int] = frozenset()
+    number: int = 0
 
 
 def meet(rank_info: RankInfo, names: Sequence[str], timeout: float, transport: str | None) -> Meeting:
     """Meet the other ranks at torchrun's store, and get sockets to those of this host, unless all is to go by RPC."""
     try:
         given = next(rendezvous("env://", rank_info.rank, rank_info.world_size, timeout=timedelta(seconds=timeout)))[0]
-        store = PrefixStore("pippy", given)
         _kept.append(given)
+        meeting_number = _number_of_meeting(given, rank_info)
+        store = PrefixStore(f"pippy {meeting_number}", given)
     except (RuntimeError, OSError) as error:
         raise ClusterError(f"rank {rank_info.rank} cannot reach torchrun's store: {error}") from error
     board = RankBoard(store, rank_info.rank, timeout)
@@ -77,10 +80,17 @@ def meet(rank_info: RankInfo, names: Sequence[str], timeout: float, transport: s
             f"{routes}"
         )
     addresses = [Address(name, rank_info.rpc_name(i), *at[i][:2]) for i, name in enumerate(names)]
-    meeting = Meeting(addresses, routes)
+    meeting = Meeting(addresses, routes, number=meeting_number)
     if transport != "rpc":
         _connect(meeting, rank_info, neighbours)
     return meeting
+
+
+def _number_of_meeting(store: Store, rank_info: RankInfo) -> int:
+    """How many meetings of these ranks there were at a store: what is left of them there must not be read again."""
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(rank_info.world_size):  # one agent of torchrun, which counts restarts
+        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return int(store.add(f"pippy meetings of rank {rank_info.rank}", 1)) - 1
 
 
 def _workers(rank_info: RankInfo, ranks: Iterable[int]) -> tuple[int, ...]:

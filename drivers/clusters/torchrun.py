@@ -105,7 +105,7 @@ def cluster(
     worker = _worker(rank_info, met, own_device, threads, timeout, patience, address)
     if rank_info.rank:
         assert worker is not None
-        _work(worker, rank_info, timeout, start_timeout)
+        _work(worker, rank_info, met, timeout, start_timeout)
     return _control(rank_info, worker, met, timeout, start_timeout, torch.device(own_device).type, transport != "rpc")
 
 
@@ -203,11 +203,11 @@ def _worker(
     )
 
 
-def _join(rank_info: RankInfo, timeout: float) -> None:
+def _join(rank_info: RankInfo, timeout: float, number: int = 0) -> None:
     name = rank_info.rpc_name(rank_info.index) if rank_info.rank else CONTROLLER
     link = interface(rank_info)
     try:
-        rpc.join(name, rank_info.rank, rank_info.world_size, "env://", "uv", link, timeout)
+        rpc.join(name, rank_info.rank, rank_info.world_size, "env://", "uv", link, timeout, number)
     except RuntimeError as error:
         raise ClusterError(
             f"rank {rank_info.rank} has met the others at torchrun's store, and did not get a connection with each of them, "
@@ -247,11 +247,11 @@ def address_of(interface: str | None) -> str | None:
     return None
 
 
-def _work(worker: TorchrunWorker, rank_info: RankInfo, timeout: float, start_timeout: float) -> NoReturn:
+def _work(worker: TorchrunWorker, rank_info: RankInfo, met: Meeting, timeout: float, start_timeout: float) -> NoReturn:
     """Run a worker until the controller closes the cluster, then leave the script."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's
-    _join(rank_info, start_timeout)
+    _join(rank_info, start_timeout, met.number)
     worker.watch(CONTROLLER, timeout)
     worker.run()
     rpc.leave()
@@ -270,7 +270,7 @@ def _control(
 ) -> Cluster:
     if worker is None:
         rpc.serve_nothing()
-    _join(rank_info, start_timeout)
+    _join(rank_info, start_timeout, met.number)
     global _was_open
     _was_open = True
     if worker is not None:

@@ -57,7 +57,14 @@ def serve_nothing() -> None:
 
 
 def join(
-    name: str, rank: int, processes: int, init_method: str, transport: str, interface: str | None, timeout: float = 0
+    name: str,
+    rank: int,
+    processes: int,
+    init_method: str,
+    transport: str,
+    interface: str | None,
+    timeout: float = 0,
+    group: int = 0,
 ) -> None:
     """Join the RPC group; waits for all others. ``transport`` is "shm" or "uv", which is TCP.
 
@@ -67,7 +74,8 @@ def join(
     of TCP does not. Calls have none.
 
     RPC counts its groups, and the exchanges among their members, in this process alone: one that was in a group before
-    would wait for the others under numbers that they, being new, do not have. So both counts start again.
+    would wait for the others under numbers that they, being new, do not have. So both counts start again, that of groups with
+    ``group``, which is how many have met at the store before.
     """
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=init_method,
@@ -76,7 +84,7 @@ def join(
         _transports=[transport],
         _channels=["basic"],
     )
-    rpc._init_counter = 0
+    rpc._init_counter = group
     rpc.api._all_gather_sequence_id.clear()
     rpc.api._all_gather_sequence_id_to_states.clear()
     with warnings.catch_warnings(), _listening_on(interface), _waiting_for_peers(timeout):
