@@ -108,6 +108,8 @@ data.rows = [...views].map(each => Math.round(each.getBoundingClientRect().top))
 @needs_browser
 def test_both_timelines_show_the_same_time(page):
     lasting(3.0, flight=0.5).compare(lasting(1.0), page, names=("</script><i>", "&"))
+    spans = re.findall(r'"?span&quot;: ([\d.]+)', page.read_text())
+    assert len(spans) == 2 and len(set(spans)) == 1
     _, found = opened(page, ACTS)
     assert found.get("error") is None
     one, other = found["ticks"].split("|")
