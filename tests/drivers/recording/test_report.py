@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from pippy import PipelineDriver, pipeline
+from pippy import PipelineDriver, pipe_split, pipeline
 from pippy.drivers.errors import DriverError
 from pippy.drivers.recording import steps_strip
 from pippy.drivers.recording.findings import off_cores
@@ -278,6 +278,19 @@ def read(path):
     return reader
 
 
+class Positions(nn.Module):
+    """An embedding of what is no input."""
+
+    def __init__(self):
+        super().__init__()
+        self.position, self.last = nn.Embedding(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = x + self.position(torch.arange(8)).sum(0)
+        pipe_split()
+        return self.last(y)
+
+
 def language_batch():
     tokens = torch.randint(0, 12, (6, 4))
     return tokens, tokens
@@ -486,14 +499,14 @@ def test_samples_and_tokens_are_those_of_the_mini_batch(threads):
     """The rows of both micro-batches, and the whole numbers that a model with an embedding takes; the target is none."""
     x = torch.randn(8, 8)
     sizes = []
-    language = TiedLanguage()
-    for model, args in [(Chain(2), (x, x)), (language, language_batch())]:
+    labels = torch.randint(0, 12, (8, 3))
+    for model, args in [(Chain(2), (x, x)), (TiedLanguage(), language_batch()), (Positions(), (x, labels))]:
         driver = PipelineDriver(pipeline(model, lambda y, t: y.float().mean() + 0.0 * t.float().mean()), threads)
         with driver.record() as recording:
             driver.run(2, *args)
         sizes.append((recording.steps[0].batch.samples, recording.steps[0].batch.tokens))
         driver.close()
-    assert sizes == [(8, None), (6, 24)]
+    assert sizes == [(8, None), (6, 24), (8, None)]
 
 
 def test_a_report_of_nothing_is_refused(tmp_path):
