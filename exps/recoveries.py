@@ -11,7 +11,12 @@ A run of 60 steps with dropout, AdamW and a scheduler is disturbed at random ins
 It makes a point every 4 steps, in the memory of neighbours or on the disk by turns, and calls `driver.recover` when a step, an
 update or a point has failed. Every loss, the repeated ones included, must be that of the undisturbed run, to the bit, and so
 must the parameters in the end. Runs differ in their schedules. ``--kinds`` takes some of the kinds, ``--steps`` another
-length. It prints how often each kind happened, in how many recoveries they ended, and the slowest recovery.
+length.
+
+Finding: on two cores with much else to do, ``--count 24 --steps 30 --seed 7`` and ``--count 16 --seed 7`` (before a disturbance
+mostly waited for the recovery from the one before): 0 of 40 wrong, the slowest recovery 15.5 s, disturbed itself several times.
+
+It prints how often each kind happened, in how many recoveries they ended, and the slowest recovery.
 """
 
 import argparse
@@ -42,6 +47,7 @@ from tests.drivers.recovery.runs import WIDTH, Run
 KINDS = ("kill", "stop", "exception")
 SCHEDULES = ("1f1b", "fill_drain", "zb_h1")
 WORKERS, EVERY, ATTEMPTS = 3, 4, 20
+CALM = 0.7  # in so many of the cases, the next disturbance waits until the run has recovered
 
 
 class Raises(torch.autograd.Function):
@@ -117,6 +123,7 @@ class Disturbing:
         self.cluster, self.path, self.kinds, self.rng, self.pause = cluster, path, kinds, rng, pause
         self.happened: Counter[str] = Counter()
         self.left = count
+        self.advanced = threading.Event()  # a step was made since the last disturbance
         self._ended = threading.Event()
 
     def __enter__(self) -> "Disturbing":
@@ -126,20 +133,29 @@ class Disturbing:
 
     def __exit__(self, *_: Any) -> None:
         self._ended.set()
+        self.advanced.set()
         self._thread.join()
-        Path(self.path).unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            os.unlink(self.path)  # nothing has run since
+            self.happened["exception"] -= 1
 
     def _run(self) -> None:
         while self.left > 0 and not self._ended.wait(self.rng.uniform(0, 2 * self.pause)):
             kind = self.rng.choice(self.kinds)
-            with suppress(ProcessLookupError):  # it was lost, and not replaced yet
+            with suppress(
+                ProcessLookupError, FileExistsError
+            ):  # it was lost and not replaced yet, or is to raise already
                 self._disturb(kind)
                 self.happened[kind] += 1
                 self.left -= 1
+                self.advanced.clear()
+                if self.rng.random() < CALM:
+                    while not self._ended.is_set() and not self.advanced.wait(0.5):
+                        pass
 
     def _disturb(self, kind: str) -> None:
         if kind == "exception":
-            Path(self.path).touch()
+            Path(self.path).touch(exist_ok=False)
             return
         count = 2 if kind == "kill" and self.rng.random() < 0.1 else 1
         for worker in self.rng.sample(range(len(self.cluster)), count):
@@ -170,7 +186,9 @@ def recovered(run: Run, findings: Findings) -> int:
     raise AssertionError
 
 
-def disturbed(run: Run, steps: int, expected: dict[int, float], findings: Findings, folder: str) -> None:
+def disturbed(
+    run: Run, steps: int, expected: dict[int, float], findings: Findings, folder: str, advanced: threading.Event
+) -> None:
     """A run that recovers from everything, to its end."""
     step = 0
     while step < steps:
@@ -181,6 +199,7 @@ def disturbed(run: Run, steps: int, expected: dict[int, float], findings: Findin
             if run.losses[step] != expected[step]:
                 findings.wrong.append(f"{run!r}: step {step} has {run.losses[step]!r}, and not {expected[step]!r}")
             step += 1
+            advanced.set()
         except (ClusterError, StepError, CheckpointError) as error:
             if isinstance(error, CheckpointError) and error.__cause__ is None:
                 raise
@@ -204,7 +223,7 @@ def campaign(count: int, seed: int, kinds: Sequence[str] = KINDS, steps: int = 6
             run = Run(cluster, schedule=rng.choice(SCHEDULES), made=model(path))
             left = min(share, count - sum(findings.happened.values()))
             with Disturbing(cluster, path, kinds, rng, pause, left) as disturbing:
-                disturbed(run, steps, plain.losses, findings, f"{folder}/{findings.runs}")
+                disturbed(run, steps, plain.losses, findings, f"{folder}/{findings.runs}", disturbing.advanced)
             findings.happened += disturbing.happened
             findings.runs += 1
             findings.wrong += differing(run, state, findings)
