@@ -1,7 +1,7 @@
 """Runs a short suite on the newest torch of which pip finds a build for the CPU, if it is newer than that of constraints.txt.
 
-`make newest` does it, in an environment of its own; `make newest TORCH=2.14.1` takes that version, whatever build it is. It takes
-minutes, so it is no test of the suite.
+`make newest` does it, in an environment of its own; `make newest TORCH=2.14.1` takes that version, whatever build it is. That
+takes minutes, so it is no test of the suite.
 """
 
 import re
