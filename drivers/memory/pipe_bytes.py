@@ -82,7 +82,8 @@ def count_pipe(
         True: make_schedule("1f1b", workers=1, chunks=MICROBATCHES, stages_per_worker=stages),
         False: make_schedule("forward_only", workers=1, chunks=MICROBATCHES, stages_per_worker=stages),
     }
-    whole = lower(pipe, orders[trains])
+    with heard():
+        whole = lower(pipe, orders[trains])
     largest = max(range(division.chunks), key=lambda each: _rows(division, each))
     with heard(), untouched_random_state(), torch.inference_mode(False), explained():
         counted = _Counted(pipe, division, largest, device, trains)

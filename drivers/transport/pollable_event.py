@@ -4,6 +4,8 @@ import os
 from contextlib import suppress
 from threading import Lock
 
+from pippy.drivers.interrupts import put_off
+
 
 class PollableEvent:
     """A `threading.Event` that `select` can wait for: its file descriptor is readable from ``set`` to ``clear``.
@@ -41,7 +43,9 @@ class PollableEvent:
             os.eventfd_read(self._fd)
 
     def __del__(self) -> None:
-        self.close()  # Ctrl-C may have come before that
+        if self._fd >= 0:  # Ctrl-C has come before `close`, and may come again
+            with put_off():
+                self.close()
 
     def close(self) -> None:
         """Close the file descriptor."""

@@ -162,3 +162,17 @@ def test_ctrl_c_while_a_cluster_ends_that_nobody_closed_is_not_dropped_and_all_o
         for _ in range(1000):
             time.sleep(0.01)
     assert processes.ended == ["begun", "over"]
+
+
+def test_ctrl_c_while_a_forgotten_event_closes_is_not_lost(monkeypatch):
+    """Python drops what is raised in `__del__`."""
+    event, close = PollableEvent(), os.close
+
+    def close_and_interrupt(fd):
+        close(fd)
+        ctrl_c()
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(os, "close", close_and_interrupt)
+        del event
+        time.sleep(1)

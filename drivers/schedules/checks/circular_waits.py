@@ -19,7 +19,8 @@ def check_waits(program: Program, buffer: int | None, faults: Faults) -> None:
         waits = implied_waits(program)
     run = DryRun(program, waits)
     stuck = run.stuck()
-    circles = networkx.DiGraph((worker, awaited[0]) for worker, awaited in stuck.items())
+    circles = networkx.DiGraph()  # which drops Ctrl-C where it is given edges
+    circles.add_edges_from((worker, awaited[0]) for worker, awaited in stuck.items())
     for knot in networkx.strongly_connected_components(circles):
         within = circles.subgraph(knot)
         if within.number_of_edges():

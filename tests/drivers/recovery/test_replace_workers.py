@@ -185,7 +185,7 @@ def test_a_process_that_cannot_be_forked_is_an_error_and_can_be_tried_again():
             ClusterError, match=r"(?s)in the place of worker 'worker1'.*unavailable.*call recover\(\) again"
         ):
             replace_lost_workers(cluster)
-        assert len(os.listdir("/proc/self/fd")) == own
+        assert len(os.listdir("/proc/self/fd")) <= own
         assert replace_lost_workers(cluster) == (1,)
         other.step()
         other.check()

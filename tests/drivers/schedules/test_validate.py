@@ -1,5 +1,7 @@
 """What validate refuses, case by case, and how it says so."""
 
+import sys
+
 import pytest
 
 from pippy.drivers.schedules import add_communication, make_schedule, validate
@@ -251,3 +253,32 @@ NEEDED = {"1f1b": 1, "eager_1f1b": 1, "interleaved_1f1b": 1, "zb_v": 2, "v_half"
 def test_what_channels_the_schedules_need(name, buffer):
     stages = 2 if name == "interleaved_1f1b" else None
     validate(add_communication(make_schedule(name, workers=4, chunks=12, stages_per_worker=stages)), buffer)
+
+
+def test_ctrl_c_is_not_dropped_by_the_library_of_graphs():
+    """It comes at each call in turn that networkx makes while a program is validated."""
+    program, calls = make_schedule("1f1b", workers=2, chunks=2), 0
+
+    def raised_at(number):
+        left = number
+
+        def count(frame, event, argument):
+            nonlocal left
+            if event == "call" and "networkx" in frame.f_code.co_filename:
+                left -= 1
+                if not left:
+                    raise KeyboardInterrupt
+
+        sys.setprofile(count)
+        try:
+            validate(program)
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.setprofile(None)
+        assert left > 0  # it was not dropped
+        return False
+
+    while raised_at(calls + 1):
+        calls += 1
+    assert calls > 3
