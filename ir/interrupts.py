@@ -1,6 +1,7 @@
 """Ctrl-C while fake tensors are at work, where torch and Python would drop it, or end the process."""
 
 import _thread
+import gc
 import signal
 import threading
 import time
@@ -14,7 +15,7 @@ from torch._library import simple_registry
 from torch._subclasses import fake_tensor
 from torch.utils import _python_dispatch
 
-# What Python calls when an object ends, beside `__del__`: it prints what these raise, and goes on.
+# What Python calls when an object ends, beside `__del__` and what gc.callbacks has: it prints what these raise, and goes on.
 _CALLED_AT_AN_END = (
     "WeakKeyDictionary.__init__.<locals>.remove",
     "WeakValueDictionary.__init__.<locals>.remove",
@@ -68,9 +69,10 @@ def _is_dropped(frame: FrameType | None) -> bool:
         frame is not None and frame.f_code.co_qualname == "count.<locals>.wrapper"
     ):  # before a fake tensor's own function
         return True
+    collecting = {getattr(each, "__code__", None) for each in gc.callbacks}
     while frame is not None:
         name = frame.f_code.co_name
-        if name == "__del__" or frame.f_code.co_qualname in _CALLED_AT_AN_END:
+        if name == "__del__" or frame.f_code.co_qualname in _CALLED_AT_AN_END or frame.f_code in collecting:
             return True
         if frame.f_code.co_filename in _WITH_STATE:
             return True

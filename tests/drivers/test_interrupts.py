@@ -18,6 +18,7 @@ from pippy.drivers.control.control import Address, Control, PendingCall
 from pippy.drivers.interrupts import first_waits
 from pippy.drivers.transport.pickling import pickle_message
 from pippy.drivers.transport.pollable_event import PollableEvent
+from pippy.ir.interrupts import come_again
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
@@ -176,3 +177,23 @@ def test_ctrl_c_while_a_forgotten_event_closes_is_not_lost(monkeypatch):
         patched.setattr(os, "close", close_and_interrupt)
         del event
         time.sleep(1)
+
+
+def test_ctrl_c_that_comes_again_is_not_lost_in_what_a_collection_calls():
+    """Python drops what a function of gc.callbacks raises."""
+    called = []
+
+    def collected(phase, info):
+        if not called:
+            called.append(phase)
+            come_again()
+            time.sleep(0.1)
+
+    gc.callbacks.append(collected)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            gc.collect()
+            time.sleep(1)
+    finally:
+        gc.callbacks.remove(collected)
+    assert called == ["start"]

@@ -3,6 +3,7 @@
 import builtins
 import io
 import sys
+import threading
 
 import pytest
 
@@ -22,6 +23,7 @@ def report(step, loss=0.5):
 
 def test_a_terminal_gets_a_bar_with_the_loss_and_rates(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
+    threads = threading.active_count()
     shown = progress_of(True, 10, 4)
     assert isinstance(shown, Bar)
     monkeypatch.setattr(shown._bar, "mininterval", 0)
@@ -33,7 +35,7 @@ def test_a_terminal_gets_a_bar_with_the_loss_and_rates(monkeypatch):
     text = sys.stderr.getvalue()
     assert "6/10" in text and "loss=0.25" in text and "samples/s=" in text and "tokens/s=" in text
     assert "step 6: evaluation loss 0.125" in text
-    assert shown._bar.monitor is None  # no thread
+    assert threading.active_count() == threads
 
 
 def test_a_log_gets_lines(monkeypatch, capsys):
