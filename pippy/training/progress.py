@@ -109,10 +109,16 @@ def progress_of(wanted: bool, total: int | None, done: int) -> Progress:
     """
     if not wanted:
         return Progress(total, done)
-    if sys.stderr is None or not (sys.stderr.isatty() or "ipykernel" in sys.modules):
+    if sys.stderr is None or not (sys.stderr.isatty() or _in_notebook()):
         return Lines(total, done) if sys.stderr is not None else Progress(total, done)
     try:
         from tqdm.auto import tqdm
     except ImportError:
         return Lines(total, done)
     return Bar(total, done, tqdm)
+
+
+def _in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook; that ipykernel was imported does not say so."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return hasattr(shell, "kernel")

@@ -4,6 +4,7 @@ import builtins
 import io
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,6 +37,17 @@ def test_a_terminal_gets_a_bar_with_the_loss_and_rates(monkeypatch):
     assert "6/10" in text and "loss=0.25" in text and "samples/s=" in text and "tokens/s=" in text
     assert "step 6: evaluation loss 0.125" in text
     assert threading.active_count() == threads
+
+
+def test_a_notebook_gets_a_bar_and_what_has_imported_its_library_does_not(monkeypatch):
+    shell = SimpleNamespace(kernel=None)
+    monkeypatch.setitem(sys.modules, "ipykernel", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    shown = progress_of(True, 10, 0)
+    shown.end()
+    assert isinstance(shown, Bar)
+    shell = None
+    assert isinstance(progress_of(True, 10, 0), Lines)
 
 
 def test_a_log_gets_lines(monkeypatch, capsys):
