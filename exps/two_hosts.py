@@ -5,12 +5,10 @@ Question: with one worker on each host, 8 micro-batches and a GPT-like decoder, 
 Command:  python -m exps.two_hosts --size small --rounds 20       (see --help; from the root of the repository, as root)
 Method:   as versus_torch.py, with the same contestants, models and checks; but each process of a contestant is on a host of
           its own, which is a network namespace, and has one core. pippy's are those that `cluster()` joins under torchrun.
-Finding:  when all values went by RPC (small ones have a connection of TCP now, and this is to be measured again). Two virtual
-          cores. small, --rounds 12, --only "torch 1F1B" "pippy 1f1b" "pippy eager_1f1b" "pippy fill_drain", of torch 1F1B:
-          without a delay pippy 1f1b 1.24 (1.17–1.29), eager_1f1b 1.22, fill_drain 1.29; with 1 ms 1.04 (1.01–1.09), 0.94
-          (0.92–0.97), 0.95. All contestants, 8 rounds, without a delay: 1.06 (1.03–1.16), 0.95, 0.97; torch's other schedules
-          1.1 to 2.0. So 1f1b is not yet as fast as torch's over gloo. Where packets take time, eager_1f1b is: its values
-          travel while others are computed.
+Finding:  two virtual cores. small, --rounds 6, --only "torch 1F1B" "pippy 1f1b" "pippy eager_1f1b", of torch 1F1B: without a
+          delay pippy 1f1b 0.99 (0.90–1.07), eager_1f1b 0.96 (0.84–1.07); with 1 ms 0.86 (0.76–1.00), 0.71 (0.62–0.81). When
+          all values went by RPC, 1f1b took 1.24 and 1.04: RPC wakes four threads for each small value, and here the threads
+          that compute send and read it.
 """
 
 import argparse

@@ -36,7 +36,8 @@ class DdpRank(Rank):
         lines = [dist.new_group([at * STAGES + stage for stage in range(STAGES)]) for at in range(REPLICAS)]
         twins = [dist.new_group([at * STAGES + stage for at in range(REPLICAS)]) for stage in range(STAGES)]
         part: nn.Module = gpt.part(size, index, STAGES)
-        wrapped = DistributedDataParallel(part, process_group=twins[index])
+        # without this DDP orders its buckets anew after the first step, and fails: it has counted each parameter twice
+        wrapped = DistributedDataParallel(part, process_group=twins[index], find_unused_parameters=True)
         stage = PipelineStage(wrapped, index, STAGES, torch.device("cpu"), group=lines[replica])
         x, target = (each.tensor_split(REPLICAS)[replica] for each in gpt.batch(size))
         self.inputs = (x,) if index == 0 else ()
