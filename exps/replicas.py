@@ -5,9 +5,9 @@ Question: with two replicas of two stages, on four workers, 8 micro-batches and 
 Command:  python -m exps.replicas --size small --rounds 20       (see --help; from the root of the repository)
 Method:   as versus_torch.py, with the same model and checks: the loss and the gradients of each contestant are compared with
           those of 1b, one process with the whole mini-batch. torch's four ranks use gloo; DDP adds up gradients in the last
-          micro-batch's backward, and looks for unused parameters, as without that it fails in its second step. pippy adds them up in
-          the step, too. Of the memory, the resident bytes of each worker are
-          read before and after AdamW's first step.
+          micro-batch's backward, and looks for unused parameters, as without that it fails in its second step. pippy adds
+          them up in the step, too. Of the memory, the resident bytes of each worker are read before and after AdamW's first
+          step.
 Finding:  four workers on two virtual cores, so that they wait for cores, too. small, --rounds 4, of torch 1F1B: pippy 1f1b 0.70
           (0.68–0.84), fill_drain 0.70 (0.66–0.78); torch GPipe 1.01, one process 0.82. Not measured with a core for each
           worker, nor what a divided state saves on a model that is large enough to show it.
