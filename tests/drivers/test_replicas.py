@@ -274,21 +274,33 @@ def test_memory_and_recordings_have_all_replicas(cluster):
     assert "worker 0, worker 2" in recording._repr_html_()
 
 
-def test_the_gradients_of_a_stage_go_once_each_way_in_one_message_for_each_bucket(threads):
-    driver = PipelineDriver1F1B(cut_in_two(), threads, replicas=2)
-    optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
+def sent_to_twins(threads, driver, optimizer, steps):
+    """For each step, how many values and bytes each worker sends to the one with its stage in the other replica."""
     x, target = batch(8)
     sent = [each.context.transport.sent for each in threads.control.threads]
-    stage_bytes = [8 * sum(p.numel() for p in part.parameters()) for part in Plain()]
-    for _ in range(3):
+    for _ in range(steps):
         before = [{peer: (count.values, count.bytes) for peer, count in each.items()} for each in sent]
         driver.run(4, x, target)
         optimizer.step()
         optimizer.zero_grad()
+        found = []
         for worker, (counts, old) in enumerate(zip(sent, before)):
-            twin, (values, total) = (worker + 2) % 4, old.get((worker + 2) % 4, (0, 0))
-            assert counts[twin].values - values == 2, "the gradients that the other adds up, and the sums of this one"
-            assert counts[twin].bytes - total == stage_bytes[worker % 2]
+            twin = (worker + 2) % 4
+            values, total = old.get(twin, (0, 0))
+            found.append((counts[twin].values - values, counts[twin].bytes - total))
+        yield found
+
+
+def expected_of_twins():
+    """Two messages of each worker, and in them as many bytes as its stage's parameters have."""
+    return [(2, 8 * sum(p.numel() for p in part.parameters())) for part in Plain()] * 2
+
+
+def test_the_gradients_of_a_stage_go_once_each_way_in_one_message_for_each_bucket(threads):
+    driver = PipelineDriver1F1B(cut_in_two(), threads, replicas=2)
+    optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
+    for sent in sent_to_twins(threads, driver, optimizer, 3):
+        assert sent == expected_of_twins(), "the gradients that the other adds up, and the sums of this one"
     driver.close()
 
 
@@ -416,18 +428,8 @@ def test_a_divided_state_is_there_once_and_the_numbers_are_the_same(threads, tmp
 def test_with_a_divided_state_gradients_go_one_way_and_parameters_the_other(threads):
     driver = PipelineDriver1F1B(cut_in_two(), threads, replicas=2)
     optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, divide_state=True)
-    x, target = batch(8)
-    sent = [each.context.transport.sent for each in threads.control.threads]
-    stage_bytes = [8 * sum(p.numel() for p in part.parameters()) for part in Plain()]
-    for _ in range(2):
-        before = [{peer: (count.values, count.bytes) for peer, count in each.items()} for each in sent]
-        driver.run(4, x, target)
-        optimizer.step()
-        optimizer.zero_grad()
-    for worker, (counts, old) in enumerate(zip(sent, before)):
-        twin = (worker + 2) % 4
-        values, total = old[twin]
-        assert counts[twin].values - values == 2 and counts[twin].bytes - total == stage_bytes[worker % 2]
+    *_, last = sent_to_twins(threads, driver, optimizer, 2)
+    assert last == expected_of_twins()
     driver.close()
 
 
