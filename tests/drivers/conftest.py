@@ -2,8 +2,7 @@
 
 import pytest
 
-from pippy.drivers.clusters.local_cluster import local_cluster
-from tests.drivers.processes import close_open_cluster
+from tests.drivers.processes import close_open_cluster, kept_open
 from tests.drivers.thread_cluster import thread_cluster
 
 
@@ -18,10 +17,7 @@ def shared():
 
 @pytest.fixture
 def cluster(shared):
-    if not shared or shared[0].control.broken:
-        close_open_cluster()
-        shared[:] = [local_cluster(4, threads=1)]
-    return shared[0]
+    return kept_open(shared, 4)
 
 
 @pytest.fixture

@@ -10,12 +10,21 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from pippy.drivers.clusters.current_cluster import _open, _opened
+from pippy.drivers.clusters.local_cluster import local_cluster
 
 
 def close_open_cluster():
     """End the workers' processes, if this thread has a cluster of them: another can be opened then. Threads go on."""
     if (cluster := _open(_opened.get(threading.current_thread()))) is not None:
         cluster.close()
+
+
+def kept_open(held, workers):
+    """The cluster that ``held`` has for many tests, opened again after a test that broke it or closed it."""
+    if not held or held[0].control.broken:
+        close_open_cluster()
+        held[:] = [local_cluster(workers, threads=1)]
+    return held[0]
 
 
 @contextmanager
