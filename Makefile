@@ -15,9 +15,9 @@ help: ## list the commands
 demo: $(READY) ## split, draw and train a small transformer on four workers, and report where its time goes
 	@$(BIN)/python exps/demo.py
 
-# the tests start a hundred processes, and without its byte code each of them would compile pippy again
+# what failed is said at the end (-rsfE). The tests start a hundred processes, and without its byte code each of them would compile pippy again
 test: $(READY) ## run all tests, and say what was skipped
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 -rs
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 -rsfE
 
 check: $(READY) ## ruff, mypy, pyright on the public names, and the layering test
 	@$(BIN)/ruff check $(SOURCES)

@@ -3,6 +3,7 @@
 import _thread
 import gc
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ def heard() -> Iterator[None]:
 
     A fake tensor is asked for its device by code that ends the process if the answer is an exception. When it ends, Python
     drops what is raised. Code of torch that changes its modes leaves them wrong. In all these places Ctrl-C comes again, a
-    millisecond later.
+    millisecond later. So it does where Python has dropped it.
 
     >>> with heard():
     ...     print("can be interrupted")
@@ -46,6 +47,7 @@ def heard() -> Iterator[None]:
         yield
         return
     came: list[Any] = []
+    hook = _Unraisable()
 
     def hear(number: int, frame: FrameType | None) -> None:
         if _is_dropped(frame):
@@ -56,9 +58,12 @@ def heard() -> Iterator[None]:
 
     try:
         signal.signal(signal.SIGINT, hear)
+        sys.unraisablehook = hook
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+        if sys.unraisablehook is hook:
+            sys.unraisablehook = hook.before
     if came:
         before(came[0], None)
 
@@ -82,8 +87,23 @@ def _is_dropped(frame: FrameType | None) -> bool:
     return False
 
 
+class _Unraisable:
+    """A hook for what Python drops: Ctrl-C comes again. What ends may be any library's, and its names are not known here."""
+
+    def __init__(self) -> None:
+        self.before = sys.unraisablehook
+
+    def __call__(self, dropped: Any) -> None:
+        if issubclass(dropped.exc_type, KeyboardInterrupt) and not sys.is_finalizing():
+            _come_again()
+        else:
+            self.before(dropped)
+
+
 def come_again() -> None:
     """Have Ctrl-C come again, a millisecond later, or when it will not be dropped. For the main thread.
+
+    The hook for what is dropped stays: nobody knows when Ctrl-C has got out.
 
     >>> try:
     ...     come_again()
@@ -104,6 +124,8 @@ def come_again() -> None:
         return None
 
     signal.signal(signal.SIGINT, hear)
+    if not isinstance(sys.unraisablehook, _Unraisable):
+        sys.unraisablehook = _Unraisable()
     _come_again()
 
 

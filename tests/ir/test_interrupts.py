@@ -1,7 +1,10 @@
 """Ctrl-C while fake tensors are at work interrupts, and is not dropped, and does not end the process."""
 
+import gc
 import os
 import signal
+import sys
+import time
 import weakref
 
 import pytest
@@ -11,7 +14,7 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pippy.ir import interrupts
-from pippy.ir.interrupts import heard
+from pippy.ir.interrupts import come_again, heard
 from pippy.ir.run import live_storages
 
 
@@ -38,14 +41,52 @@ def test_ctrl_c_at_the_end_of_an_object_comes_again():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_ctrl_c_that_python_drops_comes_at_the_end(monkeypatch):
-    monkeypatch.setattr("sys.unraisablehook", lambda what: None)  # where pytest notes it
+def test_ctrl_c_that_python_drops_comes_again(monkeypatch):
+    """Any library's callback may be called at an end."""
+    given, dropped = Dropped(), []
+    monkeypatch.setattr("sys.unraisablehook", hook := dropped.append)
+    with pytest.raises(KeyboardInterrupt), heard():
+        reference = weakref.ref(given, lambda _: ctrl_c())
+        del given
+        assert reference() is None
+        time.sleep(10)
+    assert sys.unraisablehook is hook and not dropped
+
+
+@pytest.mark.parametrize("collected", [False, True])
+def test_ctrl_c_that_comes_again_and_is_dropped_comes_once_more(monkeypatch, collected):
+    """Also where a garbage collection calls it. What else is dropped is told as before."""
+    given, dropped, called = Dropped(), [], []
+    monkeypatch.setattr("sys.unraisablehook", dropped.append)
+
+    def called_at_its_end(_):
+        called.append(_)
+        come_again()
+        time.sleep(0.2)
+
+    reference = weakref.ref(given, called_at_its_end)
+    if collected:
+        given.itself = given
+    with pytest.raises(KeyboardInterrupt):
+        del given
+        gc.collect()
+        assert reference() is None
+        time.sleep(10)
+    assert len(called) == 1 and not dropped
+    failing = weakref.ref(Dropped(), lambda _: 1 / 0)
+    assert failing() is None
+    assert [each.exc_type for each in dropped] == [ZeroDivisionError]
+
+
+def test_ctrl_c_that_other_code_drops_comes_at_the_end():
     done = []
     with pytest.raises(KeyboardInterrupt), heard():
-        reference = weakref.ref(given := Dropped(), lambda _: ctrl_c())
-        del given
-        done.append(reference())
-    assert done == [None]
+        try:
+            ctrl_c()
+        except BaseException:
+            done.append("dropped")
+        done.append("went on")
+    assert done == ["dropped", "went on"]
 
 
 class Interrupted(TorchDispatchMode):
