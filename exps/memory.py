@@ -9,10 +9,13 @@ Method:   contestants run one after another, each in processes of its own. After
           memory that no other process has; *share* counts memory of several processes in equal parts. The controller of
           pippy, which holds the whole model, has a figure of its own: it is not a worker. pippy's workers have an
           allocator that keeps freed memory; "kept" torch has the same settings.
-Finding:  medium, one run, MB of worker 0 and 1. 1F1B: pippy holds 267 and 275 in share, torch 405 and 462 (kept: 426 and
-          426); at most 414 and 423 against 487 and 524. GPipe: 374 and 387 against 506 and 538; at most 521 and 534 against
-          581 and 611. torch's figures contain the whole model, which each rank makes before it takes its part, and the
-          libraries. pippy's workers share the libraries, because they are forks of one process.
+Finding:  one run each on a quiet machine, MB of worker 0 and 1. gpt2: pippy's 1F1B holds 411 and 388 in share, at most 553 and
+          527; torch's 568 and 818, at most 680 and 914 (kept: 622 and 886, 684 and 948); one process 839, at most 890. GPipe:
+          664 and 719, at most 805 and 857, against 876 and 1067, at most 954 and 1203.
+          medium: 1F1B 267 and 275 against 405 and 462 (kept: 426 and 426), at most 414 and 423 against 487 and 524. GPipe:
+          374 and 387 against 506 and 538; at most 521 and 534 against 581 and 611. torch's figures contain the whole model,
+          which each rank makes before it takes its part, and the libraries. pippy's workers share the libraries, because they
+          are forks of one process.
 """
 
 import argparse
