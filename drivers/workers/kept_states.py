@@ -19,7 +19,7 @@ from pippy.ir.run.random_state import RandomState
 from pippy.ir.run.shared_tensors import get_tensor
 from pippy.ir.trees import map_tensors
 
-KEPT_NUMBER = 1 << 25  # of copies in the keys of messages: larger than those of replicated parameters
+KEPT_NUMBER = 1 << 26  # of copies in the keys of messages; those of gradient_sums.py are smaller
 
 
 @dataclass

@@ -17,7 +17,7 @@ from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm, Noted
 from pippy.ir.errors import StageError
 
 _FIELDS = [each.name for each in fields(Noted)]
-_NOTES = FIRST_NUMBER - 1  # the number of notes in the keys of messages
+NOTES = FIRST_NUMBER - 1  # the number of notes in the keys of messages
 
 
 class ReplicaBuffers:
@@ -87,10 +87,10 @@ class NotesOfReplicas:
         for twin in self.twins:
             if twin != self.index:
                 own = [[tuple(getattr(each, name) for name in _FIELDS) for each in of_norm] for of_norm in notes]
-                self.transport.send(twin, (number, _NOTES, self.index), own)
+                self.transport.send(twin, (number, NOTES, self.index), own)
         found: list[list[Noted]] = [[] for _ in notes]
         for twin in self.twins:
-            theirs = notes if twin == self.index else self.transport.receive((number, _NOTES, twin), twin)
+            theirs = notes if twin == self.index else self.transport.receive((number, NOTES, twin), twin)
             for all_of_norm, of_norm in zip(found, theirs):
                 all_of_norm += [each if isinstance(each, Noted) else Noted(*each) for each in of_norm]
         return found

@@ -16,6 +16,7 @@ from pippy.drivers.transport.received_values import Interrupted
 from pippy.drivers.workers.driver_state import DriverState
 from pippy.drivers.workers.executor import Executor
 from pippy.drivers.workers.kept_states import KEPT_NUMBER
+from pippy.drivers.workers.replica_buffers import NOTES
 from pippy.drivers.workers.worker_surroundings import WorkerSurroundings
 
 if TYPE_CHECKING:
@@ -114,6 +115,8 @@ class Worker:
             return state.generation.named(number, microbatch)
         if number == KEPT_NUMBER:
             return f"the copy of the state of worker {microbatch}"
+        if number == NOTES:
+            return f"what the batch norms of worker {microbatch} have noted"
         if executor is None:
             return state.gradients.sums.named(number, microbatch)
         instruction = executor.current()
