@@ -1,6 +1,11 @@
 """A model whose stages fail on request. A part of the input has the request for each row, and so for a micro-batch."""
 
+import os
+import tempfile
 import time
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -47,6 +52,44 @@ class Unreadable:
         return self
 
 
+@contextmanager
+def slow_steps(cluster):
+    """Stages that are told to be slow are so until the block ends. Without the block they are not."""
+    flag = _flag(cluster.control.workers[0].pid)
+    flag.touch()
+    try:
+        yield flag
+    finally:
+        flag.unlink(missing_ok=True)
+
+
+@contextmanager
+def slow_until_told(cluster, *words):
+    """Such stages are slow until a dump has all these words: it is asked for when a step takes too long, and then again."""
+    inner, end = cluster.dispatch.dump, time.monotonic() + 60
+    with slow_steps(cluster) as flag:
+
+        def dump():
+            while any(each not in (text := inner()) for each in words) and time.monotonic() < end:
+                pass
+            flag.unlink()
+            return text
+
+        with patch.object(cluster.dispatch, "dump", dump):
+            yield
+
+
+def _be_slow():
+    end = time.monotonic() + 60
+    while _flag(os.getpid()).exists() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def _flag(pid):
+    """All workers of a cluster are of one session; 0 is this process."""
+    return Path(tempfile.gettempdir(), f"pippy-slow-{os.getsid(pid)}")
+
+
 class Trap(nn.Module):
     """Lets its input through, unless the orders, rows of (trap, how), have one for this trap."""
 
@@ -62,7 +105,7 @@ class Trap(nn.Module):
         if how == EXIT:
             raise SystemExit("a forward that leaves")
         if how == SLOW:
-            time.sleep(1.5)
+            _be_slow()
         while how == ENDLESS:
             time.sleep(0.05)
         if how >= NO_MEMORY:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from pippy import PipelineDriver1F1B, current_cluster, local_cluster, pipe_split, pipeline
 from pippy.drivers.errors import ClusterError, StepError
-from tests.drivers.failing_model import FORWARD, SLOW
+from tests.drivers.failing_model import FORWARD, SLOW, slow_steps
 from tests.drivers.processes import within
 from tests.drivers.test_failures import Training, interrupted
 from tests.drivers.thread_cluster import thread_cluster
@@ -153,8 +153,8 @@ def test_a_step_that_fails_in_one_thread_is_no_affair_of_another(threads):
 
 def test_closing_a_cluster_ends_what_another_thread_waits_for(cluster):
     training = Training(cluster)
-    step = training.start(SLOW)
-    with ThreadPoolExecutor(1) as pool:
+    with slow_steps(cluster), ThreadPoolExecutor(1) as pool:
+        step = training.start(SLOW)
         waiting = pool.submit(step.result)
         while not cluster.control._waits:
             os.sched_yield()
@@ -168,10 +168,10 @@ def test_closing_a_cluster_ends_what_another_thread_waits_for(cluster):
 
 def test_ctrl_c_while_another_thread_takes_the_results(threads):
     training = Training(threads)
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, slow_steps(threads):
         step = training.start(SLOW)
         waiting = pool.submit(step.result)
-        with within(1.3), pytest.raises(KeyboardInterrupt), interrupted(0.2):
+        with within(1.0), pytest.raises(KeyboardInterrupt), interrupted(0.2):
             training.start().result()
         with pytest.raises(StepError, match="KeyboardInterrupt"):
             waiting.result(30)

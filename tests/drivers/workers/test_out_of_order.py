@@ -17,7 +17,7 @@ from pippy.drivers.workers import out_of_order as policy
 from pippy.drivers.workers.out_of_order import OutOfOrderExecutor
 from pippy.ir.run.split_backward import WeightDeferral
 from pippy.ir.trees import map_tensors
-from tests.drivers.failing_model import BACKWARD, FORWARD, LOSS, SLOW, UNSENDABLE
+from tests.drivers.failing_model import BACKWARD, FORWARD, LOSS, SLOW, UNSENDABLE, slow_until_told
 from tests.drivers.models import Chain
 from tests.drivers.processes import within
 from tests.drivers.test_driver import assert_bits, build
@@ -208,12 +208,18 @@ def test_a_step_that_fails_is_told_of_and_forgotten(cluster, schedule, how):
 
 
 def test_a_step_that_takes_too_long_says_what_each_waits_for(cluster):
-    training = Training(cluster, out_of_order=True, step_timeout=0.4)
+    training = Training(cluster, out_of_order=True)
     training.step()
-    with within(2.5), pytest.raises(StepError, match="took longer than") as caught:
+    training.driver.step_timeout = 0.4
+    with (
+        slow_until_told(cluster, "F1.1", "from worker 1"),
+        within(1.5),
+        pytest.raises(StepError, match="took longer") as caught,
+    ):
         training.fail(SLOW)
     text = str(caught.value)
     assert "F1.1" in text and "from worker 1" in text, text
+    training.driver.step_timeout = None
     training.check()
     training.driver.close()
 
