@@ -29,6 +29,7 @@ from pippy.drivers.batches.loss_check import LossCheck, LossChecks
 from pippy.drivers.batches.refused_inputs import refuse_inputs
 from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.clusters.current_cluster import current_cluster
+from pippy.drivers.clusters.topology import DriverPlaces
 from pippy.drivers.commands import Commands, in_turn
 from pippy.drivers.control.messages import Step, StepReturning
 from pippy.drivers.data.sent_datasets import SentDatasets, check_no_columns, columns_in
@@ -157,6 +158,8 @@ class PipelineDriverBase(ModelOnWorkers):
         self._recording: Recording | None = None
         commands.load(placed.loads(), placed.flags())
         watch(pipe.parameters(), commands)
+        self._places = DriverPlaces.of(type(self).__name__, placed.replicas)
+        self.cluster.open_drivers[self.number] = self._places  # a weak reference
 
     def __repr__(self) -> str:
         schedule = self.schedule if isinstance(self.schedule, str) else repr(self.schedule)
@@ -515,6 +518,11 @@ class PipelineDriverBase(ModelOnWorkers):
             chunks=chunks,
             others=others,
         )
+
+    def close(self) -> None:
+        """Drop the stages, programs and optimizers from the workers; the cluster goes on."""
+        super().close()
+        self.cluster.open_drivers.pop(self.number, None)
 
     def __reduce__(self) -> Any:
         raise TypeError(

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import NoReturn, Protocol
 
 from pippy.drivers.clusters.routes import Routes
+from pippy.drivers.clusters.topology import ClusterTopology, DriverPlaces, WorkerPlace
 from pippy.drivers.control.control import Address, Control
 from pippy.drivers.control.dispatch import Dispatch
 from pippy.drivers.errors import ClusterError
@@ -64,6 +65,7 @@ class Cluster:
         self.control, self.processes = control, processes
         self.dispatch = Dispatch(control, end=processes.close)
         self._drivers = itertools.count()
+        self.open_drivers = weakref.WeakValueDictionary[int, DriverPlaces]()  # by number
         self.closed = False
         self.unfinished: list[Callable[[], None]] = []  # what waits for work that goes on beside commands
         self._finalizer = weakref.finalize(self, _close, processes)
@@ -86,6 +88,24 @@ class Cluster:
     def next_driver(self) -> int:
         """The number of another driver."""
         return next(self._drivers)
+
+    @property
+    def topology(self) -> ClusterTopology:
+        """Who is who: the host and process of each worker, and the stages and replicas that each open driver has there.
+
+        The division into stages and replicas is that of a driver: `driver.topology` has it in numbers.
+
+        >>> from pippy import cluster
+        >>> with cluster(1, names=["only"], threads=1) as workers:
+        ...     print(workers.topology[0].name, workers.topology[0].pid == workers.control.workers[0].pid)
+        only True
+        """
+        drivers = dict(sorted(self.open_drivers.items()))
+        places = []
+        for worker, (address, host) in enumerate(zip(self.control.workers, self.routes.hosts)):
+            holds = {number: each.holds[worker] for number, each in drivers.items() if worker in each.holds}
+            places.append(WorkerPlace(address.name, host, address.pid, holds))
+        return ClusterTopology(tuple(places), {number: each.name for number, each in drivers.items()})
 
     def dump(self, timeout: float = 1.0) -> str:
         """What every worker does or waits for, one line or more each, and which workers do not answer in time."""

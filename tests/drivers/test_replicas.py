@@ -1,6 +1,7 @@
 """Replicas of a pipeline: the numbers of plain PyTorch on the whole batch, and equal parameters on all replicas."""
 
 import copy
+import gc
 import os
 import signal
 from pathlib import Path
@@ -152,6 +153,28 @@ def test_who_is_who(cluster):
     assert str(driver.topology).splitlines()[1] == "replica 0  worker3  worker1"
     assert repr(driver) == "<PipelineDriver1F1B: 1f1b, 2 stages in 2 replicas on worker3, worker1, worker0, worker2>"
     assert driver.program(4).workers == 4
+
+
+def test_who_is_who_in_the_cluster(cluster):
+    before = len(cluster.topology.drivers)
+    replicas = PipelineDriver1F1B(cut_in_two(), cluster, replicas=2, all_ranks=[3, 1, 0, 2])
+    alone = PipelineDriverFillDrain(cut_in_two(), cluster, world_size=1)
+    topology = cluster.topology
+    assert [each.pid for each in topology.workers] == [each.pid for each in cluster.control.workers]
+    assert [each.holds.get(replicas.number) for each in topology.workers] == [
+        "replica 1, stage 0",
+        "replica 0, stage 1",
+        "replica 1, stage 1",
+        "replica 0, stage 0",
+    ]
+    assert topology[0].holds[alone.number] == "stages 0, 1" and alone.number not in topology[1].holds
+    first = str(topology).splitlines()[2]
+    assert all(each in first for each in ("worker0", "replica 1, stage 0", "stages 0, 1", str(topology[0].pid)))
+    assert "replica 1, stage 0" in topology._repr_html_()
+    alone.close()
+    del replicas
+    gc.collect()
+    assert len(cluster.topology.drivers) <= before, "neither one that was closed nor one that is gone"
 
 
 @pytest.mark.parametrize(
