@@ -4,7 +4,9 @@ Question: how many microseconds does a step take for each computation of a worke
           one stage on one micro-batch; a backward in two halves counts once), when a stage only adds one number?
 Command:  python -m exps.control                  (see --help; from the root of the repository)
 Method:   as in versus_torch: the contestants take turns, pinned to cores, and sleep in between. The time of a computation
-          is all that a worker does for it: Python, autograd, sending and receiving one number.
+          is all that a worker does for it: Python, autograd, sending and receiving one number. With --workers N, more
+          workers than cores share these, and the time of a computation is the step times the cores over the computations
+          of all workers. The processor time of the workers counts no waiting, so a busy machine hardly changes it.
 Finding:  two cores, two workers, 10 rounds of 5 steps, µs for each computation (quartiles). 128 micro-batches: pippy fill_drain
           118 (116–125), 1f1b 136 (130–153); torch GPipe 588 (557–609), 1F1B 450 (414–485). 8 micro-batches: pippy
           fill_drain 191, 1f1b 207; torch GPipe 641, 1F1B 447. So a computation takes pippy 0.20 to 0.30 of the time that
@@ -12,9 +14,12 @@ Finding:  two cores, two workers, 10 rounds of 5 steps, µs for each computation
 """
 
 import argparse
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from exps.peers import pippy_peer, torch_peer
-from exps.peers.contestant import Contestant
+from exps.peers.contestant import Team
 from exps.peers.empty import pippy_control, torch_control
 from exps.peers.rounds import quartiles, started, take_turns
 
@@ -33,28 +38,56 @@ def computations(name: str, chunks: int) -> int:
     return 2 * chunks * STAGES[name]
 
 
-def contestant(name: str, chunks: int) -> Contestant:
+def contestant(name: str, chunks: int, workers: int = 2) -> Team:
     """The contestant of this name."""
     who, _, schedule = name.partition(" ")
-    return (torch_control if who == "torch" else pippy_control)(schedule, chunks)
+    return (torch_control if who == "torch" else pippy_control)(schedule, chunks, workers)
+
+
+def processor_seconds(pids: Sequence[int]) -> float:
+    """The processor time that all threads of some processes have taken, of user and system.
+
+    >>> processor_seconds([os.getpid()]) > 0
+    True
+    """
+    files = [file for pid in pids for file in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+    return sum(int(file.read_text().split()[0]) for file in files) / 1e9
+
+
+def measure(
+    peers: Mapping[str, Team], rounds: int, warm: int = 2, steps: int = 5
+) -> dict[str, tuple[list[float], float]]:
+    """For each contestant the seconds of a step, one number for each round, and the processor time of all workers in a step."""
+    pids = {name: peer.pids() for name, peer in peers.items()}
+    before = {name: processor_seconds(pids[name]) for name in peers}
+    seconds = take_turns(peers, rounds, warm, steps)
+    taken = {name: processor_seconds(pids[name]) - before[name] for name in peers}
+    return {name: (times, taken[name] / (rounds * (warm + steps))) for name, times in seconds.items()}
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chunks", type=int, nargs="+", default=[8, 32, 128])
+    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--only", nargs="+", choices=list(STAGES), default=list(STAGES), metavar="NAME")
     options = parser.parse_args(arguments)
-    print(f"{'schedule':28}{'chunks':>7}{'step ms':>10}{'µs per computation':>20}   quartiles")
+    cores = min(options.workers, len(os.sched_getaffinity(0)))
+    print(
+        f"{options.workers} workers on {cores} cores, µs for each computation: by the clock, and processor time of the workers"
+    )
+    print(f"{'schedule':28}{'chunks':>7}{'step ms':>10}{'clock':>8}{'quartiles':>16}{'processor':>11}")
     for chunks in options.chunks:
-        peers = {name: contestant(name, chunks) for name in options.only}
+        peers = {name: contestant(name, chunks, options.workers) for name in options.only}
         with started(peers):
-            seconds = take_turns(peers, options.rounds, warm=2, steps=5)
-        for name, times in seconds.items():
+            measured = measure(peers, options.rounds)
+        for name, (times, processor) in measured.items():
             low, median, high = quartiles(times)
-            each = 1e6 / computations(name, chunks)
+            all_of_them = options.workers * computations(name, chunks)
+            each = 1e6 * cores / all_of_them
             print(
-                f"{name:28}{chunks:7}{median * 1e3:10.2f}{median * each:20.1f}   {low * each:.1f}–{high * each:.1f}",
+                f"{name:28}{chunks:7}{median * 1e3:10.2f}{median * each:8.1f}{f'{low * each:.1f}–{high * each:.1f}':>16}"
+                f"{processor * 1e6 / all_of_them:11.1f}",
                 flush=True,
             )
 

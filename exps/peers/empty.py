@@ -3,6 +3,7 @@
 In a file of its own, and not in that of the command: a child must find these classes by name.
 """
 
+import os
 from typing import NamedTuple
 
 import torch
@@ -48,11 +49,12 @@ def batch(chunks: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros(chunks, 1), torch.ones(chunks, 1)
 
 
-def pippy_control(name: str, chunks: int) -> PippyTeam:
-    """pippy's schedule ``name`` with empty stages."""
-    return PippyTeam(1, Controller, name, chunks, EmptyPipe(), batch(chunks))
+def pippy_control(name: str, chunks: int, workers: int = 2) -> PippyTeam:
+    """pippy's schedule ``name`` with empty stages. Workers are pinned if there is a core for each."""
+    pin = workers <= len(os.sched_getaffinity(0))
+    return PippyTeam(1, Controller, name, chunks, EmptyPipe(), batch(chunks), "never", pin, 1, workers)
 
 
-def torch_control(name: str, chunks: int) -> TorchTeam:
+def torch_control(name: str, chunks: int, workers: int = 2) -> TorchTeam:
     """torch's schedule ``name`` with empty stages; each micro-batch is one number."""
-    return TorchTeam(name, chunks, EmptyParts(), batch(chunks), loss_fn)
+    return TorchTeam(name, chunks, EmptyParts(), batch(chunks), loss_fn, workers=workers)

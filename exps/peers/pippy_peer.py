@@ -49,7 +49,7 @@ class GptPipe(NamedTuple):
 
 
 class Controller(Rank):
-    """One cluster of two workers for each replica of the pipeline, one driver, one schedule."""
+    """One cluster of so many workers for each replica of the pipeline, one driver, one schedule."""
 
     def __init__(
         self,
@@ -61,15 +61,16 @@ class Controller(Rank):
         checkpoint: str = "never",
         pin: bool | None = True,
         replicas: int = 1,
+        workers: int = WORKERS,
     ) -> None:
         super().__init__([])
         self._chunks, self._batch = chunks, batch
-        pipe = pipe_of(WORKERS * SCHEDULES[schedule])
+        pipe = pipe_of(workers * SCHEDULES[schedule])
         self._names = [name for name, _ in pipe.named_parameters()]
         with ExitStack() as opened:
-            workers = opened.enter_context(cluster(WORKERS * replicas, threads=1, pin=pin))
+            opened_cluster = opened.enter_context(cluster(workers * replicas, threads=1, pin=pin))
             given = {"schedule": schedule, "checkpoint": checkpoint, "replicas": replicas}
-            self._driver = PipelineDriver(pipe, workers, **given)  # type: ignore[arg-type]
+            self._driver = PipelineDriver(pipe, opened_cluster, **given)  # type: ignore[arg-type]
             self._opened = opened.pop_all()
 
     def prepare(self) -> None:

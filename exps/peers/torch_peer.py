@@ -25,15 +25,15 @@ class Peer(NamedTuple):
     stages_per_worker: int = 1
     v: bool = False
 
-    def stages_of(self, rank: int) -> list[int]:
+    def stages_of(self, rank: int, workers: int = WORKERS) -> list[int]:
         """The stages of a worker.
 
         >>> SCHEDULES["DualPipeV"].stages_of(0), SCHEDULES["LoopedBFS"].stages_of(0)
         ([0, 3], [0, 2])
         """
         if self.v:
-            return [rank, 2 * WORKERS - 1 - rank]
-        return [rank + turn * WORKERS for turn in range(self.stages_per_worker)]
+            return [rank, 2 * workers - 1 - rank]
+        return [rank + turn * workers for turn in range(self.stages_per_worker)]
 
 
 SCHEDULES = {
@@ -62,14 +62,15 @@ class TorchRank(Rank):
         batch: tuple[torch.Tensor, torch.Tensor],
         loss_fn: Callable[..., torch.Tensor],
         link: str = "lo",
+        workers: int = WORKERS,
     ) -> None:
         from torch.distributed.pipelining import PipelineStage, schedules  # here, as the import takes two seconds
 
         os.environ["GLOO_SOCKET_IFNAME"] = link
         limit = timedelta(seconds=60)
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORKERS, timeout=limit)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=workers, timeout=limit)
         peer = SCHEDULES[name]
-        count, mine, device = peer.stages_per_worker * WORKERS, peer.stages_of(rank), torch.device("cpu")
+        count, mine, device = peer.stages_per_worker * workers, peer.stages_of(rank, workers), torch.device("cpu")
         stages = [PipelineStage(part(index, count), index, count, device) for index in mine]
         self.inputs = batch[:1] if 0 in mine else ()
         self.keywords = {"target": batch[1]} if count - 1 in mine else {}
@@ -96,12 +97,15 @@ class GptParts(NamedTuple):
 
 
 class TorchTeam(Team):
-    """Two processes that meet in a private file."""
+    """Processes that meet in a private file."""
 
-    def __init__(self, name: str, *args: Any, keep_memory: bool = False, hosts: Sequence[Host] = ()) -> None:
+    def __init__(
+        self, name: str, *args: Any, keep_memory: bool = False, hosts: Sequence[Host] = (), workers: int = WORKERS
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         store, link = str(Path(self._folder.name) / "store"), LINK if hosts else "lo"
-        super().__init__(WORKERS, TorchRank, store, name, *args, link, keep_memory=keep_memory, hosts=hosts)
+        args = store, name, *args, link, workers
+        super().__init__(workers, TorchRank, *args, keep_memory=keep_memory, hosts=hosts)
 
     def close(self) -> None:
         super().close()

@@ -215,9 +215,11 @@ def test_a_child_that_cannot_make_its_object_says_why():
 
 def test_the_command_on_empty_stages_runs(capsys):
     close_open_cluster()
-    control.main(["--chunks", "4", "--rounds", "1", "--only", "torch GPipe", "pippy 1f1b"])
-    rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()[1:]]
-    assert rows == [["torch", "GPipe", "4"], ["pippy", "1f1b", "4"]]
+    control.main(["--chunks", "4", "--rounds", "1", "--workers", "3", "--only", "torch GPipe", "pippy 1f1b"])
+    head, _, *lines = capsys.readouterr().out.splitlines()
+    assert head.startswith("3 workers on ")
+    assert [line.split()[:3] for line in lines] == [["torch", "GPipe", "4"], ["pippy", "1f1b", "4"]]
+    assert all(float(line.split()[-1]) > 0 for line in lines)
 
 
 @pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
