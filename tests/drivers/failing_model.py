@@ -86,8 +86,8 @@ def _be_slow():
 
 
 def _flag(pid):
-    """All workers of a cluster are of one session; 0 is this process."""
-    return Path(tempfile.gettempdir(), f"pippy-slow-{os.getsid(pid)}")
+    """All workers of a cluster are of one session; those that are threads, of the one that all processes of pytest are of."""
+    return Path(tempfile.gettempdir(), f"pippy-slow-{os.getsid(pid)}-{os.environ.get('PYTEST_XDIST_WORKER', '')}")
 
 
 class Trap(nn.Module):
