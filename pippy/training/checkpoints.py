@@ -31,6 +31,7 @@ class Checkpoints:
     resume: bool | str = True
     since: float = field(default_factory=time.monotonic)
     saved: int | None = None  # the step of the last one
+    before: str | None = None  # the one before the last one
 
     def is_due(self, step: int) -> bool:
         """Whether the run is to be saved after this step."""
@@ -41,6 +42,7 @@ class Checkpoints:
         """Save, unless this step is saved already. Without ``wait`` it is written while training goes on."""
         if self.saved != result.steps:
             values = {TRAINING: {"data": reader.position(), **result.values()}}
+            self.before = result.checkpoint
             result.checkpoint = driver.save(
                 self.folder, wait=wait, keep=self.keep, step=result.steps, **values, **self.parts
             )
@@ -60,11 +62,29 @@ class Checkpoints:
                 f"{path} was not saved by train(), so it does not say how far the data was read; give a folder of its own, or "
                 "resume=False after driver.load"
             )
-        driver.load(path, **self.parts)
-        self.take(values, reader, result)
-        result.checkpoint, result.resumed_at = path, result.steps
+        self._load(driver, path, reader, result)
+        result.resumed_at = result.steps
 
-    def take(self, values: Mapping[str, Any], reader: Reader, result: TrainingResult) -> None:
+    def recover(self, driver: PipelineDriverBase, reader: Reader, result: TrainingResult) -> None:
+        """Have lost workers replaced, and go back to the last checkpoint."""
+        values = driver.recover()
+        if TRAINING in values:
+            self._take(values, reader, result)
+            return
+        # A callback has made a point of its own.
+        path = result.checkpoint
+        if path is None or not os.path.exists(path):  # it was being written when the worker was lost
+            path = self.before
+        assert path is not None
+        self._load(driver, path, reader, result)
+
+    def _load(self, driver: PipelineDriverBase, path: str, reader: Reader, result: TrainingResult) -> None:
+        values = contents_of(path).values["values"]
+        driver.load(path, **self.parts)
+        self._take(values, reader, result)
+        result.checkpoint = path
+
+    def _take(self, values: Mapping[str, Any], reader: Reader, result: TrainingResult) -> None:
         """Go where a checkpoint was whose values these are."""
         reader.go_to(values[TRAINING]["data"])
         result.go_on(values["step"], reader.epoch, values[TRAINING])

@@ -130,13 +130,12 @@ class Loop:
     def _recover(self, lost: WorkerLostError, progress: Progress) -> None:
         while self.result.recoveries < self.max_recoveries:
             self.result.recoveries += 1
+            assert self.checkpoints is not None
             try:
-                values = self.driver.recover()
+                self.checkpoints.recover(self.driver, self.reader, self.result)
             except WorkerLostError as another:
                 lost = another
                 continue
-            assert self.checkpoints is not None
-            self.checkpoints.take(values, self.reader, self.result)
             progress.say(
                 f"worker {lost.worker!r} was lost: {lost.how}; the training goes on from step {self.result.steps}"
             )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pippy.drivers.clusters.local_cluster import local_cluster
-from pippy.drivers.errors import StepError, WorkerLostError
+from pippy.drivers.errors import ClusterError, StepError, WorkerLostError
 from pippy.drivers.transport.messages.rpc_values import RpcValues
 from tests.drivers.failing_model import CUT, SILENCE, UNREADABLE
 from tests.drivers.processes import within
@@ -28,6 +28,10 @@ def test_what_is_lost_between_two_workers():
         lost = r"is lost: worker 'worker\d' (could not send it a value: the connection broke|found the connection)"
         with within(4.0), pytest.raises(WorkerLostError, match=lost):
             training.fail(CUT)
+        with pytest.raises(
+            ClusterError, match=r"no other process can take its place: .* connected by RPC.*; open another"
+        ):
+            training.driver.recover()
     with local_cluster(2, threads=1, timeout=1.0, transport="rpc") as cluster:
         training = Training(cluster)
         training.step()

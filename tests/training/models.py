@@ -86,7 +86,11 @@ def parts_of(cluster):
 
 def run(cluster, folder, steps=8, callbacks=(), num_workers=0, **options):
     """A new script: parts, data and random numbers of its own. Gives the result, the state and what comes next."""
-    parts = parts_of(cluster)
+    return trained(parts_of(cluster), folder, callbacks, steps, num_workers, **options)
+
+
+def trained(parts, folder, callbacks=(), steps=8, num_workers=0, **options):
+    """As `run`, with parts that are there."""
     torch.manual_seed(11)
     data = DataLoader(Augmented(), batch_size=4, shuffle=True, num_workers=num_workers)
     options = {"save_every": 3, "keep": 2, **options} if folder else options

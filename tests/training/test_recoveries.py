@@ -7,7 +7,7 @@ import pytest
 
 import pippy
 from pippy.drivers.errors import DriverError, WorkerLostError
-from tests.training.models import Parts, assert_same, run, shuffled
+from tests.training.models import Parts, assert_same, parts_of, run, shuffled, trained
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
@@ -55,3 +55,43 @@ def test_what_it_cannot_go_back_to_is_refused_at_once(threads, options, says):
     with pytest.raises(DriverError, match=says):
         pippy.train(parts.driver, data, parts.optimizer, chunks=2, steps=2, **options)
     parts.driver.close()
+
+
+def test_points_of_a_callback_are_not_those_of_the_training(cluster, tmp_path, undisturbed):
+    """A callback that keeps the best model, say: the training goes on from its own checkpoint."""
+    kills = Kills(cluster, 5, 7)
+
+    def protect_and_save(report):
+        if report.step == 4:
+            parts.driver.protect(note=1)
+        if report.step == 7:
+            parts.driver.save(tmp_path / "best", optimizer=parts.optimizer, step=7)
+
+    parts = parts_of(cluster)
+    again = trained(parts, tmp_path / "run", [protect_and_save, kills], max_recoveries=2)
+    assert_same(again, undisturbed)
+
+
+@pytest.mark.parametrize("name", ["save", "load"])
+def test_a_worker_that_is_lost_before_the_first_step_is_an_error_and_the_same_call_can_be_made_again(
+    cluster, tmp_path, undisturbed, name
+):
+    if name == "load":
+        run(cluster, tmp_path, steps=4)
+    parts = parts_of(cluster)
+    real = getattr(parts.driver, name)
+
+    def lose(*args, **kwargs):
+        delattr(parts.driver, name)
+        os.kill(cluster.control.workers[1].pid, signal.SIGKILL)
+        return real(*args, **kwargs)
+
+    setattr(parts.driver, name, lose)
+    parts.driver.close = lambda: None
+    with pytest.raises(WorkerLostError, match=r"call driver.recover\(\)"):
+        trained(parts, tmp_path, max_recoveries=1)
+    assert parts.driver.recover() == {}
+    del parts.driver.close
+    again = trained(parts, tmp_path, max_recoveries=1)
+    assert_same(again, undisturbed)
+    assert again[0].recoveries == 0

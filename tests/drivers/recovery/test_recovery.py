@@ -1,5 +1,6 @@
 """`driver.recover`: a run goes on from its newest point, to the bit, whatever has happened to it."""
 
+import os
 import signal
 import threading
 
@@ -99,6 +100,21 @@ def test_two_neighbours_are_lost_and_the_run_goes_on_from_the_disk(workers, expe
     with pytest.warns(PippyWarning, match=f"goes on from {path}; what protect.* of worker 'worker2' was lost"):
         assert run.driver.recover()["step"] == 1
     goes_on(run, expected, 1)
+
+
+def test_a_worker_that_is_lost_while_a_point_is_made_leaves_the_one_before(workers, expected, tmp_path):
+    run = Run(workers)
+    run.step(0)
+    for point, again in (("protect", 1), ("save", 2)):
+        run.protect(again)
+        run.step(again)
+        run.lose(again)
+        with pytest.raises(WorkerLostError):
+            run.protect(again + 1) if point == "protect" else run.save(tmp_path, again + 1)
+        assert run.driver.recover() == {"step": again}
+        run.step(again)
+    assert os.listdir(tmp_path) == [".lock"]
+    goes_on(run, expected, 3)
 
 
 def test_a_failed_step_needs_no_other_process(workers, expected):
