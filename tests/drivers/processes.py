@@ -69,6 +69,27 @@ def watched(*processes, within=3.0):
                     os.kill(pid, signal.SIGKILL)
 
 
+def stop(pid):
+    """Stop a process, and wait until it is: until one of its threads has taken the signal up, the others run."""
+    os.kill(pid, signal.SIGSTOP)
+    while {_state(each) for each in Path(f"/proc/{pid}/task").iterdir()} != {"T"}:
+        time.sleep(0.001)
+
+
+def strike(pid, number):
+    """Send a signal that nobody survives, or that stops a process."""
+    if number == signal.SIGSTOP:
+        stop(pid)
+    else:
+        os.kill(pid, number)
+
+
+def _state(thread):
+    with suppress(OSError):  # it has ended
+        return (thread / "stat").read_text().rpartition(")")[2].split()[0]
+    return "T"
+
+
 def listeners(processes):
     """The local addresses, in hexadecimal, on which any of these processes listens for TCP."""
     inodes = set()

@@ -33,7 +33,7 @@ from tests.drivers.failing_model import (
     slow_until_told,
     trapped_pipe,
 )
-from tests.drivers.processes import within
+from tests.drivers.processes import stop, within
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 ROWS, CHUNKS = 6, 3  # two rows in each micro-batch
@@ -378,7 +378,7 @@ def test_these_tests_pass_in_the_background():
     one = f"{__file__}::{test_ctrl_c_waits_for_the_end_of_a_block.__name__}"
     ignoring = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
     command = [*ignoring, sys.executable, "-m", "pytest", "-p", "no:cacheprovider", one]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout
 
 
@@ -430,11 +430,11 @@ def test_a_stopped_worker_is_lost_and_one_that_goes_on_in_time_is_not(own):
     training = Training(own)
     training.step()
     pid = own.control.workers[2].pid
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     with signalled(own, 2, signal.SIGCONT, after=0.8):
         training.step()
     training.check()
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     running = training.start()
     deadline = time.monotonic() + 60.0
     while "from worker 2" not in (dump := own.dump(0.3)) or "'worker3': worker 3" not in dump:  # yet

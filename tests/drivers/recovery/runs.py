@@ -1,13 +1,12 @@
 """A run with dropout, AdamW and a scheduler, of which every loss is noted, and what may happen to it."""
 
-import os
 import signal
 
 import torch
 from torch import nn
 
 from pippy import Pipe, PipelineDriver, local_cluster
-from tests.drivers.processes import close_open_cluster
+from tests.drivers.processes import close_open_cluster, strike
 
 STAGES, ROWS, WIDTH = 3, 8, 4
 
@@ -61,8 +60,9 @@ class Run:
         self.driver.protect(optimizer=self.optimizer, scheduler=self.scheduler, step=step)
 
     def lose(self, *workers, how=signal.SIGKILL):
+        self.cluster.control.timeout = 2.0 if how == signal.SIGSTOP else 20.0
         for worker in workers:
-            os.kill(self.cluster.control.workers[worker].pid, how)
+            strike(self.cluster.control.workers[worker].pid, how)
 
 
 def undisturbed(cluster, steps, **options):
@@ -73,6 +73,6 @@ def undisturbed(cluster, steps, **options):
 
 
 def opened(workers=STAGES):
-    """A cluster that notices soon that a worker is stopped."""
+    """A cluster for runs."""
     close_open_cluster()
-    return local_cluster(workers, threads=1, timeout=1.0)
+    return local_cluster(workers, threads=1, timeout=20.0)

@@ -184,7 +184,7 @@ def test_recovering_in_another_thread_and_twice_and_with_a_step_under_way(worker
     found = []
     thread = threading.Thread(target=lambda: found.append(run.driver.recover()))
     thread.start()
-    thread.join(30)
+    thread.join(100)
     assert found == [{"step": 1}] == [run.driver.recover()]
     with pytest.raises(WorkerLostError):
         running.result()

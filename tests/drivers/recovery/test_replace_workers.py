@@ -16,7 +16,7 @@ from pippy.drivers.control.messages import OptimizerStep
 from pippy.drivers.errors import ClusterError, DriverError, WorkerLostError
 from pippy.drivers.recovery.replace_workers import replace_lost_workers
 from tests.drivers.clusters.test_descriptors import sockets
-from tests.drivers.processes import close_open_cluster, within
+from tests.drivers.processes import close_open_cluster, stop, strike, within
 
 WORKERS = 3
 pytestmark = pytest.mark.usefixtures("in_float64")
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("in_float64")
 @pytest.fixture(scope="module")
 def workers():
     close_open_cluster()
-    with local_cluster(WORKERS, threads=1, timeout=1.0) as cluster:
+    with local_cluster(WORKERS, threads=1, timeout=20.0) as cluster:
         yield cluster
 
 
@@ -54,15 +54,16 @@ def pids(cluster):
 
 
 def lose(cluster, training, *lost, how=signal.SIGKILL):
+    cluster.control.timeout = 2.0 if how == signal.SIGSTOP else 20.0
     for worker in lost:
-        os.kill(pids(cluster)[worker], how)
+        strike(pids(cluster)[worker], how)
     with pytest.raises(WorkerLostError):
         training.step()
 
 
 @pytest.mark.parametrize(
     ("lost", "how", "soon"),
-    [([1], signal.SIGKILL, 2.0), ([0, 2], signal.SIGSTOP, 3.0), ([0, 1, 2], signal.SIGKILL, 2.0)],
+    [([1], signal.SIGKILL, 2.0), ([0, 2], signal.SIGSTOP, 4.0), ([0, 1, 2], signal.SIGKILL, 2.0)],
 )
 def test_lost_workers_are_replaced_and_the_others_keep_their_processes(workers, lost, how, soon):
     training = Training(workers)
@@ -165,12 +166,13 @@ def test_waits_of_other_threads_end_before_the_worker_is_replaced(workers):
         except Exception as error:
             found.append(error)
 
-    os.kill(pids(workers)[2], signal.SIGSTOP)
+    workers.control.timeout = 2.0
+    stop(pids(workers)[2])
     thread = threading.Thread(target=run)
     thread.start()
     while not replace_lost_workers(workers):
         thread.join(0.01)
-    thread.join(10)
+    thread.join(100)
     assert [type(each) for each in found] == [WorkerLostError]
 
 
