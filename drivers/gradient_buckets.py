@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
+from typing import Any
 
 from pippy.drivers.control.messages import GradientBucket, ReplicatedParameter
 
@@ -13,31 +14,35 @@ Sized = tuple[ReplicatedParameter, int]
 def gradient_buckets(parameters: Sequence[ReplicatedParameter], sizes: Mapping[str, int]) -> tuple[GradientBucket, ...]:
     """Buckets of parameters, of which each of their workers adds up about as many bytes. ``sizes`` are the bytes by name.
 
-    >>> parameters = [ReplicatedParameter(name, ((0, None), (2, None))) for name in "abc"]
-    >>> buckets = gradient_buckets(parameters, {"a": 100, "b": 300, "c": 200})
+    Those of different stages are in different buckets, as their gradients are there at different times.
+
+    >>> from pippy.drivers.control.messages import TensorLocation
+    >>> places = {name: TensorLocation(f"submod_{stage}", name) for name, stage in [("a", 0), ("b", 0), ("c", 0), ("d", 2)]}
+    >>> parameters = [ReplicatedParameter(name, ((0, place), (2, place))) for name, place in places.items()]
+    >>> buckets = gradient_buckets(parameters, {"a": 100, "b": 300, "c": 200, "d": 50})
     >>> [(bucket.owner, [each.name for each in bucket.parameters]) for bucket in buckets]
-    [(0, ['b']), (2, ['a', 'c'])]
+    [(0, ['b']), (2, ['a', 'c']), (0, ['d'])]
     """
-    by_workers: dict[tuple[int, ...], list[Sized]] = {}
+    by_stages: dict[tuple[Any, ...], list[Sized]] = {}
     for each in parameters:
-        workers = tuple(dict.fromkeys(worker for worker, _ in each.copies))
-        by_workers.setdefault(workers, []).append((each, sizes[each.name]))
+        key = tuple(worker for worker, _ in each.copies), tuple(place.call for _, place in each.copies)
+        by_stages.setdefault(key, []).append((each, sizes[each.name]))
+    loads: dict[tuple[int, ...], dict[int, int]] = {}  # for the same workers, the bytes that each of them adds up
     return tuple(
         GradientBucket(owner, bucket)
-        for workers, own in by_workers.items()
-        for owner, parts in _divided(workers, own).items()
+        for (workers, _), own in by_stages.items()
+        for owner, parts in _divided(own, loads.setdefault(workers, dict.fromkeys(workers, 0))).items()
         for bucket in _filled(parts)
     )
 
 
-def _divided(workers: Iterable[int], sized: Sequence[Sized]) -> dict[int, list[Sized]]:
+def _divided(sized: Sequence[Sized], loads: dict[int, int]) -> dict[int, list[Sized]]:
     """The parameters that each worker adds up: the largest first, each to the worker that has the least so far."""
-    bytes_of = dict.fromkeys(workers, 0)
     owners: dict[str, int] = {}
     for each, size in sorted(sized, key=lambda pair: -pair[1]):
-        owners[each.name] = owner = min(bytes_of, key=bytes_of.__getitem__)
-        bytes_of[owner] += size
-    return {worker: [pair for pair in sized if owners[pair[0].name] == worker] for worker in bytes_of}
+        owners[each.name] = owner = min(loads, key=loads.__getitem__)
+        loads[owner] += size
+    return {worker: [pair for pair in sized if owners[pair[0].name] == worker] for worker in loads}
 
 
 def _filled(sized: Iterable[Sized]) -> Iterator[tuple[ReplicatedParameter, ...]]:

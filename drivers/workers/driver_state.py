@@ -214,7 +214,7 @@ class DriverState:
         self.running = executor = self.programs[step.program]
         inputs = {name: step.inputs.microbatches(name) for name in step.inputs.arguments}
         own_rows = step.inputs.own_rows if step.inputs.mask else None
-        self.gradients.clear_grad()
+        self.gradients.begin_step(number, step.reduce and step.trains, step.scale)
         probe = None if step.loss_check is None else LossProbe(step.loss_check, step.inputs)
         outputs = OutputProbe(step.inputs) if step.probe_outputs else None
         returns = step.returns if isinstance(step, StepReturning) else None
@@ -235,6 +235,7 @@ class DriverState:
                 returns,
                 outputs,
                 step.random,
+                self.gradients.stage_is_through,
             )
         self.running = None
         if step.weighed:

@@ -8,6 +8,7 @@ When the program arrives, each instruction is bound to its handler and arguments
     I  the half  as B, but the gradients of the weights are put off
     W  the half  computes those
     send, receive, free      move and drop values, by name and micro-batch
+    reduce stage             the gradients of a stage are whole, and those that others add up may leave
     reduce                   does nothing here: Gradients adds up when the step ends
 """
 
@@ -186,6 +187,7 @@ class Executor:
         returns: Mapping[str, Any] | None = None,
         output_probe: OutputProbe | None = None,
         random: RandomStep | None = None,
+        stage_is_through: Callable[[Sequence[str]], None] = lambda calls: None,
     ) -> StepResult:
         """Run all instructions once, or until the step is given up.
 
@@ -193,8 +195,10 @@ class Executor:
         ``record``, the times of the instructions are noted; with ``weigh``, the bytes that stages keep are measured. A
         ``loss_probe`` sees what the loss is computed from, an ``output_probe`` what returned values are.
         ``returns`` are the values to return, if not those of the program, each with the place of the loss if only that is
-        wanted. ``random`` says of which step the random numbers are.
+        wanted. ``random`` says of which step the random numbers are. ``stage_is_through`` is called with the calls of a stage
+        of replicas when its last backward is over.
         """
+        self.stage_is_through = stage_is_through
         self.own_rows, self.loss_probe, self.output_probe = own_rows, loss_probe, output_probe
         self.step, self.weights, self.trains = step, weights, trains
         self.casts = torch._C._is_any_autocast_enabled()
@@ -288,9 +292,9 @@ class Executor:
                 return self._receive, ((value, microbatch), rank, number, microbatch)
             case Free(value, microbatch):
                 return self._free, ((value, microbatch),)
-            case (
-                Reduce() | ReduceStage()
-            ):  # gradients are added up when the step ends, in the same order on all workers
+            case ReduceStage(stage):
+                return self._reduce_stage, ([each.call for each in self.program.work.get(Pass("F", stage), ())],)
+            case Reduce():  # gradients are added up when the step ends, in the same order on all workers
                 return _nothing, ()
         raise AssertionError(instruction)
 
@@ -505,6 +509,9 @@ class Executor:
         except Exception as error:
             what = f"{key[0]} of micro-batch {microbatch}, from worker {source}"
             raise StageError(f"{what}, could not be read: {type(error).__name__}: {error}") from error
+
+    def _reduce_stage(self, calls: Sequence[str]) -> None:
+        self.stage_is_through(calls)
 
     def _free(self, key: Key) -> None:
         del self.values[key]

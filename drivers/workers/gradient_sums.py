@@ -5,7 +5,8 @@ order of the copies, so that the sums are the same in every run, and on every wo
 
     worker 1 ──its gradients──▶ the owner, worker 0 ──the sums──▶ worker 1
 
-Where the state of an optimizer is divided among the workers, the sums stay with the owner. All gradients are sent before any
+Where the state of an optimizer is divided among the workers, the sums stay with the owner. A worker sends the gradients of a
+bucket as soon as the last backward of its stages is over, while other stages still compute. All gradients are sent before any
 are waited for, and the sums that others wait for come first. So no two workers wait for each other.
 """
 
@@ -50,22 +51,39 @@ class GradientSums:
             for own in (bucket.parameters for bucket in buckets)
         ]
         self.copies = {id(copy) for own in self.here for local in own for copy in local.values()}
+        self.leaving = {  # for each bucket that another worker owns, the stages here that have its parameters
+            at: {place.call for each in bucket.parameters for worker, place in each.copies if worker == index}
+            for at, bucket in enumerate(self.buckets)
+            if bucket.owner != index and index in bucket.workers
+        }
         self.divided: set[str] = set()  # parameters of optimizers that are divided among their workers
         self.undivided: set[str] = set()  # parameters of others
 
+    def copies_in(self, at: int) -> list[int]:
+        """The ids of the copies on this worker of the parameters in a bucket."""
+        return [id(copy) for local in self.here[at] for copy in local.values()]
+
+    def send(self, number: int, at: int, gradients: dict[int, Gradient], messages: Messages) -> None:
+        """Send the gradients of a bucket to its owner. They are taken out of ``gradients``."""
+        own = [gradients.pop(copy) for copy in self.copies_in(at)]
+        messages.send(self.buckets[at].owner, _key(number, at, self.index), own)
+
     def of(
-        self, number: int, gradients: dict[int, Gradient], messages: Messages, private: Set[int] = frozenset()
+        self,
+        number: int,
+        gradients: dict[int, Gradient],
+        messages: Messages,
+        private: Set[int] = frozenset(),
+        sent: Set[int] = frozenset(),
     ) -> dict[int, Gradient]:
         """The sum for every copy that is here, by its id, from their gradients, which are taken out of ``gradients``.
 
-        ``number`` is that of the command. Only ``private`` gradients, which nobody else needs, are written into.
+        ``number`` is that of the command. Only ``private`` gradients, which nobody else needs, are written into. The buckets
+        with the numbers ``sent`` were sent before.
         """
         held = [(at, *each) for at, each in enumerate(zip(self.buckets, self.here)) if any(each[1])]
-        for at, bucket, here in held:
-            if bucket.owner != self.index:
-                own = [gradients.pop(id(copy)) for local in here for copy in local.values()]
-                messages.send(bucket.owner, _key(number, at, self.index), own)
-                del own  # before the sums come, which take as much memory
+        for at in self.leaving.keys() - sent:  # before the sums come, which take as much memory
+            self.send(number, at, gradients, messages)
         sums: dict[int, Gradient] = {}
         for owned in (True, False):  # first the sums that other workers wait for
             for at, bucket, here in held:

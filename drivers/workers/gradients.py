@@ -21,10 +21,10 @@ command, that the step succeeded everywhere. Then they are settled. A gradient i
                                     └──────────────────────▶ added up ─▶ pending.sums ─────▶ total, of every copy
 
 The gradients of copies are added up once per update: at the end of a step, or in a command of their own; see
-gradient_sums.py.
+gradient_sums.py. Those that another worker adds up leave in the step, as soon as the last backward of their stages is over.
 """
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -35,6 +35,20 @@ from pippy.drivers.workers.gradient_sums import Gradient, GradientSums, Messages
 from pippy.drivers.workers.unscaling import unscaled
 from pippy.ir.run.stage_backward import add_gradients
 from pippy.ir.sparse_tensors import is_sparse, map_stored, vector_norm
+
+
+@dataclass
+class _LeavingEarly:
+    """What has left the worker while a step runs: which stages are through, which buckets are sent, and what was not finite.
+
+    ``number`` is that of the step, and ``scale`` the one of its loss.
+    """
+
+    number: int
+    scale: float | None
+    through: set[str] = field(default_factory=set)
+    sent: set[int] = field(default_factory=set)
+    nonfinite: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -63,6 +77,7 @@ class Gradients:
         self.pending: list[_Pending] = []
         self.wider: dict[int, torch.dtype] = {}  # the dtypes of gradients that an optimizer wants with more bits
         self.adding_up = False  # says what a failure interrupted
+        self.leaving: _LeavingEarly | None = None
 
     def zero(self) -> None:
         """Drop all gradients."""
@@ -100,6 +115,30 @@ class Gradients:
             total = add_gradients(total, command.sums.get(key))
         return total
 
+    def begin_step(self, number: int, reduce: bool, scale: float | None = None) -> None:
+        """A step begins, which trains. The arguments are those of `end_step`."""
+        self.clear_grad()
+        self.leaving = _LeavingEarly(number, scale) if reduce and self.sums.leaving else None
+
+    def stage_is_through(self, calls: Iterable[str]) -> None:
+        """The last backward of some stages is over: send what is complete, for others to add up."""
+        leaving = self.leaving
+        if leaving is None:
+            return
+        leaving.through.update(calls)
+        for at, needed in self.sums.leaving.items():
+            if at not in leaving.sent and needed <= leaving.through:
+                copies = self.sums.copies_in(at)
+                own = {key: grad for key in copies if (grad := self.parameters[key].grad) is not None}
+                if leaving.scale is not None and own:
+                    own, nonfinite = unscaled(own, leaving.scale)
+                    leaving.nonfinite += nonfinite
+                gradients = {key: self._since_last_sum(key, own) for key in copies}
+                self.sums.send(leaving.number, at, gradients, self.transport)
+                for key in copies:
+                    self.parameters[key].grad = None
+                leaving.sent.add(at)
+
     def end_step(
         self, number: int, reduce: bool, scale: float | None = None, messages: Messages | None = None
     ) -> list[int]:
@@ -109,16 +148,22 @@ class Gradients:
         Returns the ids of parameters whose gradients then are not finite.
         """
         own = {key: p.grad for key, p in self.parameters.items() if p.grad is not None}
-        nonfinite: list[int] = []
+        leaving, self.leaving = self.leaving or _LeavingEarly(number, scale), None
+        nonfinite = leaving.nonfinite
         if scale is not None:
-            own, nonfinite = unscaled(own, scale)
+            own, others = unscaled(own, scale)
+            nonfinite += others
         self.clear_grad()
         step = _Pending(number, own)
         if reduce and self.copies:
             step.own = _without(own, self.copies)  # of the copies, only the sums are needed
-            unsummed, new = {key: self._since_last_sum(key, own) for key in self.copies}, own.keys() & self.copies
+            left = {key for at in leaving.sent for key in self.sums.copies_in(at)}
+            unsummed, new = (
+                {key: self._since_last_sum(key, own) for key in self.copies - left},
+                own.keys() & self.copies,
+            )
             del own
-            step.sums = self._sums(number, unsummed, messages or self.transport, new)
+            step.sums = self._sums(number, unsummed, messages or self.transport, new, leaving.sent)
         self.pending.append(step)
         return nonfinite
 
@@ -135,10 +180,15 @@ class Gradients:
         self.pending.append(_Pending(number, {}, sums))
 
     def _sums(
-        self, number: int, gradients: dict[int, Gradient], messages: Messages, private: Set[int] = frozenset()
+        self,
+        number: int,
+        gradients: dict[int, Gradient],
+        messages: Messages,
+        private: Set[int] = frozenset(),
+        sent: Set[int] = frozenset(),
     ) -> dict[int, Gradient]:
         self.adding_up = True  # until the next command, because a failure is explained after this returns
-        return self.sums.of(number, gradients, messages, private)
+        return self.sums.of(number, gradients, messages, private, sent)
 
     def scale(self, number: int, factor: float) -> None:
         """Multiply all gradients, once all workers are known to do so."""

@@ -175,7 +175,9 @@ class ComputationQueues:
                     users.setdefault((value, microbatch), []).append(at)
                 case Free(value, microbatch):
                     self._need(at, [makers[value, microbatch], *users.get((value, microbatch), ())])
-                case Reduce() | ReduceStage():  # does nothing: gradients are added up when the step ends
+                case ReduceStage(stage):
+                    self._need(at, [adding[stage]])
+                case Reduce():  # does nothing: gradients are added up when the step ends
                     pass
 
     def _need(self, at: int, needed: Iterable[int]) -> None:

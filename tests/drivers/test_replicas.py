@@ -22,6 +22,7 @@ from pippy import (
 from pippy.drivers.clusters.local_cluster import local_cluster
 from pippy.drivers.control.messages import Fetch
 from pippy.drivers.errors import DriverError, OptimizerError, StepError, WorkerLostError
+from pippy.drivers.workers.gradient_sums import FIRST_NUMBER
 from tests.drivers.models import TiedLanguage
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
@@ -325,6 +326,76 @@ def test_the_gradients_of_a_stage_go_once_each_way_in_one_message_for_each_bucke
     for sent in sent_to_twins(threads, driver, optimizer, 3):
         assert sent == expected_of_twins(), "the gradients that the other adds up, and the sums of this one"
     driver.close()
+
+
+@pytest.mark.parametrize("out_of_order", [False, True])
+def test_the_gradients_of_a_stage_leave_while_others_still_compute(threads, monkeypatch, out_of_order):
+    pipe = Pipe.from_sequential(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), nn.MSELoss())
+    driver = PipelineDriver(pipe, threads, schedule="interleaved_1f1b", replicas=2, out_of_order=out_of_order)
+    optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
+    sent = []
+    for worker in threads.control.threads:
+
+        def send(to, key, value, worker=worker, inner=worker.context.transport.send):
+            if key[1] >= FIRST_NUMBER and (executor := worker.drivers[driver.number].running):
+                sent.append((worker.context.index, to, str(executor.current())))
+            inner(to, key, value)
+
+        monkeypatch.setattr(worker.context.transport, "send", send)
+    for _ in range(2):
+        sent.clear()
+        driver.run(4, torch.randn(8, 4), torch.randn(8, 4))
+        optimizer.step()
+        optimizer.zero_grad()
+    # each worker has two stages, of each of which it adds up the weight or the bias
+    assert sorted(sent) == [(w, (w + 2) % 4, f"reduce stage {stage}") for w in range(4) for stage in (w % 2, w % 2 + 2)]
+    for worker, order in enumerate(driver.program(4).computations):
+        last = [
+            max(at for at, each in enumerate(order) if each.stage == stage) for stage in (worker % 2, worker % 2 + 2)
+        ]
+        assert last[1] < last[0], "the later stage is over while the earlier one still computes"
+    driver.close()
+
+
+class FailsInBackward(torch.autograd.Function):
+    """The identity; its backward fails if what came was below -9."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.fails = bool((x < -9).any())
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.fails:
+            raise ValueError("too low")
+        return gradient
+
+
+class Failing(nn.Linear):
+    def forward(self, x):
+        return super().forward(FailsInBackward.apply(x))
+
+
+def test_a_step_that_fails_when_gradients_have_left_leaves_those_of_before(cluster):
+    torch.manual_seed(5)
+    plain = nn.Sequential(nn.Linear(4, 4), Failing(4, 4), *(nn.Linear(4, 4) for _ in range(2)))
+    driver = PipelineDriver(
+        Pipe.from_sequential(copy.deepcopy(plain), nn.MSELoss()), cluster, schedule="interleaved_1f1b", replicas=2
+    )
+    optimizer, (x, y) = driver.instantiate_optimizer(torch.optim.SGD, lr=0.0), torch.randn(2, 8, 4)
+    for _ in range(2):  # the next two calls make an update, too
+        driver.run(4, x, y)
+    optimizer.step()
+    optimizer.zero_grad()
+    driver.run(4, x, y)
+    with pytest.raises(StepError, match="too low"):
+        driver.run(4, 1e3 * x, y)
+    driver.run(4, x + 1, y)
+    for each in (x, x + 1):
+        nn.functional.mse_loss(plain(each), y).backward()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(driver.get_grad(name), parameter.grad, rtol=1e-12, atol=1e-12)
 
 
 def test_a_gradient_scaler_skips_on_all_replicas(cluster):

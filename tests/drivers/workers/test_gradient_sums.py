@@ -78,10 +78,13 @@ def summed(buckets, tensors, gradients):
 
 def test_the_bytes_are_shared_among_the_workers_and_buckets_are_not_too_large(monkeypatch):
     monkeypatch.setattr(buckets_module, "BUCKET_BYTES", 100)
-    parameters = [ReplicatedParameter(f"p{n}", ((0, None), (2, None), (5, None))) for n in range(30)]
+    places = [TensorLocation(f"submod_{number // 10}", f"p{number}") for number in range(30)]
+    parameters = [ReplicatedParameter(each.name, tuple((worker, each) for worker in (0, 2, 5))) for each in places]
     sizes = {each.name: 10 + number for number, each in enumerate(parameters)}
     buckets = gradient_buckets(parameters, sizes)
     loads = [sum(sizes[p.name] for b in buckets if b.owner == owner for p in b.parameters) for owner in (0, 2, 5)]
     assert sum(loads) == sum(sizes.values()) and max(loads) - min(loads) <= max(sizes.values())
     assert all(sum(sizes[each.name] for each in bucket.parameters) <= 100 for bucket in buckets)
     assert sorted(p.name for b in buckets for p in b.parameters) == sorted(sizes)
+    stages = [{place.call for p in bucket.parameters for _, place in p.copies} for bucket in buckets]
+    assert all(len(each) == 1 for each in stages), "each leaves when the last backward of its stage is over"
