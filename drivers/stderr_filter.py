@@ -5,6 +5,8 @@ import tempfile
 import threading
 from typing import IO
 
+from pippy.drivers.interrupts import uninterrupted
+
 
 class StderrFilter:
     """Between ``start`` and ``stop``, lines that contain ``text`` do not reach standard error; the others do at ``stop``.
@@ -26,7 +28,7 @@ class StderrFilter:
 
     def start(self) -> None:
         """Redirect standard error."""
-        with self._lock:
+        with self._lock, uninterrupted():
             if self._redirected is None:
                 try:
                     saved = os.dup(2)
@@ -38,7 +40,7 @@ class StderrFilter:
 
     def stop(self) -> None:
         """Restore standard error, and write the other lines."""
-        with self._lock:
+        with self._lock, uninterrupted():
             if self._redirected is None:
                 return
             (saved, file), self._redirected = self._redirected, None

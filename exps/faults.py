@@ -64,6 +64,7 @@ from pippy.drivers.clusters.torchrun import cluster
 from pippy.drivers.driver import PipelineDriver
 from pippy.drivers.errors import ClusterError, StepError, WorkerLostError
 from tests.drivers import failing_model, scarce
+from tests.drivers.interrupted_everywhere import descriptors
 
 MARK = "PIPPY_FAULTS"  # in the environment of a controller and of all that it starts
 PATIENCE, GRACE = 60.0, 5.0  # seconds; on a busy machine more
@@ -359,7 +360,7 @@ def play(seed: int, kinds: list[str]) -> None:
         while True:  # a cluster is opened and closed again, so that Ctrl-C may meet any of it
             with cluster(2, threads=1, timeout=3.0) as opened:
                 Training(opened, rng).step()
-    open_before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     with cluster(rng.choice([2, 3, 4]), threads=1, timeout=3.0) as opened:
         for kind in kinds:
             training = Training(opened, rng)
@@ -373,8 +374,10 @@ def play(seed: int, kinds: list[str]) -> None:
                 training.driver.close()
             del training
     gc.collect()
-    if len(os.listdir("/proc/self/fd")) > open_before:
-        say(Report(kinds[-1], 0.0, f"descriptors: {open_before} before, {len(os.listdir('/proc/self/fd'))} after"))
+    after = descriptors()
+    if len(after) > len(before):
+        new = {number: what for number, what in after.items() if before.get(number) != what}
+        say(Report(kinds[-1], 0.0, f"descriptors: {len(before)} before, {len(after)} after, among them {new}"))
     with cluster(2, threads=1, timeout=3.0) as opened:  # the next cluster is right
         training = Training(opened, rng)
         training.step()

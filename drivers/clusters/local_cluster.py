@@ -162,7 +162,8 @@ def _chosen_transport(transport: str | None) -> str:
     if transport in ("rpc", "none"):
         return transport
     try:
-        os.close(os.memfd_create("pippy"))
+        with uninterrupted():
+            os.close(os.memfd_create("pippy"))
         return "shared_memory"
     except (OSError, AttributeError) as error:
         why = f"this host cannot share memory between processes ({error})"

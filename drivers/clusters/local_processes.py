@@ -25,6 +25,7 @@ from pippy.drivers.interrupts import uninterrupted
 from pippy.drivers.transport.messages import rpc
 from pippy.drivers.transport.messages.controller_connections import ControllerConnections
 from pippy.drivers.transport.messages.rpc_messages import RpcMessages
+from pippy.drivers.transport.pollable_event import PollableEvent
 
 # glibc keeps freed memory: kept_memory.py says why, and does it in processes that others have started
 MEMORY = {
@@ -211,7 +212,7 @@ class LocalProcesses:
     def _join(self, deadline: float, timeout: float) -> None:
         """Join the group on a thread, because the call waits for the others without a limit, and Ctrl-C cannot interrupt it."""
         outcome: list[BaseException | None] = []
-        done = os.eventfd(0, os.EFD_CLOEXEC)
+        done = PollableEvent()
 
         def join() -> None:
             try:
@@ -222,14 +223,14 @@ class LocalProcesses:
                 outcome.append(None)
             except BaseException as error:
                 outcome.append(error)
-            os.eventfd_write(done, 1)
+            done.set()
 
         thread = threading.Thread(target=join, daemon=True)
         thread.start()
         while not outcome:
-            self._await(deadline, timeout, done)
+            self._await(deadline, timeout, done.fileno())
         thread.join()
-        os.close(done)
+        done.close()
         if outcome[0] is not None:
             raise ClusterError(f"the controller could not join its workers: {outcome[0]}") from outcome[0]
 

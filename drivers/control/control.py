@@ -3,6 +3,7 @@
 import copy
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -108,7 +109,7 @@ class Control:
         self._broken: str | None = None
         self._lost: WorkerLostError | None = None
         self.lost: str | None = None  # which worker, and how, once one is lost
-        self._waits: set[_Wait] = set()  # of all threads
+        self._waits: set[weakref.ref[_Wait]] = set()  # of all threads; one that Ctrl-C has left is soon gone
         self._reports: deque[tuple[int, int, str]] = deque()
         self._deaths = deaths
         self.messages = messages or ControllerConnections()
@@ -128,8 +129,9 @@ class Control:
         self._wake()
 
     def _wake(self) -> None:
-        for wait in self._waits.copy():
-            wait.wakeup.set()
+        for each in self._waits.copy():
+            if (wait := each()) is not None:
+                wait.wakeup.set()
 
     def report_lost(self, by: int, peer: int, how: str) -> None:
         """Worker ``by`` cannot reach another, and so neither can go on: the waits say so. From any thread."""
@@ -151,10 +153,13 @@ class Control:
         for peer in peers:
             pair = min(worker, peer), max(worker, peer)
             if pair not in self._connected:
-                first = self.messages.connect(*pair)
+                with uninterrupted():
+                    first = self.messages.connect(*pair)
+                    if first is None:
+                        self._connected.add(pair)
                 if first is not None:
                     self.wait(self.urgent(first, Connect(*pair)))
-                self._connected.add(pair)
+                    self._connected.add(pair)
 
     def urgent(self, worker: int, message: Any) -> PendingCall:
         """Ask a worker something that it answers even while it computes."""
@@ -316,7 +321,8 @@ class _Wait:
         self.wakeup, self.thread = PollableEvent(), threading.get_ident()
         self.end = None if timeout is None else time.monotonic() + timeout
         self.pings: dict[int, tuple[PendingCall, float]] = {}
-        control._waits.add(self)
+        self._own = weakref.ref(self, control._waits.discard)
+        control._waits.add(self._own)
         for call in self.waiting:
             self._watch(call)
 
@@ -349,7 +355,7 @@ class _Wait:
 
     def close(self) -> None:
         """Close the event."""
-        self.control._waits.discard(self)
+        self.control._waits.discard(self._own)
         self.wakeup.close()
 
     def _watch(self, call: PendingCall) -> None:

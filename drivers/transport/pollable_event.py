@@ -2,13 +2,17 @@
 
 import os
 from contextlib import suppress
+from io import FileIO
 from threading import Lock
 
-from pippy.drivers.interrupts import put_off
+from pippy.drivers.interrupts import uninterrupted
 
 
 class PollableEvent:
     """A `threading.Event` that `select` can wait for: its file descriptor is readable from ``set`` to ``clear``.
+
+    It is closed when nothing refers to it any more, as Ctrl-C may come before `close`. Python code that runs then would
+    lose another Ctrl-C, so the descriptor belongs to an object whose end is code of C.
 
     >>> import select
     >>> event = PollableEvent()
@@ -21,35 +25,27 @@ class PollableEvent:
     >>> event.close()
     """
 
-    _fd = -1
-
     def __init__(self) -> None:
         self._closing = Lock()
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        with uninterrupted():
+            self._file = FileIO(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), "r+")
 
     def fileno(self) -> int:
         """The file descriptor; -1 once it is closed."""
-        return self._fd
+        return -1 if self._file.closed else self._file.fileno()
 
     def set(self) -> None:
         """Wake the thread that waits. Does nothing once the event is closed."""
         with self._closing:  # or the number may be another file's by now
-            if self._fd >= 0:
-                os.eventfd_write(self._fd, 1)
+            if not self._file.closed:
+                os.eventfd_write(self._file.fileno(), 1)
 
     def clear(self) -> None:
         """Make it unreadable until it is set again."""
         with suppress(BlockingIOError):
-            os.eventfd_read(self._fd)
-
-    def __del__(self) -> None:
-        if self._fd >= 0:  # Ctrl-C has come before `close`, and may come again
-            with put_off():
-                self.close()
+            os.eventfd_read(self._file.fileno())
 
     def close(self) -> None:
         """Close the file descriptor."""
         with self._closing:
-            fd, self._fd = self._fd, -1
-            if fd >= 0:
-                os.close(fd)
+            self._file.close()

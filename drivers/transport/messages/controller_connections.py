@@ -66,13 +66,13 @@ class ControllerConnections:
         """Give two workers a socket to each other, before what is posted to them from now on."""
         if not self._at:
             return None
-        try:
-            ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        except OSError as error:
-            if error.errno == errno.EMFILE:
-                raise no_descriptor(f"a socket between workers {one} and {other}") from error
-            raise
-        with self._lock:
+        with self._lock, uninterrupted():
+            try:
+                ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            except OSError as error:
+                if error.errno == errno.EMFILE:
+                    raise no_descriptor(f"a socket between workers {one} and {other}") from error
+                raise
             for worker, peer, end in zip((one, other), (other, one), ends):
                 self._ends[self._at[worker]].connection.send_end(peer, end)
         return None
