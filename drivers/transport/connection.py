@@ -30,7 +30,14 @@ from typing import Any, Protocol
 
 import torch
 
-from pippy.drivers.transport.memory import Memory, create_shared, descriptor_beside, map_received, private_memory
+from pippy.drivers.transport.memory import (
+    Memory,
+    Place,
+    create_shared,
+    descriptor_beside,
+    map_received,
+    private_memory,
+)
 from pippy.drivers.transport.memory_file import MemoryFile
 from pippy.drivers.transport.packet import (
     ALONE,
@@ -56,6 +63,20 @@ _LAYOUTS = 1024  # numbers are used again, the oldest first, so that shapes that
 _NO_LAYOUT = ValueLayout(None, (), 0, 0)
 _BUFFER = 1 << 20  # what a socket is asked to hold of packets that are not read; the system may allow less
 _SMALLEST = 64  # a packet with so few bytes inside takes no more of the socket than one without
+
+
+@dataclass(slots=True)
+class _Known:
+    """A layout that both ends have, under a number; and where its tensors lie in a packet, if they fit in there."""
+
+    number: int
+    layout: ValueLayout
+    place: Place | None
+
+    @classmethod
+    def of(cls, number: int, layout: ValueLayout, packet: Memory) -> "_Known":
+        """The layout in the packets that go by this memory."""
+        return cls(number, layout, packet.place(START, layout) if layout.size <= INLINE else None)
 
 
 @dataclass(slots=True)
@@ -124,7 +145,7 @@ class Connection:
         self._packet, self._arrival = (private_memory(mmap.ALLOCATIONGRANULARITY * 2) for _ in range(2))
         self._buffers = [self._arrival.bytes]
         # to send
-        self._numbers: dict[Any, tuple[int, ValueLayout]] = {}  # of the layouts that the other end has, by signature
+        self._known: dict[Any, _Known] = {}  # the layouts that the other end has, by signature
         self._next_number = 0
         self._ring: Ring | None = None
         self._review = RingReview()
@@ -133,7 +154,7 @@ class Connection:
         self._holds = end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
         self._room = self._holds // 4  # for bytes inside packets, before it is looked how full the socket is
         # to receive
-        self._layouts: list[ValueLayout | Unreadable] = [_NO_LAYOUT] * _LAYOUTS
+        self._layouts: list[_Known | Unreadable] = [_Known(0, _NO_LAYOUT, None)] * _LAYOUTS
         self._in: Memory | None = None
         self._rings_received = 0
         self._refused: OSError | None = None  # why the ring was not taken
@@ -144,12 +165,11 @@ class Connection:
     def send(self, key: ValueKey, value: Any) -> int:
         """Send a value, or queue it. Returns the bytes of its tensors."""
         parts = take_apart(value)
-        known = self._numbers.get(parts.signature)
-        number, layout = known if known is not None else self._introduce(value, parts)
-        if not self.ended:
+        known = self._known.get(parts.signature) or self._introduce(value, parts)
+        if not (self.ended or self._sent_at_once(known, key, parts)):
             rest = rest_to_bytes(parts.rest) if parts.rest else b""
-            self._post(_Outgoing(VALUE, number, key, layout, parts.tensors, rest))
-        return layout.payload
+            self._post(_Outgoing(VALUE, known.number, key, known.layout, parts.tensors, rest))
+        return known.layout.payload
 
     def send_end(self, peer: int, end: socket.socket) -> None:
         """Hand over one end of a socket; the process ``peer`` gets the other. It is closed here."""
@@ -190,17 +210,26 @@ class Connection:
         self.socket.close()
         self._ring = self._out = self._in = None
 
-    def _introduce(self, value: Any, parts: Parts) -> tuple[int, ValueLayout]:
+    def _introduce(self, value: Any, parts: Parts) -> _Known:
         """Send a new layout."""
         number, self._next_number = self._next_number, (self._next_number + 1) % _LAYOUTS
-        if len(self._numbers) == _LAYOUTS:
-            del self._numbers[next(iter(self._numbers))]
+        if len(self._known) == _LAYOUTS:
+            del self._known[next(iter(self._known))]
         layout = layout_of(value)
         code = pickle_to_bytes(layout)
-        self._numbers[parts.signature] = number, layout
+        known = self._known[parts.signature] = _Known.of(number, layout, self._packet)
         if not self.ended:
             self._post(_Outgoing(LAYOUT, number, NO_KEY, _NO_LAYOUT, [], code))
-        return number, layout
+        return known
+
+    def _sent_at_once(self, known: _Known, key: ValueKey, parts: Parts) -> bool:
+        """Send a small value inside its packet, if all before it is sent; the short way for most values."""
+        size = known.layout.size
+        if known.place is None or parts.rest or self.queue or self._sending or not self._has_room(size):
+            return False
+        known.place.write(parts.tensors)
+        write_header(self._packet.bytes, VALUE, 0, known.number, 0, key, size)
+        return self._send(START + size)
 
     def _post(self, outgoing: _Outgoing) -> None:
         if self.queue:
@@ -228,12 +257,10 @@ class Connection:
             return self._send_end(outgoing.number, outgoing.end)
         rest = len(outgoing.rest)
         size = layout.size + rest
-        if size <= INLINE:
-            self._room -= 2 * size + 1024  # no less than the system counts for it
-            if self._room >= 0 or size <= _SMALLEST or not self._is_crowded():
-                self._packet.write(START, layout, outgoing.tensors, outgoing.rest)
-                write_header(self._packet.bytes, kind, 0, number, rest, key, size)
-                return self._send(START + size)
+        if size <= INLINE and self._has_room(size):
+            self._packet.write(START, layout, outgoing.tensors, outgoing.rest)
+            write_header(self._packet.bytes, kind, 0, number, rest, key, size)
+            return self._send(START + size)
         if size > self.limit and not self.keeps_larger:
             return self._send_alone(outgoing, size)
         start = self._allocate(aligned(size), key[0])
@@ -249,6 +276,11 @@ class Connection:
         if asks:
             ring.asked = ring.head
         return True
+
+    def _has_room(self, size: int) -> bool:
+        """Whether a packet with so many bytes inside leaves room for others."""
+        self._room -= 2 * size + 1024  # no less than the system counts for it
+        return self._room >= 0 or size <= _SMALLEST or not self._is_crowded()
 
     def _is_crowded(self) -> bool:
         """Whether packets that are not read have filled half of the socket."""
@@ -409,9 +441,12 @@ class Connection:
         if not received:
             raise ConnectionError("closed")
         kind, asks, layout, rest, step, value, microbatch, size, end, ring = HEADER.unpack_from(self._arrival.bytes)
+        wanted = kind == VALUE and step >= self.receiver.first_step
+        if wanted and not end:  # it is inside the packet
+            self.receiver.put((step, value, microbatch), self._read(layout, rest, size, end, None))
+            return True
         if kind != VALUE:
             self._take_in(kind, layout, rest, size, end, ring, ancillary)
-        wanted = kind == VALUE and step >= self.receiver.first_step
         alone = self._take_alone(ancillary) if kind == VALUE and ring == ALONE else None
         taken = self._read(layout, rest, size, end, alone) if wanted else None
         if isinstance(alone, MemoryFile):
@@ -439,7 +474,7 @@ class Connection:
             self.take_end(layout, descriptor_beside(ancillary))
         elif kind == REFUSED and ring == self._rings_made:
             self._ring = self._out = None
-            self._numbers.clear()  # layouts may have been in what was refused
+            self._known.clear()  # layouts may have been in what was refused
 
     def _bytes_of(self, size: int, end: int, alone: MemoryFile | OSError | None) -> tuple[Memory | MemoryFile, int]:
         if not end:
@@ -453,19 +488,22 @@ class Connection:
         return self._in, (end - aligned(size)) % self._in.size
 
     def _read(self, number: int, rest: int, size: int, end: int, alone: MemoryFile | OSError | None) -> Any:
-        layout = self._layouts[number]
-        if isinstance(layout, Unreadable):
-            return layout
+        known = self._layouts[number]
+        if isinstance(known, Unreadable):
+            return known
         try:
+            if known.place is not None and not end and not self.pinned:
+                return known.place.read(rest)
             memory, start = self._bytes_of(size, end, alone)
-            return memory.read(start, layout, rest, self.pinned)
+            return memory.read(start, known.layout, rest, self.pinned)
         except Exception as error:  # it is raised by the receive of this value, not by one of another value
             return Unreadable(error)
 
     def _learn(self, number: int, rest: int, size: int, end: int, alone: MemoryFile | OSError | None) -> None:
         try:
             memory, start = self._bytes_of(size, end, alone)
-            self._layouts[number] = pickle.loads(memory.part(start, rest))
+            layout = pickle.loads(memory.part(start, rest))
+            self._layouts[number] = _Known.of(number, layout, self._arrival)
         except Exception as error:  # as in _read
             self._layouts[number] = Unreadable(error)
 

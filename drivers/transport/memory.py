@@ -58,6 +58,14 @@ class Memory:
         start += layout.size
         return rebuild(layout, tensors, rest_from_bytes(layout, self.bytes[start : start + rest]))
 
+    def place(self, start: int, layout: ValueLayout) -> "Place":
+        """Where the values of a layout are, if they always start at ``start``."""
+        windows = []
+        for part in layout.tensors:
+            offset = (start + part.offset) // part.dtype.itemsize
+            windows.append(torch.empty(0, dtype=part.dtype).set_(self._storage, offset, part.shape, part.stride))
+        return Place(layout, windows, self.bytes[start + layout.size :])
+
     def part(self, start: int, size: int) -> memoryview:
         """So many of the bytes."""
         return self.bytes[start : start + size]
@@ -68,6 +76,41 @@ class Memory:
         if window is None:
             window = self._windows[dtype] = torch.empty(0, dtype=dtype)
         return window
+
+
+class Place:
+    """Where one value after another of a layout lies in a memory. The windows to its tensors are made once.
+
+    >>> from pippy.drivers.transport.value_layout import layout_of
+    >>> place = Memory(mmap.mmap(-1, 4096)).place(64, layout_of(torch.zeros(3)))
+    >>> place.write([torch.ones(3)])
+    >>> place.read()
+    tensor([1., 1., 1.])
+    """
+
+    __slots__ = ("_after", "_is_tensor", "_layout", "_windows")
+
+    def __init__(self, layout: ValueLayout, windows: Sequence[torch.Tensor], after: memoryview) -> None:
+        self._layout, self._windows, self._after = layout, windows, after
+        self._is_tensor = bool(windows) and type(layout.structure) is LeafIndex
+
+    def write(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Write the tensors of a value."""
+        for window, tensor in zip(self._windows, tensors):
+            window.copy_(tensor.detach() if tensor.requires_grad else tensor)
+
+    def read(self, rest: int = 0) -> Any:
+        """A new value, from its tensors and from the so many bytes of its other leaves."""
+        # clones keep the strides, as those of a layout have no gaps, and are no views, as in `Memory.read`
+        tensors = [
+            window.clone().requires_grad_() if part.requires_grad else window.clone()
+            for part, window in zip(self._layout.tensors, self._windows)
+        ]
+        return (
+            tensors[0]
+            if self._is_tensor
+            else rebuild(self._layout, tensors, rest_from_bytes(self._layout, self._after[:rest]))
+        )
 
 
 def private_memory(size: int) -> Memory:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pippy.drivers.errors import PeerLost
 from pippy.drivers.transport import connection, packet, pickling
@@ -261,12 +262,36 @@ def test_no_code_is_pickled_in_the_steady_state(monkeypatch):
             monkeypatch.setattr(pickling.cloudpickle, "dumps", None)
 
 
+class Operations(TorchDispatchMode):
+    """The names of the operations of torch that run inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function._schema.name.removeprefix("aten::"))
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_small_value_is_copied_twice_and_nothing_is_made_for_it_but_its_copy():
+    value = torch.randn(2, 3).t().requires_grad_()
+    with two() as (here, there):
+        for number in range(2):
+            with Operations() as seen:
+                here.send(1, (0, number, 0), value)
+                arrived = there.receive((0, number, 0), 0)
+        assert torch.equal(arrived, value) and arrived.stride() == value.stride() and arrived.requires_grad
+        assert arrived.is_leaf and not arrived._is_view()
+    assert seen.names == ["detach", "copy_", "clone"]
+
+
 def test_shapes_that_never_repeat_do_not_fill_the_memory():
     with two() as (here, there):
         for number in range(2 * connection._LAYOUTS + 50):
             here.send(1, (0, number, 0), torch.empty(number % 1500))
             assert there.receive((0, number, 0), 0).numel() == number % 1500
-        assert len(here.connections[1]._numbers) == connection._LAYOUTS == len(there.connections[0]._layouts)
+        assert len(here.connections[1]._known) == connection._LAYOUTS == len(there.connections[0]._layouts)
 
 
 def test_too_little_memory_is_an_error(monkeypatch):
