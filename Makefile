@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/ready
 # ruff does not walk through links by itself
-SOURCES := pippy pippy/ir pippy/drivers tests exps docs/conf.py docs/markdown_site.py docs/notebook.ipynb
+SOURCES := pippy pippy/ir pippy/drivers tests exps docs/conf.py docs/markdown_site.py docs/source_pages.py docs/notebook.ipynb
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check newest bench gpu docs setup clean

@@ -1,10 +1,13 @@
-"""How Sphinx makes the site of these pages: `make docs`. What the Markdown needs for it is in markdown_site.py."""
+"""How Sphinx makes the site of these pages: `make docs`. What the Markdown needs for it is in markdown_site.py;
+the pages of source files are made by source_pages.py."""
 
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from source_pages import linkcode_resolve  # noqa: E402, F401  sphinx.ext.linkcode looks for it here
 
 project = "pippy"
 copyright = "the authors of pippy"
@@ -17,9 +20,11 @@ exclude_patterns = [".*", "build", "dist", "out", "drivers", "ir", "pippy", "tes
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.linkcode",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "markdown_site",
+    "source_pages",
 ]
 templates_path = ["templates"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import pippy
-from docs import markdown_site
+from docs import markdown_site, source_pages
 from pippy import errors
 from pippy.drivers import schedules
 from tests.markdown_blocks import blocks_of
@@ -28,7 +28,8 @@ LINKS = re.compile(r'<(?:a|img)\b[^>]*?\b(?:href|src)="([^"]+)"')
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", "docs", ".", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    command += ["-D", "highlight_files=0"]  # seconds
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     return folder
 
@@ -107,3 +108,20 @@ def test_what_pages_hold_arrives(site):
 
 def test_the_examples_of_the_builder():
     assert doctest.testmod(markdown_site).failed == 0
+    assert doctest.testmod(source_pages).failed == 0
+
+
+def test_a_link_to_a_file_leads_to_a_page_that_shows_it(site, ids):
+    made = site / "docs/changing.html"
+    assert 'href="../files/ir/compiler.html"' in made.read_text()
+    assert list(site.rglob("*.py")) == []  # nothing to download
+    assert "def compile_traced" in (site / "files/ir/compiler.html").read_text()
+
+
+def test_the_reference_leads_to_the_line_of_each_name(site):
+    page = (site / "docs/reference/models.html").read_text()
+    file, line = re.search(
+        r'href="\.\./\.\./files/([\w/]*)\.html#line-(\d+)"', page[page.index('id="pippy.pipeline"') :]
+    ).groups()
+    shown = (ROOT / f"{file}.py").read_text().splitlines()[int(line) - 1]
+    assert (file, shown) == ("pippy/pipeline", "def pipeline(")

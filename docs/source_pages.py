@@ -1,0 +1,118 @@
+"""Pages that show source files: those of the library, and whatever file a page links to; and links from the reference to them.
+
+A link to a file of the repository is for GitHub, which shows it. Sphinx would let the reader download it.
+"""
+
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from pygments.lexers import get_lexer_for_filename
+from pygments.util import ClassNotFound
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.transforms import SphinxTransform
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = "files"  # of the site
+LIBRARY = ("pippy", "ir", "drivers")
+TEXT = {".py", ".toml", ".txt", ".yml", ".css", ".html", ".js", ".cpp", ".sh", ""}
+
+
+def shown(path: Path) -> str | None:
+    """The name of a file under the root, if it gets a page.
+
+    >>> shown(ROOT / "pippy/ir/pipe.py"), shown(ROOT / "docs/inside.svg"), shown(Path("/etc/hosts"))
+    ('ir/pipe.py', None, None)
+    """
+    path = path.resolve()
+    if path.suffix not in TEXT or not path.is_relative_to(ROOT) or not path.is_file():
+        return None
+    return path.relative_to(ROOT).as_posix()
+
+
+def link_to(info: dict[str, str], prefix: str = "../../") -> str | None:
+    """Where the reference leads for a name: to its line.
+
+    >>> link_to({"module": "pippy", "fullname": "Pipe.from_tracing"}).partition("#")[0]
+    '../../files/ir/pipe.html'
+    >>> link_to({"module": "pippy", "fullname": "Pipe.nothing"})
+    """
+    found: Any = sys.modules.get(info["module"])
+    for name in info["fullname"].split("."):
+        found = getattr(found, name, None)
+    try:
+        found = inspect.unwrap(found.fget if isinstance(found, property) else found)
+        path, (_, line) = inspect.getsourcefile(found), inspect.getsourcelines(found)
+    except (TypeError, OSError, AttributeError):
+        return None
+    name = path and shown(Path(path))
+    return f"{prefix}{_page(name)}.html#line-{max(line, 1)}" if name else None
+
+
+def linkcode_resolve(domain: str, info: dict[str, str]) -> str | None:
+    """What sphinx.ext.linkcode asks; every page of the reference is two folders down."""
+    return link_to(info) if domain == "py" and info["module"] else None
+
+
+def _page(name: str) -> str:
+    return f"{FOLDER}/{name.removesuffix('.py')}"
+
+
+class FilesArePages(SphinxTransform):
+    """A link to a file leads to the page that shows it."""
+
+    default_priority = 420
+
+    def apply(self, **kwargs: Any) -> None:
+        docname = self.env.docname
+        for link in list(self.document.findall(addnodes.download_reference)):
+            name = shown(Path(self.env.relfn2path(link["reftarget"], docname)[1]))
+            if name is not None:
+                uri = f"{'../' * docname.count('/')}{_page(name)}.html"
+                link.replace_self(nodes.reference("", "", *link.children, refuri=uri, internal=True, file=name))
+
+
+def _linked(env: BuildEnvironment) -> set[str]:
+    """The files that pages link to."""
+    trees = map(env.get_doctree, env.found_docs)
+    return {link["file"] for tree in trees for link in tree.findall(nodes.reference) if "file" in link}
+
+
+def _write(app: Sphinx, failed: Exception | None) -> None:
+    """Write the pages; by a template of their own, for the theme takes ten times as long for each."""
+    if failed or app.builder.format != "html":
+        return
+    library = {shown(path) for folder in LIBRARY for path in (ROOT / folder).rglob("*.py")}
+    for name in library | _linked(app.env):
+        if name is not None:
+            page = Path(app.outdir, f"{_page(name)}.html")
+            page.parent.mkdir(parents=True, exist_ok=True)
+            root = "../" * _page(name).count("/")
+            page.write_text(
+                app.builder.templates.render("file.html", {"name": name, "root": root, "body": _body(app, name)})
+            )
+
+
+def _body(app: Sphinx, name: str) -> str:
+    language = _language(name) if app.config.highlight_files else "none"
+    lines = {"linenos": "inline", "lineanchors": "line", "anchorlinenos": True}
+    return app.builder.highlighter.highlight_block((ROOT / name).read_text(), language, location=name, **lines)
+
+
+def _language(name: str) -> str:
+    try:
+        return get_lexer_for_filename(name).aliases[0]
+    except (ClassNotFound, IndexError):
+        return "text"
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """What Sphinx calls."""
+    app.add_transform(FilesArePages)
+    app.add_config_value("highlight_files", True, "html")
+    app.connect("build-finished", _write)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
