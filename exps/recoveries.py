@@ -14,8 +14,9 @@ run makes a point every 4 steps, in the memory of neighbours or on the disk by t
 undisturbed run, to the bit, and so must the parameters in the end. Runs differ in their schedules. ``--kinds`` takes some of
 the kinds, ``--steps`` another length.
 
-Finding: on two cores with much else to do, ``--count 24 --steps 30 --seed 7``: 0 of 24 wrong, the slowest recovery 32.1 s,
-disturbed itself several times.
+Finding: none is wrong. 500 disturbances (147 kills, 166 stops, 187 exceptions) of 70 runs, 443 recoveries: every loss and every
+parameter equal to the bit. In three parts, ``--count 170 --seed 1``, ``--count 170 --seed 2`` and ``--count 160 --seed 3``, side
+by side on two cores with much else to do; the slowest recovery took 38.2 s there, disturbed itself several times.
 
 It prints how often each kind happened, in how many recoveries they ended, and the slowest recovery. A run that nothing
 happened to is counted, too, and ten in a row are an error.

@@ -1,4 +1,4 @@
-"""A run under torchrun that loses a rank at its last step, once, and goes on from its checkpoint when it is started again."""
+"""A training under torchrun that loses a rank at its second step, once, and goes on when it is started again."""
 
 import os
 import signal
@@ -6,60 +6,45 @@ import sys
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from pippy import Pipe, PipelineDriver1F1B, cluster
-from pippy.errors import ClusterError, WorkerLostError
+import pippy
+from pippy import PipelineDriver1F1B, cluster, pipeline
+from pippy.errors import ClusterError
 
-STEPS = 3
-
-
-class Position:
-    """Where the run is: with it, random states are loaded, too."""
-
-    def __init__(self):
-        self.step = 0
-
-    def state_dict(self):
-        return {"step": self.step}
-
-    def load_state_dict(self, state):
-        self.step = state["step"]
+STEPS = 4
 
 
-def driver_on(workers):
+def train(workers, folder, stages=2, steps=STEPS, **options):
+    """Train, as each start of the script does."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2)), nn.Linear(4, 1))
-    return PipelineDriver1F1B(Pipe.from_sequential(model, nn.MSELoss()), workers)
-
-
-def step_of(driver):
-    return float(driver.run(2, torch.randn(4, 4), torch.randn(4, 1)))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    driver = PipelineDriver1F1B(pipeline(model, nn.MSELoss(), split="parameters", num_stages=stages), workers)
+    optimizer = driver.instantiate_optimizer(torch.optim.AdamW, lr=0.1)
+    data = DataLoader(TensorDataset(torch.randn(12, 4), torch.randn(12, 1)), batch_size=4, shuffle=True)
+    callbacks = [(lambda report, made=made: made(driver, report)) for made in options.pop("callbacks", ())]
+    return pippy.train(
+        driver, data, optimizer, chunks=2, steps=steps, folder=folder, callbacks=callbacks, progress=False, **options
+    )
 
 
 def main(folder):
+    begins = not os.path.isdir(folder)
+
+    def lose_a_rank(driver, report):
+        if begins and report.step == 2:
+            driver.saving.finish()
+            os.kill(driver.cluster.control.workers[1].pid, signal.SIGKILL)
+
     with cluster(start_timeout=30) as workers:
-        driver, position = driver_on(workers), Position()
-        if goes_on := os.path.isdir(folder):
-            driver.load(folder, position=position)
-        print("from", position.step, flush=True)
-        while position.step < STEPS:
-            if position.step == STEPS - 1 and not goes_on:
-                os.kill(workers.control.workers[1].pid, signal.SIGKILL)
-            try:
-                loss = step_of(driver)
-            except WorkerLostError:
-                refused(driver)
-                raise
-            position.step += 1
-            driver.save(folder, position=position, step=position.step)
-        print("loss", loss, flush=True)
-
-
-def refused(driver):
-    try:
-        driver.recover()
-    except ClusterError as error:
-        print("refused", "max-restarts" in str(error) and "driver.load" in str(error), flush=True)
+        # When a rank is lost, torchrun ends the others; this one is to say first what it was told.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            result = train(workers, folder, save_every=1, max_recoveries=1, callbacks=[lose_a_rank])
+        except ClusterError as error:
+            print("refused", "max-restarts" in str(error) and "driver.load" in str(error), flush=True)
+            raise
+        print("from", result.resumed_at, "losses", result.losses, flush=True)
 
 
 if __name__ == "__main__":

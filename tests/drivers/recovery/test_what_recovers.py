@@ -2,6 +2,7 @@
 
 import os
 import signal
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,8 @@ class Rows:
 class Kind:
     """A run of one kind. Its steps draw their rows from the random numbers of this process."""
 
-    options, optimizer_options = {}, {}
+    options: dict[str, Any] = {}
+    optimizer_options: dict[str, Any] = {}
     accumulated = 1
 
     def __init__(self, cluster):
@@ -86,7 +88,7 @@ class Kind:
 class ByIndex(Kind):
     """The workers load the rows, of a dataset that they were sent."""
 
-    dataset = Rows()
+    dataset: Any = Rows()
 
     def begin(self):
         self.loader = IndexLoader(self.dataset, columns=2, sampler=range(32), seed=3)
