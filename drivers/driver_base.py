@@ -12,6 +12,7 @@ What a driver does with the parameters, gradients and optimizers of its model is
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from html import escape
 from typing import Any
@@ -459,6 +460,7 @@ class PipelineDriverBase(ModelOnWorkers):
         device = torch.device(self.cluster.device_type)
         program, trains = self.program(chunks), self._trains()
         sizes = count_pipe(self.pipe, division, device, trains, states, has_halves(program))
+        sizes = replace(sizes, divided={self.ranks.index(rank): count for rank, count in sizes.divided.items()})
         return DriverMemory(program, sizes, bool(states) or not trains)
 
     def train(self, mode: bool = True) -> "PipelineDriverBase":

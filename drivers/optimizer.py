@@ -169,7 +169,8 @@ class PipelineOptimizer(Optimizer):
             (frozenset(self.names[id(each)] for each in group["params"]), options)
             for group, options in zip(self.param_groups, self._options())
         ]
-        return CountedOptimizer(self.factory, tuple(groups), self.master_dtype)
+        shares = self.placed.owned_by_stage() if self.divided else None
+        return CountedOptimizer(self.factory, tuple(groups), self.master_dtype, shares)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Update the parameters on all workers with their gradients."""

@@ -198,6 +198,20 @@ class PlacedPipe:
         owner = self._owners.get(self.compiled.qualnames.canonical.get(name, name))
         return [copy for copy in self.locations(name) if owner is None or copy[0] == owner]
 
+    def owned_by_stage(self) -> dict[int, dict[int, frozenset[str]]]:
+        """For each worker and each of its stages, the parameters whose gradients that worker adds up."""
+        found: dict[int, dict[int, set[str]]] = {worker: {} for worker in self.workers}
+        for bucket in self.buckets:
+            for each in bucket.parameters:
+                for worker, place in each.copies:
+                    if worker == bucket.owner:
+                        index = stage_index(place.call)
+                        stage = self.loss_stage if index is None else index
+                        found[worker].setdefault(stage, set()).add(each.name)
+        return {
+            worker: {stage: frozenset(names) for stage, names in stages.items()} for worker, stages in found.items()
+        }
+
     def first_locations(self, names: Iterable[str], owned: bool = False) -> dict[int, dict[str, TensorLocation]]:
         """Where to read each of these parameters and buffers, by worker: one copy of each. With ``owned``, on the worker that
         adds up its gradients."""

@@ -17,11 +17,15 @@ Group = tuple[Sequence[torch.Tensor], Mapping[str, Any]]  # parameters, and thei
 
 @dataclass(frozen=True)
 class CountedOptimizer:
-    """An optimizer whose state is counted: how it is made, the parameters of each group (None: all), the dtype of copies."""
+    """An optimizer whose state is counted: how it is made, the parameters of each group (None: all), the dtype of copies.
+
+    If its state is divided among replicas, ``shares`` has for each worker the parameters that it updates, by its stages.
+    """
 
     make: Callable[[list[dict[str, Any]]], Optimizer]
     groups: tuple[tuple[frozenset[str] | None, Mapping[str, Any]], ...]
     master_dtype: torch.dtype | None = None
+    shares: Mapping[int, Mapping[int, frozenset[str]]] | None = None
 
     def of(self, parameters: Mapping[str, torch.Tensor], mode: Any, unit: int) -> int:
         """The bytes of its state for these fake parameters."""
@@ -30,6 +34,16 @@ class CountedOptimizer:
             for names, options in self.groups
         ]
         return state_bytes(self.make, groups, mode, unit, self.master_dtype)
+
+    def of_workers(self, stages: Sequence[Mapping[str, torch.Tensor]], mode: Any, unit: int) -> dict[int, int]:
+        """The bytes on each worker, if the state is divided, for the fake parameters of all stages."""
+        return {
+            worker: sum(
+                self.of({name: each for name, each in stages[stage].items() if name in names}, mode, unit)
+                for stage, names in own.items()
+            )
+            for worker, own in (self.shares or {}).items()
+        }
 
 
 def counted_optimizer(make: Callable[..., Optimizer]) -> CountedOptimizer:

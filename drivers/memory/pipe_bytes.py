@@ -12,6 +12,7 @@ layers defer. Not in it is what a kernel takes for itself while it runs, and wha
 """
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -67,7 +68,8 @@ def count_pipe(
     """The bytes of the stages of a Pipe, for the micro-batches of ``division`` (the largest counts) on ``device``.
 
     Needs no driver and no worker. The state of ``optimizers`` counts as it is after their first step. Without ``halves``,
-    nothing is known of backwards in halves, and half as much is run.
+    nothing is known of backwards in halves, and half as much is run. What is divided among replicas is in ``divided`` by the
+    numbers that the workers have in the cluster.
 
     >>> from pippy.drivers.batches.divide_call import divide_call
     >>> pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.MSELoss())
@@ -92,10 +94,13 @@ def count_pipe(
         if trains and halves:
             by_halves = _Counted(pipe, division, largest, device, trains).run(lower(pipe, in_halves(orders[True])))
         found = [_stage(stage, counted, passes, by_halves, stage in whole.program.backward) for stage in range(stages)]
-        states = [
-            sum(each.of(named, counted.mode, counted.live.unit) for each in optimizers) for named in counted.named()
-        ]
+        named, given = counted.named(), (counted.mode, counted.live.unit)
+        whole_states = [each for each in optimizers if each.shares is None]
+        states = [sum(each.of(own, *given) for each in whole_states) for own in named]
         found = [replace(each, optimizer=state) for each, state in zip(found, states)]
+        divided = Counter[int]()
+        for each in optimizers:
+            divided.update(each.of_workers(named, *given))
     parameters = {group.name: group.copies[0][1] for group in counted.placed.replicated}
     replicated = {
         name: sum(part.nbytes for part in plain_parts(_tensor(counted.modules, place)))
@@ -109,6 +114,7 @@ def count_pipe(
         tuple(_inputs(whole, division, counted)),
         device.type == "cpu",
         replicated,
+        divided,
     )
 
 

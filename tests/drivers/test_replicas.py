@@ -503,6 +503,8 @@ def test_a_divided_state_is_there_once_and_the_numbers_are_the_same(threads, tmp
         assert torch.equal(value, divided.state_dict()[name]), name
     check_replicas_are_equal(divided)
     twice, once = states(threads, whole), states(threads, divided)
+    for driver, held in ((whole, twice), (divided, once)):
+        assert [each.peak.optimizer for each in driver.memory(4, x, target).workers] == held, "as it is counted"
     assert sum(twice) == 2 * sum(once) and max(once) < 0.75 * max(twice)
     ours, theirs = first.state_dict()["state"], second.state_dict()["state"]
     assert all(torch.equal(value, theirs[name][key]) for name, own in ours.items() for key, value in own.items())

@@ -90,8 +90,8 @@ class PipeBytes:
     ``owned`` are those that are, where they are made, a part of something that is counted already: a parameter, or an
     input of the stage. ``inputs_stay`` says that the inputs of the model are held until the step ends, as on the CPU, where
     micro-batches are views; on another device they are copies, made for the first forward that takes one, and each goes with
-    its last use. ``replicated`` are the
-    parameters that several stages have a copy of.
+    its last use. ``replicated`` are the parameters that several stages have a copy of. ``divided`` has, for each worker, the
+    state of optimizers whose state is divided among replicas, which is no part of the stages'.
     """
 
     stages: tuple[StageBytes, ...]
@@ -101,6 +101,7 @@ class PipeBytes:
     inputs: tuple[ModelInput, ...] = ()
     inputs_stay: bool = True
     replicated: Mapping[str, int] = field(default_factory=dict)
+    divided: Mapping[int, int] = field(default_factory=dict)
 
 
 class Held(NamedTuple):
@@ -222,7 +223,7 @@ class _Walk:
         self.with_gradients: set[tuple[int, bool]] = set()  # stages, and whether all of their gradients are there
         stages = [sizes.stages[stage] for stage in self.own]
         self.parameters = sum(each.parameters for each in stages)
-        self.optimizer = sum(each.optimizer for each in stages)
+        self.optimizer = sum(each.optimizer for each in stages) + sizes.divided.get(worker, 0)
 
     def _last_takers(self) -> dict[Key, Instruction]:
         found: dict[Key, Instruction] = {}
