@@ -38,6 +38,7 @@ shared memory. Clusters have ``timeout=3.0``, so a stopped worker is noticed aft
 
 import argparse
 import copy
+import faulthandler
 import gc
 import json
 import os
@@ -275,8 +276,8 @@ def ctrl_c(training: Training, kind: str) -> tuple[float, str]:
 
     timer = threading.Timer(first, interrupt)
     timer.daemon = True
-    timer.start()
     try:
+        timer.start()
         while True:
             do()
     except KeyboardInterrupt:
@@ -352,6 +353,7 @@ def deadly(training: Training, kind: str) -> Report:
 
 def play(seed: int, kinds: list[str]) -> None:
     """Run the controller: it prints a line for every fault."""
+    faulthandler.register(signal.SIGUSR1)
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(seed)
     rng = random.Random(seed)
@@ -433,12 +435,12 @@ def lines(process: "subprocess.Popen[str]") -> Iterator[str]:
 def watch(seed: int, kinds: list[str]) -> Iterator[Report]:
     """Run a controller with some faults, and check what it leaves behind."""
     mark = f"{os.getpid()}-{seed}"
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile("w+") as errors:
         shared = set(os.listdir("/dev/shm"))
         process = subprocess.Popen(
             [sys.executable, "-m", "exps.faults", "--play", str(seed), *kinds],
             stdout=subprocess.PIPE,
-            stderr=None if os.environ.get("SHOW") else subprocess.DEVNULL,
+            stderr=errors,
             env=os.environ | {MARK: mark, "TMPDIR": directory},
             text=True,
         )
@@ -460,11 +462,16 @@ def watch(seed: int, kinds: list[str]) -> Iterator[Report]:
                 yield report
             process.wait(PATIENCE * busy())
         except (TimeoutError, subprocess.TimeoutExpired):
-            yield Report(kinds[min(told, len(kinds) - 1)], PATIENCE, "hang")
+            process.send_signal(signal.SIGUSR1)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(1.0)  # it writes what its threads are at
+            yield Report(kinds[min(told, len(kinds) - 1)], PATIENCE, f"hang; seed {seed}, after {kinds[:told]}")
         process.kill()
         process.communicate()
         if told < len(kinds):
             yield Report(kinds[told], 0.0, f"the controller ended with status {process.returncode}; seed {seed}")
+            errors.seek(0)
+            print(errors.read()[-20_000:], file=sys.stderr, flush=True)
         _, left = outlast(mark)
         if left:
             yield Report(kinds[-1], 0.0, f"orphans: {left}")

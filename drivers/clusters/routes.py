@@ -6,40 +6,51 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Routes:
-    """The workers, in groups of which each shares memory; between two groups values go by RPC.
+    """The workers, in groups of which each shares memory; between two groups small values go by TCP and others by RPC.
 
     ``hosts`` has the name of each worker's host. ``reasons`` says why a worker shares no memory with others of its host.
+    ``only_rpc`` says that between two groups all values go by RPC.
 
     >>> routes = Routes(("a", "b", "c"), ("node1", "node1", "node2"), ((0, 1), (2,)))
     >>> routes.between(0, 1), routes.between(1, 2), routes.between(2, 2)
-    ('shared memory', 'RPC', 'the same process')
+    ('shared memory', 'TCP for small values, RPC for others', 'the same process')
     >>> print(routes)
     a, b on node1: shared memory
     c on node2
-    between these lines: RPC
+    between these lines: TCP for small values, RPC for others
     """
 
     names: tuple[str, ...]
     hosts: tuple[str, ...]
     groups: tuple[tuple[int, ...], ...]
     reasons: Mapping[int, str] = field(default_factory=dict)
+    only_rpc: bool = False
 
     @staticmethod
     def of_host(names: Sequence[str], host: str, shares_memory: bool) -> "Routes":
         """Those of workers of one host, all of which share memory, or none."""
         workers = range(len(names))
         groups = [tuple(workers)] if shares_memory else [(worker,) for worker in workers]
-        return Routes(tuple(names), (host,) * len(names), tuple(groups))
+        return Routes(tuple(names), (host,) * len(names), tuple(groups), only_rpc=not shares_memory)
 
     def between(self, one: int, other: int) -> str:
-        """How a value goes from one worker to another: in "the same process", through "shared memory", or by "RPC"."""
+        """How a value goes from one worker to another: in "the same process", through "shared memory", or `far`."""
         if one == other:
             return "the same process"
-        return "shared memory" if any(one in group and other in group for group in self.groups) else "RPC"
+        return "shared memory" if any(one in group and other in group for group in self.groups) else self.far
+
+    @property
+    def far(self) -> str:
+        """How values go between two groups. Where the port for small ones cannot be reached, they go by RPC, too.
+
+        >>> Routes.of_host("ab", "node1", shares_memory=False).far
+        'RPC'
+        """
+        return "RPC" if self.only_rpc else "TCP for small values, RPC for others"
 
     def __str__(self) -> str:
         lines = [self._line(group) for group in self.groups]
-        return "\n".join([*lines, "between these lines: RPC"] if len(lines) > 1 else lines)
+        return "\n".join([*lines, f"between these lines: {self.far}"] if len(lines) > 1 else lines)
 
     def _line(self, group: Sequence[int]) -> str:
         who = f"{', '.join(self.names[worker] for worker in group)} on {self.hosts[group[0]]}"

@@ -14,6 +14,7 @@ import struct
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from fcntl import ioctl
 from typing import Any, Literal, NoReturn
 
@@ -72,7 +73,7 @@ def cluster(
     SystemExit. So only rank 0 runs the code after the call. The default device is the GPU of the local rank, if
     there are GPUs.
 
-    Workers of one host pass tensors through memory that both see, others by RPC: ``print(cluster.routes)`` says which. With
+    Workers of one host pass tensors through memory that both see, others by TCP and RPC (``print(cluster.routes)``). With
     ``transport="rpc"`` all pass them by RPC. With ``"shared_memory"`` the call raises if two workers cannot share memory.
 
     Without torchrun this is `local_cluster(n)`, and takes its options. If ``n`` is not given, the environment variable
@@ -102,6 +103,7 @@ def cluster(
     keep_freed_memory()
     met = meet(rank_info, names, start_timeout, transport)
     address = None if transport == "rpc" else address_of(interface(rank_info))
+    met.routes = replace(met.routes, only_rpc=address is None)
     worker = _worker(rank_info, met, own_device, threads, timeout, patience, address)
     if rank_info.rank:
         assert worker is not None
@@ -285,7 +287,7 @@ def _control(
     rpc.take_reports(control.report_lost)
     for at, why in met.routes.reasons.items():
         warn(
-            f"worker {met.routes.names[at]!r} shares no memory with the others of its host, and passes values by RPC, which is "
-            f"slower: {why}"
+            f"worker {met.routes.names[at]!r} shares no memory with the others of its host, and passes values as to another "
+            f"host, which is slower ({met.routes.far}): {why}"
         )
     return opened(Cluster(met.routes.names, control, joined, device_type, met.routes), by_rpc=True)

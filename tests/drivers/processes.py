@@ -1,5 +1,6 @@
 """Helpers for tests of processes."""
 
+import gc
 import os
 import resource
 import select
@@ -125,6 +126,7 @@ def _listening(pid):
 @contextmanager
 def few_descriptors(free):
     """This process can open only so many more."""
+    gc.collect()  # or a collection might close some meanwhile
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = []
     with suppress(OSError):

@@ -2,8 +2,12 @@
 
     worker 2   opens a port, and tells worker 1, by RPC, where it is and two secrets of 32 random bytes
     worker 1   connects, and says the first secret and the window that it can have
-    worker 2   closes the port; says the second secret, and its own window
+    worker 2   says the second secret, and its own window
+    worker 1   says that it takes the connection
+    worker 2   closes the port, and takes the connection, too
     both       take the smaller window
+
+A guest may have given up meanwhile. Then the host has no connection, either, and each sends its values in another way.
 
 Whoever else connects does not know the first secret, is sent nothing, and nothing of what it sends is read beyond 36 bytes.
 Whoever else answers does not know the second. The secrets are never written into a store. They go through RPC, so these
@@ -24,6 +28,7 @@ from pippy.drivers.transport.messages.silent_connections import break_when_silen
 _BUFFER = 1 << 20  # what a socket is asked to hold each way; the system may allow less
 _SECRET = 32
 _WINDOW = struct.Struct("<I")
+_TAKEN = b"+"
 
 Take = Callable[[socket.socket, int], None]  # gets a connection, and its window
 
@@ -84,6 +89,7 @@ def come_in(invitation: Invitation, within: float, silence: float) -> tuple[sock
         said = _read(end, _SECRET + _WINDOW.size, time.monotonic() + within)
         if not hmac.compare_digest(said[:_SECRET], invitation.second):
             raise ConnectionError("another program answers at the port that was opened for this connection")
+        end.sendall(_TAKEN)
         return end, min(own, *_WINDOW.unpack(said[_SECRET:]))
     except BaseException:
         end.close()
@@ -100,22 +106,23 @@ def _let_in(door: socket.socket, invitation: Invitation, take: Take, end_time: f
             except OSError:
                 return None
             try:
-                window = _welcome(end, door, invitation, min(end_time, time.monotonic() + 1.0), silence)
+                window = _welcome(end, invitation, min(end_time, time.monotonic() + 1.0), silence)
             except OSError:
                 end.close()
             else:
+                door.close()
                 return take(end, window)
     return None
 
 
-def _welcome(end: socket.socket, door: socket.socket, invitation: Invitation, end_time: float, silence: float) -> int:
+def _welcome(end: socket.socket, invitation: Invitation, end_time: float, silence: float) -> int:
     said = _read(end, _SECRET + _WINDOW.size, end_time)
     if not hmac.compare_digest(said[:_SECRET], invitation.first):
         raise ConnectionError("it was not invited")
-    door.close()
     _prepare(end, silence)
     own = _window(end)
     end.sendall(invitation.second + _WINDOW.pack(own))
+    _read(end, len(_TAKEN), time.monotonic() + silence)
     return min(own, *_WINDOW.unpack(said[_SECRET:]))
 
 

@@ -24,7 +24,8 @@ def test_two_workers_here_and_two_there(tmp_path):
     with started(*STANDALONE, "4", SCRIPT, HOSTS="a a b b", TMPDIR=str(tmp_path)) as process:
         *routes, line = lines_until(process, "ready")
         assert re.sub(" on .*?(?=:|$)", "", "\n".join(routes), flags=re.M) == (
-            "worker0, worker1: shared memory\nworker2, worker3: shared memory\nbetween these lines: RPC"
+            "worker0, worker1: shared memory\nworker2, worker3: shared memory\nbetween these lines: TCP for small "
+            "values, RPC for others"
         )
         pids = [int(pid) for pid in line.split()[1:]]
         assert not [row for row in listening(pids) if not row.startswith("tcp")]
@@ -36,7 +37,8 @@ def test_two_workers_here_and_two_there(tmp_path):
     assert {("1", "worker2"), ("2", "worker1")} <= values
     assert all((rank in "01") == (to in ("worker2", "worker3")) for rank, to in values)
     by_tcp = [tuple(line.split()[1:]) for line in lines if line.startswith("TCP")]
-    assert {(rank, peer) for rank, peer, _ in by_tcp} == {("0", "3"), ("3", "0"), ("1", "2"), ("2", "1")}
+    assert {(rank, peer) for rank, peer, _ in by_tcp} == {("1", "2"), ("2", "1")}
+    assert {("0", "worker3"), ("3", "controller")} <= values, "no port of worker 3 can be reached, as behind a firewall"
     assert len(by_tcp) == len(set(by_tcp)) and {window for *_, window in by_tcp} == {"4096"}
     by_socket = {line for line in lines if line.startswith("socket")}
     assert by_socket == {"socket 1"}, "worker 0 is in the process of the script"

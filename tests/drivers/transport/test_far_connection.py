@@ -5,7 +5,7 @@ import queue
 import socket
 import struct
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 import torch
@@ -258,6 +258,44 @@ def test_a_stranger_is_told_nothing_and_the_invited_still_comes_in():
         with pytest.raises(OSError):
             come_in(invitation, 1.0, 5.0)
     assert "secret" not in repr(invitation) and repr(invitation.first) not in repr(invitation)
+
+
+def test_a_guest_that_gives_up_leaves_the_host_without_a_connection():
+    """The host had one, which was closed: it took its peer for lost."""
+    taken, before = queue.SimpleQueue(), threading.active_count()
+    invitation = open_door("127.0.0.1", lambda *each: taken.put(each), 1.0, 5.0)
+    with socket.create_connection((invitation.address, invitation.port)) as guest:
+        guest.sendall(invitation.first + struct.pack("<I", WINDOW))
+        assert guest.recv(32) == invitation.second
+    with within(10):
+        while threading.active_count() > before:
+            os.sched_yield()
+    assert taken.empty()
+
+
+def test_strangers_at_a_door_take_one_descriptor_at_a_time_and_the_invited_still_comes_in():
+    """One says nothing, one half a secret, one much, and then a thousand come and go, or stay outside."""
+    taken, before = queue.SimpleQueue(), len(os.listdir("/proc/self/fd"))
+    invitation = open_door("127.0.0.1", lambda *each: taken.put(each), 30.0, 5.0)
+    place = invitation.address, invitation.port
+    with ExitStack() as stack:
+        for said in (b"", os.urandom(20), os.urandom(1 << 20)):
+            stranger = stack.enter_context(socket.create_connection(place))
+            stranger.setblocking(False)
+            with suppress(BlockingIOError, ConnectionError):
+                stranger.send(said or b"x")
+        for _ in range(1000):
+            with socket.socket() as stranger:
+                stranger.setblocking(False)
+                stranger.connect_ex(place)
+        assert len(os.listdir("/proc/self/fd")) <= before + 3 + 1 + 1, "the strangers, the door, and who stands in it"
+        guest, _ = come_in(invitation, 20.0, 5.0)
+        stack.callback(guest.close)
+        host, _ = taken.get(timeout=10)
+        host.close()
+    with within(5):
+        while len(os.listdir("/proc/self/fd")) > before:
+            os.sched_yield()
 
 
 def test_a_door_that_nobody_comes_to_closes():
