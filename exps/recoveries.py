@@ -15,7 +15,7 @@ undisturbed run, to the bit, and so must the parameters in the end. Runs differ 
 the kinds, ``--steps`` another length.
 
 Finding: none is wrong. 500 disturbances (147 kills, 166 stops, 187 exceptions) of 70 runs, 443 recoveries: every loss and every
-parameter equal to the bit. In three parts, ``--count 170 --seed 1``, ``--count 170 --seed 2`` and ``--count 160 --seed 3``, side
+parameter equal to the bit. In three parts, ``--count 170 --seed 1``, ``--count 170 --seed 2``, ``--count 160 --seed 3``, side
 by side on two cores with much else to do; the slowest recovery took 38.2 s there, disturbed itself several times.
 
 It prints how often each kind happened, in how many recoveries they ended, and the slowest recovery. A run that nothing

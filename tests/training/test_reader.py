@@ -59,6 +59,9 @@ DATA = {
     "a stream": lambda: DataLoader(Stream(), batch_size=2),
     "a class of its own": Shuffling,
     "with two workers": lambda: DataLoader(Augmented(), batch_size=2, shuffle=True, num_workers=2),
+    "with persistent workers": lambda: DataLoader(
+        Numbers(), batch_size=2, shuffle=True, generator=seeded(), num_workers=1, persistent_workers=True
+    ),
     "a stream with two workers": lambda: DataLoader(Stream(), batch_size=2, num_workers=2),
 }
 
@@ -70,7 +73,7 @@ def texts(items):
 @pytest.mark.parametrize("kind", DATA)
 def test_another_reader_goes_on_with_the_same_items(kind):
     """At every place of the first two epochs, or at two of them where processes start: what comes, and random numbers."""
-    places = (1, 4) if "two workers" in kind else range(9)
+    places = (1, 4) if "workers" in kind else range(9)
     torch.manual_seed(0)
     random.seed(0)
     reader, expected, states = Reader(DATA[kind]()), [], {}
