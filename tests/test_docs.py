@@ -13,6 +13,7 @@ from torch import nn
 
 import pippy
 from pippy.drivers import errors as driver_errors
+from pippy.drivers.schedules import make_schedule, render_svg, simulate
 from pippy.drivers.schedules.orders.registry import REGISTRY
 from pippy.ir import errors
 from tests import markdown_blocks
@@ -182,6 +183,13 @@ def test_every_error_has_its_block():
         if isinstance(each, type) and each.__module__ == module.__name__
     }
     assert types - shown == {"PippyError"}
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+def test_the_pictures_of_schedules_are_theirs(name):
+    """If it is drawn otherwise now: pippy schedule NAME -p 4 -m 8 --svg docs/NAME.svg."""
+    drawn = render_svg(simulate(make_schedule(name, workers=4, chunks=8)).timeline)
+    assert (ROOT / f"docs/{name}.svg").read_text().strip() == drawn.strip()
 
 
 def test_every_file_has_a_row():
