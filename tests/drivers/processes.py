@@ -107,7 +107,7 @@ def listening(processes):
 
 
 def _listening(pid):
-    own = {link[8:-1] for link in _links(Path(f"/proc/{pid}/fd")) if link.startswith("socket:[")}
+    own = {link[8:-1] for link in links(Path(f"/proc/{pid}/fd")) if link.startswith("socket:[")}
     # Where a row has the inode, and what it has while others can connect: TCP's state LISTEN, a UDP socket that is bound to a
     # port, SO_ACCEPTCON among the flags of a unix socket, or a name, to which datagrams can be sent.
     for table, inode, is_open in (
@@ -143,7 +143,7 @@ def few_descriptors(free):
             os.close(fd)
 
 
-def _links(folder):
+def links(folder):
     for link in folder.iterdir():
         with suppress(OSError):  # it is gone
             yield os.readlink(link)

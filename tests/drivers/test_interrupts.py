@@ -199,8 +199,7 @@ def test_ctrl_c_while_a_cluster_ends_that_nobody_closed_is_not_dropped_and_all_o
     with pytest.raises(KeyboardInterrupt):
         del cluster
         gc.collect()
-        for _ in range(1000):
-            time.sleep(0.01)
+        time.sleep(30)
     assert processes.ended == ["begun", "over"]
 
 
@@ -218,7 +217,7 @@ def test_ctrl_c_that_comes_again_is_not_lost_in_what_a_collection_calls():
     try:
         with pytest.raises(KeyboardInterrupt):
             gc.collect()
-            time.sleep(1)
+            time.sleep(30)
     finally:
         gc.callbacks.remove(collected)
     assert called == ["start"]

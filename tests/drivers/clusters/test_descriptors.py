@@ -17,7 +17,7 @@ from pippy.drivers.transport.messages.message_connection import MessageConnectio
 from pippy.drivers.transport.messages.message_queue import MessageQueue
 from pippy.drivers.transport.shared_memory_transport import SharedMemoryTransport
 from tests.drivers.models import Chain
-from tests.drivers.processes import few_descriptors
+from tests.drivers.processes import few_descriptors, links
 
 WORKERS = 6
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded", "alone")
@@ -25,10 +25,7 @@ pytestmark = pytest.mark.usefixtures("in_float64", "seeded", "alone")
 
 def sockets(pid):
     """How many sockets a process has."""
-    found = 0
-    for each in Path(f"/proc/{pid}/fd").iterdir():
-        found += os.readlink(each).startswith("socket:")
-    return found
+    return sum(each.startswith("socket:") for each in links(Path(f"/proc/{pid}/fd")))
 
 
 def trains_as_plain(driver, plain):

@@ -17,18 +17,18 @@ pytestmark = pytest.mark.usefixtures("seeded")
 
 
 class Noting:
-    """A backend that adds a line to a file for each graph that it compiles."""
+    """A backend that adds a line to a file for each graph that it compiles; it does so while the other file is there."""
 
-    def __init__(self, path, seconds=0.0):
-        self.path, self.seconds = str(path), seconds
+    def __init__(self, path, busy=""):
+        self.path, self.busy = str(path), str(busy)
 
     def __call__(self, graph, inputs):
         from torch._dynamo.backends.registry import lookup_backend
 
         with Path(self.path).open("a") as file:
             file.write("a graph\n")
-        end = time.monotonic() + self.seconds
-        while time.monotonic() < end:  # in Python, as most of a compiler is
+        end = time.monotonic() + 60
+        while self.busy and Path(self.busy).exists() and time.monotonic() < end:  # in Python, as most of a compiler is
             pass
         return lookup_backend("aot_eager")(graph, inputs)
 
@@ -104,14 +104,21 @@ def test_an_error_in_a_compiled_stage_says_where_and_the_next_step_is_right(clus
     driver.close()
 
 
-def test_a_worker_that_compiles_for_long_is_not_lost(cluster, tmp_path, monkeypatch):
-    """Pings are answered on threads of their own, which the compiler lets in."""
-    monkeypatch.setattr(cluster.control, "timeout", 0.4)
-    monkeypatch.setattr(cluster.control, "interval", 0.1)
-    noting = Noting(tmp_path / "compiled", seconds=0.8)
-    driver = PipelineDriver(pipeline(Chain(2), nn.MSELoss()), cluster, compile={"backend": noting})
+def test_a_worker_that_compiles_for_long_is_not_lost(cluster, tmp_path):
+    """Pings are answered on threads of their own, which the compiler lets in: here it waits for the answers."""
+    compiled, busy = tmp_path / "compiled", tmp_path / "busy"
+    busy.touch()
+    driver = PipelineDriver(pipeline(Chain(2), nn.MSELoss()), cluster, compile={"backend": Noting(compiled, busy)})
     x = torch.randn(4, 8)
-    assert torch.isfinite(driver.run(2, x, x)) and noting.count() >= 2
+    step = driver.run_async(2, x, x)
+    end = time.monotonic() + 50
+    while not compiled.exists():
+        assert time.monotonic() < end
+    for _ in range(10):
+        cluster.control.wait(cluster.control.ping(0))
+    assert time.monotonic() < end
+    busy.unlink()
+    assert torch.isfinite(step.result())
     driver.close()
 
 
