@@ -135,4 +135,6 @@ def _come_again() -> None:
 
 def _interrupt_soon() -> None:
     time.sleep(_SOON)
-    _thread.interrupt_main()
+    main = threading.main_thread().ident
+    if main is not None and callable(signal.getsignal(signal.SIGINT)):
+        signal.pthread_kill(main, signal.SIGINT)  # interrupt_main would not end what the main thread waits in

@@ -41,6 +41,15 @@ def test_ctrl_c_at_the_end_of_an_object_comes_again():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_ctrl_c_that_comes_again_ends_a_wait():
+    """It was heard when the wait was over: of a script that sleeps, or waits for a socket, after an hour or never."""
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        come_again()
+        time.sleep(30)
+    assert time.monotonic() - start < 20
+
+
 def test_ctrl_c_that_python_drops_comes_again(monkeypatch):
     """Any library's callback may be called at an end."""
     given, dropped = Dropped(), []
