@@ -31,7 +31,7 @@ from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.errors import MarkError, TracingError
 from pippy.ir.export.known_results import result_of
 from pippy.ir.front.recording import AutogradFunction
-from pippy.ir.front.tracing_thread import method_patched_here
+from pippy.ir.front.tracing_thread import class_method, method_patched_here
 from pippy.ir.marks import SplitPoint, annotated_modules, recording_splits, split_points
 
 
@@ -84,7 +84,7 @@ class KeptCalls:
     def recording(self) -> Iterator[None]:
         """A context in which `torch.export` records them."""
         create_node = _ModuleStackTracer.create_node
-        apply = torch.autograd.Function.__dict__["apply"].__func__
+        apply = class_method(torch.autograd.Function.__dict__["apply"])
 
         def call(tracer: Any, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             path, own = self._paths.get(id(module.__dict__), (None, module))

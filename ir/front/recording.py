@@ -34,7 +34,7 @@ from pippy.ir.front.questions import check_not_asked_for_mode, refusing_to_say_w
 from pippy.ir.front.random_draws import check_no_draw, refusing_numpys_draws
 from pippy.ir.front.refusals import refused
 from pippy.ir.front.replaced import replaced
-from pippy.ir.front.tracing_thread import method_patched_here, patched_here
+from pippy.ir.front.tracing_thread import class_method, method_patched_here, patched_here
 from pippy.ir.front.transformers import tracing_transformers
 from pippy.ir.front.values import UNKNOWN, value_of
 from pippy.ir.surroundings import ChangesInForward, OwnFunctionMode, device_contexts
@@ -209,13 +209,13 @@ class _RecordUntraced(OwnFunctionMode):
 
 
 def _recorded_apply(tracer: fx.Tracer) -> Callable[..., Any]:
-    original = torch.autograd.Function.__dict__["apply"]
+    original = class_method(torch.autograd.Function.__dict__["apply"])
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         if cls is torch.utils.checkpoint.CheckpointFunction:
             return record_reentrant(tracer, *args)
         if cls.__module__.startswith("torch."):
-            return original.__func__(cls, *args, **kwargs)
+            return original(cls, *args, **kwargs)
         return tracer.create_proxy("call_function", AutogradFunction(cls), args, kwargs)
 
     return apply

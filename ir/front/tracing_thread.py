@@ -9,6 +9,7 @@ torch.fx patches `nn.Module.__call__` and `nn.Module.__getattr__` for the whole 
 
 import functools
 import threading
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -67,12 +68,32 @@ def patched_here(owner: Any, name: str, replacement: Any) -> Iterator[None]:
 def method_patched_here(owner: type, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
     """Like `patched_here`, for a method of a class, or a class method."""
     original = owner.__dict__[name]
-    if isinstance(original, classmethod):
-        patched: Any = classmethod(_here(original.__func__, replacement))
+    if is_class_method(original):
+        patched: Any = classmethod(_here(class_method(original), replacement))
     else:
         patched = _here(original, replacement)
     with patch.object(owner, name, patched):
         yield
+
+
+def is_class_method(attribute: Any) -> bool:
+    """Whether an attribute, as it lies in the dictionary of a class, is a class method, in Python or in C.
+
+    >>> is_class_method(dict.__dict__["fromkeys"]), is_class_method(dict.__dict__["items"])
+    (True, False)
+    """
+    return isinstance(attribute, (classmethod, types.ClassMethodDescriptorType))
+
+
+def class_method(attribute: Any) -> Callable[..., Any]:
+    """A class method, as it lies in the dictionary of a class, as a function whose first argument is the class.
+
+    >>> class_method(dict.__dict__["fromkeys"])(dict, "ab")
+    {'a': None, 'b': None}
+    """
+    if isinstance(attribute, classmethod):
+        return attribute.__func__
+    return lambda cls, *args, **kwargs: attribute.__get__(None, cls)(*args, **kwargs)
 
 
 def _here(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
