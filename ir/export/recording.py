@@ -30,6 +30,7 @@ from pippy.ir import source
 from pippy.ir.errors import TracingError
 from pippy.ir.export.kept import KeptCalls
 from pippy.ir.front import tracing_thread
+from pippy.ir.front.checkpointing import GENERATOR
 from pippy.ir.front.random_draws import refusing_numpys_draws
 from pippy.ir.front.refusals import refused
 from pippy.ir.front.tracing_thread import is_tracing, method_patched_here, patched_here
@@ -70,7 +71,7 @@ def recording(model: nn.Module, kept: KeptCalls) -> Iterator[None]:
         (torch.Tensor, "backward", _GRAD),
     ]
     functions: list[tuple[Any, str, str]] = [
-        (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _CHECKPOINT),
+        (torch.utils.checkpoint, GENERATOR, _CHECKPOINT),
         (torch.utils.checkpoint.CheckpointFunction, "apply", _CHECKPOINT),
         (torch.autograd, "grad", _GRAD),
         (torch.autograd, "backward", _GRAD),

@@ -21,9 +21,17 @@ from pippy.ir.front.tracing_thread import is_tracing, patched_here
 from pippy.ir.marks import pipe_split
 from pippy.ir.run.checkpointed_parts import REENTRANT, BeginPart, begin_part, end_part, is_begin, is_end, parts_of
 
-_DEFAULTS = {"preserve_rng_state": True, "determinism_check": "default", "debug": False, "early_stop": True}
+_DEFAULTS: dict[str, Any] = {
+    "preserve_rng_state": True,
+    "determinism_check": "default",
+    "debug": False,
+    "early_stop": True,
+}
+_POSITIONAL = "_checkpoint_without_reentrant_generator"  # in torch 2.13; later, another one takes its arguments by name
 _DISABLED = "__dynamo_disable"  # where torch keeps the function that `checkpoint` calls
 _torchs: Any = torch.utils.checkpoint
+GENERATOR = f"{_POSITIONAL}_impl" if hasattr(_torchs, f"{_POSITIONAL}_impl") else _POSITIONAL
+"""The name of the function of torch that encloses a call with ``use_reentrant=False``."""
 
 
 @contextmanager
@@ -32,29 +40,22 @@ def recording_checkpoints(tracer: fx.Tracer) -> Iterator[None]:
 
     before = _forced()
 
-    def generator(
-        _: Any,
-        preserve: Any,
-        context_fn: Any,
-        determinism_check: Any,
-        debug: Any,
-        early_stop: Any,
-        *args: Any,
-        **__: Any,
-    ) -> Iterator[None]:
+    def record(args: Any, context_fn: Any, **options: Any) -> Iterator[None]:
         # torch runs the function between the two steps of its generator.
-        options = {
-            "preserve_rng_state": preserve,
-            "determinism_check": determinism_check,
-            "debug": debug,
-            "early_stop": early_stop,
-        }
         options.update({name: value for name, value in _forced().items() if value != before[name]})
         begin = _begin(tracer, args, False, options, context_fn)
         yield
         tracer.create_proxy("call_function", end_part, (begin,), {}, name="checkpoint")
 
-    with patched_here(_torchs, "_checkpoint_without_reentrant_generator", generator), _without_dynamo():
+    def positional(_: Any, preserve: Any, context_fn: Any, *args: Any, **__: Any) -> Iterator[None]:
+        check, debug, early_stop, *rest = args
+        options = {"determinism_check": check, "debug": debug, "early_stop": early_stop}
+        return record(rest, context_fn, preserve_rng_state=preserve, **options)
+
+    def by_name(_: Any, args: Any, __: Any, **options: Any) -> Iterator[None]:
+        return record(args, **options)
+
+    with patched_here(_torchs, GENERATOR, positional if GENERATOR == _POSITIONAL else by_name), _without_dynamo():
         yield
 
 
@@ -90,7 +91,7 @@ def record_reentrant(tracer: fx.Tracer, function: Callable[..., Any], preserve: 
 
 def _begin(tracer: fx.Tracer, args: Any, reentrant: bool, options: dict[str, Any], context_fn: Any) -> fx.Proxy:
     own = context_fn is not _torchs.noop_context_fn
-    given = {name: value for name, value in options.items() if value != _DEFAULTS[name]}
+    given = {name: value for name, value in options.items() if value != _DEFAULTS.get(name)}
     if given.get("determinism_check", "none") not in _torchs._allowed_determinism_checks_to_fns:
         raise _refusal(f"torch.utils.checkpoint knows no determinism_check={given['determinism_check']!r}", _here())
     if own and any(map(_is_proxy, _bound(context_fn))):
