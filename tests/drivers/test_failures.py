@@ -2,12 +2,12 @@
 
 import copy
 import os
+import runpy
 import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -375,11 +375,16 @@ def test_ctrl_c_stays_ignored_where_it_was():
 
 def test_these_tests_pass_in_the_background():
     """A shell starts `make test &` with Ctrl-C ignored, and all that is started from there inherits it."""
-    one = f"{__file__}::{test_ctrl_c_waits_for_the_end_of_a_block.__name__}"
-    ignoring = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
-    command = [*ignoring, sys.executable, "-m", "pytest", "-p", "no:cacheprovider", one]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            runpy.run_path(str(Path(__file__).parents[1] / "conftest.py"))  # as pytest does first
+            test_ctrl_c_waits_for_the_end_of_a_block()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.fixture
