@@ -1,6 +1,7 @@
 """Where each rank writes what the others read: torchrun's store, while a cluster starts."""
 
 import json
+import threading
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
@@ -34,7 +35,7 @@ class RankBoard:
 
     def _read(self, keys: dict[int, str]) -> list[Any]:
         try:
-            self.store.wait(list(keys.values()), timedelta(seconds=self.timeout))
+            self._wait(list(keys.values()))
         except DistStoreError as error:
             missing = ", ".join(str(rank) for rank, key in keys.items() if not self.store.check([key]))
             raise ClusterError(
@@ -42,6 +43,22 @@ class RankBoard:
                 f"with the same arguments, and start_timeout says how long to wait for them"
             ) from error
         return [json.loads(self.store.get(key)) for key in keys.values()]
+
+    def _wait(self, keys: list[str]) -> None:
+        """Wait on another thread: where torch waits, Ctrl-C is not heard before the end."""
+        failed: list[Exception] = []
+
+        def wait() -> None:
+            try:
+                self.store.wait(keys, timedelta(seconds=self.timeout))
+            except Exception as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=wait, name="pippy meeting", daemon=True)
+        thread.start()
+        thread.join()
+        if failed:
+            raise failed[0]
 
     def _call(self, call: Any) -> Any:
         try:

@@ -1,14 +1,38 @@
 """Joining ends, with an error that says what to do, when the others cannot be reached or are gone."""
 
 import os
+import signal
 import socket
 
 from torch.distributed import TCPStore
 
+from pippy.drivers.clusters.rank_board import RankBoard
 from pippy.drivers.clusters.rank_info import RankInfo
 from pippy.drivers.clusters.torchrun import _join
 from pippy.drivers.errors import ClusterError
 from tests.drivers.processes import watched, within
+
+
+def test_ctrl_c_ends_a_rank_that_waits_for_the_others():
+    """It waited to the end of start_timeout, and torchrun, which passes Ctrl-C on, killed it after 30 s."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    reading, writing = os.pipe()
+    if (pid := os.fork()) == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            board = RankBoard(TCPStore("127.0.0.1", store.port, is_master=False), 1, 60.0)
+            board.write("host of", "a")
+            board.read("host of", [0])
+        except KeyboardInterrupt:
+            os.write(writing, b"interrupted")
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with watched(pid), within(10), open(reading) as told:
+        assert store.get("host of 1") == b'"a"'
+        os.kill(pid, signal.SIGINT)
+        assert told.read().endswith("interrupted")
+    os.waitpid(pid, 0)
 
 
 def test_a_rank_that_others_do_not_connect_with_does_not_wait_for_ever(monkeypatch):
