@@ -193,7 +193,7 @@ class DriverState:
         given = step.inputs
         if not isinstance(given, DivisionOfColumns):
             return step
-        inputs, whole = self.datasets.load(given, step.trains)
+        inputs, whole = self.datasets.load(given, step.trains, given.weighs or step.loss_check is not None)
         weights = self.datasets.weights(whole) if given.weighs else step.weights
         check = step.loss_check and step.loss_check.for_targets(whole)
         return replace(step, inputs=inputs, weights=weights, loss_check=check, weighed=given.weighs)

@@ -68,6 +68,26 @@ class OpenedDataset:
         with borrowed if self.shares_process else untouched_random_state():
             return self._loaded(indices, goes_on, lambda key: seed_all(_seed((*draws, *key))))
 
+    def load_own(self, indices: Sequence[Any], draws: Keys, goes_on: Callable[[], None]) -> dict[Hashable, Any] | None:
+        """As `load`, for some rows of a mini-batch. None if these rows alone might be others than they are among all of them.
+
+        That is so with a collate function, which may look at all rows, and if random numbers are drawn, of which those of a row
+        depend on the rows before it.
+        """
+        if self.collate is not None:
+            return None
+        if self.beside:
+            found = self.load(indices, draws, goes_on)
+        else:
+            borrowed = shared_generators.borrowed([], Draws.PYTHONS_TOO)
+            with borrowed if self.shares_process else untouched_random_state():
+                seed_all(_seed(draws))
+                before = RandomState.current()
+                found = self._loaded(indices, goes_on, lambda key: None)
+                if not before.is_current():
+                    return None
+        return found if all(_has_rows(leaf, len(indices)) for leaf in leaves(list(found.values()))) else None
+
     def load_beside(self, indices: Sequence[Any], goes_on: Callable[[], None]) -> dict[Hashable, Any]:
         """The same without random numbers, on any thread."""
         with _RefusesDraws():
@@ -144,6 +164,10 @@ class _RefusesDraws(TorchDispatchMode):
             if not any(isinstance(each, torch.Generator) for each in given):
                 raise DriverError(_DRAWS_BESIDE.format(f", by {operation}"))
         return operation(*args, **(kwargs or {}))
+
+
+def _has_rows(leaf: Any, rows: int) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
 
 
 def _seed(draws: Keys) -> int:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, IterableDataset, StackDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, StackDataset, TensorDataset, default_collate
 
 from pippy import (
     IndexLoader,
@@ -43,6 +43,12 @@ ROWS = 40
 @pytest.fixture(scope="module")
 def threads():
     with thread_cluster(3) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def four():
+    with thread_cluster(4) as cluster:
         yield cluster
 
 
@@ -308,7 +314,53 @@ def test_replicas_of_the_pipeline_take_their_shares(cluster, how):
     driver.close()
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "own"),
+    [
+        (Rows, {}, True),
+        (Rows, {"prefetch": 2}, True),
+        (Rows, {"collate_fn": lambda rows: default_collate(rows)}, False),  # may look at all rows
+        (StackDataset, {}, True),
+    ],
+)
+def test_each_replica_loads_its_own_rows(four, kind, options, own):
+    x, target = torch.randn(ROWS, 8), torch.randn(ROWS, 8)
+    columns = (Rows(x), Rows(target)) if kind is StackDataset else (x, target)
+    columns = [each if isinstance(each, torch.Tensor) else Single(*each.columns) for each in columns]
+    driver = PipelineDriver1F1B(pipeline(Chain(2), nn.MSELoss()), four, replicas=2)
+    loader = IndexLoader(kind(*columns), batch_size=10, **options)
+    for at, batch in enumerate(loader):
+        assert_same(step(driver, 4, *batch), step(driver, 4, x[10 * at : 10 * at + 10], target[10 * at : 10 * at + 10]))
+    readers = [worker.drivers[driver.number].datasets.datasets for worker in four.control.threads]
+    for worker, datasets in enumerate(readers):
+        (opened_dataset,) = datasets.values()
+        held = [opened_dataset.whole] if opened_dataset.columns is None else list(opened_dataset.columns.values())
+        seen = {index for each in held for index in each.seen if index >= 20}  # the first step checks the loss
+        share = range(6) if worker < 2 else range(6, 10)
+        last = worker % 2 == 1  # it weighs the losses by the targets of all
+        assert seen == {index for index in range(20, ROWS) if last or not own or index % 10 in share}
+    driver.close()
+
+
+def test_replicas_of_rows_that_draw_are_those_of_one_pipeline(cluster):
+    rows, found = Noisy(torch.zeros(ROWS, 8), torch.zeros(ROWS, 8)), []
+    for replicas in (1, 2):
+        driver = PipelineDriver1F1B(
+            pipeline(Difference(), lambda y, t: (y * 2 - t).sum()), cluster, loss_reduction="sum", replicas=replicas
+        )
+        found.append([driver.run(4, *batch) for batch in IndexLoader(rows, batch_size=10, shuffle=True, seed=3)])
+        driver.close()
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
 # Random numbers
+
+
+class Single(Rows):
+    """Rows of one column."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index)[0]
 
 
 class Noisy(Rows):
