@@ -1,4 +1,4 @@
-"""A training under torchrun that loses a rank at its second step, once, and goes on when it is started again."""
+"""A training under torchrun that loses a rank at its second step, once, and goes on when it is started again, until Ctrl-C."""
 
 import os
 import signal
@@ -12,10 +12,8 @@ import pippy
 from pippy import PipelineDriver1F1B, cluster, pipeline
 from pippy.errors import ClusterError
 
-STEPS = 4
 
-
-def train(workers, folder, stages=2, steps=STEPS, **options):
+def train(workers, folder, stages=2, steps=1_000_000, **options):
     """Train, as each start of the script does."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
@@ -36,15 +34,24 @@ def main(folder):
             driver.saving.finish()
             os.kill(driver.cluster.control.workers[1].pid, signal.SIGKILL)
 
+    noted, note = os.pipe()
+    os.set_blocking(note, False)
+    signal.set_wakeup_fd(note)
+
+    def tell(driver, report):
+        print("step", report.step, flush=True)
+        if report.step == 4:
+            os.read(noted, 1)  # until Ctrl-C
+
     with cluster(start_timeout=30) as workers:
         # When a rank is lost, torchrun ends the others; this one is to say first what it was told.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may run where it is ignored
         try:
-            result = train(workers, folder, save_every=1, max_recoveries=1, callbacks=[lose_a_rank])
+            train(workers, folder, save_every=1, keep=2, max_recoveries=1, callbacks=[lose_a_rank, tell])
         except ClusterError as error:
             print("refused", "max-restarts" in str(error) and "driver.load" in str(error), flush=True)
             raise
-        print("from", result.resumed_at, "losses", result.losses, flush=True)
 
 
 if __name__ == "__main__":
