@@ -215,6 +215,15 @@ def between(delay: float, rounds: int) -> dict[str, dict[str, tuple[float, float
     return json.loads(out)
 
 
+def rows(found: dict[str, dict[str, tuple[float, float]]]) -> str:
+    """What `between` has found, as a table."""
+    lines = [f"{'':20}" + "".join(f"{name:>10}" for name in SIZES)]
+    for column, label in enumerate(("ping-pong", "in a row")):
+        for name, table in found.items():
+            lines.append(f"{label + ', ' + name:20}" + "".join(f"{table[size][column]:>10.2f}" for size in SIZES))
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
@@ -227,10 +236,7 @@ def main() -> None:
     for delay in options.delay:
         found = between(delay, options.rounds)
         print(f"\n{delay * 1e3:g} ms for each packet; ms per value; load {os.getloadavg()[0]:.1f}")
-        print(f"{'':20}" + "".join(f"{name:>10}" for name in SIZES))
-        for column, label in enumerate(("ping-pong", "in a row")):
-            for name, table in found.items():
-                print(f"{label + ', ' + name:20}" + "".join(f"{table[size][column]:>10.2f}" for size in SIZES))
+        print(rows(found))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,10 @@ round trip. pipelined: microseconds per value if 32 are sent before one answer. 
 value to itself. The last rows are the time of a send, and of a receive of a value that has arrived, through shared memory, on
 the thread that computes.
 
-    python exps/transport.py [--rounds 300]
+Then, in milliseconds, between two network namespaces, without and with 1 ms for each packet: what workers of two hosts use
+("pippy": TCP for small values, RPC for others), RPC alone and gloo, by exps/engines.py, which says more. Needs root.
+
+    python -m exps.transport [--rounds 300]
 
 Finding, on two cores shared with other work (load average 7, so only the rough order counts): a send takes its thread 13
 microseconds and a receive 13 for 1 KB, 19 and 18 for 64 KB, 67 to 80 and 71 to 75 for 1 MB. Ping-pong is faster than gloo up
@@ -27,6 +30,8 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
+from exps import engines
+from exps.peers.hosts import NoHosts
 from pippy.drivers.transport.messages import rpc
 from pippy.drivers.transport.messages.message_queue import MessageQueue
 from pippy.drivers.transport.messages.rpc_values import rpc_transport
@@ -224,6 +229,13 @@ def main() -> None:
     ]
     for label, column, table in [("to itself", 1, itself), *tables, ("a send", 0, own), ("a receive", 1, own)]:
         print(f"{label:<22}" + "".join(f"{table[name][column]:>10.1f}" for name in SIZES if name in table))
+    for delay in (0.0, 0.001):
+        try:
+            found = engines.between(delay, max(1, rounds // 60))
+        except NoHosts as error:
+            print(f"\ntwo hosts: not measured: {error}")
+            return
+        print(f"\ntwo hosts, {delay * 1e3:g} ms for each packet; ms per value\n{engines.rows(found)}")
 
 
 if __name__ == "__main__":
