@@ -1,4 +1,4 @@
-"""A script for torchrun on several hosts: every schedule beside plain training; then a step that does not end."""
+"""A script for torchrun on several hosts: some schedules beside plain training; then a step that does not end."""
 
 import copy
 import json
@@ -87,12 +87,10 @@ def train_all(cluster):
         driver = PipelineDriver(pipeline(model), cluster, schedule="forward_only")
         torch.testing.assert_close(driver.run(4, tokens), model(tokens), rtol=1e-12, atol=0)
         driver.close()
-    names = [name for name, each in REGISTRY.items() if each.training and name != "list"]
-    for name in names:
+    for name in os.environ["SCHEDULES"].split():
         each = REGISTRY[name]
-        started = time.perf_counter()
         train(cluster, name, 2 if each.placement == "looped" else each.stages_per_worker, tokens, target)
-        print(f"{name} equals plain training, {time.perf_counter() - started:.3f} s", flush=True)
+        print(f"{name} equals plain training", flush=True)
 
 
 torch.manual_seed(1)
