@@ -79,7 +79,7 @@ def compare(pipe, cluster, given, chunks, out_of_order=True, **options):
 
 
 SCHEDULES = ["fill_drain", "1f1b", "zb_h1", "interleaved_1f1b", "looped_bfs"]
-DRAWS = {"MixtureWithDropout"}
+DRAWS = {"MixtureWithDropout", "Attention"}
 
 
 @pytest.mark.parametrize("name", [each for each in exhibits if exhibits[each].loss_fn is not None])
