@@ -20,12 +20,14 @@ SUITE = (
     "tests/ir/front/test_trace.py",
     "tests/ir/front/test_values.py",
     "tests/ir/export/test_export.py",
+    "tests/ir/run/test_checkpointed_parts.py",
     "tests/ir/passes/test_loss.py",
     "tests/drivers/test_driver.py",
     "tests/drivers/test_training.py",
     "tests/drivers/test_keyed_random.py",
     "tests/drivers/test_checkpoints.py",
     "tests/models/test_written_here.py",
+    "tests/exps/test_quickstart.py",
 )
 
 

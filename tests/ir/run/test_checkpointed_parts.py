@@ -298,6 +298,25 @@ def test_options_of_the_call(options):
     assert f"part, first, use_reentrant=False, {name}={options[name]!r})" in pipe.split_gm.submod_1.code
 
 
+NEWER = pytest.mark.skipif(not hasattr(torch.utils.checkpoint, "_make_checkpoint_wrapper"), reason="torch is older")
+
+
+@NEWER
+def test_the_option_of_newer_torch():
+    pipe = check(Normalizes(respect_saved_tensors_hooks=True), torch.randn(6, WIDTH))
+    assert "use_reentrant=False, respect_saved_tensors_hooks=True)" in pipe.split_gm.submod_1.code
+
+
+class Decorates(Net):
+    def run(self, x):
+        return checkpoint(use_reentrant=False)(self.part)(x)
+
+
+@NEWER
+def test_the_decorator_of_newer_torch():
+    assert "use_reentrant=False)" in check(Decorates(), torch.randn(6, WIDTH)).split_gm.submod_1.code
+
+
 def test_early_stop_of_a_region_in_forward():
     class Stops(Normalizes):
         def run(self, x):
