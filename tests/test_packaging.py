@@ -41,7 +41,7 @@ def test_the_wheel_works_without_the_checkout(wheel, tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
         check=False,
     )
     assert done.stdout.strip() == "2", done.stderr

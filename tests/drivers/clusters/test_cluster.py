@@ -347,5 +347,5 @@ def test_a_small_dev_shm_is_enough():
         pytest.skip(f"there is no unshare here: {error}")
     if able.returncode:
         pytest.skip(f"a mount namespace cannot be made here: {able.stderr.decode().strip()}")
-    done = subprocess.run([*inside, sys.executable, "-c", SMALL], cwd=ROOT, capture_output=True, text=True, timeout=150)
+    done = subprocess.run([*inside, sys.executable, "-c", SMALL], cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert (done.returncode, done.stderr) == (0, "")

@@ -167,7 +167,7 @@ def test_a_script_that_does_not_close_its_cluster_leaves_nothing(tmp_path, end):
         env=os.environ | {"TMPDIR": str(tmp_path / "temporary")},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=280,
     )
     ended = time.monotonic()
     pids, *rest = done.stdout.splitlines() or [""]
