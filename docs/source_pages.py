@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
-from pygments.lexers import get_lexer_for_filename
-from pygments.util import ClassNotFound
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
@@ -19,7 +17,18 @@ from sphinx.transforms import SphinxTransform
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = "files"  # of the site
 LIBRARY = ("pippy", "ir", "drivers")
-TEXT = {".py", ".toml", ".txt", ".yml", ".css", ".html", ".js", ".cpp", ".sh", ""}
+LANGUAGES = {
+    ".py": "python",
+    ".toml": "toml",
+    ".yml": "yaml",
+    ".css": "css",
+    ".html": "html",
+    ".js": "javascript",
+    ".cpp": "cpp",
+    ".sh": "sh",
+    ".txt": "text",
+    "": "text",
+}  # of the files that get a page
 
 
 def shown(path: Path) -> str | None:
@@ -29,7 +38,7 @@ def shown(path: Path) -> str | None:
     ('ir/pipe.py', None, None)
     """
     path = path.resolve()
-    if path.suffix not in TEXT or not path.is_relative_to(ROOT) or not path.is_file():
+    if path.suffix not in LANGUAGES or not path.is_relative_to(ROOT) or not path.is_file():
         return None
     return path.relative_to(ROOT).as_posix()
 
@@ -44,13 +53,14 @@ def link_to(info: dict[str, str], prefix: str = "../../") -> str | None:
     found: Any = sys.modules.get(info["module"])
     for name in info["fullname"].split("."):
         found = getattr(found, name, None)
+    function: Any = getattr(found, "fget", found)
     try:
-        found = inspect.unwrap(found.fget if isinstance(found, property) else found)
-        path, (_, line) = inspect.getsourcefile(found), inspect.getsourcelines(found)
+        function = inspect.unwrap(function)
+        path, (_, line) = inspect.getsourcefile(function), inspect.getsourcelines(function)
     except (TypeError, OSError, AttributeError):
         return None
-    name = path and shown(Path(path))
-    return f"{prefix}{_page(name)}.html#line-{max(line, 1)}" if name else None
+    file = shown(Path(path)) if path else None
+    return f"{prefix}{_page(file)}.html#line-{max(line, 1)}" if file else None
 
 
 def linkcode_resolve(domain: str, info: dict[str, str]) -> str | None:
@@ -98,16 +108,10 @@ def _write(app: Sphinx, failed: Exception | None) -> None:
 
 
 def _body(app: Sphinx, name: str) -> str:
-    language = _language(name) if app.config.highlight_files else "none"
+    builder: Any = app.builder
+    language = LANGUAGES[Path(name).suffix] if app.config.highlight_files else "none"
     lines = {"linenos": "inline", "lineanchors": "line", "anchorlinenos": True}
-    return app.builder.highlighter.highlight_block((ROOT / name).read_text(), language, location=name, **lines)
-
-
-def _language(name: str) -> str:
-    try:
-        return get_lexer_for_filename(name).aliases[0]
-    except (ClassNotFound, IndexError):
-        return "text"
+    return str(builder.highlighter.highlight_block((ROOT / name).read_text(), language, location=name, **lines))
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
