@@ -63,12 +63,12 @@ class Unending(nn.Module):
         return self.last(x)
 
 
-def train(cluster, schedule, stages, tokens, target):
+def train(cluster, schedule, stages, tokens, target, replicas=1):
     """A step of one schedule, beside plain training."""
-    plain = Gained(stages * len(cluster))
+    plain = Gained(stages * len(cluster) // replicas)
     pipe = pipeline(copy.deepcopy(plain), loss_fn, multi_use_param_spec=MultiUseParameterConfig.REPLICATE)
-    assert pipe.replicated_params, "no parameter has copies"
-    driver = PipelineDriver(pipe, cluster, schedule=schedule)
+    assert pipe.replicated_params or replicas > 1, "no parameter has copies"
+    driver = PipelineDriver(pipe, cluster, schedule=schedule, replicas=replicas)
     loss = driver.run(2 * len(cluster), tokens, target)
     expected = loss_fn(plain(tokens), target)
     expected.backward()
@@ -87,6 +87,8 @@ def train_all(cluster):
         driver = PipelineDriver(pipeline(model), cluster, schedule="forward_only")
         torch.testing.assert_close(driver.run(4, tokens), model(tokens), rtol=1e-12, atol=0)
         driver.close()
+    if len(cluster) % 2 == 0:
+        train(cluster, "1f1b", 1, tokens, target, replicas=2)
     for name in os.environ["SCHEDULES"].split():
         each = REGISTRY[name]
         train(cluster, name, 2 if each.placement == "looped" else each.stages_per_worker, tokens, target)

@@ -39,11 +39,12 @@ class Hanging(torch.nn.Module):
         return self.slow(self.chain(x))
 
 
-def train(cluster):
-    plain = Chain(stages=2)
-    pipe = pipeline(copy.deepcopy(plain), F.mse_loss)
-    driver = PipelineDriver1F1B(pipe, cluster, **driver_options)
-    mine = driver.instantiate_optimizer(torch.optim.AdamW, lr=1e-2)
+def train(cluster, stages=2, divide_state=False, **given):
+    plain = Chain(stages)
+    cut = {} if stages > 1 else {"split": "parameters", "num_stages": 1, "example_args": (torch.ones(8, 8),) * 2}
+    pipe = pipeline(copy.deepcopy(plain), F.mse_loss, **cut)
+    driver = PipelineDriver1F1B(pipe, cluster, **driver_options, **given)
+    mine = driver.instantiate_optimizer(torch.optim.AdamW, lr=1e-2, divide_state=divide_state)
     theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     for _ in range(5):
         x, target = torch.randn(8, 8), torch.randn(8, 8)
@@ -55,7 +56,7 @@ def train(cluster):
         theirs.step()
     state = driver.state_dict()
     assert max(float((state[name] - each).detach().abs().max()) for name, each in plain.state_dict().items()) < 1e-12
-    print("equal to plain training", flush=True)
+    driver.close()
 
 
 def hang(cluster):
@@ -75,5 +76,7 @@ with pippy.cluster(**options) as cluster:
         hang(cluster)
     else:
         train(cluster)
+        train(cluster, stages=1, replicas=2, divide_state=True)
+        print("equal to plain training", flush=True)
         print(numbers_of_training(cluster, **driver_options), flush=True)
 print("rank", os.environ.get("RANK", "none"), "goes on", flush=True)
