@@ -35,6 +35,6 @@ def copy_checkout(target: Path) -> None:
 
 def _build(kind: str, source: Path, target: Path) -> Path:
     command = [sys.executable, "-c", BUILD, kind, str(target)]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     return target / done.stdout.splitlines()[-1]

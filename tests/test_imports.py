@@ -20,7 +20,7 @@ WITHOUT_TORCH = [
 
 
 def python(code, *args):
-    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, input="", timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, input="", timeout=280)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

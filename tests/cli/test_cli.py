@@ -68,7 +68,7 @@ def test_the_version(pippy):
 
 
 def test_python_dash_m():
-    done = subprocess.run([sys.executable, "-m", "pippy", "nothing"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", "pippy", "nothing"], capture_output=True, text=True, timeout=280)
     assert done.returncode == 2
     assert done.stderr.startswith("Usage: python -m pippy")
     assert "No such command 'nothing'" in done.stderr

@@ -80,7 +80,7 @@ def test_a_script_sees_what_python_would_show_it(pippy, tmp_path):
     said = f"__main__ {folder}/script.py ['a', '-b'] {folder} 4\n"
     assert pippy("run folder/script.py a -n 1 -- -b") == said
     python = subprocess.run(
-        [sys.executable, "folder/script.py", "a", "-b"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, "folder/script.py", "a", "-b"], cwd=tmp_path, capture_output=True, text=True, timeout=280
     )
     assert python.stdout == said
     assert (sys.argv, sys.path, sys.modules["__main__"]) == before
@@ -256,7 +256,7 @@ def test_ctrl_c_ends_the_script_and_its_workers(tmp_path):
             assert pids[0] == process.pid
             with watched(*pids[1:], within=10):
                 os.killpg(process.pid, signal.SIGINT)
-                _, said = process.communicate(timeout=60)
+                _, said = process.communicate(timeout=280)
         finally:
             process.kill()
     assert process.returncode == 130

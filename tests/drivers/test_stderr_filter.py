@@ -29,10 +29,10 @@ def test_without_a_standard_error():
     code = "import os; from pippy.drivers.stderr_filter import StderrFilter; os.close(2)\n"
     code += "h = StderrFilter(b'x'); h.start(); h.stop(); print('fine')"
     assert (
-        subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60).stdout == "fine\n"
+        subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=280).stdout == "fine\n"
     )
 
 
 def test_a_script_with_a_cluster_writes_nothing():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=280)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -62,7 +62,7 @@ def test_what_is_sent_arrives_after_the_delay(delay):
         ended.callback(there.kill)
         assert echo.stdout.readline() == f"listens on {there.namespace}\n"
         words = [sys.executable, "-S", "-c", ASK, there.address, "3" if delay else "200"]
-        asked = subprocess.run(here.command(*words), capture_output=True, text=True, timeout=60)
+        asked = subprocess.run(here.command(*words), capture_output=True, text=True, timeout=280)
         times = json.loads(asked.stdout)
         assert min(times) >= 2 * delay
         assert delay or min(times) < 0.02  # the quickest of so many, on a busy machine, too
@@ -79,7 +79,7 @@ def test_a_firewall_lets_through_what_opens_a_connection_to_an_open_port_only():
             assert echo.stdout.readline() == f"listens on {there.namespace}\n"
             ask = ASK.replace("7007", str(port)).replace("timeout=50", f"timeout={50 if connects else 1}")
             words = [sys.executable, "-S", "-c", ask, there.address, "1"]
-            asked = subprocess.run(here.command(*words), capture_output=True, text=True, timeout=60)
+            asked = subprocess.run(here.command(*words), capture_output=True, text=True, timeout=280)
             assert (asked.returncode == 0) is connects
             assert connects or "TimeoutError" in asked.stderr
 

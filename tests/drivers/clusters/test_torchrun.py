@@ -36,7 +36,7 @@ def test_the_same_script_trains_everywhere_and_says_nothing(numbers):
     with started(*STANDALONE, "3", SCRIPT, **options) as process:
         pids = ready(process)
         with watched(*pids):
-            out, err = process.communicate(timeout=150)
+            out, err = process.communicate(timeout=280)
             assert process.returncode == 0, err
     assert out == DONE.format(numbers, "0")
     assert err == ""
@@ -158,7 +158,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(MISSING)
     with started(*STANDALONE, "2", str(path)) as process:
-        _, err = process.communicate(timeout=150)
+        _, err = process.communicate(timeout=280)
     assert "rank 0 waited 1 s, and these ranks did not call cluster(): 1;" in err
     assert process.returncode != 0
 

@@ -18,6 +18,6 @@ def opened(page, script, view=""):
     options += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={page.parent / 'profile'}"]
     options += ["--virtual-time-budget=3000"]  # for what is unpacked
     command = [BROWSER, *options, "--dump-dom", f"{acting.as_uri()}{view}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout, dict(re.findall(r'data-(\w+)="([^"]*)"', done.stdout.split("<head>")[0]))
