@@ -93,13 +93,14 @@ class StageCall:
     def run(self, inputs: Sequence[Any]) -> Any:
         seed_whole(self.name, self.drawn_as_whole)
         args = inputs if self.template is None else filled(self.template, inputs)
-        before = versions(inputs, self.seen)
+        before = versions(inputs, self.seen) if self.seen else ()
         if self.constant:
             with check_unchanged(self.name, self.module, self.constant):
                 outputs = run_stage(self.name, self.module, args)
         else:
             outputs = run_stage(self.name, self.module, args)
-        check_versions(before, inputs, self.seen, self.name, self.module)
+        if before:
+            check_versions(before, inputs, self.seen, self.name, self.module)
         return apart_from(self.memory, outputs) if self.memory else outputs
 
 
@@ -198,7 +199,7 @@ class Executor:
         wanted. ``random`` says of which step the random numbers are. ``stage_is_through`` is called with the calls of a stage
         of replicas when its last backward is over.
         """
-        self.stage_is_through = stage_is_through
+        self.stage_is_through, self.given_up = stage_is_through, given_up
         self.own_rows, self.loss_probe, self.output_probe = own_rows, loss_probe, output_probe
         self.step, self.weights, self.trains = step, weights, trains
         self.casts = torch._C._is_any_autocast_enabled()
@@ -213,7 +214,7 @@ class Executor:
         code = self.saved_memory.measured(code) if weigh else code
         try:
             with torch.set_grad_enabled(trains):
-                self._go_through(code, given_up)
+                self._go_through(code)
             if self.single is not None:
                 set_draw_key(self.draw_keys.get(None))
                 self.returned[LOSS] = [self.single.loss()]
@@ -234,11 +235,8 @@ class Executor:
             return {}
         return random.keys(chunks, self.device)
 
-    def _go_through(self, code: Sequence[tuple[Handle, tuple[Any, ...]]], given_up: Callable[[], bool]) -> None:
-        for at, (handle, operands) in enumerate(code):
-            self.at = at
-            if given_up():
-                raise Interrupted
+    def _go_through(self, code: Sequence[tuple[Handle, tuple[Any, ...]]]) -> None:
+        for self.at, (handle, operands) in enumerate(code):
             handle(*operands)
 
     @cached_property
@@ -308,6 +306,7 @@ class Executor:
                 (self._operands_of(Pass("F", stage), microbatch),),
                 (),
                 1,
+                True,
             )
         forward = op == Op.FORWARD
         handle = {
@@ -326,8 +325,8 @@ class Executor:
         own = tuple((name, microbatch) for name in given)
         if forward:
             keeps = Pass("B", stage) in self.program.work and (work[0].call, microbatch) not in self.again
-            return self._computation, (handle, microbatch, bound, own, int(keeps))
-        return self._computation, (handle, microbatch, bound, own, 0 if op == Op.BACKWARD_INPUT else -1)
+            return self._computation, (handle, microbatch, bound, own, int(keeps), True)
+        return self._computation, (handle, microbatch, bound, own, 0 if op == Op.BACKWARD_INPUT else -1, False)
 
     def _operands_of(self, key: Pass, microbatch: int) -> tuple[Any, ...]:
         return tuple(self._operands(each, microbatch) for each in self.program.work.get(key, ()))
@@ -342,11 +341,23 @@ class Executor:
         return self.calls[work.call], microbatch, tuple(map(keys, work.takes)), gives
 
     def _computation(
-        self, handle: Handle, microbatch: int, bound: Sequence[tuple[Any, ...]], own: Sequence[Key], live: int
+        self,
+        handle: Handle,
+        microbatch: int,
+        bound: Sequence[tuple[Any, ...]],
+        own: Sequence[Key],
+        live: int,
+        makes: bool,
     ) -> None:
-        """Run the calls of a computation. ``own`` are the values that no later one takes and that no instruction frees."""
-        if handle == self._forward or live > 0:
-            self.peak_live = max(self.peak_live, self.live + 1)
+        """Run the calls of a computation, unless the step was given up.
+
+        ``own`` are the values that no later one takes and that no instruction frees. A computation that ``makes`` something to
+        keep is alive while it runs, and ``live`` is by how many there are more after it.
+        """
+        if self.given_up():
+            raise Interrupted
+        if makes and self.live >= self.peak_live:
+            self.peak_live = self.live + 1
         if self.casts:
             torch.clear_autocast_cache()  # a weight is cast once in a computation, and never kept beyond an update
         if self.statistics is not None:
@@ -365,22 +376,22 @@ class Executor:
             for key in takes:
                 if key[0] in self.given:
                     values[key] = self._here(values[key])
-        inputs = tuple(as_leaf(values[key]) if self.trains else values[key] for key in takes)
+        inputs = tuple([as_leaf(values[key]) if self.trains else values[key] for key in takes])
         args = self._args(call, microbatch, inputs)
         if self.single is not None and call.name == LOSS:
             self.single.gather(microbatch, inputs)
             return
         if self.loss_probe is not None:
             self._probe(call, microbatch, takes, gives, args)
-        if (call.name, microbatch) in self.again:
+        if self.again and (call.name, microbatch) in self.again:
             outputs = self._run_keeping_inputs(call, microbatch, inputs)
         elif not self.trains or call.name not in self.with_backward:
             outputs = call.run(args)
         else:
             outputs = self._run(call, microbatch, inputs, args)
-        for key, value in zip(gives, [outputs] if len(gives) == 1 else outputs, strict=True):
+        for key, value in zip(gives, (outputs,) if len(gives) == 1 else outputs, strict=True):
             values[key] = value
-            if key[0] in self.returned:
+            if self.returned and key[0] in self.returned:
                 seed = self.seeds[key[0]]
                 kept = map_tensors(_detached, value if seed is None else loss_inside(seed, value))
                 self.returned[key[0]][microbatch - self.program.share.start] = (
@@ -447,6 +458,8 @@ class Executor:
 
     def _given(self, takes: Sequence[Any], microbatch: int) -> Any:
         """The gradients of a call's outputs: the sum over the uses of each output, or the weight of the loss."""
+        if len(takes) == 1 and type(takes[0]) is tuple and len(takes[0]) == 1:  # most often
+            return self.values[takes[0][0]]
         totals = [
             reduce(add_gradients, [self.values[key] for key in each], None)
             if isinstance(each, tuple)
@@ -511,6 +524,8 @@ class Executor:
             raise StageError(f"{what}, could not be read: {type(error).__name__}: {error}") from error
 
     def _reduce_stage(self, calls: Sequence[str]) -> None:
+        if self.given_up():
+            raise Interrupted
         self.stage_is_through(calls)
 
     def _free(self, key: Key) -> None:

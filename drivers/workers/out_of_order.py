@@ -15,7 +15,7 @@ other workers wait for the head's results. So the worker asks two questions of a
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -27,7 +27,7 @@ from pippy.drivers.lowering.flow import taken
 from pippy.drivers.schedules.programs.edges import Pass, produced_by
 from pippy.drivers.schedules.programs.instructions import Compute, Op, Receive
 from pippy.drivers.transport.device_copies import DeviceCopies
-from pippy.drivers.transport.received_values import Interrupted, ValueKey
+from pippy.drivers.transport.received_values import ValueKey
 from pippy.drivers.transport.transport import Transport
 from pippy.drivers.workers.executor import Executor, Handle
 from pippy.drivers.workers.queues import ComputationQueues
@@ -67,13 +67,11 @@ class OutOfOrderExecutor(Executor):
             int, float
         ] = {}  # when the values of a computation come, in seconds from the begin of a step
 
-    def _go_through(self, code: Sequence[tuple[Handle, tuple[Any, ...]]], given_up: Callable[[], bool]) -> None:
+    def _go_through(self, code: Sequence[tuple[Handle, tuple[Any, ...]]]) -> None:
         queues = self.queues
         queues.begin()
         self.begun, self.late = time.monotonic(), 0.0
         while queues.left:
-            if given_up():
-                raise Interrupted
             free = time.monotonic()
             at = self._next(free)
             for receive in queues.awaited(at):

@@ -68,7 +68,8 @@ def run_stage(name: str, module: nn.Module, args: Sequence[Any], kwargs: dict[st
     except Exception as error:
         raise StageError(_explained("forward", name, module, args, error)) from error
     finally:
-        torch.set_grad_enabled(grad_mode)  # the stage may have raised under torch.no_grad()
+        if torch.is_grad_enabled() != grad_mode:  # the stage may have raised under torch.no_grad()
+            torch.set_grad_enabled(grad_mode)
 
 
 def run_backward(
