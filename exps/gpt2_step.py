@@ -55,6 +55,7 @@ def entries(keep_memory: bool) -> Entries:
     for word, form in {"example": gpt2.FromExample, "written": gpt2.FromMarks}.items():
         for schedule in ("1f1b", "zb_h1"):
             found[f"{word} {schedule}"] = partial(pippy_peer, schedule, form)
+    found["example fill_drain"] = partial(pippy_peer, "fill_drain", gpt2.FromExample)
     return found
 
 

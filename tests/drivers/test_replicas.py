@@ -3,7 +3,10 @@
 import copy
 import gc
 import os
+import re
 import signal
+import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,7 @@ from pippy.drivers.control.messages import Fetch
 from pippy.drivers.errors import DriverError, OptimizerError, StepError, WorkerLostError
 from pippy.drivers.workers.gradient_sums import FIRST_NUMBER
 from tests.drivers.models import TiedLanguage
+from tests.drivers.processes import stop, within
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
@@ -564,6 +568,18 @@ def test_a_state_cannot_be_divided_among_one(cluster):
         driver.instantiate_optimizer(torch.optim.SGD, lr=0.1, divide_state=2)
 
 
+@contextmanager
+def while_gradients_are_added_up(workers, driver, x, target):
+    """A step in which worker 1 waits for the gradients of worker 3, which has stopped."""
+    stop(workers.control.workers[3].pid)
+    running, end = driver.run_async(4, x, target), time.monotonic() + 60
+    while not re.search(
+        "worker 1 .* waits for the (sums of the )?gradients of .* from worker 3", said := workers.dump(0.3)
+    ):
+        assert time.monotonic() < end, said
+    yield running
+
+
 def test_a_run_goes_on_after_a_worker_of_the_second_replica_was_lost(alone, tmp_path):
     x, target = batch(8)
     found = []
@@ -577,9 +593,10 @@ def test_a_run_goes_on_after_a_worker_of_the_second_replica_was_lost(alone, tmp_
                 optimizer.zero_grad()
                 if step == 1 and lost:
                     driver.save(tmp_path, optimizer=optimizer, step=step)
-                    os.kill(workers.control.workers[3].pid, signal.SIGKILL)
-                    with pytest.raises(WorkerLostError):
-                        driver.run(4, x, target)
+                    with while_gradients_are_added_up(workers, driver, x, target) as running, within(5.0):
+                        os.kill(workers.control.workers[3].pid, signal.SIGKILL)
+                        with pytest.raises(WorkerLostError, match="worker3"):
+                            running.result()
                     assert driver.recover() == {"step": 1}
             check_replicas_are_equal(driver)
             found.append(driver.state_dict())
