@@ -32,13 +32,16 @@ LANGUAGES = {
 
 
 def shown(path: Path) -> str | None:
-    """The name of a file under the root, if it gets a page.
+    """The name of a file under the root, if it gets a page. What is installed there, in a virtual environment, gets none.
 
     >>> shown(ROOT / "pippy/ir/pipe.py"), shown(ROOT / "docs/inside.svg"), shown(Path("/etc/hosts"))
     ('ir/pipe.py', None, None)
+    >>> shown(Path(inspect.getsourcefile(nodes)))
     """
     path = path.resolve()
     if path.suffix not in LANGUAGES or not path.is_relative_to(ROOT) or not path.is_file():
+        return None
+    if path.is_relative_to(Path(sys.prefix).resolve()):
         return None
     return path.relative_to(ROOT).as_posix()
 

@@ -27,14 +27,18 @@ CLUSTERS = (
     "tests/test_notebook.py",
 )
 LONGEST = (
+    "tests/drivers/data/",
     "tests/drivers/lowering/test_lower.py",
+    "tests/drivers/recovery/",
     "tests/drivers/workers/test_out_of_order.py",  # its workers are threads
     "tests/ir/cut/test_constraints.py",
     "tests/ir/passes/test_verify.py",
     "tests/ir/show/test_diagrams.py",
     "tests/models/",
     "tests/test_docs.py",
+    "tests/test_site.py",
     "tests/test_transparency.py",
+    "tests/training/",
 )
 NICENESS = 10
 
