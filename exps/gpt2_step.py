@@ -7,10 +7,10 @@ Command:  python -m exps.gpt2_step --rounds 15       (from the root of the repos
 Method:   as exps/versus_torch.py does it: processes pinned one to a core, one intra-op thread each, turns in random order,
           loss and gradients first compared with one process that does all the work. torch's `pipeline()` traces this model only
           without its loss, so its stages are made by hand, of Hugging Face's blocks.
-Finding:  on two cores of a virtual machine, 13 rounds, of torch's 1F1B (2.93 s), with 95 % intervals: traced from an
-          example, 1F1B takes 1.00 (0.41 to 1.12) and zb_h1 1.00 (0.42 to 1.15); written, 1.00 (0.46 to 1.39) and 0.97 (0.52 to
-          1.01). torch's GPipe takes 1.04 (0.41 to 1.42), one process 1.67 (0.69 to 1.74). Some rounds took twice as long for
-          one or another; within this spread the pipelines are alike. Earlier: 0.98 (quartiles 0.82 to 1.15) for traced 1F1B.
+Finding:  on two cores of a virtual machine, 9 rounds, of torch's 1F1B (2.72 s), with 95 % intervals: traced from an example,
+          1F1B takes 0.95 (0.84 to 1.14), zb_h1 0.92 (0.83 to 1.04) and fill_drain 1.01 (0.83 to 1.18); written, 0.94 (0.84 to
+          1.07) and 0.98 (0.88 to 1.10). torch's GPipe takes 0.99 (0.90 to 1.14), one process 1.60 (1.40 to 1.82). Within this
+          spread the pipelines are alike. Earlier: 0.98 (quartiles 0.82 to 1.15) for traced 1F1B.
 """
 
 import argparse
