@@ -17,9 +17,10 @@ import secrets
 import shutil
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
+from io import FileIO
 from typing import Any
 
-from pippy.drivers.checkpoints.synced_files import read_file, sync_folder, write_file
+from pippy.drivers.checkpoints.synced_files import opened, read_file, sync_folder, write_file
 from pippy.drivers.errors import CheckpointError
 
 MANIFEST = "checkpoint.json"
@@ -85,7 +86,7 @@ class NewCheckpoint:
     def __init__(self, folder: str, step: int | None) -> None:
         os.makedirs(folder, exist_ok=True)
         self.folder = folder
-        self._lock: int | None = _locked(folder)
+        self._lock: FileIO | None = _locked(folder)
         try:
             self._remove_left_over()
             there = _numbered(folder, also_damaged=False)
@@ -132,9 +133,11 @@ class NewCheckpoint:
     def end(self) -> None:
         """Remove what was not put in place, and let others save."""
         if self._lock is not None:
-            if os.path.isdir(self.path):
-                shutil.rmtree(self.path, ignore_errors=True)
-            self._unlock()
+            try:
+                if os.path.isdir(self.path):
+                    shutil.rmtree(self.path, ignore_errors=True)
+            finally:
+                self._unlock()
 
     def _remove_left_over(self) -> None:
         """What processes left that were killed: whoever has the lock is the only one who writes."""
@@ -145,15 +148,15 @@ class NewCheckpoint:
     def _unlock(self) -> None:
         lock, self._lock = self._lock, None
         if lock is not None:
-            os.close(lock)
+            lock.close()
 
 
-def _locked(folder: str) -> int:
-    file = os.open(os.path.join(folder, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+def _locked(folder: str) -> FileIO:
+    file = opened(os.path.join(folder, _LOCK), "a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        os.close(file)
+        file.close()
         raise CheckpointError(
             f"something else saves to {folder} now: another driver, or another process; let each run have a folder of its own"
         ) from None

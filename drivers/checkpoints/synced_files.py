@@ -8,9 +8,12 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from io import FileIO
 from typing import Any
 
 from pippy.drivers.errors import CheckpointError
+from pippy.drivers.interrupts import uninterrupted
 
 CHUNK = 1 << 24  # bytes that are written or read at a time
 
@@ -28,6 +31,16 @@ class WrittenFile:
     hashes: dict[str, str]
 
 
+def opened(path: str, mode: str) -> FileIO:
+    """A file, as the built-in open has modes. It is closed when nothing refers to it, as Ctrl-C may come at any time.
+
+    >>> with opened("/dev/zero", "r") as file:
+    ...     file.read(2)
+    b'\\x00\\x00'
+    """
+    return FileIO(path, mode, opener=partial(os.open, mode=0o666))  # in C alone, where nothing is interrupted
+
+
 def write_file(
     folder: str, name: str, pieces: Iterable[tuple[str, Any]], goes_on: Callable[[], None] = lambda: None
 ) -> WrittenFile:
@@ -40,8 +53,7 @@ def write_file(
     3 ba7816
     """
     hashes, length = {}, 0
-    file = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
+    with opened(os.path.join(folder, name), "x") as file:
         for piece, data in pieces:
             view, digest = memoryview(data), hashlib.sha256()
             for start in range(0, len(view), CHUNK):
@@ -49,22 +61,21 @@ def write_file(
                 part = view[start : start + CHUNK]
                 digest.update(part)
                 while part:
-                    part = part[os.write(file, part) :]
+                    part = part[os.write(file.fileno(), part) :]
             hashes[piece] = digest.hexdigest()
             length += len(view)
-        os.fsync(file)
-    finally:
-        os.close(file)
+        os.fsync(file.fileno())
     return WrittenFile(name, length, hashes)
 
 
 def sync_folder(folder: str) -> None:
     """Put the names of a folder's files on the disk."""
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
+    with uninterrupted():  # or Ctrl-C might leave it open
+        file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
 
 
 def read_into(path: str, offset: int, data: memoryview) -> None:
@@ -73,15 +84,12 @@ def read_into(path: str, offset: int, data: memoryview) -> None:
     >>> data = bytearray(3)
     >>> read_into("/dev/zero", 0, memoryview(data))
     """
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with opened(path, "r") as file:
         while data:
-            count = os.preadv(file, [data[:CHUNK]], offset)
+            count = os.preadv(file.fileno(), [data[:CHUNK]], offset)
             if not count:
                 raise CheckpointError(f"{path} ends {len(data)} bytes too soon; it is damaged, or was cut off")
             data, offset = data[count:], offset + count
-    finally:
-        os.close(file)
 
 
 def read_file(path: str) -> bytes:

@@ -14,6 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from pippy import Pipe, PipelineDriver1F1B
+from pippy.drivers.checkpoints.run_folder import NewCheckpoint
+from pippy.drivers.checkpoints.synced_files import read_file, write_file
 from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.clusters.local_cluster import _chosen_transport
 from pippy.drivers.control.control import Address, Control, PendingCall
@@ -176,6 +178,19 @@ def test_ctrl_c_leaves_no_descriptor_open_while_standard_error_is_filtered():
         stderr_filter.stop()
 
     assert leaks(filter_nothing, "stderr_filter.py", "tempfile.py", after=stderr_filter.stop) == []
+
+
+def test_ctrl_c_leaves_no_lock_and_no_file_open_while_a_checkpoint_is_written(tmp_path):
+    """Or the next save would be told that something else saves there."""
+
+    def save():
+        with NewCheckpoint(str(tmp_path), step=1) as new:
+            written = write_file(new.path, "values", [("all", b"abc")])
+            assert read_file(os.path.join(new.path, written.name)) == b"abc"
+            new.put_in_place({})
+
+    assert leaks(save, "run_folder.py", "synced_files.py") == []
+    save()
 
 
 class Interrupting:

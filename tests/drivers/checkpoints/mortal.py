@@ -40,7 +40,7 @@ class MortalOs:
                 raise Killed
             self.done.append(name)
             result = found(*args, **kwargs)
-            if name == "open":
+            if name == "open" and args[1] & os.O_DIRECTORY:  # a file is closed by its object
                 self.opened.add(result)
             elif name == "close":
                 self.opened.discard(args[0])
@@ -55,7 +55,7 @@ class MortalOs:
         self.rmdir(path)
 
     def end(self):
-        """What the kernel does for a process that is gone: close its files."""
+        """What the kernel does for a process that is gone: close its folders."""
         for file in self.opened:
             os.close(file)
 
