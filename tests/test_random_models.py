@@ -100,7 +100,7 @@ def loss_of(outputs: Any, target: Any) -> torch.Tensor:
     return sum(((output - target) ** 2).mean() for output in outputs[: (len(outputs) + 1) // 2])
 
 
-@settings(max_examples=70, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(
     programs(UNARY + BINARY),
     st.lists(st.integers(0, 30), min_size=1, max_size=4),

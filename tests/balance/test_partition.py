@@ -82,7 +82,7 @@ def best_of(row, tried):
     return max((cuts for cuts in same if row.least_cost(cuts) >= floor), key=sum)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(rows())
 def test_no_other_cut_is_better(row):
     tried, found = every_cut(row), best_cuts(row)
@@ -111,7 +111,7 @@ def kept_by(kept, start, end):
     return total
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.integers(1, 8).flatmap(kept_bytes), st.data())
 def test_what_every_run_keeps(kept, data):
     table, always = kept.table, kept.always()

@@ -199,7 +199,7 @@ times = st.floats(0, 1)
 randoms = st.integers(0, 1 << 32).map(random.Random)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(programs(), randoms, times, times, times, st.none() | times)
 def test_causes_add_up_whatever_takes_how_long(program, dice, flight, starting, ending, adding):
     durations = {each: dice.random() for order in program.orders for each in order}
@@ -216,7 +216,7 @@ def test_causes_add_up_whatever_takes_how_long(program, dice, flight, starting, 
         assert spent.get("adding up", 0.0) == pytest.approx(adding or 0.0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(programs(), randoms)
 def test_with_nothing_but_computations_a_step_idles_as_a_simulation_says(program, dice):
     """The simulator is the second way to compute: fill, drain, and the waits for each worker are its own."""
@@ -245,7 +245,7 @@ def test_a_value_on_its_way_is_not_waited_for():
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     programs(),
     randoms,

@@ -45,7 +45,7 @@ def programs(draw, largest: int = 64):
 
 
 @given(programs())
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_every_program_keeps_to_its_stated_memory(program: Program):
     assert program.memory is not None
     assert all(peak <= limit for peak, limit in zip(program.peak_live, program.memory))
@@ -62,7 +62,7 @@ def test_gradients_are_summed_in_the_order_of_the_micro_batches(program: Program
 
 
 @given(programs(largest=24), st.data())
-@settings(max_examples=50)
+@settings(max_examples=35)
 def test_every_program_simulates(program: Program, data):
     per_stage = st.lists(cost, min_size=program.stages, max_size=program.stages)
     costs = Costs(
@@ -78,7 +78,7 @@ def test_every_program_simulates(program: Program, data):
 
 
 @given(programs(largest=16), st.integers(0, 2**32))
-@settings(max_examples=50)
+@settings(max_examples=35)
 def test_lowered_programs_are_valid_and_run_the_same(program: Program, seed: int):
     program = with_random_graph(program, random.Random(seed))
     validate(program)

@@ -229,7 +229,7 @@ def test_any_value_arrives_as_it_was(name):
     transports = KINDS[name](2)
     counter = iter(range(1_000_000))
 
-    @settings(max_examples=80)
+    @settings(max_examples=50)
     @given(st.lists(TREES, min_size=1, max_size=4))
     def check(values):
         keys = [(0, next(counter), 0) for _ in values]

@@ -19,7 +19,7 @@ from pippy.ir.run.stage_backward import stage_backward
 from tests.zoo import exhibits
 
 LOSS = nn.MSELoss()
-MOST = 300  # mutants of a Pipe that are tried
+MOST = 150  # mutants of a Pipe that are tried
 
 
 class SumLoss(nn.Module):

@@ -278,7 +278,7 @@ def test_gradients_add_up_over_runs(case: str) -> None:
     both(case, times=3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.sampled_from(sorted(CASES)), st.integers(0, 7), st.integers(1, 2))
 def test_whatever_outputs_have_a_gradient(case: str, skip: int, times: int) -> None:
     both(case, skip=skip, times=times)
