@@ -163,7 +163,8 @@ class Gradients:
                 own.keys() & self.copies,
             )
             del own
-            step.sums = self._sums(number, unsummed, messages or self.transport, new, leaving.sent)
+            self.adding_up = True  # until the next command, because a failure is explained after this returns
+            step.sums = self.sums.of(number, unsummed, messages or self.transport, new, leaving.sent)
         self.pending.append(step)
         return nonfinite
 
@@ -176,19 +177,9 @@ class Gradients:
 
     def reduce(self, number: int) -> None:
         """Add up the gradients of copies, in a command of its own."""
-        sums = self._sums(number, {key: self.unsummed.get(key) for key in self.copies}, self.transport)
+        self.adding_up = True  # as in end_step
+        sums = self.sums.of(number, {key: self.unsummed.get(key) for key in self.copies}, self.transport)
         self.pending.append(_Pending(number, {}, sums))
-
-    def _sums(
-        self,
-        number: int,
-        gradients: dict[int, Gradient],
-        messages: Messages,
-        private: Set[int] = frozenset(),
-        sent: Set[int] = frozenset(),
-    ) -> dict[int, Gradient]:
-        self.adding_up = True  # until the next command, because a failure is explained after this returns
-        return self.sums.of(number, gradients, messages, private, sent)
 
     def scale(self, number: int, factor: float) -> None:
         """Multiply all gradients, once all workers are known to do so."""

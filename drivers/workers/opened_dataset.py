@@ -1,7 +1,8 @@
 """A dataset on a worker: it loads rows on the worker's own thread, or on another beside the steps."""
 
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -20,6 +21,7 @@ from pippy.ir.run.shared_generators import shared_generators
 from pippy.ir.trees import describe, leaves
 
 Keys = tuple[Any, ...]
+_turn = threading.Lock()  # of workers that are threads of one process, and have one set of generators
 _DRAWS_BESIDE = (
     "prefetch= loads rows on threads beside the stages, which have the random generators of the process for themselves, and "
     "this dataset draws from one of them{}; leave prefetch= out, or have it draw from a generator of its own, seeded by the "
@@ -64,8 +66,7 @@ class OpenedDataset:
                 before.restore()
                 raise DriverError(_DRAWS_BESIDE.format(""))
             return rows
-        borrowed = shared_generators.borrowed([], Draws.PYTHONS_TOO)
-        with borrowed if self.shares_process else untouched_random_state():
+        with self._random_numbers_apart():
             return self._loaded(indices, goes_on, lambda key: seed_all(_seed((*draws, *key))))
 
     def load_own(self, indices: Sequence[Any], draws: Keys, goes_on: Callable[[], None]) -> dict[Hashable, Any] | None:
@@ -79,14 +80,23 @@ class OpenedDataset:
         if self.beside:
             found = self.load(indices, draws, goes_on)
         else:
-            borrowed = shared_generators.borrowed([], Draws.PYTHONS_TOO)
-            with borrowed if self.shares_process else untouched_random_state():
+            with self._random_numbers_apart():
                 seed_all(_seed(draws))
                 before = RandomState.current()
                 found = self._loaded(indices, goes_on, lambda key: None)
                 if not before.is_current():
                     return None
         return found if all(_has_rows(leaf, len(indices)) for leaf in leaves(list(found.values()))) else None
+
+    @contextmanager
+    def _random_numbers_apart(self) -> Iterator[None]:
+        """A context in which rows may draw and seed, and after which the stages draw as if it had not been."""
+        if not self.shares_process:
+            with untouched_random_state():
+                yield
+            return
+        with _turn, shared_generators.borrowed([], Draws.PYTHONS_TOO):
+            yield
 
     def load_beside(self, indices: Sequence[Any], goes_on: Callable[[], None]) -> dict[Hashable, Any]:
         """The same without random numbers, on any thread."""
