@@ -15,10 +15,11 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 LINK = "eth0"  # on each host
 ANY = "0-65535"
@@ -67,12 +68,15 @@ class Host:
 def hosts(n: int, delay: float = 0.0, ports: str = ANY) -> Iterator[list[Host]]:
     """So many hosts; a packet takes ``delay`` seconds from one to another. Their processes are killed at the end.
 
+    The end comes with that of the block, or of this process, however it ends.
+
     ``ports``, as "29500,40000-40999", are those that a firewall between all of them leaves open.
 
     Raises NoHosts where they cannot be made: it takes root, Linux and iproute2.
     """
     with ExitStack() as stack:
         try:
+            _end_with_this_process(stack)
             found = [_host(stack, number) for number in range(1, n + 1)]
             _slow(stack, found, delay, ports) if delay or ports != ANY else _bridge(stack, found)
             for number, host in enumerate(found, 1):
@@ -88,6 +92,24 @@ def hosts(n: int, delay: float = 0.0, ports: str = ANY) -> Iterator[list[Host]]:
 def ip(*words: str) -> str:
     """Run `ip` with these words; returns what it prints."""
     return subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=30).stdout
+
+
+def _end_with_this_process(stack: ExitStack) -> None:
+    """Start a process that removes the hosts of this one when this one has ended without that."""
+    script = Path(__file__).with_name("hosts_end.py")
+    process = _beside(script, f"pippy{os.getpid()}-", start_new_session=True)  # Ctrl-C is for this process alone
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+
+
+def _beside(script: Path, *words: str, passed: Sequence[int] = (), **how: Any) -> "subprocess.Popen[bytes]":
+    """Run a script that is told of this process's end by a file descriptor, its first argument."""
+    this = os.pidfd_open(os.getpid())
+    try:
+        command = [sys.executable, "-S", str(script), str(this), *words]
+        return subprocess.Popen(command, pass_fds=[this, *passed], stdin=subprocess.DEVNULL, **how)
+    finally:
+        os.close(this)
 
 
 def _host(stack: ExitStack, number: int) -> Host:
@@ -127,7 +149,6 @@ def _slow(stack: ExitStack, joined: list[Host], delay: float, ports: str) -> Non
             ip("-n", host.namespace, "link", "set", name, "name", LINK, "txqueuelen", "10000")
             ends.append(end)
         script = Path(__file__).with_name("slow_network.py")
-        words = [sys.executable, "-S", str(script), str(delay), ports, *map(str, ends)]
-        process = subprocess.Popen(words, pass_fds=ends, stdin=subprocess.DEVNULL)
+        process = _beside(script, str(delay), ports, *map(str, ends), passed=ends)
     stack.callback(process.wait)
     stack.callback(process.kill)

@@ -1,9 +1,9 @@
 """A network on which each packet takes its time: a process that holds what each host sends, then hands it to another.
 
-    python slow_network.py SECONDS PORTS END END ...
+    python slow_network.py PIDFD SECONDS PORTS END END ...
 
-PORTS, as 29500,40000-40999, are those to which a host may connect: a firewall drops what would open another connection. Each
-END is the file descriptor of a TUN device; the first is that of host 1, whose address ends in .1.
+It ends with the process of PIDFD. PORTS, as 29500,40000-40999, are those to which a host may connect: a firewall drops what
+would open another connection. Each END is the file descriptor of a TUN device; the first is that of host 1, whose address ends in .1.
 """
 
 import os
@@ -19,8 +19,8 @@ _TCP, _SYN, _SYN_OR_ACK = 6, 0x02, 0x12
 LARGEST = 1 << 17
 
 
-def carry(delay: float, ports: list[range], ends: list[int]) -> None:
-    """Carry packets until this process is killed."""
+def carry(pidfd: int, delay: float, ports: list[range], ends: list[int]) -> None:
+    """Carry packets until this process is killed, or that of ``pidfd`` ends."""
     waiting: deque[tuple[float, int, bytes]] = deque()  # all wait equally long, so the first is due first
     while True:
         now = time.monotonic()
@@ -28,7 +28,10 @@ def carry(delay: float, ports: list[range], ends: list[int]) -> None:
             _, end, packet = waiting.popleft()
             with suppress(OSError):  # its host is cut off
                 os.write(end, packet)
-        for end in select.select(ends, [], [], max(0.0, waiting[0][0] - time.monotonic()) if waiting else None)[0]:
+        until = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
+        for end in select.select([pidfd, *ends], [], [], until)[0]:
+            if end == pidfd:
+                return
             with suppress(OSError):
                 packet = os.read(end, LARGEST)
                 if packet[_HEADER] >> 4 == 4 and 0 < packet[_TO] <= len(ends) and passes(packet, ports):
@@ -58,4 +61,4 @@ def ranges(text: str) -> list[range]:
 
 
 if __name__ == "__main__":
-    carry(float(sys.argv[1]), ranges(sys.argv[2]), [int(end) for end in sys.argv[3:]])
+    carry(int(sys.argv[1]), float(sys.argv[2]), ranges(sys.argv[3]), [int(end) for end in sys.argv[4:]])

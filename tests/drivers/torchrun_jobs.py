@@ -7,16 +7,25 @@ import sys
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+# A python that is told to end as the thread that starts it ends, the tests' own: they may be killed.
+_WITH_ITS_STARTER = (
+    "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0); "
+    "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
+)
 ROOT = Path(__file__).parents[2]
 PORT = "29517"
 
 
 @contextmanager
 def started(*arguments, host=None, **environment):
-    """A python process, and in any case the end of it. torchrun ends its own processes when it is told to end."""
+    """A python process, and in any case the end of it, also where the tests are killed.
+
+    torchrun ends its own processes when it is told to end.
+    """
     words = [sys.executable, *arguments]
+    words = words if host is None else host.command(*words)
     process = subprocess.Popen(
-        words if host is None else host.command(*words),
+        [sys.executable, "-S", "-c", _WITH_ITS_STARTER, str(os.getpid()), *words],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from exps.peers.hosts import NoHosts, hosts, ip
-from tests.drivers.processes import watched
+from tests.drivers.processes import descendants, watched
 
 ECHO = """
 import socket
@@ -100,3 +100,22 @@ def test_half_made_hosts_are_removed(monkeypatch):
     with pytest.raises(NoHosts, match=r"cannot be made here: .*not a valid ifname"), hosts(2):
         pass
     assert left() == []
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.001])
+def test_hosts_end_with_the_process_that_made_them_though_it_was_killed(delay):
+    """As where somebody kills the tests."""
+    code = (
+        f"import subprocess, sys, time; from exps.peers.hosts import hosts, ip; block = hosts(2, {delay}); "
+        "here, there = block.__enter__(); subprocess.Popen(there.command('sleep', '600')); "
+        "exec('while not there.pids(): time.sleep(0.01)'); print(*there.pids(), flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=-1, text=True) as maker:
+        try:
+            pids = [*map(int, maker.stdout.readline().split()), *descendants(maker.pid)]
+            with ExitStack() as stack:
+                stack.enter_context(watched(*set(pids)))
+                maker.kill()
+        finally:
+            maker.kill()
+    assert f"pippy{maker.pid}-" not in ip("netns", "list")
