@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from pippy.drivers.auto import AutoWithinLimits
-from pippy.drivers.auto_memory import AutoWithinMemory
+from pippy.drivers.automatic.auto import AutoWithinLimits
+from pippy.drivers.automatic.auto_memory import AutoWithinMemory
 from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.driver_base import PipelineDriverBase
 from pippy.drivers.errors import DriverError

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pippy.drivers.auto import Auto
+from pippy.drivers.automatic.auto import Auto
 from pippy.drivers.errors import DriverError
 from pippy.drivers.schedules.errors import ArgumentError
 from pippy.drivers.schedules.recompute import MODES, Checkpoint, modes_of

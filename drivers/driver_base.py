@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from pippy.drivers.asked_outputs import asked_outputs, values_to_return
-from pippy.drivers.auto import Auto
+from pippy.drivers.automatic.auto import Auto
 from pippy.drivers.automatic.measurements import StepPurpose
 from pippy.drivers.automatic.memory_fit import Call
 from pippy.drivers.automatic.stage_estimates import call_to_fit
@@ -31,10 +30,12 @@ from pippy.drivers.batches.refused_inputs import refuse_inputs
 from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.clusters.current_cluster import current_cluster
 from pippy.drivers.clusters.topology import DriverPlaces
-from pippy.drivers.commands import Commands, in_turn
+from pippy.drivers.control.commands import Commands, in_turn
 from pippy.drivers.control.messages import Step, StepReturning
+from pippy.drivers.control.nonfinite_gradients import NonFiniteGradients
+from pippy.drivers.control.step_numbers import first_numbers
+from pippy.drivers.data.data_iterators import loss_alone, next_call
 from pippy.drivers.data.sent_datasets import SentDatasets, check_no_columns, columns_in
-from pippy.drivers.data_iterators import loss_alone, next_call
 from pippy.drivers.driver_arguments import (
     check_chunks,
     check_replicated,
@@ -44,27 +45,26 @@ from pippy.drivers.driver_arguments import (
     seconds,
 )
 from pippy.drivers.errors import DriverError
-from pippy.drivers.evaluating import evaluating
 from pippy.drivers.generation.generation import Generation
-from pippy.drivers.local_optimizers import watch
 from pippy.drivers.memory.driver_memory import DriverMemory
 from pippy.drivers.memory.optimizer_bytes import counted_optimizer
 from pippy.drivers.memory.pipe_bytes import count_pipe
 from pippy.drivers.model_on_workers import ModelOnWorkers
-from pippy.drivers.nonfinite_gradients import NonFiniteGradients
-from pippy.drivers.placed_pipe import PlacedPipe
+from pippy.drivers.placement.placed_pipe import PlacedPipe
+from pippy.drivers.placement.replicas import RunningStatistics, Topology
 from pippy.drivers.programs import DriverPrograms, RequestedSchedule, SentProgram, check_single_loss
 from pippy.drivers.recording.model_names import model_names
 from pippy.drivers.recording.rates import batch_size
 from pippy.drivers.recording.record import Recording
 from pippy.drivers.recovery.recovery import finish_saving
-from pippy.drivers.replicas import RunningStatistics, Topology
-from pippy.drivers.results import Results
-from pippy.drivers.running_step import RunningStep
 from pippy.drivers.schedules import Program
 from pippy.drivers.schedules.halves import has_halves
-from pippy.drivers.step_numbers import first_numbers
-from pippy.drivers.updates import check_trains, checked_updates
+from pippy.drivers.steps.asked_outputs import asked_outputs, values_to_return
+from pippy.drivers.steps.evaluating import evaluating
+from pippy.drivers.steps.local_optimizers import watch
+from pippy.drivers.steps.results import Results
+from pippy.drivers.steps.running_step import RunningStep
+from pippy.drivers.steps.updates import check_trains, checked_updates
 from pippy.drivers.workers.compiling import compile_options
 from pippy.ir.brief import brief
 from pippy.ir.names import LOSS

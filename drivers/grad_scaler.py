@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from pippy.drivers.commands import Commands
+from pippy.drivers.control.commands import Commands
 from pippy.drivers.errors import DriverError, OptimizerError
 from pippy.drivers.optimizer import PipelineOptimizer
 

@@ -7,18 +7,18 @@ from typing import Any
 import torch
 
 from pippy.drivers.clusters.cluster import Cluster
-from pippy.drivers.commands import Commands, in_turn
+from pippy.drivers.control.commands import Commands, in_turn
+from pippy.drivers.control.step_numbers import checked_numbers
 from pippy.drivers.errors import DriverError, OptimizerError
-from pippy.drivers.filling import Filling
 from pippy.drivers.grad_scaler import PipelineGradScaler
-from pippy.drivers.loading import LoadedValues, Loading
 from pippy.drivers.optimizer import PipelineOptimizer
+from pippy.drivers.optimizers.stale_models import StaleModels
 from pippy.drivers.parameters import RemoteParameters
-from pippy.drivers.placed_pipe import PlacedPipe
+from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.recovery.recovery import Recovery
-from pippy.drivers.saving import Saving
-from pippy.drivers.stale_models import StaleModels
-from pippy.drivers.step_numbers import checked_numbers
+from pippy.drivers.state.filling import Filling
+from pippy.drivers.state.loading import LoadedValues, Loading
+from pippy.drivers.state.saving import Saving
 from pippy.ir.pipe import Pipe, compiled_of
 
 

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from pippy.drivers.commands import Commands
+from pippy.drivers.control.commands import Commands
 from pippy.drivers.control.messages import LoadOptimizerState, MakeOptimizer, OptimizerState, OptimizerStep
 from pippy.drivers.errors import OptimizerError
-from pippy.drivers.gradient_layouts import check_gradient_layouts
 from pippy.drivers.interrupts import first_waits
 from pippy.drivers.memory.optimizer_bytes import CountedOptimizer
-from pippy.drivers.optimizer_check import check_separable
-from pippy.drivers.placed_pipe import PlacedPipe
-from pippy.drivers.stale_models import StaleModels
+from pippy.drivers.optimizers.gradient_layouts import check_gradient_layouts
+from pippy.drivers.optimizers.optimizer_check import check_separable
+from pippy.drivers.optimizers.stale_models import StaleModels
+from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.transport.pickling import pickle_by_value
 from pippy.drivers.workers.worker_optimizer import MASTER
 from pippy.ir.brief import brief

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from pippy.drivers.commands import Commands, GradientState
+from pippy.drivers.control.commands import Commands, GradientState
 from pippy.drivers.control.messages import ClampGradients, Fetch, GradientNorms, ReduceGradients, ScaleGradients, Store
 from pippy.drivers.errors import DriverError
-from pippy.drivers.filling import Filling
 from pippy.drivers.interrupts import first_waits
-from pippy.drivers.placed_pipe import PlacedPipe
-from pippy.drivers.stale_models import StaleModels
+from pippy.drivers.optimizers.stale_models import StaleModels
+from pippy.drivers.placement.placed_pipe import PlacedPipe
+from pippy.drivers.state.filling import Filling
 from pippy.ir.brief import brief
 from pippy.ir.names import LOSS, named_state
 from pippy.ir.pipe import Pipe

@@ -4,21 +4,21 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pippy.drivers.auto import Auto, auto_placement
-from pippy.drivers.auto_memory import AutoWithinMemory
+from pippy.drivers.automatic.auto import Auto, auto_placement
+from pippy.drivers.automatic.auto_memory import AutoWithinMemory
 from pippy.drivers.automatic.measurements import UNMEASURED, StepPurpose
 from pippy.drivers.automatic.memory_fit import Call
-from pippy.drivers.commands import Commands
+from pippy.drivers.batches.whole_batch_gradients import check_whole_batch_gradients
+from pippy.drivers.control.commands import Commands
 from pippy.drivers.errors import DriverError
 from pippy.drivers.lowering.lower import Lowered, lower
-from pippy.drivers.placed_pipe import PlacedPipe
+from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.schedules import Program, add_recompute, make_schedule
 from pippy.drivers.schedules.errors import require
 from pippy.drivers.schedules.orders.registry import REGISTRY
 from pippy.drivers.schedules.programs.instructions import Op
 from pippy.drivers.schedules.programs.placement import Placement
 from pippy.drivers.schedules.recompute import Checkpoint
-from pippy.drivers.whole_batch_gradients import check_whole_batch_gradients
 from pippy.ir.pipe import Pipe
 
 _FORWARD = "forward only"

@@ -26,7 +26,7 @@ SUITE = (
     "tests/drivers/test_training.py",
     "tests/drivers/test_keyed_random.py",
     "tests/drivers/test_checkpoints.py",
-    "tests/drivers/test_replicas.py",
+    "tests/drivers/placement/test_replicas.py",
     "tests/drivers/recovery/test_recovery.py",
     "tests/models/test_generation.py",
     "tests/models/test_written_here.py",

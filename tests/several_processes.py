@@ -21,7 +21,13 @@ ABOUT_TIME = (
 )
 CLUSTERS = (
     *ABOUT_TIME,
+    "tests/drivers/automatic/test_auto.py",
+    "tests/drivers/control/",
+    "tests/drivers/optimizers/",
+    "tests/drivers/placement/",
     "tests/drivers/recording/test_record.py",
+    "tests/drivers/state/",
+    "tests/drivers/steps/",
     "tests/drivers/test_",
     "tests/drivers/workers/test_compile.py",
     "tests/test_notebook.py",

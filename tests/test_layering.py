@@ -24,18 +24,16 @@ LAYERS = """
     ir/front ir/export ir/front_ends ir/cut ir/passes ir/compiler ir/reference
     ir/show ir/state ir/model_parts ir/training_flags ir/pipe
 
-    drivers/errors drivers/interrupts drivers/stderr_filter drivers/accelerator drivers/checkpoints
+    drivers/errors drivers/interrupts drivers/accelerator drivers/checkpoints
     drivers/lowering drivers/batches
     drivers/transport drivers/transport/messages
-    drivers/control drivers/workers drivers/recording drivers/clusters drivers/gradient_buckets drivers/placed_pipe
-    drivers/memory drivers/automatic drivers/auto drivers/auto_memory
-    drivers/nonfinite_gradients drivers/step_numbers drivers/commands drivers/data drivers/filling
-    drivers/whole_batch_gradients drivers/programs
-    drivers/stale_models drivers/parameters drivers/asked_outputs drivers/replicas drivers/results drivers/optimizer_check
-    drivers/gradient_layouts drivers/optimizer drivers/grad_scaler drivers/local_optimizers drivers/running_step
-    drivers/generation drivers/saved_names drivers/saving drivers/loading
-    drivers/recovery
-    drivers/model_on_workers drivers/updates drivers/driver_arguments drivers/data_iterators drivers/evaluating
+    drivers/control/messages drivers/placement
+    drivers/control drivers/workers drivers/recording drivers/clusters
+    drivers/memory drivers/automatic
+    drivers/optimizers drivers/optimizer drivers/grad_scaler
+    drivers/state drivers/parameters drivers/programs
+    drivers/generation drivers/recovery
+    drivers/model_on_workers drivers/driver_arguments drivers/data drivers/steps
     drivers/driver_base
     drivers/driver drivers
 

@@ -13,8 +13,8 @@ from pippy.drivers.grad_scaler import PipelineGradScaler
 from pippy.drivers.memory.driver_memory import DriverMemory
 from pippy.drivers.optimizer import PipelineOptimizer
 from pippy.drivers.recording.record import Recording
-from pippy.drivers.running_step import RunningStep
 from pippy.drivers.schedules import Program, Simulation, make_schedule, simulate
+from pippy.drivers.steps.running_step import RunningStep
 from pippy.errors import DriverError, PippyError, StepError
 from pippy.ir.show.drawing import Drawing
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from pippy.drivers.commands import Commands
+from pippy.drivers.control.commands import Commands
 from pippy.drivers.generation.prompts import prompts_of
 from pippy.drivers.generation.token_graphs import TokenGraphs
-from pippy.drivers.placed_pipe import PlacedPipe
+from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.ir.errors import GenerationError
 from pippy.ir.front.generation_call import check_can_generate
 from pippy.ir.interrupts import heard

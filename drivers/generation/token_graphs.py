@@ -8,11 +8,11 @@ ids with what was generated behind them  ◀── tokens, from the worker that 
 
 import torch
 
-from pippy.drivers.commands import Commands
+from pippy.drivers.control.commands import Commands
 from pippy.drivers.control.messages import AddGeneration, Generated, TensorLocation, TokenGraph, TokenStage
 from pippy.drivers.generation.prompts import Prompts
 from pippy.drivers.lowering.flow import outputs_of
-from pippy.drivers.placed_pipe import PlacedPipe
+from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.transport.pickling import pickle_by_value
 from pippy.ir.compiled import Compiled
 from pippy.ir.compiler import compile_traced

@@ -27,7 +27,7 @@ from pippy.drivers.batches.division import Division
 from pippy.drivers.errors import DriverError
 from pippy.drivers.lowering.lower import Lowered, lower
 from pippy.drivers.memory.optimizer_bytes import CountedOptimizer
-from pippy.drivers.placed_pipe import PlacedPipe
+from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.schedules import make_schedule
 from pippy.drivers.schedules.halves import in_halves
 from pippy.drivers.schedules.programs.edges import Pass

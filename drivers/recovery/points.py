@@ -4,11 +4,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pippy.drivers.commands import Commands
+from pippy.drivers.control.commands import Commands
 from pippy.drivers.control.messages import TakeKept
+from pippy.drivers.control.step_numbers import StepNumbers
 from pippy.drivers.grad_scaler import PipelineGradScaler
 from pippy.drivers.optimizer import PipelineOptimizer
-from pippy.drivers.step_numbers import StepNumbers
 from pippy.ir.run.random_state import RandomState
 
 

@@ -16,18 +16,18 @@ from contextlib import suppress
 from typing import Any
 
 from pippy.drivers.clusters.cluster import Cluster
-from pippy.drivers.commands import Commands
+from pippy.drivers.control.commands import Commands
 from pippy.drivers.control.messages import KeepState, Store
 from pippy.drivers.errors import CheckpointError, WorkerLostError
-from pippy.drivers.filling import Filling
 from pippy.drivers.grad_scaler import PipelineGradScaler
 from pippy.drivers.interrupts import first_waits
-from pippy.drivers.loading import Loading, load_objects
 from pippy.drivers.optimizer import PipelineOptimizer
-from pippy.drivers.placed_pipe import PlacedPipe
+from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.recovery.points import ControllerState, DiskPoint, MemoryPoint
 from pippy.drivers.recovery.replace_workers import replace_lost_workers
-from pippy.drivers.saving import GivenObjects, Saving
+from pippy.drivers.state.filling import Filling
+from pippy.drivers.state.loading import Loading, load_objects
+from pippy.drivers.state.saving import GivenObjects, Saving
 from pippy.ir import source
 from pippy.ir.names import named_state
 from pippy.ir.pipe import Pipe

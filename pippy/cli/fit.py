@@ -113,7 +113,7 @@ def _training_pipe(
 
 
 def _plain(pipe: "Pipe", workers: int) -> "Program":
-    from pippy.drivers.auto import auto_placement
+    from pippy.drivers.automatic.auto import auto_placement
     from pippy.drivers.lowering.lower import lower
     from pippy.drivers.schedules import make_schedule
     from pippy.ir.pipe import compiled_of

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from pippy.drivers.batches.items import call_of
-from pippy.drivers.data_iterators import loss_alone
+from pippy.drivers.data.data_iterators import loss_alone
 from pippy.drivers.driver_arguments import check_chunks
 from pippy.drivers.driver_base import PipelineDriverBase
 from pippy.drivers.errors import DriverError
-from pippy.drivers.evaluating import evaluating
+from pippy.drivers.steps.evaluating import evaluating
 from pippy.ir.pipe import follow_training_flags
 from pippy.ir.run.random_state import untouched_random_state
 from pippy.ir.trees import describe

@@ -17,12 +17,12 @@ from typing import Any
 from torch import nn
 
 from pippy.drivers.batches.items import call_of
-from pippy.drivers.data_iterators import loss_alone
+from pippy.drivers.data.data_iterators import loss_alone
 from pippy.drivers.driver_base import PipelineDriverBase
 from pippy.drivers.errors import WorkerLostError
 from pippy.drivers.interrupts import first_waits
 from pippy.drivers.recording.rates import DTYPES
-from pippy.drivers.updates import Updates
+from pippy.drivers.steps.updates import Updates
 from pippy.ir import source
 from pippy.ir.trees import tensors
 from pippy.training.checkpoints import Checkpoints

@@ -6,7 +6,7 @@ from typing import Any
 
 from pippy.drivers.driver_base import PipelineDriverBase
 from pippy.drivers.errors import DriverError
-from pippy.drivers.updates import check_trains
+from pippy.drivers.steps.updates import check_trains
 from pippy.ir.trees import describe
 
 

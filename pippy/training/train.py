@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from pippy.drivers.driver_arguments import check_chunks
 from pippy.drivers.driver_base import PipelineDriverBase
 from pippy.drivers.errors import DriverError
-from pippy.drivers.updates import Updates, checked_updates
+from pippy.drivers.steps.updates import Updates, checked_updates
 from pippy.ir.trees import describe
 from pippy.training.checkpoints import Checkpoints, checked_checkpoints
 from pippy.training.evaluation import Evaluation, Metric

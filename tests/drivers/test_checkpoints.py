@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 import pippy
 from pippy import MultiUseParameterConfig, Pipe, PipelineDriver, PipelineDriver1F1B, load_checkpoint, pipeline
-from pippy.drivers import loading
 from pippy.drivers.checkpoints import run_folder, synced_files
 from pippy.drivers.errors import CheckpointError
+from pippy.drivers.state import loading
 from pippy.ir.errors import PippyWarning
 from tests.drivers.models import TiedLanguage
 from tests.drivers.thread_cluster import thread_cluster

@@ -20,8 +20,8 @@ from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.clusters.local_cluster import _chosen_transport
 from pippy.drivers.control.control import Address, Control, PendingCall
 from pippy.drivers.interrupts import first_waits
-from pippy.drivers.stderr_filter import StderrFilter
 from pippy.drivers.transport.messages.controller_connections import ControllerConnections
+from pippy.drivers.transport.messages.stderr_filter import StderrFilter
 from pippy.drivers.transport.pickling import pickle_message
 from pippy.drivers.transport.pollable_event import PollableEvent
 from pippy.ir.interrupts import come_again

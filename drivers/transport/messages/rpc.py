@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed import rpc
 from torch.distributed.rpc import constants
 
-from pippy.drivers.stderr_filter import StderrFilter
 from pippy.drivers.transport.messages.listening_sockets import stop_listening
 from pippy.drivers.transport.messages.message_queue import MessageQueue
 from pippy.drivers.transport.messages.silent_connections import break_silent_connections
+from pippy.drivers.transport.messages.stderr_filter import StderrFilter
 from pippy.drivers.transport.messages.urgent import answer_at_once
 from pippy.drivers.transport.pickling import Pickled, unpickle
 from pippy.drivers.transport.received_values import Unreadable

@@ -9,8 +9,8 @@ import shutil
 import threading
 from contextlib import contextmanager
 
-from pippy.drivers import saving
 from pippy.drivers.checkpoints import contents, run_folder, safetensors_files, synced_files
+from pippy.drivers.state import saving
 
 MODULES = [saving, contents, run_folder, safetensors_files, synced_files]
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pippy.drivers import gradient_buckets as buckets_module
 from pippy.drivers.control.messages import ReplicatedParameter, TensorLocation
-from pippy.drivers.gradient_buckets import gradient_buckets
+from pippy.drivers.placement import gradient_buckets as buckets_module
+from pippy.drivers.placement.gradient_buckets import gradient_buckets
 from pippy.drivers.transport.in_process import in_process
 from pippy.drivers.workers.gradient_sums import GradientSums
 from pippy.ir.run.stage_backward import add_gradients

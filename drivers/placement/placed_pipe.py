@@ -20,9 +20,9 @@ from pippy.drivers.control.messages import (
     TensorLocation,
 )
 from pippy.drivers.errors import DriverError
-from pippy.drivers.gradient_buckets import gradient_buckets
 from pippy.drivers.lowering.flow import Work, loss_stage, outputs_of, value_names
 from pippy.drivers.lowering.lower import Lowered
+from pippy.drivers.placement.gradient_buckets import gradient_buckets
 from pippy.drivers.schedules.programs.instructions import Compute
 from pippy.drivers.schedules.programs.placement import Placement
 from pippy.drivers.transport.pickling import pickle_by_value

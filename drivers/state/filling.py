@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from pippy.drivers.commands import Commands
+from pippy.drivers.control.commands import Commands
 from pippy.drivers.control.messages import ElsewhereTensor, Initialize, TensorLocation
 from pippy.drivers.errors import DriverError
-from pippy.drivers.placed_pipe import PlacedPipe
+from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.transport.pickling import pickle_by_value
 from pippy.ir.brief import brief
 from pippy.ir.errors import InitializationError

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from pippy.drivers.commands import Commands, GradientState
+from pippy.drivers.control.commands import Commands, GradientState
 from pippy.drivers.control.messages import ReduceGradients, Unload
+from pippy.drivers.control.nonfinite_gradients import NonFiniteGradients
 from pippy.drivers.errors import DriverError, StepError
-from pippy.drivers.nonfinite_gradients import NonFiniteGradients
 from pippy.ir.surroundings import Surroundings
 
 REDUCED, UNREDUCED, TO_DROP = GradientState.REDUCED, GradientState.UNREDUCED, GradientState.TO_DROP

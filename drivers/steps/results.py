@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from pippy.drivers.asked_outputs import LossAndOutputs, model_output
 from pippy.drivers.batches.columns import DivisionOfColumns, loaded_columns
 from pippy.drivers.batches.division import Division, SameForAll
 from pippy.drivers.batches.loss_weights import loss_weights, reduction_of, weighing_inputs
 from pippy.drivers.batches.merge import LOSS_PLACE, check_leaves_loss_alone, merge_outputs
 from pippy.drivers.errors import DriverError
+from pippy.drivers.steps.asked_outputs import LossAndOutputs, model_output
 from pippy.ir.compiled import Compiled
 from pippy.ir.names import LOSS
 from pippy.ir.nodes import map_nodes

@@ -22,14 +22,14 @@ from pippy.drivers.checkpoints.run_folder import NewCheckpoint
 from pippy.drivers.checkpoints.safetensors_files import check_writable, write_tensors
 from pippy.drivers.checkpoints.synced_files import WrittenFile, write_file
 from pippy.drivers.clusters.cluster import Cluster
-from pippy.drivers.commands import Commands
+from pippy.drivers.control.commands import Commands
 from pippy.drivers.control.messages import AskWritten, Failure, WriteState, WrittenState
 from pippy.drivers.errors import CheckpointError, StepError
-from pippy.drivers.filling import Filling
 from pippy.drivers.interrupts import uninterrupted
 from pippy.drivers.optimizer import PipelineOptimizer
-from pippy.drivers.placed_pipe import PlacedPipe
-from pippy.drivers.saved_names import SavedNames
+from pippy.drivers.placement.placed_pipe import PlacedPipe
+from pippy.drivers.state.filling import Filling
+from pippy.drivers.state.saved_names import SavedNames
 from pippy.ir import source
 from pippy.ir.pipe import Pipe
 from pippy.ir.run.random_state import RandomState

@@ -18,17 +18,17 @@ import torch
 from pippy.drivers.checkpoints.contents import MODEL, RANDOM_STATE, Contents, contents_of
 from pippy.drivers.checkpoints.plain_values import random_state
 from pippy.drivers.checkpoints.safetensors_files import StoredTensor
-from pippy.drivers.commands import Commands
+from pippy.drivers.control.commands import Commands
 from pippy.drivers.control.messages import ReadState, TakeState
+from pippy.drivers.control.step_numbers import StepNumbers
 from pippy.drivers.errors import CheckpointError, StepError
-from pippy.drivers.filling import Filling
 from pippy.drivers.interrupts import first_waits
 from pippy.drivers.optimizer import PipelineOptimizer
-from pippy.drivers.placed_pipe import PlacedPipe
-from pippy.drivers.saved_names import SavedNames
-from pippy.drivers.saving import check_is_of
-from pippy.drivers.stale_models import StaleModels
-from pippy.drivers.step_numbers import StepNumbers
+from pippy.drivers.optimizers.stale_models import StaleModels
+from pippy.drivers.placement.placed_pipe import PlacedPipe
+from pippy.drivers.state.filling import Filling
+from pippy.drivers.state.saved_names import SavedNames
+from pippy.drivers.state.saving import check_is_of
 from pippy.drivers.workers.worker_optimizer import MASTER
 from pippy.ir.pipe import Pipe
 from pippy.ir.trees import describe

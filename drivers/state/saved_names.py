@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pippy.drivers.placed_pipe import PlacedPipe
+from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.ir.pipe import Pipe
 
 

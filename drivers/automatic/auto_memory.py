@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from pippy.drivers.auto import Auto, Make
+from pippy.drivers.automatic.auto import Auto, Make
 from pippy.drivers.automatic.measurements import StepPurpose
 from pippy.drivers.automatic.memory_fit import (
     Call,

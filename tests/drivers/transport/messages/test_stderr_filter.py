@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from pippy.drivers.stderr_filter import StderrFilter
+from pippy.drivers.transport.messages.stderr_filter import StderrFilter
 
 SCRIPT = """
 from pippy import local_cluster
@@ -26,7 +26,7 @@ def test_only_lines_with_the_word_are_held_back(capfd):
 
 
 def test_without_a_standard_error():
-    code = "import os; from pippy.drivers.stderr_filter import StderrFilter; os.close(2)\n"
+    code = "import os; from pippy.drivers.transport.messages.stderr_filter import StderrFilter; os.close(2)\n"
     code += "h = StderrFilter(b'x'); h.start(); h.stop(); print('fine')"
     assert (
         subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=280).stdout == "fine\n"

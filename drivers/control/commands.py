@@ -10,10 +10,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from pippy.drivers.control.dispatch import Dispatch, PendingCommand, accept_all
 from pippy.drivers.control.messages import Load, StageFlags, Step, Unload, ZeroGrad
+from pippy.drivers.control.nonfinite_gradients import NonFiniteGradients
+from pippy.drivers.control.step_numbers import StepNumbers
 from pippy.drivers.errors import DriverError
 from pippy.drivers.interrupts import uninterrupted
-from pippy.drivers.nonfinite_gradients import NonFiniteGradients
-from pippy.drivers.step_numbers import StepNumbers
 from pippy.ir.surroundings import Surroundings
 
 Accept = Callable[[Mapping[int, Any]], None]

@@ -1,0 +1,1 @@
+"""The state of a driver's model: filled, saved and loaded."""
