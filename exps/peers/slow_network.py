@@ -3,7 +3,8 @@
     python slow_network.py PIDFD SECONDS PORTS END END ...
 
 It ends with the process of PIDFD. PORTS, as 29500,40000-40999, are those to which a host may connect: a firewall drops what
-would open another connection. Each END is the file descriptor of a TUN device; the first is that of host 1, whose address ends in .1.
+would open another connection. Each END is the file descriptor of a TUN device; the first is that of host 1, whose address
+ends in .1.
 """
 
 import os
