@@ -228,7 +228,7 @@ class Connection:
         if known.place is None or parts.rest or self.queue or self._sending or not self._has_room(size):
             return False
         known.place.write(parts.tensors)
-        write_header(self._packet.bytes, VALUE, 0, known.number, 0, key, size)
+        HEADER.pack_into(self._packet.bytes, 0, VALUE, 0, known.number, 0, *key, size, 0, 0)
         return self._send(START + size)
 
     def _post(self, outgoing: _Outgoing) -> None:

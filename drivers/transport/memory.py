@@ -88,11 +88,12 @@ class Place:
     tensor([1., 1., 1.])
     """
 
-    __slots__ = ("_after", "_is_tensor", "_layout", "_windows")
+    __slots__ = ("_after", "_layout", "_only", "_windows")
 
     def __init__(self, layout: ValueLayout, windows: Sequence[torch.Tensor], after: memoryview) -> None:
         self._layout, self._windows, self._after = layout, windows, after
-        self._is_tensor = bool(windows) and type(layout.structure) is LeafIndex
+        # most values are one tensor, and nothing beside it
+        self._only = windows[0] if windows and type(layout.structure) is LeafIndex else None
 
     def write(self, tensors: Sequence[torch.Tensor]) -> None:
         """Write the tensors of a value."""
@@ -102,15 +103,14 @@ class Place:
     def read(self, rest: int = 0) -> Any:
         """A new value, from its tensors and from the so many bytes of its other leaves."""
         # clones keep the strides, as those of a layout have no gaps, and are no views, as in `Memory.read`
+        if self._only is not None:
+            tensor = self._only.clone()
+            return tensor.requires_grad_() if self._layout.tensors[0].requires_grad else tensor
         tensors = [
             window.clone().requires_grad_() if part.requires_grad else window.clone()
             for part, window in zip(self._layout.tensors, self._windows)
         ]
-        return (
-            tensors[0]
-            if self._is_tensor
-            else rebuild(self._layout, tensors, rest_from_bytes(self._layout, self._after[:rest]))
-        )
+        return rebuild(self._layout, tensors, rest_from_bytes(self._layout, self._after[:rest]))
 
 
 def private_memory(size: int) -> Memory:

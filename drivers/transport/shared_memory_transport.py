@@ -21,6 +21,7 @@ from pippy.drivers.transport.rpc_transport import Post, PostedValues, copied
 from pippy.drivers.transport.transport import SentCount, Transport
 
 _CONTROLLER = -1  # its number among the peers
+_EVENTS = 16  # so many are taken at once; Python allocates room for 1023 in each call otherwise
 _TURN = 64  # so many packets of one peer are read before those of the next
 
 
@@ -84,16 +85,17 @@ class SharedMemoryTransport(Transport):
         self._full: set[int] = set()  # the sockets that epoll watches for room to write
 
     def send(self, to: int, key: ValueKey, value: Any) -> None:
-        if to == self.index:
-            self.received.put(key, copied(value))
-            return
-        if to in self.far:
-            self._send_far(to, key, value, self.sent.setdefault(to, SentCount()))
-            return
-        sent = self.sent.get(to) or self._await_socket(key, to)
-        connection = self.connections[to]
-        assert isinstance(connection, Connection)
+        connection = self.connections.get(to)
+        if type(connection) is not Connection:
+            if to == self.index:
+                self.received.put(key, copied(value))
+                return
+            if to in self.far:
+                self._send_far(to, key, value, self.sent.setdefault(to, SentCount()))
+                return
+            connection = self._await_socket(key, to)
         payload = connection.send(key, value)
+        sent = self.sent[to]
         sent.values += 1
         sent.bytes += payload
 
@@ -199,14 +201,16 @@ class SharedMemoryTransport(Transport):
         else:
             self._connect(peer, socket.socket(fileno=fd))
 
-    def _await_socket(self, key: ValueKey, peer: int) -> SentCount:
+    def _await_socket(self, key: ValueKey, peer: int) -> Connection:
         """Wait for the socket to a peer, which is on its way: the controller sent it before the message of this command."""
-        while peer not in self.sent:
+        while peer not in self.connections:
             if peer in self._unconnected:
                 raise self._unconnected[peer]
             self.received.check(key)
             self._serve(-1)
-        return self.sent[peer]
+        connection = self.connections[peer]
+        assert isinstance(connection, Connection)
+        return connection
 
     def _wait_for_traffic(self, seconds: float | None) -> None:
         self._serve(-1 if seconds is None else seconds)
@@ -219,7 +223,7 @@ class SharedMemoryTransport(Transport):
         """Serve all readable sockets. Returns ``wanted`` if it is readable, else -2 if another one was, else None."""
         self._watch_full_sockets()
         found = None
-        for fd, _ in self._epoll.poll(timeout):
+        for fd, _ in self._epoll.poll(timeout, _EVENTS):
             if fd == wanted:
                 found = fd
                 continue

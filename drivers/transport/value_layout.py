@@ -89,6 +89,8 @@ def take_apart(value: Any) -> Parts:
     >>> take_apart((torch.zeros(2), True)).signature == take_apart((torch.zeros(2), False)).signature
     False
     """
+    if type(value) is torch.Tensor and is_plain_tensor(value):  # most often, so in a short way
+        return Parts(_signature_of_tensor(value), [value], [])
     parts = Parts(None, [], [])
     parts.signature = _signature(value, parts)
     return parts
@@ -182,11 +184,15 @@ def _is_bytes(rest: list[Any]) -> bool:
     return len(rest) == 1 and type(rest[0]) is bytes
 
 
+def _signature_of_tensor(value: torch.Tensor) -> Hashable:
+    return value.dtype, value.shape, value.stride(), value.requires_grad
+
+
 def _signature(value: Any, parts: Parts) -> Hashable:
     kind = type(value)
     if kind in _PLAIN and is_plain_tensor(value):
         parts.tensors.append(value)
-        return value.dtype, value.shape, value.stride(), value.requires_grad
+        return _signature_of_tensor(value)
     if kind in _CONSTANTS:
         return kind, value
     if kind in _PLAIN and is_sparse(value):
