@@ -4,15 +4,21 @@ The host only starts what the device is to do, in *streams*. A stream does one t
 the same time. An *event* is a place in a stream: another stream, or the host, can wait until that is reached. A device's
 memory belongs to the stream in which it was allocated; when it is freed, that stream uses it again at once.
 
+Two processes can use a *block* of one device's memory, if its owner shares it and the other process opens it. *Words* in memory
+of the host that both see order what their devices do with it: a stream writes a number there, or waits for one.
+
 Nothing here waits for the device but `Event.synchronize`. Workers on the CPU have no accelerator.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any, Protocol, cast
 
 import torch
+
+from pippy.drivers.cuda_driver import CudaDriver, NotShared
 
 
 class Event(Protocol):
@@ -33,6 +39,29 @@ class Stream(Protocol):
 
     def wait_event(self, event: Any) -> None:
         """Do what comes from now on after the event."""
+
+
+class Block(Protocol):
+    """Memory of a device that two processes use, as a tensor of bytes. Another process finds it by its ``handle``."""
+
+    memory: torch.Tensor
+    handle: bytes
+
+    def close(self) -> None:
+        """Free it, or if it is another process's, use it no more. Its owner frees it last."""
+
+
+class Words(Protocol):
+    """Numbers of 32 bits in memory of the host, as the streams of a device see them."""
+
+    def write(self, index: int, value: int) -> None:
+        """Write one behind all that the current stream has been given."""
+
+    def wait(self, index: int, value: int) -> None:
+        """Let the current stream go on when it is no less than ``value``."""
+
+    def close(self) -> None:
+        """No stream uses them any more."""
 
 
 class Accelerator(ABC):
@@ -92,6 +121,18 @@ class Accelerator(ABC):
     def free_cache(self) -> None:
         """Give back what was freed: another worker may compute on the same device."""
 
+    def share(self, size: int) -> Block:
+        """A new block. Raises NotShared if there can be none."""
+        raise NotShared(f"there is no way yet for two processes to use memory of a device of type {self.device.type!r}")
+
+    def open(self, handle: bytes, size: int) -> Block:
+        """A block that another process shares, of the same device or another one. Raises NotShared if it cannot be used."""
+        raise NotShared(f"there is no way yet for two processes to use memory of a device of type {self.device.type!r}")
+
+    def words(self, host: torch.Tensor) -> Words:
+        """The words in some memory of the host. Raises NotShared if the device cannot use them."""
+        raise NotShared(f"a device of type {self.device.type!r} has no way yet to wait for another process")
+
 
 class TorchAccelerator(Accelerator):
     """A device of torch other than the CPU: a GPU."""
@@ -139,6 +180,55 @@ class TorchAccelerator(Accelerator):
 
     def free_cache(self) -> None:
         self.module.empty_cache()
+
+    def share(self, size: int) -> Block:
+        if self.device.type != "cuda":
+            return super().share(size)
+        address = self._driver.allocate(size)
+        return _CudaBlock(self, address, size, self._driver.handle_of(address), self._driver.free)
+
+    def open(self, handle: bytes, size: int) -> Block:
+        if self.device.type != "cuda":
+            return super().open(handle, size)
+        return _CudaBlock(self, self._driver.map(handle), size, handle, self._driver.unmap)
+
+    def words(self, host: torch.Tensor) -> Words:
+        return _CudaWords(self, host) if self.device.type == "cuda" else super().words(host)
+
+    @cached_property
+    def _driver(self) -> CudaDriver:
+        return CudaDriver()
+
+
+class _CudaBlock:
+    def __init__(
+        self, accelerator: TorchAccelerator, address: int, size: int, handle: bytes, end: Callable[[int], None]
+    ) -> None:
+        # it counts as memory of this process's device: another one's can be mapped without being visible here
+        storage = torch._C._construct_storage_from_data_pointer(address, accelerator.device, size)
+        self.memory = torch.empty(0, dtype=torch.uint8, device=accelerator.device).set_(storage)
+        self.handle, self._address, self._end = handle, address, end
+
+    def close(self) -> None:
+        self._end(self._address)
+
+
+class _CudaWords:
+    def __init__(self, accelerator: TorchAccelerator, host: torch.Tensor) -> None:
+        self._accelerator, self._driver, self._host = accelerator, accelerator._driver, host
+        self._address = self._driver.register(host.data_ptr(), host.nbytes)
+
+    def write(self, index: int, value: int) -> None:
+        self._driver.write_word(self._stream(), self._address + 4 * index, value)
+
+    def wait(self, index: int, value: int) -> None:
+        self._driver.wait_for_word(self._stream(), self._address + 4 * index, value)
+
+    def close(self) -> None:
+        self._driver.unregister(self._host.data_ptr())
+
+    def _stream(self) -> int:
+        return int(cast(Any, self._accelerator.current_stream()).cuda_stream)
 
 
 def accelerator_of(device: str | torch.device) -> Accelerator | None:

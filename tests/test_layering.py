@@ -24,7 +24,7 @@ LAYERS = """
     ir/front ir/export ir/front_ends ir/cut ir/passes ir/compiler ir/reference
     ir/show ir/state ir/model_parts ir/training_flags ir/pipe
 
-    drivers/errors drivers/interrupts drivers/accelerator drivers/checkpoints
+    drivers/errors drivers/interrupts drivers/cuda_driver drivers/accelerator drivers/checkpoints
     drivers/lowering drivers/batches
     drivers/transport drivers/transport/messages
     drivers/control/messages drivers/placement

@@ -10,7 +10,7 @@ value may be changed or freed at once. The copy on the device lives until the ho
 to the device waits for it; what was computed before does not hold it up.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class DeviceCopies:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
-        self._out, self._into = accelerator.new_stream(), accelerator.new_stream()
+        self._out, self.into = accelerator.new_stream(), accelerator.new_stream()
 
     def to_host(self, value: Any) -> HostCopy:
         """Start to copy a value. It may be changed or freed afterwards."""
@@ -79,7 +79,7 @@ class DeviceCopies:
         def copied(tensor: torch.Tensor) -> torch.Tensor:
             layout = tensor.shape, strides_of(tensor), tensor.dtype
             pinned = tensor if accelerator.is_pinned(tensor) else accelerator.empty_pinned(*layout).copy_(tensor)
-            with accelerator.using(self._into):
+            with accelerator.using(self.into):
                 here = accelerator.empty(*layout)
                 accelerator.copy(here, pinned)
             arriving.append(here)
@@ -88,14 +88,18 @@ class DeviceCopies:
         def moved(tensor: torch.Tensor) -> torch.Tensor:
             return tensor if accelerator.is_here(tensor) else _copied(tensor, copied, accelerator.device)
 
-        value, computing = map_tensors(moved, value), accelerator.current_stream()
+        value = map_tensors(moved, value)
         if arriving:
-            done = accelerator.event()
-            done.record(self._into)
-            computing.wait_event(done)
-        for tensor in arriving:
-            accelerator.keep_for(tensor, computing)
+            self.has_arrived(arriving)
         return value
+
+    def has_arrived(self, arriving: Sequence[torch.Tensor]) -> None:
+        """What this thread computes from now on comes after the copies to these tensors, in the stream "into"."""
+        done, computing = self.accelerator.event(), self.accelerator.current_stream()
+        done.record(self.into)
+        computing.wait_event(done)
+        for tensor in arriving:
+            self.accelerator.keep_for(tensor, computing)
 
     def wait(self) -> None:
         """Wait until the device has computed all that it was given, and raise what it failed with."""

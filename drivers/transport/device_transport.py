@@ -6,6 +6,11 @@ computes what it was given.
 
     send ──▶ DeviceCopies.to_host ──▶ the thread waits ──▶ the other transport ──▶ DeviceCopies.to_device ──▶ receive
              in the stream "out"                                                  in the stream "into"
+
+Between two devices of a host that can use the same memory, a value stays out of the host's, no thread waits, and the other
+transport takes a note of where the value is:
+
+    send ──▶ DeviceLinks.note ──────────────────────────▶ the other transport ──▶ DeviceLinks.take ──▶ receive
 """
 
 import queue
@@ -17,7 +22,8 @@ from typing import Any
 
 from pippy.drivers.accelerator import accelerator_of
 from pippy.drivers.transport.device_copies import DeviceCopies, HostCopy
-from pippy.drivers.transport.received_values import ValueKey
+from pippy.drivers.transport.device_links import DeviceLinks, Note, Offering
+from pippy.drivers.transport.received_values import Interrupted, ValueKey
 from pippy.drivers.transport.transport import SentCount, Transport
 from pippy.drivers.transport.value_layout import layout_of
 from pippy.ir.errors import StageError
@@ -34,10 +40,13 @@ class _Leaving:
     error: Exception | None = None
 
 
-def for_device(device: str, carrier: Transport) -> tuple[Transport, DeviceCopies | None]:
+GRACE = 5.0  # seconds that a device has to do what a command gave it that was given up
+
+
+def for_device(device: str, carrier: Transport, near: Collection[int] = ()) -> tuple[Transport, DeviceCopies | None]:
     """The transport of a worker that computes on a device, and the copies that it uses; on the CPU, ``carrier`` itself.
 
-    Raises if the device does not work.
+    The workers ``near`` compute on devices of this host, and may see this one's memory. Raises if the device does not work.
 
     >>> from pippy.drivers.transport.in_process import in_process
     >>> carrier = in_process(1)[0]
@@ -48,14 +57,17 @@ def for_device(device: str, carrier: Transport) -> tuple[Transport, DeviceCopies
     if accelerator is None:
         return carrier, None
     copies = DeviceCopies(accelerator)
-    return DeviceTransport(carrier, copies), copies
+    return DeviceTransport(carrier, copies, near), copies
 
 
 class DeviceTransport(Transport):
-    """The transport of a worker that computes on a device: ``carrier`` takes values from host to host."""
+    """The transport of a worker that computes on a device: ``carrier`` takes values, or notes of them, from host to host."""
 
-    def __init__(self, carrier: Transport, copies: DeviceCopies) -> None:
+    def __init__(self, carrier: Transport, copies: DeviceCopies, near: Collection[int] = ()) -> None:
         self.carrier, self.copies, self.received = carrier, copies, carrier.received
+        self.links = DeviceLinks(copies, near)
+        self._released = False  # a device was let go on before what it waited for was there
+        self._over: threading.Event | None = None  # set when what was given up is cleaned up
         self.sent: dict[int, SentCount] = {}
         self._leaving: deque[_Leaving] = deque()
         self._awaited: queue.SimpleQueue[_Leaving | None] = queue.SimpleQueue()
@@ -66,6 +78,10 @@ class DeviceTransport(Transport):
         sent = self.sent.setdefault(to, SentCount())
         sent.values += 1
         sent.bytes += layout_of(value).payload
+        note = self.links.note(to, key[0], value)
+        if note is not None:
+            self.carrier.send(to, key, note)
+            return
         leaving = _Leaving(to, key, self.copies.to_host(value))
         self._leaving.append(leaving)
         if self._thread is None:
@@ -76,7 +92,12 @@ class DeviceTransport(Transport):
 
     def receive(self, key: ValueKey, source: int) -> Any:
         self._send_copied()
-        return self.copies.to_device(self.carrier.receive(key, source))
+        value = self.carrier.receive(key, source)
+        if type(value) is Note:
+            return self.links.take(source, value)
+        if type(value) is Offering:
+            value = self.links.without_offers(source, value)
+        return self.copies.to_device(value)
 
     def ready(self, key: ValueKey) -> bool:
         self._send_copied()
@@ -94,6 +115,21 @@ class DeviceTransport(Transport):
             leaving.copy.wait()
             leaving.there = True
         self._send_copied()
+        if self._released:
+            raise Interrupted("the command was given up while this device waited for another one")
+        self.links.settle()
+
+    def interrupt(self) -> None:
+        super().interrupt()
+        if self.links.near and self._over is None:
+            self._over = threading.Event()
+            threading.Thread(target=self._release_later, args=(self._over,), name="pippy release", daemon=True).start()
+
+    def clear_interrupt(self) -> None:
+        if self._over is not None:
+            self._over.set()
+        self._over, self._released = None, False
+        super().clear_interrupt()
 
     def drop_unsent(self) -> None:
         self._leaving.clear()
@@ -101,16 +137,22 @@ class DeviceTransport(Transport):
     def discard_before(self, step: int) -> None:
         self._leaving = deque(each for each in self._leaving if each.key[0] >= step)
         self.carrier.discard_before(step)
+        self.links.discard_before(step)
 
     def trim(self) -> None:
         self.carrier.trim()
+        self.links.trim()
 
     def forget(self, peers: Collection[int]) -> None:
+        self.links.forget(peers)
         self.carrier.forget(peers)
 
     def close(self) -> None:
         self._leaving.clear()
         self._awaited.put(None)
+        if self._over is not None:
+            self._over.set()
+        self.links.close()
         self.carrier.close()
 
     def _wait_for_traffic(self, seconds: float | None) -> None:
@@ -124,12 +166,21 @@ class DeviceTransport(Transport):
             try:
                 if leaving.error is not None:
                     raise leaving.error
-                self.carrier.send(leaving.to, leaving.key, leaving.copy.wait())
+                self.carrier.send(leaving.to, leaving.key, self.links.with_offers(leaving.to, leaving.copy.wait()))
             except Exception as error:
                 raise StageError(
                     f"value {number} of micro-batch {microbatch} of step {step} could not be sent to worker {leaving.to}: "
                     f"{type(error).__name__}: {error}"
                 ) from error
+
+    def _release_later(self, over: threading.Event) -> None:
+        """Let this device go on without one that has failed: its worker sleeps until the device is done, and must answer."""
+        for _ in range(2):  # it may have begun to wait meanwhile
+            if over.wait(GRACE):
+                return
+            if self.links.is_held:
+                self._released = True
+                self.links.release()
 
     def _await_copies(self) -> None:
         self.copies.accelerator.set_current()

@@ -4,8 +4,12 @@ Its tensors are tensors of the CPU, and its computing stream does everything at 
 somebody waits for an event in them. Memory that nothing has been copied to has no numbers: it is not a number, or -77. A copy
 has none either if its source was freed before it was made, or if its stream did not wait for what made its source.
 What cannot show in the numbers of a run on the CPU is noted in ``faults``.
+
+A block that two devices use is a file in memory, so they may be in two processes. What a device copies to a block, and what it
+writes to words, it does when somebody waits for it: the other device, if both are in this process, or the host.
 """
 
+import os
 import threading
 import time
 import weakref
@@ -15,6 +19,8 @@ from contextlib import contextmanager
 import torch
 
 from pippy.drivers.accelerator import Accelerator
+from pippy.drivers.cuda_driver import NotShared
+from pippy.drivers.transport.memory import create_shared, map_shared
 
 
 class DeviceFailed(Exception):
@@ -40,9 +46,11 @@ class SimulatedEvent:
 
     def synchronize(self):
         self.device.note_wait()
+        self.device.host_waits += 1
         if threading.current_thread().name == "pippy copies":
             assert self.device.copies_may_end.wait(10)
         self.reach()
+        self.device.computing.do_all()
         self.device.waited_until = max(self.device.waited_until, self.moment)
         if self.device.fails:
             self.device.has_failed.set()
@@ -51,7 +59,7 @@ class SimulatedEvent:
     def reach(self):
         with self.device.lock:
             while not self.reached:
-                self.stream.waiting.popleft()()
+                self.stream.do_next()
 
     def elapsed_time(self, end):
         assert self.timed and end.timed and max(self.moment, end.moment) <= self.device.waited_until
@@ -66,6 +74,26 @@ class SimulatedStream:
         self.device, self.computes = device, computes
         self.waiting = deque()
         self.seen = 0  # what was computed up to this moment, it comes after
+        self.busy = False
+
+    def do_next(self):
+        assert not self.busy, "a stream waits for what it is to do later"
+        self.busy = True
+        try:
+            self.waiting.popleft()()
+        finally:
+            self.busy = False
+
+    def do_all(self):
+        with self.device.lock:
+            while self.waiting:
+                self.do_next()
+
+    def do(self, what):
+        """Do something when somebody waits for it."""
+        self.waiting.append(what)
+        if not self.device.late:
+            self.do_all()
 
     def wait_event(self, event):
         if self.computes:
@@ -76,9 +104,13 @@ class SimulatedStream:
 
 class SimulatedDevice(Accelerator):
     device = torch.device("cpu")
+    lock = threading.RLock()  # one for all devices, as each may have to do what another one waits for
+    writing: dict = {}  # by words and index: the streams that will write there, in order
 
-    def __init__(self):
-        self.lock, self.own = threading.RLock(), threading.local()
+    def __init__(self, late=True, shares=True):
+        self.late, self.shares, self.own = late, shares, threading.local()
+        self.copied = self.host_waits = 0
+        self._blocks = {}
         self.computing = SimulatedStream(self, computes=True)
         self.faults, self.waits, self.freed_caches = [], [], 0
         self.fails, self.arrived, self.waited_until = False, 0, 0
@@ -129,6 +161,10 @@ class SimulatedDevice(Accelerator):
 
     def copy(self, target, source):
         stream, waits_for = self.current_stream(), self._made.get(id(source), 0)
+        self.copied += 1
+        if self._block_of(source) or self._block_of(target):
+            self._copy_shared(target, source, stream)
+            return
         if stream.computes:
             if id(source) in self._pinned or id(target) in self._pinned:
                 self.faults.append("the stream that computes is held up by a copy from or to the host")
@@ -156,6 +192,23 @@ class SimulatedDevice(Accelerator):
     def free_cache(self):
         self.freed_caches += 1
 
+    def share(self, size):
+        if not self.shares:
+            raise NotShared("it shares no memory")
+        fd, memory = create_shared(size)
+        return SimulatedBlock(self, fd, memory, f"/proc/{os.getpid()}/fd/{fd}".encode())
+
+    def open(self, handle, size):
+        if not self.shares:
+            raise NotShared("it maps no memory")
+        fd = os.open(handle, os.O_RDWR)
+        memory = map_shared(fd)
+        assert memory.size == size
+        return SimulatedBlock(self, fd, memory, handle)
+
+    def words(self, host):
+        return SimulatedWords(self, host)
+
     # -- what tests ask for
 
     def now(self):
@@ -181,6 +234,25 @@ class SimulatedDevice(Accelerator):
         if threading.get_ident() not in self._threads:
             self.faults.append(f"it is not the current device of thread {threading.current_thread().name!r}")
 
+    def _block_of(self, tensor):
+        return self._blocks.get(tensor.untyped_storage().data_ptr())
+
+    def _copy_shared(self, target, source, stream):
+        block, plain = self._block_of(source) or self._block_of(target), target.detach()
+        if self._block_of(target):
+            assert stream.computes, "a copy to a block is the value's own"
+            source = source.clone()
+            self._made[id(target)] = self.now()
+        elif self._stream_of.get(id(target)) is not stream:
+            self.faults.append("a copy into memory of another stream, which may still be in use there")
+
+        def copy():
+            if block.closed:
+                self.faults.append("a block is used that is not there any more")
+            plain.copy_(source)
+
+        stream.do(copy)
+
     def _check_copy(self, target, source, stream):
         to_host = id(source) in self._here
         self.arrived += not to_host
@@ -195,6 +267,57 @@ class SimulatedDevice(Accelerator):
         self._kept.discard(number)
         self._made.pop(number, None)
         self._stream_of.pop(number, None)
+
+
+class SimulatedBlock:
+    def __init__(self, device, fd, memory, handle):
+        self.device, self.fd, self.handle, self.closed = device, fd, handle, False
+        self.memory = torch.frombuffer(memory.bytes, dtype=torch.uint8)
+        device._blocks[self.memory.data_ptr()] = self
+
+    def close(self):
+        assert not self.closed
+        self.closed = True
+        del self.device._blocks[self.memory.data_ptr()]
+        os.close(self.fd)
+
+
+class SimulatedWords:
+    def __init__(self, device, host):
+        self.device, self.closed = device, False
+        self.words = memoryview(host.numpy()).cast("I")
+        self.token = bytes(host[224:240].tolist())  # the same in all processes that see these words
+
+    def write(self, index, value):
+        stream, key = self.device.current_stream(), (self.token, index)
+        coming = self.device.writing.setdefault(key, deque())
+
+        def write():
+            assert not self.closed
+            self.words[index] = value
+            coming.remove(stream)
+
+        with self.device.lock:
+            coming.append(stream)
+            stream.do(write)
+
+    def wait(self, index, value):
+        def wait():
+            coming, end = self.device.writing.get((self.token, index)), time.monotonic() + 20
+            while self.words[index] < value:
+                if coming:
+                    coming[0].do_next()
+                    continue
+                assert time.monotonic() < end, "a device waits for ever"
+                self.device.lock.release()
+                time.sleep(1e-3)  # another process's device
+                self.device.lock.acquire()
+
+        self.device.current_stream().do(wait)
+
+    def close(self):
+        assert not self.closed
+        self.closed = True
 
 
 def _put_in(known, tensor):
