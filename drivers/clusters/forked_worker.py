@@ -56,7 +56,7 @@ def run_worker(index: int, worker: type, config: LaunchConfig, controller: socke
 
     torch.set_num_threads(config.threads)
     device, messages = config.devices[index], MessageQueue()
-    transport, copies = for_device(device, make_transport(config, index, messages))
+    transport, copies = for_device(device, make_transport(config, index, messages), config.near(index))
     running = worker(WorkerContext(index, config.names, messages, transport, device, config.threads, copies=copies))
     if config.uses_rpc:
         from pippy.drivers.transport.messages import rpc

@@ -44,6 +44,11 @@ class LaunchConfig:
         """The name that a worker has for RPC."""
         return f"worker{index}"
 
+    def near(self, index: int) -> list[int]:
+        """The other workers that compute on devices, if values may stay on them on their way from a worker."""
+        devices = enumerate(self.devices) if self.transport == "shared_memory" else ()
+        return [worker for worker, device in devices if device != "cpu" and worker != index]
+
     @property
     def uses_rpc(self) -> bool:
         """Whether messages and values travel by RPC; else by sockets that the controller and the fork server make."""

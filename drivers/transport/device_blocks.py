@@ -77,7 +77,7 @@ class OutgoingBlock:
         self.page, trial = SharedWords.create(), os.urandom(2 * TRIED)
         self._ring, self._places = Ring(size), deque[_Place]()
         self._sent, self._behind = 0, 0  # values so far; the claim behind which the next value is copied
-        self._leaves = False
+        self.leaves = False
         with ExitStack() as opened:
             opened.callback(self.page.close)
             self._block = self._accelerator.share(size)
@@ -153,13 +153,13 @@ class OutgoingBlock:
 
     def retire(self) -> None:
         """Use it no more. The receiver unmaps it when it sees that; call `closed` until then."""
-        self._leaves = True
+        self.leaves = True
 
     def closed(self) -> bool:
         """Whether it is freed, as it is when the receiver has unmapped it. The device has done what it was given."""
         while self._free_oldest():
             pass
-        if self._leaves and not self._places:
+        if self.leaves and not self._places:
             self.page.words[RETIRED] = 1
         if self.answer != NOT_MAPPED:
             return False

@@ -61,7 +61,6 @@ class DeviceLinks:
         self.copies, self.near = copies, frozenset(near)
         self.reasons: dict[int, str] = {}  # why values to a worker do not go this way
         self._outgoing: dict[int, list[OutgoingBlock]] = {}
-        self._leaving: list[OutgoingBlock] = []
         self._incoming: dict[tuple[int, int], IncomingBlock] = {}  # by sender and number
         self._offered: dict[tuple[int, int], BlockOffer] = {}
         self._wanted: dict[int, int] = {}  # the largest value to a worker that found no place
@@ -129,7 +128,8 @@ class DeviceLinks:
         self._offered.clear()
         for key in [key for key, block in self._incoming.items() if block.closed()]:
             del self._incoming[key]
-        self._leaving = [block for block in self._leaving if not block.closed()]
+        for to, blocks in self._outgoing.items():
+            self._review(to, blocks)
         for to, size in self._wanted.items():
             if to not in self.reasons:
                 self._add_block(to, size)
@@ -140,30 +140,31 @@ class DeviceLinks:
         for blocks in self._outgoing.values():
             for block in blocks:
                 block.retire()
-            self._leaving += blocks
-        self._outgoing.clear()
         self.reasons.clear()
         self.settle()
 
     def discard_before(self, step: int) -> None:
         """Drop the values of earlier steps."""
-        for blocks in [*self._outgoing.values(), self._leaving]:
+        for blocks in self._outgoing.values():
             for block in blocks:
                 block.discard_before(step)
 
     def forget(self, peers: Collection[int]) -> None:
         """Other processes are in the places of these peers: free what was shared with those that were there."""
-        mine = [block for to in peers for block in self._outgoing.pop(to, ())]
-        theirs = [self._incoming.pop(key) for key in [*self._incoming] if key[0] in peers]
-        for block in [*mine, *theirs]:
-            block.release()
+        mine = [block for to in peers for block in self._outgoing.get(to, ())]
+        theirs = [key for key in self._incoming if key[0] in peers]
         if mine or theirs:
+            for block in mine:
+                block.release()
+            for key in theirs:
+                self._incoming[key].release()
             self.copies.wait()
-        for incoming in theirs:
-            incoming.closed(at_once=True)
-        for outgoing in mine:
-            outgoing.free()
+        for key in theirs:
+            self._incoming.pop(key).closed(at_once=True)
+        for block in mine:
+            block.free()
         for peer in peers:
+            self._outgoing.pop(peer, None)
             self.reasons.pop(peer, None)
             self._wanted.pop(peer, None)
 
@@ -187,15 +188,18 @@ class DeviceLinks:
         """Unmap what is mapped. What is shared ends with this process, or is freed if nobody has it mapped."""
         for incoming in self._incoming.values():
             incoming.closed(at_once=True)
-        for block in [*self._leaving, *(each for blocks in self._outgoing.values() for each in blocks)]:
-            if block.answer == NOT_MAPPED:
-                block.free()
+        for blocks in self._outgoing.values():
+            for block in blocks:
+                if block.answer == NOT_MAPPED:
+                    block.free()
         self._incoming.clear()
         self._outgoing.clear()
 
     def _all(self) -> list[OutgoingBlock | IncomingBlock]:
-        found: list[OutgoingBlock | IncomingBlock] = [*self._leaving, *self._incoming.values()]
-        return found + [block for blocks in [*self._outgoing.values()] for block in blocks]
+        found: list[OutgoingBlock | IncomingBlock] = [*self._incoming.values()]
+        for blocks in [*self._outgoing.values()]:
+            found.extend(blocks)
+        return found
 
     def _add_layout(self, signature: Hashable, value: Any) -> tuple[ValueLayout, bytes]:
         if len(self._layouts) == _LAYOUTS:
@@ -204,15 +208,19 @@ class DeviceLinks:
         found = self._layouts[signature] = layout, pickle_to_bytes(layout)
         return found
 
+    def _review(self, to: int, blocks: list[OutgoingBlock]) -> None:
+        """Retire the blocks that cannot be used any more, and free those that the receiver has unmapped."""
+        for block in blocks:
+            if block.fault and not block.leaves:
+                self.reasons[to] = block.fault
+            if block.fault or block.is_spent:
+                block.retire()
+        blocks[:] = [block for block in blocks if not block.closed()]
+
     def _add_block(self, to: int, value: int) -> None:
         """Share another block for values to a worker, unless it has not answered for the last one."""
         blocks = self._outgoing.setdefault(to, [])
-        for block in [each for each in blocks if each.fault or each.is_spent]:
-            self.reasons |= {to: block.fault} if block.fault else {}
-            blocks.remove(block)
-            block.retire()
-            self._leaving.append(block)
-        if to in self.reasons or not all(block.works for block in blocks):
+        if not all(block.works or block.leaves for block in blocks):
             return
         before = sum(block.size for block in blocks)
         size = min(max(_SMALLEST, _VALUES * value if not before else max(before, value)), LIMIT - before)

@@ -242,7 +242,6 @@ class SimulatedDevice(Accelerator):
         if self._block_of(target):
             assert stream.computes, "a copy to a block is the value's own"
             source = source.clone()
-            self._made[id(target)] = self.now()
         elif self._stream_of.get(id(target)) is not stream:
             self.faults.append("a copy into memory of another stream, which may still be in use there")
 

@@ -66,7 +66,11 @@ def thread_cluster(n, accelerators=None):
     """A cluster of ``n`` workers; each computes on its accelerator, if some are given."""
     names = tuple(f"worker{index}" for index in range(n))
     transports, copies = in_process(n), [each and DeviceCopies(each) for each in accelerators or [None] * n]
-    transports = [carrier if own is None else DeviceTransport(carrier, own) for carrier, own in zip(transports, copies)]
+    near = {index for index, each in enumerate(copies) if each}
+    transports = [
+        carrier if own is None else DeviceTransport(carrier, own, near - {index})
+        for index, (carrier, own) in enumerate(zip(transports, copies))
+    ]
     workers = [
         Worker(WorkerContext(index, names, MessageQueue(), transports[index], "cpu", 1, True, copies[index]))
         for index in range(n)
