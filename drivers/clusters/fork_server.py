@@ -26,6 +26,7 @@ from pippy.drivers.clusters.forked_worker import start_worker
 from pippy.drivers.clusters.launch_config import LaunchConfig, Replace
 from pippy.drivers.clusters.launch_reports import Died, Failed, report
 from pippy.drivers.clusters.parent_death import die_with_parent, watch_controller
+from pippy.drivers.clusters.standard_streams import open_standard_streams
 
 # torch, and a module that the first backward would import in each worker.
 NEEDED = ("torch", "torch.fx.experimental.symbolic_shapes")
@@ -40,6 +41,8 @@ BOOT = (
 def main(controller: socket.socket) -> None:
     """Run the fork server, from its first packet to its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the thread that opened the cluster may have blocked any
+    open_standard_streams()
     config: LaunchConfig = pickle.loads(controller.recv(1 << 20))
     if config.dies_with_thread:
         die_with_parent(config.controller)

@@ -29,8 +29,8 @@ def start_worker(index: int, worker: type, config: LaunchConfig, controller: soc
         traceback.print_exc()
     finally:
         with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in filter(None, (sys.stdout, sys.stderr)):
+                stream.flush()
         os._exit(status)
 
 
@@ -42,8 +42,9 @@ def become_worker(index: int, config: LaunchConfig, controller: socket.socket) -
     threading.Thread(target=die_with_controller, args=(controller, config), daemon=True).start()
     if config.cores:
         os.sched_setaffinity(0, {config.cores[index]})
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr] # so that all is written when a worker is killed
+    for stream in (sys.stdout, sys.stderr):  # so that all is written when a worker is killed
+        if stream is not None:
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
 def run_worker(index: int, worker: type, config: LaunchConfig, controller: socket.socket) -> None:

@@ -19,6 +19,7 @@ from itertools import chain
 from pippy.drivers.clusters.fork_server import BOOT
 from pippy.drivers.clusters.launch_config import CONTROLLER, LaunchConfig, Replace
 from pippy.drivers.clusters.launch_reports import Died, Failed, Ready
+from pippy.drivers.clusters.standard_streams import open_standard_streams
 from pippy.drivers.control.control import Address, Messages
 from pippy.drivers.errors import ClusterError
 from pippy.drivers.interrupts import uninterrupted
@@ -48,6 +49,7 @@ class LocalProcesses:
         self._died: dict[int, str] = {}
         self._reading = threading.Lock()
         with ExitStack() as undo, ExitStack() as handed_over:
+            open_standard_streams()
             if config.directory:
                 undo.callback(shutil.rmtree, config.directory, ignore_errors=True)
             self.connections, their_ends = _connections(config)
@@ -59,15 +61,17 @@ class LocalProcesses:
             handed_over.enter_context(theirs)
             self.config = config = replace(config, sockets=tuple((a.fileno(), b.fileno()) for a, b in their_ends))
             self.fork_server = subprocess.Popen(
-                [sys.executable, "-c", BOOT, str(theirs.fileno()), "pippy-fork-server"],
+                [sys.executable, "-P", "-c", BOOT, str(theirs.fileno()), "pippy-fork-server"],
                 stdin=subprocess.DEVNULL,
+                cwd=_directory(),
                 start_new_session=True,
                 pass_fds=[theirs.fileno(), *chain(*config.sockets)],
                 env=os.environ | MEMORY | {"OMP_NUM_THREADS": str(config.threads), "TORCH_CPP_LOG_LEVEL": "ERROR"},
             )
             undo.pop_all()
-        self.socket.send(pickle.dumps(sys.path), socket.MSG_NOSIGNAL)
-        self.socket.send(pickle.dumps(config), socket.MSG_NOSIGNAL)
+        with contextlib.suppress(ConnectionError):  # `start` says that it has ended
+            self.socket.send(pickle.dumps(sys.path), socket.MSG_NOSIGNAL)
+            self.socket.send(pickle.dumps(config), socket.MSG_NOSIGNAL)
 
     def start(self, timeout: float) -> list[Address]:
         """Wait for the workers and join them."""
@@ -136,10 +140,7 @@ class LocalProcesses:
         """The workers that have died, and how. Waits up to so many seconds for the first."""
         with self._reading:
             while self.socket.fileno() >= 0 and select.select([self.socket], [], [], 0.0 if self._died else wait)[0]:
-                try:
-                    packet = self.socket.recv(1 << 20)
-                except OSError:
-                    packet = b""
+                packet = self._packet()
                 if not packet:
                     return {
                         i: self._died.get(i, "the process that it was forked from ended, and it with it")
@@ -147,6 +148,13 @@ class LocalProcesses:
                     }
                 self._take(packet)
             return dict(self._died)
+
+    def _packet(self) -> bytes:
+        """The next report; nothing if the fork server has ended."""
+        try:
+            return self.socket.recv(1 << 20)
+        except OSError:
+            return b""
 
     def close(self) -> None:
         """Leave the group, and end every process. In a process that was forked from the controller it does nothing."""
@@ -157,6 +165,8 @@ class LocalProcesses:
                 rpc.leave()
         finally:
             with uninterrupted():  # it is over soon, and what is closed by half is never closed
+                with contextlib.suppress(OSError):  # it has ended
+                    self.socket.shutdown(socket.SHUT_RDWR)  # forks of this process hold it open, too
                 self.socket.close()
                 self.connections.close()
                 self._end()
@@ -185,7 +195,7 @@ class LocalProcesses:
                 f"give cluster() a larger start_timeout, or fewer workers"
             )
         if self.socket.fileno() in found:
-            self._take(self.socket.recv(1 << 20))
+            self._take(self._packet())
 
     def _take(self, packet: bytes) -> None:
         report = pickle.loads(packet) if packet else None
@@ -245,6 +255,14 @@ def _connections(config: LaunchConfig) -> tuple[ControllerConnections, list[tupl
         {worker: other[0] for worker, (_, other) in enumerate(two)},
     )
     return ours, [(one[1], other[1]) for one, other in two]
+
+
+def _directory() -> str:
+    """Where the workers start: in this process's directory, or, as torch starts in none that was deleted, at the root."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return "/"
 
 
 def _pair(undo: ExitStack) -> tuple[socket.socket, socket.socket]:

@@ -1,6 +1,7 @@
 """How the controller calls workers and waits for their answers, and how it notices that a worker is lost."""
 
 import copy
+import os
 import threading
 import time
 import weakref
@@ -85,6 +86,9 @@ class Messages(Protocol):
         """Sleep until an answer comes, or the event is set, or the time is up."""
 
 
+_of_this_process = weakref.WeakSet["Control"]()
+
+
 class Control:
     """Calls to the workers of one cluster. ``counts`` has how many messages were posted to each.
 
@@ -117,6 +121,7 @@ class Control:
         self._connected: set[tuple[int, int]] = set()
         self.to_replace: set[int] = set()  # those that are lost, until others are in their places
         self.starts = [0] * len(self.workers)  # how often another process has taken the place of each worker
+        _of_this_process.add(self)
 
     @property
     def broken(self) -> str | None:
@@ -297,6 +302,18 @@ class Control:
     def unanswered(self) -> str:
         """How a worker is lost that gives no sign of itself."""
         return f"it left a ping unanswered for {self.timeout:g} s"
+
+
+def _end_in_fork() -> None:
+    """The sockets of a process and of its fork are the same, and so each would read answers to the other."""
+    for control in _of_this_process:
+        control._broken = (
+            f"this cluster is that of process {os.getppid()}, from which this one was forked; use it there, or open another "
+            "here: with cluster(2) as workers: ..."
+        )
+
+
+os.register_at_fork(after_in_child=_end_in_fork)
 
 
 def _succeeded(future: Any) -> bool:

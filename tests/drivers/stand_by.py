@@ -55,9 +55,9 @@ class StandBy:
             yield
 
     def popen(self, command, *, pass_fds, env, cwd=None, stdin=subprocess.DEVNULL, start_new_session=False):
-        """For ``python -c code`` and ``python -m module``, with arguments."""
+        """For ``python -P -c code`` and ``python -m module``, with arguments."""
         numbers = [1, 2, *pass_fds]
-        _, option, code, *arguments = command
+        _, option, code, *arguments = (each for each in command if each != "-P")
         if option == "-m":
             # Python finds the module in the folder, too
             code = (
