@@ -31,7 +31,7 @@ from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.clusters.current_cluster import current_cluster
 from pippy.drivers.clusters.topology import DriverPlaces
 from pippy.drivers.control.commands import Commands, in_turn
-from pippy.drivers.control.messages import Step, StepReturning
+from pippy.drivers.control.messages.steps import Step, StepReturning
 from pippy.drivers.control.nonfinite_gradients import NonFiniteGradients
 from pippy.drivers.control.step_numbers import first_numbers
 from pippy.drivers.data.data_iterators import loss_alone, next_call

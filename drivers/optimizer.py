@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from pippy.drivers.control.commands import Commands
-from pippy.drivers.control.messages import LoadOptimizerState, MakeOptimizer, OptimizerState, OptimizerStep
+from pippy.drivers.control.messages.optimizers import LoadOptimizerState, MakeOptimizer, OptimizerState, OptimizerStep
 from pippy.drivers.errors import OptimizerError
 from pippy.drivers.interrupts import first_waits
 from pippy.drivers.memory.optimizer_bytes import CountedOptimizer

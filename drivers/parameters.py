@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from pippy.drivers.control.commands import Commands, GradientState
-from pippy.drivers.control.messages import ClampGradients, Fetch, GradientNorms, ReduceGradients, ScaleGradients, Store
+from pippy.drivers.control.messages.gradients import ClampGradients, GradientNorms, ReduceGradients, ScaleGradients
+from pippy.drivers.control.messages.parameters import Fetch, Store
 from pippy.drivers.errors import DriverError
 from pippy.drivers.interrupts import first_waits
 from pippy.drivers.optimizers.stale_models import StaleModels

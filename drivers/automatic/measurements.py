@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pippy.drivers.control.messages import StepResult
+from pippy.drivers.control.messages.steps import StepResult
 from pippy.drivers.errors import DriverError, StepError
 from pippy.drivers.recording.measured import measured_costs
 from pippy.drivers.recording.record import Recording

@@ -4,7 +4,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection
 
-from pippy.drivers.control.messages import Invite
+from pippy.drivers.control.messages.urgent import Invite
 from pippy.drivers.transport.messages import rpc
 from pippy.drivers.transport.messages.far_door import Invitation, Take, come_in, open_door
 from pippy.drivers.transport.messages.message_queue import DeliveryFailure

@@ -9,7 +9,9 @@ from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from pippy.drivers.control.dispatch import Dispatch, PendingCommand, accept_all
-from pippy.drivers.control.messages import Load, StageFlags, Step, Unload, ZeroGrad
+from pippy.drivers.control.messages.commands import ZeroGrad
+from pippy.drivers.control.messages.stages import Load, Unload
+from pippy.drivers.control.messages.steps import StageFlags, Step
 from pippy.drivers.control.nonfinite_gradients import NonFiniteGradients
 from pippy.drivers.control.step_numbers import StepNumbers
 from pippy.drivers.errors import DriverError

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pippy.drivers.control.messages import Connect, Ping
+from pippy.drivers.control.messages.urgent import Connect, Ping
 from pippy.drivers.errors import ClusterError, WorkerLostError
 from pippy.drivers.interrupts import uninterrupted
 from pippy.drivers.transport.messages.controller_connections import ControllerConnections

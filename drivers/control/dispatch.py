@@ -19,23 +19,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pippy.drivers.control.control import Address, Control, PendingCall
-from pippy.drivers.control.messages import (
-    Answer,
-    Command,
-    CommandElsewhere,
-    Dump,
-    Failure,
-    ForgetPeers,
-    GiveUp,
-    Initialize,
-    LoadOptimizerState,
-    NeedsPeers,
-    OptimizerStep,
-    Store,
-    TakeKept,
-    TakeState,
-    ZeroGrad,
-)
+from pippy.drivers.control.messages.checkpoints import TakeState
+from pippy.drivers.control.messages.commands import Answer, Command, CommandElsewhere, Failure, ZeroGrad
+from pippy.drivers.control.messages.kept_states import TakeKept
+from pippy.drivers.control.messages.optimizers import LoadOptimizerState, OptimizerStep
+from pippy.drivers.control.messages.parameters import Initialize, Store
+from pippy.drivers.control.messages.peers import NeedsPeers
+from pippy.drivers.control.messages.stages import ForgetPeers
+from pippy.drivers.control.messages.urgent import Dump, GiveUp
 from pippy.drivers.errors import ClusterError, StepError
 from pippy.drivers.interrupts import uninterrupted
 from pippy.ir.surroundings import Surroundings

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 
-from pippy.drivers.control.messages import StepResult
+from pippy.drivers.control.messages.steps import StepResult
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 
 Accept = Callable[[Mapping[int, StepResult]], None]

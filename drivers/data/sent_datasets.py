@@ -14,7 +14,7 @@ from pippy.drivers.batches.divide_call import guarded_inputs
 from pippy.drivers.batches.division import Division
 from pippy.drivers.batches.loss_weights import weighing_inputs
 from pippy.drivers.control.commands import Commands
-from pippy.drivers.control.messages import AddDataset, DatasetSeen
+from pippy.drivers.control.messages.datasets import AddDataset, DatasetSeen
 from pippy.drivers.data.dataset_source import DatasetSource
 from pippy.drivers.errors import DriverError
 from pippy.drivers.lowering.lower import Lowered

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pippy.drivers.control.messages import Generate, Generated, Sampling
+from pippy.drivers.control.messages.generation import Generate, Generated, Sampling
 from pippy.ir.brief import brief
 from pippy.ir.errors import GenerationError
 from pippy.ir.trees import describe

@@ -9,7 +9,8 @@ ids with what was generated behind them  ◀── tokens, from the worker that 
 import torch
 
 from pippy.drivers.control.commands import Commands
-from pippy.drivers.control.messages import AddGeneration, Generated, TensorLocation, TokenGraph, TokenStage
+from pippy.drivers.control.messages.generation import AddGeneration, Generated, TokenGraph, TokenStage
+from pippy.drivers.control.messages.parameters import TensorLocation
 from pippy.drivers.generation.prompts import Prompts
 from pippy.drivers.lowering.flow import outputs_of
 from pippy.drivers.placement.placed_pipe import PlacedPipe

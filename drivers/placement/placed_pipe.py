@@ -8,17 +8,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pippy.drivers.control.messages import (
-    AddProgram,
-    Call,
-    GradientBucket,
-    InputIndex,
-    Load,
-    OutOfOrderLimits,
-    ReplicatedParameter,
-    StageFlags,
-    TensorLocation,
-)
+from pippy.drivers.control.messages.gradients import GradientBucket, ReplicatedParameter
+from pippy.drivers.control.messages.parameters import TensorLocation
+from pippy.drivers.control.messages.programs import AddProgram, Call, InputIndex, OutOfOrderLimits
+from pippy.drivers.control.messages.stages import Load
+from pippy.drivers.control.messages.steps import StageFlags
 from pippy.drivers.errors import DriverError
 from pippy.drivers.lowering.flow import Work, loss_stage, outputs_of, value_names
 from pippy.drivers.lowering.lower import Lowered

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pippy.drivers.control.messages import WorkerRecord
+from pippy.drivers.control.messages.steps import WorkerRecord
 from pippy.drivers.schedules.programs.instructions import Compute, Instruction, Receive, Send
 
 SendTimes = Mapping[tuple[str, int, int], float]  # when a value of a micro-batch began to be sent to a worker

@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Protocol
 
-from pippy.drivers.control.messages import StepResult
+from pippy.drivers.control.messages.steps import StepResult
 from pippy.drivers.errors import DriverError
 from pippy.drivers.recording.comparison import comparison
 from pippy.drivers.recording.findings import findings

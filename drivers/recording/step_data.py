@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from pippy.drivers.control.messages import WorkerRecord
+from pippy.drivers.control.messages.steps import WorkerRecord
 from pippy.drivers.recording.activity import Activity, SendTimes, activities, label, spent
 from pippy.drivers.recording.clocks import clock_offsets
 from pippy.drivers.recording.model_names import NAMELESS, ModelNames

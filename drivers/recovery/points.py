@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pippy.drivers.control.commands import Commands
-from pippy.drivers.control.messages import TakeKept
+from pippy.drivers.control.messages.kept_states import TakeKept
 from pippy.drivers.control.step_numbers import StepNumbers
 from pippy.drivers.grad_scaler import PipelineGradScaler
 from pippy.drivers.optimizer import PipelineOptimizer

@@ -17,7 +17,8 @@ from typing import Any
 
 from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.control.commands import Commands
-from pippy.drivers.control.messages import KeepState, Store
+from pippy.drivers.control.messages.kept_states import KeepState
+from pippy.drivers.control.messages.parameters import Store
 from pippy.drivers.errors import CheckpointError, WorkerLostError
 from pippy.drivers.grad_scaler import PipelineGradScaler
 from pippy.drivers.interrupts import first_waits

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from pippy.drivers.control.commands import Commands
-from pippy.drivers.control.messages import ElsewhereTensor, Initialize, TensorLocation
+from pippy.drivers.control.messages.parameters import ElsewhereTensor, Initialize, TensorLocation
 from pippy.drivers.errors import DriverError
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.transport.pickling import pickle_by_value

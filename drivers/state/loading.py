@@ -19,7 +19,7 @@ from pippy.drivers.checkpoints.contents import MODEL, RANDOM_STATE, Contents, co
 from pippy.drivers.checkpoints.plain_values import random_state
 from pippy.drivers.checkpoints.safetensors_files import StoredTensor
 from pippy.drivers.control.commands import Commands
-from pippy.drivers.control.messages import ReadState, TakeState
+from pippy.drivers.control.messages.checkpoints import ReadState, TakeState
 from pippy.drivers.control.step_numbers import StepNumbers
 from pippy.drivers.errors import CheckpointError, StepError
 from pippy.drivers.interrupts import first_waits

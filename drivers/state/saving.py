@@ -23,7 +23,8 @@ from pippy.drivers.checkpoints.safetensors_files import check_writable, write_te
 from pippy.drivers.checkpoints.synced_files import WrittenFile, write_file
 from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.control.commands import Commands
-from pippy.drivers.control.messages import AskWritten, Failure, WriteState, WrittenState
+from pippy.drivers.control.messages.checkpoints import AskWritten, WriteState, WrittenState
+from pippy.drivers.control.messages.commands import Failure
 from pippy.drivers.errors import CheckpointError, StepError
 from pippy.drivers.interrupts import uninterrupted
 from pippy.drivers.optimizer import PipelineOptimizer

@@ -5,7 +5,7 @@ from typing import Any
 
 from pippy.drivers.batches.loss_check import LossReport
 from pippy.drivers.control.dispatch import Dispatch, PendingCommand
-from pippy.drivers.control.messages import StepResult
+from pippy.drivers.control.messages.steps import StepResult
 from pippy.drivers.steps.results import Results, joined
 
 

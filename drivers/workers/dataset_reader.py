@@ -15,7 +15,7 @@ from pippy.drivers.batches.division import DividedValue, Division, map_divided
 from pippy.drivers.batches.items import joined_items
 from pippy.drivers.batches.loss_weights import loss_weights
 from pippy.drivers.batches.refused_inputs import refuse_inputs
-from pippy.drivers.control.messages import AddDataset, DatasetSeen
+from pippy.drivers.control.messages.datasets import AddDataset, DatasetSeen
 from pippy.drivers.errors import DriverError, MicrobatchError
 from pippy.drivers.transport.pickling import unpickle
 from pippy.drivers.transport.received_values import Interrupted

@@ -9,38 +9,17 @@ import torch
 from torch import nn
 
 from pippy.drivers.batches.columns import DivisionOfColumns
-from pippy.drivers.control.messages import (
-    AddDataset,
-    AddGeneration,
-    AddProgram,
-    ClampGradients,
-    Command,
-    DatasetSeen,
-    ElsewhereTensor,
-    Fetch,
-    Generate,
-    Generated,
-    GradientNorms,
-    Initialize,
-    KeepState,
-    Load,
-    LoadOptimizerState,
-    MakeOptimizer,
-    OptimizerState,
-    OptimizerStep,
-    ReadState,
-    ReduceGradients,
-    ScaleGradients,
-    Step,
-    StepResult,
-    StepReturning,
-    Store,
-    TakeKept,
-    TakeState,
-    TensorLocation,
-    WriteState,
-    WrittenState,
-)
+from pippy.drivers.control.messages.checkpoints import ReadState, TakeState, WriteState, WrittenState
+from pippy.drivers.control.messages.commands import Command
+from pippy.drivers.control.messages.datasets import AddDataset, DatasetSeen
+from pippy.drivers.control.messages.generation import AddGeneration, Generate, Generated
+from pippy.drivers.control.messages.gradients import ClampGradients, GradientNorms, ReduceGradients, ScaleGradients
+from pippy.drivers.control.messages.kept_states import KeepState, TakeKept
+from pippy.drivers.control.messages.optimizers import LoadOptimizerState, MakeOptimizer, OptimizerState, OptimizerStep
+from pippy.drivers.control.messages.parameters import ElsewhereTensor, Fetch, Initialize, Store, TensorLocation
+from pippy.drivers.control.messages.programs import AddProgram
+from pippy.drivers.control.messages.stages import Load
+from pippy.drivers.control.messages.steps import Step, StepResult, StepReturning
 from pippy.drivers.transport.device_copies import DeviceCopies
 from pippy.drivers.transport.pickling import unpickle
 from pippy.drivers.transport.transport import Transport

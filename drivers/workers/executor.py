@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pippy.drivers.control.messages import AddProgram, InputIndex, StepResult
+from pippy.drivers.control.messages.programs import AddProgram, InputIndex
+from pippy.drivers.control.messages.steps import StepResult
 from pippy.drivers.errors import PeerLost
 from pippy.drivers.lowering.flow import Work
 from pippy.drivers.schedules.programs.edges import Pass

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pippy.drivers.control.messages import AddGeneration, Generate, Generated, TokenGraph, TokenStage
+from pippy.drivers.control.messages.generation import AddGeneration, Generate, Generated, TokenGraph, TokenStage
 from pippy.drivers.transport.pickling import unpickle
 from pippy.drivers.transport.received_values import Interrupted, ValueKey
 from pippy.drivers.transport.transport import Transport

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
-from pippy.drivers.control.messages import GradientBucket, TensorLocation
+from pippy.drivers.control.messages.gradients import GradientBucket
+from pippy.drivers.control.messages.parameters import TensorLocation
 from pippy.drivers.transport.received_values import ValueKey
 from pippy.ir.run.stage_backward import add_gradients
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from pippy.drivers.checkpoints.plain_values import random_state, random_values
-from pippy.drivers.control.messages import KeepState, TakeKept
+from pippy.drivers.control.messages.kept_states import KeepState, TakeKept
 from pippy.drivers.transport.transport import Transport
 from pippy.drivers.workers.worker_optimizer import WorkerOptimizer
 from pippy.ir.run.random_state import RandomState

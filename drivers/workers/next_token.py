@@ -2,7 +2,7 @@
 
 import torch
 
-from pippy.drivers.control.messages import Sampling
+from pippy.drivers.control.messages.generation import Sampling
 
 
 class Noise:

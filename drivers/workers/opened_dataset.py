@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pippy.drivers.batches.dataset_items import column_of, columns_of, load_rows
-from pippy.drivers.control.messages import AddDataset, DatasetSeen
+from pippy.drivers.control.messages.datasets import AddDataset, DatasetSeen
 from pippy.drivers.errors import DriverError
 from pippy.drivers.transport.pickling import unpickle
 from pippy.drivers.transport.received_values import Interrupted

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pippy.drivers.control.messages import AddProgram, OutOfOrderLimits
+from pippy.drivers.control.messages.programs import AddProgram, OutOfOrderLimits
 from pippy.drivers.lowering.flow import taken
 from pippy.drivers.schedules.programs.edges import Pass, produced_by
 from pippy.drivers.schedules.programs.instructions import Compute, Op, Receive

@@ -11,7 +11,8 @@ from collections.abc import Callable, Container, Sequence
 
 import torch
 
-from pippy.drivers.control.messages import GradientBucket, TensorLocation
+from pippy.drivers.control.messages.gradients import GradientBucket
+from pippy.drivers.control.messages.parameters import TensorLocation
 from pippy.drivers.transport.transport import Transport
 from pippy.drivers.workers.gradient_sums import FIRST_SHARE
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from pippy.drivers.control.messages import WorkerRecord
+from pippy.drivers.control.messages.steps import WorkerRecord
 from pippy.drivers.schedules.programs.instructions import Compute, Instruction, Receive, Send
 from pippy.drivers.transport.device_copies import DeviceCopies
 from pippy.drivers.transport.received_values import ValueKey

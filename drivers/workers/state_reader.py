@@ -8,7 +8,8 @@ import torch
 
 from pippy.drivers.checkpoints.plain_values import random_state
 from pippy.drivers.checkpoints.safetensors_files import StoredTensor
-from pippy.drivers.control.messages import ReadState, TakeState, TensorLocation
+from pippy.drivers.control.messages.checkpoints import ReadState, TakeState
+from pippy.drivers.control.messages.parameters import TensorLocation
 from pippy.drivers.errors import CheckpointError
 from pippy.drivers.workers.worker_optimizer import WorkerOptimizer
 from pippy.ir.trees import describe

@@ -11,7 +11,9 @@ import torch
 
 from pippy.drivers.checkpoints.plain_values import random_values
 from pippy.drivers.checkpoints.safetensors_files import check_writable, write_tensors
-from pippy.drivers.control.messages import Failure, TensorLocation, WriteState, WrittenState
+from pippy.drivers.control.messages.checkpoints import WriteState, WrittenState
+from pippy.drivers.control.messages.commands import Failure
+from pippy.drivers.control.messages.parameters import TensorLocation
 from pippy.drivers.errors import CheckpointError
 from pippy.drivers.transport.received_values import Interrupted
 from pippy.drivers.workers.worker_optimizer import WorkerOptimizer

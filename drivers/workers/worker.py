@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pippy.drivers.control.messages import Answer, AskWritten, Command, Dump, Failure, ForgetPeers, GiveUp, Load, Unload
+from pippy.drivers.control.messages.checkpoints import AskWritten
+from pippy.drivers.control.messages.commands import Answer, Command, Failure
+from pippy.drivers.control.messages.stages import ForgetPeers, Load, Unload
+from pippy.drivers.control.messages.urgent import Dump, GiveUp
 from pippy.drivers.errors import PeerLost
 from pippy.drivers.schedules.programs.instructions import Compute, Free, Receive, Send
 from pippy.drivers.transport.received_values import Interrupted

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 import torch
 
-from pippy.drivers.control.messages import Command, CommandElsewhere, Load
+from pippy.drivers.control.messages.commands import Command, CommandElsewhere
+from pippy.drivers.control.messages.stages import Load
 from pippy.drivers.errors import DriverError
 from pippy.drivers.workers.worker_context import WorkerContext
 from pippy.ir.run.random_state import RandomState, seed_all

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Any
 
-from pippy.drivers.control.messages import Dump, Ping
+from pippy.drivers.control.messages.urgent import Dump, Ping
 from pippy.drivers.workers.worker_context import WorkerContext
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from pippy.drivers.control.messages import WorkerRecord
+from pippy.drivers.control.messages.steps import WorkerRecord
 from pippy.drivers.recording.record import RecordedStep
 from pippy.drivers.schedules import add_communication, make_schedule
 from pippy.drivers.schedules.programs.instructions import Compute, Instruction, Receive, Send

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pippy import PipelineDriver1F1B, pipe_split, pipeline
-from pippy.drivers.control.messages import Step
+from pippy.drivers.control.messages.steps import Step
 from pippy.ir.trees import children, leaves
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pippy import MultiUseParameterConfig, pipe_split, pipeline
-from pippy.drivers.control.messages import Fetch
+from pippy.drivers.control.messages.parameters import Fetch
 from pippy.drivers.driver import PipelineDriver, PipelineDriver1F1B
 from pippy.drivers.errors import DriverError, OptimizerError
 from tests.drivers.models import Chain

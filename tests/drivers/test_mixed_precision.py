@@ -134,7 +134,7 @@ def test_a_run_goes_on_from_saved_states_to_the_bit(threads, model_first):
 
 
 def state_on(driver, optimizer, worker, place):
-    from pippy.drivers.control.messages import OptimizerState
+    from pippy.drivers.control.messages.optimizers import OptimizerState
 
     return driver.commands.call({worker: OptimizerState(optimizer.number, (place,))})[worker][0]
 

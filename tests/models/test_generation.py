@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pippy import PipelineDriver1F1B, PipelineDriverInterleaved1F1B, local_cluster, pipeline
-from pippy.drivers.control.messages import Sampling
+from pippy.drivers.control.messages.generation import Sampling
 from pippy.drivers.workers.next_token import probabilities
 from pippy.errors import GenerationError, StepError
 from pippy.ir.pipe import model_of

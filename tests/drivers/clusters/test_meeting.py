@@ -13,7 +13,7 @@ from pippy.drivers.clusters.neighbours import close_all, two_pairs
 from pippy.drivers.clusters.rank_info import RankInfo
 from pippy.drivers.clusters.torchrun_worker import TorchrunWorker
 from pippy.drivers.control.control import Address, Control
-from pippy.drivers.control.messages import Connect
+from pippy.drivers.control.messages.urgent import Connect
 from pippy.drivers.errors import ClusterError
 from pippy.drivers.transport.messages.controller_connections import ControllerConnections
 from pippy.drivers.transport.messages.message_queue import DeliveryFailure

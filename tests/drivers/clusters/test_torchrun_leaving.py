@@ -10,7 +10,7 @@ import pytest
 
 from pippy.drivers.clusters import torchrun_worker
 from pippy.drivers.clusters.torchrun_worker import Leave, TorchrunWorker
-from pippy.drivers.control.messages import Command
+from pippy.drivers.control.messages.commands import Command
 from tests.drivers.processes import within
 
 

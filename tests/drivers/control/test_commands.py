@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from pippy.drivers.control.commands import Commands, GradientState
-from pippy.drivers.control.messages import ReduceGradients, Unload
+from pippy.drivers.control.messages.gradients import ReduceGradients
+from pippy.drivers.control.messages.stages import Unload
 from pippy.drivers.control.nonfinite_gradients import NonFiniteGradients
 from pippy.drivers.errors import DriverError, StepError
 from pippy.ir.surroundings import Surroundings

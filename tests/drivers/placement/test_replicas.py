@@ -23,7 +23,7 @@ from pippy import (
     pipeline,
 )
 from pippy.drivers.clusters.local_cluster import local_cluster
-from pippy.drivers.control.messages import Fetch
+from pippy.drivers.control.messages.parameters import Fetch
 from pippy.drivers.errors import DriverError, OptimizerError, StepError, WorkerLostError
 from pippy.drivers.workers.gradient_sums import FIRST_NUMBER
 from tests.drivers.models import TiedLanguage

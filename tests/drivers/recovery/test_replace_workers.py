@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pippy import Pipe, PipelineDriver1F1B, local_cluster
-from pippy.drivers.control.messages import OptimizerStep
+from pippy.drivers.control.messages.optimizers import OptimizerStep
 from pippy.drivers.errors import ClusterError, DriverError, WorkerLostError
 from pippy.drivers.recovery.replace_workers import replace_lost_workers
 from tests.drivers.clusters.test_descriptors import sockets

@@ -17,7 +17,7 @@ from pippy import (
     pipe_split,
     pipeline,
 )
-from pippy.drivers.control.messages import Step
+from pippy.drivers.control.messages.steps import Step
 from pippy.drivers.errors import DriverError, MicrobatchError
 from pippy.drivers.transport.pickling import pickle_message
 from tests.drivers.models import Chain

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pippy.drivers.control.messages import ReplicatedParameter, TensorLocation
+from pippy.drivers.control.messages.gradients import ReplicatedParameter
+from pippy.drivers.control.messages.parameters import TensorLocation
 from pippy.drivers.placement import gradient_buckets as buckets_module
 from pippy.drivers.placement.gradient_buckets import gradient_buckets
 from pippy.drivers.transport.in_process import in_process

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pippy.drivers.control.messages import GradientBucket, ReplicatedParameter
+from pippy.drivers.control.messages.gradients import GradientBucket, ReplicatedParameter
 from pippy.drivers.workers.gradient_sums import FIRST_NUMBER, FIRST_SHARE, GradientSums
 from pippy.drivers.workers.kept_states import KEPT_NUMBER
 from pippy.drivers.workers.replica_buffers import NOTES

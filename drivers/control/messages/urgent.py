@@ -1,0 +1,36 @@
+"""What a worker is asked while it runs commands, and answers at once."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """Urgent: give up those of the commands from ``first`` to ``last`` that are not done yet."""
+
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Dump:
+    """Urgent: say what the worker is doing, or waiting for."""
+
+
+@dataclass(frozen=True)
+class Ping:
+    """Urgent: answer anything, to show that the worker lives."""
+
+
+@dataclass(frozen=True)
+class Connect:
+    """Urgent: give two workers a connection with each other. Both are of this worker's host, or one is this worker."""
+
+    one: int
+    other: int
+
+
+@dataclass(frozen=True)
+class Invite:
+    """Urgent, from worker ``guest`` of another host: open a door for it. The answer is an Invitation, or None."""
+
+    guest: int
