@@ -40,6 +40,7 @@ class Meeting:
             messages, and for urgent ones.
         connections: if this is the first rank of its host, its connections to the workers there.
         near: the workers that these connections reach.
+        devices: the device of each worker.
         number: how many meetings there were at this store before: torchrun may keep it when it starts the ranks again.
     """
 
@@ -48,11 +49,17 @@ class Meeting:
     sockets: Pair | None = None
     connections: ControllerConnections = field(default_factory=ControllerConnections)
     near: frozenset[int] = frozenset()
+    devices: tuple[str, ...] = ()
     number: int = 0
 
 
-def meet(rank_info: RankInfo, names: Sequence[str], timeout: float, transport: str | None) -> Meeting:
-    """Meet the other ranks at torchrun's store, and get sockets to those of this host, unless all is to go by RPC."""
+def meet(
+    rank_info: RankInfo, names: Sequence[str], timeout: float, transport: str | None, device: str = "cpu"
+) -> Meeting:
+    """Meet the other ranks at torchrun's store, and get sockets to those of this host, unless all is to go by RPC.
+
+    The worker of this rank computes on ``device``.
+    """
     try:
         given = next(rendezvous("env://", rank_info.rank, rank_info.world_size, timeout=timedelta(seconds=timeout)))[0]
         _kept.append(given)
@@ -61,16 +68,16 @@ def meet(rank_info: RankInfo, names: Sequence[str], timeout: float, transport: s
     except (RuntimeError, OSError) as error:
         raise ClusterError(f"rank {rank_info.rank} cannot reach torchrun's store: {error}") from error
     board = RankBoard(store, rank_info.rank, timeout)
-    board.write("host of", [socket.gethostname(), os.getpid(), this_host()])
+    board.write("host of", [socket.gethostname(), os.getpid(), this_host(), device])
     found = board.read("host of", range(rank_info.world_size))
     if transport == "rpc":
         neighbours = apart(rank_info.world_size)
     else:
-        neighbours = meet_neighbours(board, [host for _, _, host in found])
+        neighbours = meet_neighbours(board, [host for _, _, host, _ in found])
     at = [found[rank_info.rank_of(worker)] for worker in range(len(names))]
     routes = Routes(
         tuple(names),
-        tuple(host for host, _, _ in at),
+        tuple(host for host, *_ in at),
         tuple(filter(None, (_workers(rank_info, group) for group in neighbours.groups))),
         {rank_info.worker_of(rank): why for rank, why in neighbours.reasons.items()},
     )
@@ -80,7 +87,8 @@ def meet(rank_info: RankInfo, names: Sequence[str], timeout: float, transport: s
             f"{routes}"
         )
     addresses = [Address(name, rank_info.rpc_name(i), *at[i][:2]) for i, name in enumerate(names)]
-    meeting = Meeting(addresses, routes, number=meeting_number)
+    devices = tuple(device for *_, device in at)
+    meeting = Meeting(addresses, routes, devices=devices, number=meeting_number)
     if transport != "rpc":
         _connect(meeting, rank_info, neighbours)
     return meeting

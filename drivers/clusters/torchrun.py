@@ -101,7 +101,7 @@ def cluster(
     own_device = _device(rank_info, devices, device)
     _check_first()
     keep_freed_memory()
-    met = meet(rank_info, names, start_timeout, transport)
+    met = meet(rank_info, names, start_timeout, transport, own_device)
     address = None if transport == "rpc" else address_of(interface(rank_info))
     met.routes = replace(met.routes, only_rpc=address is None)
     worker = _worker(rank_info, met, own_device, threads, timeout, patience, address)
@@ -202,6 +202,7 @@ def _worker(
         met.connections,
         patience,
         address,
+        [worker for worker in near if worker != rank_info.index and met.devices[worker] != "cpu"],
     )
 
 
