@@ -202,7 +202,7 @@ def _worker(
         met.connections,
         patience,
         address,
-        [worker for worker in near if worker != rank_info.index and met.devices[worker] != "cpu"],
+        [each for each in near if each != rank_info.index and not met.devices[each].startswith("cpu")],
     )
 
 

@@ -108,7 +108,9 @@ def test_words_are_written_and_waited_for_in_the_current_stream(accelerator, lib
     ]
 
 
-@pytest.mark.parametrize("name", ["cuMemAlloc_v2", "cuIpcGetMemHandle", "cuIpcOpenMemHandle_v2", "cuMemHostRegister_v2"])
+@pytest.mark.parametrize(
+    "name", ["cuMemAlloc_v2", "cuIpcGetMemHandle", "cuIpcOpenMemHandle_v2", "cuMemHostRegister_v2"]
+)
 def test_a_call_that_fails_says_why_and_leaves_nothing(accelerator, library, name):
     library.fails[name] = 2
     with pytest.raises(NotShared, match=f"^{name} failed with 2: out of memory$"):
@@ -119,9 +121,9 @@ def test_a_call_that_fails_says_why_and_leaves_nothing(accelerator, library, nam
 
 
 def test_without_the_driver_nothing_is_shared():
-    with pytest.raises(NotShared, match="CUDA's driver cannot be used: .*libnot"):
+    with pytest.raises(NotShared, match=r"CUDA's driver cannot be used: .*libnot"):
         CudaDriver(lambda name: ctypes.CDLL("libnot.so.1"))
-    with pytest.raises(NotShared, match="CUDA's driver cannot be used: .*cuMemAlloc_v2"):
+    with pytest.raises(NotShared, match=r"CUDA's driver cannot be used: .*cuMemAlloc_v2"):
         CudaDriver(lambda name: ctypes.CDLL(None))
 
 
