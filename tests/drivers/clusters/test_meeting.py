@@ -4,6 +4,7 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from pippy.drivers.transport.messages.mixed_messages import MixedMessages
 from pippy.drivers.transport.pickling import pickle_message
 from tests.drivers.processes import few_descriptors
 
-NOTHING = MappingProxyType({})
+NOTHING: MappingProxyType[int, Any] = MappingProxyType({})
 
 
 @pytest.fixture
