@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from exps import faults
+from exps.injected.gentle import gentle
+from exps.injected.training import Training
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 KINDS = ["exit", "no memory", "no descriptors", "no shared memory", "ctrl-c", "ctrl-c twice"]
@@ -17,8 +18,8 @@ def test_random_faults_of_every_kind_that_a_cluster_survives(cluster):
     rng.shuffle(KINDS)
     open_now = None
     for kind in KINDS:
-        training = faults.Training(cluster, rng)
-        report = faults.gentle(training, kind)
+        training = Training(cluster, rng)
+        report = gentle(training, kind)
         assert not report.wrong, report
         training.driver.close()
         open_now = open_now or len(os.listdir("/proc/self/fd"))

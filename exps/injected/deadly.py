@@ -1,0 +1,57 @@
+"""Faults that end a process, or a connection, of a cluster."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+from exps.injected.kinds import BY_THE_WATCHER
+from exps.injected.training import ROWS, STAGES, Report, Training
+from pippy.drivers.errors import ClusterError, StepError, WorkerLostError
+from tests.drivers import failing_model, scarce
+
+LONGEST = 60.0  # seconds of steps, until what was to happen has not
+
+
+def deadly(training: Training, kind: str) -> Report:
+    """A fault at a random moment of a step: a signal for a process, a cut, or what the watcher of this process does."""
+    sent: list[float] = []
+    orders = None
+    if kind == "cut":
+        trap, row = training.rng.randrange(STAGES), training.rng.randrange(ROWS)
+        orders = failing_model.orders(ROWS, trap, scarce.CUT_SOCKETS, row)
+        sent.append(time.monotonic())
+    elif kind not in BY_THE_WATCHER:
+        victim, number = _victim(training, kind), signal.SIGKILL if kind.startswith("kill") else signal.SIGSTOP
+
+        def strike() -> None:
+            sent.append(time.monotonic())
+            os.kill(victim, number)
+
+        threading.Timer(training.rng.uniform(0, 0.1), strike).start()
+    until = time.monotonic() + LONGEST
+    wrong = ""
+    try:
+        while time.monotonic() < (sent[0] + 0.5 if kind == "stop fork server" and sent else until):
+            training.run(orders)
+        wrong = "" if kind == "stop fork server" else "nothing was noticed"
+    except WorkerLostError as error:
+        wrong = f"a worker was lost: {error}" if kind == "stop fork server" else ""
+    except (StepError, ClusterError) as error:
+        wrong = f"{type(error).__name__}: {error}"
+    ended = time.monotonic()
+    seconds = 0.0 if not sent or kind == "stop fork server" else ended - sent[0]
+    return Report(kind, seconds, wrong, ended)
+
+
+def _victim(training: Training, kind: str) -> int:
+    workers = [worker.pid for worker in training.cluster.control.workers if worker.pid != os.getpid()]
+    if kind.endswith("fork server"):
+        return fork_server(workers[0])
+    return training.rng.choice(workers)
+
+
+def fork_server(worker: int) -> int:
+    """The process that a worker was forked from."""
+    return int(Path(f"/proc/{worker}/stat").read_text().rsplit(")", 1)[1].split()[1])
