@@ -227,10 +227,12 @@ class PipelineDriverBase(ModelOnWorkers):
         With ``outputs=True`` it gives the loss and what the model returns, as `LossAndOutputs`; with ``outputs=False`` the loss
         alone, also where the model returns more.
         """
+        number = self.dispatch.number
         try:
             return self.run_async(chunks, *args, outputs=outputs, **kwargs).result()
-        except KeyboardInterrupt as interrupt:
-            self.dispatch.give_up(interrupt)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) or self.dispatch.has_sent_since(number):
+                self.dispatch.give_up(error)
             raise
 
     @in_turn

@@ -271,9 +271,7 @@ class Control:
             raise self.mark_lost(worker, f"the connection to it broke: {_last_line(error)}") from None
 
     def _inspect(self, call: PendingCall) -> None:
-        try:
-            call.future.value()
-        except Exception as error:
+        if (error := _failure(call.future)) is not None:
             self._explain(call, error)
 
     def _explain(self, call: PendingCall, error: Exception) -> None:
@@ -293,11 +291,8 @@ class Control:
             ping = wait.next()
         if ping is None:
             return self.unanswered()
-        try:
-            ping.future.value()
-        except Exception as error:  # RPC raises errors of all kinds
-            return f"a ping failed: {_last_line(error)}"
-        return None
+        error = _failure(ping.future)
+        return None if error is None else f"a ping failed: {_last_line(error)}"
 
     def unanswered(self) -> str:
         """How a worker is lost that gives no sign of itself."""
@@ -316,11 +311,23 @@ def _end_in_fork() -> None:
 os.register_at_fork(after_in_child=_end_in_fork)
 
 
-def _succeeded(future: Any) -> bool:
+def _failure(future: Any) -> Exception | None:
+    """What a call failed with; None if it was answered."""
     try:
         future.value()
-    except Exception:  # RPC raises errors of all kinds
-        return False
+    except Exception as error:  # RPC raises errors of all kinds
+        if _succeeded(future):
+            raise  # it is of a handler of the script, for a signal
+        return error
+    return None
+
+
+def _succeeded(future: Any) -> bool:
+    with uninterrupted():
+        try:
+            future.value()
+        except Exception:
+            return False
     return True
 
 
@@ -411,8 +418,6 @@ class _Wait:
 
     def _pong(self, ping: PendingCall) -> None:
         self.pings.pop(ping.worker, None)
-        try:
-            ping.future.value()
-        except Exception as error:
+        if (error := _failure(ping.future)) is not None:
             how = f"the connection to it broke: {_last_line(error)}"
-            raise self.control.mark_lost(ping.worker, how) from None
+            raise self.control.mark_lost(ping.worker, how)

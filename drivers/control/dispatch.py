@@ -174,8 +174,9 @@ class Dispatch:
                         oldest = None if posted.done else self.outstanding[0]
                     if oldest is not None:
                         self._finish(oldest)
-        except KeyboardInterrupt as interrupt:  # while another thread takes in answers
-            self.give_up(interrupt)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) or not posted.done:  # while another thread takes in answers
+                self.give_up(error)
             raise
 
     def call(
@@ -187,13 +188,15 @@ class Dispatch:
         surroundings: Surroundings | None = None,
     ) -> dict[int, Any]:
         """Post a command, and wait for it. Steps that are under way are waited for first: it is to find them done."""
+        posted = None
         try:
             with self.sending:
                 self.wait_all()
                 posted = self.post(driver, bodies, zero_grad, undo, surroundings=surroundings)
             return self.wait(posted)
-        except KeyboardInterrupt as interrupt:  # between the two
-            self.give_up(interrupt)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) or (posted is not None and not posted.done):  # between the two
+                self.give_up(error)
             raise
 
     def wait_all(self) -> None:
@@ -263,6 +266,11 @@ class Dispatch:
                     raise self.control.mark_lost(answer.failure.peer, how)
                 return call.worker, answer.failure
         return None
+
+    def has_sent_since(self, number: int) -> bool:
+        """Whether a later command of this thread than the one with this number is under way."""
+        with self.lock:
+            return any(each.number > number and each.thread == threading.get_ident() for each in self.outstanding)
 
     def give_up(self, error: BaseException) -> None:
         """Give up all that is under way, because of an error. The workers are told, unless the cluster is broken."""
@@ -370,8 +378,19 @@ def _answer(call: PendingCall) -> Answer:
     try:
         answer: Answer = call.answer
     except Exception as error:
+        if _is_readable(call):
+            raise  # it is of a handler of the script, for a signal
         return Answer(failure=Failure(f"{type(error).__name__}: {error}", "", where="the exchange of messages"))
     return answer
+
+
+def _is_readable(call: PendingCall) -> bool:
+    with uninterrupted():
+        try:
+            _ = call.answer
+        except Exception:
+            return False
+    return True
 
 
 def _for_step(posted: PendingCommand, first: PendingCommand, error: BaseException) -> Exception:

@@ -26,19 +26,28 @@ def places(do: Callable[[], Any], files: tuple[str, ...]) -> list[Place]:
     return list(found)
 
 
-def lost(do: Callable[[], Any], files: tuple[str, ...], place: Place) -> bool:
-    """Run a function with Ctrl-C at one place. True if that raised no KeyboardInterrupt, though the place was reached."""
+def lost(
+    do: Callable[[], Any],
+    files: tuple[str, ...],
+    place: Place,
+    number: int = signal.SIGINT,
+    raised: type[BaseException] = KeyboardInterrupt,
+) -> bool:
+    """Run a function with Ctrl-C at one place. True if that raised no KeyboardInterrupt, though the place was reached.
+
+    Or with another signal, whose handler raises something else.
+    """
     left = [place]
 
     def come(here: Place) -> None:
         if here in left:
             left.clear()
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
 
     try:
         with _traced(files, come):
             do()
-    except KeyboardInterrupt:
+    except raised:
         return False
     return not left
 

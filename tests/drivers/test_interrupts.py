@@ -19,13 +19,13 @@ from pippy.drivers.checkpoints.synced_files import read_file, write_file
 from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.clusters.local_cluster import _chosen_transport
 from pippy.drivers.control.control import Address, Control, PendingCall
-from pippy.drivers.interrupts import first_waits
+from pippy.drivers.interrupts import first_waits, uninterrupted
 from pippy.drivers.transport.messages.controller_connections import ControllerConnections
 from pippy.drivers.transport.messages.stderr_filter import StderrFilter
 from pippy.drivers.transport.pickling import pickle_message
 from pippy.drivers.transport.pollable_event import PollableEvent
 from pippy.ir.interrupts import come_again
-from tests.drivers.interrupted_everywhere import leaks
+from tests.drivers.interrupted_everywhere import leaks, lost, places
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
@@ -136,6 +136,90 @@ def test_who_presses_ctrl_c_twice_is_not_kept_waiting():
         seen.append("to the end")
     assert seen == ["goes on", "to the end"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+class Stop(Exception):
+    """What a handler of the script raises, as for a time limit, or as torch's when a process of a DataLoader has died."""
+
+
+@pytest.fixture
+def stopping():
+    """SIGALRM and SIGCHLD have such a handler."""
+
+    def stop(number, frame):
+        raise Stop
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGALRM, signal.SIGCHLD)}
+    yield stop
+    for number, handler in before.items():
+        assert signal.signal(number, handler) is stop
+
+
+def test_a_handler_that_raises_breaks_nothing_wherever_its_signal_comes(cluster, stopping):
+    """Of a message, a part was sent: a worker that lived was said to be lost. An answer counted as a failed call."""
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    driver = PipelineDriver1F1B(Pipe.from_sequential(copy.deepcopy(plain), nn.MSELoss()), cluster)
+    optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.0)
+    x, target = torch.randn(2, 4), torch.randn(2, 1)
+
+    def train():
+        driver.run(1, x, target)
+        optimizer.step()
+        driver.zero_grad()
+
+    train()
+    loss, files = (
+        F.mse_loss(plain(x), target).detach(),
+        ("control/control.py", "control/dispatch.py", "_connections.py"),
+    )
+    found = places(train, files)
+    assert len(found) > 50
+    for place in found:
+        assert not lost(train, files, place, signal.SIGALRM, Stop)
+        driver.zero_grad()
+        torch.testing.assert_close(driver.run(1, x, target), loss)
+    F.mse_loss(plain(x), target).backward()
+    torch.testing.assert_close(driver.gradients(), {name: each.grad for name, each in plain.named_parameters()})
+    driver.close()
+
+
+def test_a_handler_that_raises_between_a_step_and_its_result_gives_up_the_step(threads, monkeypatch):
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    driver = PipelineDriver1F1B(Pipe.from_sequential(copy.deepcopy(plain), nn.MSELoss()), threads)
+    x, target = torch.randn(2, 4), torch.randn(2, 1)
+    F.mse_loss(plain(x), target).backward()
+    driver.run(1, x, target)
+    before = driver.gradients()
+
+    class Interrupting:
+        def result(self):
+            raise Stop
+
+    run_async = driver.run_async
+    with monkeypatch.context() as patched, pytest.raises(Stop):
+        patched.setattr(driver, "run_async", lambda *args, **options: (run_async(*args, **options), Interrupting())[1])
+        driver.run(1, x, target)
+    assert not driver.dispatch.outstanding
+    torch.testing.assert_close(driver.gradients(), before)
+    torch.testing.assert_close(before, {name: each.grad for name, each in plain.named_parameters()})
+
+
+def test_signals_of_several_kinds_wait_for_the_end_of_a_block_and_each_is_handled(stopping):
+    seen = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append("handled"))
+    try:
+        with pytest.raises(Stop), uninterrupted():
+            for number in (signal.SIGALRM, signal.SIGUSR1, signal.SIGCHLD):
+                signal.raise_signal(number)
+            seen.append("to the end")
+        assert seen == ["to the end", "handled"]
+        with pytest.raises(Stop), first_waits():
+            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGALRM)
+            seen.append("never")
+        assert seen == ["to the end", "handled", "handled"]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_ctrl_c_leaves_no_descriptor_open_wherever_it_comes():
