@@ -140,6 +140,7 @@ class TorchAccelerator(Accelerator):
     def __init__(self, device: torch.device) -> None:
         index = torch.accelerator.current_device_index() if device.index is None else device.index
         self.device, self.module = torch.device(device.type, index), cast(Any, torch.get_device_module(device))
+        self.memory_device = self.device  # of the tensors that are made of blocks
         self._sleeps = {"blocking": True} if device.type == "cuda" else {}  # else a thread that waits is busy
 
     def set_current(self) -> None:
@@ -185,7 +186,11 @@ class TorchAccelerator(Accelerator):
         if self.device.type != "cuda":
             return super().share(size)
         address = self._driver.allocate(size)
-        return _CudaBlock(self, address, size, self._driver.handle_of(address), self._driver.free)
+        try:
+            return _CudaBlock(self, address, size, self._driver.handle_of(address), self._driver.free)
+        except NotShared:
+            self._driver.free(address)
+            raise
 
     def open(self, handle: bytes, size: int) -> Block:
         if self.device.type != "cuda":
@@ -205,8 +210,9 @@ class _CudaBlock:
         self, accelerator: TorchAccelerator, address: int, size: int, handle: bytes, end: Callable[[int], None]
     ) -> None:
         # it counts as memory of this process's device: another one's can be mapped without being visible here
-        storage = torch._C._construct_storage_from_data_pointer(address, accelerator.device, size)
-        self.memory = torch.empty(0, dtype=torch.uint8, device=accelerator.device).set_(storage)
+        device = accelerator.memory_device
+        storage = torch._C._construct_storage_from_data_pointer(address, device, size)
+        self.memory = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
         self.handle, self._address, self._end = handle, address, end
 
     def close(self) -> None:

@@ -5,14 +5,21 @@ Question: how many microseconds does a step take for each computation of a worke
 Command:  python -m exps.control                  (see --help; from the root of the repository)
 Method:   as in versus_torch: the contestants take turns, pinned to cores, and sleep in between. The time of a computation
           is all that a worker does for it: Python, autograd, sending and receiving one number. With --workers N, more
-          workers than cores share these, and the time of a computation is the step times the cores over the computations
-          of all workers. The processor time of the workers counts no waiting, so a busy machine hardly changes it.
+          workers than cores share these, and the clock is the step times the cores over the computations of all workers:
+          how long a core is busy with one. "of all" is the step over the computations of all workers, and the aim for 16
+          workers on two cores was 60 µs of that. The processor time of the workers counts no waiting, but work beside them
+          fills the caches, and so lengthens it.
 Finding:  two cores, two workers, 10 rounds of 5 steps, 128 micro-batches, µs for each computation by the clock (quartiles), and
           of processor time: pippy fill_drain 123 (99–131) and 100, 1f1b 142 (126–147) and 130; torch GPipe 550 (533–559) and
           330, 1F1B 408 (296–491) and 334. So a computation takes pippy 0.22 to 0.35 of the time that it takes torch. Earlier,
           with 8 micro-batches: pippy fill_drain 191, 1f1b 207; torch GPipe 641, 1F1B 447: 0.30 to 0.46, as the fixed cost
-          of a step counts more. 16 workers on these cores, 1f1b: 201 (188–221) and 194; the aim was 60. One worker alone,
-          which has to wait for nobody, takes about 40.
+          of a step counts more. 16 workers on these cores, 1f1b: 201 (188–221) by the clock of a core, so 101 (94–111) of
+          all, and 194 of processor time; the aim was 60 of all. One worker alone, which has to wait for nobody, takes about
+          40. In a later run of three rounds with 64 micro-batches, 1f1b took 83 of all and 164 of processor time, and
+          fill_drain 45 and 85. The difference is sleep: in 1f1b a worker sleeps 0.53 times for each computation, in
+          fill_drain 0.07 times. It cannot be less than once for two, as between two neighbours one micro-batch is under way.
+          The system's part is small, 10 to 15 µs. But after each sleep all code of the worker is slower, that of autograd
+          too, since others have used the core: this is the caches. What helps is less code, and to stay on a core.
 """
 
 import argparse
@@ -78,7 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(
         f"{options.workers} workers on {cores} cores, µs for each computation: by the clock, and processor time of the workers"
     )
-    print(f"{'schedule':28}{'chunks':>7}{'step ms':>10}{'clock':>8}{'quartiles':>16}{'processor':>11}")
+    print(f"{'schedule':28}{'chunks':>7}{'step ms':>10}{'clock':>8}{'quartiles':>16}{'of all':>8}{'processor':>11}")
     for chunks in options.chunks:
         peers = {name: contestant(name, chunks, options.workers) for name in options.only}
         with started(peers):
@@ -89,7 +96,7 @@ def main(arguments: list[str] | None = None) -> None:
             each = 1e6 * cores / all_of_them
             print(
                 f"{name:28}{chunks:7}{median * 1e3:10.2f}{median * each:8.1f}{f'{low * each:.1f}–{high * each:.1f}':>16}"
-                f"{processor * 1e6 / all_of_them:11.1f}",
+                f"{median * 1e6 / all_of_them:8.1f}{processor * 1e6 / all_of_them:11.1f}",
                 flush=True,
             )
 

@@ -36,8 +36,8 @@ import torch
 import torch.distributed as dist
 
 from exps.peers.hosts import LINK, hosts
+from pippy.drivers.clusters.interfaces import link_named
 from pippy.drivers.clusters.kept_memory import keep_freed_memory
-from pippy.drivers.clusters.torchrun import address_of
 from pippy.drivers.transport.messages import rpc
 from pippy.drivers.transport.messages.far_door import Invitation, come_in, open_door
 from pippy.drivers.transport.messages.message_queue import MessageQueue
@@ -58,7 +58,7 @@ def by_rpc(rank: int) -> tuple[RpcTransport, SharedMemoryTransport]:
     """A transport that has nothing but RPC, and the one that workers of several hosts have. Their keys begin with 0 and 1."""
     values = RpcValues(NAMES.__getitem__, print, 60.0)
     alone, mixed = RpcTransport(rank, values.post), SharedMemoryTransport(rank, {}, far=[1 - rank], post=values.post)
-    address = address_of(LINK)
+    address = link_named(LINK).address
     assert address is not None
 
     def invite(_: None) -> Invitation:

@@ -47,7 +47,7 @@ class LaunchConfig:
     def near(self, index: int) -> list[int]:
         """The other workers that compute on devices, if values may stay on them on their way from a worker."""
         devices = enumerate(self.devices) if self.transport == "shared_memory" else ()
-        return [worker for worker, device in devices if device != "cpu" and worker != index]
+        return [worker for worker, device in devices if not device.startswith("cpu") and worker != index]
 
     @property
     def uses_rpc(self) -> bool:

@@ -9,13 +9,9 @@ one another (neighbours.py); values between them go through shared memory. Then 
 
 import os
 import signal
-import socket
-import struct
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
-from fcntl import ioctl
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -31,6 +27,7 @@ from pippy.drivers.clusters.arguments import (
 )
 from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.clusters.current_cluster import check_none_open, opened
+from pippy.drivers.clusters.interfaces import Link, link_of_rank
 from pippy.drivers.clusters.kept_memory import keep_freed_memory
 from pippy.drivers.clusters.launch_config import CONTROLLER
 from pippy.drivers.clusters.lazy_cluster import current_lazy_cluster
@@ -49,7 +46,6 @@ from pippy.ir.brief import brief
 from pippy.ir.source import warn
 
 _was_open = False
-_SIOCGIFADDR = 0x8915
 
 
 def cluster(
@@ -101,8 +97,8 @@ def cluster(
     own_device = _device(rank_info, devices, device)
     _check_first()
     keep_freed_memory()
-    met = meet(rank_info, names, start_timeout, transport)
-    address = None if transport == "rpc" else address_of(interface(rank_info))
+    met = meet(rank_info, names, start_timeout, transport, *link_of_rank(rank_info), own_device)
+    address = None if transport == "rpc" else met.link.address
     met.routes = replace(met.routes, only_rpc=address is None)
     worker = _worker(rank_info, met, own_device, threads, timeout, patience, address)
     if rank_info.rank:
@@ -202,58 +198,29 @@ def _worker(
         met.connections,
         patience,
         address,
+        [each for each in near if each != rank_info.index and not met.devices[each].startswith("cpu")],
     )
 
 
-def _join(rank_info: RankInfo, timeout: float, number: int = 0) -> None:
+def _join(rank_info: RankInfo, timeout: float, link: Link, number: int = 0) -> None:
     name = rank_info.rpc_name(rank_info.index) if rank_info.rank else CONTROLLER
-    link = interface(rank_info)
     try:
-        rpc.join(name, rank_info.rank, rank_info.world_size, "env://", "uv", link, timeout, number)
+        rpc.join(name, rank_info.rank, rank_info.world_size, "env://", "uv", link.interface, timeout, number)
     except RuntimeError as error:
         raise ClusterError(
             f"rank {rank_info.rank} has met the others at torchrun's store, and did not get a connection with each of them, "
             f"though it tried for start_timeout ({timeout:g} s), up to five times. Every rank listens on ports that its system "
-            f"chooses, here of the interface {link}: a firewall must let the others through to these; TP_SOCKET_IFNAME names "
-            f"another interface. The first line of RPC's error: {str(error).strip().splitlines()[0]}"
+            f"chooses, here at {link.address} of the interface {link.interface}: a firewall must let the others through to "
+            f"these; TP_SOCKET_IFNAME names another interface. The first line of RPC's error: "
+            f"{str(error).strip().splitlines()[0]}"
         ) from error
-
-
-def interface(rank_info: RankInfo) -> str | None:
-    """The network interface on which this process listens: the one that leads to rank 0; loopback if all are on one host.
-
-    torch would choose the address of the host's name, which other hosts often cannot reach.
-    """
-    if rank_info.local_world_size == rank_info.world_size:
-        return "lo"
-    for name in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        if name in os.environ:
-            return os.environ[name]
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing
-        for _, name in socket.if_nameindex():
-            if address_of(name) == probe.getsockname()[0]:
-                return name
-    return None
-
-
-def address_of(interface: str | None) -> str | None:
-    """The address of a network interface, if it has one of IPv4.
-
-    >>> address_of("lo"), address_of("none")
-    ('127.0.0.1', None)
-    """
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        answer = ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", (interface or "").encode()[:15]))
-        return socket.inet_ntoa(answer[20:24])
-    return None
 
 
 def _work(worker: TorchrunWorker, rank_info: RankInfo, met: Meeting, timeout: float, start_timeout: float) -> NoReturn:
     """Run a worker until the controller closes the cluster, then leave the script."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's
-    _join(rank_info, start_timeout, met.number)
+    _join(rank_info, start_timeout, met.link, met.number)
     worker.watch(CONTROLLER, timeout)
     worker.run()
     rpc.leave()
@@ -272,7 +239,7 @@ def _control(
 ) -> Cluster:
     if worker is None:
         rpc.serve_nothing()
-    _join(rank_info, start_timeout, met.number)
+    _join(rank_info, start_timeout, met.link, met.number)
     global _was_open
     _was_open = True
     if worker is not None:

@@ -51,7 +51,8 @@ class TorchrunWorker:
     ``peer`` gives the RPC name of the process that hosts a worker. ``sockets``, if there are any, lead to the first process
     of this host: for messages, if that is the controller's, and for urgent ones. Through them come the sockets to workers of
     this host; to those that are ``far`` values go by RPC, and small ones over TCP if ``address``, the one of this host that
-    others reach, is known. ``connections``, if this is the first process, has the other ends.
+    others reach, is known. The workers ``near`` compute on devices of this host. ``connections``, if this is the first
+    process, has the other ends.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class TorchrunWorker:
         connections: ControllerConnections | None = None,
         patience: float = 0.0,
         address: str | None = None,
+        near: Collection[int] = (),
     ) -> None:
         self.messages, self.threads, self.connections = MessageQueue(), threads, connections
         first = WorkerMessageConnection(sockets[0], self.messages).connection if sockets else None
@@ -85,7 +87,7 @@ class TorchrunWorker:
             )
 
         carrier, self.values = rpc_transport(index, peer, CONTROLLER, timeout, make)
-        self.transport, copies = for_device(device, carrier)
+        self.transport, copies = for_device(device, carrier, near)
         self.far_peers = FarPeers(index, peer, far, address, timeout, carrier.add_far)
         context = WorkerContext(
             index,

@@ -28,12 +28,12 @@ def versions(inputs: Sequence[Any], seen: NamedInputs) -> Sequence[Any]:
     >>> before == versions([x], seen=[(0, "x")])
     False
     """
-    if not seen:
-        return ()
     try:
         return [
-            value._version if type(value) is torch.Tensor else [tensor._version for tensor in tensors(value)]
-            for value in [inputs[index] for index, _ in seen]
+            value._version
+            if type(value := inputs[index]) is torch.Tensor
+            else [tensor._version for tensor in tensors(value)]
+            for index, _ in seen
         ]
     except RuntimeError:  # torch does not count the changes of a tensor that was made in inference mode
         return ()

@@ -32,9 +32,9 @@ def fit(pippy, tmp_path, monkeypatch):
 def test_the_table_says_what_was_chosen_and_what_else_there_is(fit):
     free = fit("--memory 1GiB -p 2 -m 4")
     assert re.match(r"\w+ with 4 micro-batches: its step is guessed to take \S+ ms, and without the limit", free)
-    assert "<- chosen" in free and "of 1GiB" in free and "always" not in free
+    assert "<- chosen" in free and "of 1 GiB" in free and "always" not in free
     some = fit("--memory 1GiB,2GiB -p 2 --optimizer adam --checkpoint always")
-    assert "of 2GiB" in some and "0 always, 1 always" in some
+    assert "of 2 GiB" in some and "0 always, 1 always" in some
 
 
 def test_where_nothing_fits_what_is_advised_does(fit):

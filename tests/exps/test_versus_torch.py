@@ -219,7 +219,12 @@ def test_the_command_on_empty_stages_runs(capsys):
     head, _, *lines = capsys.readouterr().out.splitlines()
     assert head.startswith("3 workers on ")
     assert [line.split()[:3] for line in lines] == [["torch", "GPipe", "4"], ["pippy", "1f1b", "4"]]
-    assert all(float(line.split()[-1]) > 0 for line in lines)
+    cores = int(head.removeprefix("3 workers on ").split()[0])
+    for line in lines:
+        step, clock, _, of_all, processor = line.split()[3:]
+        assert float(processor) > 0
+        assert float(of_all) == pytest.approx(float(clock) / cores, abs=0.1)
+        assert float(of_all) == pytest.approx(float(step) * 1e3 / (3 * 2 * 4), rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])

@@ -57,11 +57,11 @@ def byte_text(count: int) -> str:
     """A number of bytes as `byte_count` reads it, in three digits, rounded up: what is advised is enough.
 
     >>> byte_text(1537), byte_text(3 * 2**30), byte_text(1023), byte_text(2**20 - 1)
-    ('1.51KiB', '3GiB', '1023B', '1MiB')
+    ('1.51 KiB', '3 GiB', '1023 B', '1 MiB')
     """
     for name in ("TiB", "GiB", "MiB", "KiB"):
         unit = UNITS[name]
         if count > unit - unit // 1024:
             steps = 100 if count < 10 * unit else 10 if count < 100 * unit else 1
-            return f"{ceil(count / unit * steps) / steps:g}{name}"
-    return f"{count}B"
+            return f"{ceil(count / unit * steps) / steps:g} {name}"
+    return f"{count} B"

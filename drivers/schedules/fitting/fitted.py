@@ -25,7 +25,7 @@ class Fitted(Chosen[Way]):
     >>> problem = Problem(make_schedule("1f1b", workers=1, chunks=1, stages_per_worker=2), (2048,), lambda n: micro_batch, (1,))
     >>> fitted = Fitted.of(search(problem), problem.limits)
     >>> print(str(fitted).splitlines()[1])
-      worker 0, stages 0 1: 2KiB of 2KiB
+      worker 0, stages 0 1: 2 KiB of 2 KiB
     >>> fitted.checkpoint
     {}
     """

@@ -72,9 +72,14 @@ def _enough(nearest: Way, limits: Sequence[int]) -> tuple[int, ...]:
 def _as_given(limits: Sequence[int], one_for_all: bool, option: str) -> str:
     """Limits as the user may write them: in Python, or on the command line."""
     if one_for_all:
-        return repr(byte_text(max(limits)))
-    texts = [byte_text(limit) for limit in limits]
+        return repr(_written(max(limits)))
+    texts = [_written(limit) for limit in limits]
     return str(texts) if option.endswith("=") else repr(",".join(texts))
+
+
+def _written(limit: int) -> str:
+    """A size without a space, as a command line wants it."""
+    return byte_text(limit).replace(" ", "")
 
 
 def _chunks_that_fit(problem: Problem, schedule: str, counts: Sequence[int]) -> Iterator[int]:

@@ -62,7 +62,7 @@ def open_door(address: str, take: Take, within: float, silence: float) -> Invita
     >>> guest.close(), host.close()
     (None, None)
     """
-    door = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    door = _socket_for(address)
     try:
         _enlarge(door)
         door.bind((address, 0))
@@ -78,7 +78,7 @@ def open_door(address: str, take: Take, within: float, silence: float) -> Invita
 
 def come_in(invitation: Invitation, within: float, silence: float) -> tuple[socket.socket, int]:
     """Go to a door. Returns the connection and its window. Raises OSError if that cannot be had in so many seconds."""
-    end = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    end = _socket_for(invitation.address)
     try:
         _enlarge(end)
         end.settimeout(within)
@@ -136,6 +136,10 @@ def _read(end: socket.socket, size: int, end_time: float) -> bytes:
             raise ConnectionError("closed")
         data += more
     return data
+
+
+def _socket_for(address: str) -> socket.socket:
+    return socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
 
 
 def _enlarge(end: socket.socket) -> None:

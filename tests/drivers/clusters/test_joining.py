@@ -6,6 +6,7 @@ import socket
 
 from torch.distributed import TCPStore
 
+from pippy.drivers.clusters.interfaces import link_named
 from pippy.drivers.clusters.rank_board import RankBoard
 from pippy.drivers.clusters.rank_info import RankInfo
 from pippy.drivers.clusters.torchrun import _join
@@ -46,7 +47,7 @@ def test_a_rank_that_others_do_not_connect_with_does_not_wait_for_ever(monkeypat
     if (pid := os.fork()) == 0:
         try:
             store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # noqa: F841
-            _join(RankInfo(0, 2, 0, 2, True), 1.0)
+            _join(RankInfo(0, 2, 0, 2, True), 1.0, link_named("lo"))
         except ClusterError as error:
             os.write(writing, str(error).encode())
         finally:

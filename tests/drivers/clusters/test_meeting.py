@@ -3,12 +3,15 @@
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed import HashStore
 
-from pippy.drivers.clusters import meeting
+from pippy.drivers.clusters import meeting, rank_terms
+from pippy.drivers.clusters.interfaces import Link
 from pippy.drivers.clusters.neighbours import close_all, two_pairs
 from pippy.drivers.clusters.rank_info import RankInfo
 from pippy.drivers.clusters.torchrun_worker import TorchrunWorker
@@ -21,6 +24,8 @@ from pippy.drivers.transport.messages.mixed_messages import MixedMessages
 from pippy.drivers.transport.pickling import pickle_message
 from tests.drivers.processes import few_descriptors
 
+NOTHING: MappingProxyType[int, Any] = MappingProxyType({})
+
 
 @pytest.fixture
 def meet(monkeypatch):
@@ -29,19 +34,25 @@ def meet(monkeypatch):
     monkeypatch.setattr(meeting, "rendezvous", lambda *_, **__: iter([(store, 0, 0)]))
     monkeypatch.setattr(meeting, "this_host", lambda: own.host)
 
-    def of(rank, hosts, controller_hosts, transport):
+    def of(rank, hosts, controller_hosts, transport, links, troubles):
         own.host = hosts[rank]
         info = RankInfo(rank, len(hosts), rank, len(hosts), controller_hosts)
+        names = [f"w{i}" for i in range(info.workers)]
         try:
-            return meeting.meet(info, [f"w{i}" for i in range(info.workers)], 20.0, transport)
+            return meeting.meet(info, names, 20.0, transport, links.get(rank, Link()), troubles.get(rank, ""))
         except ClusterError as error:
             return error
 
-    def all_meet(hosts, controller_hosts=True, transport=None):
+    def all_meet(hosts, controller_hosts=True, transport=None, links=NOTHING, troubles=NOTHING):
+        def one(rank):
+            own.rank = rank
+            return of(rank, hosts, controller_hosts, transport, links, troubles)
+
         with ThreadPoolExecutor(len(hosts)) as pool:
-            met.extend(pool.map(lambda rank: of(rank, hosts, controller_hosts, transport), range(len(hosts))))
+            met.extend(pool.map(one, range(len(hosts))))
         return met
 
+    all_meet.own = own
     yield all_meet
     for each in met:
         if isinstance(each, meeting.Meeting):
@@ -73,6 +84,45 @@ def test_shared_memory_where_it_cannot_be_had_is_refused_by_all_ranks(meet):
     for each in met:
         assert "cannot be had for all workers; leave out transport" in str(each)
         assert f"w0, w1 on {socket.gethostname()}: shared memory\nw2 on {socket.gethostname()}\n" in str(each)
+
+
+def test_a_rank_that_cannot_join_is_named_by_all(meet):
+    for each in meet("aab", troubles={2: "GLOO_SOCKET_IFNAME is 'ib7'"}):
+        assert f"rank 2 on {socket.gethostname()}: GLOO_SOCKET_IFNAME is 'ib7'" in str(each)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("torch", "install the same versions"), ("names", "give cluster() the same")]
+)
+def test_ranks_that_differ_are_named_by_all(meet, monkeypatch, name, remedy):
+    """Rank 2 has another version, or was called with other arguments."""
+    known = rank_terms.terms
+    monkeypatch.setattr(meeting, "terms", lambda given: known(given) | ({name: "2.12.0"} if meet.own.rank == 2 else {}))
+    for each in meet("aab"):
+        text, host = str(each), socket.gethostname()
+        assert remedy in text and f"; 2.12.0 on {host} (rank 2)" in text and f"on {host} (ranks 0, 1); " in text
+
+
+def test_a_module_that_differs_on_one_host_is_named_by_all(meet, monkeypatch):
+    """Those that only one rank has imported are not compared: they say nothing of the others."""
+    files = [{"model.py": "a", "train.py": "b"}, {"model.py": "a", "train.py": "b", "log.py": "c"}]
+    monkeypatch.setattr(rank_terms, "script_files", lambda: files[meet.own.rank % 2])
+    assert all(isinstance(each, meeting.Meeting) for each in meet("ab"))
+    files[1]["model.py"] = "other"
+    for each in meet("cd")[2:]:
+        assert f"model.py on {socket.gethostname()} (rank 1) is not the same as on" in str(
+            each
+        ) and "log.py" not in str(each)
+
+
+def test_a_host_whose_own_name_is_its_loopback_listens_where_another_host_is_reached(meet, monkeypatch):
+    """Rank 0 knows MASTER_ADDR as 127.0.1.1, as Debian writes it; rank 1 knows the address that others reach."""
+    found = Link("eth0", "10.0.0.1")
+    monkeypatch.setattr(meeting, "link_to", lambda host, port: found if host == "10.0.0.2" else None)
+    links = {0: Link("lo", "127.0.0.1"), 1: Link("eth0", "10.0.0.2")}
+    assert [each.link for each in meet("ab", links=links)] == [found, links[1]]
+    monkeypatch.setenv("TP_SOCKET_IFNAME", "lo")
+    assert [each.link for each in meet("ab", links=links)[2:]] == [links[0], links[1]]
 
 
 class Asked:

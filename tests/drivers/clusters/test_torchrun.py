@@ -10,8 +10,7 @@ import pytest
 
 from pippy.drivers.clusters.current_cluster import current_cluster
 from pippy.drivers.clusters.local_cluster import local_cluster
-from pippy.drivers.clusters.rank_info import RankInfo
-from pippy.drivers.clusters.torchrun import cluster, interface
+from pippy.drivers.clusters.torchrun import cluster
 from pippy.drivers.errors import ClusterError
 from tests.drivers.keyed_run import numbers_of_training
 from tests.drivers.processes import listeners, listening, watched
@@ -161,14 +160,3 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
         _, err = process.communicate(timeout=280)
     assert "rank 0 waited 1 s, and these ranks did not call cluster(): 1;" in err
     assert process.returncode != 0
-
-
-def test_where_to_listen(monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "1")
-    monkeypatch.delenv("TP_SOCKET_IFNAME", raising=False)
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    assert interface(RankInfo(0, 2, 0, 2, True)) == "lo"
-    assert interface(RankInfo(0, 2, 0, 1, True)) == "lo"  # as that is where 127.0.0.1 is
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    assert interface(RankInfo(0, 2, 0, 1, True)) == "eth7"

@@ -32,7 +32,7 @@ def test_the_text_says_what_was_chosen_what_it_holds_and_what_it_costs():
     fitted = Fitted.of(search(problem(330), thorough=False), (330, 330))
     text = str(fitted)
     assert f"{fitted.schedule} with {fitted.chunks} micro-batches: its step is predicted" in text
-    assert re.search(r"worker 1, stages 2 3: \d+B of 330B", text) and text.count("<- chosen") == 1
+    assert re.search(r"worker 1, stages 2 3: \d+ B of 330 B", text) and text.count("<- chosen") == 1
     assert fitted.checkpoint and f"{next(iter(fitted.checkpoint))} {next(iter(fitted.checkpoint.values()))}" in text
     assert re.search(r"the limit costs \d+%", text) and "left out: zb_v: " in text
     assert "guessed to take" in str(replace(fitted, measured=False))
@@ -49,7 +49,7 @@ def test_what_is_advised_fits(limit, chunks):
         rf"memory={limit} is too little: the nearest, \w+ with 4 micro-batches, with forwards of stages 0 1 2 computed "
     )
     assert re.match(
-        start + r"again, holds 240B on worker \d \(100B parameters, 100B gradients, 40B kept\)", said.message
+        start + r"again, holds 240 B on worker \d \(100 B parameters, 100 B gradients, 40 B kept\)", said.message
     )
     assert said.message.endswith(f"would fit: memory='240B', or {chunks} micro-batches, or 4 workers for these stages")
     assert (said.limits, said.chunks, said.workers) == ((240, 240), chunks, 4)
