@@ -24,6 +24,7 @@ from pippy.drivers.clusters.neighbours import (
 from pippy.drivers.clusters.rank_board import RankBoard
 from pippy.drivers.clusters.rank_info import RankInfo
 from pippy.drivers.clusters.rank_terms import check_terms, terms, write_files
+from pippy.drivers.clusters.reach import check_reach
 from pippy.drivers.clusters.routes import Routes
 from pippy.drivers.control.control import Address
 from pippy.drivers.errors import ClusterError
@@ -119,13 +120,16 @@ def _agree(board: RankBoard, hosts: Sequence[str], where: Sequence[str], link: L
     found = board.read("terms of", range(len(hosts)))
     try:
         _check(board, found, hosts)
+        others = [address for host, (_, address, _) in zip(where, found) if address and host != where[board.rank]]
+        if not link.leaves and others and not chosen():
+            link = link_to(others[0], 1)
+        check_reach(board, where, hosts, link.address)
+        return link
     except ClusterError:
         board.write("has read terms", True)
         with suppress(ClusterError):  # the store is gone once the torchrun of the first host has seen its rank fail
             RankBoard(board.store, board.rank, min(board.timeout, 5.0)).read("has read terms", range(len(hosts)))
         raise
-    others = [address for host, (_, address, _) in zip(where, found) if address and host != where[board.rank]]
-    return link if link.leaves or chosen() or not others else link_to(others[0], 1)
 
 
 def _check(board: RankBoard, found: Sequence[Any], hosts: Sequence[str]) -> None:

@@ -62,7 +62,7 @@ def open_door(address: str, take: Take, within: float, silence: float) -> Invita
     >>> guest.close(), host.close()
     (None, None)
     """
-    door = _socket_for(address)
+    door = socket_for(address)
     try:
         _enlarge(door)
         door.bind((address, 0))
@@ -78,7 +78,7 @@ def open_door(address: str, take: Take, within: float, silence: float) -> Invita
 
 def come_in(invitation: Invitation, within: float, silence: float) -> tuple[socket.socket, int]:
     """Go to a door. Returns the connection and its window. Raises OSError if that cannot be had in so many seconds."""
-    end = _socket_for(invitation.address)
+    end = socket_for(invitation.address)
     try:
         _enlarge(end)
         end.settimeout(within)
@@ -94,6 +94,16 @@ def come_in(invitation: Invitation, within: float, silence: float) -> tuple[sock
     except BaseException:
         end.close()
         raise
+
+
+def socket_for(address: str) -> socket.socket:
+    """A socket of TCP that can have an address of this version.
+
+    >>> with socket_for("::1") as end:
+    ...     end.family.name
+    'AF_INET6'
+    """
+    return socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
 
 
 def _let_in(door: socket.socket, invitation: Invitation, take: Take, end_time: float, silence: float) -> None:
@@ -136,10 +146,6 @@ def _read(end: socket.socket, size: int, end_time: float) -> bytes:
             raise ConnectionError("closed")
         data += more
     return data
-
-
-def _socket_for(address: str) -> socket.socket:
-    return socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
 
 
 def _enlarge(end: socket.socket) -> None:
