@@ -61,7 +61,7 @@ class Cluster:
         routes: Routes | None = None,
     ) -> None:
         self.workers, self.device_type = tuple(names), device_type
-        self.routes = routes or Routes.of_host(names, "this host", shares_memory=True)
+        self._routes = routes or Routes.of_host(names, "this host", shares_memory=True)
         self.control, self.processes = control, processes
         self.dispatch = Dispatch(control, end=processes.close)
         self._drivers = itertools.count()
@@ -85,6 +85,12 @@ class Cluster:
         self._finalizer.detach()
         self.processes.close()
 
+    @property
+    def routes(self) -> Routes:
+        """How values go between each two workers. Those that compute on GPUs are asked what they have tried so far."""
+        asks = self._routes.has_devices and not (self.closed or self.control.broken)
+        return self._routes.tried(self.dispatch.ways()) if asks else self._routes
+
     def next_driver(self) -> int:
         """The number of another driver."""
         return next(self._drivers)
@@ -102,7 +108,7 @@ class Cluster:
         """
         drivers = dict(sorted(self.open_drivers.items()))
         places = []
-        for worker, (address, host) in enumerate(zip(self.control.workers, self.routes.hosts)):
+        for worker, (address, host) in enumerate(zip(self.control.workers, self._routes.hosts)):
             holds = {number: each.holds[worker] for number, each in drivers.items() if worker in each.holds}
             places.append(WorkerPlace(address.name, host, address.pid, holds))
         return ClusterTopology(tuple(places), {number: each.name for number, each in drivers.items()})
@@ -136,8 +142,9 @@ class Cluster:
 
     def _repr_html_(self) -> str:
         """The workers and their hosts; and how values go between them, if there are several ways."""
-        rows = [["worker", "host"], *(list(each) for each in zip(self.workers, self.routes.hosts))]
-        ways = str(self.routes) if len(self.routes.groups) > 1 else ""
+        rows = [["worker", "host"], *(list(each) for each in zip(self.workers, self._routes.hosts))]
+        routes = self.routes
+        ways = str(routes) if len(routes.groups) > 1 or routes.on_devices else ""
         state = escape(repr(self).partition(":")[0].lstrip("<"))
         return f"<div>{state}{html_table(rows)}<pre>{escape(ways)}</pre></div>"
 

@@ -114,7 +114,7 @@ def _started(config: LaunchConfig, timeout: float, start_timeout: float) -> Clus
         control = Control(addresses, timeout, deaths=processes.deaths, messages=processes.messages)
         if config.uses_rpc:
             rpc.take_reports(control.report_lost)
-        routes = Routes.of_host(config.names, socket.gethostname(), shares_memory=not config.uses_rpc)
+        routes = Routes.of_host(config.names, socket.gethostname(), not config.uses_rpc, config.devices)
         return opened(
             Cluster(config.names, control, processes, torch.device(config.devices[0]).type, routes), config.uses_rpc
         )

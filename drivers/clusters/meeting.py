@@ -45,7 +45,6 @@ class Meeting:
             messages, and for urgent ones.
         connections: if this is the first rank of its host, its connections to the workers there.
         near: the workers that these connections reach.
-        devices: the device of each worker.
         link: the network interface of this host on which this rank listens.
         number: how many meetings there were at this store before: torchrun may keep it when it starts the ranks again.
     """
@@ -55,7 +54,6 @@ class Meeting:
     sockets: Pair | None = None
     connections: ControllerConnections = field(default_factory=ControllerConnections)
     near: frozenset[int] = frozenset()
-    devices: tuple[str, ...] = ()
     link: Link = field(default_factory=Link)
     number: int = 0
 
@@ -98,6 +96,7 @@ def meet(
         tuple(host for host, *_ in at),
         tuple(filter(None, (_workers(rank_info, group) for group in neighbours.groups))),
         {rank_info.worker_of(rank): why for rank, why in neighbours.reasons.items()},
+        devices=tuple(device for *_, device in at),
     )
     if transport == "shared_memory" and len(routes.groups) > 1:
         raise ClusterError(
@@ -105,8 +104,7 @@ def meet(
             f"{routes}"
         )
     addresses = [Address(name, rank_info.rpc_name(i), *at[i][:2]) for i, name in enumerate(names)]
-    devices = tuple(device for *_, device in at)
-    meeting = Meeting(addresses, routes, devices=devices, link=link, number=meeting_number)
+    meeting = Meeting(addresses, routes, link=link, number=meeting_number)
     if transport != "rpc":
         _connect(meeting, rank_info, neighbours)
     return meeting

@@ -1,7 +1,7 @@
 """How values go between each two workers of a cluster."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -9,7 +9,8 @@ class Routes:
     """The workers, in groups of which each shares memory; between two groups small values go by TCP and others by RPC.
 
     ``hosts`` has the name of each worker's host. ``reasons`` says why a worker shares no memory with others of its host.
-    ``only_rpc`` says that between two groups all values go by RPC.
+    ``only_rpc`` says that between two groups all values go by RPC. ``on_devices`` has from which worker to which values stay
+    on GPUs, as far as that was tried; and where they do not, the reason.
 
     >>> routes = Routes(("a", "b", "c"), ("node1", "node1", "node2"), ((0, 1), (2,)))
     >>> routes.between(0, 1), routes.between(1, 2), routes.between(2, 2)
@@ -18,6 +19,10 @@ class Routes:
     a, b on node1: shared memory
     c on node2
     between these lines: TCP for small values, RPC for others
+    >>> print(Routes.of_host("ab", "node1", True, ("cuda:0", "cuda:1")).tried({(0, 1): "", (1, 0): "no peer access"}))
+    a, b on node1: shared memory
+    from a to b: memory of a's GPU, which b maps
+    from b to a: shared memory of the host, not of a GPU: no peer access
     """
 
     names: tuple[str, ...]
@@ -25,18 +30,31 @@ class Routes:
     groups: tuple[tuple[int, ...], ...]
     reasons: Mapping[int, str] = field(default_factory=dict)
     only_rpc: bool = False
+    devices: tuple[str, ...] = ()
+    on_devices: Mapping[tuple[int, int], str] = field(default_factory=dict)
 
     @staticmethod
-    def of_host(names: Sequence[str], host: str, shares_memory: bool) -> "Routes":
+    def of_host(names: Sequence[str], host: str, shares_memory: bool, devices: tuple[str, ...] = ()) -> "Routes":
         """Those of workers of one host, all of which share memory, or none."""
         workers = range(len(names))
         groups = [tuple(workers)] if shares_memory else [(worker,) for worker in workers]
-        return Routes(tuple(names), (host,) * len(names), tuple(groups), only_rpc=not shares_memory)
+        return Routes(tuple(names), (host,) * len(names), tuple(groups), only_rpc=not shares_memory, devices=devices)
+
+    @property
+    def has_devices(self) -> bool:
+        """Whether some workers compute on devices of one host."""
+        return sum(not device.startswith("cpu") for device in self.devices) > 1
+
+    def tried(self, on_devices: Mapping[tuple[int, int], str]) -> "Routes":
+        """These routes, and what became of those between devices."""
+        return replace(self, on_devices=on_devices)
 
     def between(self, one: int, other: int) -> str:
-        """How a value goes from one worker to another: in "the same process", through "shared memory", or `far`."""
+        """How a value goes from one worker to another: in "the same process", by "shared memory", "GPU memory" or `far`."""
         if one == other:
             return "the same process"
+        if self.on_devices.get((one, other)) == "":
+            return "GPU memory"
         return "shared memory" if any(one in group and other in group for group in self.groups) else self.far
 
     @property
@@ -50,7 +68,17 @@ class Routes:
 
     def __str__(self) -> str:
         lines = [self._line(group) for group in self.groups]
-        return "\n".join([*lines, f"between these lines: {self.far}"] if len(lines) > 1 else lines)
+        lines += [f"between these lines: {self.far}"] if len(lines) > 1 else []
+        return "\n".join([*lines, *(self._pair(*pair) for pair in sorted(self.on_devices))])
+
+    def _pair(self, one: int, other: int) -> str:
+        sender, receiver, why = self.names[one], self.names[other], self.on_devices[one, other]
+        way = (
+            f"shared memory of the host, not of a GPU: {why}"
+            if why
+            else f"memory of {sender}'s GPU, which {receiver} maps"
+        )
+        return f"from {sender} to {receiver}: {way}"
 
     def _line(self, group: Sequence[int]) -> str:
         who = f"{', '.join(self.names[worker] for worker in group)} on {self.hosts[group[0]]}"

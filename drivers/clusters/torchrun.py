@@ -198,7 +198,7 @@ def _worker(
         met.connections,
         patience,
         address,
-        [each for each in near if each != rank_info.index and not met.devices[each].startswith("cpu")],
+        [each for each in near if each != rank_info.index and not met.routes.devices[each].startswith("cpu")],
     )
 
 

@@ -26,7 +26,7 @@ from pippy.drivers.control.messages.optimizers import LoadOptimizerState, Optimi
 from pippy.drivers.control.messages.parameters import Initialize, Store
 from pippy.drivers.control.messages.peers import NeedsPeers
 from pippy.drivers.control.messages.stages import ForgetPeers
-from pippy.drivers.control.messages.urgent import Dump, GiveUp
+from pippy.drivers.control.messages.urgent import AskWays, Dump, GiveUp
 from pippy.drivers.errors import ClusterError, StepError
 from pippy.drivers.interrupts import uninterrupted
 from pippy.ir.surroundings import Surroundings
@@ -209,15 +209,25 @@ class Dispatch:
     def dump(self, timeout: float = 1.0) -> str:
         """What every worker does or waits for, and which workers do not answer in time."""
         names = [worker.name for worker in self.control.workers]
-        said: dict[int, str] = {}
         try:
-            calls = [self.control.urgent(worker, Dump()) for worker in range(len(names))]
-            for call in self.control.completed(calls, timeout):
-                said[call.worker] = str(call.answer)
+            said = self._ask(Dump(), timeout)
         except ClusterError as error:
             return str(error)
         silent = f"no answer within {timeout:g} s: it is stopped, or its process does not let Python run"
         return "\n".join(f"{name!r}: {said.get(i, silent)}" for i, name in enumerate(names))
+
+    def ways(self, timeout: float = 1.0) -> dict[tuple[int, int], str]:
+        """From which worker to which values stay on devices, and from which to which they do not, with the reason."""
+        try:
+            said = self._ask(AskWays(), timeout)
+        except ClusterError:
+            return {}
+        return {(one, other): why for one, ways in said.items() for other, why in ways.items()}
+
+    def _ask(self, message: Any, timeout: float) -> dict[int, Any]:
+        """What the workers that answer in time say at once."""
+        calls = [self.control.urgent(worker, message) for worker in range(len(self.control.workers))]
+        return {call.worker: call.answer for call in self.control.completed(calls, timeout)}
 
     def _finish(self, posted: PendingCommand) -> None:
         """Wait for the oldest command."""

@@ -147,6 +147,9 @@ class DeviceTransport(Transport):
         self.links.forget(peers)
         self.carrier.forget(peers)
 
+    def ways(self) -> dict[int, str]:
+        return self.links.ways()
+
     def close(self) -> None:
         self._leaving.clear()
         self._awaited.put(None)

@@ -24,7 +24,8 @@ class Transport(ABC):
     tensors, ``requires_grad``. A tensor that is not dense (expanded, sliced) arrives contiguous. What arrives shares
     no memory with what was sent.
 
-    One thread calls all of this, except ``interrupt``, ``waiting_for``, ``deliver`` and ``mark_lost``, which any may call.
+    One thread calls all of this, except ``interrupt``, ``waiting_for``, ``ways``, ``deliver`` and ``mark_lost``, which any
+    may call.
 
     >>> import torch
     >>> from pippy.drivers.transport.in_process import in_process
@@ -110,6 +111,10 @@ class Transport(ABC):
 
     def trim(self) -> None:  # noqa: B027
         """Give up memory that is kept for values to come: what needed it is gone."""
+
+    def ways(self) -> dict[int, str]:
+        """To which peers values stay on devices, and to which they do not, with the reason. From any thread."""
+        return {}
 
     def waiting_for(self) -> ValueKey | None:
         """What a receive waits for now, if one does."""

@@ -12,7 +12,7 @@ import torch
 from pippy.drivers.control.messages.checkpoints import AskWritten
 from pippy.drivers.control.messages.commands import Answer, Command, Failure
 from pippy.drivers.control.messages.stages import ForgetPeers, Load, Unload
-from pippy.drivers.control.messages.urgent import Dump, GiveUp
+from pippy.drivers.control.messages.urgent import AskWays, Dump, GiveUp
 from pippy.drivers.errors import PeerLost
 from pippy.drivers.schedules.programs.instructions import Compute, Free, Receive, Send
 from pippy.drivers.transport.received_values import Interrupted
@@ -84,6 +84,8 @@ class Worker:
             self.context.transport.interrupt()
         elif isinstance(message, Dump):
             return self.dump()
+        elif isinstance(message, AskWays):
+            return self.context.transport.ways()
         elif isinstance(message, AskWritten):
             state = self.drivers.get(message.driver)
             return state.writer.ask() if state else Failure("the worker has dropped the driver", "")

@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from pippy.drivers.clusters.cluster import Cluster
+from pippy.drivers.clusters.routes import Routes
 from pippy.drivers.control.control import Address, Control, PendingCall
 from pippy.drivers.transport.device_copies import DeviceCopies
 from pippy.drivers.transport.device_transport import DeviceTransport
@@ -83,7 +84,8 @@ def thread_cluster(n, accelerators=None):
         thread.start()
     gc.freeze()  # a worker collects garbage when a driver is closed: as in a process, without what was imported before
     control = ThreadControl(workers, [Address(name, name, "here", 0) for name in names])
-    cluster = Cluster(names, control, NoProcesses())
+    devices = tuple("simulated" if each else "cpu" for each in copies)
+    cluster = Cluster(names, control, NoProcesses(), routes=Routes.of_host(names, "here", True, devices))
     try:
         with cluster:
             yield cluster

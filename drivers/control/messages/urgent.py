@@ -17,6 +17,11 @@ class Dump:
 
 
 @dataclass(frozen=True)
+class AskWays:
+    """Urgent: say to which workers values stay on devices, and why not to others."""
+
+
+@dataclass(frozen=True)
 class Ping:
     """Urgent: answer anything, to show that the worker lives."""
 
