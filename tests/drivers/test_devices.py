@@ -147,32 +147,41 @@ def test_a_step_starts_its_work_and_waits_at_its_end_only(monkeypatch, simulated
     assert [device.faults for device in simulated] == [[]] * 3
 
 
-def test_values_stay_on_devices_from_the_third_step_on(monkeypatch, simulated):
-    """A value is copied once on each of the two devices, and nobody waits for that inside a step."""
-    simulated[2].shares = False
-    with thread_cluster(3, simulated) as cluster:
-        plain, driver = chained(cluster, schedule="interleaved_1f1b", world_size=2)
-        given = torch.randn(2, 8, 4, dtype=torch.float64)
-        losses, copied = [], []
-        for _ in range(5):
-            for device in simulated:
-                device.copied = 0
+def steps_of(monkeypatch, devices, count=4):
+    """The losses and gradients of so many steps, the copies of the last one, and how values went."""
+    with thread_cluster(len(devices), devices) as cluster:
+        _, driver = chained(cluster, schedule="interleaved_1f1b", world_size=2)
+        torch.manual_seed(1)
+        given, losses, gradients = torch.randn(2, 8, 4, dtype=torch.float64), [], []
+        for _ in range(count):
+            copied = sum(device.copied for device in devices)
             with started_only(monkeypatch):
                 losses.append(driver.run(4, *given))
-            copied.append(sum(device.copied for device in simulated))
+            copied = sum(device.copied for device in devices) - copied
+            gradients.append(driver.gradients(["layers.0.weight"])["layers.0.weight"])
             driver.zero_grad()
-        routes = cluster.routes
-        assert str(routes).splitlines()[1:] == [
-            "from worker0 to worker1: memory of worker0's GPU, which worker1 maps",
-            "from worker1 to worker0: memory of worker1's GPU, which worker0 maps",
-        ]
-        assert [routes.between(0, 1), routes.between(0, 2)] == ["GPU memory", "shared memory"]
-        assert "which worker1 maps" in cluster._repr_html_()
+        found = losses, gradients, copied, cluster.routes, cluster._repr_html_()
     assert cluster.routes.on_devices == {}, "it is closed"
-    assert losses == losses[:1] * 5, "to the bit"
-    torch.testing.assert_close(losses[0], mean_square(plain(given[0]), given[1]).detach())
-    assert copied[3] == copied[4] == copied[0] - 6 * 4, "through the host a value is copied three times"
-    assert [device.faults for device in simulated] == [[]] * 3
+    return found
+
+
+def test_values_stay_on_devices_from_the_third_step_on(monkeypatch, simulated):
+    """A value is copied once on each of the two devices, and nobody waits for that inside a step."""
+    losses, gradients, copied, routes, html = steps_of(monkeypatch, simulated)
+    assert str(routes).splitlines()[1:] == [
+        "from worker0 to worker1: memory of worker0's GPU, which worker1 maps",
+        "from worker1 to worker0: memory of worker1's GPU, which worker0 maps",
+    ]
+    assert [routes.between(0, 1), routes.between(0, 2)] == ["GPU memory", "shared memory"]
+    assert "which worker1 maps" in html
+    others = [SimulatedDevice(shares=False) for _ in range(3)]
+    by_host = steps_of(monkeypatch, others)
+    assert "from worker1 to worker0: shared memory of the host, not of a GPU: it shares no memory" in str(by_host[3])
+    assert copied == by_host[2] - 6 * 4, "through the host, a value is copied three times"
+    assert losses == by_host[0] == losses[:1] * 4, "to the bit"
+    for mine, theirs in zip(gradients, by_host[1]):
+        assert torch.equal(mine, theirs)
+    assert [device.faults for device in [*simulated, *others]] == [[]] * 6
 
 
 def test_outputs_leave_the_device_while_it_computes(monkeypatch, simulated):
