@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from pippy.drivers.transport.messages import rpc
+from pippy.drivers.transport.messages.silent_connections import break_silent_connections
 from pippy.drivers.transport.pickling import pickle_message
 from pippy.drivers.transport.received_values import ValueKey
 from pippy.drivers.transport.rpc_transport import Post
@@ -41,18 +42,21 @@ class RpcValues:
 
     RPC raises nothing where the value is waited for: a connection that breaks fails the sender's call, and one that is cut
     without a word fails nothing. So the sender watches its calls: a peer must take up a value within ``seconds``, and a second
-    more for each MiB of it, or of those that are under way before it.
+    more for each MiB of it, or of those that are under way before it. A connection that is quiet for ``quiet`` seconds is probed.
 
     >>> from torch.futures import Future
     >>> RpcValues(str, lambda peer, how: print(peer, how), 0.01).watch(2, 8, Future()).join(1)
     2 it has not taken up a value of 8 bytes within 0.01 s
     """
 
-    def __init__(self, name: Callable[[int], str], lost: Callable[[int, str], None], seconds: float) -> None:
-        self.name, self.lost, self.seconds = name, lost, seconds
+    def __init__(
+        self, name: Callable[[int], str], lost: Callable[[int, str], None], seconds: float, quiet: float = 5.0
+    ) -> None:
+        self.name, self.lost, self.seconds, self.quiet = name, lost, seconds, quiet
         self._changed = threading.Condition()
         self._under_way: dict[int, _UnderWay] = {}
         self.lost_peers: set[int] = set()
+        self._reached: set[int] = set()
         self._number = 0
         self._idle = self._ended = False
         self._watcher: threading.Thread | None = None
@@ -65,6 +69,9 @@ class RpcValues:
         except ConnectionError as error:
             self.note_lost(to, f"the connection broke: {_first_line(error)}")
         else:
+            if to not in self._reached:  # this has connected the two; a firewall may forget a connection that is quiet
+                self._reached.add(to)
+                future.add_done_callback(lambda _: break_silent_connections(self.quiet))
             self.watch(to, len(pickled.data) + sum(tensor.nbytes for tensor in pickled.tensors), future)
 
     def watch(self, to: int, size: int, future: "Future[Any]") -> threading.Thread:
@@ -153,7 +160,7 @@ def rpc_transport(
         rpc.report_lost(controller, index, peer, how)  # first: it says more than that the worker cannot go on
         transport.mark_lost(peer)
 
-    values = RpcValues(name, lost, timeout + BEYOND)
+    values = RpcValues(name, lost, timeout + BEYOND, timeout)
     transport = make(values.post, values.note_lost)
     return transport, values
 
