@@ -42,7 +42,8 @@ class RpcValues:
 
     RPC raises nothing where the value is waited for: a connection that breaks fails the sender's call, and one that is cut
     without a word fails nothing. So the sender watches its calls: a peer must take up a value within ``seconds``, and a second
-    more for each MiB of it, or of those that are under way before it. A connection that is quiet for ``quiet`` seconds is probed.
+    more for each MiB of it, or of those that are under way before it. A connection that is quiet for ``quiet``
+    seconds is probed.
 
     >>> from torch.futures import Future
     >>> RpcValues(str, lambda peer, how: print(peer, how), 0.01).watch(2, 8, Future()).join(1)
