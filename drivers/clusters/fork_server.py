@@ -24,7 +24,7 @@ from itertools import chain
 
 from pippy.drivers.clusters.forked_worker import start_worker
 from pippy.drivers.clusters.launch_config import LaunchConfig, Replace
-from pippy.drivers.clusters.launch_reports import Died, Failed, report
+from pippy.drivers.clusters.launch_reports import Died, Failed, killed_for_memory, report
 from pippy.drivers.clusters.parent_death import die_with_parent, watch_controller
 from pippy.drivers.clusters.standard_streams import open_standard_streams
 
@@ -62,6 +62,7 @@ class ForkServer:
 
     def __init__(self, controller: socket.socket, config: LaunchConfig) -> None:
         self.controller, self.config = controller, config
+        self.killed_for_memory = killed_for_memory()
         self.children: dict[int, tuple[int, int]] = {}  # the worker of each process, and which start of it
         self.own: list[int] = []  # file descriptors that are no business of the workers
         self.deaths, alarm = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -107,7 +108,9 @@ class ForkServer:
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:
                 del self.children[pid]
-                report(self.controller, Died(index, os.waitstatus_to_exitcode(status), start))
+                before, self.killed_for_memory = self.killed_for_memory, killed_for_memory()
+                status = os.waitstatus_to_exitcode(status)
+                report(self.controller, Died(index, status, start, self.killed_for_memory > before))
 
     def _fork(self, index: int, config: LaunchConfig) -> None:
         pid = os.fork()

@@ -43,20 +43,44 @@ class Failed:
 class Died:
     """A worker has ended; ``status`` is an exit status, or minus the number of a signal.
 
+    ``out_of_memory`` says whether the system has killed a process meanwhile because memory ran out.
+
     >>> print(Died(0, -9).how, "|", Died(0, 3).how)
     killed by SIGKILL | it ended with status 3
+    >>> print(Died(0, -9, out_of_memory=True).how)
+    killed by SIGKILL, when the system killed a process because memory ran out (dmesg says which; driver.memory ...
     """
 
     index: int
     status: int
     start: int = 0
+    out_of_memory: bool = False
 
     @property
     def how(self) -> str:
         """In words."""
-        if self.status < 0:
-            return f"killed by {signal.Signals(-self.status).name}"
-        return f"it ended with status {self.status}"
+        if self.status >= 0:
+            return f"it ended with status {self.status}"
+        if -self.status not in list(signal.Signals):
+            return f"killed by signal {-self.status}"
+        how = f"killed by {signal.Signals(-self.status).name}"
+        if self.status == -signal.SIGKILL and self.out_of_memory:
+            return (
+                f"{how}, when the system killed a process because memory ran out (dmesg says which; driver.memory says what a "
+                "worker holds; the memory may be that of a container or a job)"
+            )
+        return how
+
+
+def killed_for_memory() -> int:
+    """How many processes the system has killed because memory ran out, in all or in a container; 0 if it does not say.
+
+    >>> killed_for_memory() >= 0
+    True
+    """
+    with contextlib.suppress(OSError), open("/proc/vmstat") as lines:
+        return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+    return 0
 
 
 def report(controller: socket.socket, message: Ready | Failed | Died) -> None:

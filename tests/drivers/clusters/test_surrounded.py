@@ -1,12 +1,16 @@
 """What a process may have around its cluster: forks, a directory, blocked signals, no standard streams."""
 
 import os
+import pickle
 import signal
+import socket
 import sys
 import traceback
 
 import pytest
 
+from pippy.drivers.clusters import fork_server
+from pippy.drivers.clusters.launch_reports import Died
 from pippy.drivers.clusters.local_cluster import local_cluster
 from pippy.drivers.clusters.local_processes import _directory
 from pippy.drivers.errors import ClusterError, WorkerLostError
@@ -107,3 +111,30 @@ def test_a_fork_server_that_ends_as_it_begins(monkeypatch, quick_clusters):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with quick_clusters.left_out(), pytest.raises(ClusterError, match="fork server ended while workers started"):
         start(1)
+
+
+@pytest.mark.parametrize("counts, words", [((4, 4), "killed by SIGKILL"), ((4, 5), "memory ran out")])
+def test_a_worker_that_is_killed_when_memory_runs_out(monkeypatch, counts, words):
+    """The system kills such a process with SIGKILL, as anybody may; it counts those."""
+    said = iter(counts)
+    monkeypatch.setattr(fork_server, "killed_for_memory", lambda: next(said))
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with here, there:
+        server = object.__new__(fork_server.ForkServer)
+        server.controller, server.killed_for_memory = there, fork_server.killed_for_memory()
+        pid = os.fork()
+        if pid == 0:
+            signal.pause()
+            os._exit(1)
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        server.children = {pid: (3, 0)}
+        server._reap()
+        died = pickle.loads(here.recv(1 << 16))
+    assert (died.index, died.status) == (3, -signal.SIGKILL)
+    assert words in died.how
+    assert ("dmesg" in died.how) == (counts[1] > counts[0])
+
+
+def test_a_signal_without_a_name():
+    assert Died(0, -(signal.SIGRTMIN + 1)).how == f"killed by signal {signal.SIGRTMIN + 1}"
