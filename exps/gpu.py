@@ -7,7 +7,7 @@ Question: two workers on one GPU, and on two if there are two, train the GPT of 
 Command:  make gpu        (that is: python -m exps.gpu --tests; --device cpu --size tiny tries the script on the CPU)
 Method:   contestants have processes of their own and take turns. A step ends when the devices are done. NCCL takes no two
           processes on one GPU, so there torch's two stages are in one process. A transfer is timed with the step around it: a
-          worker computes each of 8 values, and sends it.
+          worker computes each of 8 values, and sends it. Where values stay on GPUs, they do from the third step on.
 Finding:  none. This has not run on a GPU. On a CPU it ran only to see that it runs.
 """
 
@@ -99,9 +99,13 @@ def transfers(name: str, devices: Devices, sizes: tuple[int, ...], rounds: int) 
         with closing(DeviceTeam(1, TransferRank, devices, nbytes)) as team:
             team.start()
             team.step()
+            by_host = gpt.CHUNKS * nbytes / team.step() / 1e9
+            team.step()  # from now on values may stay on GPUs
             rates = [gpt.CHUNKS * nbytes / team.step() / 1e9 for _ in range(rounds)]
+            way = team.way()
         spread = f"({min(rates):.2f} to {max(rates):.2f})"
-        print(f"{bytes_text(nbytes):>12}{statistics.median(rates):24.2f} {spread}", flush=True)
+        before = f"; {by_host:.2f} before, in one step by the host" if way == "GPU memory" else ""
+        print(f"{bytes_text(nbytes):>12}{statistics.median(rates):24.2f} {spread} by {way}{before}", flush=True)
 
 
 def tests() -> bool:

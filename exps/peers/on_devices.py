@@ -151,6 +151,7 @@ class TransferRank(Rank):
         super().__init__([])
         with ExitStack() as opened:
             cluster = opened.enter_context(local_cluster(WORKERS, threads=1, devices=devices))
+            self._cluster = cluster
             self._driver = PipelineDriver(pipeline(Wide(nbytes // 4)), cluster)
             self._opened = opened.pop_all()
 
@@ -159,6 +160,10 @@ class TransferRank(Rank):
             self.output = self._driver.run(gpt.CHUNKS, torch.zeros(gpt.CHUNKS, 1))
         assert (self.output == 2).all()
         return []
+
+    def way(self) -> str:
+        """How the values go now."""
+        return self._cluster.routes.between(0, 1)
 
     def close(self) -> None:
         self._opened.close()
@@ -169,6 +174,10 @@ class DeviceTeam(Team):
 
     def core_of(self, rank: int) -> int | None:
         return None
+
+    def way(self) -> str:
+        """As `TransferRank.way`."""
+        return str(self._all("way")[0])
 
     def peaks(self) -> list[tuple[int, int]]:
         """As `PippyRank.peaks`."""

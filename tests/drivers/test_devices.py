@@ -84,6 +84,20 @@ def test_training_is_that_of_the_plain_model(devices, config, schedule, options)
 
 
 @needs_gpu
+@pytest.mark.parametrize("second", ["cuda:0", "cuda:1"])
+def test_values_that_stay_on_gpus_are_those_that_go_by_the_host(second):
+    if second == "cuda:1" and torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU here")
+    close_open_cluster()
+    given = torch.randn(2, 8, 4, dtype=torch.float64)
+    with local_cluster(2, devices=["cuda:0", second]) as cluster:
+        _, driver = chained(cluster, schedule="interleaved_1f1b")
+        losses = [driver.run(4, *given) for _ in range(5)]
+        print(cluster.routes)
+        assert losses == losses[:1] * 5, "the first two went by the host"
+
+
+@needs_gpu
 def test_inputs_may_be_on_a_gpu():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     with gpus() as cluster:
