@@ -63,6 +63,12 @@ class ReceivedValues:
             self.put(*self._delivered.popleft())
         return key in self.values
 
+    def has_now(self, key: ValueKey) -> bool:
+        """Whether the value has arrived. Raises Interrupted if its step was given up."""
+        if self._interrupted or key[0] < self.first_step:
+            self.check(key)
+        return key in self.values or (len(self._delivered) > 0 and self.has(key))
+
     def has_awaited(self) -> bool:
         """Whether a receive waits for a value that has arrived."""
         return self.waiting_for in self.values

@@ -53,8 +53,7 @@ class Transport(ABC):
         Raises Interrupted, or PeerLost if the source is lost and the value has not arrived.
         """
         received = self.received
-        received.check(key)
-        while not received.has(key):
+        while not received.has_now(key):
             if self._take_in(source):
                 continue
             received.check_source(key, source)
@@ -62,7 +61,6 @@ class Transport(ABC):
             try:
                 received.check(key)
                 self._wait_for_traffic(None)
-                received.check(key)
             finally:
                 received.waiting_for = None
         return received.take(key)

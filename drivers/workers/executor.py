@@ -12,6 +12,7 @@ When the program arrives, each instruction is bound to its handler and arguments
     reduce                   does nothing here: Gradients adds up when the step ends
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
@@ -160,6 +161,7 @@ class Executor:
             for each in work
             if key.phase == "F" and each.call in self.repeated
         }
+        self.ours = _received_for_one_call(program)
         self.draws = Draws.of(stage_draws(call.module) for call in self.calls.values())
         self.single = SingleLoss(self.calls[LOSS]) if program.single_loss and LOSS in self.calls else None
         self.at = 0
@@ -377,7 +379,7 @@ class Executor:
             for key in takes:
                 if key[0] in self.given:
                     values[key] = self._here(values[key])
-        inputs = tuple([as_leaf(values[key]) if self.trains else values[key] for key in takes])
+        inputs = tuple([self._as_leaf(key) if self.trains else values[key] for key in takes])
         args = self._args(call, microbatch, inputs)
         if self.single is not None and call.name == LOSS:
             self.single.gather(microbatch, inputs)
@@ -401,6 +403,11 @@ class Executor:
         if self.output_probe is not None and microbatch == 0 and call.name != LOSS:
             given = {key[0]: values[key] for key in gives}
             self.output_probe.see(call, [key[0] for key in takes], args, given, self.returned)
+
+    def _as_leaf(self, key: Key) -> Any:
+        """A value as a leaf of this call's own; what was sent for this call alone is one already."""
+        value = self.values[key]
+        return value if key[0] in self.ours and type(value) is torch.Tensor and value.is_leaf else as_leaf(value)
 
     def _run(self, call: StageCall, microbatch: int, inputs: tuple[Any, ...], args: Sequence[Any]) -> Any:
         """Run a stage, and keep the run for its backward."""
@@ -531,6 +538,15 @@ class Executor:
 
     def _free(self, key: Key) -> None:
         del self.values[key]
+
+
+def _received_for_one_call(program: AddProgram) -> frozenset[str]:
+    """The values that come from other workers, so that nothing else has their memory, and that one call takes, once."""
+    taken = Counter(
+        name for key, work in program.work.items() if key.phase == "F" for each in work for name in each.takes
+    )
+    received = {each.value for each in program.order if isinstance(each, Receive)}
+    return frozenset(name for name in received if taken[name] == 1)
 
 
 def _weights(deferred: DeferredGradients) -> tuple[Any, ...]:
