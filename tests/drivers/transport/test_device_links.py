@@ -1,6 +1,10 @@
 """Values go from device to device past the host, and are those that go through it; whatever fails, they go through it."""
 
+import os
+import signal
+import socket
 import threading
+from contextlib import suppress
 
 import pytest
 import torch
@@ -8,11 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pippy.drivers.cuda_driver import NotShared
+from pippy.drivers.errors import PeerLost
 from pippy.drivers.transport import device_blocks, device_links, device_transport
 from pippy.drivers.transport.device_copies import DeviceCopies
 from pippy.drivers.transport.device_transport import DeviceTransport
 from pippy.drivers.transport.in_process import in_process
 from pippy.drivers.transport.received_values import Interrupted
+from pippy.drivers.transport.shared_memory_transport import SharedMemoryTransport
 from pippy.drivers.transport.shared_words import SharedWords
 from tests.drivers.simulated_device import SimulatedDevice, SimulatedWords
 
@@ -327,3 +333,44 @@ def test_a_block_is_replaced_before_its_numbers_end(linked, monkeypatch):
         commands(linked, count=step)
     numbers = [block.number for block in here.links._outgoing[1]]
     assert numbers and 0 not in numbers
+
+
+def end_of(socket_end, index):
+    """A transport of a process of its own, whose device does everything at once."""
+    device = SimulatedDevice(late=False)
+    device.set_current()
+    carrier = SharedMemoryTransport(index, {1 - index: socket_end})
+    return DeviceTransport(carrier, DeviceCopies(device), near=[1 - index])
+
+
+def test_two_processes_and_one_that_is_killed():
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    child = os.fork()
+    if child == 0:
+        mine.close()
+        with suppress(BaseException):
+            there = end_of(theirs, 1)
+            for step in range(100):
+                there.send(0, (step, 1, 0), 2 * there.receive((step, 0, 0), 0))
+                there.finish()
+        os._exit(1)
+    try:
+        theirs.close()
+        here = end_of(mine, 0)
+        for step in range(5):
+            here.send(1, (step, 0, 0), value(step))
+            here.copies.wait()
+            while not here.ready((step, 1, 0)):
+                here.carrier.wait_any([((step, 1, 0), 1)], 20)
+            assert torch.equal(here.receive((step, 1, 0), 1), value(2 * step))
+            here.finish()
+        assert here.links.ways() == {1: ""} and here.links._incoming
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    here.send(1, (5, 0, 0), value(5))
+    with pytest.raises(PeerLost):
+        here.receive((5, 1, 0), 1)
+    here.forget([1])
+    assert here.copies.accelerator._blocks == {} and here.copies.accelerator.faults == []
+    here.close()
