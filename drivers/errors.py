@@ -97,9 +97,9 @@ class WorkerLostError(ClusterError):
     worker 'stage-host' (number 1, pid 4711 on localhost) is lost: killed by SIGKILL; call driver.recover(), or close ...
     """
 
-    def __init__(self, worker: str, index: int, host: str, pid: int, how: str) -> None:
-        super().__init__(f"worker {worker!r} (number {index}, pid {pid} on {host}) is lost: {how}{GO_ON}")
-        self.worker, self.index, self.host, self.pid, self.how = worker, index, host, pid, how
+    def __init__(self, worker: str, index: int, host: str, pid: int, how: str, go_on: str = GO_ON) -> None:
+        super().__init__(f"worker {worker!r} (number {index}, pid {pid} on {host}) is lost: {how}{go_on}")
+        self.worker, self.index, self.host, self.pid, self.how, self.go_on = worker, index, host, pid, how, go_on
 
-    def __reduce__(self) -> tuple[type["WorkerLostError"], tuple[str, int, str, int, str]]:
-        return WorkerLostError, (self.worker, self.index, self.host, self.pid, self.how)
+    def __reduce__(self) -> tuple[type["WorkerLostError"], tuple[str, int, str, int, str, str]]:
+        return WorkerLostError, (self.worker, self.index, self.host, self.pid, self.how, self.go_on)

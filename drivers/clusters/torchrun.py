@@ -250,6 +250,7 @@ def _control(
     messages = MixedMessages(met.near, met.connections, RpcMessages(rpc_names), first, connects_hosts, own)
     control = Control(met.addresses, timeout, messages=messages)
     others = [name for name in rpc_names if name != CONTROLLER]
+    control.go_on = f"; {TorchrunProcesses.fixed}"
     joined = TorchrunProcesses(worker, others, timeout, control, met.connections)
     rpc.take_reports(control.report_lost)
     for at, why in met.routes.reasons.items():

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pippy.drivers.control.messages.urgent import Connect, Ping
-from pippy.drivers.errors import ClusterError, WorkerLostError
+from pippy.drivers.errors import GO_ON, ClusterError, WorkerLostError
 from pippy.drivers.interrupts import uninterrupted
 from pippy.drivers.transport.messages.controller_connections import ControllerConnections
 from pippy.drivers.transport.messages.message_queue import DeliveryFailure
@@ -112,6 +112,7 @@ class Control:
         self.counts = [0] * len(self.workers)
         self._broken: str | None = None
         self._lost: WorkerLostError | None = None
+        self.go_on = GO_ON  # what the script can do then
         self.lost: str | None = None  # which worker, and how, once one is lost
         self._waits: set[weakref.ref[_Wait]] = set()  # of all threads; one that Ctrl-C has left is soon gone
         self._reports: deque[tuple[int, int, str]] = deque()
@@ -219,7 +220,7 @@ class Control:
         address = self.workers[worker]
         self.to_replace.add(worker)
         how = self._deaths(0.2).get(worker, how)
-        error = WorkerLostError(address.name, worker, address.host, address.pid, how)
+        error = WorkerLostError(address.name, worker, address.host, address.pid, how, self.go_on)
         self.lost = self.lost or str(error)
         self._lost = self._lost if self.broken else error
         self.broken = self.broken or f"this cluster lost a worker and cannot go on ({error})"

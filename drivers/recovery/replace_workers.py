@@ -11,7 +11,7 @@ A worker that was replaced holds nothing. Each driver that had stages there refu
 from contextlib import suppress
 
 from pippy.drivers.clusters.cluster import Cluster
-from pippy.drivers.errors import GO_ON, ClusterError, WorkerLostError
+from pippy.drivers.errors import ClusterError, WorkerLostError
 
 
 def replace_lost_workers(cluster: Cluster, limit: float | None = None) -> tuple[int, ...]:
@@ -35,7 +35,9 @@ def replace_lost_workers(cluster: Cluster, limit: float | None = None) -> tuple[
         if control.lost is None:
             raise ClusterError(control.broken)
         if why is not None:
-            raise ClusterError(f"{control.lost.removesuffix(GO_ON)}; no other process can take its place: {why}")
+            raise ClusterError(
+                f"{control.lost.removesuffix(control.go_on)}; no other process can take its place: {why}"
+            )
         dispatch.give_up(ClusterError(control.broken))
         control.to_replace |= control.lost_workers()
         try:

@@ -1,5 +1,6 @@
 """What ranks know of each other once they have met: who shares memory, and who can connect whom."""
 
+import pickle
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from pippy.drivers.clusters import meeting, rank_terms
 from pippy.drivers.clusters.interfaces import Link
 from pippy.drivers.clusters.neighbours import close_all, two_pairs
 from pippy.drivers.clusters.rank_info import RankInfo
+from pippy.drivers.clusters.torchrun_processes import TorchrunProcesses
 from pippy.drivers.clusters.torchrun_worker import TorchrunWorker
 from pippy.drivers.control.control import Address, Control
 from pippy.drivers.control.messages.urgent import Connect
@@ -185,3 +187,16 @@ def test_a_first_worker_connects_two_others_and_says_so_if_it_cannot():
     for worker, (_, theirs) in zip(workers, ends.values()):
         worker.transport.close()
         theirs[1].close()
+
+
+def test_a_lost_worker_is_followed_by_what_can_be_done():
+    """Under torchrun no other process can take its place, so the error does not advise to call `recover`."""
+    here = control(Asked())
+    assert str(here.mark_lost(2, "killed")).endswith(
+        "is lost: killed; call driver.recover(), or close this cluster and open another"
+    )
+    under = control(Asked())
+    under.go_on = f"; {TorchrunProcesses.fixed}"
+    error = under.mark_lost(2, "killed")
+    assert "recover" not in str(error) and "torchrun --max-restarts 3" in str(error)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
