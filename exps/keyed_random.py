@@ -13,8 +13,6 @@ Finding:  tiny, 13 operations in 8 micro-batches, --pairs 150, on two virtual co
 """
 
 import argparse
-import gc
-import random
 import statistics
 import time
 from pathlib import Path
@@ -24,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from exps.peers import gpt
-from exps.recording import interval
+from exps.recording import in_turns, interval
 from pippy import Cluster, Pipe, PipelineDriver, SplitPoint, annotate_split_points, cluster, pipeline
 from pippy.ir.run.keyed_draws import seed_draws
 
@@ -73,7 +71,6 @@ def processor_time(workers: Cluster) -> float:
 def pairs(drivers: dict[bool, PipelineDriver], size: gpt.Size, count: int) -> list[tuple[Times, Times]]:
     """The times of steps without and with keys."""
     x, target = gpt.batch(size)
-    shuffler, found = random.Random(0), []
 
     def step(keyed: bool) -> Times:
         workers = drivers[keyed].cluster
@@ -81,15 +78,7 @@ def pairs(drivers: dict[bool, PipelineDriver], size: gpt.Size, count: int) -> li
         drivers[keyed].run(gpt.CHUNKS, x, target)
         return time.perf_counter() - start, processor_time(workers) - computed
 
-    for keyed in (False, True) * 3:
-        step(keyed)
-    gc.collect()
-    for _ in range(count):
-        order = [False, True]
-        shuffler.shuffle(order)
-        times = {keyed: step(keyed) for keyed in order}
-        found.append((times[False], times[True]))
-    return found
+    return in_turns(step, count)
 
 
 def main() -> None:

@@ -15,6 +15,8 @@ import gc
 import random
 import statistics
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -22,12 +24,12 @@ from torch import nn
 from pippy import Pipe, PipelineDriver, cluster
 from pippy.drivers.recording.record import Recording
 
+Measured = TypeVar("Measured")
+
 
 def pairs(driver: PipelineDriver, chunks: int, width: int, rows: int, count: int) -> list[tuple[float, float]]:
     """Seconds of steps without and with recording."""
     x = target = torch.randn(chunks * rows, width)
-    shuffler = random.Random(0)
-    found = []
 
     def step(recorded: bool) -> float:
         start = time.perf_counter()
@@ -38,13 +40,24 @@ def pairs(driver: PipelineDriver, chunks: int, width: int, rows: int, count: int
             driver.run(chunks, x, target)
         return time.perf_counter() - start
 
-    for recorded in (False, True, False, True):
-        step(recorded)
+    return in_turns(step, count)
+
+
+def in_turns(step: Callable[[bool], Measured], count: int) -> list[tuple[Measured, Measured]]:
+    """What steps measure without and with something, in random order within each pair, after three pairs to warm up.
+
+    >>> in_turns(lambda recorded: 2.5 if recorded else 1.0, count=2)
+    [(1.0, 2.5), (1.0, 2.5)]
+    """
+    shuffler, found = random.Random(0), []
+    for given in (False, True) * 3:
+        step(given)
+    gc.collect()
     for _ in range(count):
         order = [False, True]
         shuffler.shuffle(order)
-        seconds = {recorded: step(recorded) for recorded in order}
-        found.append((seconds[False], seconds[True]))
+        measured = {given: step(given) for given in order}
+        found.append((measured[False], measured[True]))
     return found
 
 
