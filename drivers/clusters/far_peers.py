@@ -4,7 +4,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection
 
-from pippy.drivers.control.messages.urgent import Invite
+from pippy.drivers.control.messages.urgent import Invite, Ping
 from pippy.drivers.transport.messages import rpc
 from pippy.drivers.transport.messages.far_door import Invitation, Take, come_in, open_door
 from pippy.drivers.transport.messages.message_queue import DeliveryFailure
@@ -40,6 +40,8 @@ class FarPeers:
         """Open a door for a peer, and return where it is; None if there can be none."""
         if self.address is None:
             return None
+        # RPC connects with the first call. Where a value made that one while this process has no free descriptor, torch would end it.
+        rpc.wait_all([rpc.urgent(self.name(guest), pickle_message(Ping()))], self.within / 2)
         take: Take = lambda end, window: self.take(guest, end, window)  # noqa: E731
         return open_door(self.address, take, 2 * self.within, self.silence)
 
