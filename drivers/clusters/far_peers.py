@@ -40,7 +40,7 @@ class FarPeers:
         """Open a door for a peer, and return where it is; None if there can be none."""
         if self.address is None:
             return None
-        # RPC connects with the first call. Where a value made that one while this process has no free descriptor, torch would end it.
+        # RPC connects with the first call. If that were one of a value, without a free descriptor, torch would end this process.
         rpc.wait_all([rpc.urgent(self.name(guest), pickle_message(Ping()))], self.within / 2)
         take: Take = lambda end, window: self.take(guest, end, window)  # noqa: E731
         return open_door(self.address, take, 2 * self.within, self.silence)

@@ -35,7 +35,9 @@ def test_two_workers_here_and_two_there(tmp_path):
     by_rpc = {tuple(line.split()[1:]) for line in lines if line.startswith("RPC")}
     asked = {(rank, to) for rank, kind, to in by_rpc if kind == "urgent"}
     both_ways = {("1", "worker2"), ("2", "worker1")}
-    assert both_ways <= asked, "or the first value would connect: a worker that has no descriptor then is ended by torch"
+    assert both_ways <= asked, (
+        "or the first value would connect: a worker that has no descriptor then is ended by torch"
+    )
     values = {(rank, to) for rank, kind, to in by_rpc if kind == "deliver"}
     assert both_ways <= values
     assert all((rank in "01") == (to in ("worker2", "worker3")) for rank, to in values)
