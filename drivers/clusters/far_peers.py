@@ -40,7 +40,7 @@ class FarPeers:
         """Open a door for a peer, and return where it is; None if there can be none."""
         if self.address is None:
             return None
-        # RPC connects with the first call. If that were one of a value, without a free descriptor, torch would end this process.
+        # RPC connects with the first call. Where that has no free descriptor, torch ends the process: not later, with a value.
         rpc.wait_all([rpc.urgent(self.name(guest), pickle_message(Ping()))], self.within / 2)
         take: Take = lambda end, window: self.take(guest, end, window)  # noqa: E731
         return open_door(self.address, take, 2 * self.within, self.silence)
