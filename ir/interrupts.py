@@ -28,6 +28,7 @@ _CALLED_AT_AN_END = (
 # Torch's own code that would be left with a mode in force or without one, or by an exception that ends the process.
 _WITH_STATE = (simple_registry.__file__, fake_tensor.__file__, _python_dispatch.__file__)
 _SOON = 0.001  # seconds
+_UNHEARD = 0.05  # seconds
 
 
 @contextmanager
@@ -50,6 +51,7 @@ def heard() -> Iterator[None]:
     hook = _Unraisable()
 
     def hear(number: int, frame: FrameType | None) -> None:
+        _heard.note()
         if _is_dropped(frame):
             _come_again()
         else:
@@ -115,6 +117,7 @@ def come_again() -> None:
     before = signal.getsignal(signal.SIGINT)
 
     def hear(number: int, frame: FrameType | None) -> None:
+        _heard.note()
         if _is_dropped(frame):
             return _come_again()
         if signal.getsignal(signal.SIGINT) is hear:
@@ -135,6 +138,35 @@ def _come_again() -> None:
 
 def _interrupt_soon() -> None:
     time.sleep(_SOON)
-    main = threading.main_thread().ident
-    if main is not None and callable(signal.getsignal(signal.SIGINT)):
-        signal.pthread_kill(main, signal.SIGINT)  # interrupt_main would not end what the main thread waits in
+    heard_before = _heard.times
+    while _heard.send_unless(heard_before):
+        time.sleep(_UNHEARD)
+
+
+class _Heard:
+    """How often the handlers of this module were called.
+
+    Python notes a signal, and calls the handler later. If the main thread begins to sleep in between, it sleeps on: the signal
+    is sent again until it is heard. Nothing is sent once it is, as that would be a second Ctrl-C.
+    """
+
+    def __init__(self) -> None:
+        self.times = 0
+        self._turn = threading.RLock()  # the handler may interrupt itself
+
+    def note(self) -> None:
+        """A handler is called."""
+        with self._turn:
+            self.times += 1
+
+    def send_unless(self, times: int) -> bool:
+        """Send Ctrl-C if none was heard since then. Returns whether it is to be sent again if nobody hears it."""
+        with self._turn:
+            main, handler = threading.main_thread().ident, signal.getsignal(signal.SIGINT)
+            if self.times != times or main is None or not callable(handler):
+                return False
+            signal.pthread_kill(main, signal.SIGINT)  # interrupt_main would not end what the main thread waits in
+            return getattr(handler, "__module__", None) == __name__
+
+
+_heard = _Heard()

@@ -50,6 +50,25 @@ def test_ctrl_c_that_comes_again_ends_a_wait():
     assert time.monotonic() - start < 20
 
 
+def test_ctrl_c_that_comes_again_is_sent_until_it_is_heard(monkeypatch):
+    """Where the first comes just before the main thread sleeps, nothing wakes it. It is heard once, nevertheless."""
+    send, sent = signal.pthread_kill, []
+
+    def unheard_twice(*args):
+        sent.append(args)
+        if len(sent) > 2:
+            send(*args)
+
+    monkeypatch.setattr(signal, "pthread_kill", unheard_twice)
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        come_again()
+        time.sleep(30)
+    assert time.monotonic() - start < 20
+    time.sleep(0.2)  # a second one would raise here
+    assert len(sent) == 3
+
+
 def test_ctrl_c_that_python_drops_comes_again(monkeypatch):
     """Any library's callback may be called at an end."""
     given, dropped = Dropped(), []
