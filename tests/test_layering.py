@@ -24,9 +24,9 @@ LAYERS = """
     ir/front ir/export ir/front_ends ir/cut ir/passes ir/compiler ir/reference
     ir/show ir/state ir/model_parts ir/training_flags ir/pipe
 
-    drivers/errors drivers/interrupts drivers/cuda_driver drivers/accelerator drivers/checkpoints
+    drivers/errors drivers/interrupts drivers/checkpoints
     drivers/lowering drivers/batches
-    drivers/transport drivers/transport/messages
+    drivers/transport drivers/transport/devices drivers/transport/messages
     drivers/control/messages drivers/placement
     drivers/control drivers/workers drivers/recording drivers/clusters
     drivers/memory drivers/automatic

@@ -51,7 +51,7 @@ def run_worker(index: int, worker: type, config: LaunchConfig, controller: socke
     """Make a worker, let it be reached, and run it."""
     import torch
 
-    from pippy.drivers.transport.device_transport import for_device
+    from pippy.drivers.transport.devices.device_transport import for_device
     from pippy.drivers.transport.messages.message_queue import MessageQueue
     from pippy.drivers.workers.worker_context import WorkerContext
 

@@ -14,7 +14,7 @@ import torch
 from pippy.drivers.clusters.far_peers import FarPeers
 from pippy.drivers.clusters.launch_config import CONTROLLER
 from pippy.drivers.control.messages.urgent import Connect, GiveUp, Invite, Ping
-from pippy.drivers.transport.device_transport import for_device
+from pippy.drivers.transport.devices.device_transport import for_device
 from pippy.drivers.transport.messages import rpc
 from pippy.drivers.transport.messages.controller_connections import ControllerConnections
 from pippy.drivers.transport.messages.message_connection import WorkerMessageConnection

@@ -20,7 +20,7 @@ from pippy.drivers.control.messages.parameters import ElsewhereTensor, Fetch, In
 from pippy.drivers.control.messages.programs import AddProgram
 from pippy.drivers.control.messages.stages import Load
 from pippy.drivers.control.messages.steps import Step, StepResult, StepReturning
-from pippy.drivers.transport.device_copies import DeviceCopies
+from pippy.drivers.transport.devices.copies import DeviceCopies
 from pippy.drivers.transport.pickling import unpickle
 from pippy.drivers.transport.transport import Transport
 from pippy.drivers.workers.compiling import compile_modules

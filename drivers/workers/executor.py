@@ -36,7 +36,7 @@ from pippy.drivers.schedules.programs.instructions import (
     ReduceStage,
     Send,
 )
-from pippy.drivers.transport.device_copies import DeviceCopies, HostCopy
+from pippy.drivers.transport.devices.copies import DeviceCopies, HostCopy
 from pippy.drivers.transport.received_values import Interrupted
 from pippy.drivers.transport.transport import Transport
 from pippy.drivers.workers.loss_probe import LossProbe

@@ -26,7 +26,7 @@ from pippy.drivers.control.messages.programs import AddProgram, OutOfOrderLimits
 from pippy.drivers.lowering.flow import taken
 from pippy.drivers.schedules.programs.edges import Pass, produced_by
 from pippy.drivers.schedules.programs.instructions import Compute, Op, Receive
-from pippy.drivers.transport.device_copies import DeviceCopies
+from pippy.drivers.transport.devices.copies import DeviceCopies
 from pippy.drivers.transport.received_values import ValueKey
 from pippy.drivers.transport.transport import Transport
 from pippy.drivers.workers.executor import Executor, Handle

@@ -22,7 +22,7 @@ import torch
 
 from pippy.drivers.control.messages.steps import WorkerRecord
 from pippy.drivers.schedules.programs.instructions import Compute, Instruction, Receive, Send
-from pippy.drivers.transport.device_copies import DeviceCopies
+from pippy.drivers.transport.devices.copies import DeviceCopies
 from pippy.drivers.transport.received_values import ValueKey
 from pippy.drivers.transport.transport import SentCount, Transport
 from pippy.drivers.workers.gradient_sums import Messages

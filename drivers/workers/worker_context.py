@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from pippy.drivers.transport.device_copies import DeviceCopies
+from pippy.drivers.transport.devices.copies import DeviceCopies
 from pippy.drivers.transport.messages.message_queue import MessageQueue
 
 

@@ -18,8 +18,8 @@ from contextlib import contextmanager
 
 import torch
 
-from pippy.drivers.accelerator import Accelerator
-from pippy.drivers.cuda_driver import NotShared
+from pippy.drivers.transport.devices.accelerator import Accelerator
+from pippy.drivers.transport.devices.cuda_driver import NotShared
 from pippy.drivers.transport.memory import create_shared, map_shared
 
 

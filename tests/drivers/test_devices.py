@@ -19,8 +19,8 @@ from pippy import (
     pipe_split,
     pipeline,
 )
-from pippy.drivers.accelerator import TorchAccelerator
-from pippy.drivers.transport.device_transport import DeviceTransport
+from pippy.drivers.transport.devices.accelerator import TorchAccelerator
+from pippy.drivers.transport.devices.device_transport import DeviceTransport
 from pippy.drivers.workers.executor import Executor
 from pippy.errors import StepError
 from tests.drivers.models import TiedLanguage

@@ -9,8 +9,8 @@ import torch
 from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.clusters.routes import Routes
 from pippy.drivers.control.control import Address, Control, PendingCall
-from pippy.drivers.transport.device_copies import DeviceCopies
-from pippy.drivers.transport.device_transport import DeviceTransport
+from pippy.drivers.transport.devices.copies import DeviceCopies
+from pippy.drivers.transport.devices.device_transport import DeviceTransport
 from pippy.drivers.transport.in_process import in_process
 from pippy.drivers.transport.messages.message_queue import MessageQueue
 from pippy.drivers.transport.pickling import pickle_message, unpickle

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pippy.drivers.errors import PeerLost
-from pippy.drivers.transport.device_copies import DeviceCopies
-from pippy.drivers.transport.device_transport import DeviceTransport
+from pippy.drivers.transport.devices.copies import DeviceCopies
+from pippy.drivers.transport.devices.device_transport import DeviceTransport
 from pippy.drivers.transport.in_process import in_process
 from pippy.drivers.transport.pickling import pickle_by_value, pickle_message, unpickle
 from pippy.drivers.transport.received_values import Interrupted

@@ -11,18 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pippy.drivers.cuda_driver import NotShared
 from pippy.drivers.errors import PeerLost
-from pippy.drivers.transport import device_blocks, device_links, device_transport
-from pippy.drivers.transport.device_copies import DeviceCopies
-from pippy.drivers.transport.device_transport import DeviceTransport
+from pippy.drivers.transport.devices import blocks, device_transport, links
+from pippy.drivers.transport.devices.copies import DeviceCopies
+from pippy.drivers.transport.devices.cuda_driver import NotShared
+from pippy.drivers.transport.devices.device_transport import DeviceTransport
+from pippy.drivers.transport.devices.shared_words import SharedWords
 from pippy.drivers.transport.in_process import in_process
 from pippy.drivers.transport.received_values import Interrupted
 from pippy.drivers.transport.shared_memory_transport import SharedMemoryTransport
-from pippy.drivers.transport.shared_words import SharedWords
 from tests.drivers.simulated_device import SimulatedDevice, SimulatedWords
 
-SMALL = 4 * device_blocks.TRIED
+SMALL = 4 * blocks.TRIED
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def devices():
 @pytest.fixture
 def two(monkeypatch, devices):
     """Two transports of one thread, whose blocks hold a few values."""
-    monkeypatch.setattr(device_links, "_SMALLEST", SMALL)
+    monkeypatch.setattr(links, "_SMALLEST", SMALL)
     for device in devices:
         device.set_current()
     transports = [
@@ -106,8 +106,8 @@ def test_values_of_any_size_and_order_are_whole(data):
         for index, (carrier, device) in enumerate(zip(in_process(2), devices))
     ]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(device_links, "_SMALLEST", SMALL)
-        patched.setattr(device_links, "LIMIT", 4 * SMALL)
+        patched.setattr(links, "_SMALLEST", SMALL)
+        patched.setattr(links, "LIMIT", 4 * SMALL)
         on_their_way: dict[int, torch.Tensor] = {}
         for number, what in enumerate(data.draw(st.lists(st.integers(0, 20), max_size=60))):
             if what < 11:
@@ -179,7 +179,7 @@ def test_a_block_that_is_full_sends_values_by_the_host_and_another_one_is_added(
 
 def test_a_value_larger_than_all_blocks_may_be_goes_by_the_host(linked, monkeypatch):
     here, there = linked
-    monkeypatch.setattr(device_links, "LIMIT", 2 * SMALL)
+    monkeypatch.setattr(links, "LIMIT", 2 * SMALL)
     for command in range(3):
         here.send(1, (command, 0, 0), value(command, 2 * SMALL))
         here.finish()
@@ -327,7 +327,7 @@ def test_what_was_shared_with_a_process_that_is_gone_is_freed(linked, devices):
 
 def test_a_block_is_replaced_before_its_numbers_end(linked, monkeypatch):
     here, _ = linked
-    monkeypatch.setattr(device_blocks, "LAST", 4)
+    monkeypatch.setattr(blocks, "LAST", 4)
     for step in range(1, 4):
         here.received.first_step = linked[1].received.first_step = -10
         commands(linked, count=step)

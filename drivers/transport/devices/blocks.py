@@ -23,11 +23,10 @@ from typing import NamedTuple
 
 import torch
 
-from pippy.drivers.accelerator import Block
-from pippy.drivers.cuda_driver import NotShared
-from pippy.drivers.transport.device_copies import DeviceCopies
-from pippy.drivers.transport.ring import Ring
-from pippy.drivers.transport.shared_words import (
+from pippy.drivers.transport.devices.accelerator import Block
+from pippy.drivers.transport.devices.copies import DeviceCopies
+from pippy.drivers.transport.devices.cuda_driver import NotShared
+from pippy.drivers.transport.devices.shared_words import (
     ANSWER,
     CLAIM_COUNT,
     CLAIMS,
@@ -40,6 +39,7 @@ from pippy.drivers.transport.shared_words import (
     PageName,
     SharedWords,
 )
+from pippy.drivers.transport.ring import Ring
 from pippy.drivers.transport.value_layout import TensorLayout, aligned
 
 TRIED = 4096  # bytes at each end

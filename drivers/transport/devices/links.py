@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pippy.drivers.cuda_driver import NotShared
-from pippy.drivers.transport.device_blocks import BlockOffer, IncomingBlock, OutgoingBlock, place_size
-from pippy.drivers.transport.device_copies import DeviceCopies
+from pippy.drivers.transport.devices.blocks import BlockOffer, IncomingBlock, OutgoingBlock, place_size
+from pippy.drivers.transport.devices.copies import DeviceCopies
+from pippy.drivers.transport.devices.cuda_driver import NotShared
+from pippy.drivers.transport.devices.shared_words import NOT_MAPPED
 from pippy.drivers.transport.pickling import pickle_to_bytes
-from pippy.drivers.transport.shared_words import NOT_MAPPED
 from pippy.drivers.transport.value_layout import (
     ValueLayout,
     layout_of,

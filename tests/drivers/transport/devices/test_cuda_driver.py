@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pippy.drivers import accelerator as accelerators
-from pippy.drivers.accelerator import TorchAccelerator
-from pippy.drivers.cuda_driver import SIGNATURES, CudaDriver, NotShared
+from pippy.drivers.transport.devices import accelerator as accelerators
+from pippy.drivers.transport.devices.accelerator import TorchAccelerator
+from pippy.drivers.transport.devices.cuda_driver import SIGNATURES, CudaDriver, NotShared
 
 
 class Library:

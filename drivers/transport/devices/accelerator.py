@@ -18,7 +18,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from pippy.drivers.cuda_driver import CudaDriver, NotShared
+from pippy.drivers.transport.devices.cuda_driver import CudaDriver, NotShared
 
 
 class Event(Protocol):

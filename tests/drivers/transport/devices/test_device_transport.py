@@ -7,8 +7,8 @@ import weakref
 import pytest
 import torch
 
-from pippy.drivers.transport.device_copies import DeviceCopies
-from pippy.drivers.transport.device_transport import DeviceTransport
+from pippy.drivers.transport.devices.copies import DeviceCopies
+from pippy.drivers.transport.devices.device_transport import DeviceTransport
 from pippy.drivers.transport.in_process import in_process
 from pippy.ir.errors import StageError
 from tests.drivers.simulated_device import DeviceFailed, SimulatedDevice

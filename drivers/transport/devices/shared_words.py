@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from pippy.drivers.cuda_driver import NotShared
+from pippy.drivers.transport.devices.cuda_driver import NotShared
 from pippy.drivers.transport.memory import Memory, create_shared, map_shared
 
 FILLED, TAKEN, RETIRED, ANSWER, _TOKEN = 0, 16, 32, 48, 56  # no two processes write to one cache line

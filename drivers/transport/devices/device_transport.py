@@ -20,9 +20,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pippy.drivers.accelerator import accelerator_of
-from pippy.drivers.transport.device_copies import DeviceCopies, HostCopy
-from pippy.drivers.transport.device_links import DeviceLinks, Note, Offering
+from pippy.drivers.transport.devices.accelerator import accelerator_of
+from pippy.drivers.transport.devices.copies import DeviceCopies, HostCopy
+from pippy.drivers.transport.devices.links import DeviceLinks, Note, Offering
 from pippy.drivers.transport.received_values import Interrupted, ValueKey
 from pippy.drivers.transport.transport import SentCount, Transport
 from pippy.drivers.transport.value_layout import layout_of

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pippy.drivers.accelerator import Accelerator, Event
+from pippy.drivers.transport.devices.accelerator import Accelerator, Event
 from pippy.drivers.transport.value_layout import is_plain_tensor, strides_of
 from pippy.ir.sparse_tensors import from_parts, is_sparse, parts_of
 from pippy.ir.trees import map_tensors
