@@ -4,12 +4,14 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+from torch.futures import Future
 
 from pippy.drivers.clusters.far_peers import FarPeers
 from pippy.drivers.clusters.launch_config import CONTROLLER
@@ -28,6 +30,8 @@ from pippy.drivers.workers.worker import Worker
 from pippy.drivers.workers.worker_context import WorkerContext
 
 LEAVES_WITHIN = 5.0  # seconds that a worker has to end what it does when its cluster is closed
+ASKS_AFTER = 10.0  # seconds, and two timeouts, between looks at whether the controller lives
+_AGAIN = 0.2  # seconds from a ping that failed to the next
 EVERYTHING = GiveUp(first=0, last=1 << 62)
 
 
@@ -183,15 +187,21 @@ class TorchrunWorker:
         controller that is stopped breaks none. So while the worker waits inside a step, it pings the controller from time
         to time, and ends after at most 3 × timeout + 10 s; so does one that has lost another worker.
         """
-        rpc.watch(controller, timeout, lambda: self._gone("the connection to the controller broke"))
-        threading.Thread(target=self._ask, args=(controller, timeout), daemon=True).start()
+        watched = rpc.watch(controller, timeout, self._broke)
+        threading.Thread(target=self._ask, args=(controller, timeout, watched), daemon=True).start()
 
-    def _ask(self, controller: str, timeout: float) -> None:
+    def _ask(self, controller: str, timeout: float, watched: "Future[Any]") -> None:
         pause = threading.Event()
-        while not pause.wait(2 * timeout + 10):
-            in_step = self.worker.command is not None and self.transport.waiting_for() is not None
-            if (in_step or self.values.lost_peers) and not answers(controller, timeout):
-                self._gone(f"the controller left a ping unanswered for {timeout:g} s")
+        while not pause.wait(2 * timeout + ASKS_AFTER):
+            with suppress(MemoryError):  # there may be some when it is asked again
+                if watched.done():  # there was no memory to say so
+                    self._broke()
+                in_step = self.worker.command is not None and self.transport.waiting_for() is not None
+                if (in_step or self.values.lost_peers) and not answers(controller, timeout):
+                    self._gone(f"the controller left a ping unanswered for {timeout:g} s")
+
+    def _broke(self) -> None:
+        self._gone("the connection to the controller broke")
 
     def _gone(self, why: str) -> None:
         if not self.messages.ended:
@@ -199,20 +209,30 @@ class TorchrunWorker:
 
 
 def answers(controller: str, timeout: float) -> bool:
-    """Whether a process answers a ping in time."""
-    try:
-        ping = rpc.urgent(controller, pickle_message(Ping()))
-    except ConnectionError:
-        return False
-    rpc.wait_all([ping], timeout)
-    return ping.done()
+    """Whether a process answers a ping in time. A ping that fails is no answer: another one is sent."""
+    end_time = time.monotonic() + timeout
+    while (left := end_time - time.monotonic()) > 0:
+        try:
+            ping = rpc.urgent(controller, pickle_message(Ping()))
+        except ConnectionError:
+            return False
+        rpc.wait_all([ping], left)
+        if not ping.done():
+            return False
+        with suppress(Exception):  # RPC raises errors of all kinds
+            ping.value()
+            return True
+        time.sleep(min(_AGAIN, left))
+    return False
 
 
 def end_process(why: str) -> NoReturn:
     """End this process at once: the main thread may be computing, or may wait without an end."""
-    rpc.stderr_filter.stop()
-    say(why)
-    os._exit(1)
+    try:
+        rpc.stderr_filter.stop()
+        say(why)
+    finally:  # also where there is no memory for the line
+        os._exit(1)
 
 
 def say(what: str) -> None:

@@ -75,6 +75,8 @@ def have(opened: Cluster, kinds: list[str], rng: random.Random) -> None:
             say(begins=kind)
             report = deadly(training, kind)
         say(**asdict(report))
+        if report.ends:
+            return
         del training
 
 

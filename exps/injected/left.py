@@ -45,13 +45,13 @@ class Held:
         self.before = {pid: held(pid) for pid in pids if pid != os.getpid()}
 
     def grown(self) -> str:
-        """What has grown beyond a socket and shared memory for each direction to each other worker; "" if nothing has."""
+        """What has grown beyond the connections with each other worker, RPC's among them, and shared memory for them."""
         peers = len(self.before) + 1
         now = {pid: held(pid) for pid in self.before}
         return "; ".join(
             f"worker {pid} had {before} descriptors and maps, and has {now[pid]}"
             for pid, before in self.before.items()
-            if now[pid][0] > before[0] + 3 * peers or now[pid][1] > before[1] + 4 * peers
+            if now[pid][0] > before[0] + 8 * peers or now[pid][1] > before[1] + 4 * peers
         )
 
 

@@ -27,6 +27,7 @@ class Report:
     seconds: float
     wrong: str = ""
     ended: float = 0.0  # when the script was told, for a fault that the watcher of the script causes
+    ends: bool = False  # whether the cluster has lost a worker by it, though most such faults end none
 
 
 class Refuses(torch.optim.SGD):

@@ -59,6 +59,7 @@ class _Watch:
         self.place, self.kinds, self.job, self.mark, self.rng = place, kinds, started, mark, rng
         self.told, self.pid, self.struck = 0, 0, 0.0
         self.workers: list[int] = []
+        self.over = False  # though not all of its faults were had
 
     def reports(self) -> Iterator[Report]:
         """What happened, and at the end what is left."""
@@ -93,7 +94,7 @@ class _Watch:
                 self._strike(line["begins"])
         else:
             report = Report(**line)
-            self.told += 1
+            self.told, self.over = self.told + 1, report.ends
             if report.kind in BY_THE_WATCHER:
                 report.seconds = report.ended - self.struck
             yield report
@@ -124,7 +125,7 @@ class _Watch:
 
     def _end(self, status: int) -> Iterator[Report]:
         """A controller that was killed says no more, and torchrun ends one that has lost a worker."""
-        if self.told == len(self.kinds):
+        if self.over or self.told == len(self.kinds):
             return
         kind = self.kinds[self.told]
         ends_job = kind == "kill controller" or (

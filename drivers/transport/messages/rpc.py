@@ -159,13 +159,16 @@ def take_reports(take: Callable[[int, int, str], None]) -> None:
     _reports = take
 
 
-def watch(to: str, seconds: float, broken: Callable[[], None]) -> None:
+def watch(to: str, seconds: float, broken: Callable[[], None]) -> "torch.futures.Future[Pickled]":
     """Have ``broken`` called, on any thread, when another process is gone: by a call that is never answered.
 
-    That its host is gone, or cut off, is noticed after four times so many ``seconds``.
+    That its host is gone, or cut off, is noticed after four times so many ``seconds``. Returns the call, which is done then,
+    also where there was no memory to call ``broken``.
     """
-    _call(to, _wait_for_ever).add_done_callback(lambda _: broken())
+    watching = _call(to, _wait_for_ever)
+    watching.add_done_callback(lambda _: broken())
     break_silent_connections(seconds)  # joining has connected this process with the first of the group
+    return watching
 
 
 def wait_all(futures: Iterable["torch.futures.Future[Any]"], timeout: float) -> None:

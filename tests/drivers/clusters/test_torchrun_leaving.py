@@ -7,10 +7,12 @@ import time
 import traceback
 
 import pytest
+from torch.futures import Future
 
 from pippy.drivers.clusters import torchrun_worker
 from pippy.drivers.clusters.torchrun_worker import Leave, TorchrunWorker
 from pippy.drivers.control.messages.commands import Command
+from pippy.drivers.transport.messages import rpc
 from tests.drivers.processes import within
 
 
@@ -67,3 +69,55 @@ def test_a_stage_that_hangs_is_named_and_the_process_has_not_succeeded(ended):
     status, text = ended(script)
     assert status == 1
     assert "worker 'only'" in text and "0.1 s after its cluster was closed it was still at command 3" in text
+
+
+def failed():
+    """A call of RPC that has failed."""
+    future = Future()
+    future.set_exception(MemoryError())
+    return future
+
+
+def no_memory(*args):
+    raise MemoryError
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_worker_that_had_no_memory_when_its_controller_went_ends(ended, monkeypatch, told):
+    """It was not told, as the call of its callback failed; or it was told, and could not write why it ends."""
+    monkeypatch.setattr(torchrun_worker, "ASKS_AFTER", 0.05)
+
+    def watch(to, seconds, broken):
+        if told:
+            monkeypatch.setattr(torchrun_worker, "say", no_memory)
+            broken()
+        return failed()
+
+    def script(worker):
+        monkeypatch.setattr(rpc, "watch", watch)
+        worker.watch("controller", 0.05)
+        time.sleep(30)
+
+    status, text = ended(script)
+    assert status == 1
+    assert told or ("worker 'only'" in text and "ends itself: the connection to the controller broke" in text)
+
+
+@pytest.mark.parametrize("pings", [[], [failed()], [failed(), Future()], [failed(), failed(), "an answer"]])
+def test_a_ping_that_fails_is_no_answer(monkeypatch, pings):
+    """It was taken for one: the connection had broken, and the worker waited for ever."""
+    left = list(pings)
+
+    def urgent(to, pickled):
+        ping = left.pop(0) if left else failed()
+        if isinstance(ping, str):
+            answered = Future()
+            answered.set_result(ping)
+            return answered
+        return ping
+
+    monkeypatch.setattr(rpc, "urgent", urgent)
+    monkeypatch.setattr(torchrun_worker, "_AGAIN", 0.01)
+    start, answered = time.monotonic(), "an answer" in pings
+    assert torchrun_worker.answers("controller", 10.0 if answered else 0.2) == answered
+    assert time.monotonic() - start < 9
