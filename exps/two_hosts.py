@@ -6,7 +6,9 @@ Command:  python -m exps.two_hosts --size small --rounds 20       (see --help; f
 Method:   as versus_torch.py, with the same contestants, models and checks; but each process of a contestant is on a host of
           its own, which is a network namespace, and has one core. pippy's are those that `cluster()` joins under torchrun.
 Finding:  two virtual cores. small, --rounds 6, --only "torch 1F1B" "pippy 1f1b" "pippy eager_1f1b", of torch 1F1B: without a
-          delay pippy 1f1b 0.99 (0.90–1.07), eager_1f1b 0.96 (0.84–1.07); with 1 ms 0.86 (0.76–1.00), 0.71 (0.62–0.81). When
+          delay pippy 1f1b 0.99 (0.90–1.07), eager_1f1b 0.96 (0.84–1.07); with 1 ms 0.86 (0.76–1.00), 0.71 (0.62–0.81). With
+          all schedules, --rounds 5: without a delay pippy's fastest, 1f1b, 54.5 ms (quartiles 48.8–65.9), torch's, GPipe,
+          71.1 (69.2–79.0); with 1 ms eager_1f1b 73.6 (68.4–76.4), torch's 1F1B 97.9 (90.5–100.2). When
           all values went by RPC, 1f1b took 1.24 and 1.04: RPC wakes four threads for each small value, and here the threads
           that compute send and read it.
 """
