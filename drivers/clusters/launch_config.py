@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from pippy.drivers.clusters.routes import on_devices
+
 CONTROLLER = "controller"  # its name for RPC
 
 
@@ -46,8 +48,9 @@ class LaunchConfig:
 
     def near(self, index: int) -> list[int]:
         """The other workers that compute on devices, if values may stay on them on their way from a worker."""
-        devices = enumerate(self.devices) if self.transport == "shared_memory" else ()
-        return [worker for worker, device in devices if not device.startswith("cpu") and worker != index]
+        if self.transport != "shared_memory":
+            return []
+        return [worker for worker in on_devices(self.devices) if worker != index]
 
     @property
     def uses_rpc(self) -> bool:

@@ -4,6 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 
+def on_devices(devices: Sequence[str]) -> list[int]:
+    """The workers that compute beside the CPU, of those with these devices.
+
+    >>> on_devices(["cpu", "cuda:0", "cuda:1"])
+    [1, 2]
+    """
+    return [worker for worker, device in enumerate(devices) if not device.startswith("cpu")]
+
+
 @dataclass(frozen=True)
 class Routes:
     """The workers, in groups of which each shares memory; between two groups small values go by TCP and others by RPC.
@@ -43,7 +52,7 @@ class Routes:
     @property
     def has_devices(self) -> bool:
         """Whether some workers compute on devices of one host."""
-        return sum(not device.startswith("cpu") for device in self.devices) > 1
+        return len(on_devices(self.devices)) > 1
 
     def tried(self, on_devices: Mapping[tuple[int, int], str]) -> "Routes":
         """These routes, and what became of those between devices."""

@@ -34,6 +34,7 @@ from pippy.drivers.clusters.lazy_cluster import current_lazy_cluster
 from pippy.drivers.clusters.local_cluster import local_cluster
 from pippy.drivers.clusters.meeting import Meeting, meet
 from pippy.drivers.clusters.rank_info import RankInfo
+from pippy.drivers.clusters.routes import on_devices
 from pippy.drivers.clusters.torchrun_processes import TorchrunProcesses
 from pippy.drivers.clusters.torchrun_worker import TorchrunWorker
 from pippy.drivers.control.control import Control
@@ -198,7 +199,7 @@ def _worker(
         met.connections,
         patience,
         address,
-        [each for each in near if each != rank_info.index and not met.routes.devices[each].startswith("cpu")],
+        [each for each in on_devices(met.routes.devices) if each in near and each != rank_info.index],
     )
 
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from pippy.drivers.control.messages.urgent import Connect, Ping
 from pippy.drivers.errors import GO_ON, ClusterError, WorkerLostError
@@ -86,6 +86,7 @@ class Messages(Protocol):
         """Sleep until an answer comes, or the event is set, or the time is up."""
 
 
+Value = TypeVar("Value")
 _of_this_process = weakref.WeakSet["Control"]()
 
 
@@ -241,7 +242,7 @@ class Control:
             self.messages.wait(wakeup, 0.0)  # this process may have been stopped meanwhile
         finally:
             wakeup.close()
-        answered = {worker for worker, each in waiting.items() if each.done() and _succeeded(each)}
+        answered = {worker for worker, each in waiting.items() if each.done() and _succeeds(each.value)}
         return {*range(len(self.workers))} - answered | set(self._deaths(0.0))
 
     def mend(self, replaced: Mapping[int, Address]) -> None:
@@ -272,7 +273,8 @@ class Control:
             raise self.mark_lost(worker, f"the connection to it broke: {_last_line(error)}") from None
 
     def _inspect(self, call: PendingCall) -> None:
-        if (error := _failure(call.future)) is not None:
+        _, error = outcome(call.future.value)
+        if error is not None:
             self._explain(call, error)
 
     def _explain(self, call: PendingCall, error: Exception) -> None:
@@ -292,7 +294,7 @@ class Control:
             ping = wait.next()
         if ping is None:
             return self.unanswered()
-        error = _failure(ping.future)
+        _, error = outcome(ping.future.value)
         return None if error is None else f"a ping failed: {_last_line(error)}"
 
     def unanswered(self) -> str:
@@ -312,21 +314,26 @@ def _end_in_fork() -> None:
 os.register_at_fork(after_in_child=_end_in_fork)
 
 
-def _failure(future: Any) -> Exception | None:
-    """What a call failed with; None if it was answered."""
+def outcome(read: Callable[[], Value]) -> tuple[Value | None, Exception | None]:
+    """An answer, and no error; or nothing, and why it cannot be read. What a handler of the script raises goes on.
+
+    >>> outcome(lambda: 3)
+    (3, None)
+    >>> outcome(lambda: 3 // 0)
+    (None, ZeroDivisionError('integer division or modulo by zero'))
+    """
     try:
-        future.value()
+        return read(), None
     except Exception as error:  # RPC raises errors of all kinds
-        if _succeeded(future):
+        if _succeeds(read):
             raise  # it is of a handler of the script, for a signal
-        return error
-    return None
+        return None, error
 
 
-def _succeeded(future: Any) -> bool:
+def _succeeds(read: Callable[[], Any]) -> bool:
     with uninterrupted():
         try:
-            future.value()
+            read()
         except Exception:
             return False
     return True
@@ -419,6 +426,7 @@ class _Wait:
 
     def _pong(self, ping: PendingCall) -> None:
         self.pings.pop(ping.worker, None)
-        if (error := _failure(ping.future)) is not None:
+        _, error = outcome(ping.future.value)
+        if error is not None:
             how = f"the connection to it broke: {_last_line(error)}"
             raise self.control.mark_lost(ping.worker, how)

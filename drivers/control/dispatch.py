@@ -16,9 +16,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
-from pippy.drivers.control.control import Address, Control, PendingCall
+from pippy.drivers.control.control import Address, Control, PendingCall, outcome
 from pippy.drivers.control.messages.checkpoints import TakeState
 from pippy.drivers.control.messages.commands import Answer, Command, CommandElsewhere, Failure, ZeroGrad
 from pippy.drivers.control.messages.kept_states import TakeKept
@@ -385,22 +385,10 @@ def _changes_what_is_held(posted: PendingCommand) -> bool:
 
 def _answer(call: PendingCall) -> Answer:
     """What a worker answered. It is a failure, too, if the worker could not read the message, or we cannot read its answer."""
-    try:
-        answer: Answer = call.answer
-    except Exception as error:
-        if _is_readable(call):
-            raise  # it is of a handler of the script, for a signal
+    answer, error = outcome(lambda: call.answer)
+    if error is not None:
         return Answer(failure=Failure(f"{type(error).__name__}: {error}", "", where="the exchange of messages"))
-    return answer
-
-
-def _is_readable(call: PendingCall) -> bool:
-    with uninterrupted():
-        try:
-            _ = call.answer
-        except Exception:
-            return False
-    return True
+    return cast(Answer, answer)
 
 
 def _for_step(posted: PendingCommand, first: PendingCommand, error: BaseException) -> Exception:
