@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from pippy import Pipe
 from pippy.ir.trees import leaves, map_tensors
@@ -73,3 +74,19 @@ def assert_same_state(pipe: Pipe, plain: nn.Module) -> None:
 def twin(model: nn.Module) -> nn.Module:
     """A copy to run without a pipeline."""
     return copy.deepcopy(model)
+
+
+def assert_same_training(driver, optimizer, plain, ours, chunks, ids, target):
+    """Three steps of a driver are those of a plain model with an optimizer of its own: each loss, and the state at the end."""
+    for _ in range(3):
+        loss = driver.run(chunks, ids, target)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected = F.cross_entropy(plain(ids), target)
+        expected.backward()
+        ours.step()
+        ours.zero_grad()
+        torch.testing.assert_close(loss, expected.detach())
+    state = driver.state_dict()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value)

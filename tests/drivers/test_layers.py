@@ -3,12 +3,12 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from pippy import LayerSpec, Pipe, PipelineDriver1F1B, TiedLayerSpec
 from pippy.balance.balancer import Balancer
 from pippy.drivers.errors import StepError
 from pippy.ir.errors import InitializationError
+from tests.comparisons import assert_same_training
 
 
 def test_workers_run_functions_among_layers(threads):
@@ -102,18 +102,7 @@ def test_they_train_as_the_plain_model(threads, counts):
     driver.eval()
     plain.eval()
     ids, target = torch.arange(12) % 16, (torch.arange(12) * 7) % 16
-    for _ in range(3):
-        loss = driver.run(3, ids, target)
-        optimizer.step()
-        optimizer.zero_grad()
-        expected = F.cross_entropy(plain(ids), target)
-        expected.backward()
-        ours.step()
-        ours.zero_grad()
-        torch.testing.assert_close(loss, expected.detach())
-    state = driver.state_dict()
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(state[name], value)
+    assert_same_training(driver, optimizer, plain, ours, 3, ids, target)
 
 
 def test_a_tied_layer_is_one_storage_on_a_worker(threads):

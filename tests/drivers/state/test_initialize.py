@@ -5,13 +5,13 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import pippy
 from pippy import MultiUseParameterConfig, Pipe, PipelineDriver1F1B, pipeline
 from pippy.drivers.driver import PipelineDriverInterleaved1F1B
 from pippy.drivers.errors import DriverError, PackingError, StepError
 from pippy.ir.errors import InitializationError, InputError
+from tests.comparisons import assert_same_training
 
 IDS, TARGET = torch.arange(8) % 16, (torch.arange(8) * 5) % 16
 REPLICATE = MultiUseParameterConfig.REPLICATE
@@ -88,18 +88,7 @@ def test_it_trains_as_the_plain_model(threads, spec):
     ours = torch.optim.AdamW([each for each in plain.parameters() if each.requires_grad], lr=0.1)
     plain.norm.eval()
     driver.pipe.get_submodule("norm").eval()
-    for _ in range(3):
-        loss = driver.run(4, IDS, TARGET)
-        optimizer.step()
-        optimizer.zero_grad()
-        expected = F.cross_entropy(plain(IDS), TARGET)
-        expected.backward()
-        ours.step()
-        ours.zero_grad()
-        torch.testing.assert_close(loss, expected.detach())
-    state = driver.state_dict()
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(state[name], value)
+    assert_same_training(driver, optimizer, plain, ours, 4, IDS, TARGET)
 
 
 def test_the_seed_is_that_of_torch(threads):
