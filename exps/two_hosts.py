@@ -8,7 +8,9 @@ Method:   as versus_torch.py, with the same contestants, models and checks; but 
 Finding:  two virtual cores. small, --rounds 6, --only "torch 1F1B" "pippy 1f1b" "pippy eager_1f1b", of torch 1F1B: without a
           delay pippy 1f1b 0.99 (0.90–1.07), eager_1f1b 0.96 (0.84–1.07); with 1 ms 0.86 (0.76–1.00), 0.71 (0.62–0.81). With
           all schedules, --rounds 5: without a delay pippy's fastest, 1f1b, 54.5 ms (quartiles 48.8–65.9), torch's, GPipe,
-          71.1 (69.2–79.0); with 1 ms eager_1f1b 73.6 (68.4–76.4), torch's 1F1B 97.9 (90.5–100.2). When
+          71.1 (69.2–79.0); with 1 ms eager_1f1b 73.6 (68.4–76.4), torch's 1F1B 97.9 (90.5–100.2). Other runs of the first
+          kind gave 1f1b 0.92 (0.75–1.22), --rounds 6, and 1.03 (0.95–1.16), --rounds 10, without a delay, so the two are
+          alike there; and 0.94 (0.81–1.09) and 0.80 (0.75–0.87) with it. When
           all values went by RPC, 1f1b took 1.24 and 1.04: RPC wakes four threads for each small value, and here the threads
           that compute send and read it.
 """
