@@ -7,7 +7,7 @@ READY  := $(VENV)/ready
 SOURCES := pippy pippy/ir pippy/drivers tests exps docs/conf.py docs/markdown_site.py docs/source_pages.py docs/notebook.ipynb
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check newest bench gpu docs setup clean
+.PHONY: help demo test check newest pythons bench gpu docs setup clean
 
 help: ## list the commands
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -27,7 +27,10 @@ check: $(READY) ## ruff, mypy, pyright on the public names, and the layering tes
 	@$(BIN)/python -m pytest tests/test_layering.py
 
 newest: $(READY) ## run a short suite on the newest CPU build of torch, if pip finds one newer than the pinned one
-	@$(BIN)/python -m tests.newest_torch $(TORCH)
+	@$(BIN)/python -m tests.short_suite newest $(TORCH)
+
+pythons: $(READY) ## run the short suite on the other Pythons of this machine, as far as pip finds a CPU build of torch for them
+	@$(BIN)/python -m tests.short_suite pythons $(PYTHONS)
 
 bench: $(READY) ## run the benchmarks (minutes)
 	@$(BIN)/python exps/compile_scale.py

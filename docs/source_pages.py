@@ -59,7 +59,8 @@ def link_to(info: dict[str, str], prefix: str = "../../") -> str | None:
     function: Any = getattr(found, "fget", found)
     try:
         function = inspect.unwrap(function)
-        path, (_, line) = inspect.getsourcefile(function), inspect.getsourcelines(function)
+        path, (lines, line) = inspect.getsourcefile(function), inspect.getsourcelines(function)
+        line += next((at for at, text in enumerate(lines) if text.lstrip().startswith(("def ", "class "))), 0)
     except (TypeError, OSError, AttributeError):
         return None
     file = shown(Path(path)) if path else None

@@ -14,8 +14,10 @@ from pippy.drivers.schedules.fitting.fitted import Fitted
 from pippy.drivers.schedules.recompute import Checkpoint
 from pippy.ir.brief import brief
 from pippy.ir.pipe import Pipe
+from pippy.ir.public_calls import placing_words
 
 
+@placing_words('PipelineDriver(pipe, schedule="auto")', more=["memory"], owner="driver")
 class PipelineDriver(PipelineDriverBase):
     """Runs a Pipe by any schedule: by name, as a program, or by the best one for what the first steps took.
 

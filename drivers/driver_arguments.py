@@ -1,13 +1,17 @@
 """The arguments of a driver that are about the driver itself: which workers, how long, in which order, what again."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 from pippy.drivers.automatic.auto import Auto
 from pippy.drivers.errors import DriverError
 from pippy.drivers.schedules.errors import ArgumentError
+from pippy.drivers.schedules.orders.registry import REGISTRY
 from pippy.drivers.schedules.recompute import MODES, Checkpoint, modes_of
 from pippy.ir.brief import brief
+from pippy.ir.placed_words import refuse_words
+from pippy.ir.public_calls import takes_any, words_of
 from pippy.ir.trees import describe
 
 
@@ -78,6 +82,16 @@ def checked_checkpoint(given: Any, stages: int) -> Checkpoint:
     return given
 
 
+def checked_buffers(given: Any) -> str | None:
+    """What becomes of buffers that forward changes by the rows of a micro-batch."""
+    if given is None or given == "per_microbatch":
+        return given
+    raise DriverError(
+        f"buffers={describe(given)}: give 'per_microbatch', so that each micro-batch changes the buffers that forward changes, "
+        "or leave it out, so that a step is refused in which that is not what the plain model does"
+    )
+
+
 def check_replicated(replicas: int, *, auto: bool, single_loss: bool, mask: bool) -> None:
     """Raise if an argument does not go together with replicas."""
     given = f"replicas={replicas} and"
@@ -104,3 +118,16 @@ def check_chunks(given: Any, auto: Auto[Any] | None) -> None:
         raise DriverError(
             f"chunks={describe(given)}: give the number of micro-batches first, as in driver.run(4, x, target){chooses}"
         )
+
+
+def check_options(driver: type, schedule: object, options: Mapping[str, Any]) -> None:
+    """Raise if an argument is none of the driver, and no option of its schedule, and it is known what was meant."""
+    taken = {"stages_per_worker", "placement"}
+    if isinstance(schedule, str) and schedule in REGISTRY:
+        order = REGISTRY[schedule].schedule
+        if takes_any(order):
+            return
+        taken |= set(list(signature(order).parameters)[2:])  # after the placement and the chunks
+    own = [*words_of(*(vars(each)["__init__"] for each in driver.__mro__ if "__init__" in vars(each))), *taken]
+    given = {name: value for name, value in options.items() if name not in taken}
+    refuse_words(driver.__name__, given, [each for each in own if each not in given], unless_known=True)

@@ -11,7 +11,7 @@ What a driver does with the parameters, gradients and optimizers of its model is
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from html import escape
@@ -20,36 +20,46 @@ from typing import Any
 import torch
 
 from pippy.drivers.automatic.auto import Auto
-from pippy.drivers.automatic.measurements import StepPurpose
+from pippy.drivers.automatic.auto_memory import AutoWithinMemory
+from pippy.drivers.automatic.measurements import UNMEASURED, StepPurpose
 from pippy.drivers.automatic.memory_fit import Call
 from pippy.drivers.automatic.stage_estimates import call_to_fit
+from pippy.drivers.batches.columns import Column
 from pippy.drivers.batches.divide_call import divide_call
 from pippy.drivers.batches.division import Division
-from pippy.drivers.batches.loss_check import LossCheck, LossChecks
 from pippy.drivers.batches.refused_inputs import refuse_inputs
+from pippy.drivers.check.check_step import StepAside, StepCheck, checked_model
+from pippy.drivers.check.first_step import FirstStep, Unchecked
+from pippy.drivers.check.report import CheckReport
+from pippy.drivers.check.rows import NoRows, TriedRows
+from pippy.drivers.check.trial_bytes import trial_bytes
+from pippy.drivers.check.trial_steps import TrialSteps
 from pippy.drivers.clusters.cluster import Cluster
 from pippy.drivers.clusters.current_cluster import current_cluster
 from pippy.drivers.clusters.topology import DriverPlaces
-from pippy.drivers.control.commands import Commands, in_turn
-from pippy.drivers.control.messages.steps import Step, StepReturning
+from pippy.drivers.control.commands import Commands, Hooks, in_turn
+from pippy.drivers.control.messages.steps import Step, StepResult, StepReturning
 from pippy.drivers.control.nonfinite_gradients import NonFiniteGradients
 from pippy.drivers.control.step_numbers import first_numbers
 from pippy.drivers.data.data_iterators import loss_alone, next_call
 from pippy.drivers.data.sent_datasets import SentDatasets, check_no_columns, columns_in
 from pippy.drivers.driver_arguments import (
     check_chunks,
+    check_options,
     check_replicated,
+    checked_buffers,
     checked_checkpoint,
     checked_out_of_order,
     chosen_workers,
     seconds,
 )
-from pippy.drivers.errors import DriverError
+from pippy.drivers.errors import DriverError, MicrobatchError
 from pippy.drivers.generation.generation import Generation
 from pippy.drivers.memory.driver_memory import DriverMemory
-from pippy.drivers.memory.optimizer_bytes import counted_optimizer
+from pippy.drivers.memory.optimizer_bytes import CountedOptimizer, counted_optimizer
 from pippy.drivers.memory.pipe_bytes import count_pipe
 from pippy.drivers.model_on_workers import ModelOnWorkers
+from pippy.drivers.placement.parameter_hooks import ParameterHooks
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.placement.replicas import RunningStatistics, Topology
 from pippy.drivers.programs import DriverPrograms, RequestedSchedule, SentProgram, check_single_loss
@@ -66,9 +76,11 @@ from pippy.drivers.steps.results import Results
 from pippy.drivers.steps.running_step import RunningStep
 from pippy.drivers.steps.updates import check_trains, checked_updates
 from pippy.drivers.workers.compiling import compile_options
+from pippy.ir import source
 from pippy.ir.brief import brief
 from pippy.ir.names import LOSS
-from pippy.ir.pipe import Pipe, compiled_of, example_of, follow_parameters, follow_training_flags
+from pippy.ir.pipe import Pipe, compiled_of, example_of, follow_parameters, follow_training_flags, module_hooks_of
+from pippy.ir.public_calls import placing_words
 from pippy.ir.show.content import content_of
 from pippy.ir.show.html_table import html_table
 from pippy.ir.show.readable import shortened
@@ -76,6 +88,11 @@ from pippy.ir.show.stages_table import table_cells
 from pippy.ir.surroundings import Surroundings, refused_here
 
 
+@placing_words(
+    "PipelineDriver1F1B(pipe, cluster)",
+    {"run": "driver.run(chunks, x, target)"},
+    owner="driver",
+)
 class PipelineDriverBase(ModelOnWorkers):
     """Runs a Pipe on a cluster by a schedule. Take a subclass, or `PipelineDriver` for any schedule or program.
 
@@ -108,6 +125,8 @@ class PipelineDriverBase(ModelOnWorkers):
         checkpoint: str | Mapping[int, str] = "never",
         keyed_random: bool | int = True,
         replicas: int = 1,
+        check: bool = True,
+        buffers: str | None = None,
         _debug_mask_minibatches: bool = False,
         **options: Any,
     ) -> None:
@@ -120,12 +139,14 @@ class PipelineDriverBase(ModelOnWorkers):
                 f"cluster={brief(cluster)} is a {type(cluster).__name__}; give what `with cluster(n) as workers:` gives, and "
                 "numbers of workers as world_size="
             )
+        check_options(type(self), self.schedule, options)
         compiled = compiled_of(pipe)
         self.cluster = current_cluster() if cluster is None else cluster
         self.chunk_spec, self.batch_dims, self.output_spec = chunk_spec, batch_dims, output_spec
         self.loss_reduction, self.single_loss = loss_reduction, single_loss
         self.step_timeout, self.out_of_order = seconds(step_timeout), checked_out_of_order(out_of_order)
         self.mask, self.options = _debug_mask_minibatches, options
+        self.buffers = checked_buffers(buffers)
         self.compile, numbers = compile_options(compile), first_numbers(keyed_random)
         chosen = chosen_workers(len(self.cluster), compiled.num_stages, world_size, all_ranks, replicas)
         self.replicas = replicas
@@ -143,6 +164,8 @@ class PipelineDriverBase(ModelOnWorkers):
             for at in range(0, len(self.ranks), workers)
         ]
         follow_parameters(pipe)
+        self._module_hooks = module_hooks_of(pipe).again()
+        self._module_hooks.check()
         placed = PlacedPipe(compiled, ranks[0], self.compile, ranks[1:])
         if single_loss:
             check_single_loss(schedule.example(chunks=3, workers=workers), placed.loss_stage, self.mask)
@@ -153,7 +176,8 @@ class PipelineDriverBase(ModelOnWorkers):
         super().__init__(pipe, placed, commands, self.cluster)
         self.programs = DriverPrograms(pipe, schedule, placed, commands, workers, single_loss, self.out_of_order)
         self.datasets = SentDatasets(compiled, commands, self.cluster.workers, loss_reduction)
-        self.loss_checks = LossChecks(LOSS in compiled.split_gm._modules, compiled.row_sizes)
+        self._first_step = self._made_first_step() if check and compiled.loss is not None else None
+        self.hooks = ParameterHooks(pipe, placed)
         self._generation = Generation(pipe, placed, commands, workers)
         self._probed: set[tuple[int, bool, bool]] = set()  # kinds of steps whose outputs were checked
         self._recording: Recording | None = None
@@ -211,9 +235,11 @@ class PipelineDriverBase(ModelOnWorkers):
         With ``schedule="auto"``, the one that the next step runs.
         """
         check_chunks(chunks, None)
-        return self.programs.for_display(chunks, self._trains())
+        return self.programs.next(chunks, self.trains).lowered.program
 
-    def _trains(self) -> bool:
+    @property
+    def trains(self) -> bool:
+        """Whether a step leaves gradients: there is a loss, and gradients are on."""
         return self.compiled.loss is not None and torch.is_grad_enabled()
 
     # Steps
@@ -236,6 +262,89 @@ class PipelineDriverBase(ModelOnWorkers):
             raise
 
     @in_turn
+    def check(self, *args: Any, model: Any = None, **kwargs: Any) -> CheckReport:
+        """One training step on the workers beside the plain model in this process: whether they have the same numbers.
+
+        Takes what `run` takes; the number of micro-batches may be left out, for one that suits the schedule. Compared are the
+        loss, the outputs, each gradient and buffer, and each parameter after an update by the driver's optimizers. Print the
+        result: it says what differs, and in which stage that begins. It is true if nothing does. All is afterwards as it was,
+        on the workers and here. ``model`` is the plain model, if it is not the one that the Pipe was made from; its parameters
+        are taken from the workers. See docs/checking.md.
+
+        >>> from pippy import Pipe, PipelineDriver1F1B, local_cluster
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)).double()
+        >>> x, target = torch.ones(4, 2).double(), torch.ones(4, 1).double()
+        >>> with local_cluster(2, threads=1) as cluster:
+        ...     driver = PipelineDriver1F1B(Pipe.from_sequential(model, torch.nn.MSELoss()), cluster)
+        ...     optimizer = driver.instantiate_optimizer(torch.optim.Adam)
+        ...     print(driver.check(2, x, target))
+        the same as the plain model, with 2 micro-batches: the loss, 1 output, 4 gradients and 4 parameters after an update
+        largest difference ...
+        """
+        given = [each for each in args[:1] if isinstance(each, int) and not isinstance(each, bool)]
+        chunks = given[0] if given else self._usual_chunks()
+        args = args[len(given) :]
+        check_chunks(chunks, None)
+        self.filling.check("check()")
+        surroundings, trains = _surroundings("check"), self.trains
+        follow_training_flags(self.pipe)
+        refuse_inputs([*args, *kwargs.values()], trains)
+        self.commands.wait()
+        division = divide_call(self.compiled, chunks, args, kwargs, self.chunk_spec, self.batch_dims, self.mask)
+        columns, plain = columns_in(args, kwargs), checked_model(self, model)
+        rows = self.datasets.loaded_here(division, columns, trains)
+        step = partial(self._step_aside, surroundings, trains, division, columns)
+        return StepCheck(self, plain, rows, trains, step).report()
+
+    def _adds_up(self, hooks: Hooks) -> bool:
+        """Whether the next step adds up the gradients of copies at its end."""
+        if self.hooks.of_copies(hooks):
+            self.reduce_gradients()  # of the steps before, which these hooks have not seen
+        return bool(self.placed.replicated) and (self.commands.last_before_update or self.hooks.of_copies(hooks))
+
+    def _usual_chunks(self) -> int:
+        """A number of micro-batches that suits any schedule: as many as a pipeline has workers."""
+        workers = self.placement.workers
+        return self.programs.schedule.example(chunks=max(2, workers), workers=workers).chunks
+
+    def _step_aside(
+        self,
+        surroundings: Surroundings,
+        trains: bool,
+        division: Division,
+        columns: Sequence[Column],
+        outputs: bool,
+        see: bool,
+    ) -> StepAside:
+        """A step of which nothing is to remain: random numbers and batch norms are the same for every row."""
+        spec = self.output_spec if outputs else None
+        if self._first_step is not None and trains:
+            with suppress(MicrobatchError):  # the report says what differs
+                self._first_step.check(division, columns)
+        results = self._results(division, trains, outputs, spec)
+        sent = self.programs.next(division.chunks, trains)
+        scale = self._grad_scaler.scale_of_steps if self._grad_scaler is not None and trains else None
+        self._module_hooks.check()
+        hooks = self.hooks.now() if trains else self.commands.hooks
+        reduce = trains and self._adds_up(hooks)
+        weigher = self.ranks.index(self._loss_call(sent)[0]) if results.weighs_elsewhere else None
+        divisions = self.datasets.divisions(division, sent.lowered, self.ranks, weigher)
+        self.datasets.send(columns, divisions)
+        steps = self._steps(sent, UNMEASURED, divisions, results.weights, trains, reduce, scale, False, hooks)
+        steps = {rank: replace(step, record=False, alike=True, see=see) for rank, step in steps.items()}
+        returned = values_to_return(self.compiled, outputs)
+        if returned is not None:
+            returns = self.placed.returns(returned)
+            steps = {rank: StepReturning(**vars(step), returns=returns[rank]) for rank, step in steps.items()}
+        answers: list[Mapping[int, StepResult]] = []
+        running = RunningStep(self.dispatch, results, lambda: None)
+        accept = running.accept if scale is None else self.commands.nonfinite.step(running.accept)
+        posted = self.commands.post_step(steps, trains, reduce, self.step_timeout, surroundings, accept)
+        result = running.posted(posted, answers.append).result()
+        seen = [each for answer in answers[0].values() for each in answer.seen]
+        return StepAside(result, results.weights, seen)
+
+    @in_turn
     def run_async(self, chunks: int | None, *args: Any, outputs: Any = None, **kwargs: Any) -> RunningStep:
         """Like `run`, but return at once; ``.result()`` of what this gives waits for the step."""
         self.saving.raise_error()
@@ -246,8 +355,10 @@ class PipelineDriverBase(ModelOnWorkers):
         follow_training_flags(self.pipe)
         if self._statistics is not None:
             self._statistics.check()
-        trains = self._trains()
+        trains = self.trains
         refuse_inputs([*args, *kwargs.values()], trains)
+        self._module_hooks.check()
+        hooks = self.hooks.now() if trains else self.commands.hooks
         call = None
         if self._auto is not None and self._auto.counts_bytes:
             call = self._call(args, kwargs)
@@ -255,33 +366,27 @@ class PipelineDriverBase(ModelOnWorkers):
         assert chunks is not None
         division = divide_call(self.compiled, chunks, args, kwargs, self.chunk_spec, self.batch_dims, self.mask)
         columns = columns_in(args, kwargs)
-        results = Results(
-            self.compiled,
-            self.placed.value_names,
-            division,
-            self.output_spec,
-            self.loss_reduction,
-            self.single_loss,
-            trains,
-            outputs,
-        )
+        results = self._results(division, trains, outputs, self.output_spec)
         purpose, sent = self.programs.for_step(chunks, trains, call)
         program = sent.lowered.program
-        reduce = trains and bool(self.placed.replicated) and self.commands.last_before_update
-        check = self._loss_check(sent, division, results)
+        reduce = trains and self._adds_up(hooks)
+        unchecked = None
+        if self._first_step is not None and trains:
+            unchecked = self._first_step.check(division, columns)
+            if self._first_step.found is not None:
+                results = self._results(division, trains, outputs, self.output_spec)
         weigher = self.ranks.index(self._loss_call(sent)[0]) if results.weighs_elsewhere else None
         scale = self._grad_scaler.scale_of_steps if self._grad_scaler is not None and trains else None
         unprobed = (chunks, trains, outputs is not None)
         probe = results.merges and division.chunks > 1 and not division.mask and unprobed not in self._probed
         divisions = self.datasets.divisions(division, sent.lowered, self.ranks, weigher)
         self.datasets.send(columns, divisions)
-        steps = self._steps(sent, purpose, divisions, results.weights, trains, reduce, check, scale, probe)
+        steps = self._steps(sent, purpose, divisions, results.weights, trains, reduce, scale, probe, hooks)
         returned = values_to_return(self.compiled, outputs)
         if returned is not None:
             returns = self.placed.returns(returned)
             steps = {rank: StepReturning(**vars(step), returns=returns[rank]) for rank, step in steps.items()}
-        judge = None if check is None else partial(self.loss_checks.end, sent.number, check)
-        running = RunningStep(self.dispatch, results, judge, partial(self._probed.add, unprobed))
+        running = RunningStep(self.dispatch, results, partial(self._accepted, unprobed, unchecked))
         self.dispatch.wait_given_up(self.step_timeout)
         note = None
         if self._recording is not None:
@@ -306,14 +411,46 @@ class PipelineDriverBase(ModelOnWorkers):
         states = [each.counted() for each in self._optimizers]
         return call_to_fit(self.pipe, (args, kwargs), divided, torch.device(self.cluster.device_type), states)
 
-    def _loss_check(self, sent: SentProgram, division: Division, results: Results) -> LossCheck | None:
-        """What to check of the loss, in the first step of a program and when targets hold what the loss may leave out."""
-        if not results.assumes or division.chunks == 1 or division.mask:
-            return None
-        worker, name, taken = self._loss_call(sent)
-        return self.loss_checks.begin(
-            sent.number, division, worker, name, results.loss_seed, results.reduction.kind, taken
-        )
+    def _made_first_step(self) -> FirstStep:
+        by_step = self.buffers != "per_microbatch"
+        given = self.placed, self.programs, self.commands, self.datasets, self.step_timeout, self.cluster.device_type
+        may_be_single = LOSS in self.compiled.split_gm._modules and self.replicas == 1
+        trials = TrialSteps(*given, by_step)
+        return FirstStep(trials, self.loss_reduction, self.single_loss, by_step, may_be_single, self._fits)
+
+    def _trial_bytes(self, rows: Division, states: Sequence[CountedOptimizer]) -> tuple[int, ...]:
+        return trial_bytes(self.pipe, rows, self.placement, torch.device(self.cluster.device_type), states)
+
+    def _fits(self, rows: Division) -> bool:
+        """Whether a trial with these rows stays within ``memory=``."""
+        if not isinstance(self._auto, AutoWithinMemory):
+            return True
+        counted = self._trial_bytes(rows, [each.counted() for each in self._optimizers])
+        return all(map(int.__le__, counted, self._auto.memory.limits(self.placement)))
+
+    def _check_bytes(self, division: Division, states: Sequence[CountedOptimizer]) -> tuple[int, ...]:
+        """What each worker holds while the first step checks itself; nothing if it does not."""
+        if self._first_step is None or division.chunks == 1 or division.mask:
+            return ()
+        try:
+            return self._trial_bytes(TriedRows(division).divided(1), states)
+        except NoRows:
+            return ()
+
+    def _results(self, division: Division, trains: bool, outputs: bool | None, output_spec: Any) -> Results:
+        how = self.loss_reduction if self._first_step is None else self._first_step.how
+        given = output_spec, how, self.single_loss, trains, outputs
+        return Results(self.compiled, self.placed.value_names, division, *given)
+
+    def _accepted(self, unprobed: tuple[int, bool, bool], unchecked: Unchecked | None) -> None:
+        """A step was run, and its answers were not refused. ``unchecked`` says why it could not be checked before."""
+        self._probed.add(unprobed)
+        if unchecked is not None and self._first_step is not None:
+            self._first_step.note(unchecked)
+            source.warn(
+                f"it could not be checked whether micro-batches give the plain model's numbers: {unchecked.reason}. Compare a "
+                "step with the plain model, driver.check(...); without this warning: check=False of the driver"
+            )
 
     def _loss_call(self, sent: SentProgram) -> tuple[int, str, Sequence[str]]:
         """The worker that computes the loss, the name of the value that it is in, and what it is computed from."""
@@ -328,23 +465,24 @@ class PipelineDriverBase(ModelOnWorkers):
         weights: tuple[float, ...],
         trains: bool,
         reduce: bool,
-        check: LossCheck | None,
         scale: float | None,
         probe: bool,
+        hooks: Hooks,
     ) -> dict[int, Step]:
         """The message for each worker."""
-        flags = self.commands.flags_to_send(self.placed.flags())
+        told = self.commands.flags_to_send(self.placed.flags(), hooks)
+        flags, hooks = told or ({}, {})
         return {
             rank: Step(
                 sent.number,
                 trains,
                 divisions[rank],
                 weights,
-                None if flags is None else flags[rank],
+                flags.get(rank),
+                hooks.get(rank),
                 reduce,
                 self._recording is not None or purpose.record,
                 purpose.weigh,
-                check if check is not None and rank == check.worker else None,
                 scale,
                 probe,
                 self._recording is not None and self._recording.memory,
@@ -427,6 +565,8 @@ class PipelineDriverBase(ModelOnWorkers):
         self.programs.send_again(workers)
         self._generation.forget()
         self.datasets.forget(workers)
+        if self._first_step is not None:
+            self._first_step.forget()
 
     @contextmanager
     def record(self, limit: int = 100, memory: bool = False) -> Iterator[Recording]:
@@ -460,10 +600,11 @@ class PipelineDriverBase(ModelOnWorkers):
         division = divide_call(self.compiled, chunks, args, kwargs, self.chunk_spec, self.batch_dims, self.mask)
         states = [counted_optimizer(optimizer)] if optimizer else [each.counted() for each in self._optimizers]
         device = torch.device(self.cluster.device_type)
-        program, trains = self.program(chunks), self._trains()
+        program, trains = self.program(chunks), self.trains
         sizes = count_pipe(self.pipe, division, device, trains, states, has_halves(program))
         sizes = replace(sizes, divided={self.ranks.index(rank): count for rank, count in sizes.divided.items()})
-        return DriverMemory(program, sizes, bool(states) or not trains)
+        check = partial(self._check_bytes, division, states) if trains else tuple
+        return DriverMemory(program, sizes, bool(states) or not trains, check)
 
     def train(self, mode: bool = True) -> "PipelineDriverBase":
         """Put all stages in training mode."""

@@ -51,6 +51,18 @@ class OptimizerError(PippyError, ValueError):
     """
 
 
+class CheckError(PippyError, RuntimeError):
+    """A step on the workers is not that of the plain model. ``report`` says what differs: what `driver.check` gave.
+
+    >>> CheckError("the report").report
+    'the report'
+    """
+
+    def __init__(self, report: Any) -> None:
+        super().__init__(str(report))
+        self.report = report
+
+
 class CheckpointError(PippyError, RuntimeError):
     """A checkpoint cannot be written or read, or is not one of this model. Nothing was changed, and the last one is as it was.
 

@@ -17,12 +17,14 @@ from torch.amp.grad_scaler import OptState
 from pippy.drivers.control.commands import Commands
 from pippy.drivers.errors import DriverError, OptimizerError
 from pippy.drivers.optimizer import PipelineOptimizer
+from pippy.ir.public_calls import check_words
 
 
 class PipelineGradScaler(torch.amp.GradScaler):
     """What `driver.instantiate_grad_scaler` gives: torch's, but for what the workers do. Its states are torch's."""
 
     def __init__(self, commands: Commands, **options: Any) -> None:
+        check_words("driver.instantiate_grad_scaler", options, torch.amp.GradScaler)
         super().__init__("cpu", **options)
         self._commands = commands
         self.replaced = False  # by another scaler of the driver

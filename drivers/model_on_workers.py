@@ -19,9 +19,20 @@ from pippy.drivers.recovery.recovery import Recovery
 from pippy.drivers.state.filling import Filling
 from pippy.drivers.state.loading import LoadedValues, Loading
 from pippy.drivers.state.saving import Saving
+from pippy.ir.near_names import near_names
 from pippy.ir.pipe import Pipe, compiled_of
+from pippy.ir.placed_words import refuse_words
+from pippy.ir.public_calls import placing_words
 
 
+@placing_words(
+    methods={
+        "instantiate_optimizer": "driver.instantiate_optimizer(torch.optim.AdamW)",
+        "clip_grad_norm_": "driver.clip_grad_norm_(max_norm)",
+        "save": "driver.save(folder)",
+    },
+    owner="driver",
+)
 class ModelOnWorkers:
     """The methods that drivers have for the state of their model; `PipelineDriverBase` adds the steps."""
 
@@ -173,6 +184,8 @@ class ModelOnWorkers:
         ...     print(os.path.basename(path), values)
         step-1 {'step': 1}
         """
+        misspelt = {word: value for word, value in given.items() if near_names(word, ("wait", "keep"), cutoff=0.8)}
+        refuse_words("driver.save", misspelt, ("wait", "keep"))
         return self.saving.save(folder, wait, keep, given)
 
     @in_turn

@@ -24,7 +24,12 @@ from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.transport.pickling import pickle_by_value
 from pippy.drivers.workers.worker_optimizer import MASTER
 from pippy.ir.brief import brief
+from pippy.ir.placed_words import place_words
+from pippy.ir.public_calls import check_words, words_of
 from pippy.ir.show.readable import shortened
+
+_OWN_WORDS = ("param_groups", "master_dtype", "divide_state")
+place_words("driver.instantiate_optimizer(torch.optim.AdamW)", {*_OWN_WORDS, *words_of(torch.optim.AdamW)} - {"params"})
 
 
 class PipelineOptimizer(Optimizer):
@@ -56,6 +61,7 @@ class PipelineOptimizer(Optimizer):
         self.placed, self.commands, self.stale, self.number = placed, commands, stale, number
         self.names = {id(parameter): name for name, parameter in parameters.items()}
         groups = self._groups(parameters, options.pop("param_groups", None))
+        check_words(optimizer_class.__name__, options, optimizer_class, _OWN_WORDS, filled="params")
         check_separable(optimizer_class, args, options)
         named = [{**group, "params": [self.names[id(each)] for each in group["params"]]} for group in groups]
         check_gradient_layouts(placed.compiled, optimizer_class, args, options, named)
@@ -176,17 +182,21 @@ class PipelineOptimizer(Optimizer):
         """Update the parameters on all workers with their gradients."""
         if closure is not None:
             raise OptimizerError("a closure would run here, not on the workers; call driver.run before step()")
-        options = self._options()
-        changed = None if _same(options, self._sent) else options
         self.commands.wait()
-        self._sent, self.stepped = (), True  # if it fails, it is not known which workers have them
         with first_waits():  # or some workers might have updated their parameters, and others not
-            self.commands.call_reducing(
-                lambda reduce: dict.fromkeys(self.placed.workers, OptimizerStep(self.number, changed, reduce))
-            )
-            self._sent = options
+            self.update_parameters()
             self.commands.parameters_updated()
             self.stale.updated()
+
+    def update_parameters(self) -> None:
+        """Have the workers update their parameters: `step`, without the rest of a step."""
+        options = self._options()
+        changed = None if _same(options, self._sent) else options
+        self._sent, self.stepped = (), True  # if it fails, it is not known which workers have them
+        self.commands.call_reducing(
+            lambda reduce: dict.fromkeys(self.placed.workers, OptimizerStep(self.number, changed, reduce))
+        )
+        self._sent = options
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

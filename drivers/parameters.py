@@ -16,6 +16,7 @@ from pippy.drivers.optimizers.stale_models import StaleModels
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.state.filling import Filling
 from pippy.ir.brief import brief
+from pippy.ir.compiled_modules import uncompiled
 from pippy.ir.names import LOSS, named_state
 from pippy.ir.pipe import Pipe
 
@@ -102,6 +103,7 @@ class RemoteParameters:
     def copy_to(self, model: nn.Module) -> None:
         """Copy the parameters and buffers on the workers into a model with the same names."""
         self.filling.check("copy_to()")
+        model = uncompiled(model)
         names = list(self.placed.compiled.qualnames.canonical)
         ours, theirs = dict(named_state(self.pipe)), dict(named_state(model))
         differ = sorted(name for name in names if name not in theirs or theirs[name].shape != ours[name].shape)

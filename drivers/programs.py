@@ -8,7 +8,7 @@ from pippy.drivers.automatic.auto import Auto, auto_placement
 from pippy.drivers.automatic.auto_memory import AutoWithinMemory
 from pippy.drivers.automatic.measurements import UNMEASURED, StepPurpose
 from pippy.drivers.automatic.memory_fit import Call
-from pippy.drivers.batches.whole_batch_gradients import check_whole_batch_gradients
+from pippy.drivers.batches.whole_batch_gradients import check_changed_parameters, check_whole_batch_gradients
 from pippy.drivers.control.commands import Commands
 from pippy.drivers.errors import DriverError
 from pippy.drivers.lowering.lower import Lowered, lower
@@ -100,6 +100,8 @@ class SentProgram:
 
     number: int
     lowered: Lowered
+    single_loss: bool = False
+    out_of_order: bool | int = False
 
 
 class DriverPrograms:
@@ -124,18 +126,17 @@ class DriverPrograms:
 
     def send_again(self, workers: Collection[int]) -> None:
         """Send some workers their parts of all programs: they have none."""
-        for (_, name), sent in self.sent.items():
-            out_of_order = self.out_of_order if name != _FORWARD else False
-            parts = self.placed.programs(sent.number, sent.lowered, self.single_loss, out_of_order)
+        for sent in self.sent.values():
+            parts = self.placed.programs(sent.number, sent.lowered, sent.single_loss, sent.out_of_order)
             self.commands.call({worker: parts[worker] for worker in workers if worker in parts})
 
-    def for_display(self, chunks: int, trains: bool) -> Program:
+    def next(self, chunks: int, trains: bool) -> SentProgram:
         """The program of the next step with ``chunks`` micro-batches, as far as is known now."""
         auto = self.schedule.auto
         if auto is None or not trains:
-            return self._plain(chunks, trains).lowered.program
+            return self._plain(chunks, trains)
         purpose, program = auto.peek(chunks, self._made)
-        return self._send(chunks, purpose.program, program).lowered.program
+        return self._send(chunks, purpose.program, program)
 
     def for_step(self, chunks: int, trains: bool, call: Call | None = None) -> tuple[StepPurpose, SentProgram]:
         """The program of the step that comes now, and what it is measured for."""
@@ -168,18 +169,32 @@ class DriverPrograms:
             )
         return self._send(chunks, name, program, trains)
 
+    def for_trial(self, chunks: int, single_loss: bool = False) -> SentProgram:
+        """The program of a trial: all forwards, then all backwards, on the workers of the first replica."""
+        name = "trial, single loss" if single_loss else "trial"
+        if (chunks, name) in self.sent:
+            return self.sent[chunks, name]
+        placement = self.schedule.example(chunks=1, workers=self.workers).placement
+        program = make_schedule("fill_drain", workers=placement.workers, chunks=chunks, placement=placement)
+        return self._sent(chunks, name, program, single_loss, False)
+
     def _send(self, chunks: int, name: str, program: Program, trains: bool = True) -> SentProgram:
         """Lower a program and send it to the workers, unless they have it."""
-        key = chunks, name
-        if key not in self.sent:
-            if trains:
-                check_whole_batch_gradients(self.placed.compiled, chunks)
-            lowered, number = lower(self.pipe, program), len(self.sent)
-            out_of_order = self.out_of_order if trains else False
-            _check_limit(out_of_order, lowered.program)
-            self.commands.call(self.placed.programs(number, lowered, self.single_loss, out_of_order))
-            self.sent[key] = SentProgram(number, lowered)
-        return self.sent[key]
+        if (chunks, name) in self.sent:
+            return self.sent[chunks, name]
+        check_changed_parameters(self.placed.compiled, chunks)
+        if trains:
+            check_whole_batch_gradients(self.placed.compiled, chunks)
+        return self._sent(chunks, name, program, self.single_loss, self.out_of_order if trains else False)
+
+    def _sent(
+        self, chunks: int, name: str, program: Program, single_loss: bool, out_of_order: bool | int
+    ) -> SentProgram:
+        lowered, number = lower(self.pipe, program), len(self.sent)
+        _check_limit(out_of_order, lowered.program)
+        self.commands.call(self.placed.programs(number, lowered, single_loss, out_of_order))
+        self.sent[chunks, name] = SentProgram(number, lowered, single_loss, out_of_order)
+        return self.sent[chunks, name]
 
 
 def _pipelines(count: int) -> str:

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from exps.tried_models import hugging_face as hugging_face_models
-from exps.tried_models import installed_vision, meta_llama, sequences, various, vision
+from exps.tried_models import installed_vision, meta_llama, more_hugging_face, sequences, various, vision
 from exps.tried_models.candidate import Candidate, rows_of
 from exps.tried_models.comparison import compare_step, cut, plain_step
 from pippy import Pipe
@@ -61,7 +61,7 @@ class Outcome:
 def hugging_face() -> dict[str, Candidate]:
     """The models of transformers."""
     hugging_face_models.transformers()
-    return hugging_face_models.candidates()
+    return hugging_face_models.candidates() | more_hugging_face.candidates()
 
 
 def written_by_hand() -> dict[str, Candidate]:

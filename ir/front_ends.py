@@ -11,7 +11,8 @@ for the example, and what `torch.export` would lose (autocast, random numbers of
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx, nn
@@ -20,6 +21,7 @@ from pippy.ir.brief import brief
 from pippy.ir.compiled import Compiled
 from pippy.ir.errors import PippyError, TracingError
 from pippy.ir.front.arguments import Example
+from pippy.ir.front.returned_caches import CacheReturnedError, calls_without_cache
 from pippy.ir.front.trace import Traced, TracerLike, trace, tracer_of
 from pippy.ir.front.tracer import PipeTracer
 
@@ -42,6 +44,19 @@ def trace_and_compile(
     """Trace a model by the front end that is asked for, or by the one that can, and ``compile`` the graph."""
     if front_end not in _NAMES:
         raise TracingError(f"front_end is {brief(front_end)}; give 'fx' or 'export', or 'auto', the default")
+    first, *others = calls_without_cache(call.model, call.example, call.concrete_args)
+    try:
+        return _trace_and_compile(replace(call, example=first), front_end, compile)
+    except CacheReturnedError:
+        for other in others:
+            with suppress(PippyError):  # a forward that takes no such argument after all
+                return _trace_and_compile(replace(call, example=other), front_end, compile)
+        raise
+
+
+def _trace_and_compile(
+    call: ModelCall, front_end: str | None, compile: Callable[[Traced], Compiled]
+) -> tuple[Traced, Compiled]:
     if front_end == "export":
         return _by_export(call, compile)
     try:

@@ -18,8 +18,9 @@ import torch
 
 from pippy.ir.asked import Asked
 from pippy.ir.errors import InputError
-from pippy.ir.kinds import Kind, differences, tensor_kinds
+from pippy.ir.kinds import Elsewhere, InPieces, Kind, differences, tensor_kinds
 from pippy.ir.source import Source
+from pippy.ir.trees import describe
 
 _NAMES: dict[str, Any] = {"math": math, "inf": math.inf}
 
@@ -42,7 +43,9 @@ class Guards:
     """What each call must have in common with the example.
 
     ``kinds`` are those of the arguments, by their names. ``dtypes`` has those of the model's parameters and buffers, by their
-    names, if they are written into the graph; ``asked_autocast`` the line that asked whether autocast is on.
+    names, if they are written into the graph; ``asked_autocast`` the line that asked whether autocast is on. ``one`` has
+    pairs of inputs that must be one object, ``different`` those that must be two: forward asks by `is`. ``flags`` has the
+    defaults of inputs that are True or False, where no example says more.
     """
 
     kinds: dict[str, Kind] = field(default_factory=dict)
@@ -50,6 +53,9 @@ class Guards:
     conditions: tuple[Condition, ...] = ()
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     asked_autocast: Source | None = None
+    one: tuple[tuple[str, str], ...] = ()
+    different: tuple[tuple[str, str], ...] = ()
+    flags: dict[str, bool] = field(default_factory=dict)
 
     def joined(self, others: Sequence[Condition]) -> "Guards":
         """These guards, and other conditions."""
@@ -62,6 +68,21 @@ class Guards:
                 continue
             for each in differences(kind, arguments[name], name):
                 yield differs(each.path, each.found, each.fixed)
+
+        for name, default in self.flags.items():
+            if not isinstance(arguments[name], (bool, Elsewhere, InPieces)):
+                yield (
+                    f"{name} is {describe(arguments[name])}, and the model was traced with its default, {default}; give "
+                    "True or False, or make another Pipe with this call for its example"
+                )
+        for name, other in (*self.one, *self.different):
+            is_one = arguments[name] is arguments[other] and arguments[name] is not None
+            if is_one != ((name, other) in self.one):
+                words = ("two objects", "one") if (name, other) in self.one else ("one object", "two")
+                yield (
+                    f"{name} and {other} are {words[0]}, and forward asks; the model was traced with {words[1]}. Make "
+                    "another Pipe with this call for its example"
+                )
 
     @property
     def are_of_rows(self) -> bool:

@@ -14,8 +14,10 @@ from typing import Any
 from torch import nn
 
 from pippy.ir.brief import brief
+from pippy.ir.compiled_modules import uncompiled
 from pippy.ir.errors import MarkError
 from pippy.ir.near_names import did_you_mean
+from pippy.ir.public_calls import placing_words
 
 _ATTRIBUTE = "_pippy_split_points"
 _on_split: ContextVar[Callable[[], None] | None] = ContextVar("on_split", default=None)
@@ -66,6 +68,7 @@ class recording_splits:
         _on_split.reset(self._token)
 
 
+@placing_words()
 def annotate_split_points(model: nn.Module, spec: Mapping[str, SplitPoint]) -> None:
     """Cut before (BEGINNING) or after (END) every call of the named modules, without changing the model's code.
 
@@ -82,7 +85,7 @@ def annotate_split_points(model: nn.Module, spec: Mapping[str, SplitPoint]) -> N
         raise MarkError(f"annotate_split_points takes an nn.Module; this is a {type(model).__name__}")
     if not isinstance(spec, Mapping):
         raise MarkError(f"the split points are {brief(spec)}; give a dict: {{'layer.3': SplitPoint.END}}")
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = dict(uncompiled(model).named_modules(remove_duplicate=False))
     for name, point in spec.items():
         _check_annotation(modules, name, point)
     for name, point in spec.items():

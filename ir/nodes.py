@@ -105,6 +105,8 @@ def map_instances(kind: type, function: Callable[[Any], Any], argument: Any) -> 
     if isinstance(argument, (tuple, list)):
         items = [map_instances(kind, function, item) for item in argument]
         return tuple(items) if isinstance(argument, tuple) else items
+    if isinstance(argument, slice):
+        return slice(*(map_instances(kind, function, each) for each in (argument.start, argument.stop, argument.step)))
     if isinstance(argument, dict):
         return {key: map_instances(kind, function, item) for key, item in argument.items()}
     return argument

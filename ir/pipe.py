@@ -1,6 +1,5 @@
 """What the user holds: the user's model, compiled. A Pipe has the names of the model, and shows what was compiled."""
 
-import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from torch import nn
 
 from pippy.ir.compiled import Compiled
+from pippy.ir.compiled_modules import uncompiled
 from pippy.ir.compiler import Cut, check_loss, compile_traced
 from pippy.ir.cut.params import MultiUseParamSpec
 from pippy.ir.errors import InputError
@@ -16,6 +16,7 @@ from pippy.ir.front.arguments import Example
 from pippy.ir.front.layers import Layers
 from pippy.ir.front.sequential import trace_sequential
 from pippy.ir.front.trace import Traced, TracerLike
+from pippy.ir.front.untraceable import check_model
 from pippy.ir.front_ends import ModelCall, trace_and_compile
 from pippy.ir.interrupts import heard
 from pippy.ir.model_parts import (
@@ -27,10 +28,13 @@ from pippy.ir.model_parts import (
     put_loss_parameters,
     put_model_parts,
 )
+from pippy.ir.module_hooks import ModuleHooks
 from pippy.ir.passes.returned_loss import LossSpec
 from pippy.ir.passes.verify import check_rules
+from pippy.ir.public_calls import placing_words
 from pippy.ir.reference import run_reference
 from pippy.ir.run.copies import follow_owners
+from pippy.ir.run.gradient_hooks import deep_copy
 from pippy.ir.show.content import content_of
 from pippy.ir.show.drawing import Drawing
 from pippy.ir.signature import bind, check_guards
@@ -40,6 +44,7 @@ from pippy.ir.trees import map_tensors, tensors
 
 _COMPILED = "pippy.compiled"  # no part of a model can have this name, since it has a dot
 _TRAINING_FLAGS = "pippy.training_flags"
+_MODULE_HOOKS = "pippy.module_hooks"
 _MODEL = "pippy.model"
 _EXAMPLE = "pippy.example"
 _FIELDS = frozenset(field.name for field in dataclasses.fields(Compiled))
@@ -47,6 +52,7 @@ _SHOWN = _FIELDS | {name for name in vars(Compiled) if not name.startswith("_")}
 
 
 @parts_come_first
+@placing_words(owner="pipe")
 class Pipe(nn.Module):
     """A model cut into stages. Make one with `pipeline`, `Pipe.from_tracing` or `Pipe.from_sequential`.
 
@@ -75,6 +81,8 @@ class Pipe(nn.Module):
         self.__dict__[_MODEL] = TracedModel(traced.model)
         self.__dict__[_TRAINING_FLAGS] = flags = TrainingFlags()
         flags.note(self, compiled, traced.model)
+        self.__dict__[_MODULE_HOOKS] = hooks = ModuleHooks()
+        hooks.note(self, compiled, traced.model)
 
     @staticmethod
     def from_tracing(
@@ -95,9 +103,11 @@ class Pipe(nn.Module):
 
         ``cut`` may mark the traced graph itself; what it gives becomes ``balance`` of the Pipe.
         """
+        model, loss_fn = uncompiled(model), uncompiled(loss_fn)
+        check_model(model)
         check_loss(loss_fn, output_loss_value_spec)
         with heard(), torch.inference_mode(False):
-            model = copy.deepcopy(model) if deep_copy_module else model
+            model = deep_copy(model) if deep_copy_module else model
             example = Example.of(model, example_args, example_kwargs, loss_fn is not None)
             call = ModelCall(model, tracer, concrete_args, example)
 
@@ -127,8 +137,9 @@ class Pipe(nn.Module):
         >>> Pipe.from_sequential([nn.Linear(2, 2), lambda x: torch.flatten(x), nn.ReLU()])(torch.ones(3, 2)).shape
         torch.Size([6])
         """
+        model, loss_fn = uncompiled(model), uncompiled(loss_fn)
         check_loss(loss_fn, None)
-        traced = trace_sequential(copy.deepcopy(model) if deep_copy_module else model, marked=cut is None)
+        traced = trace_sequential(deep_copy(model) if deep_copy_module else model, marked=cut is None)
         return Pipe(traced, compile_traced(traced, loss_fn=loss_fn, cut=cut))
 
     def __getattr__(self, name: str) -> Any:
@@ -147,12 +158,13 @@ class Pipe(nn.Module):
             super().__setattr__(name, value)
 
     def __dir__(self) -> Iterable[str]:
-        return sorted((set(super().__dir__()) | _SHOWN) - {_COMPILED, _TRAINING_FLAGS, _MODEL, _EXAMPLE})
+        return sorted((set(super().__dir__()) | _SHOWN) - {_COMPILED, _TRAINING_FLAGS, _MODULE_HOOKS, _MODEL, _EXAMPLE})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run in this process: outputs or loss, and gradients if there is a loss and gradients are on."""
         compiled = compiled_of(self)
         follow_training_flags(self)
+        module_hooks_of(self).check(self)
         follow_parameters(self)
         inputs = bind(compiled, args, kwargs)
         check_guards(compiled, inputs)
@@ -291,6 +303,12 @@ def modules_of_model(pipe: Pipe) -> list[nn.Module]:
 def models_of(pipe: Pipe) -> list[nn.Module]:
     """What the user may call in this process: the model, and the Pipe."""
     return list({id(module): module for module in [pipe, *pipe.__dict__[_TRAINING_FLAGS].models()]}.values())
+
+
+def module_hooks_of(pipe: Pipe) -> ModuleHooks:
+    """The hooks that the modules of a Pipe and of its model had when it was made."""
+    hooks: ModuleHooks = pipe.__dict__[_MODULE_HOOKS]
+    return hooks
 
 
 def follow_parameters(pipe: Pipe) -> None:

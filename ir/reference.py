@@ -12,6 +12,7 @@ from pippy.ir.names import LOSS
 from pippy.ir.nodes import forward_nodes, is_getitem, map_nodes, seeded, values_to_free
 from pippy.ir.run.copies import owners_in_place_of_copies, whole_gradients
 from pippy.ir.run.given_inputs import check_versions, versions
+from pippy.ir.run.gradient_hooks import GradientHooks
 from pippy.ir.run.keyed_draws import draw_key
 from pippy.ir.run.shared_tensors import check_unchanged
 from pippy.ir.run.stage_backward import add_gradients, gradient_pairs, stage_backward, weighted
@@ -39,7 +40,10 @@ def run_microbatches(
     if not runs[0].trains:
         with owners_in_place_of_copies(compiled.replicated_params, compiled.stage):
             return _outputs(compiled, runs)
-    with whole_gradients(compiled.copies()):
+    groups = compiled.copies()
+    copied = {id(each) for group in groups for each in group}
+    hooked = [(each,) for each in compiled.split_gm.parameters() if GradientHooks.of(each) and id(each) not in copied]
+    with whole_gradients([*groups, *hooked]):
         outputs = _outputs(compiled, runs)
     return map_tensors(torch.Tensor.detach, outputs)
 

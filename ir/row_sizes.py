@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import torch
 
-from pippy.ir.trees import children, leaves, with_children
+from pippy.ir.trees import children, leaves
 
 
 class _Unsure(Enum):
@@ -33,17 +33,10 @@ UNSURE: Final = _Unsure.UNSURE
 
 @dataclass(frozen=True)
 class RowSize:
-    """A number for each number of rows: ``each * rows + rest``.
-
-    >>> RowSize(5, 1).at(4)
-    21
-    """
+    """A number for each number of rows: ``each * rows + rest``."""
 
     each: int
     rest: int = 0
-
-    def at(self, rows: int) -> int:
-        return self.each * rows + self.rest
 
 
 @dataclass(frozen=True)
@@ -97,29 +90,6 @@ def parts(value: Any) -> Sequence[Any] | None:
     return tuple(value) if isinstance(value, torch.Size) else children(value)
 
 
-def is_known(found: Any) -> bool:
-    """Whether all is known of a value.
-
-    >>> is_known((None, RowDim(0))), is_known((None, UNSURE))
-    (True, False)
-    """
-    return all(each is not UNSURE for each in leaves(found))
-
-
-def at_rows(found: Any, rows: int, value: Any) -> Any:
-    """The value with its sizes for another number of rows.
-
-    >>> at_rows((RowSize(5), None), 2, torch.Size([20, 16]))
-    torch.Size([10, 16])
-    """
-    if isinstance(found, RowSize):
-        return found.at(rows)
-    if not isinstance(found, tuple):
-        return value
-    items = [at_rows(each, rows, part) for each, part in zip(found, parts(value) or ())]
-    return torch.Size(items) if isinstance(value, torch.Size) else with_children(value, items)
-
-
 def dims_of(found: Any, value: Any) -> Iterator[RowDim | _Unsure | None]:
     """For each leaf of the value where its rows are, None if it has none."""
     if isinstance(found, tuple) and children(value) is not None:
@@ -129,21 +99,3 @@ def dims_of(found: Any, value: Any) -> Iterator[RowDim | _Unsure | None]:
         yield from (UNSURE for _ in leaves(value))
     else:
         yield found if isinstance(found, RowDim) else None
-
-
-def guess_rows(value: Any, rows: int) -> Any:
-    """What a value may have of its rows, where nothing is known: a size that is their number, a dimension of a multiple.
-
-    >>> guess_rows([torch.Size([20, 16]), 4, torch.ones(8, 2)], 4)
-    ((RowSize(each=5, rest=0), None), RowSize(each=1, rest=0), RowDim(dim=0, counted=False))
-    """
-    if isinstance(value, torch.Size) and value and value[0] and value[0] % rows == 0:
-        return (RowSize(value[0] // rows), *(guess_rows(size, rows) for size in value[1:]))
-    held = parts(value)
-    if held is not None:
-        return tuple(guess_rows(item, rows) for item in held)
-    if isinstance(value, torch.Tensor):
-        dims = [dim for dim, size in enumerate(value.shape) if size == rows]
-        dims += [0] if value.dim() and value.shape[0] and value.shape[0] % rows == 0 else []
-        return RowDim(dims[0]) if dims else None
-    return RowSize(1) if type(value) is int and value == rows else None

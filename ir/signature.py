@@ -1,14 +1,16 @@
 """Binds the arguments of a call of a Pipe: those of the model's forward, and the target of the loss."""
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import fx
 
-from pippy.ir.brief import brief, some
+from pippy.ir.brief import some
 from pippy.ir.errors import InputError
 from pippy.ir.guards import Guards
+from pippy.ir.placed_words import hints
+from pippy.ir.public_calls import misfits
 from pippy.ir.trees import describe
 
 
@@ -71,10 +73,13 @@ def bind(pipe: Callee, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[s
     except TypeError as error:
         given = [describe(value) for value in args] + [f"{name}={describe(value)}" for name, value in kwargs.items()]
         what = misfits(signature, args, kwargs) or str(error)
+        unknown = [name for name in kwargs if name not in signature.parameters]
+        hinted = hints(unknown, [*signature.parameters, *([pipe.target_name] if pipe.target_name else [])])
+        what += f" ({hinted})" * bool(hinted)
         raise InputError(
             f"{what}; the Pipe is called as {_usage(pipe, signature)}, and was given ({', '.join(some(given))})"
             + (f" before the target {describe(values[pipe.target_name])}" if pipe.target_name else "")
-            + _in_the_example([name for name in kwargs if pipe.guards.kinds and name not in signature.parameters])
+            + _in_the_example(unknown if pipe.guards.kinds and not hinted else [])
         ) from None
     _check_unpacked(pipe, bound.arguments)
     faults = [*_other_constants(pipe, bound.arguments)]
@@ -113,37 +118,6 @@ def check_guards(pipe: Guarded, inputs: Mapping[str, Any]) -> None:
     names = {node.name: str(node.target).lstrip("*") for node in pipe.placeholders() if node.name != pipe.target_name}
     given = {names[name]: value for name, value in inputs.items() if name in names}
     pipe.guards.check(given)
-
-
-def misfits(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """All that is wrong with the arguments of a call, of which Python tells the first; empty if that is something else.
-
-    >>> misfits(inspect.signature(lambda x, mask, *, scale: 0), (1,), {"masks": 2, "scales": 3})
-    "missing required arguments: 'mask', 'scale'; got unexpected keyword arguments 'masks', 'scales'"
-    """
-    parameters = list(signature.parameters.values())
-    kinds = {each.kind for each in parameters}
-    by_position = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    named = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    given = {each.name for each in by_position[: len(args)]} | {*kwargs}
-    stars = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    required = [each.name for each in parameters if each.default is each.empty and each.kind not in stars]
-    unknown = [] if stars[1] in kinds else [name for name in kwargs if name not in named]
-    twice = [each.name for each in by_position[: len(args)] if each.name in kwargs]
-    return "; ".join(
-        [
-            *_told("missing a required argument: {}", "missing required arguments: {}", required, given),
-            *_told("got an unexpected keyword argument {}", "got unexpected keyword arguments {}", unknown),
-            *_told("multiple values for argument {}", "multiple values for arguments {}", twice),
-            *["too many positional arguments"] * (len(args) > len(by_position) and stars[0] not in kinds),
-        ]
-    )
-
-
-def _told(one: str, several: str, names: Sequence[str], without: Set[str] = frozenset()) -> Iterator[str]:
-    left = [brief(name) for name in names if name not in without]
-    if left:
-        yield (one if len(left) == 1 else several).format(", ".join(some(left)))
 
 
 def _missing_values(pipe: Callee, arguments: Mapping[str, Any]) -> Iterator[str]:

@@ -1,10 +1,8 @@
 """The user's source lines: the line of the model that a node, a frame or an exception comes from."""
 
 import contextlib
-import dis
 import functools
 import inspect
-import itertools
 import linecache
 import os
 import random
@@ -12,8 +10,7 @@ import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
-from typing import Any
+from types import FrameType, TracebackType
 from unittest import mock
 
 import torch
@@ -23,7 +20,6 @@ from pippy.ir.errors import PippyWarning
 
 _PIPPY = Path(__file__).parent.parent
 _OWN = tuple(f"{folder}{os.sep}" for folder in (_PIPPY, (_PIPPY / "ir").resolve(), (_PIPPY / "drivers").resolve()))
-_SILENT = frozenset(("CACHE", "NOP", "EXTENDED_ARG", "PRECALL", "PUSH_NULL", "RESUME"))
 _STANDARD = (contextlib.__file__, functools.__file__, mock.__file__, random.__file__)
 _LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", *_OWN)
 _STANDARD_LIBRARY = str(Path(os.__file__).parent) + os.sep
@@ -68,44 +64,13 @@ def is_standard(file: str) -> bool:
     return file.startswith(_STANDARD_LIBRARY) and not file.startswith(_INSTALLED)
 
 
-@functools.lru_cache(maxsize=4096)
-def instructions(code: CodeType) -> tuple[dis.Instruction, ...]:
-    """What a function is compiled to. To find this takes longer than all else that is done at an operation."""
-    return tuple(dis.get_instructions(code))
-
-
-@functools.lru_cache(maxsize=4096)
-def steps(code: CodeType) -> tuple[dis.Instruction, ...]:
-    """The instructions of a function without those that do nothing."""
-    return tuple(each for each in instructions(code) if each.opname not in _SILENT)
-
-
-def called(frame: FrameType) -> Any:
-    """The function that a frame of the user's is just now calling by a name, or by attributes of one; None if unknown."""
-    code = frame.f_code
-    if not is_users(code.co_filename):
-        return None
-    at = next(itertools.islice(code.co_positions(), frame.f_lasti // 2, None), None)
-    if at is None or at[0] is None:
-        return None
-    # A call begins where the name of the function stands.
-    function: Any = None
-    for each in instructions(code):
-        place = each.positions
-        if each.offset >= frame.f_lasti:
-            break
-        if place is None or (place.lineno, place.col_offset) != (at[0], at[2]):
-            continue
-        if each.opname.startswith("LOAD_") and isinstance(each.argval, str):
-            by_attribute = each.opname in ("LOAD_ATTR", "LOAD_METHOD")
-            function = getattr(function, each.argval, None) if by_attribute else lookup(frame, each.argval)
-    return function
-
-
-def lookup(frame: FrameType, name: str) -> Any:
-    """The value of a name in a frame; None if it has none."""
-    places = frame.f_locals, frame.f_globals, frame.f_builtins
-    return next((place[name] for place in places if name in place), None)
+def is_called_by_user(frame: FrameType | None) -> bool:
+    """Whether a frame is the user's, or of the standard library and called by the user's. torch calls that one too."""
+    while frame is not None and (
+        is_standard(frame.f_code.co_filename) or frame.f_code.co_filename.startswith("<frozen")
+    ):
+        frame = frame.f_back
+    return frame is not None and is_users(frame.f_code.co_filename)
 
 
 def of_frame(frame: FrameType | None) -> Source | None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch.autograd import forward_ad
+from torch.nn.modules import module as _module
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
@@ -139,6 +140,22 @@ def _saved_tensors_hooks() -> Any:
     return _C._autograd._top_saved_tensors_default_hooks(True)
 
 
+def global_hooks() -> list[str]:
+    """The functions of torch that have registered hooks of all modules. Its own are left out, which note where forward is.
+
+    >>> global_hooks()
+    []
+    """
+    kinds = {"forward": "forward", "forward_pre": "forward_pre", "backward": "full_backward"}
+    kinds["backward_pre"] = "full_backward_pre"
+    hooks = {name: getattr(_module, f"_global_{kind}_hooks").values() for kind, name in kinds.items()}
+    return [
+        f"register_module_{name}_hook"
+        for name, own in hooks.items()
+        if any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in own)
+    ]
+
+
 _IN_PIPE = "leave its region before the call, or call pipe(...) in it, which computes in this process"
 _IN_MODEL = "leave its region before the call, or call the model itself in it, which computes in this process"
 
@@ -210,6 +227,11 @@ TABLE: tuple[Setting | Entered | Refused, ...] = (
         "a transform of torch.func",
         lambda: _C._functorch.peek_interpreter_stack() is not None,
         _IN_MODEL,
+    ),
+    Refused(
+        "torch.nn.modules.module.register_module_forward_hook and its like",
+        global_hooks,
+        "take the hooks of all modules off, or register hooks of the modules that you mean, before pipeline()",
     ),
     Refused("torch.autograd.forward_ad.dual_level", lambda: forward_ad._current_level >= 0, _IN_MODEL),
 )

@@ -6,6 +6,7 @@ True
 """
 
 from pippy.drivers.errors import (
+    CheckError,
     CheckpointError,
     ClusterError,
     DriverError,
@@ -40,6 +41,7 @@ from pippy.ir.errors import (
 __all__ = [
     "BalanceError",
     "BatchNormError",
+    "CheckError",
     "CheckpointError",
     "ClusterError",
     "DriverError",

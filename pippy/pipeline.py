@@ -12,8 +12,10 @@ from pippy.ir.errors import BalanceError
 from pippy.ir.front.trace import TracerLike
 from pippy.ir.passes.returned_loss import LossSpec
 from pippy.ir.pipe import Pipe
+from pippy.ir.public_calls import placing_words
 
 
+@placing_words("pipeline(model, loss_fn)")
 def pipeline(
     model: nn.Module,
     loss_fn: Callable[..., Any] | None = None,

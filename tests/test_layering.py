@@ -18,14 +18,15 @@ LAYERS = """
     drivers/schedules/search drivers/schedules/drawings drivers/schedules/make drivers/schedules/choose
     drivers/schedules/fitting drivers/schedules
 
-    ir ir/errors ir/interrupts ir/brief ir/sparse_tensors ir/trees ir/near_names ir/names ir/source ir/surroundings
-    ir/marks ir/modes
+    ir ir/errors ir/interrupts ir/brief ir/sparse_tensors ir/trees ir/fake_mode ir/near_names ir/placed_words
+    ir/public_calls ir/names ir/source ir/surroundings ir/marks ir/modes
     ir/kinds ir/row_sizes ir/same_work ir/asked ir/guards ir/signature ir/run ir/batch_norm ir/nodes ir/wiring ir/compiled
+    ir/module_hooks
     ir/front ir/export ir/front_ends ir/cut ir/passes ir/compiler ir/reference
     ir/show ir/state ir/model_parts ir/training_flags ir/pipe
 
     drivers/errors drivers/interrupts drivers/checkpoints
-    drivers/lowering drivers/batches
+    drivers/lowering drivers/batches drivers/trials
     drivers/transport drivers/transport/devices drivers/transport/messages
     drivers/control/messages drivers/placement
     drivers/control drivers/workers drivers/recording drivers/clusters
@@ -34,6 +35,7 @@ LAYERS = """
     drivers/state drivers/parameters drivers/programs
     drivers/generation drivers/recovery
     drivers/model_on_workers drivers/driver_arguments drivers/data drivers/steps
+    drivers/check
     drivers/driver_base
     drivers/driver drivers
 

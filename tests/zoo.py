@@ -6,6 +6,7 @@ and `WAYS` the names with each way to share parameters that makes a difference.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,19 @@ from pippy import MultiUseParameterConfig, TrivialLossWrapper, pipe_split
 from pippy.ir.trees import tensors
 
 exhibits: dict[str, type["Exhibit"]] = {}
+
+
+@functools.cache
+def draws(name: str) -> bool:
+    """Whether a step draws random numbers: workers that are threads share one generator, and it suits a single one only."""
+    with torch.random.fork_rng(devices=[]):
+        model = exhibits[name]()
+        inputs, target = model.inputs(), model.target()
+        before = torch.get_rng_state()
+        output = model(*inputs)
+        if model.loss_fn is not None:
+            model.loss_fn(output, target)
+        return not torch.equal(before, torch.get_rng_state())
 
 
 def mean_square(output: Any, target: Any) -> torch.Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pippy.drivers.batches.division import DividedValue, Division, map_divided
+from pippy.drivers.batches.division import DividedValue, Division, divided_leaves
 from pippy.drivers.errors import DriverError, MicrobatchError
 from pippy.ir.guards import Guards
 from pippy.ir.kinds import Elsewhere
@@ -120,15 +120,7 @@ class LoadedColumn(DividedValue):
 
 def loaded_columns(value: Any) -> list[LoadedColumn]:
     """What the workers load of a divided argument."""
-    found: list[LoadedColumn] = []
-
-    def note(leaf: DividedValue) -> DividedValue:
-        if isinstance(leaf, LoadedColumn):
-            found.append(leaf)
-        return leaf
-
-    map_divided(note, value)
-    return found
+    return [leaf for leaf in divided_leaves(value) if isinstance(leaf, LoadedColumn)]
 
 
 @dataclass(frozen=True, eq=False)

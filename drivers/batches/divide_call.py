@@ -9,6 +9,7 @@ from pippy.drivers.batches.division import Division
 from pippy.drivers.errors import MicrobatchError
 from pippy.ir.brief import brief
 from pippy.ir.compiled import Compiled
+from pippy.ir.errors import InputError
 from pippy.ir.signature import bind, check_guards, signature_of
 
 
@@ -42,8 +43,21 @@ def divide_call(
     names = guarded_inputs(compiled, division)
     if compiled.guards.are_of_rows and not any(loaded_columns(division.arguments[name]) for name in names):
         for chunk in {size: chunk for chunk, size in enumerate(division.sizes or (0,))}.values():  # one of each size
-            check_guards(compiled, {name: division.take(name, chunk) for name in names})
+            _check_guards(compiled, names, division, chunk)
     return division
+
+
+def _check_guards(compiled: Compiled, names: Sequence[str], division: Division, chunk: int) -> None:
+    try:
+        check_guards(compiled, {name: division.take(name, chunk) for name in names})
+    except InputError as error:
+        rows = division.rows_shown(chunk)
+        if not rows:
+            raise
+        raise InputError(
+            f"{error}\nThese are sizes of micro-batch {chunk}, which has {rows}. If they depend on the number of rows, give "
+            f"chunks=1, or pipeline() an example with the {division.rows_of(chunk)} rows of a micro-batch"
+        ) from None
 
 
 def guarded_inputs(compiled: Compiled, division: Division) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from pippy.ir.sparse_tensors import narrow
-from pippy.ir.trees import children, map_tensors, tensors, with_children
+from pippy.ir.trees import children, leaves, map_tensors, tensors, with_children
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,6 +162,28 @@ class Division:
         assert self.sizes is not None
         return self.sizes[microbatch]
 
+    def rows_shown(self, microbatch: int) -> str:
+        """The rows of a micro-batch as the user knows them, for errors; empty if it has all of them.
+
+        >>> from pippy.drivers.batches.divide import divide
+        >>> divide({"x": torch.arange(5)}, chunks=2).rows_shown(1)
+        'rows 3 to 4 of 5'
+        """
+        if self.sizes is None or self.mask or self.chunks == 1:
+            return ""
+        first, size = sum(self.sizes[:microbatch]), self.sizes[microbatch]
+        shown = f"row {first}" if size == 1 else f"rows {first} to {first + size - 1}"
+        return f"{shown} of {sum(self.sizes)}"
+
+    def has_rows_in_front(self) -> bool:
+        """Whether each tensor of the arguments is cut along its first dimension, so that all rows are rows of the batch."""
+        held = [leaf for value in self.arguments.values() for leaf in leaves(value)]
+        cut = [leaf for leaf in held if isinstance(leaf, CutTensor)]
+        others = [leaf for leaf in held if not isinstance(leaf, CutTensor)]
+        return all(each.dim == 0 for each in cut) and not any(
+            tensor.dim() for each in others if isinstance(each, DividedValue) for tensor in tensors(each.held())
+        )
+
     def own_rows(self, value: Any, microbatch: int, dim: int = 0) -> Any:
         """A micro-batch's own rows of what was computed with ``mask``; without, ``value`` as it is.
 
@@ -183,3 +205,10 @@ def map_divided(function: Callable[[DividedValue], Any], tree: Any) -> Any:
     if isinstance(tree, DividedValue):
         return function(tree)
     return with_children(tree, [map_divided(function, item) for item in children(tree) or ()])
+
+
+def divided_leaves(tree: Any) -> list[DividedValue]:
+    """Each `DividedValue` in an argument, in the order of `map_divided`."""
+    if isinstance(tree, DividedValue):
+        return [tree]
+    return [leaf for item in children(tree) or () for leaf in divided_leaves(item)]

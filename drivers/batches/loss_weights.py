@@ -31,7 +31,7 @@ IGNORED = -100  # torch's default
 class Reduction:
     """How a loss reduces to one number. ``counts``: a mean over the targets that count, not over rows.
 
-    ``known`` is False for code that only its author knows, a function or a model that returns its loss: loss_check.py.
+    ``known`` is False for code that only its author knows, a function or a model that returns its loss.
     """
 
     kind: str = "mean"
@@ -83,8 +83,8 @@ def loss_weights(
 ) -> tuple[float, ...]:
     """The weight of each micro-batch's loss. ``loss`` is None for a model that returns its loss; ``target`` names the input.
 
-    ``how`` is "mean" (over rows), "sum", or a function that counts what a micro-batch holds: it is called with those inputs
-    that its parameters are named after, or with the target alone. Its counts become shares.
+    ``how`` is "mean" (over rows), "sum", or a function that counts what a micro-batch holds: it is called with the target, or
+    with inputs that its parameters are named after; see `inputs_of`. Its counts become shares.
 
     A micro-batch in which nothing counts has weight 0, and its own loss is nan (0 / 0): leave it out of the sum, and run no
     backward for its loss. If nothing counts in any, the weights are those by rows, and the loss is nan, as the model's is.
@@ -126,8 +126,9 @@ def weighing_inputs(
     division: Division, target: str | None = None, how: str | Callable[..., Any] | None = None
 ) -> list[str]:
     """The inputs that `loss_weights` may look at, by the names in the Pipe."""
-    named = (named_parameters(how, division) or {}).values() if callable(how) else ()
-    return [name for name in dict.fromkeys([*named, *([target] if target else [])]) if name in division.arguments]
+    named = inputs_of(how, division, target) if callable(how) else None
+    names = list(named.values()) if named else [target] if target else []
+    return [name for name in names if name in division.arguments]
 
 
 def _all_ignored(reduction: Reduction, division: Division, target: str | None) -> set[int]:
@@ -203,16 +204,12 @@ def _weights_of(target: torch.Tensor, reduction: Reduction) -> torch.Tensor:
 
 
 def _count(how: Callable[..., Any], division: Division, target: str | None, index: int) -> float:
-    names = named_parameters(how, division)
-    if names is not None:
-        count = how(**{user: division.own_rows(division.take(name, index), index) for user, name in names.items()})
-    elif target is not None and _takes_one(how):
+    names = inputs_of(how, division, target)
+    if names is None:
+        assert target is not None
         count = how(division.own_rows(division.take(target, index), index))
     else:
-        raise MicrobatchError(
-            f"loss_reduction{inspect.signature(how)} is called with what its parameters are named after, the inputs "
-            f"{', '.join(division.names)}, or with the target alone: name them so"
-        )
+        count = how(**{user: division.own_rows(division.take(name, index), index) for user, name in names.items()})
     try:
         number = count.item() if isinstance(count, torch.Tensor) else count
         if 0 <= number < float("inf"):
@@ -225,23 +222,41 @@ def _count(how: Callable[..., Any], division: Division, target: str | None, inde
     )
 
 
-def _takes_one(how: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(how).bind(None)
-    except TypeError:
-        return False
-    except ValueError:  # written in C
-        return True
-    return True
+def inputs_of(how: Callable[..., Any], division: Division, target: str | None) -> dict[str, str] | None:
+    """The inputs that a function that counts is called with, by the names of its parameters; None: with the target alone.
 
-
-def named_parameters(how: Callable[..., Any], division: Division) -> dict[str, str] | None:
-    """The inputs that the parameters of a function are named after; None if one is named after nothing."""
+    A function of one argument gets the target. Parameters that are names of inputs get those, if there are several or they
+    are marked as keywords: ``lambda *, mask: mask.sum()``; so does a single one where there is no target.
+    """
     try:
-        parameters = inspect.signature(how).parameters.values()
+        parameters = [each for each in inspect.signature(how).parameters.values() if each.kind not in (2, 4)]
     except (TypeError, ValueError):  # written in C
+        parameters = None
+    if parameters is None:
+        if target is not None:
+            return None
+        raise _not_called(how, division, "(...)")
+    needed = [each for each in parameters if each.default is each.empty]
+    named = {each.name: division.names[each.name] for each in needed if each.name in division.names}
+    alone = len(needed) == 1 and needed[0].kind is not inspect.Parameter.KEYWORD_ONLY
+    if alone and target is not None:
+        name = needed[0].name
+        if named.get(name, target) != target:
+            raise MicrobatchError(
+                f"loss_reduction{inspect.signature(how)} may mean the target, which a function of one argument gets, or the "
+                f"model's input {name!r}; for the target name the parameter otherwise, and for the input write "
+                f"lambda *, {name}: ..."
+            )
         return None
-    needed = [each.name for each in parameters if each.default is each.empty and each.kind not in (2, 4)]
-    if not needed or not all(name in division.names for name in needed):
+    if needed and len(named) == len(needed):
+        return {user: name for user, name in named.items() if name in division.arguments}
+    if not needed and parameters and target is not None:
         return None
-    return {name: division.names[name] for name in needed if division.names[name] in division.arguments}
+    raise _not_called(how, division, str(inspect.signature(how)))
+
+
+def _not_called(how: Callable[..., Any], division: Division, signature: str) -> MicrobatchError:
+    return MicrobatchError(
+        f"loss_reduction{signature} is called with what its parameters are named after, the inputs "
+        f"{', '.join(division.names)}, or with the target alone: name them so"
+    )

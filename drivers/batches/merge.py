@@ -8,7 +8,7 @@
 A spec changes that: see specs.py.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
@@ -44,14 +44,15 @@ def merge_outputs(
     *,
     mask: bool = False,
     shared: Any = False,
-    by_chance: Collection[int] = (),
+    row_dims: Mapping[int, int | None] | None = None,
 ) -> Any:
     """One output from those of the micro-batches, which have ``sizes`` rows.
 
     With ``mask``, each has all rows of the mini-batch, and only its own rows are used.
 
     ``shared`` has the shape of an output, or of the outer part of it, with True where all micro-batches have the same.
-    ``by_chance`` has the ids of tensors of the first output that have as many rows as the micro-batch, and are not its rows.
+    ``row_dims`` has the dimension of the rows of tensors of the first output, by their ids, where that is known; None for
+    those that have no rows, though they may have as many. All others have their rows in front.
 
     >>> outputs = [{"y": torch.zeros(2, 1), "best": torch.tensor(1.0)}, {"y": torch.ones(1, 1), "best": torch.tensor(4.0)}]
     >>> merge_outputs(outputs, sizes=(2, 1), spec={"best": Max()})
@@ -63,7 +64,7 @@ def merge_outputs(
     """
     if sizes is not None and len(sizes) != len(outputs):
         raise MicrobatchError(f"there are {len(outputs)} outputs, and sizes of {len(sizes)} micro-batches: {sizes}")
-    merge = _Merge(sizes, mask, by_chance)
+    merge = _Merge(sizes, mask, row_dims or {})
     merged = merge.tree(list(outputs), spec, "output", shared)
     if merge.unknown:
         raise MicrobatchError(_needs_spec(merge, outputs))
@@ -112,7 +113,7 @@ def check_leaves_loss_alone(spec: Any, value: Any, path: str = "output") -> None
 class _Merge:
     sizes: tuple[int, ...] | None
     mask: bool
-    by_chance: Collection[int] = ()
+    row_dims: Mapping[int, int | None]
     unknown: list[str] = field(default_factory=list)  # paths of values that only the user knows how to put together
     alike: list[str] = field(default_factory=list)  # those of them that have as many rows by chance
 
@@ -158,10 +159,11 @@ class _Merge:
     def default(self, values: list[Any], path: str) -> Any:
         if len(values) == 1:
             return values[0]
-        if id(values[0]) in self.by_chance:
+        dim = self.row_dims.get(id(values[0]), 0)
+        if dim is None and self.follows(values, 0):
             self.alike.append(path)
-        elif self.follows(values, 0):
-            return self.cat(values, TensorChunkSpec(0), path)
+        elif dim is not None and self.follows(values, dim):
+            return self.cat(values, TensorChunkSpec(dim), path)
         if isinstance(values[0], _SAYS_NOTHING) and all(map(_same, values[1:], values[:-1])):
             return values[0]
         if all(isinstance(value, (torch.Tensor, torch.Size, int, float, complex)) for value in values):
@@ -257,12 +259,17 @@ def _needs_spec(merge: _Merge, outputs: Sequence[Any]) -> str:
 
     rows = "" if sizes is None else f" {sizes}"
     alike = f" ({', '.join(merge.alike)} by chance as many, but not one more for one row more)" if merge.alike else ""
+    has_loss = any(leaf is LOSS_PLACE for leaf in leaves(outputs[0]))
+    first = outputs[0]
+    may_be_loss = isinstance(first, torch.Tensor) and first.dim() == 0 and first.is_floating_point()
     return (
         f"{', '.join(unknown)}: not with the rows{rows} of the micro-batches in front{alike}, so only you know how to put "
         f"together what they give. Micro-batch 0 gave {describe(outputs[0])}. If it is a sum, give the driver "
         f"output_spec={written(outputs[0], 'output')}\n"
         "In place of Sum() may be Mean() (over rows), Max(), Min(), Replicate() for what is the same in all, "
         "TensorChunkSpec(dim) for rows in another dimension, or a function of the list of values"
+        + "; with driver.run(..., outputs=False) the step gives the loss alone" * has_loss
+        + ". If it is the loss, which the model returns, tell pipeline() so: output_loss_value_spec=True" * may_be_loss
     )
 
 

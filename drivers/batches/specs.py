@@ -19,9 +19,11 @@ from typing import Any
 from pippy.drivers.errors import MicrobatchError
 from pippy.ir.brief import brief
 from pippy.ir.kinds import InPieces
+from pippy.ir.public_calls import placing_words
 from pippy.ir.trees import children, describe
 
 
+@placing_words()
 @dataclass(frozen=True)
 class TensorChunkSpec:
     """Tensors are cut along ``dim``, or concatenated along it.

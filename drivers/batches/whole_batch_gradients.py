@@ -1,14 +1,18 @@
-"""Refuses what needs the whole mini-batch for its gradient: a word's frequency, where embeddings divide by it."""
+"""Refuses what needs the whole mini-batch: a word's frequency that divides gradients, a change of a parameter in forward."""
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.nn import functional as F
 
 from pippy.drivers.errors import DriverError
+from pippy.ir.brief import some
 from pippy.ir.compiled import Compiled
+from pippy.ir.cut.constraints import OUT_OF_FORWARD
+from pippy.ir.cut.effects import find_mutations
 from pippy.ir.source import excerpt_of
 
 _PLACE_OF_FLAG: dict[Any, int] = {  # scale_grad_by_freq among the arguments
@@ -28,6 +32,31 @@ def check_whole_batch_gradients(compiled: Compiled, chunks: int) -> None:
             f"each of {chunks} micro-batches counts only its own words; use chunks=1, or leave scale_grad_by_freq out:\n"
             + "\n".join(found)
         )
+
+
+def check_changed_parameters(compiled: Compiled, chunks: int) -> None:
+    """Raise if forward changes a parameter, as an averaged teacher, and each micro-batch would do it again."""
+    found = dict(_changed_parameters(compiled)) if chunks > 1 else {}
+    if found:
+        raise DriverError(
+            f"forward changes {', '.join(some(list(map(repr, found))))} in place: once in the plain model, and once for each "
+            f"of {chunks} micro-batches here:\n{next(iter(found.values()))}\n"
+            f"What to do: chunks=1{OUT_OF_FORWARD}"
+        )
+
+
+def _changed_parameters(compiled: Compiled) -> Iterator[tuple[str, str]]:
+    """The parameters that the graphs of stages change in place, and the lines."""
+    for name, stage in compiled.stages():
+        nodes = stage.graph.nodes if isinstance(stage, fx.GraphModule) else ()
+        targets = {str(node.target) for node in nodes if node.op in ("get_attr", "call_module")}
+        held = {target: attrgetter(target)(stage) for target in targets}
+        if not any(isinstance(each, nn.Parameter) for each in held.values()):
+            continue
+        for mutation in find_mutations(stage.graph, held)[0]:
+            target = str(mutation.root.target)
+            if mutation.root.op == "get_attr" and isinstance(held[target], nn.Parameter):
+                yield compiled.remap_qualname(f"{name}.{target}"), excerpt_of(mutation.node)
 
 
 def _scaled_by_frequency(compiled: Compiled) -> Iterator[str]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pippy.drivers.checkpoints.plain_values import unpacked
-from pippy.drivers.checkpoints.run_folder import checkpoints_in, read_manifest
+from pippy.drivers.checkpoints.run_folder import MANIFEST, checkpoints_in, read_manifest
 from pippy.drivers.checkpoints.safetensors_files import StoredTensor, read_header
 from pippy.drivers.checkpoints.synced_files import check_hash, read_file
 from pippy.drivers.errors import CheckpointError
@@ -77,8 +77,22 @@ def contents_of(path: str | os.PathLike[str]) -> Contents:
 
 
 def _own(path: str, manifest: Mapping[str, Any]) -> Contents:
+    try:
+        return _listed_in(manifest, path)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:  # it is no dict where one is written
+        why = f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"{os.path.join(path, MANIFEST)} is not as pippy writes it ({why}); load another checkpoint"
+        ) from error
+
+
+def _listed_in(manifest: Mapping[str, Any], path: str) -> Contents:
     files = manifest["files"]
     for name, noted in files.items():
+        if os.path.basename(name) != name:
+            raise CheckpointError(
+                f"{path} lists {name!r}, which is no file in its folder; pippy has not written that: load another checkpoint"
+            )
         try:
             size = os.stat(os.path.join(path, name)).st_size
         except FileNotFoundError:
@@ -97,7 +111,8 @@ def _own(path: str, manifest: Mapping[str, Any]) -> Contents:
         for key, stored in _of_files(path, shards, files).items():
             parameter, _, item = key.rpartition("/")
             states.setdefault(parameter, {})[item] = stored
-    return Contents(path, _of_files(path, manifest["model"], files), manifest["tied"], optimizers, unpacked(values))
+    plain = unpacked(values, os.path.join(path, VALUES))
+    return Contents(path, _of_files(path, manifest["model"], files), manifest["tied"], optimizers, plain)
 
 
 def _of_files(path: str, names: Iterable[str], noted: Mapping[str, Any] | None = None) -> dict[str, StoredTensor]:

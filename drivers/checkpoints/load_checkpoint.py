@@ -9,8 +9,11 @@ from torch.optim import Optimizer
 
 from pippy.drivers.checkpoints.contents import MODEL, Contents, contents_of
 from pippy.drivers.errors import CheckpointError
+from pippy.ir.compiled_modules import uncompiled
+from pippy.ir.public_calls import placing_words
 
 
+@placing_words()
 def load_checkpoint(path: str | os.PathLike[str], /, **given: Any) -> dict[str, Any]:
     """Read a checkpoint in plain PyTorch, without workers. Gives what was saved, by the names it was saved by.
 
@@ -87,7 +90,7 @@ def _ordered(name: str, optimizer: Optimizer, saved: Mapping[str, Any], model: A
         raise CheckpointError(
             f"{name}= is a {type(optimizer).__name__}, and the names of its parameters are those of a model: give model=, too"
         )
-    names = {id(parameter): own for own, parameter in model.named_parameters()}
+    names = {id(parameter): own for own, parameter in uncompiled(model).named_parameters()}
     mine = [[names.get(id(each), "?") for each in group["params"]] for group in optimizer.param_groups]
     groups = saved[name]["param_groups"]
     if [sorted(own) for own in mine] != [sorted(group["param_names"]) for group in groups]:

@@ -14,6 +14,8 @@ from pippy.drivers.errors import CheckpointError
 from pippy.ir.run.random_state import RandomState
 from pippy.ir.trees import describe
 
+_DICTS = "values", "states", "optimizers", "extra", "random"  # what a checkpoint has by name
+
 
 def packed(values: Mapping[str, Any]) -> bytes:
     """Values as bytes.
@@ -26,8 +28,29 @@ def packed(values: Mapping[str, Any]) -> bytes:
     return stream.getvalue()
 
 
-def unpacked(data: bytes) -> dict[str, Any]:
-    """What `packed` was given."""
+def unpacked(data: bytes, path: str = "values") -> dict[str, Any]:
+    """What `packed` was given. ``path`` is the file that has the bytes. Raises a CheckpointError if they are anything else.
+
+    What torch says of such a file is left out: it advises to run the code that is in it.
+
+    >>> unpacked(b"something else", "values.pt")
+    Traceback (most recent call last):
+    pippy.drivers.errors.CheckpointError: values.pt is not as pippy writes it: ...
+    """
+    try:
+        found = _loaded(data)
+        dicts = [each for name, each in found.items() if name in _DICTS]
+        if not all(isinstance(each, dict) and all(isinstance(key, str) for key in each) for each in (found, *dicts)):
+            raise TypeError
+    except Exception:  # torch and pickle have no one error
+        raise CheckpointError(
+            f"{path} is not as pippy writes it: it holds something else than numbers, strings, tensors and containers of "
+            "them. Code may have to run to make that, and pippy runs none. Nothing was loaded: load another checkpoint"
+        ) from None
+    return found
+
+
+def _loaded(data: bytes) -> dict[str, Any]:
     found: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     return found
 
@@ -41,7 +64,7 @@ def check_plain(name: str, value: Any) -> None:
     pippy.drivers.errors.CheckpointError: step=<built-in function print> cannot be saved: ...
     """
     try:
-        unpacked(packed({name: value}))
+        _loaded(packed({name: value}))
     except Exception as error:  # pickle has no one error
         why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(

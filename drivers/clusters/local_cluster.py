@@ -30,12 +30,14 @@ from pippy.drivers.control.control import Control
 from pippy.drivers.errors import ClusterError
 from pippy.drivers.interrupts import uninterrupted
 from pippy.drivers.transport.messages import rpc
+from pippy.ir.public_calls import placing_words
 from pippy.ir.source import warn
 
 WORKER = "pippy.drivers.workers.worker:Worker"
 TRANSPORTS = ("shared_memory", "rpc", "none")  # none is for workers that pass no tensors, as in tests
 
 
+@placing_words()
 def local_cluster(
     n: int,
     *,

@@ -44,11 +44,13 @@ from pippy.drivers.transport.messages.mixed_messages import MixedMessages
 from pippy.drivers.transport.messages.own_messages import OwnMessages
 from pippy.drivers.transport.messages.rpc_messages import RpcMessages
 from pippy.ir.brief import brief
+from pippy.ir.public_calls import placing_words
 from pippy.ir.source import warn
 
 _was_open = False
 
 
+@placing_words("cluster(n)")
 def cluster(
     n: int | None = None,
     *,

@@ -10,6 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from pippy.drivers.control.dispatch import Dispatch, PendingCommand, accept_all
 from pippy.drivers.control.messages.commands import ZeroGrad
+from pippy.drivers.control.messages.hooks import WorkerHooks
 from pippy.drivers.control.messages.stages import Load, Unload
 from pippy.drivers.control.messages.steps import StageFlags, Step
 from pippy.drivers.control.nonfinite_gradients import NonFiniteGradients
@@ -23,6 +24,7 @@ Given = ParamSpec("Given")
 Returned = TypeVar("Returned")
 Self = TypeVar("Self")
 Flags = Mapping[int, Mapping[str, StageFlags]]  # by worker and stage
+Hooks = Mapping[int, WorkerHooks]  # by worker
 
 
 class GradientState(Enum):
@@ -77,8 +79,8 @@ class Commands:
     Copies are best added up in the last step before an update. Which step that is nobody says beforehand, so it is taken to
     be as many steps as last time: `last_before_update` says whether the next one is it.
 
-    The flags of modules and parameters go along with a step if they are not those that the workers were told last, or if the
-    step that told them was given up: ``flags_due``.
+    The flags of modules and parameters, and the hooks of parameters, go along with a step if they are not those that the
+    workers were told last, or if the step that told them was given up: ``flags_due``.
 
     Which step the random numbers of a step are of goes along with it: the next one of ``numbers``. A step that is given up
     does not count, so that it draws the same when it is repeated.
@@ -104,6 +106,7 @@ class Commands:
         self.steps = self.steps_of_last_update = 0
         self.unapplied = False  # whether there was a training step since the last update
         self.flags: Flags = {}
+        self.hooks: Hooks = {}
         self.flags_due = False
         self.told: Surroundings | None = None
         self.starts: dict[int, int] = {}  # of the processes that hold the stages
@@ -174,11 +177,11 @@ class Commands:
         """Whether the next step is taken to be the last before the parameters are updated."""
         return self.steps + 1 == self.steps_of_last_update
 
-    def flags_to_send(self, flags: Flags) -> Flags | None:
-        """The flags for the next step; None if the workers have these."""
-        if flags != self.flags:
-            self.flags, self.flags_due = flags, True
-        return flags if self.flags_due else None
+    def flags_to_send(self, flags: Flags, hooks: Hooks) -> tuple[Flags, Hooks] | None:
+        """The flags and hooks for the next step; None if the workers have these."""
+        if flags != self.flags or hooks is not self.hooks:
+            self.flags, self.hooks, self.flags_due = flags, hooks, True
+        return (flags, hooks) if self.flags_due else None
 
     def post_step(
         self,
@@ -218,12 +221,12 @@ class Commands:
         self.dispatch.wait_all()
 
     @in_turn
-    def call(self, bodies: Mapping[int, Any]) -> dict[int, Any]:
-        """Send each worker its part of a command, and wait for the answers."""
+    def call(self, bodies: Mapping[int, Any], limit: float | None = None) -> dict[int, Any]:
+        """Send each worker its part of a command, and wait for the answers, ``limit`` seconds at most."""
         self.wait()
         surroundings = Surroundings.current()
         zero, changed, addressed = self._addressed(bodies, surroundings)
-        answers = self.dispatch.call(self.driver, addressed, zero, self._undo_to_now(), changed)
+        answers = self.dispatch.call(self.driver, addressed, zero, self._undo_to_now(), changed, limit)
         self.told, self.zeroed = surroundings, frozenset()
         if self.gradients is GradientState.TO_DROP:
             self.gradients = GradientState.REDUCED

@@ -21,17 +21,19 @@ from typing import Any, cast
 from pippy.drivers.control.control import Address, Control, PendingCall, outcome
 from pippy.drivers.control.messages.checkpoints import TakeState
 from pippy.drivers.control.messages.commands import Answer, Command, CommandElsewhere, Failure, ZeroGrad
+from pippy.drivers.control.messages.held_states import PutBackState
 from pippy.drivers.control.messages.kept_states import TakeKept
 from pippy.drivers.control.messages.optimizers import LoadOptimizerState, OptimizerStep
 from pippy.drivers.control.messages.parameters import Initialize, Store
 from pippy.drivers.control.messages.peers import NeedsPeers
 from pippy.drivers.control.messages.stages import ForgetPeers
+from pippy.drivers.control.messages.steps import Step
 from pippy.drivers.control.messages.urgent import AskWays, Dump, GiveUp
 from pippy.drivers.errors import ClusterError, StepError
 from pippy.drivers.interrupts import uninterrupted
 from pippy.ir.surroundings import Surroundings
 
-_CHANGES = OptimizerStep, Store, LoadOptimizerState, TakeState, TakeKept, Initialize
+_CHANGES = OptimizerStep, Store, LoadOptimizerState, TakeState, TakeKept, Initialize, PutBackState
 
 
 def _nothing() -> None:
@@ -186,13 +188,15 @@ class Dispatch:
         zero_grad: ZeroGrad = False,
         undo: Callable[[], None] = _nothing,
         surroundings: Surroundings | None = None,
+        limit: float | None = None,
     ) -> dict[int, Any]:
-        """Post a command, and wait for it. Steps that are under way are waited for first: it is to find them done."""
+        """Post a command, and wait for it, ``limit`` seconds at most. Steps that are under way are waited for first: it is to
+        find them done."""
         posted = None
         try:
             with self.sending:
                 self.wait_all()
-                posted = self.post(driver, bodies, zero_grad, undo, surroundings=surroundings)
+                posted = self.post(driver, bodies, zero_grad, undo, limit, surroundings)
             return self.wait(posted)
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) or (posted is not None and not posted.done):  # between the two
@@ -400,11 +404,18 @@ def _for_step(posted: PendingCommand, first: PendingCommand, error: BaseExceptio
     return StepError(f"step {posted.number} was given up because {why}")
 
 
+def _of_stage(failure: Failure, body: Any) -> str:
+    rows = (
+        body.inputs.rows_shown(failure.microbatch) if isinstance(body, Step) and failure.microbatch is not None else ""
+    )
+    return f" (stage {failure.stage}, micro-batch {failure.microbatch}{f', {rows}' if rows else ''})"
+
+
 def step_error(name: str, worker: int, posted: PendingCommand, failure: Failure) -> StepError:
     """What the controller raises for a failure on a worker."""
     lines = []
     if failure.instruction:
-        of = "" if failure.stage is None else f" (stage {failure.stage}, micro-batch {failure.microbatch})"
+        of = "" if failure.stage is None else _of_stage(failure, posted.bodies.get(worker))
         lines.append(
             f"worker {worker} ({name}) failed at {failure.instruction}{of}, {failure.where} of step {posted.number}"
         )

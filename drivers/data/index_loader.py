@@ -12,12 +12,14 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, def
 from pippy.drivers.batches.columns import Column, IndexBatch
 from pippy.drivers.data.dataset_source import DatasetSource
 from pippy.drivers.errors import DriverError
+from pippy.ir.public_calls import placing_words
 from pippy.ir.run.random_state import untouched_random_state
 from pippy.ir.trees import describe
 
 Columns = tuple[Column, ...] | dict[str, Column]
 
 
+@placing_words("IndexLoader(dataset)")
 class IndexLoader:
     """A loader whose mini-batches are indices. The workers that use an argument load its rows; the controller loads none.
 

@@ -19,6 +19,7 @@ from pippy.drivers.data.dataset_source import DatasetSource
 from pippy.drivers.errors import DriverError
 from pippy.drivers.lowering.lower import Lowered
 from pippy.drivers.transport.pickling import pickle_by_value
+from pippy.drivers.workers.dataset_reader import DatasetReader
 from pippy.ir.compiled import Compiled
 from pippy.ir.trees import leaves
 
@@ -37,6 +38,11 @@ class SentDatasets:
         self.sent: dict[tuple[int, int], frozenset[Hashable]] = {}  # by dataset and worker: the columns
         self.told: set[int] = set()  # the workers that have the rules
         self.gone: list[int] = []  # datasets that nobody has any more
+
+    def weigh_by(self, loss_reduction: Callable[..., Any] | str) -> None:
+        """From now on, workers that load targets weigh losses so: they are told with their datasets."""
+        self.loss_reduction = loss_reduction
+        self.forget(self.told)
 
     def forget(self, ranks: Collection[int]) -> None:
         """These workers have no datasets any more."""
@@ -96,9 +102,26 @@ class SentDatasets:
                 sample = next(tuple(each.batch.indices[:1]) for each in columns if each.dataset is source)
                 self._send(source, new, sample)
 
+    @property
+    def _rules(self) -> LoadingRules:
+        return LoadingRules(self.compiled.guards, self.compiled.target_name, self.loss_reduction)
+
+    def loaded_here(self, division: Division, columns: Sequence[Column], trains: bool) -> Division:
+        """A mini-batch with what the workers load of it, loaded in this process."""
+        if not isinstance(division, DivisionOfColumns):
+            return division
+        reader = DatasetReader({}, lambda: False, shares_process=True)
+        reader.rules = self._rules
+        for source in {column.dataset.number: column.dataset for column in columns}.values():
+            keys = _keys(division, source.number)
+            sample = next(tuple(each.batch.indices[:1]) for each in columns if each.dataset is source)
+            given = source.sent_dataset(keys), source.sent_collate(), tuple(keys), sample
+            reader.add(AddDataset(source.number, *given))
+        return reader.load(division, trains)[1]
+
     def _send(self, source: DatasetSource, wanted: Mapping[int, frozenset[Hashable]], sample: tuple[Any, ...]) -> None:
         gone = tuple(self.gone)
-        rules = pickle_by_value(LoadingRules(self.compiled.guards, self.compiled.target_name, self.loss_reduction))
+        rules = pickle_by_value(self._rules)
         bodies = {
             rank: AddDataset(
                 source.number,

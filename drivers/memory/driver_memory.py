@@ -1,6 +1,7 @@
 """What `driver.memory` gives: what each worker holds in a step, as a table and over time."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from pippy.drivers.schedules.programs.program import Program
@@ -15,7 +16,7 @@ class DriverMemory:
     """What each worker holds in a step, in bytes. ``str()`` of it is a table of what it holds at its peak, by kind.
 
     ``sizes`` are the bytes of each stage and value that ``program`` was counted with. ``with_state`` says whether the state of
-    an optimizer is known.
+    an optimizer is known. ``count_check`` counts what the check of the first step takes.
 
     >>> from pippy.drivers.schedules import make_schedule
     >>> from pippy.drivers.schedules.simulation.held_bytes import StageBytes
@@ -31,6 +32,12 @@ class DriverMemory:
     program: Program
     sizes: PipeBytes
     with_state: bool = True
+    count_check: Callable[[], tuple[int, ...]] = field(default=tuple, repr=False, compare=False)
+
+    @cached_property
+    def check(self) -> tuple[int, ...]:
+        """The most that each worker holds while the first step checks itself, before it runs; empty if it does not."""
+        return self.count_check()
 
     @cached_property
     def workers(self) -> tuple[HeldBytes, ...]:

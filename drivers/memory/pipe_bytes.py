@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode
 from torch.nn.modules.batchnorm import _NormBase
 
 from pippy.drivers.batches.division import Division
@@ -37,6 +37,7 @@ from pippy.drivers.transport.in_process import in_process
 from pippy.drivers.workers.executor import Executor
 from pippy.ir.batch_norm.step_statistics import StepStatistics
 from pippy.ir.errors import PippyError
+from pippy.ir.fake_mode import FakeMode
 from pippy.ir.interrupts import heard
 from pippy.ir.names import stage_index
 from pippy.ir.pipe import Pipe, compiled_of
@@ -47,6 +48,9 @@ from pippy.ir.sparse_tensors import plain_parts
 from pippy.ir.trees import map_tensors, tensors
 
 MICROBATCHES = 2
+
+
+_Storages = frozenset[tuple[int, int, int]]  # as `LiveStorages.storages_of` gives them
 
 
 @dataclass(frozen=True)
@@ -92,8 +96,11 @@ def count_pipe(
         passes = counted.run(whole)
         by_halves: dict[str, _Seen] = {}
         if trains and halves:
-            by_halves = _Counted(pipe, division, largest, device, trains).run(lower(pipe, in_halves(orders[True])))
-        found = [_stage(stage, counted, passes, by_halves, stage in whole.program.backward) for stage in range(stages)]
+            halved = _Counted(pipe, division, largest, device, trains)
+            by_halves = halved.run(lower(pipe, in_halves(orders[True])))
+        found = [_stage(stage, counted, passes, stage in whole.program.backward) for stage in range(stages)]
+        if by_halves:
+            found = [_between_halves(stage, each, halved, by_halves) for stage, each in enumerate(found)]
         named, given = counted.named(), (counted.mode, counted.live.unit)
         whole_states = [each for each in optimizers if each.shares is None]
         states = [sum(each.of(own, *given) for each in whole_states) for own in named]
@@ -134,7 +141,7 @@ class _Counted:
     def __init__(self, pipe: Pipe, division: Division, microbatch: int, device: torch.device, trains: bool) -> None:
         self.placed = PlacedPipe(compiled_of(pipe), [0] * compiled_of(pipe).num_stages)
         self.trains, self.device = trains, device
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = FakeMode()
         self.live = LiveStorages(unit=1 if device.type == "cpu" else 512)
         real = {call: self.placed.compiled.stage(call) for call in self.placed.nodes}
         held = [each for module in real.values() for each in (*module.parameters(), *module.buffers())]
@@ -156,6 +163,9 @@ class _Counted:
         self.gradients: dict[str, int] = {}
         self.repeating: dict[int, int] = {}
         self.results: dict[str, int] = {}
+        # The values that a stage takes and gives in a micro-batch, and those of them that its half W frees.
+        self.noted: dict[tuple[int, int], dict[tuple[str, str], _Storages]] = {}
+        self.freed: dict[int, dict[tuple[str, str], _Storages]] = {}
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         with self.mode:
@@ -206,7 +216,13 @@ class _Counted:
             live, made = self.live, self._made_by(instruction)
             buffers = [each._version for each in self._buffers(instruction.stage)]
             before, seen = live.restart(), live.seen
+            self._note_places(instruction, self._taken_by(instruction), "taken")
+            held = self._held_of(instruction)
             handle(*operands)
+            if instruction.op == Op.BACKWARD_WEIGHT:
+                left = self._held_of(instruction)
+                self.freed[instruction.stage] = {key: each for key, each in held.items() if key not in left}
+            self._note_places(instruction, made, "given")
             torch.clear_autocast_cache()  # the next computation does, first
             self.passes[str(instruction)] = _Seen(live.most - before, live.bytes - before)
             self._note_values(instruction, made, seen)
@@ -241,6 +257,25 @@ class _Counted:
         phase = "F" if compute.op == Op.FORWARD else "B"
         return [edge.value for edge in self.program.flow if edge.source == Pass(phase, compute.stage)]  # type: ignore[arg-type]
 
+    def _taken_by(self, compute: Compute) -> list[str]:
+        phase = "F" if compute.op == Op.FORWARD else "B"
+        return [edge.value for edge in self.program.flow if Pass(phase, compute.stage) in edge.targets]  # type: ignore[arg-type]
+
+    def _note_places(self, compute: Compute, names: Iterable[str], how: str) -> None:
+        """Note the storages of values: those that a forward takes as inputs, all others alike."""
+        if compute.op == Op.BACKWARD_WEIGHT:
+            return
+        of_stage = self.noted.setdefault((compute.stage, compute.microbatch), {})
+        role = "input" if compute.op == Op.FORWARD and how == "taken" else "other"
+        for name in names:
+            found = tensors(self.executor.values.get((name, compute.microbatch)))
+            of_stage[role, name] = self.live.storages_of(found)
+
+    def _held_of(self, compute: Compute) -> dict[tuple[str, str], _Storages]:
+        """Those of the noted values of a stage of which all memory is held."""
+        noted = self.noted.get((compute.stage, compute.microbatch), {})
+        return {key: each for key, each in noted.items() if each and all(map(self.live.is_alive, each))}
+
     def _note_values(self, compute: Compute, made: Sequence[str], seen: int) -> None:
         for name in made:
             found = list(tensors(self.executor.values.get((name, compute.microbatch))))
@@ -268,9 +303,7 @@ def _received(tensor: torch.Tensor) -> torch.Tensor:
     return found.requires_grad_(tensor.requires_grad)
 
 
-def _stage(
-    stage: int, counted: _Counted, passes: Mapping[str, _Seen], halves: Mapping[str, _Seen], trains: bool
-) -> StageBytes:
+def _stage(stage: int, counted: _Counted, passes: Mapping[str, _Seen], trains: bool) -> StageBytes:
     calls = counted._calls(stage)
     own = [each for call in calls for each in (*counted.modules[call].parameters(), *counted.modules[call].buffers())]
     results = sum(
@@ -286,7 +319,7 @@ def _stage(
         return StageBytes(counted.live.bytes_of(own), results=results, forward=forward.most)
     first, later = passes[f"B{stage}.0"], passes[f"B{stage}.1"]
     gradients = counted.gradients[f"B{stage}"]
-    found = StageBytes(
+    return StageBytes(
         parameters=counted.live.bytes_of(own),
         gradients=gradients,
         kept=forward.more - outputs,
@@ -296,13 +329,22 @@ def _stage(
         backward=later.most,
         first_backward=first.most,
     )
-    if not halves:
+
+
+def _between_halves(stage: int, found: StageBytes, counted: _Counted, halves: Mapping[str, _Seen]) -> StageBytes:
+    """With what is known of the halves of its backward."""
+    if f"W{stage}.0" not in halves:
         return found
     first, later = halves[f"W{stage}.0"], halves[f"W{stage}.1"]
+    freed = counted.freed[stage]
+    inputs, others = (frozenset(name for role, name in freed if role == which) for which in ("input", "other"))
+    of_values = sum(size for _, _, size in frozenset[tuple[int, int, int]]().union(*freed.values()))
     return replace(
         found,
-        deferred=-later.more,
-        early_gradients=gradients - (first.more - later.more),
+        deferred=-later.more - of_values,
+        deferred_inputs=inputs,
+        deferred_values=others,
+        early_gradients=found.gradients - (first.more - later.more),
         backward_input=halves[f"I{stage}.1"].most,
         first_input=halves[f"I{stage}.0"].most,
         backward_weight=later.most,

@@ -269,6 +269,15 @@ class PlacedPipe:
         )
 
     @cached_property
+    def model_parameters(self) -> dict[TensorLocation, torch.Tensor]:
+        """The parameters of all stages by where they are, with the model's own in place of copies."""
+        return {
+            TensorLocation(call, name): own
+            for call in self.nodes
+            for (name, _), own in zip(self.compiled.stage(call).named_parameters(), self._parameters[call], strict=True)
+        }
+
+    @cached_property
     def _modules(self) -> dict[str, list[nn.Module]]:
         """All modules of each stage, as they were when the stages were sent."""
         return {call: list(self.compiled.stage(call).modules()) for call in self.nodes}

@@ -102,15 +102,11 @@ class Filling:
         held: dict[int, Any] = {}
         for name, tensor in named_state(model):
             canonical = self.placed.compiled.qualnames.canonical[name]
-            held[id(tensor)] = canonical if canonical in here else _elsewhere(tensor)
+            held[id(tensor)] = canonical if canonical in here else ElsewhereTensor.of(tensor)
         return Initialize(pickle_by_value((model, function), held), here, seed)
 
     def _locations(self, name: str, worker: int) -> list[TensorLocation]:
         return [place for rank, place in self.placed.locations(name) if rank == worker]
-
-
-def _elsewhere(tensor: torch.Tensor) -> ElsewhereTensor:
-    return ElsewhereTensor(tuple(tensor.shape), tensor.dtype, isinstance(tensor, nn.Parameter))
 
 
 def _check_modules(model: nn.Module, empty: dict[int, str]) -> None:

@@ -16,6 +16,7 @@ from pippy.drivers.steps.asked_outputs import LossAndOutputs, model_output
 from pippy.ir.compiled import Compiled
 from pippy.ir.names import LOSS
 from pippy.ir.nodes import map_nodes
+from pippy.ir.row_sizes import UNSURE, dims_of
 from pippy.ir.run.stage_backward import loss_inside
 from pippy.ir.trees import children, leaves, with_children
 
@@ -89,10 +90,21 @@ class Results:
         if not self.merges:
             return loss
         values = {name: self._listed(packed) for name, packed in returned.items()}
-        self.by_chance = {id(list(leaves(values[name][0]))[number]) for name, number in by_chance}
+        self.row_dims: dict[int, int | None] = {
+            id(list(leaves(values[name][0]))[number]): None for name, number in by_chance
+        }
+        self.row_dims |= self._known_row_dims(values)
         parts = [map_nodes(partial(self._value, values, each), self.output) for each in range(self.division.chunks)]
         outputs = self._with_loss(self.output, self._merged(self.output, [*map(self._without_loss, parts)]), loss)
         return LossAndOutputs(loss, outputs) if self.outputs else outputs
+
+    def _known_row_dims(self, values: Mapping[str, Sequence[Any]]) -> dict[int, int | None]:
+        """Where the tensors of the first micro-batch have their rows, where tracing has seen it: with one row more."""
+        if not self.division.has_rows_in_front():
+            return {}
+        found = ((its[0], self.compiled.row_sizes.get(name, UNSURE)) for name, its in values.items() if len(its))
+        pairs = [pair for value, sizes in found for pair in zip(leaves(value), dims_of(sizes, value))]
+        return {id(leaf): dim.dim if dim else None for leaf, dim in pairs if dim is not UNSURE}
 
     def _losses(self, returned: Mapping[str, Any]) -> Any:
         """The losses of the micro-batches: a tensor of all, or a list."""
@@ -107,7 +119,7 @@ class Results:
     def _merged(self, output: Any, parts: Sequence[Any]) -> Any:
         shared = _map_output(self._is_shared, output)
         given = parts, self.division.sizes, self.output_spec
-        return merge_outputs(*given, mask=self.division.mask, shared=shared, by_chance=self.by_chance)
+        return merge_outputs(*given, mask=self.division.mask, shared=shared, row_dims=self.row_dims)
 
     def _is_shared(self, value: Any) -> bool:
         """Whether all micro-batches have the same value: a constant of the graph, or an input that is not cut."""

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pippy.drivers.batches.loss_check import LossReport
 from pippy.drivers.control.dispatch import Dispatch, PendingCommand
 from pippy.drivers.control.messages.steps import StepResult
 from pippy.drivers.steps.results import Results, joined
@@ -12,18 +11,16 @@ from pippy.drivers.steps.results import Results, joined
 class RunningStep:
     """A step that was dispatched with `run_async`. ``note`` is given the answers, if the step is recorded.
 
-    ``check`` is given what a worker found about the loss, and raises if it is wrong. ``accepted`` is called when no answer was
-    refused. ``rows`` is how many the mini-batch has; None if nothing in it has rows.
+    ``accepted`` is called when no answer was refused. ``rows`` is how many the mini-batch has; None if nothing in it has rows.
     """
 
     def __init__(
         self,
         dispatch: Dispatch,
         results: Results,
-        check: Callable[[LossReport], None] | None,
         accepted: Callable[[], None],
     ) -> None:
-        self._dispatch, self._check, self._accepted = dispatch, check, accepted
+        self._dispatch, self._accepted = dispatch, accepted
         self._results: Results | None = results
         sizes = results.division.sizes
         self.rows = None if sizes is None else sum(sizes)
@@ -37,9 +34,6 @@ class RunningStep:
 
     def accept(self, answers: Mapping[int, StepResult]) -> None:
         """Put the answers together when they are there. If that fails, the step has failed."""
-        for answer in answers.values():
-            if answer.loss_report is not None and self._check is not None:
-                self._check(answer.loss_report)
         assert self._results is not None
         values: dict[str, Any] = {}
         for answer in answers.values():  # in the order of the replicas

@@ -23,7 +23,7 @@ import pickle
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from types import FunctionType
 from typing import Any, NamedTuple, cast
 
@@ -71,11 +71,14 @@ def pickle_message(message: Any) -> Pickled:
         return _pickled(_ByValuePickler, message)
 
 
-def pickle_by_value(value: Any, held: Mapping[int, Any] | None = None, empty: Collection[int] = ()) -> Pickled:
+def pickle_by_value(
+    value: Any, held: Mapping[int, Any] | None = None, empty: Collection[int] = (), refused: tuple[type, ...] = ()
+) -> Pickled:
     """Modules and code, for a worker that cannot import all of their classes. Raises PackingError if it cannot be pickled.
 
     ``held`` has what stands for tensors that the worker has already, by their ids: `unpickle` is told what that means.
-    ``empty`` has the ids of tensors of the meta device for which it makes memory, without numbers.
+    ``empty`` has the ids of tensors of the meta device for which it makes memory, without numbers. With an object of a
+    ``refused`` class it raises.
 
     >>> linear = nn.Linear(2, 2)
     >>> twice = unpickle(pickle_by_value([linear, linear]))
@@ -83,7 +86,7 @@ def pickle_by_value(value: Any, held: Mapping[int, Any] | None = None, empty: Co
     (True, True)
     """
     try:
-        return _pickled(partial(_ModulePickler, held=held or {}, empty=empty), value)
+        return _pickled(partial(_ModulePickler, held=held or {}, empty=empty, refused=refused), value)
     except PackingError:
         raise
     except Exception as error:  # pickle has no one error for what it cannot write
@@ -99,7 +102,9 @@ def pickle_to_bytes(value: Any) -> bytes:
     >>> pickle.loads(pickle_to_bytes(lambda: 3))()
     3
     """
-    return cloudpickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    stream = io.BytesIO()
+    _UncheckingPickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return stream.getvalue()
 
 
 def unpickle(
@@ -133,6 +138,15 @@ def _pickled(kind: "Callable[[io.BytesIO], _SetsAside]", value: Any) -> Pickled:
 
 class _NotEverywhere(Exception):
     """The other process may lack a class or function."""
+
+
+class _UncheckingPickler(cloudpickle.Pickler):
+    """Has named tuples made past a constructor that checks what they hold: in a layout, there are no tensors yet."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, tuple) and hasattr(obj, "_make"):
+            return obj._make, (list(obj),)
+        return super().reducer_override(obj)
 
 
 class _SetsAside(pickle.Pickler):
@@ -185,8 +199,11 @@ class _ByValuePickler(_SetsAside, cloudpickle.Pickler):
 class _ModulePickler(_ByValuePickler):
     """Sets storages aside, of parameters too, so that tensors that share memory share it after they are unpickled."""
 
-    def __init__(self, stream: io.BytesIO, held: Mapping[int, Any], empty: Collection[int]) -> None:
+    def __init__(
+        self, stream: io.BytesIO, held: Mapping[int, Any], empty: Collection[int], refused: tuple[type, ...]
+    ) -> None:
         super().__init__(stream)
+        self.refused = refused
         self.numbers: dict[int, int] = {}  # of the storages that were set aside
         self.held, self.empty = held, empty
         self.memories: dict[int, _EmptyMemory] = {}
@@ -194,6 +211,11 @@ class _ModulePickler(_ByValuePickler):
     def reducer_override(self, obj: Any) -> Any:
         if id(obj) in self.held:
             return _held, (self.held[id(obj)],)
+        if self.refused and isinstance(obj, self.refused):
+            raise PackingError(f"it holds a {type(obj).__name__}")
+        if isinstance(obj, torch.jit.ScriptModule):
+            tensors = dict([*obj.named_parameters(remove_duplicate=False), *obj.named_buffers(remove_duplicate=False)])
+            return _scripted_module, (obj.save_to_buffer(), obj.training), tensors, None, None, _put_tensors
         if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
             kind = parametrize.type_before_parametrizations(obj)
             return _empty_module, (kind,), obj.__dict__, None, None, _put_parametrized
@@ -226,6 +248,17 @@ class _ModulePickler(_ByValuePickler):
 
 def _empty_module(kind: type[nn.Module]) -> nn.Module:
     return kind.__new__(kind)
+
+
+def _scripted_module(code: bytes, training: bool) -> nn.Module:
+    return torch.jit.load(io.BytesIO(code)).train(training)
+
+
+def _put_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give a scripted module the tensors that were set aside, in place of those that travelled with its code."""
+    for name, tensor in tensors.items():
+        owner, _, own = name.rpartition(".")
+        setattr(reduce(getattr, filter(None, owner.split(".")), module), own, tensor)
 
 
 def _put_parametrized(module: nn.Module, state: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """What a worker holds for one driver: stages, programs, gradients, optimizers. It carries out the driver's commands on them."""
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +14,14 @@ from pippy.drivers.control.messages.commands import Command
 from pippy.drivers.control.messages.datasets import AddDataset, DatasetSeen
 from pippy.drivers.control.messages.generation import AddGeneration, Generate, Generated
 from pippy.drivers.control.messages.gradients import ClampGradients, GradientNorms, ReduceGradients, ScaleGradients
+from pippy.drivers.control.messages.held_states import HoldState, PutBackState
 from pippy.drivers.control.messages.kept_states import KeepState, TakeKept
 from pippy.drivers.control.messages.optimizers import LoadOptimizerState, MakeOptimizer, OptimizerState, OptimizerStep
-from pippy.drivers.control.messages.parameters import ElsewhereTensor, Fetch, Initialize, Store, TensorLocation
+from pippy.drivers.control.messages.parameters import Fetch, Initialize, Store, TensorLocation
 from pippy.drivers.control.messages.programs import AddProgram
 from pippy.drivers.control.messages.stages import Load
-from pippy.drivers.control.messages.steps import Step, StepResult, StepReturning
+from pippy.drivers.control.messages.steps import StageFlags, Step, StepResult, StepReturning
+from pippy.drivers.control.messages.trials import ForgetTrials, Trial, TrialResult
 from pippy.drivers.transport.devices.copies import DeviceCopies
 from pippy.drivers.transport.pickling import unpickle
 from pippy.drivers.transport.transport import Transport
@@ -29,16 +31,21 @@ from pippy.drivers.workers.executor import Executor
 from pippy.drivers.workers.generating import Generation
 from pippy.drivers.workers.gradient_sums import GradientSums
 from pippy.drivers.workers.gradients import Gradients, norm
+from pippy.drivers.workers.held_state import HeldState
 from pippy.drivers.workers.kept_states import KeptStates
-from pippy.drivers.workers.loss_probe import LossProbe
+from pippy.drivers.workers.module_hooks import hooks_hold_the_same
 from pippy.drivers.workers.out_of_order import OutOfOrderExecutor
 from pippy.drivers.workers.output_probe import OutputProbe
+from pippy.drivers.workers.parameter_hooks import ParameterHooks
 from pippy.drivers.workers.parameter_shares import ParameterShares
 from pippy.drivers.workers.replica_buffers import NotesOfReplicas, ReplicaBuffers
 from pippy.drivers.workers.state_reader import StateReader
 from pippy.drivers.workers.state_writer import StateWriter
+from pippy.drivers.workers.step_buffers import StepBuffers
+from pippy.drivers.workers.trials import Trials
 from pippy.drivers.workers.worker_optimizer import WorkerOptimizer
 from pippy.ir.batch_norm.step_statistics import StepStatistics
+from pippy.ir.run.alike import alike
 from pippy.ir.run.initialization import initialize
 from pippy.ir.run.may_draw import Draws
 from pippy.ir.run.shared_generators import shared_generators
@@ -78,16 +85,22 @@ class DriverState:
         self.buckets = load.buckets
         self.shares: dict[int, ParameterShares] = {}  # of the optimizers that are divided among replicas
         self.running: Executor | None = None
+        self.hooks_looked_at = False  # whether hooks of modules are known to change nothing that the script would miss
         self.generation: Generation | None = None
         self.writer, self.reader = StateWriter(self.tensor, device, given_up), StateReader(self.tensor, device)
         self.datasets = DatasetReader(self.modules, given_up, shares_process)
         self.kept = KeptStates(index, self.modules, transport, device)
+        self.step_buffers = StepBuffers(self.modules)
+        self.trials = Trials(self.modules, device, self.gradients.clear_grad, self.step_buffers, not shares_process)
+        self.held: HeldState | None = None
         self.handlers: Mapping[type, Callable[[Any, int], Any]] = {
             type(None): lambda body, number: None,  # the command only drops gradients, or drivers
             AddProgram: self._add_program,
             AddDataset: self._add_dataset,
             Step: self._step,
             StepReturning: self._step,
+            Trial: self._try_out,
+            ForgetTrials: lambda body, number: self.trials.forget(),
             Fetch: self._fetch,
             Store: self._store,
             Initialize: self._initialize,
@@ -104,6 +117,8 @@ class DriverState:
             TakeState: self._take_state,
             KeepState: lambda body, number: self.kept.keep(body, self.optimizers, number),
             TakeKept: self._take_kept,
+            HoldState: self._hold_state,
+            PutBackState: self._put_back_state,
             AddGeneration: self._add_generation,
             Generate: self._generate,
         }
@@ -148,11 +163,9 @@ class DriverState:
                     yield TensorLocation(call, name)
 
     def _add_program(self, program: AddProgram, number: int) -> None:
-        given = program, self.modules, self.constant, self.transport, self.device, self.statistics
-        limits = program.out_of_order
-        self.programs[program.program] = (
-            OutOfOrderExecutor(*given, self.copies, limits) if limits else Executor(*given, self.copies)
-        )
+        given = program, self.modules, self.constant, self.transport, self.device, self.statistics, self.copies
+        limits, made = program.out_of_order, self.step_buffers
+        self.programs[program.program] = OutOfOrderExecutor(*given, made, limits) if limits else Executor(*given, made)
 
     def _add_dataset(self, body: AddDataset, number: int) -> DatasetSeen:
         return self.datasets.add(body)
@@ -172,10 +185,9 @@ class DriverState:
         given = step.inputs
         if not isinstance(given, DivisionOfColumns):
             return step
-        inputs, whole = self.datasets.load(given, step.trains, given.weighs or step.loss_check is not None)
+        inputs, whole = self.datasets.load(given, step.trains, given.weighs)
         weights = self.datasets.weights(whole) if given.weighs else step.weights
-        check = step.loss_check and step.loss_check.for_targets(whole)
-        return replace(step, inputs=inputs, weights=weights, loss_check=check, weighed=given.weighs)
+        return replace(step, inputs=inputs, weights=weights, weighed=given.weighs)
 
     def _held(self, step: Step) -> list[torch.Tensor]:
         """All tensors that are there when a step begins."""
@@ -184,23 +196,53 @@ class DriverState:
         inputs = [step.inputs.whole(name) for name in step.inputs.arguments]
         return list(tensors([modules, self.gradients.held(), states, inputs]))
 
-    def _run_step(self, step: Step, number: int) -> StepResult:
-        for call, flags in (step.flags or {}).items():
-            for module, flag in zip(self.modules[call].modules(), flags.training, strict=True):
+    def _set_flags(self, flags: Mapping[str, StageFlags]) -> None:
+        for call, its in flags.items():
+            for module, flag in zip(self.modules[call].modules(), its.training, strict=True):
                 module.training = flag
-            for parameter, flag in zip(self.modules[call].parameters(), flags.requires_grad, strict=True):
+            for parameter, flag in zip(self.modules[call].parameters(), its.requires_grad, strict=True):
                 parameter.requires_grad_(flag)
+
+    def _try_out(self, trial: Trial, number: int) -> TrialResult:
+        self._set_flags(trial.step.flags or {})
+        step = trial.step
+        self.running = executor = self.programs[step.program]
+        inputs = {name: step.inputs.microbatches(name) for name in step.inputs.arguments}
+        returns = step.returns if isinstance(step, StepReturning) else None
+
+        def run() -> StepResult:
+            with self._random(executor, step):
+                return executor.run(
+                    number, inputs, step.weights, step.trains, self.given_up, returns=returns, random=step.random
+                )
+
+        result = self.trials.try_out(trial, step.inputs, run)
+        self.running = None
+        return result
+
+    def _run_step(self, step: Step, number: int) -> StepResult:
+        self._set_flags(step.flags or {})
+        if step.hooks is not None:
+            self.gradients.hooks = ParameterHooks(step.hooks, self.tensor)
         self.running = executor = self.programs[step.program]
         inputs = {name: step.inputs.microbatches(name) for name in step.inputs.arguments}
         own_rows = step.inputs.own_rows if step.inputs.mask else None
         self.gradients.begin_step(number, step.reduce and step.trains, step.scale)
-        probe = None if step.loss_check is None else LossProbe(step.loss_check, step.inputs)
         outputs = OutputProbe(step.inputs) if step.probe_outputs else None
         returns = step.returns if isinstance(step, StepReturning) else None
         weights = step.weights if step.scale is None else tuple([weight * step.scale for weight in step.weights])
         random = self._random(executor, step)
         unchanged = nullcontext() if self.buffers is None else self.buffers.unchanged()
-        with random, unchanged, self.statistics.step(number) if self.statistics is not None else nullcontext():
+        with ExitStack() as stack:
+            stack.enter_context(random)
+            stack.enter_context(unchanged)
+            if not self.hooks_looked_at:
+                stack.enter_context(hooks_hold_the_same(self.modules))
+            stack.enter_context(self.step_buffers.step(len(step.inputs.held)))
+            if step.alike:
+                stack.enter_context(alike())
+            elif self.statistics is not None:
+                stack.enter_context(self.statistics.step(number))
             result = executor.run(
                 number,
                 inputs,
@@ -210,13 +252,13 @@ class DriverState:
                 own_rows,
                 step.record,
                 step.weigh,
-                probe,
                 returns,
                 outputs,
                 step.random,
                 self.gradients.stage_is_through,
+                step.see,
             )
-        self.running = None
+        self.running, self.hooks_looked_at = None, True
         if step.weighed:
             result = replace(result, weights=step.weights)
         messages = executor.recorder.note_adding() if step.record and step.reduce else None
@@ -247,9 +289,7 @@ class DriverState:
     def _initialize(self, body: Initialize, number: int) -> list[str]:
         copies = {name: [self.tensor(place) for place in places] for name, places in body.tensors.items()}
         own = {name: first for name, (first, *_) in copies.items()}
-        model, function = unpickle(
-            body.model, lambda each: own[each] if isinstance(each, str) else _without_numbers(each)
-        )
+        model, function = unpickle(body.model, lambda each: own[each] if isinstance(each, str) else each.made())
         unwritten = initialize(model, own, body.seed, function)
         with torch.no_grad():
             for first, *others in copies.values():
@@ -323,14 +363,17 @@ class DriverState:
         for optimizer in self.optimizers.values():
             optimizer.parameters_changed = True
 
+    def _hold_state(self, body: HoldState, number: int) -> None:
+        self.held = HeldState(self.modules, self.gradients, self.optimizers, self.device)
+
+    def _put_back_state(self, body: PutBackState, number: int) -> None:
+        if self.held is not None:
+            self.held.put_back()
+            self.held = None
+
     def _add_generation(self, add: AddGeneration, number: int) -> None:
         self.generation = Generation(add, self.index, self.transport, self.device, self.tensor)
 
     def _generate(self, generate: Generate, number: int) -> Generated | None:
         assert self.generation is not None
         return self.generation.run(number, generate, self.given_up)
-
-
-def _without_numbers(each: ElsewhereTensor) -> torch.Tensor:
-    tensor = torch.empty(each.shape, dtype=each.dtype, device="meta")
-    return nn.Parameter(tensor, requires_grad=False) if each.is_parameter else tensor

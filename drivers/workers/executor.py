@@ -39,18 +39,19 @@ from pippy.drivers.schedules.programs.instructions import (
 from pippy.drivers.transport.devices.copies import DeviceCopies, HostCopy
 from pippy.drivers.transport.received_values import Interrupted
 from pippy.drivers.transport.transport import Transport
-from pippy.drivers.workers.loss_probe import LossProbe
 from pippy.drivers.workers.output_probe import OutputProbe
 from pippy.drivers.workers.recorder import Recorder
 from pippy.drivers.workers.saved_memory import SavedMemory
 from pippy.drivers.workers.single_loss import SingleLoss
+from pippy.drivers.workers.step_buffers import StepBuffers
+from pippy.drivers.workers.witness import Witness
 from pippy.ir.batch_norm.step_statistics import StepStatistics
 from pippy.ir.errors import StageError
 from pippy.ir.names import LOSS
 from pippy.ir.nodes import map_instances
 from pippy.ir.run.changing_tensors import apart_from, memory_of_layers
 from pippy.ir.run.given_inputs import NamedInputs, check_versions, versions
-from pippy.ir.run.keyed_draws import DrawKey, RandomStep, drawing_with, set_draw_key
+from pippy.ir.run.keyed_draws import DrawKey, RandomStep, set_draw_key
 from pippy.ir.run.may_draw import Draws
 from pippy.ir.run.opaque_values import check_opaque_leaves
 from pippy.ir.run.repeated_forward import Kept, RepeatedForward, cut
@@ -76,6 +77,7 @@ class StageCall:
     template: Any
     constant: Sequence[str]
     seen: NamedInputs = ()
+    buffers: StepBuffers | None = None
 
     @cached_property
     def deferral(self) -> WeightDeferral:
@@ -93,6 +95,12 @@ class StageCall:
         return drawn_as_whole(self.module)
 
     def run(self, inputs: Sequence[Any]) -> Any:
+        if self.buffers is not None and self.buffers.active:
+            with self.buffers.of(self.name):
+                return self._run(inputs)
+        return self._run(inputs)
+
+    def _run(self, inputs: Sequence[Any]) -> Any:
         seed_whole(self.name, self.drawn_as_whole)
         args = inputs if self.template is None else filled(self.template, inputs)
         before = versions(inputs, self.seen) if self.seen else ()
@@ -127,11 +135,12 @@ class Executor:
         device: torch.device,
         statistics: StepStatistics | None = None,
         copies: DeviceCopies | None = None,
+        buffers: StepBuffers | None = None,
     ) -> None:
         self.program, self.transport, self.device, self.statistics = program, transport, device, statistics
         self.copies, self.takes_inputs_up = copies, copies is not None or device.type != "cpu"
         self.calls = {
-            name: StageCall(name, modules[name], call.template, constant.get(name, ()), call.seen)
+            name: StageCall(name, modules[name], call.template, constant.get(name, ()), call.seen, buffers)
             for name, call in program.calls.items()
         }
         self.halves = any(
@@ -187,23 +196,23 @@ class Executor:
         own_rows: OwnRows | None = None,
         record: bool = False,
         weigh: bool = False,
-        loss_probe: LossProbe | None = None,
         returns: Mapping[str, Any] | None = None,
         output_probe: OutputProbe | None = None,
         random: RandomStep | None = None,
         stage_is_through: Callable[[Sequence[str]], None] = lambda calls: None,
+        see: bool = False,
     ) -> StepResult:
         """Run all instructions once, or until the step is given up.
 
         ``own_rows`` takes a micro-batch's rows from the inputs of the loss, if each of those is the whole mini-batch. With
-        ``record``, the times of the instructions are noted; with ``weigh``, the bytes that stages keep are measured. A
-        ``loss_probe`` sees what the loss is computed from, an ``output_probe`` what returned values are.
+        ``record``, the times of the instructions are noted; with ``weigh``, the bytes that stages keep are measured. An
+        ``output_probe`` sees what returned values are.
         ``returns`` are the values to return, if not those of the program, each with the place of the loss if only that is
         wanted. ``random`` says of which step the random numbers are. ``stage_is_through`` is called with the calls of a stage
-        of replicas when its last backward is over.
+        of replicas when its last backward is over. With ``see``, it is noted what each call takes and gives.
         """
         self.stage_is_through, self.given_up = stage_is_through, given_up
-        self.own_rows, self.loss_probe, self.output_probe = own_rows, loss_probe, output_probe
+        self.own_rows, self.output_probe = own_rows, output_probe
         self.step, self.weights, self.trains = step, weights, trains
         self.casts = torch._C._is_any_autocast_enabled()
         self.draw_keys = self._draw_keys(random, len(weights))
@@ -215,6 +224,10 @@ class Executor:
                 self.values[name, microbatch] = value
         code = self.recorder.timed(self.values) if record else self.code
         code = self.saved_memory.measured(code) if weigh else code
+        witness = (
+            Witness(self.values, self._forward, (self._backward, self._backward_input), self._given) if see else None
+        )
+        code = code if witness is None else witness.watching(code)
         try:
             with torch.set_grad_enabled(trains):
                 self._go_through(code)
@@ -223,9 +236,9 @@ class Executor:
                 self.returned[LOSS] = [self.single.loss()]
             returned = {name: _packed(values) for name, values in self.returned.items()}
             kept = dict(self.saved_memory.kept) if weigh else None
-            report = None if loss_probe is None else loss_probe.report
             by_chance = () if output_probe is None else tuple(output_probe.by_chance)
-            return StepResult(returned, self.peak_live, None, kept, report, by_chance=by_chance)
+            seen = () if witness is None else tuple(witness.seen)
+            return StepResult(returned, self.peak_live, None, kept, by_chance=by_chance, seen=seen)
         finally:
             set_draw_key(None)
             self._clear()
@@ -384,8 +397,6 @@ class Executor:
         if self.single is not None and call.name == LOSS:
             self.single.gather(microbatch, inputs)
             return
-        if self.loss_probe is not None:
-            self._probe(call, microbatch, takes, gives, args)
         if self.again and (call.name, microbatch) in self.again:
             outputs = self._run_keeping_inputs(call, microbatch, inputs)
         elif not self.trains or call.name not in self.with_backward:
@@ -456,13 +467,6 @@ class Executor:
                     lambda leaves: self._run(call, microbatch, leaves, self._args(call, microbatch, leaves)),  # noqa: B023
                 )
             made.update(zip(gives, [outputs] if len(gives) == 1 else outputs, strict=True))
-
-    def _probe(self, call: StageCall, microbatch: int, takes: Sequence[Key], gives: Sequence[Key], args: Any) -> None:
-        assert self.loss_probe is not None
-        given = [key[0] for key in gives]
-        if self.loss_probe.check.value in given:
-            with drawing_with(None):  # it looks for what is drawn, and seeds the generators itself
-                self.loss_probe.see(call, [key[0] for key in takes], given, args, microbatch)
 
     def _given(self, takes: Sequence[Any], microbatch: int) -> Any:
         """The gradients of a call's outputs: the sum over the uses of each output, or the weight of the loss."""

@@ -76,11 +76,13 @@ class GradientSums:
         messages: Messages,
         private: Set[int] = frozenset(),
         sent: Set[int] = frozenset(),
+        finish: Callable[[int, Gradient], Gradient] = lambda key, gradient: gradient,
     ) -> dict[int, Gradient]:
         """The sum for every copy that is here, by its id, from their gradients, which are taken out of ``gradients``.
 
         ``number`` is that of the command. Only ``private`` gradients, which nobody else needs, are written into. The buckets
-        with the numbers ``sent`` were sent before.
+        with the numbers ``sent`` were sent before. ``finish`` makes what counts of a sum that this worker has added up, for
+        the copy with that id.
         """
         held = [(at, *each) for at, each in enumerate(zip(self.buckets, self.here)) if any(each[1])]
         for at in self.leaving.keys() - sent:  # before the sums come, which take as much memory
@@ -90,7 +92,7 @@ class GradientSums:
             for at, bucket, here in held:
                 if (bucket.owner == self.index) == owned:
                     if owned:
-                        totals = self._add_up(number, at, gradients, messages, private)
+                        totals = self._add_up(number, at, gradients, messages, private, finish)
                     elif self._stays(bucket):
                         totals = [None] * len(here)
                     else:
@@ -102,7 +104,13 @@ class GradientSums:
         return sums
 
     def _add_up(
-        self, number: int, at: int, gradients: dict[int, Gradient], messages: Messages, private: Set[int]
+        self,
+        number: int,
+        at: int,
+        gradients: dict[int, Gradient],
+        messages: Messages,
+        private: Set[int],
+        finish: Callable[[int, Gradient], Gradient],
     ) -> Sequence[Gradient]:
         bucket = self.buckets[at]
         others = [worker for worker in bucket.workers if worker != self.index]
@@ -115,7 +123,7 @@ class GradientSums:
                     total.add(gradients.pop(id(local[copy])), private=id(local[copy]) in private)
                 else:
                     total.add(next(theirs[worker]), private=True)
-            totals.append(total.taken())
+            totals.append(finish(id(next(iter(local.values()))), total.taken()))
         for worker in others if not self._stays(bucket) else ():
             messages.send(worker, _key(number, at, worker), totals)
         return totals

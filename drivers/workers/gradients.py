@@ -22,6 +22,10 @@ command, that the step succeeded everywhere. Then they are settled. A gradient i
 
 The gradients of copies are added up once per update: at the end of a step, or in a command of their own; see
 gradient_sums.py. Those that another worker adds up leave in the step, as soon as the last backward of their stages is over.
+
+The hooks of a parameter are called at the end of a step, with its gradient in this step: with that of all micro-batches, and of
+all copies, which are added up in each step for them. What a hook leaves that is called after the accumulation is then the
+gradient, and that of earlier steps is in it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -30,8 +34,10 @@ from functools import partial
 
 import torch
 
+from pippy.drivers.control.messages.hooks import WorkerHooks
 from pippy.drivers.transport.transport import Transport
 from pippy.drivers.workers.gradient_sums import Gradient, GradientSums, Messages
+from pippy.drivers.workers.parameter_hooks import ParameterHooks
 from pippy.drivers.workers.unscaling import unscaled
 from pippy.ir.run.stage_backward import add_gradients
 from pippy.ir.sparse_tensors import is_sparse, map_stored, vector_norm
@@ -56,7 +62,7 @@ class _Pending:
     """What a command that may still be given up did to the gradients, by the id of the parameter.
 
     ``own`` are new gradients, ``sums`` were added up over all copies. After that, everything is multiplied by ``factor``, and
-    clamped between -limit and ``limit``.
+    clamped between -limit and ``limit``. Those of ``replaced`` take the place of what was there.
     """
 
     number: int
@@ -64,6 +70,7 @@ class _Pending:
     sums: Mapping[int, Gradient] = field(default_factory=dict)
     factor: float = 1.0
     limit: float | None = None
+    replaced: Set[int] = frozenset()
 
 
 class Gradients:
@@ -78,6 +85,7 @@ class Gradients:
         self.wider: dict[int, torch.dtype] = {}  # the dtypes of gradients that an optimizer wants with more bits
         self.adding_up = False  # says what a failure interrupted
         self.leaving: _LeavingEarly | None = None
+        self.hooks = ParameterHooks(WorkerHooks(), tensor=lambda place: torch.empty(0))
 
     def zero(self) -> None:
         """Drop all gradients."""
@@ -91,6 +99,18 @@ class Gradients:
         self.total, self.unsummed = _without(self.total, parameters), _without(self.unsummed, parameters)
         for command in self.pending:
             command.own, command.sums = _without(command.own, parameters), _without(command.sums, parameters)
+
+    def take_out(self) -> tuple[dict[int, Gradient], dict[int, Gradient]]:
+        """Go on without gradients. Gives those of settled steps, for `put_back`; there are no others."""
+        assert not self.pending
+        held = self.total, self.unsummed
+        self.total, self.unsummed = {}, {}
+        return held
+
+    def put_back(self, held: tuple[dict[int, Gradient], dict[int, Gradient]]) -> None:
+        """Drop all gradients, and have those again that were taken out."""
+        self.zero()
+        self.total, self.unsummed = held
 
     def clear_grad(self) -> None:
         """Set `.grad` to None, so that a step or an optimizer starts from nothing."""
@@ -109,10 +129,15 @@ class Gradients:
         return [gradient for each in every for gradient in each.values() if gradient is not None]
 
     def of(self, key: int) -> Gradient:
-        """The gradient of a parameter, by its id. What the current command added up is in it."""
+        """The gradient of a parameter, by its id. What pending commands did to it is in it."""
         total = self.total.get(key)
         for command in self.pending:
-            total = add_gradients(total, command.sums.get(key))
+            new = (command.sums if key in self.copies else command.own).get(key)
+            total = new if key in command.replaced else add_gradients(total, new)
+            if total is not None and command.factor != 1.0:
+                total = total * command.factor
+            if total is not None and command.limit is not None:
+                total = _clamped(total, command.limit)
         return total
 
     def begin_step(self, number: int, reduce: bool, scale: float | None = None) -> None:
@@ -129,10 +154,11 @@ class Gradients:
         for at, needed in self.sums.leaving.items():
             if at not in leaving.sent and needed <= leaving.through:
                 copies = self.sums.copies_in(at)
-                own = {key: grad for key in copies if (grad := self.parameters[key].grad) is not None}
+                own: dict[int, Gradient] = {
+                    key: grad for key in copies if (grad := self.parameters[key].grad) is not None
+                }
                 if leaving.scale is not None and own:
-                    own, nonfinite = unscaled(own, leaving.scale)
-                    leaving.nonfinite += nonfinite
+                    own = self._unscaled(own, leaving.scale, leaving.nonfinite)
                 gradients = {key: self._since_last_sum(key, own) for key in copies}
                 self.sums.send(leaving.number, at, gradients, self.transport)
                 for key in copies:
@@ -147,14 +173,16 @@ class Gradients:
         With ``scale``, they are divided by that first. ``messages`` takes the place of the transport.
         Returns the ids of parameters whose gradients then are not finite.
         """
-        own = {key: p.grad for key, p in self.parameters.items() if p.grad is not None}
+        own: dict[int, Gradient] = {key: p.grad for key, p in self.parameters.items() if p.grad is not None}
         leaving, self.leaving = self.leaving or _LeavingEarly(number, scale), None
         nonfinite = leaving.nonfinite
-        if scale is not None:
-            own, others = unscaled(own, scale)
-            nonfinite += others
         self.clear_grad()
-        step = _Pending(number, own)
+        finish = partial(self._through_hooks, scale=scale, nonfinite=nonfinite)
+        whole = {key: finish(key, own.pop(key)) for key in self.hooks.all - self.copies if key in own}
+        if scale is not None:
+            own = self._unscaled(own, scale, nonfinite)
+        own |= whole
+        step = _Pending(number, own, replaced=self.hooks.replacing & whole.keys())
         if reduce and self.copies:
             step.own = _without(own, self.copies)  # of the copies, only the sums are needed
             left = {key for at in leaving.sent for key in self.sums.copies_in(at)}
@@ -164,9 +192,31 @@ class Gradients:
             )
             del own
             self.adding_up = True  # until the next command, because a failure is explained after this returns
-            step.sums = self.sums.of(number, unsummed, messages or self.transport, new, leaving.sent)
+            step.sums = self.sums.of(number, unsummed, messages or self.transport, new, leaving.sent, finish)
+            step.replaced = step.replaced | (self.hooks.replacing & self.copies)
         self.pending.append(step)
         return nonfinite
+
+    def _unscaled(self, own: Mapping[int, Gradient], scale: float, nonfinite: list[int]) -> dict[int, Gradient]:
+        """Divide by the scale the gradients of a step of which no hook is to see the sum. Notes those that are not finite."""
+        left = {key: gradient for key, gradient in own.items() if key in self.hooks.all}
+        found, more = unscaled({key: grad for key, grad in own.items() if grad is not None and key not in left}, scale)
+        nonfinite += more
+        return {**found, **left}
+
+    def _through_hooks(self, key: int, gradient: Gradient, scale: float | None, nonfinite: list[int]) -> Gradient:
+        """What the hooks of a parameter make of the whole gradient of a step, divided by the scale after that."""
+        if key not in self.hooks.all:
+            return gradient
+        before = self.of(key) if key in self.hooks.replacing else None
+        if gradient is None:
+            return before
+        found = self.hooks.accumulated(key, gradient, before, scale)
+        if found is None or scale is None:
+            return found
+        whole, more = unscaled({key: found}, scale)
+        nonfinite += more
+        return whole[key]
 
     def _since_last_sum(self, key: int, own: Mapping[int, Gradient]) -> Gradient:
         """The gradient of a copy from all steps since its gradients were last added up, the one that ends included."""
@@ -196,16 +246,22 @@ class Gradients:
             command = self.pending.pop(0)
             for key, gradient in command.own.items():
                 if key not in self.copies:
-                    _add(self.total, key, gradient)
+                    self._count(key, gradient, command)
                 elif key not in command.sums:
                     _add(self.unsummed, key, gradient)
             for key, gradient in command.sums.items():
                 self.unsummed.pop(key, None)
-                _add(self.total, key, gradient)
+                self._count(key, gradient, command)
             if command.factor != 1.0:
                 self._change(partial(torch.Tensor.mul_, other=command.factor))
             if command.limit is not None:
                 self._change(partial(_clamped, limit=command.limit))
+
+    def _count(self, key: int, gradient: Gradient, command: _Pending) -> None:
+        if key in command.replaced:
+            self.total[key] = gradient
+        else:
+            _add(self.total, key, gradient)
 
     def drop(self, first: int, last: int) -> None:
         """Drop what the commands from ``first`` to ``last`` did: they were given up."""

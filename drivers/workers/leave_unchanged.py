@@ -1,7 +1,7 @@
 """Runs modules and leaves what they change as it was: random states, buffers and attributes."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -12,8 +12,10 @@ from pippy.ir.run.random_state import untouched_random_state
 
 
 @contextmanager
-def left_unchanged(module: nn.Module) -> Iterator[None]:
+def left_unchanged(module: nn.Module, random: bool = True) -> Iterator[None]:
     """Leave random states, buffers and attributes as they are, those of what a loss function refers to too.
+
+    With ``random=False``, random states are left to others.
 
     >>> norm = nn.BatchNorm1d(2)
     >>> with left_unchanged(norm):
@@ -25,13 +27,18 @@ def left_unchanged(module: nn.Module) -> Iterator[None]:
     reached = list(_reached(function))
     modules = [each for root in [module, *reached] if isinstance(root, nn.Module) for each in root.modules()]
     plain = [each for each in reached if isinstance(each, torch.Tensor) and not each.requires_grad]
+    scripted = [
+        each for each in modules if isinstance(each, torch.jit.ScriptModule)
+    ]  # their attributes are not in Python
+    modules = [each for each in modules if not isinstance(each, torch.jit.ScriptModule)]
     attributes = [(each, dict(each.__dict__), dict(each._buffers)) for each in modules]
-    held = [*plain, *(buffer for _, _, buffers in attributes for buffer in buffers.values() if buffer is not None)]
+    held = [*plain, *(buffer for each in scripted for buffer in each.buffers(recurse=False))]
+    held += [*(buffer for _, _, buffers in attributes for buffer in buffers.values() if buffer is not None)]
     copies = [(tensor.clone(), tensor._version) for tensor in held]
     try:
         compiled = any(each._compiled_call_impl for each in modules)
         eager = torch.compiler.set_stance("force_eager") if compiled else ExitStack()
-        with untouched_random_state(), eager:
+        with untouched_random_state() if random else nullcontext(), eager:
             yield
     finally:
         for each, attribute, buffers in attributes:

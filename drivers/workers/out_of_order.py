@@ -31,6 +31,7 @@ from pippy.drivers.transport.received_values import ValueKey
 from pippy.drivers.transport.transport import Transport
 from pippy.drivers.workers.executor import Executor, Handle
 from pippy.drivers.workers.queues import ComputationQueues
+from pippy.drivers.workers.step_buffers import StepBuffers
 from pippy.ir.batch_norm.step_statistics import StepStatistics
 from pippy.ir.names import LOSS
 
@@ -51,9 +52,10 @@ class OutOfOrderExecutor(Executor):
         device: torch.device,
         statistics: StepStatistics | None,
         copies: DeviceCopies | None,
+        buffers: StepBuffers | None,
         limits: OutOfOrderLimits,
     ) -> None:
-        super().__init__(program, modules, constant, transport, device, statistics, copies)
+        super().__init__(program, modules, constant, transport, device, statistics, copies, buffers)
         self.limits = limits
         backward = [key.stage for key in program.work if key.phase == "B"]
         gathers = [key.stage for key, work in program.work.items() if self.single and LOSS in [w.call for w in work]]

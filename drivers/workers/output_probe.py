@@ -6,15 +6,24 @@ rows of the micro-batch in front has one row more then, and is otherwise of the 
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from pippy.drivers.batches.division import Division
 from pippy.drivers.workers.leave_unchanged import left_unchanged
-from pippy.drivers.workers.loss_judge import Call
-from pippy.drivers.workers.loss_sample import Sample, sample_of
+from pippy.drivers.workers.output_sample import Sample, sample_of
 from pippy.ir.trees import leaves, map_leaves
+
+
+class Call(Protocol):
+    """A stage that can be run."""
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    def run(self, inputs: Sequence[Any]) -> Any: ...
 
 
 class OutputProbe:
@@ -39,7 +48,7 @@ class OutputProbe:
             map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, v) for v in inputs
         )
         given = [name for name in names if name in self.division.arguments]
-        sample = sample_of(detached, names, given, 0, self.division, flattened=True)
+        sample = sample_of(detached, names, given, self.division)
         if not _says_its_rows(sample):
             return
         with suppress(Exception), torch.no_grad(), left_unchanged(call.module):

@@ -20,7 +20,8 @@ class Runnable(Protocol):
 class SingleLoss:
     """Gathers the inputs of the loss from all micro-batches, and computes it once.
 
-    Tensors are concatenated along their first dimension. Inputs without rows must be the same in all micro-batches.
+    Tensors are concatenated along their first dimension. Inputs without rows must be the same in all micro-batches, which
+    then share their gradients.
 
     >>> class Mean:
     ...     def run(self, inputs):
@@ -71,24 +72,27 @@ class SingleLoss:
         merged = list(leaves(self.merged))
         start = [0] * len(merged)
         for microbatch in sorted(self.gathered):
-            found = []
+            found: list[torch.Tensor | None] = []
             for index, leaf in enumerate(leaves(self.gathered[microbatch])):
                 whole = merged[index]
                 rows = leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.dim() else 0
-                graded = isinstance(whole, torch.Tensor) and whole.requires_grad and whole.grad is not None
-                found.append(narrow(whole.grad, 0, start[index], rows) if graded else None)
+                if not isinstance(whole, torch.Tensor) or not whole.requires_grad or whole.grad is None:
+                    found.append(None)
+                elif leaf.dim():
+                    found.append(narrow(whole.grad, 0, start[index], rows))
+                else:
+                    found.append(whole.grad / len(self.gathered))
                 start[index] += rows
             yield found
 
 
 def _merged(parts: Sequence[Any]) -> Any:
     first = parts[0]
-    if isinstance(first, torch.Tensor) and first.dim():
-        merged = cat([part.detach() for part in parts], 0)
+    if isinstance(first, torch.Tensor) and (first.dim() or all(torch.equal(first, part) for part in parts)):
+        merged = cat([part.detach() for part in parts], 0) if first.dim() else first.detach()
         return merged.requires_grad_(any(part.requires_grad for part in parts))
-    same = all(torch.equal(first, part) if isinstance(first, torch.Tensor) else first == part for part in parts)
-    if same:
-        return first.detach() if isinstance(first, torch.Tensor) else first
+    if not isinstance(first, torch.Tensor) and all(first == part for part in parts):
+        return first
     raise DriverError(
         f"single_loss=True: an input of the loss is {describe(first)} in one micro-batch and {describe(parts[-1])} in "
         "another, and has no rows to put together; leave single_loss out, so that each micro-batch has a loss of its own"

@@ -6,6 +6,7 @@ A copy rounds to its parameter's value, and that holds what the copy adds to it.
 `load_state_dict` of a driver does, the copy follows where it no longer rounds to it.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -89,3 +90,14 @@ class WorkerOptimizer:
                 numbered["state"][numbers[key]] = own
         self.optimizer.load_state_dict(numbered)
         self.parameters_changed = True
+
+    def copied_state(self) -> dict[str, Any]:
+        """A copy of all that a step may change, but for the parameters; `put_back` takes it."""
+        parameters = {id(each): each for each in self.parameters.values()}
+        return copy.deepcopy({**vars(self), "optimizer": vars(self.optimizer)}, parameters)
+
+    def put_back(self, held: dict[str, Any]) -> None:
+        """Have what was copied."""
+        vars(self.optimizer).clear()
+        vars(self.optimizer).update(held.pop("optimizer"))
+        vars(self).update(held)

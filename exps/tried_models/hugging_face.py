@@ -29,10 +29,10 @@ def transformers() -> Any:
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """A class of model, how it is configured, and what it is called with beside token ids."""
+    """A class of model, how it is configured (by what, or by a config), and what it is called with."""
 
     name: str
-    options: dict[str, Any]
+    options: dict[str, Any] | Callable[[], Any]
     arguments: Callable[[], dict[str, Any]]
     fixed_batch: bool = False
 
@@ -40,7 +40,7 @@ class HuggingFace:
         """The model, in float64."""
         torch.manual_seed(0)
         kind = getattr(transformers(), self.name)
-        config = kind.config_class(**self.options)
+        config = self.options() if callable(self.options) else kind.config_class(**self.options)
         return kind(config).double()
 
 

@@ -7,10 +7,12 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.errors import BatchNormError
+from pippy.ir.public_calls import placing_words
 
 _CONVERTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
+@placing_words()
 def convert_deferred_batch_norm(model: nn.Module) -> nn.Module:
     """Make all batch norms of a model update their running statistics once for each mini-batch, and return the model.
 

@@ -11,7 +11,7 @@ The balancer cuts where no constraint forbids it. The splitter raises the refusa
     the uses of an input, and its change in place            every stage gets the input as it was given
     what makes a value, and what changes it in place         between stages a value is a copy
     the uses of a parameter, up to the last module that      a module cannot take a parameter as a value, so it cannot be
-      holds it, if it must not be copied                       transmitted; and a gradient hook, or the user, forbids copies
+      holds it, if the user forbids copies                     transmitted
     what torch.utils.checkpoint runs                         a backward runs it again, in one stage
 
 A stage may change a value that an earlier stage made, if nobody else relies on the change: then the stage takes a copy first.
@@ -24,16 +24,20 @@ from dataclasses import dataclass
 from torch import fx, nn
 
 from pippy.ir.cut.effects import Mutation, find_mutations
-from pippy.ir.cut.params import MultiUseParameterConfig, MultiUseParamSpec, config_by_tensor, is_to_replicate
+from pippy.ir.cut.params import MultiUseParameterConfig, MultiUseParamSpec, config_by_tensor
 from pippy.ir.cut.uses import TensorUses, is_constant, operations, uses_of_tensors
 from pippy.ir.errors import PippyError, SharedParameterError, SplitError
 from pippy.ir.front.trace import Traced
 from pippy.ir.marks import pipe_split
 from pippy.ir.names import stage_name
 from pippy.ir.run.checkpointed_parts import Part, parts_of
-from pippy.ir.run.shared_tensors import has_gradient_hooks, memory_of
+from pippy.ir.run.shared_tensors import memory_of
 from pippy.ir.source import excerpt_of
 
+OUT_OF_FORWARD = (
+    "; or take the change out of forward, and make it between steps, in this process: driver.copy_to(model), the change, "
+    "driver.load_state_dict(model.state_dict())"
+)
 Stages = Sequence[int]  # the stage of each operation
 
 
@@ -71,7 +75,6 @@ def constraints(traced: Traced, spec: MultiUseParamSpec = None, changed: Collect
         *found.of_tensors_that_share_memory(),
         *found.of_tensors_that_only_travel(),
         *found.of_values_changed_in_place(),
-        *found.of_gradient_hooks(),
         *found.of_checkpointed_parts(),
     ]
     return [each for each in every if each.first < each.last]
@@ -150,16 +153,6 @@ class _Constraints:
                 users = [at, self.number[root]]
             yield Constraint(min(users), max(users), _changes(mutation), self._refused_change(mutation))
 
-    def of_gradient_hooks(self) -> Iterator[Constraint]:
-        for key, uses in self.uses.items():
-            is_parameter = isinstance(uses.tensor, nn.Parameter) and has_gradient_hooks(uses.tensor)
-            if not is_parameter or not uses.all or key in self.changed_by_nodes:
-                continue
-            users = uses.all if is_to_replicate(self.config.get(key), self.spec) else uses.by_leaf
-            if users:
-                why = f"{uses.name} has gradient hooks"
-                yield Constraint(uses.all[0], users[-1], why, _refused_hooks(uses))
-
     def of_checkpointed_parts(self) -> Iterator[Constraint]:
         for part in parts_of(list(self.traced.graph.nodes)):
             why = "torch.utils.checkpoint runs them again in the backward"
@@ -197,7 +190,7 @@ class _Constraints:
                 f"{_users(uses, stages)}: each stage works on another micro-batch, so they cannot see each other's change.\n"
                 f"{excerpt_of(mutation.node)}\n"
                 "What to do: move the split so that one stage holds every use, or use it only at and after the stage that "
-                "changes it, outside of leaf modules"
+                "changes it, outside of leaf modules" + OUT_OF_FORWARD * isinstance(uses.tensor, nn.Parameter)
             )
 
         return refusal
@@ -260,13 +253,6 @@ def _refused_transmission(uses: TensorUses, name: str) -> Callable[[Stages], Pip
 def _refused_no_parameter(uses: TensorUses) -> Callable[[Stages], PippyError]:
     return lambda stages: SharedParameterError(
         f"{uses.name!r} requires a gradient but is no nn.Parameter, and {_users(uses, stages)} use it; make it one"
-    )
-
-
-def _refused_hooks(uses: TensorUses) -> Callable[[Stages], PippyError]:
-    return lambda stages: SharedParameterError(
-        f"{uses.name!r} has gradient hooks, and {_users(uses, stages)} would each have a copy of it, with a part of the "
-        "gradient: say TRANSMIT for it, or take the hooks off"
     )
 
 

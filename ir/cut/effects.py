@@ -194,7 +194,8 @@ def _unknown(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Effe
 
 
 def _is_in_place_name(name: str) -> bool:
-    return name.endswith("_") and not name.startswith("_") and name not in _NOT_IN_PLACE
+    of_lists = name.startswith("_foreach_")
+    return name.endswith("_") and (of_lists or not name.startswith("_")) and name not in _NOT_IN_PLACE
 
 
 @dataclass(frozen=True)

@@ -52,8 +52,8 @@ def split(traced: Traced, spec: MultiUseParamSpec = None) -> Compiled:
 
 
 def _row_sizes(plan: CutPlan) -> dict[str, Any]:
-    values = {value for stage in plan.stages for value in stage.inputs if "row_sizes" in value.meta}
-    return {value_name(plan, value): value.meta["row_sizes"] for value in values}
+    values = {value for stage in plan.stages for value in (*stage.inputs, *stage.outputs)}
+    return {value_name(plan, value): value.meta["row_sizes"] for value in values if "row_sizes" in value.meta}
 
 
 def _seen_inputs(plan: CutPlan, stage: StagePlan) -> tuple[tuple[int, str], ...]:

@@ -30,6 +30,7 @@ from pippy.ir import source
 from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.errors import MarkError, TracingError
 from pippy.ir.export.known_results import result_of
+from pippy.ir.front.own_tensors import OwnTensors
 from pippy.ir.front.recording import AutogradFunction
 from pippy.ir.front.tracing_thread import class_method, method_patched_here
 from pippy.ir.marks import SplitPoint, annotated_modules, recording_splits, split_points
@@ -75,6 +76,7 @@ class KeptCalls:
         self._paths = {id(module.__dict__): (path, module) for path, module in model.named_modules()}
         self._unmet = dict(annotated_modules(model))
         self._tracer: Any = None
+        self._own_tensors = OwnTensors(model)
         self._inside = False
         self._scope: dict[str, tuple[str, type]] = {}  # the calls that forward is in
         self._numbers: dict[str, int] = {}  # how often each module was called
@@ -91,7 +93,7 @@ class KeptCalls:
             if path is None or self._inside:
                 return self._call_module(tracer, module, forward, args, kwargs)
             if path == "":
-                self._tracer = tracer
+                self._tracer, self._own_tensors = tracer, OwnTensors(module)
                 self._on_start(args, kwargs)
             return self._marked(path, own, lambda: self._call(tracer, path, own, module, forward, args, kwargs))
 
@@ -141,7 +143,7 @@ class KeptCalls:
             self._scope = {**outside, f"{path}@{self._numbers[path]}": (path, type(own))}
         try:
             is_leaf = isinstance(own, DeferredBatchNorm) or self._is_leaf(own, path)
-            if path == "" or not is_leaf:
+            if path == "" or not is_leaf or self._own_tensors.are_others(module):
                 check_backward_hooks(path, own)
                 return self._call_module(tracer, module, forward, args, kwargs)
             self._on_leaf(own, args)

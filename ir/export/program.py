@@ -20,8 +20,9 @@ from pippy.ir.export.recording import PythonDraws, recording
 from pippy.ir.front.c_calls import watching_c_calls
 from pippy.ir.front.random_draws import check_no_draw, refusal
 from pippy.ir.front.refusals import raising_refusals
+from pippy.ir.front.returned_caches import CacheReturnedError, cache_in
 from pippy.ir.front.unfit_example import check_call, is_unfit, unfit_example
-from pippy.ir.front.untraceable import cache_in, cache_refused
+from pippy.ir.front.users_caches import forgetting_one_trace
 from pippy.ir.names import named_state
 from pippy.ir.trees import map_tensors
 
@@ -84,7 +85,7 @@ class Exporter:
 
         kept = KeptCalls(self.model, self.is_leaf, on_start, on_leaf, reads)
         try:
-            with raising_refusals(), kept.recording(), recording(self.model, kept):
+            with forgetting_one_trace(), raising_refusals(), kept.recording(), recording(self.model, kept):
                 exported = self._run()
         except PippyError:
             raise
@@ -147,7 +148,7 @@ def explained(error: Exception, model: nn.Module) -> TracingError:
     where = _place(error)
     text = str(error).strip().split("\n\n")[0]
     if (cache := cache_in(text)) is not None:
-        return cache_refused(model, cache)
+        return CacheReturnedError(model, cache)
     lines = [f"torch.export cannot trace {type(model).__name__}: {type(error).__name__}: {text}"]
     lines += [where.excerpt()] if where else []
     lines.append(

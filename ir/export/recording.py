@@ -10,6 +10,7 @@ torch.autograd.grad, x.backward()           loses it, or fails                  
 with torch.autocast(...)                    a region of its own                 refused
 random.random(), numpy.random.rand()        keeps the number                    refused
 hooks of modules for the backward           loses them                          refused, before
+self.layer.count = self.layer.count + 1     loses it, but on the model itself   refused
 """
 
 import functools
@@ -25,6 +26,7 @@ import torch
 import torch.utils.checkpoint
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import _ModuleStackTracer
+from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from pippy.ir import source
 from pippy.ir.errors import TracingError
@@ -89,10 +91,28 @@ def recording(model: nn.Module, kept: KeptCalls) -> Iterator[None]:
         stack.enter_context(torch._C._DisableAutocast())  # it would write its casts into the graph
         stack.enter_context(torch.enable_grad())
         stack.enter_context(refusing_numpys_draws(model))
+        stack.enter_context(_refused_assignments(model, kept))
         for name in _NUMBERS_UNCHANGED:
             stack.enter_context(patch.object(torch.Tensor, name, _asking_again(kept, getattr(torch.Tensor, name))))
         # A question for an error that the stage raises itself, and that would fix sizes.
         stack.enter_context(patched_here(torch, "_debug_has_internal_overlap", lambda _: 0))
+        yield
+
+
+@contextmanager
+def _refused_assignments(model: nn.Module, kept: KeptCalls) -> Iterator[None]:
+    """A context in which no module inside of the model may assign its buffers: torch.export sees the model's own alone."""
+    inner = {module: path for path, module in model.named_modules() if module is not model}
+
+    def refuse(module: nn.Module, name: str, value: Any) -> None:
+        if module in inner and name in module._buffers and is_tracing() and not kept.is_inside():
+            frame = sys._getframe(1)
+            while frame.f_back is not None and not source.is_users(frame.f_code.co_filename):
+                frame = frame.f_back
+            path = f"{inner[module]}.{name}"
+            raise _refusal(f"assigns the buffer {path!r}; change it in place, as in self.{name}.copy_(...)", frame)
+
+    with register_module_buffer_registration_hook(refuse):
         yield
 
 

@@ -12,10 +12,10 @@ from pippy.ir.export.guards import guards_of
 from pippy.ir.export.program import Exporter
 from pippy.ir.export.rebuild import marked_graph, with_defaults
 from pippy.ir.front.arguments import Example, check_concrete_args, signature_of
+from pippy.ir.front.left_as_it_was import tracing
 from pippy.ir.front.restore_attributes import restoring_attributes
 from pippy.ir.front.trace import Retraced, Traced, TracerLike, follow_modes, paths_of, tracer_of
 from pippy.ir.front.tracer import PipeTracer
-from pippy.ir.front.tracing_thread import tracing_thread
 from pippy.ir.front.training_flag import flags_after_train, recording_training_reads
 from pippy.ir.front.transformers import TRACED_THROUGH
 from pippy.ir.front.untraceable import check_model
@@ -43,7 +43,7 @@ def trace_export(
     except TypeError as error:
         raise given.unfit(signature, error, concrete) from None
     is_leaf = default_leaf if tracer is None else tracer_of(tracer).is_leaf_module
-    with tracing_thread():
+    with tracing(model):
         return _Export(model, example, is_leaf).trace()
 
 

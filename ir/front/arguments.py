@@ -13,8 +13,10 @@ from pippy.ir.brief import brief, some
 from pippy.ir.errors import InputError, TracingError
 from pippy.ir.front.fake_results import FakeResults
 from pippy.ir.front.replaced import replaced
+from pippy.ir.front.suppositions import Supposition
+from pippy.ir.front.trials import Trials
 from pippy.ir.near_names import did_you_mean
-from pippy.ir.signature import misfits
+from pippy.ir.public_calls import misfits
 from pippy.ir.trees import describe
 
 _STAR = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -36,6 +38,8 @@ class Call:
     is_decorated: bool = False
     by_position: tuple[str, ...] = ()
     results: FakeResults = field(default_factory=FakeResults, compare=False)  # for all traces of the call
+    trials: Trials = field(default_factory=Trials, compare=False)  # the same
+    supposition: Supposition = field(default_factory=Supposition)
 
     def inputs(self) -> list[inspect.Parameter]:
         """The parameters that become placeholders, in order."""
@@ -201,7 +205,7 @@ def calling_forward(tracer: fx.Tracer, call: Call) -> Iterator[dict[str, Any] | 
 
         @functools.wraps(function)
         def forward(*_: Any) -> Any:
-            return call.result(function(model, *positional, **named))
+            return call.result(model.forward(*positional, **named))
 
         return forward, []
 
@@ -242,8 +246,8 @@ def signature_of(model: nn.Module) -> inspect.Signature:
 
 
 def is_decorated(model: nn.Module) -> bool:
-    """Whether forward is a wrapper around the function whose signature it has."""
-    return hasattr(type(model).forward, "__wrapped__")
+    """Whether forward is not the function of the class, but a wrapper around one, or set on the instance."""
+    return hasattr(type(model).forward, "__wrapped__") or "forward" in vars(model)
 
 
 def _named_arguments(model: nn.Module) -> list[str]:

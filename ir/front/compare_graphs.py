@@ -182,7 +182,7 @@ def _nodes_without(graph: fx.Graph, absent: frozenset[str]) -> list[fx.Node]:
         node
         for node in graph.nodes
         if not (node.op == "placeholder" and node.target in absent)
-        and not (is_begin(node) or is_end(node) or node in results)
+        and not (is_begin(node) or is_end(node) or node in results or node.meta.get("added"))
     ]
 
 

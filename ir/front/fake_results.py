@@ -5,17 +5,20 @@ A model is traced in train and in eval mode, its sizes are found for another num
     h.split(64, dim=2), h a fake float32[2, 16, 192]        computed
     the same in the next layer, and in the next trace       the tensors that were found before
 
-So values of several nodes are one tensor. That would be wrong once an operation changes the shape of such a tensor (`x.t_()`);
+So values of several nodes are one tensor, but an operation gives its argument only where it returns that. It would be wrong
+once an operation changes the shape of such a tensor (`x.t_()`);
 then nothing is shared any more, and what was found is found again.
 """
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 
+from pippy.ir.fake_mode import FakeMode
 from pippy.ir.same_work import work_of
 from pippy.ir.trees import tensors
 
@@ -37,11 +40,11 @@ class FakeResults:
     """
 
     def __init__(self) -> None:
-        self._found: dict[Hashable, Any] | None = {}
+        self._found: dict[Hashable, list[Any]] | None = {}
 
     @cached_property
-    def mode(self) -> FakeTensorMode:
-        return FakeTensorMode(allow_non_fake_inputs=True)
+    def mode(self) -> FakeMode:
+        return FakeMode()
 
     def of(self, target: Any, args: Any, kwargs: Any, compute: Callable[[], Any]) -> Any:
         """The result of an operation, which ``compute`` gives if it is not known. Raises ShapeChangedError if it cannot be
@@ -50,20 +53,37 @@ class FakeResults:
             return compute()
         given = list(tensors((args, kwargs)))
         work = work_of(target, args, kwargs) if all(map(_is_shared, given)) else None
-        if work is not None and work in self._found:
-            return self._found[work]
+        for found in self._found.get(work, ()) if work is not None else ():
+            if isinstance(found, _Argument):
+                return given[found.at]
+            if not _holds_one_of(found, given):
+                return found
         before = list(map(_shape, given))
         result = compute()
         if before != list(map(_shape, given)):
             raise ShapeChangedError
         if work is not None and _is_shared(result):
-            self._found[work] = result
+            at = next((at for at, each in enumerate(given) if each is result), None)
+            if at is not None or not _holds_one_of(result, given):
+                self._found.setdefault(work, []).append(result if at is None else _Argument(at))
         return result
 
     def share_nothing(self) -> None:
         """From now on all results are computed, from fake tensors that are new."""
         self._found = None
         self.__dict__.pop("mode", None)
+
+
+@dataclass(frozen=True)
+class _Argument:
+    """Stands for the result of an operation that returns one of the tensors that it is given."""
+
+    at: int
+
+
+def _holds_one_of(result: Any, given: list[torch.Tensor]) -> bool:
+    """Whether one of the tensors is in a result: the operation has returned it, or it was found for others before."""
+    return any(each is other for each in tensors(result) for other in given)
 
 
 def _is_shared(value: Any) -> bool:

@@ -14,7 +14,7 @@ def is_changed_in_place(value: Any) -> bool:
     node = value.node
     while node.op.startswith("call_") and _is_in_place(node) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
-    return node is not value.node and node.op == "get_attr"
+    return node.op == "get_attr"
 
 
 def _is_in_place(node: fx.Node) -> bool:

@@ -22,6 +22,8 @@ from pippy.ir.errors import InputError, MarkError, PippyError
 from pippy.ir.front.refusals import forgiving
 from pippy.ir.front.replaced import replaced
 from pippy.ir.front.restore_attributes import Attributes
+from pippy.ir.front.trials import trials_of
+from pippy.ir.front.untraceable import check_own_buffers
 from pippy.ir.marks import has_marks_inside, pipe_split
 
 
@@ -60,11 +62,12 @@ class KeptWhole:
             try:
                 result = follow()
                 refusals.raise_caught()
+                check_own_buffers(module, path)
                 return result
             except (MarkError, InputError):  # an example for which the model fails
                 raise
             except Exception as error:
-                if self._is_cut(module, before) or _contents(args, kwargs) != given:
+                if trials_of(self.tracer).is_trying or self._is_cut(module, before) or _contents(args, kwargs) != given:
                     raise
                 refusals.forgive()
                 self._take_back(before)

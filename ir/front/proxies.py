@@ -1,14 +1,19 @@
 """Proxies that record more than those of torch.fx: in-place operators, assertions, and `isinstance`.
 
+    RecordingProxy       of a value that is known, as far as the next two are not for it
+      SequenceProxy      of one that is known to be a list, a tuple or a size: `case [a, b]` asks for its length
+      MappingProxy       of one that is known to be a dict: `case {"a": b}` asks for its keys
+      UnknownProxy       of one that may be anything: `case [a, b]` is refused, and torch.fx counts in `a, b = x`
+
 What a forward asks of a proxy is answered as for a tensor where no value can change the answer, and that it was one is checked
 when the graph runs. Other questions are refused, also if forward catches the error.
 """
 
-import dis
 import functools
 import math
 import operator
 import sys
+from abc import ABCMeta
 from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
@@ -19,10 +24,13 @@ from torch import fx
 from pippy.ir import source
 from pippy.ir.errors import TracingError
 from pippy.ir.front import questions
+from pippy.ir.front.c_calls import called_by
+from pippy.ir.front.classes import check_is_tensor
 from pippy.ir.front.in_place import IN_PLACE
 from pippy.ir.front.refusals import refused
+from pippy.ir.front.suppositions import NOTHING, supposed_attribute
+from pippy.ir.front.trials import UnhashableError, trials_of
 from pippy.ir.front.values import UNKNOWN, fix_value, none_if_known, value_of
-from pippy.ir.run.functions import check_tensor
 from pippy.ir.run.shared_tensors import memory_of
 
 _IS_PARAMETER = type(torch.nn.Parameter).__instancecheck__.__code__
@@ -55,14 +63,14 @@ class RecordingProxy(fx.Proxy):
         if value is not UNKNOWN and not hasattr(value, name):
             raise AttributeError(f"{type(value).__name__!r} object has no attribute {name!r}")
         if value is UNKNOWN and not hasattr(torch.Tensor, name) and _asks_for_attribute(frame):
-            self._check_tensor()
+            check_is_tensor(self)
             raise AttributeError(f"a tensor has no attribute {name!r}")
-        if questions.is_compared(frame) and not _is_none_of(value, name):
-            raise questions.asked(
-                f"forward() asks what .{name} of a traced value is, which tracing cannot answer", frame
-            )
-        made = RecordingAttribute(self, name)
-        return made if value is UNKNOWN or callable(getattr(value, name)) else none_if_known(made)
+        if value is UNKNOWN and (supposed := supposed_attribute(self, name)) is not NOTHING:
+            return supposed
+        is_method = value is not UNKNOWN and callable(getattr(value, name))
+        if is_method or (value is UNKNOWN and hasattr(torch.Tensor, name)):
+            return RecordingAttribute(self, name)
+        return none_if_known(self.tracer.create_proxy("call_function", getattr, (self, name), {}))
 
     @property
     def keys(self) -> Any:
@@ -92,16 +100,12 @@ class RecordingProxy(fx.Proxy):
 
     def __hash__(self) -> int:
         frame = sys._getframe(1)
-        if not source.is_users(frame.f_code.co_filename):
+        value = value_of(self)
+        if not source.is_users(frame.f_code.co_filename) or isinstance(value, torch.Tensor):
             return id(self)
-        if questions.keeps_keys(frame):  # a cache may live longer than the trace
-            raise TypeError("unhashable: a traced value")
-        value = fix_value(self)
-        if value is UNKNOWN:
-            raise questions.asked(
-                "forward() looks a traced value up in a dict or a set, and tracing sees no values", frame
-            )
-        return hash(value)
+        if value is UNKNOWN or (_is_size(value) and not trials_of(self.tracer).hashes_sizes):
+            raise UnhashableError("unhashable: a traced value")
+        return hash(fix_value(self))
 
     def __len__(self) -> int:
         value = value_of(self)
@@ -114,8 +118,7 @@ class RecordingProxy(fx.Proxy):
     def __iter__(self) -> Any:
         value = value_of(self)
         if value is UNKNOWN or (isinstance(value, torch.Tensor) and value.dim() == 0):
-            count = _unpacked(sys._getframe(1))
-            return self.tracer.iter(self) if count is None else (self[index] for index in range(count))
+            return self.tracer.iter(self)
         if isinstance(value, Mapping):
             return iter(fix_keys(self))
         return iter([self[index] for index in range(len(self))])
@@ -155,9 +158,6 @@ class RecordingProxy(fx.Proxy):
             raise refused(error)
         return value
 
-    def _check_tensor(self) -> None:
-        self.tracer.create_proxy("call_function", check_tensor, (self,), {})
-
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _PROXY_STATE:
             object.__setattr__(self, name, value)
@@ -176,14 +176,34 @@ class RecordingProxy(fx.Proxy):
                 )
             )
 
+    def register_hook(self, hook: Any) -> Any:
+        where = source.of_frame(sys._getframe(1))
+        raise refused(
+            TracingError(
+                f"forward() registers a hook on a traced value, which cannot be recorded:\n{where.excerpt() if where else ''}\n"
+                "What to do: do so in a module of its own, which is kept whole, and calls the hook once for each micro-batch; "
+                "or register a hook of a parameter or a module before pipeline()"
+            )
+        )
+
     def __bool__(self) -> bool:
         value = fix_value(self)
         if value is not UNKNOWN:
             return bool(value)
-        if _is_assertion(sys._getframe(1)):
-            self.tracer.create_proxy("call_function", torch._assert, (self, "an assertion in forward failed"), {})
-            return True
-        return super().__bool__()
+        answer = trials_of(self.tracer).answer(sys._getframe(1))
+        if answer is None:
+            return super().__bool__()
+        if trials_of(self.tracer).is_trying:
+            return answer
+        held = self if answer else self.tracer.create_proxy("call_function", operator.not_, (self,), {})
+        self.tracer.create_proxy("call_function", torch._assert, (held, "an assertion in forward failed"), {})
+        return answer
+
+    def __copy__(self) -> Any:
+        raise questions.refused_question("copy")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise questions.refused_question("copy")
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -192,18 +212,12 @@ class RecordingProxy(fx.Proxy):
             return type(self)
         value = value_of(self)
         if value is UNKNOWN:
-            self._check_tensor()
+            check_is_tensor(self)
         return torch.Tensor if value is UNKNOWN or isinstance(value, torch.Tensor) else type(value)
 
 
-def _unpacked(frame: FrameType) -> int | None:
-    """How many values the frame takes, as in `a, b = x`; None if it asks for all of them."""
-    code = frame.f_code.co_code
-    return code[frame.f_lasti + 1] if dis.opname[code[frame.f_lasti]] == "UNPACK_SEQUENCE" else None
-
-
-def _is_none_of(value: Any, name: str) -> bool:
-    return value is not UNKNOWN and not isinstance(value, torch.Tensor) and getattr(value, name) is None
+def _is_size(value: Any) -> bool:
+    return isinstance(value, (int, float, tuple, list)) and not isinstance(value, bool)
 
 
 def fix_keys(proxy: fx.Proxy) -> Any:
@@ -215,23 +229,26 @@ def fix_keys(proxy: fx.Proxy) -> Any:
     return value
 
 
-def _asks_for_class(frame: Any) -> bool:
-    """Whether the frame asks by `isinstance`, under any name, by a `case` with a class, by `x.__class__` or singledispatch."""
-    code = frame.f_code
-    if code.co_filename == functools.__file__:
+def _asks_for_class(frame: FrameType) -> bool:
+    """Whether it is Python that asks, for the user: by `isinstance`, under any name, by a `case`, by `x.__class__`.
+
+    torch's functions ask in their C code, and need the real class.
+    """
+    if frame.f_code.co_filename == functools.__file__:  # singledispatch
         return True
-    if not source.is_users(code.co_filename):
-        return False
-    opname = dis.opname[code.co_code[frame.f_lasti]]
-    return opname in ("MATCH_CLASS", "LOAD_ATTR") or source.called(frame) in (isinstance, issubclass)
+    called = called_by(frame)
+    by_python = called is None or getattr(called, "__module__", None) in ("builtins", "_abc")
+    return by_python and source.is_called_by_user(frame)
 
 
-def _asks_for_attribute(frame: Any) -> bool:
-    """Whether the frame calls `hasattr`, or `getattr` with a default."""
+def _asks_for_attribute(frame: FrameType) -> bool:
+    """Whether the frame calls `hasattr`."""
     if not source.is_users(frame.f_code.co_filename):
         return False
-    asked = source.called(frame)
-    return asked is hasattr or (asked is getattr and frame.f_code.co_code[frame.f_lasti + 1] == 3)
+    called = called_by(frame)
+    if called is getattr:  # a name that hides the builtin would have asked (`classes.py`)
+        raise questions.refused_question("getattr under another name")
+    return called is hasattr
 
 
 class StateProxy(RecordingProxy):
@@ -272,9 +289,52 @@ class StateProxy(RecordingProxy):
     def __len__(self) -> int:
         return len(self.tensor)
 
+    def __iter__(self) -> Any:
+        return iter([self[index] for index in range(len(self.tensor))])
 
-class RecordingAttribute(RecordingProxy, fx.proxy.Attribute):
+
+class _Sequence(metaclass=ABCMeta):  # noqa: B024
+    __abc_tpflags__ = 1 << 5  # as `collections.abc.Sequence` has it: what `case [a, b]` looks for
+
+
+class _Mapping(metaclass=ABCMeta):  # noqa: B024
+    __abc_tpflags__ = 1 << 6
+
+
+class SequenceProxy(RecordingProxy, _Sequence):
+    """A proxy of a list, a tuple or a size."""
+
+
+class MappingProxy(RecordingProxy, _Mapping):
+    """A proxy of a dict."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self[key] if key in fix_keys(self) else default
+
+
+class UnknownProxy(RecordingProxy, _Sequence):
+    """A proxy of which nothing is known."""
+
+    __iter__ = fx.Proxy.__iter__  # it looks at the frame that calls it, so nothing of ours may be between
+
+
+class RecordingAttribute(UnknownProxy, fx.proxy.Attribute):
     """An attribute of a proxy, such as `x.T`. It becomes a node when it is used."""
+
+
+_set_class = object.__dict__["__class__"].__set__
+
+
+def suit_value(proxy: fx.Proxy) -> None:
+    """Give a plain proxy the class for what is known of its value."""
+    if type(proxy) is RecordingProxy:
+        value = value_of(proxy)
+        if value is UNKNOWN:
+            _set_class(proxy, UnknownProxy)
+        elif isinstance(value, (tuple, list)):
+            _set_class(proxy, SequenceProxy)
+        elif isinstance(value, Mapping):
+            _set_class(proxy, MappingProxy)
 
 
 def _in_place_method(name: str) -> Callable[[fx.Proxy, Any], fx.Proxy]:
@@ -289,20 +349,13 @@ for _name in IN_PLACE:
 
 
 def _is_in_place_on(value: Any, owner: fx.Proxy, name: str) -> bool:
-    """Whether ``value`` is the result of an in-place operator on the attribute ``name`` of ``owner``."""
-    if type(value) is not RecordingProxy or getattr(value.node.target, "__name__", "") not in IN_PLACE:
+    """Whether ``value`` is the result of an in-place operator on the attribute ``name`` of ``owner``, or that attribute."""
+    if issubclass(type(value), fx.Proxy) and value.node.args == (owner.node, name):
+        return True
+    if not issubclass(type(value), RecordingProxy) or getattr(value.node.target, "__name__", "") not in IN_PLACE:
         return False
     changed = value.node.args[0]
     return isinstance(changed, fx.Node) and changed.target is getattr and changed.args == (owner.node, name)
-
-
-def _is_assertion(frame: Any) -> bool:
-    """Whether the frame is evaluating the condition of an `assert` statement."""
-    instructions = source.instructions(frame.f_code)
-    at = next((index for index, each in enumerate(instructions) if each.offset == frame.f_lasti), None)
-    if at is None or "IF_TRUE" not in instructions[at].opname:
-        return False
-    return instructions[at + 1].opname == "LOAD_ASSERTION_ERROR"
 
 
 def made_in_forward(tracer: fx.Tracer) -> list[torch.Tensor]:

@@ -4,12 +4,16 @@ in forward                              plain torch.fx                      here
 ──────────────────────────────────────────────────────────────────────────────────────────────────────
 torch.arange(n), torch.rand(3),         runs it once, and keeps the         a node
   self.weight.norm()                      result as a constant
+torch.distributions                     fails, as they ask for numbers      a node that asks (`distributions.py`)
 an autograd.Function                    traces its forward, and             a node (`AutogradFunction`)
                                           forgets its backward
+a function of torch.jit.script          fails, as it takes no proxies       a node (`ScriptedFunction`)
+a compiled module or function           fails                               what is inside
 with torch.no_grad():                   does not see it                     a mark on each node in it
 torch.utils.checkpoint                  traces through it, or loses it      a node before and one after it
 with torch.autocast(...), and all       does not see it                     refused
   others of `pippy.ir.surroundings`
+torch._check(x.all().item())            refuses it                          an assertion
 random.random()                         keeps the number                    refused (`random_draws.py`)
 """
 
@@ -25,18 +29,22 @@ import torch.utils.checkpoint
 from torch import fx, nn
 
 from pippy.ir import source
+from pippy.ir.compiled_modules import following_compiled
 from pippy.ir.errors import TracingError
 from pippy.ir.front.c_calls import watching_c_calls
 from pippy.ir.front.checkpointing import record_reentrant, recording_checkpoints
+from pippy.ir.front.classes import answer_in, answering_classes
+from pippy.ir.front.distributions import recording_distributions
 from pippy.ir.front.in_place import IN_PLACE
-from pippy.ir.front.proxies import RecordingProxy, made_in_forward, with_in_place_operators
-from pippy.ir.front.questions import check_not_asked_for_mode, refusing_to_say_what_runs, watching_questions
+from pippy.ir.front.proxies import RecordingProxy, made_in_forward, suit_value, with_in_place_operators
+from pippy.ir.front.questions import check_not_asked_for_mode, refusing_to_say_what_runs
 from pippy.ir.front.random_draws import check_no_draw, refusing_numpys_draws
 from pippy.ir.front.refusals import refused
 from pippy.ir.front.replaced import replaced
 from pippy.ir.front.tracing_thread import class_method, method_patched_here, patched_here
 from pippy.ir.front.transformers import tracing_transformers
 from pippy.ir.front.values import UNKNOWN, value_of
+from pippy.ir.run.scripted_functions import ScriptedFunction
 from pippy.ir.surroundings import ChangesInForward, OwnFunctionMode, device_contexts
 
 # These are answered at once: a forward may branch on what they say of a parameter.
@@ -90,10 +98,14 @@ def recording(tracer: fx.Tracer, model: nn.Module) -> Iterator[None]:
     """A context in which ``tracer`` records of ``model`` what the table above says."""
     with ExitStack() as stack:
         stack.enter_context(method_patched_here(torch.autograd.Function, "apply", _recorded_apply(tracer)))
+        stack.enter_context(method_patched_here(torch.jit.ScriptFunction, "__call__", _recorded_scripted(tracer)))
         stack.enter_context(method_patched_here(torch.autocast, "__enter__", _refuse_autocast))
+        stack.enter_context(following_compiled())
         stack.enter_context(recording_checkpoints(tracer))
         stack.enter_context(tracing_transformers(tracer))
         stack.enter_context(patched_here(torch, "is_tensor", _is_tensor))
+        stack.enter_context(recording_distributions(tracer))
+        stack.enter_context(patched_here(torch, "_check_with", _recorded_check(tracer)))
         for name in _TAKING_SIZES:
             stack.enter_context(patched_here(torch, name, _given_proxies(tracer, getattr(torch, name))))
         for name in _WHOLE:
@@ -107,8 +119,8 @@ def recording(tracer: fx.Tracer, model: nn.Module) -> Iterator[None]:
         stack.enter_context(_refusing_values(tracer))
         stack.enter_context(refusing_numpys_draws(model))
         stack.enter_context(refusing_to_say_what_runs())
-        stack.enter_context(watching_questions(tracer))
-        stack.enter_context(watching_c_calls(_check_call, tracer))
+        stack.enter_context(answering_classes())
+        stack.enter_context(watching_c_calls(_check_call, tracer, answer_in))
         yield
 
 
@@ -126,8 +138,15 @@ def _recording_proxies(tracer: fx.Tracer) -> Iterator[None]:
     def proxy(node: fx.Node) -> fx.Proxy:
         return RecordingProxy(node, tracer) if plain else with_in_place_operators(make(node))
 
+    create_proxy = tracer.create_proxy
+
+    def create(*args: Any, **kwargs: Any) -> Any:
+        made = create_proxy(*args, **kwargs)
+        suit_value(made)
+        return made
+
     try:
-        with replaced(tracer, "proxy", proxy):
+        with replaced(tracer, "proxy", proxy), replaced(tracer, "create_proxy", create):
             yield
     finally:
         made_in_forward(tracer).clear()
@@ -169,6 +188,20 @@ def _given_proxies(tracer: fx.Tracer, function: Callable[..., Any]) -> Callable[
     return record
 
 
+def _recorded_check(tracer: fx.Tracer) -> Callable[..., None]:
+    """`torch._check` and its like, which end here, where the condition is a number that tracing does not know."""
+    original = torch._check_with
+
+    def check(error_type: type[Exception], condition: Any, message: Any) -> None:
+        if issubclass(type(condition), fx.Proxy):
+            text = f"{error_type.__name__} in forward" if message is None else str(message())
+            tracer.create_proxy("call_function", torch._assert, (condition, text), {})
+        else:
+            original(error_type, condition, message)
+
+    return check
+
+
 def _holds_proxy(value: Any) -> bool:
     if isinstance(value, (tuple, list)) and not issubclass(type(value), fx.Proxy):
         return any(map(_holds_proxy, value))
@@ -194,7 +227,7 @@ class _RecordUntraced(OwnFunctionMode):
             return self.tracer.create_proxy("call_function", getattr(operator, name), args, {})
         if (
             name in _QUERIES
-            or (name.startswith("_") and name not in _REVERSED)
+            or (name.startswith("_") and name not in _REVERSED and not name.startswith("_foreach_"))
             or any(issubclass(each, fx.Proxy) for each in types)
         ):
             return function(*args, **(kwargs or {}))
@@ -219,6 +252,18 @@ def _recorded_apply(tracer: fx.Tracer) -> Callable[..., Any]:
         return tracer.create_proxy("call_function", AutogradFunction(cls), args, kwargs)
 
     return apply
+
+
+def _recorded_scripted(tracer: fx.Tracer) -> Callable[..., Any]:
+    original = torch.jit.ScriptFunction.__call__
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if not any(map(_holds_proxy, (*args, *kwargs.values()))):
+            return original(function, *args, **kwargs)
+        name = str(function.qualified_name).rpartition(".")[2]
+        return tracer.create_proxy("call_function", ScriptedFunction(function, name), args, kwargs)
+
+    return call
 
 
 def _lost(what: str, frame: FrameType, remedy: str = "") -> TracingError:

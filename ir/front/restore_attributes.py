@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pippy.ir.front.in_place import is_changed_in_place
 
 _OF_TRACING = ("_tensor_constant", "_tensor_from_outside")  # what the tracer sets on the model
 _TABLES = ("_parameters", "_buffers", "_modules")
+_CONTAINERS = (list, dict, set, OrderedDict)  # the last holds hooks
 
 
 class Attributes:
@@ -90,7 +92,7 @@ class _Attributes:
 
 def _attributes(module: nn.Module) -> _Attributes:
     plain = {name: value for name, value in module.__dict__.items() if name not in _TABLES}
-    contents = {name: copy.copy(value) for name, value in plain.items() if type(value) in (list, dict, set)}
+    contents = {name: copy.copy(value) for name, value in plain.items() if type(value) in _CONTAINERS}
     return _Attributes({"": plain, **{table: dict(module.__dict__[table]) for table in _TABLES}}, contents)
 
 

@@ -7,8 +7,8 @@ from torch import fx, nn
 from pippy.ir.errors import SplitError, TracingError
 from pippy.ir.front.layers import Layers, sequential_of
 from pippy.ir.front.trace import Traced
-from pippy.ir.front.untraceable import hooks_of
 from pippy.ir.marks import pipe_split
+from pippy.ir.module_hooks import hooks_of
 
 
 def trace_sequential(model: nn.Sequential | Layers, marked: bool = True) -> Traced:
@@ -20,7 +20,7 @@ def trace_sequential(model: nn.Sequential | Layers, marked: bool = True) -> Trac
             f"from_sequential takes an nn.Sequential or a list of layers; this is a {type(model).__name__}: call "
             "pipeline(model) for any module"
         )
-    if type(model).forward is not nn.Sequential.forward or hooks_of(model):
+    if getattr(model.forward, "__func__", None) is not nn.Sequential.forward or hooks_of(model):
         raise TracingError(
             f"this {type(model).__name__} does more than to call its children in turn (a forward or hooks of its own), which "
             "from_sequential would leave out; call pipeline(model)"

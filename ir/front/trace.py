@@ -26,15 +26,20 @@ from pippy.ir.front.asked_of_inputs import asked_of
 from pippy.ir.front.attributes import lookup_attribute
 from pippy.ir.front.checkpointing import finish_parts
 from pippy.ir.front.compare_graphs import Recorded, first_difference, paths_that_differ
+from pippy.ir.front.identities import Identities
 from pippy.ir.front.kept_whole import KeptWhole
+from pippy.ir.front.left_as_it_was import tracing
+from pippy.ir.front.own_tensors import OwnTensors
 from pippy.ir.front.recording import recording
 from pippy.ir.front.refusals import raising_refusals, refused
 from pippy.ir.front.replaced import replaced
 from pippy.ir.front.restore_attributes import Attributes, restoring_attributes
+from pippy.ir.front.suppositions import Asked as AskedByIs
+from pippy.ir.front.suppositions import supposing
 from pippy.ir.front.tracer import PipeTracer
-from pippy.ir.front.tracing_thread import tracing_thread
 from pippy.ir.front.training_flag import Setting, flags_after_train, follow_training, recording_training_reads
-from pippy.ir.front.untraceable import check_assigned_buffers, check_backward_hooks, check_model, explained
+from pippy.ir.front.untraceable import check_assigned_buffers, check_model, explained
+from pippy.ir.front.users_caches import forgetting_one_trace
 from pippy.ir.front.values import Values, find_row_sizes, knowing_values, none_if_known, note_missing_gradients
 from pippy.ir.guards import Guards
 from pippy.ir.kinds import kind_of
@@ -95,26 +100,25 @@ def trace(
     """
     check_model(model)
     call = call_of(model, concrete_args, example)
-    with tracing_thread():
+    with tracing(model):
         return _trace(model, tracer, call)
 
 
 def trace_call(model: nn.Module, call: Call) -> Traced:
     """Trace one call, with the training flags that the model has now; the graph follows no others."""
     check_model(model)
-    state = dict(named_state(model))
-    with tracing_thread(), recording_training_reads(), restoring_attributes(model, silent=True) as before:
-        graph = _record(model, tracer_of(None), call, before).graph
-        return Traced(model, graph, _attributes(model, graph, state, before), call.concrete, signature=call.signature)
+    with tracing(model), recording_training_reads(), restoring_attributes(model, silent=True) as before:
+        recorded = _record(model, tracer_of(None), call, before)
+        return Traced(model, recorded.graph, recorded.attributes, call.concrete, signature=call.signature)
 
 
 def _trace(
     model: nn.Module, tracer: TracerLike | None, call: Call, kept_whole: Mapping[str, str] | None = None
 ) -> Traced:
-    state = dict(named_state(model))  # forward may assign buffers while it is traced
     with recording_training_reads() as reads, restoring_attributes(model) as before:
         recorded = _record(model, tracer_of(tracer), call, before, kept_whole)
-        attributes = _attributes(model, recorded.graph, state, before)
+        recorded, call, identities = _answer_identities(model, tracer, call, before, recorded)
+        attributes = recorded.attributes
     if call.is_example:
         find_row_sizes(recorded.values, recorded.graph, attributes)
         note_missing_gradients(recorded.values, recorded.graph)
@@ -122,7 +126,10 @@ def _trace(
     traced.kept_whole = recorded.kept_whole.reasons
     traced.another_front_end_may = bool(traced.kept_whole) and recorded.kept_whole.another_front_end_may
     kinds = {name: kind_of(value) for name, value in call.given.items()} if call.is_example else {}
-    traced.guards = Guards(kinds, recorded.asked)
+    flags = {} if call.is_example else {name: value for name, value in call.given.items() if type(value) is bool}
+    traced.guards = Guards(
+        kinds, recorded.asked, one=tuple(identities.one), different=tuple(identities.different), flags=flags
+    )
     traced.required_inputs = tuple(call.given) if call.is_example else _find_required_inputs(traced, tracer)
     traced.modes.after = flags_after_train(model)
     if reads:
@@ -162,37 +169,69 @@ class _Recorded:
     kept_whole: KeptWhole
     asked: Asked
     values: Values
+    asked_by_name: AskedByIs
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+
+def _answer_identities(
+    model: nn.Module, tracer: TracerLike | None, call: Call, before: Attributes, recorded: _Recorded
+) -> tuple[_Recorded, Call, Identities]:
+    """What was recorded, with right answers to `x is y`, and the call for further traces."""
+
+    def again(other: Call) -> _Recorded:
+        before.restore()
+        return _record(model, tracer_of(tracer), other, before, recorded.kept_whole.reasons)
+
+    identities = Identities(recorded, call, again, model)
+    identities.find()
+    identities.fix_flags()
+    identities.recorded.asked = asked_of(identities.recorded.graph, identities.recorded.values.is_tensor)
+    return identities.recorded, identities.call, identities
 
 
 def _record(
     model: nn.Module, tracer: fx.Tracer, call: Call, before: Attributes, kept_whole: Mapping[str, str] | None = None
 ) -> _Recorded:
     """The graph of ``model``. Those parts are kept whole that are so in ``kept_whole``, and those that must be."""
-    parts = KeptWhole(tracer, before, kept_whole or {})
-    try:
-        return _record_calls(model, tracer, call, _Calls(model, tracer, parts))
-    except PippyError as error:
-        error.another_front_end_may &= parts.another_front_end_may
-        raise
+
+    def record() -> _Recorded:
+        parts = KeptWhole(tracer, before, kept_whole or {})
+        try:
+            return _record_calls(model, tracer, call, _Calls(model, tracer, parts))
+        except PippyError as error:
+            error.another_front_end_may &= parts.another_front_end_may
+            raise
+
+    def again() -> None:
+        before.restore()
+        tracer.module_stack.clear()  # torch.fx does not, after an error
+
+    return call.trials.until_known(record, again)
 
 
 def _record_calls(model: nn.Module, tracer: fx.Tracer, call: Call, calls: "_Calls") -> _Recorded:
-    buffers = dict(model.named_buffers())
+    buffers, state = dict(model.named_buffers()), dict(named_state(model))  # forward may assign buffers
     versions = {name: buffer._version for name, buffer in buffers.items()}
+    tracer.__dict__["_trials"] = call.trials
     try:
         with (
+            forgetting_one_trace(),
             raising_refusals(),
             knowing_values(tracer, model, call.given, call.is_example, call.results) as values,
             recording(tracer, model),
+            call.trials.ending_at_operations(tracer),
             calls.kept_whole.recording(),
             calls.recording(),
             calling_forward(tracer, call) as concrete,
+            supposing(tracer, call.supposition, values) as asked,
         ):
             graph = tracer.trace(model, concrete and dict(concrete))
     except PippyError:
         raise
     except Exception as error:
         raise explained(error, model, call.is_example) from error
+    for node in asked.inputs:
+        values.fix(node, values.of(node))
     calls.check_all_met()
     calls.kept_whole.drop_unused()
     finish_parts(graph)
@@ -205,7 +244,17 @@ def _record_calls(model: nn.Module, tracer: fx.Tracer, call: Call, calls: "_Call
     check_assigned_buffers(model, buffers)
     if concrete:
         drop_concrete_inputs(model, graph, concrete)
-    return _Recorded(graph, calls.kept_whole, asked_of(graph, values.is_tensor), values)
+    attributes = _attributes(model, graph, state, calls.kept_whole.attributes)
+    return _Recorded(graph, calls.kept_whole, asked_of(graph, values.is_tensor), values, asked, attributes)
+
+
+def _refuse_backward_hooks(path: str, follow: Callable[[], Any]) -> Any:
+    """Have a module kept whole that has backward hooks. With a mark inside, which is seen when it is traced, it is refused."""
+    follow()
+    raise TracingError(
+        f"{path!r} has backward hooks, so it must be called as a whole, and no stage can do so, as there is a mark inside; "
+        "move the mark out of it, or take the hooks off"
+    )
 
 
 class _Calls:
@@ -213,6 +262,7 @@ class _Calls:
 
     def __init__(self, model: nn.Module, tracer: fx.Tracer, kept_whole: KeptWhole) -> None:
         self.tracer, self.unmet, self.kept_whole = tracer, dict(annotated_modules(model)), kept_whole
+        self.own_tensors = OwnTensors(model)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -222,14 +272,20 @@ class _Calls:
             if module not in (self.tracer.submodule_paths or {}):
                 return _call_module_from_outside(module, forward, args, kwargs)
             points = split_points(module)
-            if module._backward_hooks or module._backward_pre_hooks:
-                check_backward_hooks(self.tracer, module)
             if points:
                 self.unmet.pop(self.tracer.path_of_module(module), None)
             if SplitPoint.BEGINNING in points:
                 self._mark()
             follow = partial(call_module, module, forward, args, kwargs)
-            result = self.kept_whole.call(module, follow, args, kwargs)
+            path = self.tracer.path_of_module(module)
+            if (module._backward_hooks or module._backward_pre_hooks) and not self.tracer.is_leaf_module(module, path):
+                follow = partial(_refuse_backward_hooks, path, follow)
+            if not self.own_tensors.are_others(module):
+                result = self.kept_whole.call(module, follow, args, kwargs)
+            elif self.tracer.is_leaf_module(module, path):
+                result = forward(*args, **kwargs)
+            else:
+                result = follow()
             if SplitPoint.END in points:
                 self._mark()
             return none_if_known(result) if issubclass(type(result), fx.Proxy) else result
@@ -302,10 +358,9 @@ def _differs_without(traced: Traced, tracer: TracerLike | None, names: list[str]
 
 def _retrace(traced: Traced, tracer: TracerLike | None, call: Call) -> Recorded:
     """Trace the model once more, under other conditions."""
-    state = dict(named_state(traced.model))
     with restoring_attributes(traced.model, silent=True) as before:
-        graph = _record(traced.model, tracer_of(tracer), call, before, traced.kept_whole).graph
-        return Recorded(graph, _attributes(traced.model, graph, state, before))
+        recorded = _record(traced.model, tracer_of(tracer), call, before, traced.kept_whole)
+        return Recorded(recorded.graph, recorded.attributes)
 
 
 def _follow_modes(traced: Traced, tracer: TracerLike | None, call: Call, reads: list[nn.Module]) -> None:

@@ -12,7 +12,22 @@ from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.front.proxies import RecordingProxy, StateProxy, is_made_in_forward
 from pippy.ir.front.transformers import TRACED_THROUGH
 from pippy.ir.front.values import has_example
-from pippy.ir.names import first_names
+from pippy.ir.names import first_names, named_state
+from pippy.ir.run.shared_tensors import memory_of
+
+_DTYPES = {
+    int: torch.int64,
+    float: torch.float64,
+    bool: torch.bool,
+}  # what torch takes them for: `torch.zeros(3, dtype=int)`
+
+
+def _place(tensor: torch.Tensor) -> Any:
+    """What tensors have in common that hold the same numbers in the same memory; another object for each that has none."""
+    memory = memory_of(tensor)
+    return (
+        object() if memory is None else (memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+    )
 
 
 class PipeTracer(fx.Tracer):
@@ -32,6 +47,7 @@ class PipeTracer(fx.Tracer):
 
     def trace(self, root: nn.Module, concrete_args: dict[str, Any] | None = None) -> fx.Graph:  # type: ignore[override]
         self._state_names = first_names(root)
+        self._state_places = {_place(each): name for name, each in reversed([*named_state(root)])}
         return super().trace(root, concrete_args)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
@@ -61,12 +77,18 @@ class PipeTracer(fx.Tracer):
     def create_arg(self, a: Any) -> Any:
         if issubclass(type(a), fx.Proxy):  # most are, and each isinstance() below asks a proxy for its class
             return a.node
+        if isinstance(a, type) and a in _DTYPES:
+            return _DTYPES[a]
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(a, numpy.generic):  # generated code cannot contain such a number
             return a.item()
         if numpy is not None and isinstance(a, numpy.ndarray):
             return super().create_arg(torch.from_numpy(a.copy()))
         if isinstance(a, torch.Tensor) and not isinstance(a, nn.Parameter):
+            data_of = None if id(a) in self._state_names else self._state_places.get(_place(a))
+            if data_of is not None:  # `parameter.data`
+                held = self.create_proxy("get_attr", data_of, (), {})
+                return self.create_proxy("call_method", "detach", (held,), {}).node
             self._name_outside_tensor(a)
         if isinstance(a, dict) and type(a) not in (dict, immutable_dict):
             return self._create_mapping(a)

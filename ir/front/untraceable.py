@@ -1,8 +1,7 @@
 """Refuses what symbolic tracing cannot follow, or would silently leave out. Each error has the line and a remedy."""
 
-import re
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -11,8 +10,9 @@ from pippy.ir import source
 from pippy.ir.compiled import Compiled
 from pippy.ir.errors import PippyError, TracingError
 from pippy.ir.front.in_place import changes_in_place
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+from pippy.ir.front.returned_caches import CacheReturnedError, cache_in
+from pippy.ir.module_hooks import hooks_of
+from pippy.ir.surroundings import global_hooks
 
 # A part of the message of Python or torch.fx, and the reason to add.
 _REASONS = (
@@ -25,6 +25,11 @@ _REASONS = (
     ("complex() of a traced value", "tracing sees no values, so complex() of one is unknown"),
     ("__index__ returned non-int", "tracing sees no values, so range() or an index needs a number known beforehand"),
     ("real number", "tracing sees no values, so float() of one is unknown"),
+    (
+        "Variable data has to be a tensor",
+        "assigning .data of a parameter cannot be recorded; change it in place under torch.no_grad(), as in "
+        "parameter.mul_(0.99).add_(other, alpha=0.01)",
+    ),
     ("as parameter", "assigning to a parameter cannot be recorded; change it in place under torch.no_grad()"),
 )
 
@@ -41,7 +46,7 @@ def explained(error: Exception, model: nn.Module, with_example: bool) -> Tracing
     advice = _ADVICE if with_example else _ADVICE.replace("What to do: pass", _EXAMPLE)
     text = str(error)
     if (cache := cache_in(text)) is not None:
-        return cache_refused(model, cache)
+        return CacheReturnedError(model, cache)
     reasons = [reason for clue, reason in _REASONS if clue in text]
     where = getattr(error, "source", None) or source.of_traceback(error.__traceback__, below="trace")
     lines = [f"cannot trace {type(model).__name__}: {type(error).__name__}: {text}"]
@@ -49,25 +54,6 @@ def explained(error: Exception, model: nn.Module, with_example: bool) -> Tracing
     lines += [f"Why: {reason}." for reason in reasons[:1]]
     lines += [] if isinstance(error, NotImplementedError) else [advice]
     return limited(TracingError("\n".join(lines)))
-
-
-def cache_in(text: str) -> str | None:
-    """The class of a cache of transformers that an error is about.
-
-    >>> cache_in("argument of type: <class 'transformers.cache_utils.DynamicCache'>")
-    'DynamicCache'
-    """
-    found = re.search(r"<class 'transformers\.cache_utils\.(\w+)'>", text)
-    return found[1] if found else None
-
-
-def cache_refused(model: nn.Module, cache: str) -> TracingError:
-    """The error for a forward that returns its cache, as those of Hugging Face do unless they are told not to."""
-    return TracingError(
-        f"cannot trace {type(model).__name__}: forward returns its cache, a {cache}, which is for generation and cannot go "
-        "from stage to stage.\nWhat to do: leave it out in training and evaluation, with model.config.use_cache = False before "
-        "pipeline(), or with 'use_cache': False in example_kwargs"
-    )
 
 
 _Error = TypeVar("_Error", bound=PippyError)
@@ -89,10 +75,15 @@ def check_model(model: object) -> None:
         )
     if any(isinstance(value, Compiled) for value in model.__dict__.values()):
         raise TracingError("this is a Pipe already; give the model that it was made from")
-    if "forward" in model.__dict__:
+    if isinstance(model, torch.jit.ScriptModule):
         raise TracingError(
-            f"this {type(model).__name__} has a forward set on the instance, which tracing would pass by; "
-            "define forward in the class"
+            f"this {type(model).__name__} was made by torch.jit, and its code is no Python that could be cut; give the module "
+            "that it was made from. Parts of that may be scripted: a part is called as a whole"
+        )
+    for each in global_hooks():
+        raise TracingError(
+            f"torch.nn.modules.module.{each} has registered hooks of all modules, and workers would not have them; take "
+            "them off, or register hooks of the modules that you mean"
         )
     hooks = hooks_of(model)
     if hooks:
@@ -102,31 +93,23 @@ def check_model(model: object) -> None:
         )
 
 
-def hooks_of(module: nn.Module) -> list[str]:
-    """The kinds of hooks that a module has."""
-    return [kind.strip("_") for kind in _HOOKS if getattr(module, kind)]
-
-
-def check_backward_hooks(tracer: fx.Tracer, module: nn.Module) -> None:
-    """Refuse backward hooks on a module that is no leaf: a stage has its operations, and does not call the module."""
-    path = tracer.path_of_module(module)
-    if not tracer.is_leaf_module(module, path):
-        raise TracingError(
-            f"{path!r} ({type(module).__name__}) has backward hooks, which would be lost, since tracing takes it apart; keep "
-            "it whole with a tracer whose is_leaf_module says True for it, or take the hooks off"
-        )
+def check_own_buffers(module: nn.Module, path: str) -> None:
+    """Refuse a buffer of a module that its forward has assigned, as does a cache that grows with the rows."""
+    buffers: dict[str, Any] = module._buffers  # tracing may have put a proxy in
+    for name, value in buffers.items():
+        full = f"{path}.{name}".lstrip(".")
+        if issubclass(type(value), fx.Proxy) and value.node.target != full and not changes_in_place(value.node, full):
+            raise limited(
+                TracingError(
+                    f"forward() assigns the buffer {full!r}, which cannot be recorded:\n"
+                    f"{source.excerpt_of(value.node)}\n"
+                    f"What to do: change it in place, as in self.{name}.copy_(...), .add_(...) or +=; or assign it in a module "
+                    "without a mark inside, which is kept whole"
+                )
+            )
 
 
 def check_assigned_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
     """Refuse a buffer that forward assigns. An in-place change (`self.count += 1`) is recorded, and allowed."""
     for path, module in model.named_modules():
-        for name, value in module._buffers.items():
-            full = f"{path}.{name}".lstrip(".")
-            if isinstance(value, fx.Proxy) and not changes_in_place(value.node, full):
-                raise limited(
-                    TracingError(
-                        f"forward() assigns the buffer {full!r}, which cannot be recorded:\n"
-                        f"{source.excerpt_of(value.node)}\n"
-                        f"What to do: change it in place, as in self.{name}.copy_(...), .add_(...) or +="
-                    )
-                )
+        check_own_buffers(module, path)

@@ -27,13 +27,13 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    UnsupportedFakeTensorException,
     unset_fake_temporarily,
 )
 from torch.nn.utils.stateless import _reparametrize_module
 
 from pippy.ir import source
 from pippy.ir.errors import MarkError
+from pippy.ir.fake_mode import OF_FAKES, zeros_for
 from pippy.ir.front.attributes import lookup_attribute
 from pippy.ir.front.fake_results import FakeResults, ShapeChangedError
 from pippy.ir.front.refusals import refused
@@ -61,12 +61,6 @@ _UNKNOWN_OF_TENSORS = frozenset(
 )
 
 
-_OF_FAKES = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    NotImplementedError,
-)
 _ABOUT_TENSORS = re.compile(r"device|shape|size of tensor|dim|dtype|scalar type|Input type|its parameters are")
 
 
@@ -121,19 +115,21 @@ class Values:
         """Whether the value of a node is a tensor, for all that is known."""
         return self.of(node) is UNKNOWN or isinstance(self.of(node), torch.Tensor)
 
-    def fix(self, node: fx.Node, value: Any) -> None:
+    def fix(self, node: fx.Node, value: Any) -> fx.Node:
         """Note that Python was told the value of a node, which is checked from now on whenever the graph runs."""
         if node in self._fixed and not self._fixed[node]._erased:
-            return
+            return self._fixed[node]
         # It stands behind the node, and so in the same stage; inputs stay together, before all else.
         where = self.tracer.graph.inserting_after(node if node.op != "placeholder" else self._last_node())
         with where:
             self._fixed[node] = self.tracer.create_node(
                 "call_function", check_fixed, (node, value, str(source.of_frame(sys._getframe(1)) or "")), {}
             )
+        return self._fixed[node]
 
     def _last_node(self) -> fx.Node:
-        return next(iter(reversed(self.tracer.graph.nodes)))
+        last = next(iter(reversed(self.tracer.graph.nodes)))
+        return last if last.op != "output" else self.tracer.graph.find_nodes(op="placeholder")[-1]
 
     def _find(self, node: fx.Node) -> Any:
         if any(self.of(each) is UNKNOWN for each in node.all_input_nodes):
@@ -158,7 +154,7 @@ class Values:
         is_tracing = self.tracer.__dict__.get("_values") is self
         if not (is_tracing and self.example) or not isinstance(error, (RuntimeError, IndexError)):
             return False
-        if isinstance(error, _OF_FAKES):
+        if isinstance(error, OF_FAKES):
             return False
         if node.op == "call_module":
             of_torch = type(self._modules[str(node.target)]).__module__.startswith("torch.nn.")
@@ -243,7 +239,7 @@ class Values:
     def _really_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The same where forward asks for numbers: it is called with zeros. What depends on them is checked in each run."""
         with unset_fake_temporarily(), torch.no_grad():
-            args, kwargs = map_leaves(_zeros, args), map_leaves(_zeros, kwargs)
+            args, kwargs = map_leaves(zeros_for, args), map_leaves(zeros_for, kwargs)
             with _with_buffers(module, {name: buffer.clone() for name, buffer in module.named_buffers()}):
                 result = module.forward(*args, **kwargs)
         return self._fake(result)
@@ -270,11 +266,6 @@ class Values:
 def _with_buffers(module: nn.Module, buffers: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
     """A context in which a module has other buffers, since its forward may change them."""
     return _reparametrize_module(module, buffers) if buffers else nullcontext()
-
-
-def _zeros(leaf: Any) -> Any:
-    """Zeros for a fake tensor."""
-    return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device) if isinstance(leaf, FakeTensor) else leaf
 
 
 def _lose_mark(module: nn.Module) -> None:
@@ -369,4 +360,6 @@ def fix_value(proxy: fx.Proxy) -> Any:
 
 def none_if_known(part: Any) -> Any:
     """None if that is known to be the value of a proxy, which is checked; Python asks for None by `is`. Else ``part``."""
+    if not issubclass(type(part), fx.Proxy):  # it is given as itself
+        return part
     return None if value_of(part) is None and fix_value(part) is None else part

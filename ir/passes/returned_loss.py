@@ -8,6 +8,7 @@ The specification has the shape of what the model returns, with True for the los
     (loss, logits)                          (True, False)                       or 0
     {"loss": loss, "logits": logits}        {"loss": True, "logits": False}     or "loss", or None
     Output(loss=loss, logits=logits)        {"loss": True, "logits": False}     or "loss", or 0, or None
+    Output(parts={"loss": loss})            {"parts": {"loss": True}}           or {"parts": "loss"}
 
 The search goes through two graphs, since a container can be made at two places:
 
@@ -127,25 +128,40 @@ class _Search:
     def _inner_seed(self, value: fx.Node, spec: Any) -> list[Any]:
         """The seed for a loss that is a field of ``value``."""
         fields = _fields(self.compiled, value)
-        names = list(fields)
-        if not names:
+        if not fields:
             raise self._error(
                 f"looks inside {value.name!r}, but tracing does not know what that is made of; "
                 "return the loss as an output of its own"
             )
-        flags = _field_flags(names, spec)
-        if sum(flag is True for flag in flags) != 1:
-            raise self._error(f"does not mark one of the fields {names}")
-        if any(flag is True and fields[name] is None for name, flag in zip(names, flags)):
+        seed = self._seed_of(fields, spec)
+        if _count(seed) != 1:
+            raise self._error(f"does not mark one of the fields {list(fields)}")
+        return seed
+
+    def _seed_of(self, held: Mapping[Any, Any], spec: Any) -> list[Any]:
+        flags = _field_flags(list(held), spec)
+        return [self._seed_at(item, flag) for item, flag in zip(held.values(), flags)]
+
+    def _seed_at(self, held: Any, flag: Any) -> Any:
+        """The seed for what a field holds: for a list or a dict, what is left of the specification may lead into it."""
+        if flag is True and held is None:
             raise self._none()
-        return [SEED if flag is True else None for flag in flags]
+        if flag is True or flag is None or flag is False:
+            return SEED if flag else None
+        items = dict(enumerate(held)) if _is_sequence(held) else held
+        return self._seed_of(items, flag) if isinstance(items, Mapping) else None
 
 
 def _is_sequence(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-def _field_flags(names: list[str], spec: Any) -> list[Any]:
+def _count(seed: Any) -> int:
+    """How many values a seed marks."""
+    return sum(map(_count, seed)) if isinstance(seed, list) else int(seed is SEED)
+
+
+def _field_flags(names: list[Any], spec: Any) -> list[Any]:
     """For each field, whether ``spec`` marks it; empty if ``spec`` does not fit the fields."""
     if isinstance(spec, Mapping):
         return [spec.get(name) for name in names] if set(spec) <= set(names) else []

@@ -1,14 +1,14 @@
 """The copies of replicated parameters: before each run they are made equal, and after it each has the whole gradient."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
 
-from pippy.ir.errors import SharedParameterError
 from pippy.ir.names import named_state
-from pippy.ir.run.shared_tensors import get_tensor, has_gradient_hooks
+from pippy.ir.run.gradient_hooks import GradientHooks, accumulated, hooks_set_aside
+from pippy.ir.run.shared_tensors import get_tensor
 from pippy.ir.run.stage_backward import add_gradients
 from pippy.ir.sparse_tensors import equal
 
@@ -19,11 +19,6 @@ def follow_owners(groups: Sequence[Copies]) -> None:
     """Make every copy equal to the first, the model's own parameter, which an optimizer or a loaded state may have changed."""
     with torch.no_grad():
         for owner, *copies in groups:
-            if has_gradient_hooks(owner):
-                raise SharedParameterError(
-                    f"a replicated parameter of shape {list(owner.shape)} has got gradient hooks, which would see a part of "
-                    "its gradient; take them off, or make the Pipe with TRANSMIT for it"
-                )
             for copy in copies:
                 copy.requires_grad_(owner.requires_grad)
                 if (copy.dtype, copy.device) != (owner.dtype, owner.device):
@@ -69,32 +64,39 @@ def whole_gradients(groups: Sequence[Copies]) -> Iterator[None]:
     """Inside, the copies start without gradients; at the end each copy has the sum of all their gradients.
 
     The gradient that the model's own parameter had before is set aside and added at the end. So gradients accumulate over
-    several runs, and `model.zero_grad()` works for all copies.
+    several runs, and `model.zero_grad()` works for all copies. The hooks on it are called once, with the sum; so a parameter
+    with hooks of which there are no copies may be a group, too.
     """
     before = [copies[0].grad for copies in groups]
     for copies in groups:
         for tensor in copies:
             tensor.grad = None
     try:
-        yield
+        with ExitStack() as stack:
+            for copies in groups:
+                stack.enter_context(hooks_set_aside(copies[0]))
+            yield
+        for copies, old in zip(groups, before):
+            sum_gradients(copies, old)
     except BaseException:
-        for copies in groups:
-            for tensor in copies:
-                tensor.grad = None
-        raise
-    else:
-        for copies in groups:
-            sum_gradients(copies)
-    finally:
         for copies, old in zip(groups, before):
             for tensor in copies:
-                tensor.grad = add_gradients(old, tensor.grad)
+                tensor.grad = old
+        raise
 
 
-def sum_gradients(copies: Copies) -> None:
-    """Give every copy of a replicated parameter the sum of all copies' gradients, added in the order of the stages."""
+def sum_gradients(copies: Copies, before: torch.Tensor | None = None) -> None:
+    """Give every copy of a replicated parameter the sum of all copies' gradients, added in the order of the stages.
+
+    The hooks of the first are called with the sum. It is added to ``before``.
+    """
     total = None
     for tensor in copies:
         total = add_gradients(total, tensor.grad)
-    for tensor in copies:
+    if total is not None and GradientHooks.of(copies[0]):
+        total = accumulated(copies[0], total, None if before is None else before.clone())
+    else:
+        total = add_gradients(before, total)
+    copies[0].grad = total
+    for tensor in copies[1:]:
         tensor.grad = None if total is None else total.clone()

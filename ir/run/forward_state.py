@@ -73,6 +73,18 @@ class Before:
                     changes.append(Change(held, name, before.get(name, _MISSING)))
         return changes, written, complete
 
+    def put_back(self) -> None:
+        """Have all as it was, for good. Tensors that were written stay the same objects."""
+        changes, written, _ = self.changes()
+        for each in changes:
+            _set(each.held, each.name, each.before)
+        with torch.no_grad():
+            for number, name in written:
+                tensor, copied = self.same[number][name], self.copies[number, name]
+                if not tensor.is_inference() and tensor.shape == copied.shape:
+                    tensor.copy_(copied)
+                    self.held[number][name] = tensor
+
     def _is_written(self, place: tuple[int, str], tensor: torch.Tensor) -> bool:
         if version_of(tensor) != self.versions[place]:
             return True
@@ -201,12 +213,13 @@ class RandomNumbersThen:
         """Inside, the states are those; afterwards as before."""
         now = self.of.now()
         try:
-            self._set()
+            self.restore()
             yield
         finally:
-            now._set()
+            now.restore()
 
-    def _set(self) -> None:
+    def restore(self) -> None:
+        """Have these states again."""
         self.usual.restore()
         for then, (_, set) in zip(self.own, self.of.generators):
             set(then)

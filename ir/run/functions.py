@@ -33,6 +33,16 @@ def check_not_none(value: Any) -> None:
         )
 
 
+def check_same(value: Any, other: Any, line: str = "") -> None:
+    """Raise if two values are not one object. While tracing, `y is x` was True for them."""
+    if value is not other:
+        raise InputError(
+            "forward asked whether two values are one object, and went on for yes; now they are two"
+            + (f":\n  {line}\n" if line else "; ")
+            + "What to do: make another Pipe with this call for its example, or compare what decides, as in x.is_contiguous()"
+        )
+
+
 def check_fixed(value: Any, fixed: Any, line: str = "") -> None:
     """Raise if a value is not what it was while forward was traced, and Python asked for it.
 
@@ -50,6 +60,23 @@ def check_fixed(value: Any, fixed: Any, line: str = "") -> None:
             f"forward asked for a value while it was traced, and went on for {fixed!r}; now it is {value!r}"
             + (f":\n  {line}\n" if line else "; ")
             + f"What to do: make another Pipe with example arguments for which it is {value!r}"
+        )
+
+
+def check_all_true(valid: torch.Tensor, line: str = "") -> None:
+    """Raise if some parameters of a distribution, or values that its density is asked for, are not valid.
+
+    >>> check_all_true(torch.tensor([True, False]), "net.py:7, in forward")
+    Traceback (most recent call last):
+      ...
+    ValueError: a distribution was given 1 value that is not valid, such as a nan or a scale below zero:
+      net.py:7, in forward
+    """
+    if not torch._is_all_true(valid):
+        count = int((~valid).sum())
+        raise ValueError(
+            f"a distribution was given {count} value{'s that are' if count > 1 else ' that is'} not valid, such as a nan or a "
+            "scale below zero" + (f":\n  {line}" if line else "")
         )
 
 

@@ -21,9 +21,11 @@ from pippy.ir.run.checkpointed_parts import end_part
 from pippy.ir.run.copies import owners_in_place_of_copies
 from pippy.ir.run.functions import (
     by_mode,
+    check_all_true,
     check_fixed,
     check_not_none,
     check_padding,
+    check_same,
     check_tensor,
     own_copy,
     set_grad_mode,
@@ -39,8 +41,10 @@ _OURS = (
     stage_backward,
     set_grad_mode,
     check_tensor,
+    check_all_true,
     check_fixed,
     check_not_none,
+    check_same,
     check_padding,
     by_mode,
     own_copy,

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from pippy.ir.errors import InitializationError
+from pippy.ir.public_calls import check_words
 
 _SPEC = "pippy.layer_spec"  # no part of a module can have this name, since it has a dot
 
@@ -47,6 +48,7 @@ class LayerSpec:
             raise InitializationError(
                 f"{type(self).__name__} takes a class of modules, and then its arguments; this is a {type(layer).__name__}"
             )
+        check_words(getattr(layer, "__name__", "the layer"), kwargs, layer)
         self.layer, self.args, self.kwargs = layer, args, kwargs
 
     def build(self) -> nn.Module:

@@ -92,6 +92,16 @@ class LiveStorages(TorchDispatchMode):
         keys = (part.untyped_storage()._cdata for each in tensors for part in plain_parts(each))
         return max((self._numbers.get(key, self.seen + 1) for key in keys), default=0)
 
+    def storages_of(self, tensors: Iterable[torch.Tensor]) -> frozenset[tuple[int, int, int]]:
+        """The storages of these tensors: the address of each, its number in the order in which they came, and its bytes."""
+        keys = {part.untyped_storage()._cdata for each in tensors for part in plain_parts(each)}
+        return frozenset((key, self._numbers[key], self._sizes[key]) for key in keys if key in self._numbers)
+
+    def is_alive(self, storage: tuple[int, int, int]) -> bool:
+        """Whether a storage is still there; at its address there may be another one."""
+        address, number, _ = storage
+        return self._numbers.get(address) == number
+
     def bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
         """The bytes of the storages of these tensors, which count already, each once."""
         parts = (part for tensor in tensors for part in plain_parts(tensor))

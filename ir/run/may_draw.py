@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from pippy.ir.run.scripted_functions import ScriptedFunction
+
 
 class Draws(Enum):
     """From which generators something may draw.
@@ -104,6 +106,8 @@ def function_draws(function: Callable[..., Any]) -> Draws:
         module.startswith("pippy.") and isinstance(function, types.FunctionType)
     ):
         return Draws.NOTHING
+    if isinstance(function, ScriptedFunction):
+        return Draws.TORCHS
     inner = getattr(function, "function", function)  # of a call of an autograd function, that
     if isinstance(inner, type):
         return Draws.of([Draws.TORCHS, _class_draws(inner)])

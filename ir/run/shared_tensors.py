@@ -33,9 +33,7 @@ def memory_of(value: Any) -> int | None:
     """What tensors have in common that share memory; None for what is no tensor with strides."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
-    return value.untyped_storage()._cdata
-
-
-def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has hooks on its gradient. The hooks of a copy would be called with a part of the gradient."""
-    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+    try:
+        return value.untyped_storage()._cdata
+    except (NotImplementedError, ValueError):  # a tensor of torch.func, which wraps another; a lazy parameter
+        return None

@@ -6,9 +6,7 @@ unknown, and so are the nodes that depend on it; all others are known.
 """
 
 import copy
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMo
 from torch.utils.flop_counter import FlopCounterMode
 
 from pippy.ir.compiled import Compiled
+from pippy.ir.fake_mode import FakeMode
 from pippy.ir.interrupts import heard
 from pippy.ir.nodes import forward_nodes, is_getitem, map_nodes
 from pippy.ir.run.graph_module import PipeGraphModule
@@ -108,8 +107,8 @@ def propagate(compiled: Compiled, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 def propagate_inputs(compiled: Compiled, inputs: Mapping[str, Any]) -> Shapes:
     """The same for the inputs of the graph, by name."""
-    with heard(), untouched_random_state(), _quiet(), torch.inference_mode(False), torch.enable_grad():
-        return _Propagation(compiled, FakeTensorMode(allow_non_fake_inputs=True)).run(inputs)
+    with heard(), untouched_random_state(), torch.inference_mode(False), torch.enable_grad():
+        return _Propagation(compiled, FakeMode()).run(inputs)
 
 
 def measure(value: Any) -> Shape:
@@ -188,7 +187,7 @@ class _StageOnFakes:
             if node.op == "placeholder":
                 values[node] = next(given)
             elif node.op == "output":
-                return fx.node.map_arg(node.args[0], values.__getitem__)
+                return map_nodes(values.__getitem__, node.args[0])
             else:
                 values[node] = self._node(interpreter, node, values)
         raise AssertionError("a graph ends in its output")
@@ -197,7 +196,7 @@ class _StageOnFakes:
         before = unknown_in([values[each] for each in node.all_input_nodes])
         if before is not None:
             return before
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        args, kwargs = map_nodes(values.__getitem__, (node.args, node.kwargs))
         try:
             return getattr(interpreter, node.op)(node.target, args, kwargs)
         except Exception as error:
@@ -228,14 +227,3 @@ def _reason(error: Exception) -> str:
 def _at(node: fx.Node) -> str:
     where = node.meta.get("source")
     return f", at {where}" if where is not None else ""
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Inside, torch does not log what fake tensors cannot do, since the caller gets an `Unknown` for it."""
-    logger = logging.getLogger(FakeTensorMode.__module__)
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before

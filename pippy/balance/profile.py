@@ -30,6 +30,7 @@ from pippy.ir.cut.uses import is_operation, operations
 from pippy.ir.errors import BalanceError, StageError
 from pippy.ir.front.trace import Traced
 from pippy.ir.names import named_state
+from pippy.ir.nodes import map_nodes
 from pippy.ir.run.checkpointed_parts import is_end, parts_of
 from pippy.ir.run.stage_run import as_leaf
 from pippy.ir.same_work import work_of
@@ -207,7 +208,7 @@ class _Run:
     def _change(self, node: fx.Node, call: Callable[[Any], Any], wanted: bool) -> None:
         """Do to the values themselves what was done to copies, so that values that share their memory change too."""
         with torch.no_grad():
-            value = call(fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__))
+            value = call(map_nodes(self.values.__getitem__, (node.args, node.kwargs)))
         self.values[node] = map_tensors(torch.Tensor.detach, value)
         roots = {root for target in self.targets[node] for root in self.roots[target]}
         for other in self.flags if wanted else ():
@@ -281,7 +282,7 @@ class _Trial:
 
             return map_tensors(leaf, value)
 
-        return fx.node.map_arg(self.arguments, prepared), leaves
+        return map_nodes(prepared, self.arguments), leaves
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         self.copies.append(tensor.clone())

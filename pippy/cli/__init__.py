@@ -2,6 +2,7 @@
 
 import click
 
+from pippy.cli.check import check
 from pippy.cli.compare import compare
 from pippy.cli.doctor import doctor
 from pippy.cli.fit import fit
@@ -22,6 +23,7 @@ def main() -> None:
       pippy fit model.py:Net -p 4 ...     what fits into the memory of the workers
       pippy schedule 1F1B -p 4 -m 8       when each worker does what
       pippy run train.py -n 4             a script with four workers on this host
+      pippy check train.py -n 4           its first step beside that of plain PyTorch
       pippy doctor                        what works here, and what does not
 
     The exit status is 0 if all is well, 1 if something is wrong with what was given, and 2 if the command was not
@@ -29,5 +31,5 @@ def main() -> None:
     """
 
 
-for _command in (show, fit, schedule, compare, validate, run, doctor):
+for _command in (show, fit, schedule, compare, validate, run, check, doctor):
     main.add_command(_command)

@@ -1,7 +1,10 @@
 """`pippy fit`: how to run a model in so many bytes on each worker: schedule, micro-batches, forwards computed again."""
 
 import inspect
+import re
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,6 +16,7 @@ from pippy.cli.show import given_pipe, made_inputs, pair, parsed
 if TYPE_CHECKING:
     import torch
 
+    from pippy.drivers.automatic.memory_fit import Call
     from pippy.drivers.schedules import Program
     from pippy.ir.pipe import Pipe
 
@@ -58,7 +62,7 @@ def fit(
     from pippy.ir.pipe import compiled_of
 
     args, kwargs = made_inputs([parsed(each) for each in inputs])
-    with said_warnings():
+    with said_warnings(), _as_typed():
         pipe = _training_pipe(target, workers, args, kwargs, **how)
         compiled = compiled_of(pipe)
         call = call_to_fit(
@@ -69,9 +73,68 @@ def fit(
             [counted_optimizer(_optimizer(optimizer))] if optimizer else [],
         )
         fitting = MemoryFit(memory.split(",") if "," in memory else memory, checkpoint, "--memory ")
-        counts = [chunks] if chunks else counts_of_chunks(fitting.rows_to_cut(call))
+        counts = [chunks] if chunks else _counts_that_run(call, counts_of_chunks(_rows(call)))
         fitted = fitting.best(fitting.problem(_plain(pipe, workers), call, counts, None), call.rows, measured=False)
     click.echo(str(fitted))
+
+
+@contextmanager
+def _as_typed() -> Iterator[None]:
+    """Inside, errors name the options of the command line in place of arguments in Python, which the user has not given."""
+    from pippy.ir.errors import PippyError
+
+    try:
+        yield
+    except PippyError as error:
+        text = str(error)
+        for written, typed in _TYPED:
+            text = re.sub(written, typed, text)
+        raise click.ClickException(text) from error
+
+
+_TYPED = (
+    (r"example_args are not arguments of this Pipe", "what --input says are not the arguments of a step"),
+    (r"with the example arguments, this", "with what --input says, this"),
+    (r"give example_args and example_kwargs that", "give --input with sizes and dtypes that"),
+    (r"called with, on its device", "called with"),
+    (r"use chunks=(\d+) or less", r"give -m \1 or less"),
+    (r", or TensorChunkSpec\(dim\) if the rows are along another dimension", ""),
+    (r"\n?Give what is no part of the batch a Replicate\(\).*", "\nGive all inputs as many rows, or -m 1"),
+    (r"memory_limit=", "--memory "),
+    (r"num_stages=", "--num-stages "),
+)
+
+
+def _rows(call: "Call") -> int:
+    if call.rows is None:
+        raise click.ClickException(
+            "without -m, the rows of the inputs are cut into micro-batches, and these have no rows, or not all as many; give "
+            "all of them as many in their first dimension, or -m 1"
+        )
+    return call.rows
+
+
+def _counts_that_run(call: "Call", counts: Sequence[int]) -> list[int]:
+    """Those of some numbers of micro-batches in which the model can be run; which others were tried is said."""
+    from pippy.ir.errors import PippyError
+
+    refused: dict[int, PippyError] = {}
+    for count in counts:
+        try:
+            call.estimate(count)
+        except PippyError as error:
+            refused[count] = error
+    if refused:
+        tried = ", ".join(map(str, refused))
+        reason = next(iter(refused.values()))
+        told = (
+            f"without -m, numbers of micro-batches are tried; the model cannot be run in {tried}, whose micro-batches have "
+            f"other sizes than --input says: {reason}"
+        )
+        if len(refused) == len(counts):
+            raise click.ClickException(told)
+        click.echo(f"Warning: {told}", err=True)
+    return [count for count in counts if count not in refused]
 
 
 def _training_pipe(

@@ -4,7 +4,7 @@ import importlib.util
 import os
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ _UNDER_TORCHRUN = (
 )
 
 
-class RunCommand(click.Command):
-    """The command. If it gets an option of the script, it says where such options go."""
+class ScriptCommand(click.Command):
+    """A command that runs a script. If it gets an option of the script, it says where such options go."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse, with a better error for an unknown option."""
@@ -28,8 +28,8 @@ class RunCommand(click.Command):
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             raise click.UsageError(
-                f"pippy run has no option {error.option_name!r}; an option of the script goes behind --, as in: "
-                f"pippy run train.py -n 2 -- {error.option_name}",
+                f"{ctx.command_path} has no option {error.option_name!r}; an option of the script goes behind --, as in: "
+                f"{ctx.command_path} train.py -n 2 -- {error.option_name}",
                 ctx,
             ) from None
 
@@ -40,22 +40,34 @@ _NOT_ASKED = (
 )
 
 
-@click.command(cls=RunCommand, no_args_is_help=True, short_help="Run a script with workers on this host.")
-@click.argument("script")
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
-@click.option(
-    "-n",
-    "--workers",
-    type=click.IntRange(1),
-    envvar="PIPPY_WORKERS",
-    required=True,
-    show_envvar=True,
-    help="How many workers.",
-)
-@click.option("--threads", type=click.IntRange(1), help="How many threads each computes with.  [the cores, divided]")
-@click.option("--pin", is_flag=True, help="Give each worker one core to itself.")
-@click.option("--device", help="The device of all workers.  [cpu]")
-@click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module, as for python -m.")
+def script_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The arguments of a command that runs a script."""
+    workers = "How many workers."
+    threads = "How many threads each computes with.  [the cores, divided]"
+    options = (
+        click.argument("script"),
+        click.argument("args", nargs=-1, type=click.UNPROCESSED),
+        click.option(
+            "-n",
+            "--workers",
+            type=click.IntRange(1),
+            envvar="PIPPY_WORKERS",
+            required=True,
+            show_envvar=True,
+            help=workers,
+        ),
+        click.option("--threads", type=click.IntRange(1), help=threads),
+        click.option("--pin", is_flag=True, help="Give each worker one core to itself."),
+        click.option("--device", help="The device of all workers.  [cpu]"),
+        click.option("-m", "--module", is_flag=True, help="SCRIPT is the name of a module, as for python -m."),
+    )
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+@click.command(cls=ScriptCommand, no_args_is_help=True, short_help="Run a script with workers on this host.")
+@script_options
 def run(
     script: str, args: tuple[str, ...], workers: int, threads: int | None, pin: bool, device: str | None, module: bool
 ) -> None:
@@ -75,12 +87,18 @@ def run(
       pippy run train.py -n 2 --threads 1 --pin -- --epochs 3 --lr 0.1
       PIPPY_WORKERS=4 pippy run -m project.train
     """
+    raise click.exceptions.Exit(run_script(script, args, workers, threads, pin, device, module))
+
+
+def run_script(
+    script: str, args: Sequence[str], workers: int, threads: int | None, pin: bool, device: str | None, module: bool
+) -> int:
+    """Run a script with a cluster that stands by. Gives its exit status."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         raise click.ClickException(_UNDER_TORCHRUN.format(script=script))
     with as_python(script, args, module):
         _check_exists(script, module)
-        status = _run(script, module, workers, {"threads": threads, "pin": pin, "device": device})
-    raise click.exceptions.Exit(status)
+        return _run(script, module, workers, {"threads": threads, "pin": pin, "device": device})
 
 
 def _check_exists(script: str, module: bool) -> None:

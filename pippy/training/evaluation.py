@@ -18,6 +18,7 @@ from pippy.drivers.driver_base import PipelineDriverBase
 from pippy.drivers.errors import DriverError
 from pippy.drivers.steps.evaluating import evaluating
 from pippy.ir.pipe import follow_training_flags
+from pippy.ir.public_calls import placing_words
 from pippy.ir.run.random_state import untouched_random_state
 from pippy.ir.trees import describe
 from pippy.training.reader import check_data, generators_of, may_read_ahead
@@ -26,6 +27,7 @@ Metric = Callable[[Any, Any], Any]
 _AHEAD = 2
 
 
+@placing_words("pippy.evaluate(driver, data, chunks=4)")
 def evaluate(
     driver: PipelineDriverBase, data: Iterable[Any], *, chunks: int | None, metric: Metric | None = None
 ) -> dict[str, float]:

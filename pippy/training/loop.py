@@ -19,7 +19,7 @@ from torch import nn
 from pippy.drivers.batches.items import call_of
 from pippy.drivers.data.data_iterators import loss_alone
 from pippy.drivers.driver_base import PipelineDriverBase
-from pippy.drivers.errors import WorkerLostError
+from pippy.drivers.errors import CheckError, WorkerLostError
 from pippy.drivers.interrupts import first_waits
 from pippy.drivers.recording.rates import DTYPES
 from pippy.drivers.steps.updates import Updates
@@ -66,11 +66,12 @@ class Loop:
         eval_every: int | None = None,
         progress: bool = False,
         max_recoveries: int = 0,
+        check: bool = False,
     ) -> None:
         self.driver, self.reader, self.updates, self.length = driver, reader, updates, length
         self.chunks, self.callbacks, self.checkpoints = chunks, callbacks, checkpoints
         self.evaluation, self.eval_every, self.shows = evaluation, eval_every, progress
-        self.max_recoveries, self.result = max_recoveries, TrainingResult()
+        self.max_recoveries, self.check, self.result = max_recoveries, check, TrainingResult()
         self.reads_ahead = may_read_ahead(driver)
         self.has_tokens = any(isinstance(each, nn.Embedding) for each in driver.pipe.modules())
 
@@ -152,6 +153,8 @@ class Loop:
             items = fetched.get()
             if not items:
                 return
+            if self.check:
+                self._checked(items[0], progress)
             report, fetched = self._step(items, came)
             progress.show(report)
             if self._evaluates():
@@ -165,6 +168,15 @@ class Loop:
                 break
         if fetched is not None and fetched.items:  # they were read ahead, and are not used
             self.reader.go_back(fetched.before)
+
+    def _checked(self, item: Any, progress: Progress) -> None:
+        """Check a step of this item, once. Raises if it is not that of the plain model."""
+        call = call_of([item], self.chunks)
+        report = self.driver.check(*(() if call.chunks is None else (call.chunks,)), *call.args, **call.kwargs)
+        if not report:
+            raise CheckError(report)
+        progress.say(str(report))
+        self.check = False
 
     def _evaluates(self) -> bool:
         """Whether there is an evaluation after the step that was just sent, or is done."""

@@ -3,9 +3,11 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from pippy.ir.public_calls import placing_words
 from pippy.training.reader import Reader
 
 
+@placing_words()
 class RepeatingLoader(Iterator[Any]):
     """An iterator over data that begins anew at its end, as DeepSpeed's. Its position can be saved.
 

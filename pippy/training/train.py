@@ -10,6 +10,7 @@ from pippy.drivers.driver_arguments import check_chunks
 from pippy.drivers.driver_base import PipelineDriverBase
 from pippy.drivers.errors import DriverError
 from pippy.drivers.steps.updates import Updates, checked_updates
+from pippy.ir.public_calls import placing_words
 from pippy.ir.trees import describe
 from pippy.training.checkpoints import Checkpoints, checked_checkpoints
 from pippy.training.evaluation import Evaluation, Metric
@@ -20,6 +21,7 @@ from pippy.training.repeating_loader import RepeatingLoader
 from pippy.training.result import TrainingResult
 
 
+@placing_words("pippy.train(driver, data, optimizer, chunks=4, steps=100)")
 def train(
     driver: PipelineDriverBase,
     data: Iterable[Any],
@@ -44,6 +46,7 @@ def train(
     eval_every: int | None = None,
     metric: Metric | None = None,
     max_recoveries: int = 0,
+    check: bool = False,
     progress: bool = True,
 ) -> TrainingResult:
     """Train the model of a driver: for so many ``steps`` (updates), or ``epochs`` of ``data``, or whatever ends first.
@@ -53,6 +56,9 @@ def train(
     takes k items, each in ``chunks`` micro-batches. Gradients are clipped to the norm ``max_norm``, or each element to
     ``clip_value``. ``optimizer`` and ``scheduler`` may be lists; a scheduler steps with each update. Callbacks are called with
     a `StepReport` after each step.
+
+    With ``check=True``, the first item of data is given to `driver.check` before the first step: if the workers have not the
+    numbers of the plain model, that is a `CheckError` with the table.
 
     With ``eval_data``, the model is evaluated every ``eval_every`` steps, and at the end, as by `pippy.evaluate`. ``progress``
     shows a bar, or lines on stderr.
@@ -95,6 +101,7 @@ def train(
         eval_every,
         bool(progress),
         max_recoveries,
+        bool(check),
     ).run()
 
 

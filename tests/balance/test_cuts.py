@@ -185,26 +185,11 @@ def test_a_parameter_that_is_to_be_transmitted_stays_with_the_leaf_that_has_it()
     assert (allowed(traced), allowed(traced, transmit)) == ([1, 2], [])
 
 
-def test_a_copy_of_a_parameter_with_a_hook_is_not_made():
+def test_a_parameter_with_a_hook_may_be_copied():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU())
     model[2].weight = model[0].weight
     model[0].weight.register_hook(lambda gradient: gradient)
-    assert allowed(trace(model)) == [3]
-
-
-def test_a_parameter_with_a_hook_travels_but_is_not_copied():
-    class ByName(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4, 4))
-            self.weight.register_hook(lambda gradient: gradient)
-
-        def forward(self, x):
-            return torch.relu(x @ self.weight) @ self.weight
-
-    traced = trace(ByName())
-    assert allowed(traced) == [1, 2]
-    assert allowed(traced, MultiUseParameterConfig.REPLICATE) == []
+    assert allowed(trace(model)) == [1, 2, 3]
 
 
 def test_a_tensor_that_wants_a_gradient_and_is_no_parameter_stays_with_its_leaf():

@@ -55,3 +55,40 @@ def test_what_cannot_work_is_refused(fit):
         "--memory 1GiB -p 3 --num-stages 2", status=1
     )
     assert "<- chosen" in fit("--memory 1GiB -p 3 -m 2 --num-stages 3")
+
+
+LOSS = "--loss torch.nn:MSELoss"
+
+
+@pytest.mark.parametrize(
+    ("options", "call", "said"),
+    [
+        ("-m 100", CALL, r"too few for 100 micro-batches; give -m 64 or less$"),
+        (
+            "",
+            f"{LOSS} --input float32[64,8] --input float32[32,8]",
+            r"^Error: without -m, .* not all as many; give .*-m 1$",
+        ),
+        ("-m 2", f"{LOSS} --input float32[64,8] --input float32[32,8]", r"Give all inputs as many rows, or -m 1$"),
+        ("", f"{LOSS} --input float32[64,8]", r"^Error: what --input says are not the arguments of a step: missing"),
+        (
+            "",
+            f"{LOSS} --input float32[64,9] --input float32[64,8]",
+            r"give --input with sizes and dtypes that the model",
+        ),
+    ],
+)
+def test_errors_name_what_was_typed(options, call, said, fit):
+    assert re.search(said, fit(f"--memory 1GiB -p 2 {options}", call=call, status=1).strip(), re.MULTILINE)
+
+
+def test_numbers_of_micro_batches_that_fit_tries_itself_are_no_fault_of_the_users(fit, tmp_path):
+    """It raised an error that asked for another example, which nobody had given."""
+    loop = "        assert all(row.shape == (8,) for row in x)\n        return"
+    (tmp_path / "net.py").write_text(NET.replace("        return", loop))
+    told = fit("--memory 1GiB -p 2")
+    assert "<- chosen" in told and "with 1 micro-batch:" in told
+    assert (
+        "Warning: without -m, numbers of micro-batches are tried; the model cannot be run in 2, 4, 8, 16, 32, 64"
+        in told
+    )

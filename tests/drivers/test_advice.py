@@ -346,6 +346,7 @@ def smoothed(cluster, chunks, reduction="mean"):
 
 
 @pytest.mark.parametrize(("words", "fails", "advised"), INPUTS, ids=[row[0] for row in INPUTS])
+@pytest.mark.filterwarnings("ignore:it could not be checked")
 def test_specs_of_inputs(words, fails, advised, four):
     with pytest.raises(PippyError) as caught:
         fails(four)

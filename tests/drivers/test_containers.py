@@ -147,3 +147,37 @@ def test_an_argument_goes_straight_to_the_stages_that_use_it(threads, monkeypatc
     loss = driver.run(3, x, middle, 0.5, {"bias": bias}, target)
     torch.testing.assert_close(loss, F.mse_loss(model(x, middle, 0.5, {"bias": bias}), target).detach())
     assert given == {0: {"x"}, 1: {"middle"}, 2: {"scale", "last", "target"}}
+
+
+class Checked(namedtuple("Checked", "value rows")):
+    """As torch's PackedSequence: the constructor looks at what it is given."""
+
+    def __new__(cls, value, rows):
+        assert rows["of"].device.type == "cpu"
+        return super().__new__(cls, value, rows)
+
+
+class Packing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.rnn, self.last = nn.Linear(3, 4), nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(self.embedding(x), lengths, batch_first=True, enforce_sorted=False)
+        checked = Checked(x, {"of": lengths})
+        padded, counts = nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=5)
+        return self.last(padded.sum(1) / counts[:, None] + checked.value.sum() * 0)
+
+
+@pytest.mark.parametrize("on", ["cluster", "threads"])
+def test_named_tuples_that_check_what_they_hold(on, request):
+    """They were made again around what stands for tensors, and a PackedSequence could not go from stage to stage."""
+    model, lengths = Packing(), torch.tensor([5, 2, 3, 1])
+    x, target = torch.randn(4, 5, 3), torch.randn(4, 2)
+    plain = copy.deepcopy(model)
+    F.mse_loss(plain(x, lengths), target).backward()
+    pipe = pipeline(model, nn.MSELoss(), example_args=(x, lengths, target), num_stages=3)  # weighed by running it
+    driver = PipelineDriver1F1B(pipe, request.getfixturevalue(on))
+    driver.run(2, x, lengths, target)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(driver.get_grad(name), parameter.grad)

@@ -96,7 +96,7 @@ def test_no_gradient_is_sent_where_none_is_needed(threads, kinds, gradients):
 
 def test_a_stage_that_freezes_and_thaws(threads):
     model = Stages("tttt")
-    driver = PipelineDriver1F1B(pipeline(model, nn.MSELoss()), threads)
+    driver = PipelineDriver1F1B(pipeline(model, nn.MSELoss()), threads, check=False)
     x, target = torch.randn(7, 4), torch.randn(7, 4)
     for frozen, gradients in (((), 4), ((0,), 2), ((0, 1), 1), ((0,), 2), ((), 4)):
         for number, layer in enumerate(model.layers):
@@ -118,7 +118,7 @@ def test_a_frozen_parameter_that_several_stages_use(threads, config):
     model.first.requires_grad_(False)
     plain = copy.deepcopy(model)
     pipe = pipeline(model, cross_entropy, multi_use_param_spec=config)
-    driver = PipelineDriver1F1B(pipe, threads)
+    driver = PipelineDriver1F1B(pipe, threads, check=False)
     x, target = torch.randint(13, (6, 5)), torch.randint(13, (6, 5))
     loss = cross_entropy(plain(x), target)
     loss.backward()

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from pippy import PipelineDriver1F1B, pipe_split, pipeline
+from pippy.drivers.errors import MicrobatchError, StepError
 from pippy.ir.errors import InputError
 
 X = torch.randn(6, 4, dtype=torch.float64)
@@ -35,3 +36,50 @@ def test_each_micro_batch_is_checked_before_anything_is_sent(threads):
     assert torch.isfinite(driver.run(2, more, more[:, 0])) and torch.isfinite(first)
     driver.copy_to(model)
     assert model.second.num_batches_tracked == 3
+
+
+class AsksForRows(nn.Module):
+    """The number of rows is asked of an input, or of what a stage has computed."""
+
+    def __init__(self, of_input):
+        super().__init__()
+        self.first, self.last, self.of_input = nn.Linear(4, 4), nn.Linear(4, 2), of_input
+
+    def forward(self, x):
+        h = self.first(x)
+        assert len(x if self.of_input else h) == 6
+        return self.last(h)
+
+
+@pytest.mark.parametrize(
+    ("of_input", "error", "told"),
+    [
+        (True, InputError, "These are sizes of micro-batch 1, which has rows 3 to 5 of 6. If they depend"),
+        (False, StepError, r"stage 0, micro-batch 0, rows 0 to 2 of 6\)"),
+    ],
+)
+def test_rows_in_errors_are_those_of_the_call(of_input, error, told, threads):
+    x, target = torch.ones(6, 4), torch.ones(6, 2)
+    pipe = pipeline(AsksForRows(of_input), nn.MSELoss(), num_stages=2, split="parameters", example_args=(x, target))
+    driver = PipelineDriver1F1B(pipe, threads)
+    with pytest.raises(error, match=told):
+        driver.run(2, x, target)
+    driver.run(1, x, target)
+
+
+def test_a_loss_that_a_model_returns_and_nobody_was_told_of(threads):
+    class Returns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 1)
+
+        def forward(self, x):
+            return self.last(self.first(x)).pow(2).mean()
+
+    x = torch.randn(6, 4)
+    with pytest.raises(MicrobatchError, match=r"tell pipeline\(\) so: output_loss_value_spec=True$"):
+        PipelineDriver1F1B(pipeline(Returns(), num_stages=2, split="parameters"), threads).run(2, x)
+    pipe = pipeline(Returns(), num_stages=2, split="parameters", output_loss_value_spec=True)
+    driver = PipelineDriver1F1B(pipe, threads)
+    driver.run(2, x)
+    assert driver.get_grad("first.weight").any()

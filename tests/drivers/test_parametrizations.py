@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from pippy import PipelineDriver1F1B, pipe_split, pipeline
+from pippy import PipelineDriver, pipe_split, pipeline
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 
@@ -56,15 +56,15 @@ def loss_fn(output, target):
 
 
 @pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
-@pytest.mark.parametrize("on", ["threads", "cluster"])
-def test_parametrized_modules_travel(norm, on, request):
+@pytest.mark.parametrize("on, schedule", [("threads", "1f1b"), ("threads", "zb_h1"), ("cluster", "1f1b")])
+def test_parametrized_modules_travel(norm, on, schedule, request):
     torch.manual_seed(3)
     model = Normed(norm)
     torch.manual_seed(3)
     plain = Normed(norm)
     names = list(plain.state_dict())
     x, target = torch.randn(4, 4), torch.randn(4, 4)
-    driver = PipelineDriver1F1B(pipeline(model, loss_fn), request.getfixturevalue(on))
+    driver = PipelineDriver(pipeline(model, loss_fn), request.getfixturevalue(on), schedule=schedule)
     optimizers = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
     for _ in range(3):
         loss = loss_fn(plain(x), target)

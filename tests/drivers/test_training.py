@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pippy import MultiUseParameterConfig, Pipe, pipeline
+from pippy import MultiUseParameterConfig, Pipe, pipe_split, pipeline
 from pippy.drivers.driver import PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain
 from pippy.drivers.errors import DriverError, OptimizerError
 from tests.drivers.models import Chain, TiedLanguage
@@ -234,6 +234,35 @@ def test_one_loss_over_the_whole_mini_batch(cluster, chunks):
         assert_gradients(driver, plain)
     with torch.no_grad():
         torch.testing.assert_close(driver.run(chunks, x, target), spread(plain(x), target), rtol=1e-12, atol=0)
+    driver.close()
+
+
+class Penalized(nn.Module):
+    """Returns a penalty on the weights of an early stage beside its values."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x, penalty = torch.tanh(self.first(x)), self.first.weight.square().sum()
+        pipe_split()
+        return self.last(x), penalty
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_one_loss_of_a_term_without_rows(threads, chunks):
+    def penalized(output, target):
+        return F.mse_loss(output[0], target) + 0.1 * output[1]
+
+    model = Penalized()
+    plain = copy.deepcopy(model)
+    driver = PipelineDriverFillDrain(pipeline(model, penalized), threads, single_loss=True)
+    x, target = torch.randn(8, 4), torch.randn(8, 4)
+    loss = penalized(plain(x), target)
+    loss.backward()
+    torch.testing.assert_close(driver.run(chunks, x, target), loss.detach(), rtol=1e-12, atol=0)
+    assert_gradients(driver, plain)
     driver.close()
 
 

@@ -58,7 +58,7 @@ def test_skips_across_four_stages_leave_the_numbers_as_they_are_and_send_the_byt
         for threaded in (False, True):
             model.threaded = threaded
             pipe = layers.cut_into(model, setting.balance, unet.LOSS)
-            driver = PipelineDriver(pipe, cluster, schedule=setting.program())
+            driver = PipelineDriver(pipe, cluster, schedule=setting.program(), check=False)
             before = bytes_sent(cluster)
             with driver.record() as recording:
                 loss = driver.run(setting.chunks, x, target)

@@ -279,12 +279,6 @@ def inside_of_a_module():
     assert_same(pipeline(model)(X), plain(X), "output")
 
 
-def with_forward_on_the_instance():
-    model = Base()
-    model.forward = functools.partial(two, model)
-    return model
-
-
 class OfItsOwn(nn.Sequential):
     def forward(self, x):
         return super().forward(x) * 2
@@ -335,7 +329,6 @@ GIVEN = [
     ("give an instance of it: pipeline(Base(...))", lambda: pipeline(Base), lambda: same(net(two), X)),
     ("put the function in a module's forward", lambda: pipeline(two), lambda: same(net(two), X)),
     ("the model that it was made from", lambda: pipeline(pipeline(net(two))), lambda: same(net(two), X)),
-    ("define forward in the class", lambda: pipeline(with_forward_on_the_instance()), lambda: same(net(two), X)),
     ("put the model inside a module that calls it", lambda: pipeline(hooked()), inside_of_a_module),
     (
         "call pipeline(model)",
@@ -425,11 +418,6 @@ def tied(self, x):
     x = self.a(x)
     pipe_split()
     return self.b(x) @ self.a.weight
-
-
-def hooked_weight(model):
-    model.a.weight.register_hook(lambda gradient: gradient * 2)
-    return model
 
 
 class Scales(nn.Module):
@@ -547,11 +535,6 @@ SHARED = [
         lambda: same(scales_twice(nn.Parameter(torch.ones(4))), X, tracer=Keeps),
     ),
     (
-        "say TRANSMIT for it, or take the hooks off",
-        lambda: pipeline(hooked_weight(net(tied_by_name)), multi_use_param_spec=REPLICATE),
-        lambda: same(net(tied_by_name), X, prepare=hooked_weight, multi_use_param_spec=TRANSMIT),
-    ),
-    (
         "Move the split so that one stage makes every call",
         lambda: pipeline(net(norm_twice, **norms())),
         lambda: same(net(norm_twice_in_one, **norms()), X),
@@ -589,16 +572,6 @@ def test_what_stages_may_share(words, fails, advised):
 
 
 # Calls of a Pipe
-
-
-def test_hooks_that_come_later():
-    pipe = pipeline(net(tied_by_name), mse, multi_use_param_spec=REPLICATE)
-    handle = pipe.get_parameter("a.weight").register_hook(lambda gradient: gradient * 2)
-    with pytest.raises(PippyError, match="take them off, or make the Pipe with TRANSMIT for it"):
-        pipe(X, X)
-    handle.remove()
-    pipe(X, X)
-    same(net(tied_by_name), X, prepare=hooked_weight, multi_use_param_spec={"a.weight": TRANSMIT})
 
 
 def test_a_parameter_that_is_replaced():

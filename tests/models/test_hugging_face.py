@@ -84,6 +84,25 @@ def test_workers_train_as_the_plain_model(name, schedule, stages, threads):
         optimizer.step(), own.step()
 
 
+def test_experts_as_transformers_computes_them_by_default_train_in_float32(threads):
+    """By `grouped_mm`, for which torch has a rule for fake tensors that refuses float32."""
+    options = {**MODELS["mixtral"].options, "use_cache": True}
+    del options["experts_implementation"]
+    model, arguments = replace(MODELS["mixtral"], options=options).make().float(), MODELS["mixtral"].arguments()
+    plain = twin(model)
+    pipe = pipeline(model, num_stages=3, split="parameters", example_kwargs=rows_of(arguments, 0, 2))
+    assert not pipe.kept_whole
+    for chunks in (1, 2):
+        driver = PipelineDriver(pipe, threads, loss_reduction="mean")
+        driver.zero_grad(), plain.zero_grad()
+        loss, expected = driver.run(chunks, **arguments)["loss"], plain(**arguments).loss
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach())
+        found = {key: driver.get_grad(key) for key, _ in plain.named_parameters()}
+        assert_same_gradients(found, gradients(plain), rtol=1e-4, atol=1e-6)
+    assert min(driver.memory(2, **arguments).peaks) > 0
+
+
 def test_stages_hold_real_work():
     options = {**MODELS["gpt2"].options, "n_layer": 12, "n_embd": 32}
     model, arguments = replace(MODELS["gpt2"], options=options).make(), MODELS["gpt2"].arguments()

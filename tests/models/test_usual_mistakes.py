@@ -1,5 +1,6 @@
 """What goes wrong first with a model of Hugging Face: the right numbers all the same, or a message whose advice works."""
 
+import re
 from collections import UserDict  # of which a tokenizer's BatchEncoding is a class
 from functools import partial
 
@@ -69,11 +70,36 @@ def test_the_advice_for_arguments_is_right(more):
 
 
 @pytest.mark.parametrize("front_end", [None, "export"])
-def test_a_cache_is_refused_with_two_ways_out(front_end):
+def test_a_cache_that_only_the_config_asks_for_is_left_out(front_end):
+    model = gpt2(use_cache=True)
+    expected, pipe = model(**CALL), made(model, example_kwargs=EXAMPLE, front_end=front_end)
+    found = pipe(**CALL)
+    assert set(found) == set(expected) - {"past_key_values"}
+    torch.testing.assert_close(found.loss, expected.loss.detach())
+    assert model.config.use_cache is True
+    with pytest.raises(InputError, match="'use_cache' is True, but the model was traced with use_cache=False"):
+        pipe(**CALL, use_cache=True)
+
+
+def test_a_cache_that_a_wrapper_returns_is_left_out():
+    class Wrapper(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = gpt2(use_cache=True)
+
+        def forward(self, **batch):
+            return self.model(**batch)
+
+    pipe = pipeline(Wrapper(), split=["model.transformer.h.1"], example_kwargs=EXAMPLE)
+    torch.testing.assert_close(pipe(**CALL).loss, gpt2()(**CALL).loss.detach())
+
+
+@pytest.mark.parametrize("front_end", [None, "export"])
+def test_a_cache_that_the_call_asks_for_is_refused_with_two_ways_out(front_end):
     with pytest.raises(
         TracingError, match=r"(?s)Cache.*model.config.use_cache = False.*'use_cache': False in example_kwargs"
     ):
-        made(gpt2(use_cache=True, n_layer=1), example_kwargs=EXAMPLE, front_end=front_end)
+        made(gpt2(n_layer=1), example_kwargs={**EXAMPLE, "use_cache": True}, front_end=front_end)
 
 
 def test_an_optimizer_of_a_pipe_without_a_loss_is_refused(driver):
@@ -89,16 +115,20 @@ def test_a_batch_of_a_tokenizer_and_a_smaller_last_one(rows, pipe, driver):
     torch.testing.assert_close(driver.run(2, **batch).loss, expected.detach(), rtol=1e-6, atol=0)
 
 
-def test_labels_of_a_collator_need_to_be_counted_and_the_message_says_how(pipe, driver):
+def test_labels_of_a_collator_are_counted_and_advice_that_counts_others_is_refused(pipe, driver):
+    """The model shifts its labels, so the last ones count and the first ones do not: it was advised to count all."""
     labels = IDS.clone()
     labels[0, 3:] = labels[4, 1:] = -100
-    with pytest.raises(MicrobatchError) as caught:
-        driver.run(3, input_ids=IDS, labels=labels)
-    advice = str(caught.value).partition("loss_reduction=")[2]
-    counted = PipelineDriver1F1B(pipe, driver.cluster, loss_reduction=eval(advice))
     plain = gpt2()
     expected = plain(input_ids=IDS, labels=labels).loss
     expected.backward()
-    torch.testing.assert_close(counted.run(3, input_ids=IDS, labels=labels).loss, expected.detach(), rtol=1e-6, atol=0)
     name = "transformer.h.0.mlp.c_fc.weight"
-    torch.testing.assert_close(counted.get_grad(name), plain.get_parameter(name).grad, rtol=1e-4, atol=1e-7)
+    told = PipelineDriver1F1B(pipe, driver.cluster, loss_reduction=lambda labels: (labels[:, 1:] != -100).sum())
+    for each in (driver, told):
+        each.zero_grad()
+        found = each.run(3, input_ids=IDS, labels=labels).loss
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(each.get_grad(name), plain.get_parameter(name).grad, rtol=1e-4, atol=1e-7)
+    all_labels = PipelineDriver1F1B(pipe, driver.cluster, loss_reduction=lambda labels: (labels != -100).sum())
+    with pytest.raises(MicrobatchError, match=re.escape("loss_reduction=lambda labels: (labels[:, 1:] != -100).sum()")):
+        all_labels.run(3, input_ids=IDS, labels=labels)

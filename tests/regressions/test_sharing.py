@@ -71,13 +71,24 @@ def test_copies_follow_what_is_loaded_or_frozen_in_the_model():
     assert_same_gradients(pipe, other)
 
 
-def test_gradient_hooks_on_a_replicated_parameter_are_refused():
-    """Each copy saw a part of the gradient, and only one the hook."""
-    model = Tied()
+def clamped(model):
     model.a.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
-    with pytest.raises(SharedParameterError, match="gradient hooks"):
-        pipeline(model, multi_use_param_spec=REPLICATE)
-    check(model := Tied(), X, multi_use_param_spec=TRANSMIT)
+    return model
+
+
+@pytest.mark.parametrize("config", [TRANSMIT, REPLICATE])
+def test_a_gradient_hook_of_a_shared_parameter_has_the_sum(config):
+    """Each copy saw a part of the gradient, and only one the hook; then they were refused."""
+    model, target = Tied(), torch.randn(6, 4)
+    plain, later = copy.deepcopy(model), copy.deepcopy(model)
+    pipe = pipeline(clamped(model), half_square, multi_use_param_spec=config)
+    copied = pipeline(model, half_square, multi_use_param_spec=config, deep_copy_module=True)
+    pipe_later = pipeline(later, half_square, multi_use_param_spec=config)
+    clamped(later)
+    half_square(clamped(plain)(X), target).backward()
+    for each in (pipe, copied, pipe_later):
+        each(X, target)
+        assert_same_gradients(each, plain)
 
 
 def test_attributes_of_a_parameter_are_on_its_copies():
@@ -284,14 +295,6 @@ def test_a_parameter_replaced_by_another_is_refused():
     with pytest.raises(ModeError, match=r"'scale' of the Pipe was replaced"):
         torch.func.functional_call(pipe, {"scale": torch.zeros(4)}, (X,))
     pipe(X)
-
-
-def test_hooks_put_on_a_replicated_parameter_afterwards():
-    model = Tied()
-    pipe = pipeline(model, half_square, multi_use_param_spec=REPLICATE)
-    model.a.weight.register_hook(lambda gradient: gradient * 0.5)
-    with pytest.raises(SharedParameterError, match="has got gradient hooks"):
-        pipe(X, X)
 
 
 class NamedLikeFields(Base):

@@ -339,7 +339,7 @@ def test_hooks_that_no_stage_would_call():
         pipeline(model)
     inner = nn.Sequential(TwoLayers(), nn.ReLU())
     inner[0].register_full_backward_hook(lambda *_: None)
-    with pytest.raises(TracingError, match=r"'0' \(TwoLayers\) has backward hooks"):
+    with pytest.raises(TracingError, match=r"'0' has backward hooks.*a mark inside"):
         pipeline(inner)
 
 

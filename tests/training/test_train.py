@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import pippy
 from pippy import PipelineDriver1F1B
-from pippy.drivers.errors import DriverError, MicrobatchError
+from pippy.drivers.errors import CheckError, DriverError, MicrobatchError
 from pippy.ir.errors import PippyWarning
 from tests.drivers.models import TiedLanguage
 from tests.training.models import Parts, Plain, groups_of, shuffled
@@ -217,3 +217,24 @@ def test_what_trains_nothing_is_refused(threads):
     with pytest.raises(MicrobatchError, match=r"data gave 7, .* write a collate_fn"):
         pippy.train(parts.driver, [7], parts.optimizer, chunks=2, steps=1)
     parts.driver.close()
+
+
+def test_check_before_the_first_step(threads):
+    """The same training, to the bit; a model that mixes rows is an error with the table, and nothing is trained."""
+    trained = []
+    for check in (False, True):
+        parts = Parts(threads)
+        torch.manual_seed(7)
+        pippy.train(
+            parts.driver, shuffled(), parts.optimizer, chunks=3, epochs=1, accumulate=2, check=check, progress=False
+        )
+        trained.append(parts.driver.state_dict())
+    assert all(torch.equal(one, other) for one, other in zip(*(state.values() for state in trained)))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(0))
+    driver = PipelineDriver1F1B(pippy.Pipe.from_sequential(model, nn.MSELoss()), threads)
+    optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
+    data = [(torch.randn(4, 4), torch.randn(4, 4))]
+    with pytest.raises(CheckError, match=r"begins in submod_1 on worker1: .* it mixes rows") as caught:
+        pippy.train(driver, data, optimizer, chunks=2, steps=1, check=True)
+    assert not caught.value.report
+    assert torch.equal(driver.state_dict()["0.weight"], model[0].weight)

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from pippy.drivers.transport.pickling import Pickled
 
@@ -23,6 +24,16 @@ class ElsewhereTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_parameter: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "ElsewhereTensor":
+        """What stands for a tensor of the model."""
+        return cls(tuple(tensor.shape), tensor.dtype, isinstance(tensor, nn.Parameter))
+
+    def made(self) -> torch.Tensor:
+        """The tensor without numbers that takes its place."""
+        tensor = torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return nn.Parameter(tensor, requires_grad=False) if self.is_parameter else tensor
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pippy.drivers.batches.division import Division
-from pippy.drivers.batches.loss_check import LossCheck, LossReport
+from pippy.drivers.control.messages.hooks import WorkerHooks
 from pippy.drivers.control.messages.parameters import TensorLocation
 from pippy.ir.run.keyed_draws import RandomStep
 
@@ -23,12 +23,13 @@ class Step:
     """Run a program once.
 
     ``weights`` has the weight of each micro-batch's loss. ``flags`` has the flags of each stage, or None if they did not
-    change. With ``reduce``, the gradients of replicated parameters are added up at the end. With ``record``, the times of all
-    instructions are recorded; with ``count_memory``, also what is held then. With ``weigh``, the worker measures how many
-    bytes each stage keeps for its backward. ``loss_check`` asks it to check how the losses of the micro-batches add up. With
-    ``scale``, the loss is multiplied by it for the backward, and the gradients are divided by it in the end. With
-    ``probe_outputs``, it is checked which returned values have the rows of a micro-batch by chance. ``random`` says of which
-    step the random numbers are; None if the worker goes on with its own. ``weighed``: the worker has found ``weights``.
+    change; ``hooks`` those of parameters in the same way. With ``reduce``, the gradients of replicated parameters are added
+    up at the end. With ``record``, the times of all instructions are recorded; with ``count_memory``, also what is held
+    then. With ``weigh``, the worker measures how many bytes each stage keeps for its backward. With ``scale``, the loss is
+    multiplied by it for the backward, and the gradients are divided by it in the end. With ``probe_outputs``, it is checked
+    which returned values have the rows of a micro-batch by chance. ``random`` says of which step the random numbers are;
+    None if the worker goes on with its own. ``weighed``: the worker has found ``weights``. With ``alike``, random
+    operations and batch norms give the same for every row; with ``see``, it is noted what each call takes and gives.
     """
 
     program: int
@@ -36,15 +37,17 @@ class Step:
     inputs: Division
     weights: tuple[float, ...]
     flags: Mapping[str, StageFlags] | None = None
+    hooks: WorkerHooks | None = None
     reduce: bool = False
     record: bool = False
     weigh: bool = False
-    loss_check: LossCheck | None = None
     scale: float | None = None
     probe_outputs: bool = False
     count_memory: bool = False
     random: RandomStep | None = None
     weighed: bool = False
+    alike: bool = False
+    see: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,21 +106,36 @@ class WorkerRecord:
 
 
 @dataclass(frozen=True)
+class SeenCall:
+    """What one call of a stage, or of `_loss`, took and gave: forward ("F") values, backward ("B") gradients.
+
+    ``gives`` is None for a loss that is computed once, over all micro-batches.
+    """
+
+    phase: str
+    call: str
+    microbatch: int
+    takes: Any
+    gives: Any
+
+
+@dataclass(frozen=True)
 class StepResult:
     """What a worker gives back after a step: the returned values by name.
 
-    ``peak_live`` is the largest number of micro-batches that its stages held at a time. ``kept`` has the bytes that one
-    micro-batch of each stage keeps, and those of its inputs alone, if the step was asked to measure them, and
-    ``loss_report`` what a check of the loss found. ``nonfinite`` has the parameters whose gradients are not finite, if the loss
-    was scaled. ``by_chance`` has the values, and the numbers of the tensors in them, that have as many rows as a micro-batch,
-    and not its rows. ``weights`` are those of the losses, if a worker was to find them.
+    ``peak_live`` is the largest number of micro-batches that its stages held at a time. ``kept`` has the bytes that one micro-
+    batch of each stage keeps, and those of its inputs alone, if the step was asked to measure them. ``nonfinite`` has the
+    parameters whose gradients are not finite, if the loss was scaled. ``by_chance`` has the values, and the numbers of the
+    tensors in them, that have as many rows as a micro-batch, and not its rows. ``weights`` are those of the losses, if a
+    worker was to find them. ``seen`` has what the calls took and gave, if
+    that was to be noted.
     """
 
     values: Mapping[str, Any]
     peak_live: int
     record: WorkerRecord | None = None
     kept: Mapping[int, tuple[int, int]] | None = None
-    loss_report: LossReport | None = None
     nonfinite: tuple[TensorLocation, ...] = ()
     by_chance: tuple[tuple[str, int], ...] = ()
     weights: tuple[float, ...] | None = None
+    seen: tuple[SeenCall, ...] = ()

@@ -8,7 +8,7 @@ gone through in order:
               computed again later, only the inputs
     R         a run is there
     B, I      the run is gone; the gradients of its inputs are there, and those of the stage's parameters, which stay
-    W         what was held between I and W is gone
+    W         what was held between I and W is gone: what autograd keeps, and values
 
 While a computation runs, it may hold more than before and after it: that is its ``working`` memory. A value that several
 runs have, such as the output of one stage that is the input of another on the same worker, counts once.
@@ -39,7 +39,9 @@ class StageBytes:
     | optimizer | the state of its optimizer |
     | kept | what a backward needs, apart from the values that the stage takes and gives |
     | repeating | what a forward that is computed again keeps of the state before it, beside its inputs |
-    | deferred | what is held between the halves I and W |
+    | deferred | what is held between the halves I and W, apart from values |
+    | deferred_inputs, deferred_values | the values that are held between them: inputs of the stage, and others that it takes \
+or gives |
     | early_gradients | those of ``gradients`` that the half I makes |
     | results | what it returns to the controller: held until the step ends |
     | forward, backward, ... | the most that this computation needs at a time, above what is held when it begins; \
@@ -55,6 +57,8 @@ class StageBytes:
     kept: int = 0
     repeating: int = 0
     deferred: int = 0
+    deferred_inputs: frozenset[str] = frozenset()
+    deferred_values: frozenset[str] = frozenset()
     early_gradients: int = 0
     results: int = 0
     forward: int = 0
@@ -329,16 +333,29 @@ class _Walk:
         return self.sizes.stages[stage].kept - self.sizes.stages[stage].results + outputs
 
     def _backward(self, op: Op, stage: int, microbatch: int) -> None:
-        sizes = self.sizes.stages[stage]
         if op == Op.BACKWARD_WEIGHT:
-            self.kept -= sizes.deferred
+            self._hold(stage, microbatch, -1)
         else:
             self._drop_run(stage, microbatch)
             for value in self.gives[Pass("B", stage)]:
                 self._change((value, microbatch), _WAITING, 1)
         if op == Op.BACKWARD_INPUT:
-            self.kept += sizes.deferred
+            self._hold(stage, microbatch, 1)
         self._add_gradients(stage, op != Op.BACKWARD_INPUT)
+
+    def _hold(self, stage: int, microbatch: int, by: int) -> None:
+        """What the half I leaves for W is held, or no more: some of it may be in other hands, too, and counts once."""
+        sizes = self.sizes.stages[stage]
+        self.kept += by * sizes.deferred
+        for name in self._inputs_of(stage):
+            if name.removesuffix(_COPY) in sizes.deferred_inputs:
+                self._change((name, microbatch), _INPUT, by)
+        again = (stage, microbatch) in self.program.checkpointed
+        for name in sizes.deferred_values:
+            if again and name in self.gives[Pass("F", stage)]:  # the outputs of a second forward are no values
+                self.kept += by * self.sizes.values.get(name, 0)
+            else:
+                self._change((name, microbatch), _OUTPUT, by)
 
     def _drop_run(self, stage: int, microbatch: int) -> None:
         sizes = self.sizes.stages[stage]

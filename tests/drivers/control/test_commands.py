@@ -10,6 +10,7 @@ import torch
 
 from pippy.drivers.control.commands import Commands, GradientState
 from pippy.drivers.control.messages.gradients import ReduceGradients
+from pippy.drivers.control.messages.hooks import WorkerHooks
 from pippy.drivers.control.messages.stages import Unload
 from pippy.drivers.control.nonfinite_gradients import NonFiniteGradients
 from pippy.drivers.errors import DriverError, StepError
@@ -45,7 +46,7 @@ class FakeDispatch:
     def wait(self, posted):
         self.outstanding.clear()
 
-    def call(self, driver, bodies, zero_grad=False, undo=lambda: None, surroundings=None):
+    def call(self, driver, bodies, zero_grad=False, undo=lambda: None, surroundings=None, limit=None):
         posted = self.post(driver, bodies, zero_grad, undo, surroundings=surroundings)
         self.outstanding.remove(posted)
         return {worker: f"answer {worker}" for worker in posted.bodies}
@@ -185,15 +186,17 @@ def test_the_last_step_before_an_update_is_as_many_steps_after_the_last_update(d
     assert last == [False] * 3 + [False, False, True] * 2
 
 
-def test_training_flags_are_sent_when_they_change_and_again_after_a_step_was_given_up(dispatch):
+def test_flags_and_hooks_are_sent_when_they_change_and_again_after_a_step_was_given_up(dispatch):
     commands = commands_in(REDUCED, dispatch)
     flags = {0: {"submod_0": (True,)}}
-    assert commands.flags_to_send({}) is None
-    assert commands.flags_to_send(flags) is flags
-    step(commands)
-    assert commands.flags_to_send(flags) is None
+    hooks = {0: WorkerHooks()}
+    assert commands.flags_to_send({}, commands.hooks) is None
+    for told in ((flags, commands.hooks), (flags, hooks)):
+        assert commands.flags_to_send(*told) == told
+        step(commands)
+        assert commands.flags_to_send(*told) is None
     dispatch.give_up()
-    assert commands.flags_to_send(flags) is flags
+    assert commands.flags_to_send(flags, hooks) == (flags, hooks)
     commands.call({0: "fetch"})
     assert commands.flags_due, "only a step tells them"
 

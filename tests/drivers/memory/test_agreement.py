@@ -187,6 +187,33 @@ def test_what_stages_keep_in_other_ways_is_counted(threads, model, schedule, of_
     assert max(map(abs, errors(driver, 4, x, target))) < 0.05
 
 
+def in_place(layers):
+    """Stages of convolutions, each with an activation that overwrites its input."""
+    sizes = [[3, *[16] * layers], *[[16] * (layers + 1)] * (STAGES - 1)]
+    parts = [
+        nn.Sequential(
+            *(
+                nn.Sequential(nn.Conv2d(one, other, 3, padding=1), nn.ReLU(inplace=True))
+                for one, other in pairwise(each)
+            )
+        )
+        for each in sizes
+    ]
+    head = nn.Sequential(nn.Flatten(), nn.Linear(16 * 256, 4))
+    return InStages(parts, head), torch.randn(16, 3, 16, 16), torch.randint(0, 4, (16,)), F.cross_entropy
+
+
+@pytest.mark.parametrize(("layers", "schedule"), [(1, "v_half"), (1, "v_min"), (2, "v_half"), (1, "zb_v")])
+def test_what_waits_for_the_second_half_of_a_backward_counts_once(cluster, layers, schedule):
+    """An input of a layer is the output of the stage before it, on the same worker: it counted twice, and was off by 10 %.
+
+    The workers are processes: a thread that has sent a value may hold it for a while.
+    """
+    module, x, target, loss_fn = in_place(layers)
+    driver = PipelineDriver(pipeline(module, loss_fn), cluster, schedule=schedule, world_size=2)
+    assert max(map(abs, errors(driver, 4, x, target))) < 0.01
+
+
 def test_what_autocast_casts_is_counted(threads):
     module, x, target, loss_fn = deferring()
     with torch.autocast("cpu", torch.bfloat16):

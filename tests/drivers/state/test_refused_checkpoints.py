@@ -1,7 +1,13 @@
 """What cannot be saved or loaded is refused, and changes nothing."""
 
+import builtins
 import copy
+import hashlib
+import io
 import json
+import pickle
+import traceback
+from functools import partial
 
 import pytest
 import torch
@@ -65,6 +71,60 @@ def test_a_damaged_checkpoint_changes_nothing(threads, tmp_path, damage):
         training.driver.load(path, **training.parts)
     assert_equal(changed(training), before)
     training.train(range(2, 3))
+
+
+class Hostile:
+    """Unpickled, it runs what it names."""
+
+    def __reduce__(self):
+        return exec, ("import builtins; builtins.hostile_code_has_run = True",)
+
+
+def saved_bytes(value):
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def with_values(data):
+    """The change of a manifest that makes these the bytes of `values.pt`, as whoever writes the file can."""
+
+    def change(path):
+        (path / "values.pt").write_bytes(data)
+        noted = {"bytes": len(data), "hashes": {"all": hashlib.sha256(data).hexdigest()}}
+        rewritten(path, lambda found: found["files"]["values.pt"].update(noted))
+
+    return change
+
+
+HOSTILE = {
+    "code": with_values(saved_bytes({"values": Hostile()})),
+    "code without torch": with_values(pickle.dumps({"values": Hostile()})),
+    "no pickle": with_values(b"hostile"),
+    "nothing": with_values(b""),
+    "a list": with_values(saved_bytes([1])),
+    "values that are a list": with_values(saved_bytes({"values": [1]})),
+    "a manifest with a list for files": lambda path: rewritten(path, lambda found: found.update(files=[1])),
+    "a manifest without hashes": lambda path: rewritten(path, lambda found: found["files"]["values.pt"].pop("hashes")),
+    "a file elsewhere": lambda path: rewritten(
+        path, lambda found: found["files"].update({"../../x": {"bytes": 1, "hashes": {}}})
+    ),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hostile_checkpoint_runs_nothing_and_is_not_advised_to_be_trusted(threads, tmp_path, what):
+    training = Training(threads)
+    training.driver.save(tmp_path, **training.parts, step=1)
+    path, before = tmp_path / "step-1", changed(training)
+    HOSTILE[what](path)
+    for load in (partial(training.driver.load, **training.parts), load_checkpoint):
+        with pytest.raises(CheckpointError, match="load another checkpoint") as caught:
+            load(path)
+        told = "".join(traceback.format_exception(caught.value))
+        assert str(tmp_path) in told and "weights_only" not in told.replace("weights_only=True", "")
+    assert not hasattr(builtins, "hostile_code_has_run")
+    assert_equal(changed(training), before)
 
 
 def other_model(width=8, extra=False, dtype=None):

@@ -135,16 +135,50 @@ def test_rows_are_seen_as_such(threads, name):
         torch.testing.assert_close(mine, plain)
 
 
+RUNS: list[int] = []
+
+
+def note_run(*_):
+    RUNS.append(1)
+
+
 def test_only_first_steps_run_a_stage_once_more(threads):
-    runs = []
+    RUNS.clear()
     model = Returning(lambda y, rows: y)
     pipe = pipeline(model, nn.MSELoss())
-    driver, x = PipelineDriver1F1B(pipe, threads), torch.randn(8, 4)
+    driver, x = PipelineDriver1F1B(pipe, threads, check=False), torch.randn(8, 4)
     for state in [each for worker in threads.control.threads for each in worker.drivers.values()]:
         for module in state.modules.values():
-            module.register_forward_hook(lambda *_: runs.append(1))
+            module.register_forward_hook(note_run)
     driver.run(2, x, x)
-    once = len(runs)
+    once = len(RUNS)
     driver.run(2, x, x, outputs=True)
     driver.run(2, x, x, outputs=True)
-    assert len(runs) == 3 * once + 1
+    assert len(RUNS) == 3 * once + 1
+
+
+TRACED = {
+    "rows in the second dimension, and in front again": lambda y, rows: y.t().contiguous().t(),
+    "rows in the second dimension": lambda y, rows: y.t(),
+}
+
+
+@pytest.mark.parametrize("shape", [(8, 4), (4, 8)], ids=["8 rows", "4 rows"])
+@pytest.mark.parametrize("name", TRACED)
+def test_where_the_rows_of_an_output_are_is_seen_while_it_is_traced(threads, name, shape):
+    """Values go from stage to stage with their rows in the second dimension, as those of XLNet do."""
+
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(shape[1], 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            x, rows = self.a(x).unsqueeze(0).transpose(0, 1), x.shape[0]
+            x = x.transpose(0, 1)
+            pipe_split()
+            return TRACED[name](self.b(x)[0], rows)
+
+    model, x = Turned(), torch.randn(*shape)
+    driver = PipelineDriver1F1B(pipeline(copy.deepcopy(model), example_args=(x[:2],)), threads)
+    torch.testing.assert_close(driver.run(2, x), model(x))

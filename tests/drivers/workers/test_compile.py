@@ -94,11 +94,11 @@ def test_an_error_in_a_compiled_stage_says_where_and_the_next_step_is_right(clus
     driver = PipelineDriver(pipeline(model, nn.MSELoss()), cluster, compile={"backend": noting})
     check(driver, plain, x, target)
     with pytest.raises(
-        StepError, match=r"worker 0 \(worker0\) failed at F0\.0 \(stage 0, micro-batch 0\)(.|\n)*submod_0"
+        StepError, match=r"worker 0 \(worker0\) failed at F0\.0 \(stage 0, micro-batch 0, rows .*\)(.|\n)*submod_0"
     ) as error:
         driver.run(4, torch.randn(8, 9), target)
     assert "[2, 9]" in str(error.value) and error.value.worker == 0
-    with pytest.raises(StepError, match=r"worker 1 .* failed at F1\.0 \(stage 1, micro-batch 0\)(.|\n)*_loss"):
+    with pytest.raises(StepError, match=r"worker 1 .* failed at F1\.0 \(stage 1, micro-batch 0, rows .*\)(.|\n)*_loss"):
         driver.run(4, x, torch.randn(8, 7))
     check(driver, plain, x, target)
     driver.close()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pippy import SplitPoint, annotate_split_points, is_recomputing, pipe_split, pipeline
+from pippy import PippyWarning, SplitPoint, annotate_split_points, is_recomputing, pipe_split, pipeline
 from pippy.ir.errors import InputError, MarkError, ModeError, TracingError
 from pippy.ir.front.tracer import PipeTracer
 from pippy.ir.trees import map_tensors, tensors
@@ -194,6 +194,40 @@ def test_what_export_would_lose_is_refused_with_the_line(what):
         pipeline(Lossy(act), front_end="export", example_args=(torch.randn(2, 4),))
     assert "test_export.py" in str(caught.value)
     assert any(advice in str(caught.value) for advice in ("is_leaf_module", "torch.rand", "x.to(dtype)"))
+
+
+class Counts(nn.Module):
+    """Counts its calls, by an assignment."""
+
+    def __init__(self, writes):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.writes = writes
+
+    def forward(self, x):
+        if self.writes:
+            self.count.copy_(self.count + 1)
+        else:
+            self.count = self.count + 1
+        return x * 2
+
+
+def test_a_buffer_that_an_inner_module_assigns_is_refused_and_the_advice_works():
+    """torch.export records assignments to the buffers of the outermost module, and loses all others."""
+    x = torch.randn(3, 4)
+    model = nn.Sequential(nn.Linear(4, 4), Counts(writes=False))
+    with pytest.raises(TracingError, match=r"'1\.count'.*self\.count\.copy_") as caught:
+        pipeline(model, nn.MSELoss(), front_end="export", example_args=(x, x))
+    assert "self.count = self.count + 1" in str(caught.value)
+    with pytest.warns(PippyWarning, match="no mark"):
+        pipe = pipeline(model, nn.MSELoss(), example_args=(x, x))  # torch.fx keeps it whole
+    pipe(x, x)
+    assert list(pipe.kept_whole) == ["1"] and pipe.state_dict()["1.count"] == 1
+    model = nn.Sequential(nn.Linear(4, 4), Counts(writes=True))
+    with pytest.warns(PippyWarning, match="no mark"):
+        pipe = pipeline(model, nn.MSELoss(), front_end="export", example_args=(x, x))
+    pipe(x, x)
+    assert pipe.state_dict()["1.count"] == 1
 
 
 @pytest.mark.filterwarnings("ignore:a profiler is on")

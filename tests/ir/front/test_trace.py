@@ -128,11 +128,13 @@ def test_a_class_is_refused():
     assert "is a class; give an instance" in refusal(Cut)
 
 
-def test_a_forward_set_on_the_instance_is_refused():
+@pytest.mark.parametrize("example", [None, (torch.ones(2, 4),)])
+def test_a_forward_set_on_the_instance_is_what_is_traced(example):
     model = Cut()
-    model.forward = lambda x: x
-    with pytest.raises(TracingError, match="forward set on the instance"):
-        pipeline(model)
+    own = model.forward
+    model.forward = lambda x: own(x) + 1
+    x = torch.randn(3, 4)
+    assert torch.equal(pipeline(model, example_args=example)(x), model(x))
 
 
 def test_a_tracer_must_be_a_tracer():
@@ -270,9 +272,12 @@ def test_an_in_place_operator_on_a_buffer_is_recorded():
     assert model.count == plain.count == 2
 
 
+TRACKER, INFINITE = torch.zeros((), dtype=torch.int32), torch.ones(())
+
+
 class Behind(Counts):
     def second(self, x):
-        torch._foreach_add_([self._buffers["count"]], 1)
+        torch._amp_update_scale_(self._buffers["count"], TRACKER, INFINITE, 2.0, 0.5, 1)
         return x
 
 

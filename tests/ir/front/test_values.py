@@ -676,3 +676,91 @@ def test_an_example_in_a_dtype_that_the_model_or_autocast_converts():
         pipeline(model, example_args=(x,))
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(pipeline(model, example_args=(x,))(x), model(x))
+
+
+class Grouped(nn.Module):
+    """Matrices for groups of rows: torch multiplies them in float32, and its rules for fake tensors know bfloat16 only."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.weight = nn.Linear(4, 4), nn.Parameter(torch.randn(2, 4, 8))
+
+    def forward(self, x):
+        x = self.first(x)
+        pipe_split()
+        ends = torch.zeros(2, dtype=int) + x.shape[0] * torch.tensor([0, 1])
+        y = nn.functional.grouped_mm(x, self.weight, offs=ends.to(torch.int32))
+        return y * y.shape[1]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_an_operation_that_torch_refuses_for_fake_tensors_only(device, caplog):
+    model, x = Grouped(), torch.randn(6, 4)
+    plain = twin(model)
+    pipe = Pipe.from_tracing(model.to(device), example_args=(x[:2].to(device),))
+    assert pipe.num_stages == 2 and not caplog.records
+    if device == "cpu":
+        torch.testing.assert_close(pipe(x), plain(x))
+    with pytest.raises(InputError, match="this operation fails"):
+        Pipe.from_tracing(model, example_args=(x[:2].to(device)[:, None],))
+
+
+class Checked(nn.Module):
+    """`torch._check` of what the numbers say, as transformers compares the tokens of images with their features."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        torch._check_tensor_all_with(ValueError, x > 0, lambda: "not all are positive")
+        x = self.first(x)
+        pipe_split()
+        torch._check(x[x > 9].numel() == 0, lambda: "some are large")
+        return self.second(x)
+
+
+def test_a_check_of_torch_of_what_is_not_known_is_made_when_the_graph_runs():
+    model = Checked()
+    pipe, x = pipeline(model, example_args=(torch.rand(2, 4),)), torch.rand(3, 4)
+    assert not pipe.kept_whole
+    torch.testing.assert_close(pipe(x), model(x))
+    with pytest.raises(PippyError, match="not all are positive"):
+        pipe(-x)
+    with pytest.raises(PippyError, match="some are large"):
+        pipe(1000 * x)
+
+
+class Angles(nn.Module):
+    """A table of angles in a buffer that is made again when longer rows come, as models of Hugging Face had it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.arange(4.0).cos(), persistent=False)
+
+    def forward(self, x):
+        if x.shape[1] > len(self.table):
+            self.register_buffer("table", torch.arange(x.shape[1], dtype=self.table.dtype).cos(), persistent=False)
+        return self.table[: x.shape[1], None]
+
+
+class Turning(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.angles = nn.Linear(4, 4), nn.Linear(4, 4), Angles()
+
+    def forward(self, x):
+        x = self.first(x)
+        pipe_split()
+        return self.second(x * self.angles(x))
+
+
+def test_a_buffer_that_grows_is_in_a_part_that_is_kept_whole():
+    """With an example of short rows a call with longer ones is refused, and an example of these is right for all."""
+    model, short, long = Turning(), torch.randn(2, 3, 4), torch.randn(2, 6, 4)
+    with pytest.raises(PippyError, match="make another Pipe with example arguments for which it is True"):
+        pipeline(model, example_args=(short,))(long)
+    pipe = pipeline(model, example_args=(long,))
+    assert list(pipe.kept_whole) == ["angles"] and model.angles.table.shape == (4,)
+    for x in (short, long, short):
+        torch.testing.assert_close(pipe(x), copy.deepcopy(model)(x))

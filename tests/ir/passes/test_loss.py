@@ -4,6 +4,7 @@ import copy
 import functools
 from collections import OrderedDict
 from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,6 +25,11 @@ class Net(nn.Module):
         x = self.a(x)
         pipe_split()
         return self.b(x)
+
+
+class Found(NamedTuple):
+    logits: Any
+    parts: Any
 
 
 class Returns(Net):
@@ -134,6 +140,8 @@ def test_a_loss_may_share_a_parameter_with_the_model():
         (lambda loss, logits: (logits, {"cost": loss}), (False, {"cost": True})),
         (lambda loss, logits: loss, True),
         (lambda loss, logits: (loss, 3, None), 0),
+        (lambda loss, logits: Found(logits, {"cost": loss, "all": [logits]}), {"parts": "cost"}),
+        (lambda loss, logits: Found(logits, [logits, {"cost": loss}]), Found(None, [False, {"cost": True}])),
     ],
 )
 def test_a_model_may_return_its_loss(make, spec):

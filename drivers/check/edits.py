@@ -1,0 +1,54 @@
+"""Rows whose targets are partly padding: other numbers in some tensors, for each question that a model asks of them.
+
+labels        5 rows of 6        first edit                  second edit
+              3 1 4 1 5 9        3 1 4 -100 -100 -100        3 1 4 1 5 9
+              2 6 5 3 5 8        2 6 5 3 5 8                 2 6 5 3 5 8
+              ...                ...                         ...
+              9 7 9 3 2 3        9 7 9 3 2 3                 -100 -100 9 3 2 3
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+
+from pippy.drivers.check.rows import TriedRows
+from pippy.drivers.trials.asked import Asked, Place, Question
+
+
+def edited(rows: TriedRows, asked: Asked, target: str | None) -> Iterator[TriedRows]:
+    """The rows with other targets, edited in two ways; none if nothing is asked."""
+    values: dict[Place, list[float]] = {}
+    for place, tensor in rows.tensors():
+        found = list(_values(place, tensor, asked.questions, target))
+        if found:
+            values[place] = found
+    if values:
+        for second in (False, True):
+            yield rows.edited({place: partial(_edit, values=each, second=second) for place, each in values.items()})
+
+
+def _values(place: Place, tensor: torch.Tensor, questions: Sequence[Question], target: str | None) -> Iterator[float]:
+    """The numbers with which a tensor is tried: those that have another answer to what is asked of it."""
+    if tensor.dtype == torch.bool:
+        yield False
+        return
+    index = not (tensor.is_floating_point() or tensor.is_complex())
+    for question in questions:
+        asked = question.place == place or (question.place is None and index and target == place[0])
+        for value in question.examples() if asked else ():
+            if not (index and tensor.is_cuda) or question.counted or 0 <= value <= int(tensor.max()):
+                yield value  # a GPU does not recover from an index that is out of range
+    if not index and tensor.numel() > 1 and bool((tensor == tensor.flatten()[0]).all()):
+        yield float(tensor.flatten()[0]) / 2 or 0.5  # weights that are all alike, say
+
+
+def _edit(tensor: torch.Tensor, values: Sequence[float], second: bool) -> torch.Tensor:
+    """Put the numbers in turn into the first rows, or into the last ones; where a row has several places, into a half."""
+    rows = range(len(tensor) - 1, -1, -1) if second else range(len(tensor))
+    for row, value in zip(rows[: max(1, len(tensor) // 2)], values):
+        places = tensor[row].reshape(-1)
+        half = slice(None, (places.numel() + 1) // 3 or None) if second else slice(places.numel() // 2, None)
+        places[half] = value
+        tensor[row] = places.reshape(tensor[row].shape)
+    return tensor

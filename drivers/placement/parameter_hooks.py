@@ -1,0 +1,83 @@
+"""The hooks on the gradients of a driver's parameters: which worker calls them, and what it is told."""
+
+from collections.abc import Mapping
+
+import torch
+
+from pippy.drivers.control.messages.hooks import NamedHooks, WorkerHooks
+from pippy.drivers.control.messages.parameters import ElsewhereTensor, TensorLocation
+from pippy.drivers.errors import DriverError, PackingError
+from pippy.drivers.placement.placed_pipe import PlacedPipe
+from pippy.drivers.transport.pickling import Pickled, pickle_by_value
+from pippy.ir.names import LOSS, named_state
+from pippy.ir.pipe import Pipe
+from pippy.ir.run.gradient_hooks import GradientHooks
+
+
+class ParameterHooks:
+    """What the workers of a driver have to know of the hooks that its parameters have now.
+
+    A hook runs where a gradient becomes whole: on the worker of a parameter, or on the one that adds up those of its copies. It
+    travels by value. A parameter or buffer that it holds is the worker's own; one that is on another worker has no numbers.
+
+    >>> from torch import nn
+    >>> from pippy.ir.pipe import compiled_of
+    >>> pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    >>> hooks = ParameterHooks(pipe, PlacedPipe(compiled_of(pipe), [0, 1]))
+    >>> handle = pipe.get_parameter("1.bias").register_hook(lambda gradient: gradient * 2)
+    >>> [list(each.places) for each in hooks.now().values()]
+    [[], [TensorLocation(call='submod_1', name='1.bias')]]
+    """
+
+    def __init__(self, pipe: Pipe, placed: PlacedPipe) -> None:
+        self.pipe, self.placed = pipe, placed
+        self._adds_up = {
+            place: bucket.owner for bucket in placed.buckets for each in bucket.parameters for _, place in each.copies
+        }
+        self._now: Mapping[int, WorkerHooks] = {}
+
+    def now(self) -> Mapping[int, WorkerHooks]:
+        """What each worker has to know; the same object as before if nothing has changed. Raises if a hook cannot be sent.
+
+        What a hook holds may have changed, so it is pickled each time.
+        """
+        own = {place: NamedHooks(self._name(place), hooks) for place, hooks in self._hooked().items()}
+        if own or self._now:
+            found = {worker: self._of_worker(worker, own) for worker in self.placed.workers}
+            if found.keys() != self._now.keys() or not all(each.is_like(self._now[at]) for at, each in found.items()):
+                self._now = found
+        return self._now
+
+    def of_copies(self, hooks: Mapping[int, WorkerHooks]) -> bool:
+        """Whether there are hooks of parameters of which workers have copies."""
+        return any(place in self._adds_up for each in hooks.values() for place in each.places)
+
+    def _hooked(self) -> dict[TensorLocation, GradientHooks]:
+        found = {place: GradientHooks.of(tensor) for place, tensor in self.placed.model_parameters.items()}
+        return {place: hooks for place, hooks in found.items() if hooks}
+
+    def _name(self, place: TensorLocation) -> str:
+        name = f"{place.call}.{place.name}"
+        return name if place.call == LOSS else self.placed.compiled.remap_qualname(name)
+
+    def _of_worker(self, worker: int, own: Mapping[TensorLocation, NamedHooks]) -> WorkerHooks:
+        here = {place: each for place, each in own.items() if worker in self.placed.workers_of(place.call)}
+        called = {place: each for place, each in here.items() if self._adds_up.get(place, worker) == worker}
+        places = {place: bool(each.hooks.after_accumulation) for place, each in here.items()}
+        return WorkerHooks(places, self._pickled(called, worker) if called else None)
+
+    def _pickled(self, hooks: Mapping[TensorLocation, NamedHooks], worker: int) -> Pickled:
+        held = {id(tensor): self._stands_for(name, tensor, worker) for name, tensor in named_state(self.pipe)}
+        try:
+            data, tensors = pickle_by_value(hooks, held, refused=(torch.optim.Optimizer,))
+        except PackingError as error:
+            raise DriverError(
+                f"{', '.join(repr(each.name) for each in hooks.values())}: a gradient hook runs on the worker that has the "
+                f"parameter, and one of these cannot be sent there: {error}. An optimizer of the workers is "
+                "driver.instantiate_optimizer; a hook is sent with what it holds, so let it hold numbers and tensors"
+            ) from error
+        return Pickled(data, [each.clone() for each in tensors])  # the script may change its own
+
+    def _stands_for(self, name: str, tensor: torch.Tensor, worker: int) -> TensorLocation | ElsewhereTensor:
+        here = (place for at, place in self.placed.locations(name) if at == worker)
+        return next(here, None) or ElsewhereTensor.of(tensor)

@@ -1,0 +1,1 @@
+"""What steps are compared by that must give the same numbers."""

@@ -1,0 +1,209 @@
+"""Judges an example: are the numbers of three steps on workers those of the plain model, or is the step refused?
+
+What the driver accepts must be equal, and what it refuses must be unequal on some batch: of the same rows, or of rows with
+other padding. To see that, the steps are run with the driver's check switched off. Dropout draws other numbers than in the
+plain model: numbers are compared without it.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exps.habits.example import Example, Model
+from pippy import Pipe
+from pippy.drivers.driver import PipelineDriver
+from pippy.ir.errors import PippyError
+
+RATE = 0.01
+PADDINGS = (("some", "much", "none"), ("much", "none", "some"))  # others, to judge a refusal by
+
+
+@dataclass
+class Numbers:
+    """What three steps gave, until one was refused or failed."""
+
+    steps: list[dict[str, Tensor | None]] = field(default_factory=list)
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``kind`` is equal, refused, cannot run (a refusal whatever the check says), not run (nor by the plain model), or a fault:
+    false alarm, silently wrong, changed by the check, crash.
+    """
+
+    kind: str
+    what: str = ""
+
+    @property
+    def is_fault(self) -> bool:
+        return self.kind in ("silently wrong", "false alarm", "changed by the check", "crash")
+
+    @property
+    def reason(self) -> str:
+        """What verdicts are counted by: an error's class and its first words, without its numbers."""
+        return "" if self.is_fault else " ".join(re.sub(r"in step \d|[\d.]+|'.*?'", "", self.what).split()[:14])
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.what}" if self.what else self.kind
+
+
+def judge(example: Example, workers: Any) -> Verdict:
+    """Run an example on a cluster, beside the plain model."""
+    expected = plain_numbers(example)
+    if expected.error is not None or not all(map(is_finite, expected.steps)):
+        return Verdict("not run", f"the plain model: {first_line(expected.error or 'nan')}")
+    on_workers = OnWorkers(example, workers)
+    found = on_workers.numbers(dropout=True)
+    if found.error is not None:
+        return judge_refusal(on_workers, found.error, found.steps, expected)
+    if not example.draws:
+        wrong = first_difference(found, expected)
+        return Verdict("silently wrong", wrong) if wrong else Verdict("equal")
+    return judge_with_dropout(on_workers, found, expected)
+
+
+def judge_with_dropout(on_workers: "OnWorkers", found: Numbers, expected: Numbers) -> Verdict:
+    """Whether the numbers of an accepted model are right: without dropout those of the plain model, with it those of a driver
+    that does not check.
+    """
+    wrong = first_difference(on_workers.numbers(dropout=False), expected)
+    if wrong:
+        return Verdict("silently wrong", wrong)
+    if not first_difference(on_workers.numbers(dropout=False, check=False), expected):
+        changed = first_difference(found, on_workers.numbers(dropout=True, check=False), exactly=True)
+        if changed:
+            return Verdict("changed by the check", changed)
+    return Verdict("equal")
+
+
+def judge_refusal(
+    on_workers: "OnWorkers", error: BaseException, steps: list[dict[str, Tensor | None]], expected: Numbers
+) -> Verdict:
+    """Whether a step was refused that would have been right, whatever its padding."""
+    example = on_workers.example
+    what = f"{type(error).__name__} in step {len(steps)}: {first_line(error)}"
+    if not isinstance(error, PippyError):
+        return Verdict("crash", what)
+    before = first_difference(Numbers(steps), Numbers(expected.steps[: len(steps)]))
+    if before and not example.draws:
+        return Verdict("silently wrong", f"before the refusal: {before}")
+    found = on_workers.numbers(dropout=False, check=False)
+    if found.error is not None:
+        return Verdict("cannot run", what)
+    if first_difference(found, expected):
+        return Verdict("refused", what)
+    for padding in PADDINGS:
+        other = plain_numbers(example, padding)
+        if other.error is None and first_difference(
+            on_workers.numbers(dropout=False, padding=padding, check=False), other
+        ):
+            return Verdict("refused", what)
+    return Verdict("false alarm", what)
+
+
+def plain_numbers(example: Example, padding: tuple[str, ...] | None = None) -> Numbers:
+    """Three steps of the plain model, without dropout."""
+    model, numbers = example.model(dropout=False), Numbers()
+    if example.late_hooks:
+        model.put_on_hooks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for x, target in example.batches(padding):
+        try:
+            result = model(x) if example.returns is None else model(x, target)
+            loss = example.loss_fn()(result, target) if example.returns is None else loss_in(example, result)
+            loss.backward()
+        except RuntimeError as error:
+            numbers.error = error
+            break
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        numbers.steps.append(copied(loss, gradients, model.state_dict()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return numbers
+
+
+class OnWorkers:
+    """An example on a cluster; its model is cut once, with dropout and without."""
+
+    def __init__(self, example: Example, workers: Any) -> None:
+        self.example, self.workers = example, workers
+        self.models: dict[bool, Model] = {}
+        self.pipes: dict[bool, Pipe] = {}
+
+    def numbers(self, dropout: bool, padding: tuple[str, ...] | None = None, **options: Any) -> Numbers:
+        """Three steps of a driver."""
+        numbers, driver = Numbers(), None
+        dropout = dropout and self.example.draws
+        try:
+            if dropout not in self.pipes:
+                self.models[dropout] = self.example.model(dropout)
+                self.pipes[dropout] = self.example.pipe(self.models[dropout])
+            elif self.example.late_hooks:
+                self.models[dropout].take_off_hooks()
+            driver = self.example.driver(self.pipes[dropout], self.workers, **options)
+            if self.example.late_hooks:
+                self.models[dropout].put_on_hooks()
+            run_steps(self.example, driver, padding, numbers)
+        except Exception as error:
+            numbers.error = error
+        finally:
+            if driver is not None:
+                driver.close()
+        return numbers
+
+
+def run_steps(example: Example, driver: PipelineDriver, padding: tuple[str, ...] | None, numbers: Numbers) -> None:
+    optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=RATE)
+    for x, target in example.batches(padding):
+        result = driver.run(example.chunks, x, target)
+        loss = result if example.returns is None else loss_in(example, result)
+        numbers.steps.append(copied(loss, driver.gradients(), driver.state_dict()))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def loss_in(example: Example, result: Any) -> Any:
+    return {"loss": lambda: result, "dict": lambda: result["loss"], "tuple": lambda: result[0]}[example.returns or ""]()
+
+
+def copied(loss: Tensor, gradients: dict[str, Tensor | None], state: dict[str, Tensor]) -> dict[str, Tensor | None]:
+    """Copies of all numbers of a step, by what they are."""
+    found: dict[str, Tensor | None] = {"the loss": loss}
+    found |= {f"the gradient of {name}": each for name, each in gradients.items()}
+    found |= state
+    return {name: each if each is None else each.detach().clone() for name, each in found.items()}
+
+
+def is_finite(step: dict[str, Tensor | None]) -> bool:
+    return all(each is None or bool(each.isfinite().all()) for each in step.values())
+
+
+def first_difference(found: Numbers, expected: Numbers, exactly: bool = False) -> str:
+    """What differs in the first step that differs; "" if nothing does."""
+    if found.error is not None:
+        return f"{type(found.error).__name__}: {first_line(found.error)}"
+    for number, (mine, theirs) in enumerate(zip(found.steps, expected.steps, strict=True)):
+        largest = max(float(each.abs().max()) for each in theirs.values() if each is not None)
+        said = [text for name in theirs if (text := difference(name, mine.get(name), theirs[name], largest, exactly))]
+        if said:
+            return f"step {number}: " + "; ".join(said[:4])
+    return ""
+
+
+def difference(name: str, mine: Tensor | None, theirs: Tensor | None, largest: float, exactly: bool) -> str:
+    """In which way the two differ beyond rounding, which is relative to the tensor's size and the largest number around."""
+    if mine is None or theirs is None:
+        return "" if mine is theirs else f"{name} is {'None' if mine is None else 'not None'}"
+    size = float(theirs.abs().max())
+    off = float((mine.double() - theirs.double()).abs().max())
+    if off == 0 or (not exactly and off <= 1e-9 * size + 1e-13 * largest):
+        return ""
+    return f"{name} is off by {off / size if size else off:.2g} of its size"
+
+
+def first_line(error: Any) -> str:
+    return str(error).strip().splitlines()[0][:160] if str(error).strip() else ""

@@ -1,0 +1,46 @@
+"""Whether a module has the parameters and buffers with which tracing began: a node that calls it would run it with those.
+
+    torch.func.functional_call(self.base, {"weight": made}, x)      self.base(x), while its weight is another tensor
+    self.conv.weight = self.hyper(z)                                self.conv(x), with what forward has put there
+
+Such a call is traced through, into the operations on the tensors that the module has at that moment.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+
+class OwnTensors:
+    """The tensors that each module of a model has now.
+
+    >>> net = nn.Sequential(nn.Linear(2, 2))
+    >>> own = OwnTensors(net)
+    >>> before = own.are_others(net[0])
+    >>> net[0].weight = nn.Parameter(torch.ones(2, 2))
+    >>> before, own.are_others(net[0])
+    (False, True)
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        # While torch.export runs, a module may be another object, which shares its dictionary.
+        self._before = {id(each.__dict__): list(_tensors(each)) for each in model.modules()}
+
+    def are_others(self, module: nn.Module) -> bool:
+        """Whether the module, or one inside of it, has others now."""
+        return any(not _same(self._before.get(id(each.__dict__)), list(_tensors(each))) for each in module.modules())
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    if isinstance(module, torch.jit.ScriptModule):
+        return
+    for held in (module._parameters, module._buffers, module.__dict__):
+        for name, value in held.items():
+            if issubclass(type(value), (torch.Tensor, fx.Proxy)):  # isinstance() would ask a proxy for its class
+                yield name, value
+
+
+def _same(one: list[tuple[str, Any]] | None, other: list[tuple[str, Any]]) -> bool:
+    return one is not None and len(one) == len(other) and all(a == b and x is y for (a, x), (b, y) in zip(one, other))

@@ -1,0 +1,155 @@
+"""`alike`: what is computed in it depends on the rows alone, and not on how they are divided or in which order they come.
+
+Two things of a model differ from one division to another though nothing is wrong: random numbers, and batch norms, which
+normalize the rows that they get. To compare two divisions, each is replaced by something that is the same for every row:
+
+    a random operation     gives a fixed number: no dropout, the middle of a distribution, the most likely sample
+    a batch norm           normalizes by its running statistics, and leaves them as they are
+
+Random operations are replaced where torch dispatches, below autograd, so that it matters not who calls them: functions of
+Python, layers of C++, a forward that is run again in the backward. Forward and backward must both run inside.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Drawn = Callable[[Mapping[str, Any]], Any]
+
+
+@contextmanager
+def alike(batch_norms: bool = True) -> Iterator[None]:
+    """Inside, every random operation gives the same for each row, and batch norms normalize by what they have.
+
+    With ``batch_norms=False`` those normalize as always. A batch norm still counts its calls (``num_batches_tracked``).
+
+    >>> dropout, norm = torch.nn.Dropout(), torch.nn.BatchNorm1d(2, affine=False)
+    >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    >>> with alike():
+    ...     print(dropout(x), torch.rand(2), norm(x).round())
+    tensor([[2., 4.],
+            [6., 8.]]) tensor([0.5000, 0.5000]) tensor([[1., 2.],
+            [3., 4.]])
+    """
+    if batch_norms:
+        with _StillBatchNorms(), _DrawnAlike():
+            yield
+    else:
+        with _DrawnAlike():
+            yield
+
+
+class _StillBatchNorms(TorchFunctionMode):
+    """Batch norms normalize by their running statistics; those that have none change nothing but scale and shift."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.batch_norm:
+            return _still(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _still(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    if running_mean is None or running_var is None:
+        like = input if weight is None else weight
+        running_mean, running_var = like.new_zeros(input.shape[1]), like.new_ones(input.shape[1])
+    return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+
+
+class _DrawnAlike(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        names = [each.name for each in func._schema.arguments]
+        dropped = next((name for name in names if name in ("dropout_p", "dropout")), None)
+        if dropped is not None:  # attention and recurrent layers, and their backwards
+            return func(**{**dict(zip(names, args)), **kwargs, dropped: 0.0})
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        given = {**dict(zip(names, args)), **kwargs}
+        left_out = {each.name: each.default_value for each in func._schema.arguments if each.has_default_value()}
+        return _drawn(func, given, {**left_out, **given})
+
+
+def _drawn(func: Any, given: Mapping[str, Any], every: Mapping[str, Any]) -> Any:
+    """What a random operation gives: of a sample, what is the same for each row. ``every`` has what is left out, too."""
+    name = func.overloadpacket.__name__
+    if name in _DRAWN:
+        return _DRAWN[name](every)
+    made = func(**given)  # its shape, dtype and device
+    middle = _MIDDLES.get(name.rstrip("_"), lambda given: 0.5)(every)
+    if isinstance(middle, torch.Tensor):
+        return made.copy_(middle)
+    return made.fill_(middle if made.is_floating_point() or made.is_complex() else int(middle))
+
+
+def _kept(given: Mapping[str, Any]) -> Any:
+    """Dropout that drops nothing."""
+    x = given.get("input", given.get("self"))
+    assert isinstance(x, torch.Tensor)
+    return x.clone(), torch.ones_like(x, dtype=torch.bool)
+
+
+def _most_likely(given: Mapping[str, Any]) -> torch.Tensor:
+    """The sample of a multinomial distribution that is most likely."""
+    probabilities, samples = given["self"], given["num_samples"]
+    if given.get("replacement"):
+        return probabilities.argmax(-1, keepdim=True).expand(*probabilities.shape[:-1], samples).clone()
+    return probabilities.topk(samples, -1).indices
+
+
+def _in_order(given: Mapping[str, Any]) -> torch.Tensor:
+    """The permutation that changes nothing."""
+    options = {key: given[key] for key in ("dtype", "device") if given.get(key) is not None}
+    return torch.arange(given["n"], **options)
+
+
+def _with_middle_slope(given: Mapping[str, Any]) -> torch.Tensor:
+    """A leaky ReLU whose slope is the middle of those that may be drawn; the backward reads it in ``noise``."""
+    x, slope = given["self"], (given.get("lower", 1 / 8) + given.get("upper", 1 / 3)) / 2
+    given["noise"].copy_(torch.where(x > 0, 1.0, slope))
+    return x * given["noise"]
+
+
+def _of_bernoulli(given: Mapping[str, Any]) -> Any:
+    p = given.get("p", given["self"])
+    return (p >= 0.5).to(p.dtype) if isinstance(p, torch.Tensor) else 1.0
+
+
+_DRAWN: Mapping[str, Drawn] = {
+    "native_dropout": _kept,
+    "_fused_dropout": _kept,
+    "multinomial": _most_likely,
+    "randperm": _in_order,
+    "rrelu_with_noise": _with_middle_slope,
+    "rrelu_with_noise_": lambda given: given["self"].copy_(_with_middle_slope(given)),
+}
+# What the samples of other operations are filled with: 0.5, if nothing is said.
+_MIDDLES: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    "bernoulli": _of_bernoulli,
+    "normal": lambda given: given.get("mean", 0.0) + 0.5 * given.get("std", 1.0),
+    "uniform": lambda given: (given.get("from", 0.0) + given.get("to", 1.0)) / 2,
+    "exponential": lambda given: 1 / given.get("lambd", 1.0),
+    "log_normal": lambda given: 1.0,
+    "geometric": lambda given: 1,
+    "cauchy": lambda given: given.get("median", 0.0),
+    "random": lambda given: given.get("from", 0),
+    "randint": lambda given: given.get("low", 0),
+    "randint_like": lambda given: given.get("low", 0),
+    "poisson": lambda given: given["self"].round(),
+    "binomial": lambda given: (given["count"] * given["prob"]).round(),
+    "_standard_gamma": lambda given: given["self"],
+    "_sample_dirichlet": lambda given: given["self"] / given["self"].sum(-1, keepdim=True),
+}

@@ -1,0 +1,206 @@
+"""Hooks of modules act as in the plain model, or are refused by name: those that come later, those that note something."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from pippy import Pipe, PipelineDriver, pipe_split, pipeline
+from pippy.drivers.errors import StepError
+from pippy.ir.errors import ModeError, TracingError
+
+pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
+
+X, TARGET = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4), torch.zeros(6, 4, dtype=torch.float64)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.relu = nn.Linear(4, 4), nn.Tanh()
+
+    def forward(self, x):
+        return self.relu(self.layer(x))
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = Block(), Block(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        pipe_split()
+        return self.last(self.second(x))
+
+
+PLACES = {"container": "second", "leaf": "second.layer", "first leaf": "first.layer"}
+HOOKS = {
+    "forward": lambda module: module.register_forward_hook(lambda module, args, output: output * 2),
+    "forward pre": lambda module: module.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+    "backward": lambda module: module.register_full_backward_hook(
+        lambda module, given, output: tuple([None if each is None else each * 3 for each in given])
+    ),
+    "backward pre": lambda module: module.register_full_backward_pre_hook(lambda module, output: (output[0] * 3,)),
+}
+
+
+def plain_gradients(model):
+    plain = copy.deepcopy(model)
+    plain.zero_grad()
+    loss = nn.functional.mse_loss(plain(X), TARGET)
+    loss.backward()
+    return loss.detach(), {name: each.grad for name, each in plain.named_parameters()}
+
+
+def assert_as_plain(driver, model):
+    loss, expected = plain_gradients(model)
+    driver.zero_grad()
+    torch.testing.assert_close(driver.run(3, X, TARGET), loss)
+    torch.testing.assert_close(driver.gradients(), expected)
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_hooks_that_are_there_are_followed(threads, place, kind, schedule):
+    """Backward hooks of a module that tracing takes apart were refused; now it is kept whole."""
+    model = Blocks()
+    HOOKS[kind](model.get_submodule(PLACES[place]))
+    pipe = pipeline(model, nn.MSELoss())
+    assert list(pipe.kept_whole) == (["second"] if place == "container" and "backward" in kind else [])
+    assert_as_plain(PipelineDriver(pipe, threads, schedule=schedule), model)
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("place", [*PLACES.values(), ""])
+@pytest.mark.parametrize("removed", [False, True])
+def test_hooks_that_change_later_are_refused_before_anything_is_sent(threads, place, kind, removed):
+    """They were dropped without a word, and the loss was that without them."""
+    if removed and not place:
+        return  # a model with hooks of its own is refused
+    model = Blocks()
+    there = HOOKS[kind](model.get_submodule(place)) if removed else None
+    driver = PipelineDriver(pipeline(model, nn.MSELoss()), threads)
+    driver.run(3, X, TARGET)
+    handle = there or HOOKS[kind](model.get_submodule(place))
+    if removed:
+        handle.remove()
+    sent = list(threads.control.counts)
+    for grad in (True, False):
+        with (
+            torch.set_grad_enabled(grad),
+            pytest.raises(ModeError, match=f"the hooks of {place and repr(place)}") as caught,
+        ):
+            driver.run(3, X, TARGET)
+    assert threads.control.counts == sent
+    pipe, advice = driver.pipe, str(caught.value).rpartition("; ")[2]
+    if advice == "call pipeline() again":
+        pipe = pipeline(model, nn.MSELoss())
+    elif advice == "take it off":
+        handle.remove()
+    else:
+        assert advice == "make the driver again"
+        PipelineDriver(pipe, threads).run(3, X, TARGET)
+    assert_as_plain(PipelineDriver(pipe, threads), model)
+
+
+@pytest.mark.parametrize("place", ["second", ""])
+def test_a_pipe_in_this_process_refuses_what_it_would_not_call(place):
+    model = Blocks()
+    pipe = pipeline(model, nn.MSELoss())
+    model.second.layer.register_forward_hook(lambda module, args, output: output * 2)
+    pipe.register_forward_hook(lambda module, args, output: output * 1.0)
+    loss, expected = plain_gradients(model)
+    torch.testing.assert_close(pipe(X, TARGET), loss)
+    torch.testing.assert_close({name: each.grad for name, each in pipe.named_parameters()}, expected)
+    model.get_submodule(place).register_forward_hook(lambda module, args, output: output * 2)
+    with pytest.raises(ModeError, match="the hooks of"):
+        pipe(X, TARGET)
+
+
+def test_hooks_on_a_pipe_itself_are_refused_by_a_driver(threads):
+    pipe = pipeline(Blocks(), nn.MSELoss())
+    driver = PipelineDriver(pipe, threads)
+    pipe.register_forward_hook(lambda module, args, output: output * 2)
+    with pytest.raises(ModeError, match="the Pipe itself"):
+        driver.run(3, X, TARGET)
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_a_hook_that_notes_something_is_refused_in_the_first_step(threads, kind):
+    """The script's list stayed empty, without a word."""
+    seen, model = [], Blocks()
+    if kind == "forward":
+        model.second.layer.register_forward_hook(lambda module, args, output: seen.append(output))
+    else:
+        model.second.register_full_backward_hook(lambda module, given, output: seen.append(output))
+    driver = PipelineDriver(pipeline(model, nn.MSELoss()), threads)
+    with pytest.raises(StepError, match=f"a {kind} hook of '.*second.*' changes what it holds"):
+        driver.run(3, X, TARGET)
+    assert driver.get_grad("last.weight") is None
+
+
+def test_a_hook_that_notes_something_of_its_module_is_followed(threads):
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.calls = nn.Linear(4, 4), 0
+            self.layer.register_forward_hook(self.count)
+
+        def count(self, module, args, output):
+            self.calls += 1
+
+        def forward(self, x):
+            return self.layer(x)
+
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), Counts()
+            self.second.register_full_backward_hook(lambda module, given, output: None)
+
+        def forward(self, x):
+            return self.second(self.first(x))
+
+    model = Keeps()
+    pipe = pipeline(model, nn.MSELoss(), num_stages=2, split="uniform")
+    assert_as_plain(PipelineDriver(pipe, threads), model)
+
+
+def test_hooks_of_all_modules_are_refused_by_pipeline():
+    from torch.nn.modules.module import register_module_forward_hook
+
+    handle = register_module_forward_hook(lambda *_: None)
+    try:
+        with pytest.raises(TracingError, match="register_module_forward_hook has registered hooks of all modules"):
+            pipeline(Blocks())
+    finally:
+        handle.remove()
+    assert Pipe.from_sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh())).num_stages == 2
+
+
+class RegistersOnAValue(Blocks):
+    def forward(self, x):
+        x = self.first(x)
+        x.register_hook(lambda gradient: gradient * 2)
+        pipe_split()
+        return self.last(self.second(x))
+
+
+def test_a_hook_on_a_value_in_forward_is_refused_with_the_line_or_kept_with_its_part(threads):
+    with pytest.raises(TracingError, match="registers a hook on a traced value") as caught:
+        pipeline(RegistersOnAValue())
+    assert "x.register_hook" in str(caught.value)
+
+    class Inside(nn.Module):
+        def forward(self, x):
+            x = torch.sin(x)
+            x.register_hook(lambda gradient: gradient * 2)
+            return x
+
+    model = nn.Sequential(nn.Linear(4, 4), Inside(), nn.Linear(4, 4))
+    pipe = pipeline(model, nn.MSELoss(), num_stages=2, split="uniform")
+    assert list(pipe.kept_whole) == ["1"]
+    assert_as_plain(PipelineDriver(pipe, threads), model)

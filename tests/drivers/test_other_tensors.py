@@ -1,0 +1,68 @@
+"""Layers that are called with other tensors than their own train as in the plain model. Each ran with its own, silently."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from pippy import PipelineDriver1F1B, pipeline
+
+pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.layer, self.other, self.last = (nn.Linear(4, 4) for _ in range(4))
+        self.block, self.block2 = (nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(4, 1))
+
+    def forward(self, x):
+        return self.last(self.middle(torch.tanh(self.first(x))))
+
+
+class WithAnothers(Net):
+    def middle(self, x):
+        return functional_call(self.layer, dict(self.other.named_parameters()), (x,)) + self.layer(x)
+
+
+class BlockWithAnothers(Net):
+    def middle(self, x):
+        return functional_call(self.block, dict(self.block2.named_parameters()), (x,)) + self.block(x)
+
+
+class WithMade(Net):
+    def middle(self, x):
+        made = {"weight": self.layer.weight * self.scale, "bias": self.layer.bias}
+        return functional_call(self.layer, made, (x,))
+
+
+class Assigned(Net):
+    def __init__(self):
+        super().__init__()
+        del self.layer.weight
+
+    def middle(self, x):
+        self.layer.weight = self.other.weight * self.scale
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("front_end", ["fx", "export"])
+@pytest.mark.parametrize("kind", [WithAnothers, BlockWithAnothers, WithMade, Assigned])
+def test_a_layer_that_is_called_with_other_tensors(kind, front_end, threads):
+    if (kind, front_end) in ((WithMade, "fx"), (Assigned, "export")):
+        front_end = None  # what the other cannot follow
+    model, x, target = kind(), torch.randn(6, 4), torch.randn(6, 4)
+    plain = copy.deepcopy(model)
+    nn.functional.mse_loss(plain(x), target).backward()
+    example = (x[:2], target[:2])
+    pipe = pipeline(model, nn.MSELoss(), num_stages=2, split="parameters", example_args=example, front_end=front_end)
+    driver = PipelineDriver1F1B(pipe, threads)
+    driver.run(2, x, target)
+    for name, parameter in plain.named_parameters():
+        gradient = driver.get_grad(name)
+        assert (gradient is None or not gradient.any()) if parameter.grad is None else gradient is not None, name
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradient, parameter.grad)
