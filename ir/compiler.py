@@ -5,6 +5,7 @@ from typing import Any
 
 from pippy.ir.brief import brief
 from pippy.ir.compiled import Compiled
+from pippy.ir.cut.assigned_buffers import write_early
 from pippy.ir.cut.name_draws import name_draws
 from pippy.ir.cut.params import MultiUseParamSpec
 from pippy.ir.cut.split import split
@@ -34,6 +35,7 @@ def compile_traced(
         raise BalanceError(
             f"cut={brief(cut)} is a {type(cut).__name__}; give a pippy.balance.balancer.Balancer, or leave it out"
         )
+    write_early(traced)
     connect_views(traced)
     balance = None if cut is None else cut(traced)
     name_draws(traced)

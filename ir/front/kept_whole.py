@@ -19,11 +19,11 @@ from torch import fx, nn
 from pippy.ir import source
 from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.errors import InputError, MarkError, PippyError
+from pippy.ir.front.assigned_buffers import assigned_in, check_fitting
 from pippy.ir.front.refusals import forgiving
 from pippy.ir.front.replaced import replaced
 from pippy.ir.front.restore_attributes import Attributes
 from pippy.ir.front.trials import trials_of
-from pippy.ir.front.untraceable import check_own_buffers
 from pippy.ir.marks import has_marks_inside, pipe_split
 
 
@@ -58,16 +58,19 @@ class KeptWhole:
         if path in self.reasons or isinstance(module, DeferredBatchNorm):
             return self._record(path, args, kwargs)
         before, given, depth = len(self._made), _contents(args, kwargs), len(self.tracer.module_stack)
+        has_assigned = self._has_assigned(module, path)  # in an earlier call, which is recorded
         with forgiving() as refusals:
             try:
                 result = follow()
                 refusals.raise_caught()
-                check_own_buffers(module, path)
+                if not self._is_cut(module, before):
+                    check_fitting(module, path, self.attributes)
                 return result
             except (MarkError, InputError):  # an example for which the model fails
                 raise
             except Exception as error:
-                if trials_of(self.tracer).is_trying or self._is_cut(module, before) or _contents(args, kwargs) != given:
+                cannot = has_assigned or self._is_cut(module, before) or _contents(args, kwargs) != given
+                if cannot or trials_of(self.tracer).is_trying:
                     raise
                 refusals.forgive()
                 self._take_back(before)
@@ -82,6 +85,10 @@ class KeptWhole:
             told = MarkError(f"{error}. {path!r} cannot be traced: {self.reasons[path]}")
             told.another_front_end_may = self.another_front_end_may
             raise told from None
+
+    def _has_assigned(self, module: nn.Module, path: str) -> bool:
+        inside = ((f"{path}.{name}".rstrip("."), each) for name, each in module.named_modules())
+        return any(True for name, each in inside for _ in assigned_in(each, name, self.attributes))
 
     def _is_cut(self, module: nn.Module, before: int) -> bool:
         return has_marks_inside(module) or any(node.target is pipe_split for node in self._made[before:])

@@ -23,6 +23,7 @@ from pippy.ir.front.arguments import (
     optional_inputs,
 )
 from pippy.ir.front.asked_of_inputs import asked_of
+from pippy.ir.front.assigned_buffers import finish_assigned, record_assigned, varying_with_rows
 from pippy.ir.front.attributes import lookup_attribute
 from pippy.ir.front.checkpointing import finish_parts
 from pippy.ir.front.compare_graphs import Recorded, first_difference, paths_that_differ
@@ -38,7 +39,7 @@ from pippy.ir.front.suppositions import Asked as AskedByIs
 from pippy.ir.front.suppositions import supposing
 from pippy.ir.front.tracer import PipeTracer
 from pippy.ir.front.training_flag import Setting, flags_after_train, follow_training, recording_training_reads
-from pippy.ir.front.untraceable import check_assigned_buffers, check_model, explained
+from pippy.ir.front.untraceable import check_model, explained
 from pippy.ir.front.users_caches import forgetting_one_trace
 from pippy.ir.front.values import Values, find_row_sizes, knowing_values, none_if_known, note_missing_gradients
 from pippy.ir.guards import Guards
@@ -109,6 +110,7 @@ def trace_call(model: nn.Module, call: Call) -> Traced:
     check_model(model)
     with tracing(model), recording_training_reads(), restoring_attributes(model, silent=True) as before:
         recorded = _record(model, tracer_of(None), call, before)
+        finish_assigned(recorded.graph)
         return Traced(model, recorded.graph, recorded.attributes, call.concrete, signature=call.signature)
 
 
@@ -118,9 +120,12 @@ def _trace(
     with recording_training_reads() as reads, restoring_attributes(model) as before:
         recorded = _record(model, tracer_of(tracer), call, before, kept_whole)
         recorded, call, identities = _answer_identities(model, tracer, call, before, recorded)
+        finish_assigned(recorded.graph)
         attributes = recorded.attributes
     if call.is_example:
         find_row_sizes(recorded.values, recorded.graph, attributes)
+        if varying := _kept_for_their_buffers(model, recorded.graph):
+            return _trace(model, tracer, call, {**recorded.kept_whole.reasons, **varying})
         note_missing_gradients(recorded.values, recorded.graph)
     traced = Traced(model, recorded.graph, attributes, call.concrete, signature=call.signature)
     traced.kept_whole = recorded.kept_whole.reasons
@@ -138,6 +143,17 @@ def _trace(
         reason = "it does something else in training than in evaluation"
         return _trace(model, tracer, call, {**traced.kept_whole, **dict.fromkeys(sorted(traced.differing), reason)})
     return traced
+
+
+def _kept_for_their_buffers(model: nn.Module, graph: fx.Graph) -> dict[str, str]:
+    """The modules to keep whole because they assign buffers whose size depends on the rows. Raises where one cannot be."""
+    found: dict[str, str] = {}
+    for name, error in varying_with_rows(graph):
+        path = name.rpartition(".")[0]
+        if path == "" or has_marks_inside(model.get_submodule(path)):
+            raise error
+        found[path] = str(error).partition("\n")[0]
+    return found
 
 
 def _are_small(model: nn.Module, paths: Collection[str]) -> bool:
@@ -241,7 +257,7 @@ def _record_calls(model: nn.Module, tracer: fx.Tracer, call: Call, calls: "_Call
             f"forward changes the buffers {changed} by means that cannot be recorded; use the in-place methods of tensors "
             "(self.count.add_(1))"
         )
-    check_assigned_buffers(model, buffers)
+    record_assigned(model, graph, calls.kept_whole.attributes, state, values)
     if concrete:
         drop_concrete_inputs(model, graph, concrete)
     attributes = _attributes(model, graph, state, calls.kept_whole.attributes)
@@ -360,6 +376,7 @@ def _retrace(traced: Traced, tracer: TracerLike | None, call: Call) -> Recorded:
     """Trace the model once more, under other conditions."""
     with restoring_attributes(traced.model, silent=True) as before:
         recorded = _record(traced.model, tracer_of(tracer), call, before, traced.kept_whole)
+        finish_assigned(recorded.graph)
         return Recorded(recorded.graph, recorded.attributes)
 
 

@@ -1,15 +1,13 @@
 """Refuses what symbolic tracing cannot follow, or would silently leave out. Each error has the line and a remedy."""
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from pippy.ir import source
 from pippy.ir.compiled import Compiled
 from pippy.ir.errors import PippyError, TracingError
-from pippy.ir.front.in_place import changes_in_place
 from pippy.ir.front.returned_caches import CacheReturnedError, cache_in
 from pippy.ir.module_hooks import hooks_of
 from pippy.ir.surroundings import global_hooks
@@ -91,25 +89,3 @@ def check_model(model: object) -> None:
             f"this {type(model).__name__} has hooks of its own ({', '.join(hooks)}), which no stage would call; take them off, "
             "or put the model inside a module that calls it"
         )
-
-
-def check_own_buffers(module: nn.Module, path: str) -> None:
-    """Refuse a buffer of a module that its forward has assigned, as does a cache that grows with the rows."""
-    buffers: dict[str, Any] = module._buffers  # tracing may have put a proxy in
-    for name, value in buffers.items():
-        full = f"{path}.{name}".lstrip(".")
-        if issubclass(type(value), fx.Proxy) and value.node.target != full and not changes_in_place(value.node, full):
-            raise limited(
-                TracingError(
-                    f"forward() assigns the buffer {full!r}, which cannot be recorded:\n"
-                    f"{source.excerpt_of(value.node)}\n"
-                    f"What to do: change it in place, as in self.{name}.copy_(...), .add_(...) or +=; or assign it in a module "
-                    "without a mark inside, which is kept whole"
-                )
-            )
-
-
-def check_assigned_buffers(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a buffer that forward assigns. An in-place change (`self.count += 1`) is recorded, and allowed."""
-    for path, module in model.named_modules():
-        check_own_buffers(module, path)

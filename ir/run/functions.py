@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from pippy.ir.errors import InputError
-from pippy.ir.trees import map_tensors
+from pippy.ir.trees import describe, map_tensors
 
 
 def set_grad_mode(enabled: bool) -> bool:
@@ -111,3 +111,38 @@ def own_copy(value: Any) -> Any:
     (tensor([1., 1.]), tensor([0., 0.]))
     """
     return map_tensors(torch.clone, value)
+
+
+def assign_(buffer: torch.Tensor, value: Any, name: str) -> None:
+    """Write into a buffer what forward has assigned to it. Gradients do not flow through the buffer.
+
+    >>> count = torch.zeros(2)
+    >>> assign_(count, count + 1, "count")
+    >>> count
+    tensor([1., 1.])
+    >>> assign_(count, torch.ones(3), "count")
+    Traceback (most recent call last):
+      ...
+    pippy.ir.errors.InputError: forward assigns the buffer 'count', and what it assigns is float32[3]; the buffer is float32[2]
+    What to do: give the buffer the shape and the dtype that forward assigns; or assign it in a module without a mark inside, and keep that whole with a tracer whose is_leaf_module says True for it
+    """  # noqa: E501
+    difference = difference_from(buffer, value)
+    if difference is not None:
+        raise InputError(
+            f"forward assigns the buffer {name!r}, and what it assigns {difference}\n"
+            "What to do: give the buffer the shape and the dtype that forward assigns; or assign it in a module without a mark "
+            "inside, and keep that whole with a tracer whose is_leaf_module says True for it"
+        )
+    with torch.no_grad():
+        buffer.copy_(value)
+
+
+def difference_from(buffer: torch.Tensor, value: Any) -> str | None:
+    """In what a value differs from a buffer, other than in its numbers; None if in nothing.
+
+    >>> difference_from(torch.zeros(2), torch.ones(2, dtype=torch.int64))
+    'is int64[2]; the buffer is float32[2]'
+    """
+    if isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (buffer.shape, buffer.dtype):
+        return None
+    return f"is {describe(value)}; the buffer is {describe(buffer)}"

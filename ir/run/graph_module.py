@@ -20,6 +20,7 @@ from pippy.ir.names import local_name
 from pippy.ir.run.checkpointed_parts import end_part
 from pippy.ir.run.copies import owners_in_place_of_copies
 from pippy.ir.run.functions import (
+    assign_,
     by_mode,
     check_all_true,
     check_fixed,
@@ -48,6 +49,7 @@ _OURS = (
     check_padding,
     by_mode,
     own_copy,
+    assign_,
     draw_key,
     seed_draws,
 )  # graphs call these

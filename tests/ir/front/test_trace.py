@@ -73,16 +73,6 @@ class IntOf(Cut):
         return x * int(x.size(0))
 
 
-class Rebinds(Cut):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("count", torch.zeros(()))
-
-    def second(self, x):
-        self.count = self.count + 1
-        return x
-
-
 class Raises(Cut):
     def second(self, x):
         return x @ undefined_name  # noqa: F821
@@ -103,7 +93,6 @@ class Autocasts(Cut):
         (LengthOf, "return x * len(x)", "use x.size(0)"),
         (RangeOf, "return sum(x[i] for i in range(x.size(0)))", "range()"),
         (IntOf, "return x * int(x.size(0))", "int()"),
-        (Rebinds, "self.count = self.count + 1", "change it in place"),
         (Raises, "return x @ undefined_name", "NameError"),
     ],
 )
