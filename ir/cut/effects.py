@@ -8,6 +8,7 @@ seeing it; so every in-place operation is found before the model is cut.
     an operator of torch, also a method      its schemas: ``view(Tensor(a) self, …) -> Tensor(a)``; and _VIEWS_WITHOUT_SCHEMA
     another function of torch                ``inplace=True``, a name that ends with ``_``, and _VIEWS_WITHOUT_SCHEMA
     a function of the module `operator`      _OPERATORS
+    a transformed function                   what its graph changes; nobody what its result shares
     a module of torch                        ``inplace=True``, and _VIEW_MODULES
     the end of a checkpointed part           its result is what the part returns
     anything else, a module of the user's    nobody: the result may be a view of every argument. What it changes is found
@@ -29,6 +30,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.run.checkpointed_parts import is_begin, is_end
+from pippy.ir.run.transformed_functions import TransformedFunction
 
 # Operators and functions of torch that may return an argument or a view of it, of which no schema tells.
 _VIEWS_WITHOUT_SCHEMA = frozenset(
@@ -150,6 +152,8 @@ def _of_operator(name: str, args: Sequence[Any]) -> _Effect:
 def _of_function(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], attributes: Mapping[str, Any]
 ) -> _Effect:
+    if isinstance(function, TransformedFunction):
+        return _Effect(_changed_by_transformed(function, args), args)
     name, module = _name_of(function), getattr(function, "__module__", None) or ""
     if module in ("_operator", "operator"):
         return _of_operator(name, args)
@@ -174,6 +178,19 @@ def _of_function(
         return _Effect()
     effect = _unknown(name, args, kwargs)
     return _Effect(effect.changed, [each for each in _nodes(effect.shared) if not _is_parameter(each, attributes)])
+
+
+def _changed_by_transformed(function: TransformedFunction, args: Sequence[Any]) -> list[Any]:
+    """The arguments that the graph of a transformed function changes in place: all that it is mapped over, or captured ones."""
+    graph = function.module.graph
+    changed = {change.root for change in find_mutations(graph, {})[0]}
+    given, captured = args[:2], args[2]
+    inputs = graph.find_nodes(op="placeholder")
+    return [
+        given if at < len(function.places) else captured[at - len(function.places)]
+        for at, node in enumerate(inputs)
+        if node in changed
+    ]
 
 
 def _name_of(function: Callable[..., Any]) -> str:

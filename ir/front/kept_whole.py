@@ -20,6 +20,7 @@ from pippy.ir import source
 from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.errors import InputError, MarkError, PippyError
 from pippy.ir.front.assigned_buffers import assigned_in, check_fitting
+from pippy.ir.front.function_transforms import is_in_function
 from pippy.ir.front.refusals import forgiving
 from pippy.ir.front.replaced import replaced
 from pippy.ir.front.restore_attributes import Attributes
@@ -54,6 +55,8 @@ class KeptWhole:
         """Trace the call of a module by ``follow``; if that fails, record a call of the module."""
         path = self.tracer.path_of_module(module)
         if path == "" or self.tracer.is_leaf_module(module, path):
+            return follow()
+        if is_in_function(self.tracer):  # where no module can be called as a whole
             return follow()
         if path in self.reasons or isinstance(module, DeferredBatchNorm):
             return self._record(path, args, kwargs)
@@ -101,7 +104,7 @@ class KeptWhole:
         for node in reversed(made):
             if node.op == "get_attr":  # the tracer may use it again
                 self._abandoned.append(node)
-            else:
+            elif node.graph is self.tracer.graph:  # not that of a function which torch.func transforms
                 node.graph.erase_node(node)
 
     def drop_unused(self) -> None:

@@ -7,10 +7,14 @@ Such a call is traced through, into the operations on the tensors that the modul
 """
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.utils import _named_member_accessor
+
+from pippy.ir.front.tracing_thread import patched_here
 
 
 class OwnTensors:
@@ -31,6 +35,21 @@ class OwnTensors:
     def are_others(self, module: nn.Module) -> bool:
         """Whether the module, or one inside of it, has others now."""
         return any(not _same(self._before.get(id(each.__dict__)), list(_tensors(each))) for each in module.modules())
+
+
+def letting_proxies_be_tensors() -> AbstractContextManager[None]:
+    """A context in which `functional_call` takes proxies for tensors of a module."""
+    torchs: Any = _named_member_accessor
+    plain = torchs.swap_tensor
+
+    def swap(module: nn.Module, name: str, tensor: Any, *rest: Any, **options: Any) -> Any:
+        held: Any = next((each for each in (module._parameters, module._buffers) if name in each), None)
+        if held is None or not issubclass(type(tensor), fx.Proxy):
+            return plain(module, name, tensor, *rest, **options)
+        before, held[name] = held[name], tensor
+        return before
+
+    return patched_here(torchs, "swap_tensor", swap)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -8,6 +8,7 @@ torch.distributions                     fails, as they ask for numbers      a no
 an autograd.Function                    traces its forward, and             a node (`AutogradFunction`)
                                           forgets its backward
 a function of torch.jit.script          fails, as it takes no proxies       a node (`ScriptedFunction`)
+a function that torch.func transforms   fails, as it takes no proxies       a node (`TransformedFunction`)
 a compiled module or function           fails                               what is inside
 with torch.no_grad():                   does not see it                     a mark on each node in it
 torch.utils.checkpoint                  traces through it, or loses it      a node before and one after it
@@ -35,7 +36,9 @@ from pippy.ir.front.c_calls import watching_c_calls
 from pippy.ir.front.checkpointing import record_reentrant, recording_checkpoints
 from pippy.ir.front.classes import answer_in, answering_classes
 from pippy.ir.front.distributions import recording_distributions
+from pippy.ir.front.function_transforms import recording_transforms
 from pippy.ir.front.in_place import IN_PLACE
+from pippy.ir.front.own_tensors import letting_proxies_be_tensors
 from pippy.ir.front.proxies import RecordingProxy, made_in_forward, suit_value, with_in_place_operators
 from pippy.ir.front.questions import check_not_asked_for_mode, refusing_to_say_what_runs
 from pippy.ir.front.random_draws import check_no_draw, refusing_numpys_draws
@@ -105,6 +108,7 @@ def recording(tracer: fx.Tracer, model: nn.Module) -> Iterator[None]:
         stack.enter_context(tracing_transformers(tracer))
         stack.enter_context(patched_here(torch, "is_tensor", _is_tensor))
         stack.enter_context(recording_distributions(tracer))
+        stack.enter_context(letting_proxies_be_tensors())
         stack.enter_context(patched_here(torch, "_check_with", _recorded_check(tracer)))
         for name in _TAKING_SIZES:
             stack.enter_context(patched_here(torch, name, _given_proxies(tracer, getattr(torch, name))))
@@ -113,6 +117,7 @@ def recording(tracer: fx.Tracer, model: nn.Module) -> Iterator[None]:
             tracer._autowrap_function_ids.add(id(function))  # for the names of the user's modules
             stack.enter_context(patched_here(nn.utils.rnn, name, _given_proxies(tracer, function)))
         stack.enter_context(_annotated_nodes(tracer))
+        stack.enter_context(recording_transforms(tracer))
         stack.enter_context(_recording_proxies(tracer))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_RecordUntraced(tracer))

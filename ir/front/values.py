@@ -16,7 +16,7 @@ A value that Python was told is fixed in the graph by a `check_fixed` node: wher
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -45,7 +45,7 @@ from pippy.ir.marks import recording_splits
 from pippy.ir.row_sizes import compare_rows
 from pippy.ir.run.functions import check_fixed
 from pippy.ir.run.random_state import untouched_random_state
-from pippy.ir.trees import map_leaves, tensors
+from pippy.ir.trees import leaves, map_leaves, tensors
 
 
 class _Unknown:
@@ -111,6 +111,19 @@ class Values:
             self._values[node] = self._find(node)
         return self._values[node]
 
+    def know(self, node: fx.Node, value: Any) -> None:
+        """Take ``value`` for that of an input of a function that is traced into a graph of its own."""
+        self._values[node] = value
+
+    def computed(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What a function gives for arguments with nodes in them; `UNKNOWN` if one is unknown, or the function fails."""
+        try:
+            with self._computing():
+                given = [self._argument(each) for each in arguments]
+                return UNKNOWN if any(each is UNKNOWN for each in leaves(given)) else function(*given)
+        except Exception:  # it will fail in the stage
+            return UNKNOWN
+
     def is_tensor(self, node: fx.Node) -> bool:
         """Whether the value of a node is a tensor, for all that is known."""
         return self.of(node) is UNKNOWN or isinstance(self.of(node), torch.Tensor)
@@ -120,16 +133,16 @@ class Values:
         if node in self._fixed and not self._fixed[node]._erased:
             return self._fixed[node]
         # It stands behind the node, and so in the same stage; inputs stay together, before all else.
-        where = self.tracer.graph.inserting_after(node if node.op != "placeholder" else self._last_node())
+        where = node.graph.inserting_after(node if node.op != "placeholder" else self._last_node(node.graph))
         with where:
             self._fixed[node] = self.tracer.create_node(
                 "call_function", check_fixed, (node, value, str(source.of_frame(sys._getframe(1)) or "")), {}
             )
         return self._fixed[node]
 
-    def _last_node(self) -> fx.Node:
-        last = next(iter(reversed(self.tracer.graph.nodes)))
-        return last if last.op != "output" else self.tracer.graph.find_nodes(op="placeholder")[-1]
+    def _last_node(self, graph: fx.Graph) -> fx.Node:
+        last = next(iter(reversed(graph.nodes)))
+        return last if last.op != "output" else graph.find_nodes(op="placeholder")[-1]
 
     def _find(self, node: fx.Node) -> Any:
         if any(self.of(each) is UNKNOWN for each in node.all_input_nodes):
