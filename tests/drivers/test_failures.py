@@ -40,12 +40,12 @@ ROWS, CHUNKS = 6, 3  # two rows in each micro-batch
 
 
 class Training:
-    """A driver and the plain model beside it."""
+    """A driver and the plain model beside it. Its first step fails as all others do: nothing is tried before."""
 
-    def __init__(self, cluster, schedule="1f1b", **options):
+    def __init__(self, cluster, schedule="1f1b", check=False, **options):
         self.plain = Trapped()
         pipe = trapped_pipe(copy.deepcopy(self.plain))
-        self.driver = PipelineDriver(pipe, cluster, schedule=schedule, **options)
+        self.driver = PipelineDriver(pipe, cluster, schedule=schedule, check=check, **options)
 
     def step(self):
         """A good step on both sides."""
@@ -420,6 +420,18 @@ def test_a_killed_worker_while_it_computes_or_others_wait(own, victim):
             running[1].result()
         with within(0.1), pytest.raises(ClusterError, match="is lost"):
             training.start()
+
+
+def test_a_worker_killed_while_the_first_step_is_tried(own):
+    training = Training(own, check=True)
+    with (
+        slow_steps(own),
+        signalled(own, 1, signal.SIGKILL),
+        within(1.3),
+        pytest.raises(WorkerLostError, match="SIGKILL") as caught,
+    ):
+        training.start(SLOW)
+    assert caught.value.index == 1
 
 
 def test_a_worker_killed_while_idle(own):
