@@ -133,7 +133,7 @@ def weighing_inputs(
 
 def _all_ignored(reduction: Reduction, division: Division, target: str | None) -> set[int]:
     """The micro-batches in which the loss ignores every target, so that its mean over them is 0 / 0; not if all are so."""
-    if (not reduction.counts and reduction.known) or target is None or target not in division.arguments:
+    if not reduction.counts or target is None or target not in division.arguments:
         return set()
     given = division.arguments[target]
     if not isinstance(given, CutTensor) or given.value.dtype != torch.int64 or is_sparse(given.value):

@@ -12,20 +12,21 @@ from functools import partial
 
 import torch
 
-from pippy.drivers.check.rows import TriedRows
+from pippy.drivers.check.rows import Edit, TriedRows
 from pippy.drivers.trials.asked import Asked, Place, Question
 
 
 def edited(rows: TriedRows, asked: Asked, target: str | None) -> Iterator[TriedRows]:
     """The rows with other targets, edited in two ways; none if nothing is asked."""
-    values: dict[Place, list[float]] = {}
+    values: dict[Place, tuple[float, ...]] = {}
     for place, tensor in rows.tensors():
-        found = list(_values(place, tensor, asked.questions, target))
+        found = tuple(_values(place, tensor, asked.questions, target))
         if found:
-            values[place] = found
+            values[place] = found[: max(1, len(tensor) // 2)]
     if values:
         for second in (False, True):
-            yield rows.edited({place: partial(_edit, values=each, second=second) for place, each in values.items()})
+            put = partial(_put, second=second)
+            yield rows.edited({place: Edit(each, partial(put, values=each)) for place, each in values.items()})
 
 
 def _values(place: Place, tensor: torch.Tensor, questions: Sequence[Question], target: str | None) -> Iterator[float]:
@@ -41,12 +42,17 @@ def _values(place: Place, tensor: torch.Tensor, questions: Sequence[Question], t
                 yield value  # a GPU does not recover from an index that is out of range
     if not index and tensor.numel() > 1 and bool((tensor == tensor.flatten()[0]).all()):
         yield float(tensor.flatten()[0]) / 2 or 0.5  # weights that are all alike, say
+    if index and (place[0] == target or any(question.place == place for question in questions)):
+        left_out = [question.value for question in questions]
+        others = {number for number in tensor.unique().tolist() if number not in left_out}
+        if len(others) == 1 and (only := others.pop()) > 0:
+            yield only // 2  # labels that are all alike
 
 
-def _edit(tensor: torch.Tensor, values: Sequence[float], second: bool) -> torch.Tensor:
+def _put(tensor: torch.Tensor, values: Sequence[float], second: bool) -> torch.Tensor:
     """Put the numbers in turn into the first rows, or into the last ones; where a row has several places, into a half."""
     rows = range(len(tensor) - 1, -1, -1) if second else range(len(tensor))
-    for row, value in zip(rows[: max(1, len(tensor) // 2)], values):
+    for row, value in zip(rows, values):
         places = tensor[row].reshape(-1)
         half = slice(None, (places.numel() + 1) // 3 or None) if second else slice(places.numel() // 2, None)
         places[half] = value

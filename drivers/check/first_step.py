@@ -1,8 +1,8 @@
 """The first step of a driver checks itself: a few rows as one micro-batch and as two must give the same numbers.
 
-    the rows as they are     reference · noise · two micro-batches ─┐
-    with padding             reference · noise · two micro-batches ─┼─▶ all agree: the step goes on
-    with other padding       reference · noise · two micro-batches ─┘   else: remedies are tried in the same way
+    the rows as they are     reference · noise · two micro-batches · two others ─┐
+    with padding             reference · noise · two micro-batches              ─┼─▶ all agree: the step goes on
+    with other padding       reference · noise · two micro-batches              ─┘   else: remedies are tried in the same way
 
 Loss, every gradient and every buffer are compared, of all stages; see workers/trials.py. So it matters not which loss it is,
 and in which stage its parts are made. It is done once, and again when something changes that bears on it.
@@ -160,6 +160,8 @@ class FirstStep:
     def _check(self, division: Division, columns: Sequence[Column], with_padding: bool = False) -> None:
         rows = self._counting(self._rows(division, columns))
         sets = [self._compared(rows, watch=True)]
+        if sum(rows.sizes) > 2 and sets[0].agrees(self.buffers):
+            sets.append(self._cut_elsewhere(sets[0]))
         asked = self._asked(rows, sets[0])
         for other in edited(rows, asked, self.compiled.target_name):
             try:
@@ -263,6 +265,14 @@ class FirstStep:
         dtypes = [each.dtype for _, stage in self.compiled.stages() for each in stage.parameters()]
         return max(LEAST, floor_of(tried.dtype, *casts, *dtypes))
 
+    def _cut_elsewhere(self, found: Found) -> Found:
+        """Compare what was just compared with two other micro-batches: the first two may agree by chance."""
+        rows = self._counting(found.rows.cut_elsewhere())
+        division = rows.divided(2)
+        weights = self._weights(division, self.how, self.single_loss)
+        parts = self.trials.run(division, weights, Purpose.COMPARED, single_loss=self.single_loss)
+        return replace(found, rows=rows, parts=parts)
+
     # What is said
 
     def _check_choices(self, sets: Sequence[Found]) -> None:
@@ -301,7 +311,7 @@ class FirstStep:
         if self.compiled.target_name is not None and None in others:  # it was tried with the target
             only = set()
         edited_places = {place for each in rows for place in each.edits}
-        if sets[0].agrees(self.buffers) and not with_padding and edited_places <= only:
+        if wrong.rows.edits and not with_padding and edited_places <= only:
             self._awaited = asked.questions
             if not self._holds_awaited(rows[0].division):
                 return
@@ -362,8 +372,8 @@ class FirstStep:
         one, two = found.rows.sizes
         count = one + two
         text = (
-            f"{count} of the rows as one micro-batch and the same as two, of {one} and {two} rows, do not give the same "
-            "numbers, so the step would not be the plain model's. The losses of the micro-batches "
+            f"{count} of the rows{self._edits_of(found.rows)} as one micro-batch and the same as two, of {one} and {two} rows, "
+            "do not give the same numbers, so the step would not be the plain model's. The losses of the micro-batches "
         )
         kind = self._spelled()
         if found.loss_differs:
@@ -380,6 +390,12 @@ class FirstStep:
             text += f"\n  {each.kind} of {self._user_name(each)}: off by {each.share:.2g} of its size"
         more = len(differences) - _SHOWN
         return text + (f"\n  and {more} more" if more > 0 else "") + "\n" * bool(differences)
+
+    def _edits_of(self, rows: TriedRows) -> str:
+        """Which numbers were put into the rows, as later batches may have them."""
+        users = {name: user for user, name in rows.division.names.items()}
+        said = [f"{users.get(place[0], place[0])!r} is {_listed(edit.values)}" for place, edit in rows.edits.items()]
+        return f", in some of which {' and '.join(said)}," if said else ""
 
     def _spelled(self) -> str:
         if self.single_loss:
@@ -400,6 +416,10 @@ _ADVICE_FOR_BUFFERS = (
     'If that may be, give the driver buffers="per_microbatch"; else keep it out of forward, or run one micro-batch, '
     "chunks=1"
 )
+
+
+def _listed(values: Sequence[float]) -> str:
+    return " or ".join(dict.fromkeys(f"{value:g}" if isinstance(value, float) else str(value) for value in values))
 
 
 def _unknown_choice(chosen: Chosen) -> str:

@@ -1,15 +1,20 @@
 """A few rows of a mini-batch, to try a step with: as one micro-batch, in another order, and as two uneven ones.
 
 the mini-batch      16 rows
-chosen              0 3 7 11 15
-turned              15 11 7 3 0
-divided             0 3 7 | 11 15
+chosen              0 11 15 3 7
+turned              7 3 15 11 0
+divided             0 11 15 | 3 7
+cut elsewhere       3 7 0 | 11 15
 edited              the same, where some targets of row 0 are -100
+
+Rows that are like others show little: with labels 3 3 3, every count is as good as every other, and of rows that are all
+padding nothing is compared. So those are chosen whose numbers are not yet among the chosen, and both halves get some.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, count
 
@@ -29,7 +34,16 @@ from pippy.drivers.trials.asked import Place
 from pippy.ir.sparse_tensors import cat, narrow
 from pippy.ir.trees import map_tensors, tensors
 
-Edit = Callable[[torch.Tensor], torch.Tensor]  # of a tensor with its rows in front
+_LOOKED_AT = 32  # rows, to choose a few of them
+_NUMBERS = 64  # of each
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Puts numbers into a tensor with its rows in front. ``values`` are those, to be told."""
+
+    values: tuple[float, ...]
+    put: Callable[[torch.Tensor], torch.Tensor]
 
 
 class NoRows(Exception):
@@ -42,7 +56,7 @@ class TriedRows:
     >>> from pippy.drivers.batches.divide import divide
     >>> rows = TriedRows(divide({"x": torch.arange(16)}, chunks=4))
     >>> rows.divided(1).take("x", 0), rows.divided(1, turned=True).take("x", 0), rows.divided(2).microbatches("x")
-    (tensor([ 0,  3,  7, 11, 15]), tensor([15, 11,  7,  3,  0]), [tensor([0, 3, 7]), tensor([11, 15])])
+    (tensor([ 0, 11, 15,  3,  7]), tensor([ 7,  3, 15, 11,  0]), [tensor([ 0, 11, 15]), tensor([3, 7])])
     """
 
     def __init__(self, division: Division, count: int | None = None) -> None:
@@ -61,7 +75,8 @@ class TriedRows:
         few = min(rows, count or (5 if least > 1 and rows > 3 else 3))
         if few < 2:
             raise NoRows("there is a single row")
-        self.chosen = [self.first + at * (rows - 1) // (few - 1) for at in range(few)]
+        spread = [self.first + at * (rows - 1) // (few - 1) for at in range(few)]
+        self.chosen = _in_halves(spread if pieces else _varied(division, spread, range(rows)))
         self.edits: Mapping[Place, Edit] = {}
 
     @property
@@ -87,6 +102,10 @@ class TriedRows:
         found.chosen = [*self.chosen[by:], *self.chosen[:by]]
         return found
 
+    def cut_elsewhere(self) -> "TriedRows":
+        """The same rows, of which others make the first micro-batch."""
+        return self.rotated(self.sizes[0])
+
     def with_argument(self, name: str, spec: Callable[[DividedValue], DividedValue]) -> "TriedRows":
         """The same rows of a mini-batch of which one argument is divided in another way."""
         arguments = {**self.division.arguments, name: map_divided(spec, self.division.arguments[name])}
@@ -108,7 +127,7 @@ class TriedRows:
         if isinstance(leaf, CutTensor):
             found = _rows_of(leaf.value, leaf.dim, self.chosen)
             if place in self.edits:
-                found = self.edits[place](found.movedim(leaf.dim, 0).clone()).movedim(0, leaf.dim)
+                found = self.edits[place].put(found.movedim(leaf.dim, 0).clone()).movedim(0, leaf.dim)
             return replace(leaf, value=_rows_of(found, leaf.dim, range(len(self.chosen))[::-1]) if turned else found)
         if isinstance(leaf, LoadedColumn):
             indices = [index for batch in leaf.batches for index in batch.indices]
@@ -134,6 +153,47 @@ def places_of(division: Division) -> Iterator[tuple[Place, DividedValue]]:
     for name, value in division.arguments.items():
         for number, leaf in enumerate(divided_leaves(value)):
             yield (name, number), leaf
+
+
+def _varied(division: Division, spread: Sequence[int], rows: range) -> list[int]:
+    """As many rows as in ``spread``, first those whose numbers are not yet among the chosen; where that is equal, those."""
+    others = rows[:: max(1, len(rows) // _LOOKED_AT)]
+    candidates = list(dict.fromkeys([*spread, *others]))
+    kinds = [_numbers(leaf, candidates) for _, leaf in places_of(division)]
+    held = [[numbers[at] for numbers in kinds if numbers] for at in range(len(candidates))]
+    seen: Counter[tuple[int, float]] = Counter()
+    left, chosen = list(range(len(candidates))), []
+    for _ in spread:
+        best = max(left, key=lambda at: sum(_news(seen, kind, each) for kind, each in enumerate(held[at])))
+        left.remove(best)
+        chosen.append(candidates[best])
+        seen.update((kind, number) for kind, each in enumerate(held[best]) for number in each)
+    return chosen
+
+
+def _news(seen: Mapping[tuple[int, float], int], kind: int, numbers: Collection[float]) -> float:
+    """How new the numbers of a row are: 1 if none was chosen yet."""
+    return sum(1 / (1 + seen.get((kind, number), 0)) for number in numbers) / max(1, len(numbers))
+
+
+def _numbers(leaf: DividedValue, rows: Sequence[int]) -> list[set[float]]:
+    """The numbers in each of some rows, or some of them; nothing where they cannot be seen."""
+    if not isinstance(leaf, CutTensor) or leaf.value.layout is not torch.strided or leaf.value.is_complex():
+        return []
+    value = leaf.value.detach()
+    step = value.numel() // max(1, value.shape[leaf.dim] * _NUMBERS) + 1
+    some = torch.stack([value.select(leaf.dim, row).reshape(-1)[::step] for row in rows]).cpu()
+    if some.is_floating_point():
+        some = some.double().nan_to_num()
+    return [set(row) for row in some.tolist()]
+
+
+def _in_halves(chosen: Sequence[int]) -> list[int]:
+    """The rows, so that those chosen first are in both micro-batches: 1 4 5 | 2 3."""
+    if len(chosen) == 3:
+        return [chosen[0], chosen[2], chosen[1]]
+    first = [row for at, row in enumerate(chosen) if at % 4 in (0, 3)]
+    return [*first, *(row for at, row in enumerate(chosen) if at % 4 in (1, 2))]
 
 
 def _places(name: str) -> Iterator[Place]:

@@ -59,8 +59,10 @@ class Example:
                 module.p = 0.0
         return model
 
-    def batches(self, padding: tuple[str, ...] | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """The inputs and targets of each step."""
+    def batches(
+        self, padding: tuple[str, ...] | None = None, of_inputs: bool = True
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The inputs and targets of each step. Without ``of_inputs``, only targets are padded, as those of a prompt are."""
         generator = torch.Generator().manual_seed(self.seed + 1)
         for rows, padded in zip(self.rows, padding or self.padding, strict=True):
             shape = (rows, self.tokens) if self.tokens else (rows,)
@@ -74,7 +76,7 @@ class Example:
                 target = torch.randn(shape, dtype=torch.float64, generator=generator).masked_fill(~keep, torch.nan)
             else:
                 target = torch.randint(0, WIDTH, shape, generator=generator).masked_fill(~keep, IGNORED)
-            yield x * keep.unsqueeze(-1), target
+            yield x * keep.unsqueeze(-1) if of_inputs else x, target
 
     def pipe(self, model: nn.Module) -> Pipe:
         """The model cut. Raises what pippy refuses."""

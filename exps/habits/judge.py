@@ -1,8 +1,8 @@
 """Judges an example: are the numbers of three steps on workers those of the plain model, or is the step refused?
 
-What the driver accepts must be equal, and what it refuses must be unequal on some batch: of the same rows, or of rows with
-other padding. To see that, the steps are run with the driver's check switched off. Dropout draws other numbers than in the
-plain model: numbers are compared without it.
+What the driver accepts must be equal, and what it refuses must be unequal on some batch: of the same rows, of rows with other
+padding, or of rows whose targets alone are padded. To see that, the steps are run with the driver's check switched off. Dropout
+draws other numbers than in the plain model: numbers are compared without it.
 """
 
 import re
@@ -18,7 +18,12 @@ from pippy.drivers.driver import PipelineDriver
 from pippy.ir.errors import PippyError
 
 RATE = 0.01
-PADDINGS = (("some", "much", "none"), ("much", "none", "some"))  # others, to judge a refusal by
+Padding = tuple[tuple[str, ...], bool]  # of each step, and whether inputs have it, too
+PADDINGS: tuple[Padding, ...] = tuple(  # others, to judge a refusal by
+    (padding, of_inputs)
+    for of_inputs in (True, False)
+    for padding in (("some", "much", "none"), ("much", "none", "some"))
+)
 
 
 @dataclass
@@ -105,13 +110,13 @@ def judge_refusal(
     return Verdict("false alarm", what)
 
 
-def plain_numbers(example: Example, padding: tuple[str, ...] | None = None) -> Numbers:
+def plain_numbers(example: Example, padding: Padding | None = None) -> Numbers:
     """Three steps of the plain model, without dropout."""
     model, numbers = example.model(dropout=False), Numbers()
     if example.late_hooks:
         model.put_on_hooks()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    for x, target in example.batches(padding):
+    for x, target in example.batches(*(padding or ())):
         try:
             result = model(x) if example.returns is None else model(x, target)
             loss = example.loss_fn()(result, target) if example.returns is None else loss_in(example, result)
@@ -134,7 +139,7 @@ class OnWorkers:
         self.models: dict[bool, Model] = {}
         self.pipes: dict[bool, Pipe] = {}
 
-    def numbers(self, dropout: bool, padding: tuple[str, ...] | None = None, **options: Any) -> Numbers:
+    def numbers(self, dropout: bool, padding: Padding | None = None, **options: Any) -> Numbers:
         """Three steps of a driver."""
         numbers, driver = Numbers(), None
         dropout = dropout and self.example.draws
@@ -156,9 +161,9 @@ class OnWorkers:
         return numbers
 
 
-def run_steps(example: Example, driver: PipelineDriver, padding: tuple[str, ...] | None, numbers: Numbers) -> None:
+def run_steps(example: Example, driver: PipelineDriver, padding: Padding | None, numbers: Numbers) -> None:
     optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=RATE)
-    for x, target in example.batches(padding):
+    for x, target in example.batches(*(padding or ())):
         result = driver.run(example.chunks, x, target)
         loss = result if example.returns is None else loss_in(example, result)
         numbers.steps.append(copied(loss, driver.gradients(), driver.state_dict()))

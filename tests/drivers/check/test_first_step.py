@@ -436,6 +436,74 @@ def test_a_function_of_one_argument_gets_the_target_or_is_refused(threads):
         PipelineDriver1F1B(pipe, threads, loss_reduction=lambda *, t: t.sum()).run(4, x, t, target)
 
 
+# Which rows are tried, and how they are cut
+
+
+class Centred(nn.Module):
+    """It subtracts what comes from the rows above, and returns its loss: a sum, which leaves padding out."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x, target):
+        x = torch.tanh(self.a(x))
+        pipe_split()
+        x = self.b(x.cumsum(0)).flatten(0, -2)
+        return F.cross_entropy(x, target.flatten(), reduction="sum")
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+@pytest.mark.parametrize("padded_rows", [[1, 3, 4], [1, 4, 5], [0, 3, 5], [3, 5], [0, 1, 2]])
+def test_rows_that_are_all_padding_do_not_hide_others(threads, padded_rows, chunks):
+    """The second micro-batch of the tried rows had padding alone: what it mixed had no loss."""
+    pipe = pipeline(Centred(), output_loss_value_spec=True)
+    x, target = torch.randn(6, 3, 4), torch.randint(4, (6, 3))
+    target[padded_rows] = -100
+    with pytest.raises(MicrobatchError, match="numbers of several rows are put together"):
+        PipelineDriver1F1B(pipe, threads, loss_reduction="sum").run(chunks, x, target)
+
+
+def test_rows_that_are_alike_do_not_hide_others(threads):
+    """All but one of the tried rows were alike: a variance of one row and two others is a mean of rows, by chance."""
+    pipe = pipeline(Net(), lambda o, t: o.var(0).mean() + 0 * t.sum())
+    x = torch.zeros(8, 4)
+    x[[0, 2, 4, 6]] = torch.randn(4, 4)
+    with pytest.raises(MicrobatchError):
+        PipelineDriver1F1B(pipe, threads).run(2, x, x)
+
+
+def weighted(o, t):
+    return (F.cross_entropy(o, t, reduction="none") * t).sum() / t.sum()
+
+
+@pytest.mark.parametrize("target", [[3, 3, 3, 3, 3, 3], [1, 2, 2, 1, 2, 3], [1, 3, 2, 2, 1, 3]])
+def test_two_ways_to_cut_do_not_agree_by_chance(threads, target):
+    """A mean that is weighted by labels is one over rows, if the labels of both micro-batches have the same mean."""
+    pipe, target = pipeline(Net(), weighted), torch.tensor(target)
+    with pytest.raises(MicrobatchError, match=r"loss_reduction=lambda target: target.sum\(\)"):
+        PipelineDriver1F1B(pipe, threads, loss_reduction="mean").run(2, torch.randn(6, 4), target)
+
+
+def by_hand(o, t):
+    return -o.log_softmax(-1).gather(-1, t.clamp(min=0).unsqueeze(-1)).mean()
+
+
+@pytest.mark.parametrize("how", [None, "mean"])
+def test_a_number_that_torchs_loss_ignores_counts_in_a_loss_that_counts_it(threads, how):
+    """With ``loss_reduction="mean"``, a micro-batch whose targets are all -100 counted nothing, whatever the loss."""
+    model, x = Net(), torch.randn(8, 4)
+    driver = PipelineDriver1F1B(pipeline(copy.deepcopy(model), by_hand), threads, loss_reduction=how)
+    assert_same(driver, 4, model, by_hand, x, torch.tensor([0, 1, -100, 3, 2, -100, 1, 2]))
+    assert_same(driver, 4, model, by_hand, x, torch.tensor([0, 1, 2, 3, -100, -100, 1, 2]))
+
+
+def test_the_error_says_which_numbers_were_put_into_the_rows(threads):
+    pipe = pipeline(Net(), mean_where(lambda t: t != 7))
+    with pytest.raises(MicrobatchError, match=r"^5 of the rows, in some of which 'target' is 7, as one micro-batch"):
+        PipelineDriver1F1B(pipe, threads).run(4, torch.randn(8, 4), torch.tensor([1, 2, 3, 0, 1, 2, 3, 0]))
+
+
 # Mutants of the check: each must be caught, as it accepts something that is wrong
 
 
