@@ -137,9 +137,17 @@ def _other_constants(pipe: Callee, arguments: Mapping[str, Any]) -> Iterator[str
     for name, fixed in pipe.concrete_args.items():
         given = arguments.get(name, fixed)
         if given is not fixed and not (isinstance(given, (bool, int, float, str)) and given == fixed):
-            left_out = bool(pipe.guards.kinds) and fixed is None
+            left_out = _is_own_default(pipe, name) or (bool(pipe.guards.kinds) and fixed is None)
+            traced = f"without {name}" if _is_own_default(pipe, name) else f"with {name}={fixed!r}"
             again = _in_the_example([name]) if left_out else "; trace it again to run it with another value"
-            yield f"{name!r} is {describe(given)}, but the model was traced with {name}={fixed!r}{again}"
+            yield f"{name!r} is {describe(given)}, but the model was traced {traced}{again}"
+
+
+def _is_own_default(pipe: Callee, name: str) -> bool:
+    """Whether a constant is a default of a class of the user's, which says that the argument is left out."""
+    fixed = pipe.concrete_args[name]
+    plain = fixed is None or isinstance(fixed, (bool, int, float, str))
+    return not plain and fixed is pipe.signature.parameters[name].default
 
 
 def _usage(pipe: Callee, signature: inspect.Signature) -> str:

@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from torch import fx, nn
@@ -13,7 +14,7 @@ from pippy.ir.brief import brief, some
 from pippy.ir.errors import InputError, TracingError
 from pippy.ir.front.fake_results import FakeResults
 from pippy.ir.front.replaced import replaced
-from pippy.ir.front.suppositions import Supposition
+from pippy.ir.front.suppositions import SINGLE, Supposition
 from pippy.ir.front.trials import Trials
 from pippy.ir.near_names import did_you_mean
 from pippy.ir.public_calls import misfits
@@ -134,12 +135,32 @@ def _call_without_example(model: nn.Module, concrete: dict[str, Any]) -> Call:
     defaults = {
         name: each.default
         for name, each in named.items()
-        if isinstance(each.default, (bool, int, float, str)) and name not in concrete
+        if isinstance(each.default, (int, float, *SINGLE)) and name not in concrete and each.default is not _EMPTY
+    }
+    own = {
+        name: each.default for name, each in named.items() if name not in concrete and not _is_of_graphs(each.default)
     }
     by_position = tuple(name for name, each in named.items() if each.kind is not each.KEYWORD_ONLY)
-    if decorated:
+    if decorated or own:
         signature = inspect.Signature(list(named.values()))
-    return Call(signature, concrete, defaults, is_decorated=decorated, by_position=by_position)
+    return Call(signature, {**concrete, **own}, defaults, is_decorated=decorated or bool(own), by_position=by_position)
+
+
+def _is_of_graphs(default: Any) -> bool:
+    """Whether a graph can have this default of an input: not if it is an object of a class of the user's."""
+    known = isinstance(default, (Mapping, nn.Module)) or type(default).__module__.partition(".")[0] in (
+        "torch",
+        "numpy",
+    )
+    if default is _EMPTY or known:
+        return True
+    if isinstance(default, Enum):
+        return isinstance(default, (int, str))
+    try:
+        fx.Tracer().create_arg(default)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _call_of_example(model: nn.Module, concrete: dict[str, Any], example: Example) -> Call:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from types import FunctionType
+from types import EllipsisType, FunctionType
 from typing import Any
 
 import torch
@@ -30,7 +30,8 @@ from pippy.ir.run.checkpointed_parts import is_begin, is_end
 from pippy.ir.run.functions import check_fixed, check_not_none, check_same, check_tensor
 
 CHECKS = (check_fixed, check_same, check_not_none, check_tensor)
-_SINGLE = (bool, str, torch.dtype, torch.layout, torch.memory_format, type, Enum, FunctionType)
+SINGLE = (bool, str, torch.dtype, torch.layout, torch.memory_format, type, Enum, FunctionType, EllipsisType)
+"""The classes of values that exist once, as far as `is` tells."""
 _FLAGS = """requires_grad is_leaf is_cuda is_cpu is_meta is_sparse is_quantized is_nested is_mkldnn is_mps is_xpu
     retains_grad training""".split()
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool)
@@ -128,7 +129,7 @@ def is_single(node: fx.Node, values: Values) -> bool:
     if node.op not in ("placeholder", "call_function") or node.target in CHECKS or _name(node) in _COMPARISONS:
         return False
     value = values.of(node)
-    return value is not UNKNOWN and isinstance(value, _SINGLE)
+    return value is not UNKNOWN and isinstance(value, SINGLE)
 
 
 _COMPARISONS = frozenset("eq ne lt le gt ge not_ contains bool and_ or_ is_ is_not".split())

@@ -56,10 +56,11 @@ def check_fixed(value: Any, fixed: Any, line: str = "") -> None:
     """
     kinds = [next((kind for kind in (tuple, list) if isinstance(each, kind)), type(each)) for each in (value, fixed)]
     if kinds[0] is not kinds[1] or value != fixed:
+        now = describe(value) if isinstance(value, torch.Tensor) else repr(value)
         raise InputError(
-            f"forward asked for a value while it was traced, and went on for {fixed!r}; now it is {value!r}"
+            f"forward asked for a value while it was traced, and went on for {fixed!r}; now it is {now}"
             + (f":\n  {line}\n" if line else "; ")
-            + f"What to do: make another Pipe with example arguments for which it is {value!r}"
+            + f"What to do: make another Pipe with example arguments for which it is {now}"
         )
 
 
