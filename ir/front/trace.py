@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ from pippy.ir.front.replaced import replaced
 from pippy.ir.front.restore_attributes import Attributes, restoring_attributes
 from pippy.ir.front.suppositions import Asked as AskedByIs
 from pippy.ir.front.suppositions import supposing
-from pippy.ir.front.tracer import PipeTracer
+from pippy.ir.front.tracer import FROM_OUTSIDE, PipeTracer
 from pippy.ir.front.training_flag import Setting, flags_after_train, follow_training, recording_training_reads
 from pippy.ir.front.untraceable import check_model, explained
 from pippy.ir.front.users_caches import forgetting_one_trace
@@ -213,7 +213,10 @@ def _record(
     def record() -> _Recorded:
         parts = KeptWhole(tracer, before, kept_whole or {})
         try:
-            return _record_calls(model, tracer, call, _Calls(model, tracer, parts))
+            with _following_hooks(tracer) if call.trials.follows_hooks else nullcontext():
+                found = _record_calls(model, tracer, call, _Calls(model, tracer, parts))
+            call.trials.check_stale(sum(name.startswith(FROM_OUTSIDE) for name in found.attributes))
+            return found
         except PippyError as error:
             error.another_front_end_may &= parts.another_front_end_may
             raise
@@ -222,7 +225,24 @@ def _record(
         before.restore()
         tracer.module_stack.clear()  # torch.fx does not, after an error
 
+    call.trials.has_hooks = any(
+        (each._forward_hooks or each._forward_pre_hooks) and tracer.is_leaf_module(each, path)
+        for path, each in model.named_modules()
+        if path
+    )
     return call.trials.until_known(record, again)
+
+
+@contextmanager
+def _following_hooks(tracer: fx.Tracer) -> Iterator[None]:
+    """A context in which modules with hooks are traced through."""
+    is_leaf = tracer.is_leaf_module
+
+    def has_no_hooks(module: nn.Module, path: str) -> bool:
+        return is_leaf(module, path) and not (module._forward_hooks or module._forward_pre_hooks)
+
+    with replaced(tracer, "is_leaf_module", has_no_hooks):
+        yield
 
 
 def _record_calls(model: nn.Module, tracer: fx.Tracer, call: Call, calls: "_Calls") -> _Recorded:

@@ -8,6 +8,10 @@ A trace cannot know whether `bool(x)` of a tensor is an assertion's or an `if`'s
 
 After an answer forward may make a few operations, for a message. If it does more, it was no assertion.
 
+The hooks of modules that are called as a whole, those of torch.nn among them, are not called by a trace. One may keep what it
+is given in a dict that forward reads; then forward fails, or finds what another call has left. So a trace that fails, or
+meets tensors from outside, is tried once more with these modules traced through, and their hooks. It counts if it works.
+
 Sizes are not hashable at first, since a cache of functools would keep them (einops then goes on without its cache). If forward
 cannot do without, they are, and are checked in each call.
 """
@@ -33,6 +37,10 @@ class UnhashableError(TypeError):
     """Raised where a size is used as a key."""
 
 
+class StaleError(Exception):
+    """Raised after a trace that has met tensors from outside, which hooks may have left."""
+
+
 class TrialOverError(Exception):
     """Raised where forward goes on after an answer that was tried."""
 
@@ -53,7 +61,10 @@ class Trials:
 
     known: dict[_Place, bool | None] = field(default_factory=dict)
     hashes_sizes: bool = False
+    follows_hooks: bool | None = None  # None: that was not tried
+    has_hooks: bool = False
     now: Trial | None = None
+    _from_outside: int = 0  # tensors, without following hooks
     _untried: bool = False  # the answer to try next at a new place
     _line: int | None = None  # of the last `bool(x)`, until an operation of another line comes
     _number: int = 0
@@ -69,6 +80,14 @@ class Trials:
             self.now = Trial(place, self._untried, frame)
             return self._untried
         return self.known[place]
+
+    def check_stale(self, from_outside: int) -> None:
+        """Raise if the trace that has met so many tensors from outside is to be made in another way."""
+        if self.has_hooks and from_outside and self.follows_hooks is None:
+            self._from_outside = from_outside
+            raise StaleError
+        if self.follows_hooks and 0 < self._from_outside <= from_outside:
+            raise StaleError
 
     @property
     def is_trying(self) -> bool:
@@ -112,9 +131,13 @@ class Trials:
         trial, self.now = self.now, None
         causes = error, None if error is None else error.__cause__
         if trial is None:
-            learnt = not self.hashes_sizes and any(isinstance(each, UnhashableError) for each in causes)
-            self.hashes_sizes |= learnt
-            return learnt
+            if not self.hashes_sizes and any(isinstance(each, UnhashableError) for each in causes):
+                self.hashes_sizes = True
+                return True
+            if self.follows_hooks is False or not self.has_hooks:
+                return False
+            self.follows_hooks = self.follows_hooks is None
+            return True
         if any(isinstance(each, AssertionError) for each in causes):
             self.known[trial.place], self._untried = not trial.answer, False
         elif trial.answer:
