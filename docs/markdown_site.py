@@ -25,7 +25,7 @@ from sphinx.util.nodes import make_refnode
 INSTANCES = {  # how pages call an object of a class
     "driver": "PipelineDriverBase",
     "pipe": "Pipe",
-    "recording": "pippy.drivers.recording.record.Recording",
+    "recording": "pippy.drivers.report.record.Recording",
 }
 METHODS = {"train"}  # what pages mean a method of a module by, though a public name is the same
 _NAME = re.compile(r"(?P<name>[A-Za-z_][\w.]*)(?:\(.*\))?", re.DOTALL)

@@ -28,8 +28,8 @@ import torch
 from torch import nn
 
 from pippy import Pipe, PipelineDriver, cluster
-from pippy.drivers.schedules import simulate
-from pippy.drivers.schedules.simulation.timeline import Timeline
+from pippy.drivers.plan import simulate
+from pippy.drivers.plan.cost.timeline import Timeline
 
 WIDTH, ROWS = 128, 128  # just so many products that a weight's gradient is worth putting off to W
 TIMES = (0.048, 0.050, 0.046)  # of a stage: F, I, W

@@ -21,7 +21,7 @@ from torch import nn
 
 from exps.peers.empty import Empty, loss_fn
 from pippy import Pipe, PipelineDriver, cluster
-from pippy.drivers.schedules.programs.instructions import Compute
+from pippy.drivers.plan.language.instructions import Compute
 
 
 def main() -> None:

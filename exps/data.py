@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from pippy import IndexLoader, PipelineDriver1F1B, local_cluster, pipe_split, pipeline
-from pippy.drivers.transport.pickling import pickle_message
+from pippy.drivers.wire.pickling import pickle_message
 
 ROWS = 256
 

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from pippy import Pipe, PipelineDriver1F1B, cluster, pipe_split, pipeline
-from pippy.drivers.recording.record import Recording
-from pippy.drivers.schedules import render_svg, render_text, simulate
+from pippy.drivers.plan import render_svg, render_text, simulate
+from pippy.drivers.report.record import Recording
 
 RECORDED = 10  # of the last steps
 OUT = Path("out")

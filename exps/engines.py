@@ -36,17 +36,17 @@ import torch
 import torch.distributed as dist
 
 from exps.peers.hosts import LINK, hosts
-from pippy.drivers.clusters.interfaces import link_named
-from pippy.drivers.clusters.kept_memory import keep_freed_memory
-from pippy.drivers.transport.messages import rpc
-from pippy.drivers.transport.messages.far_door import Invitation, come_in, open_door
-from pippy.drivers.transport.messages.message_queue import MessageQueue
-from pippy.drivers.transport.messages.rpc_values import RpcValues
-from pippy.drivers.transport.pickling import pickle_message, unpickle
-from pippy.drivers.transport.received_values import ValueKey
-from pippy.drivers.transport.rpc_transport import RpcTransport
-from pippy.drivers.transport.shared_memory_transport import SharedMemoryTransport
-from pippy.drivers.transport.transport import Transport
+from pippy.drivers.engines.kept_memory import keep_freed_memory
+from pippy.drivers.engines.torchrun.interfaces import link_named
+from pippy.drivers.wire.messages import rpc
+from pippy.drivers.wire.messages.far_door import Invitation, come_in, open_door
+from pippy.drivers.wire.messages.message_queue import MessageQueue
+from pippy.drivers.wire.messages.rpc_values import RpcValues
+from pippy.drivers.wire.pickling import pickle_message, unpickle
+from pippy.drivers.wire.received_values import ValueKey
+from pippy.drivers.wire.rpc_transport import RpcTransport
+from pippy.drivers.wire.shared_memory_transport import SharedMemoryTransport
+from pippy.drivers.wire.transport import Transport
 
 SIZES = {"4 KiB": 1 << 12, "64 KiB": 1 << 16, "1 MiB": 1 << 20, "16 MiB": 1 << 24, "64 MiB": 1 << 26}
 ROW = 1 << 26

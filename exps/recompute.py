@@ -25,7 +25,7 @@ from torch import nn
 from exps.bubbles import ROWS, WIDTH, SleepingGradient
 from pippy import Pipe, PipelineDriver, cluster
 from pippy.drivers.lowering.lower import lower
-from pippy.drivers.schedules import Program, add_communication, make_schedule, simulate
+from pippy.drivers.plan import Program, add_communication, make_schedule, simulate
 
 SCHEDULES = ("fill_drain", "1f1b")
 MODES = ("never", "always", "always, late", "except_last")

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from pippy import Pipe, PipelineDriver, cluster
-from pippy.drivers.recording.record import Recording
+from pippy.drivers.report.record import Recording
 
 Measured = TypeVar("Measured")
 

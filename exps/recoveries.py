@@ -41,11 +41,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from pippy.drivers.clusters.cluster import Cluster
-from pippy.drivers.clusters.local_cluster import local_cluster
-from pippy.drivers.errors import CheckpointError, ClusterError, StepError
+from pippy.drivers.base.errors import CheckpointError, ClusterError, StepError
+from pippy.drivers.engines.cluster import Cluster
+from pippy.drivers.engines.local.local_cluster import local_cluster
+from tests.drivers.model.recovery.runs import WIDTH, Run
 from tests.drivers.processes import close_open_cluster
-from tests.drivers.recovery.runs import WIDTH, Run
 
 KINDS = ("kill", "stop", "exception")
 SCHEDULES = ("1f1b", "fill_drain", "zb_h1")

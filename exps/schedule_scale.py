@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from pippy.drivers.schedules import add_communication, make_schedule, parse_program, simulate, validate
-from pippy.drivers.schedules.programs.program import Program
+from pippy.drivers.plan import add_communication, make_schedule, parse_program, simulate, validate
+from pippy.drivers.plan.language.program import Program
 
 T = TypeVar("T")
 WORKERS, STAGES_PER_WORKER = 64, 2

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pippy.ir.run.split_backward import WeightDeferral, backward_input, backward_weight
+from pippy.drivers.worker.halves.split_backward import WeightDeferral, backward_input, backward_weight
 from pippy.ir.run.stage_backward import stage_backward
 
 

@@ -32,10 +32,10 @@ import torch.distributed as dist
 
 from exps import engines
 from exps.peers.hosts import NoHosts
-from pippy.drivers.transport.messages import rpc
-from pippy.drivers.transport.messages.message_queue import MessageQueue
-from pippy.drivers.transport.messages.rpc_values import rpc_transport
-from pippy.drivers.transport.shared_memory_transport import SharedMemoryTransport
+from pippy.drivers.wire.messages import rpc
+from pippy.drivers.wire.messages.message_queue import MessageQueue
+from pippy.drivers.wire.messages.rpc_values import rpc_transport
+from pippy.drivers.wire.shared_memory_transport import SharedMemoryTransport
 
 SIZES = {"1 KB": 1 << 10, "64 KB": 1 << 16, "256 KB": 1 << 18, "1 MB": 1 << 20, "4 MB": 1 << 22}
 BURST = 32

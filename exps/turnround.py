@@ -25,7 +25,7 @@ from torch import nn
 
 from exps.bubbles import SleepingGradient
 from pippy import Pipe, PipelineDriver1F1B, cluster
-from pippy.drivers.recording.record import RecordedStep
+from pippy.drivers.report.record import RecordedStep
 
 
 class Sleeper(nn.Module):

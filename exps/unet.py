@@ -38,8 +38,8 @@ from exps.seeds.steps import Steps, steps_table
 from exps.seeds.unet_model import UNet
 from exps.seeds.wires import edge_bytes, sent_bytes, value_bytes
 from pippy.drivers.lowering.lower import lower
-from pippy.drivers.schedules import Program
-from pippy.drivers.schedules.simulation.simulate import simulate_with
+from pippy.drivers.plan import Program
+from pippy.drivers.plan.cost.simulate import simulate_with
 
 LOSS = nn.BCEWithLogitsLoss()
 GIB = 1 << 30

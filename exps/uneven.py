@@ -29,7 +29,7 @@ from torch import nn
 
 from exps.bubbles import ROWS, WIDTH, SleepingGradient
 from pippy import Pipe, PipelineDriver, cluster
-from pippy.drivers.schedules import Costs
+from pippy.drivers.plan import Costs
 
 TIMES = (0.005, 0.0055, 0.0045)  # of a stage of weight 1: F, I, W
 SCHEDULES = ("fill_drain", "1f1b", "zb_h1", "zb_h2", "list")

@@ -3,19 +3,19 @@
 from collections.abc import Callable
 from typing import Any
 
-from pippy.ir.brief import brief
-from pippy.ir.compiled import Compiled
+from pippy.ir.base.brief import brief
+from pippy.ir.base.errors import BalanceError, LossError
 from pippy.ir.cut.assigned_buffers import write_early
 from pippy.ir.cut.name_draws import name_draws
 from pippy.ir.cut.params import MultiUseParamSpec
 from pippy.ir.cut.split import split
 from pippy.ir.cut.views import connect_views
-from pippy.ir.errors import BalanceError, LossError
-from pippy.ir.front.trace import Traced
-from pippy.ir.passes.backward import attach_backward
-from pippy.ir.passes.loss_function import attach_loss_function, check_loss_function
-from pippy.ir.passes.returned_loss import LossSpec, default_loss_spec, find_returned_loss
-from pippy.ir.passes.verify import check_rules
+from pippy.ir.loss.backward import attach_backward
+from pippy.ir.loss.loss_function import attach_loss_function, check_loss_function
+from pippy.ir.loss.returned_loss import LossSpec, default_loss_spec, find_returned_loss
+from pippy.ir.record.compiled import Compiled
+from pippy.ir.trace.trace import Traced
+from pippy.ir.verify.verify import check_rules
 
 Cut = Callable[[Traced], Any]
 

@@ -17,13 +17,13 @@ from typing import Any
 
 from torch import fx, nn
 
-from pippy.ir.brief import brief
-from pippy.ir.compiled import Compiled
-from pippy.ir.errors import PippyError, TracingError
-from pippy.ir.front.arguments import Example
-from pippy.ir.front.returned_caches import CacheReturnedError, calls_without_cache
-from pippy.ir.front.trace import Traced, TracerLike, trace, tracer_of
-from pippy.ir.front.tracer import PipeTracer
+from pippy.ir.base.brief import brief
+from pippy.ir.base.errors import PippyError, TracingError
+from pippy.ir.record.compiled import Compiled
+from pippy.ir.trace.arguments import Example
+from pippy.ir.trace.returned_caches import CacheReturnedError, calls_without_cache
+from pippy.ir.trace.trace import Traced, TracerLike, trace, tracer_of
+from pippy.ir.trace.tracer import PipeTracer
 
 _NAMES = (None, "auto", "fx", "export")
 

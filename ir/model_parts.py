@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from pippy.ir.compiled import Compiled
-from pippy.ir.errors import ModeError
-from pippy.ir.names import LOSS, named_state
+from pippy.ir.base.errors import ModeError
+from pippy.ir.base.names import LOSS, named_state
+from pippy.ir.record.compiled import Compiled
 from pippy.ir.run.graph_module import install
 from pippy.ir.run.shared_tensors import get_tensor
 

@@ -7,18 +7,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from pippy.ir.compiled import Compiled
-from pippy.ir.compiled_modules import uncompiled
+from pippy.ir.base.compiled_modules import uncompiled
+from pippy.ir.base.errors import InputError
+from pippy.ir.base.interrupts import heard
+from pippy.ir.base.public_calls import placing_words
+from pippy.ir.base.trees import map_tensors, tensors
+from pippy.ir.call.signature import bind, check_guards
 from pippy.ir.compiler import Cut, check_loss, compile_traced
 from pippy.ir.cut.params import MultiUseParamSpec
-from pippy.ir.errors import InputError
-from pippy.ir.front.arguments import Example
-from pippy.ir.front.layers import Layers
-from pippy.ir.front.sequential import trace_sequential
-from pippy.ir.front.trace import Traced, TracerLike
-from pippy.ir.front.untraceable import check_model
 from pippy.ir.front_ends import ModelCall, trace_and_compile
-from pippy.ir.interrupts import heard
+from pippy.ir.loss.returned_loss import LossSpec
 from pippy.ir.model_parts import (
     all_tensors,
     check_dtypes,
@@ -28,19 +26,21 @@ from pippy.ir.model_parts import (
     put_loss_parameters,
     put_model_parts,
 )
-from pippy.ir.module_hooks import ModuleHooks
-from pippy.ir.passes.returned_loss import LossSpec
-from pippy.ir.passes.verify import check_rules
-from pippy.ir.public_calls import placing_words
+from pippy.ir.record.compiled import Compiled
+from pippy.ir.record.module_hooks import ModuleHooks
 from pippy.ir.reference import run_reference
 from pippy.ir.run.copies import follow_owners
 from pippy.ir.run.gradient_hooks import deep_copy
 from pippy.ir.show.content import content_of
 from pippy.ir.show.drawing import Drawing
-from pippy.ir.signature import bind, check_guards
 from pippy.ir.state import load_state
+from pippy.ir.trace.arguments import Example
+from pippy.ir.trace.layers import Layers
+from pippy.ir.trace.sequential import trace_sequential
+from pippy.ir.trace.trace import Traced, TracerLike
+from pippy.ir.trace.untraceable import check_model
 from pippy.ir.training_flags import TrainingFlags
-from pippy.ir.trees import map_tensors, tensors
+from pippy.ir.verify.verify import check_rules
 
 _COMPILED = "pippy.compiled"  # no part of a model can have this name, since it has a dot
 _TRAINING_FLAGS = "pippy.training_flags"
@@ -335,7 +335,7 @@ def verify(pipe: Pipe) -> None:
     >>> verify(pipe)
     Traceback (most recent call last):
       ...
-    pippy.ir.errors.VerificationError: the Pipe breaks 1 rule:
+    pippy.ir.base.errors.VerificationError: the Pipe breaks 1 rule:
         input_1
         submod_0 = submod_0(input_1)
         submod_1 = submod_1(submod_0)

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from pippy.ir.base.names import LOSS
+from pippy.ir.base.trees import map_tensors
 from pippy.ir.batch_norm.step_statistics import StepStatistics
-from pippy.ir.compiled import Compiled
-from pippy.ir.names import LOSS
-from pippy.ir.nodes import forward_nodes, is_getitem, map_nodes, seeded, values_to_free
+from pippy.ir.record.compiled import Compiled
+from pippy.ir.record.nodes import forward_nodes, is_getitem, map_nodes, seeded, values_to_free
 from pippy.ir.run.copies import owners_in_place_of_copies, whole_gradients
 from pippy.ir.run.given_inputs import check_versions, versions
 from pippy.ir.run.gradient_hooks import GradientHooks
@@ -18,7 +19,6 @@ from pippy.ir.run.shared_tensors import check_unchanged
 from pippy.ir.run.stage_backward import add_gradients, gradient_pairs, stage_backward, weighted
 from pippy.ir.run.stage_draws import drawn_as_whole, seed_whole
 from pippy.ir.run.stage_run import StageRun, as_leaf, run_backward, run_stage
-from pippy.ir.trees import map_tensors
 
 
 def run_reference(compiled: Compiled, inputs: Mapping[str, Any]) -> Any:

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from pippy.ir.brief import some
-from pippy.ir.compiled import Compiled
-from pippy.ir.errors import StateDictError
+from pippy.ir.base.brief import some
+from pippy.ir.base.errors import StateDictError
+from pippy.ir.base.trees import describe
+from pippy.ir.record.compiled import Compiled
 from pippy.ir.run.shared_tensors import get_tensor
-from pippy.ir.trees import describe
 
 
 def load_state(pipe: nn.Module, compiled: Compiled, state: Mapping[str, Any], strict: bool, assign: bool) -> Any:

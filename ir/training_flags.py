@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import fx, nn
 
-from pippy.ir.compiled import Compiled
-from pippy.ir.errors import ModeError
-from pippy.ir.modes import Modes
+from pippy.ir.base.errors import ModeError
+from pippy.ir.base.modes import Modes
+from pippy.ir.record.compiled import Compiled
 
 
 class TrainingFlags:

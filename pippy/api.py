@@ -1,31 +1,31 @@
 """The public names: what `import pippy` offers."""
 
 import pippy.errors as errors
-from pippy.drivers.batches.specs import ChunkSpec, Max, Mean, MicroBatches, Min, Replicate, Sum, TensorChunkSpec
-from pippy.drivers.checkpoints.load_checkpoint import load_checkpoint
-from pippy.drivers.clusters.cluster import Cluster
-from pippy.drivers.clusters.current_cluster import current_cluster
-from pippy.drivers.clusters.local_cluster import local_cluster
-from pippy.drivers.clusters.torchrun import cluster
-from pippy.drivers.data.index_loader import IndexLoader
-from pippy.drivers.driver import (
+from pippy.drivers.batch.specs import ChunkSpec, Max, Mean, MicroBatches, Min, Replicate, Sum, TensorChunkSpec
+from pippy.drivers.driver.data.index_loader import IndexLoader
+from pippy.drivers.driver.driver_base import PipelineDriverBase
+from pippy.drivers.driver.drivers import (
     PipelineDriver,
     PipelineDriver1F1B,
     PipelineDriverFillDrain,
     PipelineDriverInterleaved1F1B,
 )
-from pippy.drivers.driver_base import PipelineDriverBase
+from pippy.drivers.engines.cluster import Cluster
+from pippy.drivers.engines.current_cluster import current_cluster
+from pippy.drivers.engines.local.local_cluster import local_cluster
+from pippy.drivers.engines.torchrun.torchrun import cluster
+from pippy.drivers.files.load_checkpoint import load_checkpoint
+from pippy.ir.base.errors import PippyError, PippyWarning
+from pippy.ir.base.marks import PipeSplitWrapper, SplitPoint, annotate_split_points, clear_split_points, pipe_split
 from pippy.ir.batch_norm.convert import convert_deferred_batch_norm
 from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.cut.params import MultiUseParameterConfig
-from pippy.ir.errors import PippyError, PippyWarning
-from pippy.ir.front.tracer import PipeTracer
-from pippy.ir.marks import PipeSplitWrapper, SplitPoint, annotate_split_points, clear_split_points, pipe_split
-from pippy.ir.passes.loss_wrappers import LossWrapper, TrivialLossWrapper
+from pippy.ir.loss.loss_wrappers import LossWrapper, TrivialLossWrapper
 from pippy.ir.pipe import Pipe, verify
 from pippy.ir.run.keyed_draws import keyed_random
 from pippy.ir.run.layers import LayerSpec, TiedLayerSpec
 from pippy.ir.run.repeated_forward import is_checkpointing, is_recomputing
+from pippy.ir.trace.tracer import PipeTracer
 from pippy.pipeline import pipeline
 from pippy.training.evaluation import evaluate
 from pippy.training.repeating_loader import RepeatingLoader

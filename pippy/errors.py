@@ -5,7 +5,7 @@
 True
 """
 
-from pippy.drivers.errors import (
+from pippy.drivers.base.errors import (
     CheckError,
     CheckpointError,
     ClusterError,
@@ -18,7 +18,7 @@ from pippy.drivers.errors import (
     StepError,
     WorkerLostError,
 )
-from pippy.ir.errors import (
+from pippy.ir.base.errors import (
     BalanceError,
     BatchNormError,
     GenerationError,

@@ -7,12 +7,12 @@ from torch import nn
 
 from pippy.balance.balancer import Balancer
 from pippy.balance.policies import Split
+from pippy.ir.base.errors import BalanceError
+from pippy.ir.base.public_calls import placing_words
 from pippy.ir.cut.params import MultiUseParamSpec
-from pippy.ir.errors import BalanceError
-from pippy.ir.front.trace import TracerLike
-from pippy.ir.passes.returned_loss import LossSpec
+from pippy.ir.loss.returned_loss import LossSpec
 from pippy.ir.pipe import Pipe
-from pippy.ir.public_calls import placing_words
+from pippy.ir.trace.trace import TracerLike
 
 
 @placing_words("pipeline(model, loss_fn)")

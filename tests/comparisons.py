@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pippy import Pipe
-from pippy.ir.trees import leaves, map_tensors
+from pippy.ir.base.trees import leaves, map_tensors
 
 
 def fresh_inputs(inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -14,31 +14,31 @@ from xdist.scheduler import LoadScopeScheduling
 ABOUT_TIME = (
     "tests/balance/test_profile.py",  # no clusters, but it measures real time
     "tests/cli/test_run.py",
-    "tests/drivers/clusters/",
+    "tests/drivers/engines/",
     "tests/drivers/test_failures.py",
-    "tests/drivers/transport/",
+    "tests/drivers/wire/",
     "tests/exps/",
 )
 CLUSTERS = (
     *ABOUT_TIME,
-    "tests/drivers/automatic/test_auto.py",
-    "tests/drivers/control/",
-    "tests/drivers/optimizers/",
+    "tests/drivers/choice/test_auto.py",
+    "tests/drivers/session/",
+    "tests/drivers/model/optimizers/",
     "tests/drivers/placement/",
-    "tests/drivers/recording/test_record.py",
-    "tests/drivers/state/",
-    "tests/drivers/steps/",
+    "tests/drivers/report/test_record.py",
+    "tests/drivers/model/state/",
+    "tests/drivers/driver/steps/",
     "tests/drivers/test_",
-    "tests/drivers/workers/test_compile.py",
+    "tests/drivers/worker/test_compile.py",
     "tests/test_notebook.py",
 )
 LONGEST = (
-    "tests/drivers/data/",
+    "tests/drivers/driver/data/",
     "tests/drivers/lowering/test_lower.py",
-    "tests/drivers/recovery/",
-    "tests/drivers/workers/test_out_of_order.py",  # its workers are threads
+    "tests/drivers/model/recovery/",
+    "tests/drivers/worker/test_out_of_order.py",  # its workers are threads
     "tests/ir/cut/test_constraints.py",
-    "tests/ir/passes/test_verify.py",
+    "tests/ir/verify/test_verify.py",
     "tests/ir/show/test_diagrams.py",
     "tests/models/",
     "tests/test_docs.py",
@@ -52,7 +52,7 @@ NICENESS = 10
 def runs_clusters(nodeid: str) -> bool:
     """Whether a test has the cores to itself.
 
-    >>> runs_clusters("tests/drivers/clusters/test_cluster.py::test_a"), runs_clusters("tests/ir/test_golden.py::test_a")
+    >>> runs_clusters("tests/drivers/engines/test_cluster.py::test_a"), runs_clusters("tests/ir/test_golden.py::test_a")
     (True, False)
     """
     return nodeid.startswith(CLUSTERS)

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import pippy
-from pippy.drivers import errors as driver_errors
-from pippy.drivers.schedules import make_schedule, render_svg, simulate
-from pippy.drivers.schedules.orders.registry import REGISTRY
-from pippy.ir import errors
+from pippy.drivers.base import errors as driver_errors
+from pippy.drivers.plan import make_schedule, render_svg, simulate
+from pippy.drivers.plan.orders.registry import REGISTRY
+from pippy.ir.base import errors
 from tests import markdown_blocks
 from tests.drivers.processes import close_open_cluster
 from tests.markdown_blocks import PageError, blocks_of, broken_links, check_page, links, written
@@ -197,7 +197,7 @@ def test_every_file_has_a_row():
     folders = [ROOT / each for each in ("ir", "drivers", "pippy/balance", "pippy/cli")]
     files = [*(ROOT / "pippy").glob("*.py"), *(file for each in folders for file in each.rglob("*.py"))]
     files = [
-        file for file in sorted(files) if ROOT / "drivers/schedules" not in file.parents
+        file for file in sorted(files) if ROOT / "drivers/plan" not in file.parents
     ]  # these have a page of their own
     expected = [f"../{name_of(path)}" for path in files if path.name != "__init__.py"]
     assert [link for link in expected if link not in rows] == []

@@ -45,7 +45,7 @@ FIRST = [
     "import pippy.pipeline, pippy; assert not hasattr(pippy.pipeline, '__file__'); pippy.pipeline.__call__",
     "from pippy.pipeline import pipeline; import pippy; assert pippy.pipeline is pipeline",
     "from pippy import pipeline; assert callable(pipeline)",
-    "import pippy; pippy.Pipe; pippy.ir.pipe.Pipe; pippy.drivers.driver",
+    "import pippy; pippy.Pipe; pippy.ir.pipe.Pipe; pippy.drivers.driver.drivers",
     "from pippy import *; assert Pipe and pipeline and local_cluster and errors.PippyError",
     "import pippy.errors; assert pippy.errors.MarkError and pippy.errors is __import__('sys').modules['pippy.errors']",
     "from pippy.errors import TracingError, StepError; from pippy import errors; assert errors.StepError is StepError",
@@ -91,8 +91,8 @@ def test_every_public_name_is_that_of_the_api():
 
 def test_every_error_is_in_one_place():
     from pippy import errors
-    from pippy.drivers import errors as drivers_errors
-    from pippy.ir import errors as ir_errors
+    from pippy.drivers.base import errors as drivers_errors
+    from pippy.ir.base import errors as ir_errors
 
     defined = {**vars(ir_errors), **vars(drivers_errors)}
     kinds = {

@@ -23,7 +23,7 @@ def test_the_wheel_holds_every_module_once(wheel):
     expected |= {str(path.relative_to(ROOT)) for path in own}
     assert sorted(modules) == sorted(expected)
     assert "pippy/py.typed" in names
-    assert {"pippy/drivers/recording/page.css", "pippy/drivers/recording/page.js"} <= set(names)
+    assert {"pippy/drivers/report/page.css", "pippy/drivers/report/page.js"} <= set(names)
     assert wheel.name.startswith("pippy_compiler-")
 
 

@@ -8,8 +8,8 @@ from torch import nn
 
 import pippy
 from pippy import PipelineDriver, PipelineDriver1F1B, cluster, pipeline
-from pippy.drivers.model_on_workers import ModelOnWorkers
-from pippy.ir.errors import InputError, PippyError
+from pippy.drivers.model.model_on_workers import ModelOnWorkers
+from pippy.ir.base.errors import InputError, PippyError
 
 WITHOUT_WORDS = {"pipe_split", "verify", "clear_split_points", "current_cluster", "is_checkpointing", "is_recomputing"}
 IN_FORWARD = {"keyed_random"}

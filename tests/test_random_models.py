@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pippy import MultiUseParameterConfig, PippyWarning, pipe_split, pipeline, verify
-from pippy.ir.errors import SharedParameterError, SplitError
+from pippy.ir.base.errors import SharedParameterError, SplitError
 from tests.comparisons import assert_same, assert_same_gradients, assert_same_state
 
 WIDTH = 4

@@ -16,7 +16,7 @@ import pytest
 import pippy
 from docs import markdown_site, source_pages
 from pippy import errors
-from pippy.drivers import schedules
+from pippy.drivers import plan as schedules
 from tests.markdown_blocks import blocks_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,7 +70,7 @@ def test_every_name_that_a_page_imports_is_in_the_reference(reference):
         if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "pippy"
         for each in node.names
     }
-    assert ("pippy.drivers.schedules", "make_schedule") in imported
+    assert ("pippy.drivers.plan", "make_schedule") in imported
     known = {name.removeprefix("module-") for name in reference}
     names = {name.rpartition(".")[2] for name in known}
     assert [each for each in imported if each[0] not in known - {"pippy"} and each[1] not in names] == []

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pippy import MultiUseParameterConfig, Pipe, pipeline, verify
-from pippy.ir.trees import tensors
+from pippy.ir.base.trees import tensors
 from tests.comparisons import (
     assert_same,
     assert_same_gradient,

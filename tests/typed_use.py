@@ -9,12 +9,12 @@ from torch import nn
 import pippy
 import pippy.errors
 from pippy import Cluster, Pipe, PipelineDriver, PipelineDriver1F1B, SplitPoint, cluster, pipe_split, pipeline
-from pippy.drivers.grad_scaler import PipelineGradScaler
-from pippy.drivers.memory.driver_memory import DriverMemory
-from pippy.drivers.optimizer import PipelineOptimizer
-from pippy.drivers.recording.record import Recording
-from pippy.drivers.schedules import Program, Simulation, make_schedule, simulate
-from pippy.drivers.steps.running_step import RunningStep
+from pippy.drivers.count.driver_memory import DriverMemory
+from pippy.drivers.driver.steps.running_step import RunningStep
+from pippy.drivers.model.optimizers.grad_scaler import PipelineGradScaler
+from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
+from pippy.drivers.plan import Program, Simulation, make_schedule, simulate
+from pippy.drivers.report.record import Recording
 from pippy.errors import DriverError, PippyError, StepError
 from pippy.ir.show.drawing import Drawing
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pippy import MultiUseParameterConfig, TrivialLossWrapper, pipe_split
-from pippy.ir.trees import tensors
+from pippy.ir.base.trees import tensors
 
 exhibits: dict[str, type["Exhibit"]] = {}
 

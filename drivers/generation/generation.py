@@ -5,14 +5,14 @@ from typing import Any
 
 import torch
 
-from pippy.drivers.control.commands import Commands
 from pippy.drivers.generation.prompts import prompts_of
 from pippy.drivers.generation.token_graphs import TokenGraphs
 from pippy.drivers.placement.placed_pipe import PlacedPipe
-from pippy.ir.errors import GenerationError
-from pippy.ir.front.generation_call import check_can_generate
-from pippy.ir.interrupts import heard
+from pippy.drivers.session.commands import Commands
+from pippy.ir.base.errors import GenerationError
+from pippy.ir.base.interrupts import heard
 from pippy.ir.pipe import Pipe, model_of
+from pippy.ir.trace.generation_call import check_can_generate
 
 
 class Generation:

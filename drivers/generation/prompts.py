@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from pippy.drivers.control.messages.generation import Generate, Generated, Sampling
-from pippy.ir.brief import brief
-from pippy.ir.errors import GenerationError
-from pippy.ir.trees import describe
+from pippy.drivers.protocol.generation import Generate, Generated, Sampling
+from pippy.ir.base.brief import brief
+from pippy.ir.base.errors import GenerationError
+from pippy.ir.base.trees import describe
 
 # Settings of a generation_config that change which tokens come, and the values with which they change nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {

@@ -8,20 +8,20 @@ ids with what was generated behind them  ◀── tokens, from the worker that 
 
 import torch
 
-from pippy.drivers.control.commands import Commands
-from pippy.drivers.control.messages.generation import AddGeneration, Generated, TokenGraph, TokenStage
-from pippy.drivers.control.messages.parameters import TensorLocation
 from pippy.drivers.generation.prompts import Prompts
 from pippy.drivers.lowering.flow import outputs_of
 from pippy.drivers.placement.placed_pipe import PlacedPipe
-from pippy.drivers.transport.pickling import pickle_by_value
-from pippy.ir.compiled import Compiled
+from pippy.drivers.protocol.generation import AddGeneration, Generated, TokenGraph, TokenStage
+from pippy.drivers.protocol.parameters import TensorLocation
+from pippy.drivers.session.commands import Commands
+from pippy.drivers.wire.pickling import pickle_by_value
+from pippy.ir.base.names import stage_name
 from pippy.ir.compiler import compile_traced
 from pippy.ir.cut.cut_alike import held_tensors, mark_alike
 from pippy.ir.cut.params import MultiUseParameterConfig
-from pippy.ir.front.generation_call import trace_generation
-from pippy.ir.names import stage_name
-from pippy.ir.nodes import flat_inputs
+from pippy.ir.record.compiled import Compiled
+from pippy.ir.record.nodes import flat_inputs
+from pippy.ir.trace.generation_call import trace_generation
 
 
 class TokenGraphs:

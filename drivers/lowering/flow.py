@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from pippy.drivers.errors import LoweringError
-from pippy.ir.compiled import Compiled
-from pippy.ir.names import LOSS, stage_index
-from pippy.ir.nodes import flat_inputs, is_getitem, output_items, seeded
+from pippy.drivers.base.errors import LoweringError
+from pippy.ir.base.names import LOSS, stage_index
+from pippy.ir.record.compiled import Compiled
+from pippy.ir.record.nodes import flat_inputs, is_getitem, output_items, seeded
 from pippy.ir.run.stage_backward import stage_backward
 
 

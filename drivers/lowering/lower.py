@@ -7,16 +7,16 @@ this is the same for every micro-batch. The program combines the two.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from pippy.drivers.errors import LoweringError
+from pippy.drivers.base.errors import LoweringError
 from pippy.drivers.lowering.flow import RemoteInterpreter, Work, outputs_of, taken
-from pippy.drivers.schedules.checks.validate import validate
-from pippy.drivers.schedules.communicate import add_communication
-from pippy.drivers.schedules.programs.edges import Edge, Pass, Replicated
-from pippy.drivers.schedules.programs.program import Program
-from pippy.ir.compiled import Compiled
-from pippy.ir.names import stage_index
-from pippy.ir.passes.verify import check_rules
+from pippy.drivers.plan.language.edges import Edge, Pass, Replicated
+from pippy.drivers.plan.language.program import Program
+from pippy.drivers.plan.passes.communicate import add_communication
+from pippy.drivers.plan.proofs.validate import validate
+from pippy.ir.base.names import stage_index
 from pippy.ir.pipe import Pipe, compiled_of
+from pippy.ir.record.compiled import Compiled
+from pippy.ir.verify.verify import check_rules
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def lower(pipe: Pipe, schedule: Program, buffer: int | None = None) -> Lowered:
     that was written by hand, is not changed; its edges must be those of the Pipe.
 
     >>> from torch import nn
-    >>> from pippy.drivers.schedules import make_schedule
+    >>> from pippy.drivers.plan import make_schedule
     >>> pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.MSELoss())
     >>> lowered = lower(pipe, make_schedule("1f1b", workers=2, chunks=1))
     >>> for instruction in lowered.program.orders[1]:

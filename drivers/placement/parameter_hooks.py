@@ -4,12 +4,12 @@ from collections.abc import Mapping
 
 import torch
 
-from pippy.drivers.control.messages.hooks import NamedHooks, WorkerHooks
-from pippy.drivers.control.messages.parameters import ElsewhereTensor, TensorLocation
-from pippy.drivers.errors import DriverError, PackingError
+from pippy.drivers.base.errors import DriverError, PackingError
 from pippy.drivers.placement.placed_pipe import PlacedPipe
-from pippy.drivers.transport.pickling import Pickled, pickle_by_value
-from pippy.ir.names import LOSS, named_state
+from pippy.drivers.protocol.hooks import NamedHooks, WorkerHooks
+from pippy.drivers.protocol.parameters import ElsewhereTensor, TensorLocation
+from pippy.drivers.wire.pickling import Pickled, pickle_by_value
+from pippy.ir.base.names import LOSS, named_state
 from pippy.ir.pipe import Pipe
 from pippy.ir.run.gradient_hooks import GradientHooks
 

@@ -8,24 +8,24 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pippy.drivers.control.messages.gradients import GradientBucket, ReplicatedParameter
-from pippy.drivers.control.messages.parameters import TensorLocation
-from pippy.drivers.control.messages.programs import AddProgram, Call, InputIndex, OutOfOrderLimits
-from pippy.drivers.control.messages.stages import Load
-from pippy.drivers.control.messages.steps import StageFlags
-from pippy.drivers.errors import DriverError
+from pippy.drivers.base.errors import DriverError
 from pippy.drivers.lowering.flow import Work, loss_stage, outputs_of, value_names
 from pippy.drivers.lowering.lower import Lowered
 from pippy.drivers.placement.gradient_buckets import gradient_buckets
-from pippy.drivers.schedules.programs.instructions import Compute
-from pippy.drivers.schedules.programs.placement import Placement
-from pippy.drivers.transport.pickling import pickle_by_value
+from pippy.drivers.plan.language.instructions import Compute
+from pippy.drivers.plan.language.placement import Placement
+from pippy.drivers.protocol.gradients import GradientBucket, ReplicatedParameter
+from pippy.drivers.protocol.parameters import TensorLocation
+from pippy.drivers.protocol.programs import AddProgram, Call, InputIndex, OutOfOrderLimits
+from pippy.drivers.protocol.stages import Load
+from pippy.drivers.protocol.steps import StageFlags
+from pippy.drivers.wire.pickling import pickle_by_value
+from pippy.ir.base.names import LOSS, named_state, stage_index
+from pippy.ir.base.trees import describe
 from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
-from pippy.ir.compiled import Compiled
-from pippy.ir.names import LOSS, named_state, stage_index
-from pippy.ir.nodes import map_nodes
+from pippy.ir.record.compiled import Compiled
+from pippy.ir.record.nodes import map_nodes
 from pippy.ir.run.shared_tensors import get_tensor
-from pippy.ir.trees import describe
 
 
 class PlacedPipe:

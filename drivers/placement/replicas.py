@@ -12,9 +12,9 @@ from typing import Any
 
 from torch.nn.modules.batchnorm import _NormBase
 
-from pippy.drivers.errors import DriverError
+from pippy.drivers.base.errors import DriverError
 from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
-from pippy.ir.compiled import Compiled
+from pippy.ir.record.compiled import Compiled
 
 
 @dataclass(frozen=True)

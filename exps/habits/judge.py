@@ -14,8 +14,8 @@ from torch import Tensor
 
 from exps.habits.example import Example, Model
 from pippy import Pipe
-from pippy.drivers.driver import PipelineDriver
-from pippy.ir.errors import PippyError
+from pippy.drivers.driver.drivers import PipelineDriver
+from pippy.ir.base.errors import PippyError
 
 RATE = 0.01
 Padding = tuple[tuple[str, ...], bool]  # of each step, and whether inputs have it, too

@@ -16,8 +16,8 @@ from exps.injected.gentle import gentle
 from exps.injected.kinds import ANYWHERE, GENTLE, TIMEOUT
 from exps.injected.left import Held
 from exps.injected.training import Report, Training
-from pippy.drivers.clusters.cluster import Cluster
-from pippy.drivers.clusters.torchrun import cluster
+from pippy.drivers.engines.cluster import Cluster
+from pippy.drivers.engines.torchrun.torchrun import cluster
 from tests.drivers.interrupted_everywhere import descriptors
 
 

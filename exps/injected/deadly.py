@@ -8,7 +8,7 @@ from pathlib import Path
 
 from exps.injected.kinds import BY_THE_WATCHER
 from exps.injected.training import ROWS, STAGES, Report, Training
-from pippy.drivers.errors import ClusterError, StepError, WorkerLostError
+from pippy.drivers.base.errors import ClusterError, StepError, WorkerLostError
 from tests.drivers import failing_model, scarce
 
 LONGEST = 60.0  # seconds of steps, until what was to happen has not

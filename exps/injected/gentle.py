@@ -15,8 +15,8 @@ from exps.injected.kinds import SHORTAGES
 from exps.injected.left import MARK, marked
 from exps.injected.training import ROWS, STAGES, Report, Training
 from pippy import Pipe
-from pippy.drivers.driver import PipelineDriver
-from pippy.drivers.errors import StepError, WorkerLostError
+from pippy.drivers.base.errors import StepError, WorkerLostError
+from pippy.drivers.driver.drivers import PipelineDriver
 from tests.drivers import failing_model, scarce
 
 

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from exps.injected.kinds import RAISES
 from pippy import Pipe
-from pippy.drivers.clusters.cluster import Cluster
-from pippy.drivers.driver import PipelineDriver
+from pippy.drivers.driver.drivers import PipelineDriver
+from pippy.drivers.engines.cluster import Cluster
 from tests.drivers import failing_model
 
 SCHEDULES = ["fill_drain", "1f1b", "interleaved_1f1b", "zb_h1", "looped_bfs"]

@@ -11,7 +11,7 @@ from torch import nn
 
 from exps.seeds.layers import Layers
 from pippy.balance.partition import Load, Row, best_cuts
-from pippy.drivers.schedules.simulation.costs import Costs
+from pippy.drivers.plan.cost.costs import Costs
 
 
 @dataclass

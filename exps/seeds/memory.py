@@ -6,10 +6,10 @@ import torch
 
 from exps.seeds.layers import Layers, cut_into
 from exps.seeds.settings import Setting
-from pippy.drivers.batches.divide_call import divide_call
+from pippy.drivers.batch.divide_call import divide_call
+from pippy.drivers.count.pipe_bytes import count_pipe
 from pippy.drivers.lowering.lower import lower
-from pippy.drivers.memory.pipe_bytes import count_pipe
-from pippy.drivers.schedules.simulation.held_bytes import HeldBytes, held_bytes
+from pippy.drivers.plan.cost.held_bytes import HeldBytes, held_bytes
 from pippy.ir.pipe import compiled_of
 
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from exps.seeds.layer_costs import LayerCosts
-from pippy.drivers.schedules import Program, make_schedule
-from pippy.drivers.schedules.programs.instructions import Compute, Op
-from pippy.drivers.schedules.recompute import add_recompute
-from pippy.drivers.schedules.simulation.simulate import simulate_with
+from pippy.drivers.plan import Program, make_schedule
+from pippy.drivers.plan.cost.simulate import simulate_with
+from pippy.drivers.plan.language.instructions import Compute, Op
+from pippy.drivers.plan.passes.recompute import add_recompute
 
 
 @dataclass(frozen=True)

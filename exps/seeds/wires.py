@@ -8,11 +8,11 @@ from torch import fx
 
 from pippy import Pipe
 from pippy.drivers.lowering.flow import value_names
-from pippy.drivers.recording.record import RecordedStep
-from pippy.drivers.schedules.programs.program import Program
-from pippy.ir.names import LOSS
-from pippy.ir.nodes import in_backward_pass
+from pippy.drivers.plan.language.program import Program
+from pippy.drivers.report.record import RecordedStep
+from pippy.ir.base.names import LOSS
 from pippy.ir.pipe import compiled_of
+from pippy.ir.record.nodes import in_backward_pass
 
 
 class _Sizes(fx.Interpreter):

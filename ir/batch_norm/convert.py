@@ -5,9 +5,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
+from pippy.ir.base.errors import BatchNormError
+from pippy.ir.base.public_calls import placing_words
 from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
-from pippy.ir.errors import BatchNormError
-from pippy.ir.public_calls import placing_words
 
 _CONVERTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 

@@ -23,16 +23,16 @@ from dataclasses import dataclass
 
 from torch import fx, nn
 
+from pippy.ir.base.errors import PippyError, SharedParameterError, SplitError
+from pippy.ir.base.marks import pipe_split
+from pippy.ir.base.names import stage_name
+from pippy.ir.base.source import excerpt_of
 from pippy.ir.cut.effects import Mutation, find_mutations
 from pippy.ir.cut.params import MultiUseParameterConfig, MultiUseParamSpec, config_by_tensor
 from pippy.ir.cut.uses import TensorUses, is_constant, operations, uses_of_tensors
-from pippy.ir.errors import PippyError, SharedParameterError, SplitError
-from pippy.ir.front.trace import Traced
-from pippy.ir.marks import pipe_split
-from pippy.ir.names import stage_name
 from pippy.ir.run.checkpointed_parts import Part, parts_of
 from pippy.ir.run.shared_tensors import memory_of
-from pippy.ir.source import excerpt_of
+from pippy.ir.trace.trace import Traced
 
 OUT_OF_FORWARD = (
     "; or take the change out of forward, and make it between steps, in this process: driver.copy_to(model), the change, "

@@ -9,12 +9,12 @@ it. Of a tensor that several stages have, the next one counts.
 
 from collections.abc import Mapping
 
-from pippy.ir.compiled import Compiled
+from pippy.ir.base.errors import GenerationError
+from pippy.ir.base.names import stage_index
 from pippy.ir.cut.cuts import mark
 from pippy.ir.cut.uses import TensorUses, operations, uses_of_tensors
-from pippy.ir.errors import GenerationError
-from pippy.ir.front.trace import Traced
-from pippy.ir.names import stage_index
+from pippy.ir.record.compiled import Compiled
+from pippy.ir.trace.trace import Traced
 
 
 def holders(compiled: Compiled, name: str) -> dict[int, str]:

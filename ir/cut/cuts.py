@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from pippy.ir.base.marks import pipe_split
+from pippy.ir.base.trees import nbytes
 from pippy.ir.cut.params import MultiUseParamSpec, config_by_tensor, is_to_replicate
 from pippy.ir.cut.uses import operations, uses_of_tensors
-from pippy.ir.front.trace import Traced
-from pippy.ir.marks import pipe_split
-from pippy.ir.trees import nbytes
+from pippy.ir.trace.trace import Traced
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -68,7 +68,7 @@ def inside_lists(traced: Traced) -> list[int]:
     """In how many calls of modules of a `nn.ModuleList`, `nn.Sequential` or `nn.ModuleDict` a cut before each operation lies.
 
     >>> from torch import nn
-    >>> from pippy.ir.front.trace import trace
+    >>> from pippy.ir.trace.trace import trace
     >>> block = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     >>> inside_lists(trace(nn.Sequential(block, nn.Sequential(nn.Linear(4, 4), nn.ReLU()))))
     [0, 1, 0, 1]

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from pippy.ir.brief import brief
-from pippy.ir.errors import SharedParameterError
-from pippy.ir.names import first_names, stage_name, unknown_name
+from pippy.ir.base.brief import brief
+from pippy.ir.base.errors import SharedParameterError
+from pippy.ir.base.names import first_names, stage_name, unknown_name
 
 
 class MultiUseParameterConfig(Enum):

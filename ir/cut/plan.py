@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from pippy.ir import source
+from pippy.ir.base import source
+from pippy.ir.base.errors import MarkError, SplitError
+from pippy.ir.base.marks import pipe_split
+from pippy.ir.base.names import stage_name
 from pippy.ir.cut.constraints import check_constraints
 from pippy.ir.cut.deferred_statistics import check_deferred_statistics
 from pippy.ir.cut.effects import Mutation, Roots, find_mutations
 from pippy.ir.cut.params import MultiUseParamSpec, SharedTensor, Sharing, decide
 from pippy.ir.cut.uses import is_constant, is_operation, operations, uses_of_tensors
-from pippy.ir.errors import MarkError, SplitError
-from pippy.ir.front.trace import Traced
-from pippy.ir.marks import pipe_split
-from pippy.ir.names import stage_name
+from pippy.ir.trace.trace import Traced
 
 
 @dataclass

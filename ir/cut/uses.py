@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx, nn
 
-from pippy.ir.front.trace import Traced
-from pippy.ir.marks import pipe_split
-from pippy.ir.names import first_names, named_state
+from pippy.ir.base.marks import pipe_split
+from pippy.ir.base.names import first_names, named_state
+from pippy.ir.trace.trace import Traced
 
 
 @dataclass

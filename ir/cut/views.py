@@ -13,13 +13,13 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
+from pippy.ir.base.errors import TracingError
+from pippy.ir.base.names import named_state
+from pippy.ir.base.source import excerpt_of
 from pippy.ir.cut.effects import find_mutations
 from pippy.ir.cut.uses import is_constant
-from pippy.ir.errors import TracingError
-from pippy.ir.front.trace import Traced
-from pippy.ir.names import named_state
 from pippy.ir.run.shared_tensors import memory_of
-from pippy.ir.source import excerpt_of
+from pippy.ir.trace.trace import Traced
 
 
 def connect_views(traced: Traced) -> None:

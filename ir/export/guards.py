@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.utils._sympy.printers import PythonPrinter
 
-from pippy.ir import source
+from pippy.ir.base import source
+from pippy.ir.base.names import named_state
+from pippy.ir.base.trees import tensors
+from pippy.ir.call.guards import Condition, Guards
+from pippy.ir.call.kinds import ConstantKind, TensorKind, kind_of
 from pippy.ir.export.program import Program
-from pippy.ir.guards import Condition, Guards
-from pippy.ir.kinds import ConstantKind, TensorKind, kind_of
-from pippy.ir.names import named_state
-from pippy.ir.trees import tensors
 
 
 def guards_of(model: nn.Module, program: Program) -> Guards:

@@ -26,14 +26,14 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.utils import _pytree
 
-from pippy.ir import source
+from pippy.ir.base import source
+from pippy.ir.base.errors import MarkError, TracingError
+from pippy.ir.base.marks import SplitPoint, annotated_modules, recording_splits, split_points
 from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
-from pippy.ir.errors import MarkError, TracingError
 from pippy.ir.export.known_results import result_of
-from pippy.ir.front.own_tensors import OwnTensors
-from pippy.ir.front.recording import AutogradFunction
-from pippy.ir.front.tracing_thread import class_method, method_patched_here
-from pippy.ir.marks import SplitPoint, annotated_modules, recording_splits, split_points
+from pippy.ir.trace.own_tensors import OwnTensors
+from pippy.ir.trace.recording import AutogradFunction
+from pippy.ir.trace.tracing_thread import class_method, method_patched_here
 
 
 class _Kept(HigherOrderOperator):

@@ -13,18 +13,18 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental import _config
 from torch.utils import _pytree
 
-from pippy.ir import source
-from pippy.ir.errors import PippyError, TracingError
+from pippy.ir.base import source
+from pippy.ir.base.errors import PippyError, TracingError
+from pippy.ir.base.names import named_state
+from pippy.ir.base.trees import map_tensors
 from pippy.ir.export.kept import KeptCalls
 from pippy.ir.export.recording import PythonDraws, recording
-from pippy.ir.front.c_calls import watching_c_calls
-from pippy.ir.front.random_draws import check_no_draw, refusal
-from pippy.ir.front.refusals import raising_refusals
-from pippy.ir.front.returned_caches import CacheReturnedError, cache_in
-from pippy.ir.front.unfit_example import check_call, is_unfit, unfit_example
-from pippy.ir.front.users_caches import forgetting_one_trace
-from pippy.ir.names import named_state
-from pippy.ir.trees import map_tensors
+from pippy.ir.trace.c_calls import watching_c_calls
+from pippy.ir.trace.random_draws import check_no_draw, refusal
+from pippy.ir.trace.refusals import raising_refusals
+from pippy.ir.trace.returned_caches import CacheReturnedError, cache_in
+from pippy.ir.trace.unfit_example import check_call, is_unfit, unfit_example
+from pippy.ir.trace.users_caches import forgetting_one_trace
 
 _CONSTANTS = (bool, int, float, str)
 

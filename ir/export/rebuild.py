@@ -25,13 +25,13 @@ from torch import fx, nn
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree
 
-from pippy.ir import source
-from pippy.ir.errors import TracingError
+from pippy.ir.base import source
+from pippy.ir.base.errors import TracingError
+from pippy.ir.base.marks import pipe_split
+from pippy.ir.base.names import first_names, named_state
+from pippy.ir.base.trees import tensors
 from pippy.ir.export.kept import MARK, KeptModule, kept
 from pippy.ir.export.program import Program
-from pippy.ir.marks import pipe_split
-from pippy.ir.names import first_names, named_state
-from pippy.ir.trees import tensors
 
 _aten = torch.ops.aten
 _STARS: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}

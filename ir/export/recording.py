@@ -28,15 +28,15 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import _ModuleStackTracer
 from torch.nn.modules.module import register_module_buffer_registration_hook
 
-from pippy.ir import source
-from pippy.ir.errors import TracingError
+from pippy.ir.base import source
+from pippy.ir.base.errors import TracingError
 from pippy.ir.export.kept import KeptCalls
-from pippy.ir.front import tracing_thread
-from pippy.ir.front.checkpointing import GENERATOR
-from pippy.ir.front.random_draws import refusing_numpys_draws
-from pippy.ir.front.refusals import refused
-from pippy.ir.front.tracing_thread import is_tracing, method_patched_here, patched_here
 from pippy.ir.run import repeated_forward
+from pippy.ir.trace import tracing_thread
+from pippy.ir.trace.checkpointing import GENERATOR
+from pippy.ir.trace.random_draws import refusing_numpys_draws
+from pippy.ir.trace.refusals import refused
+from pippy.ir.trace.tracing_thread import is_tracing, method_patched_here, patched_here
 
 _WHOLE = "in a module that a tracer, whose is_leaf_module says True for it, keeps whole"
 _AUTOCAST = (

@@ -7,19 +7,19 @@ from typing import Any
 
 from torch import nn
 
-from pippy.ir.errors import TracingError
+from pippy.ir.base.errors import TracingError
 from pippy.ir.export.guards import guards_of
 from pippy.ir.export.program import Exporter
 from pippy.ir.export.rebuild import marked_graph, with_defaults
-from pippy.ir.front.arguments import Example, check_concrete_args, signature_of
-from pippy.ir.front.left_as_it_was import tracing
-from pippy.ir.front.restore_attributes import restoring_attributes
-from pippy.ir.front.trace import Retraced, Traced, TracerLike, follow_modes, paths_of, tracer_of
-from pippy.ir.front.tracer import PipeTracer
-from pippy.ir.front.training_flag import flags_after_train, recording_training_reads
-from pippy.ir.front.transformers import TRACED_THROUGH
-from pippy.ir.front.untraceable import check_model
-from pippy.ir.front.values import Values, find_row_sizes
+from pippy.ir.trace.arguments import Example, check_concrete_args, signature_of
+from pippy.ir.trace.left_as_it_was import tracing
+from pippy.ir.trace.restore_attributes import restoring_attributes
+from pippy.ir.trace.trace import Retraced, Traced, TracerLike, follow_modes, paths_of, tracer_of
+from pippy.ir.trace.tracer import PipeTracer
+from pippy.ir.trace.training_flag import flags_after_train, recording_training_reads
+from pippy.ir.trace.transformers import TRACED_THROUGH
+from pippy.ir.trace.untraceable import check_model
+from pippy.ir.trace.values import Values, find_row_sizes
 
 
 def trace_export(

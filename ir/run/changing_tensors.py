@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from pippy.ir.base.trees import map_tensors
 from pippy.ir.run.shared_tensors import memory_of
-from pippy.ir.trees import map_tensors
 
 _OTHER_VERSION = re.compile(r"modified by an inplace operation: \[\S+ \[(.*?)\]\].* is at version (\d+)")
 

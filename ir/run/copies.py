@@ -6,11 +6,11 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from pippy.ir.names import named_state
+from pippy.ir.base.names import named_state
+from pippy.ir.base.sparse_tensors import equal
 from pippy.ir.run.gradient_hooks import GradientHooks, accumulated, hooks_set_aside
 from pippy.ir.run.shared_tensors import get_tensor
 from pippy.ir.run.stage_backward import add_gradients
-from pippy.ir.sparse_tensors import equal
 
 Copies = Sequence[torch.Tensor]
 

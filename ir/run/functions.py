@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from pippy.ir.errors import InputError
-from pippy.ir.trees import describe, map_tensors
+from pippy.ir.base.errors import InputError
+from pippy.ir.base.trees import describe, map_tensors
 
 
 def set_grad_mode(enabled: bool) -> bool:
@@ -50,7 +50,7 @@ def check_fixed(value: Any, fixed: Any, line: str = "") -> None:
     >>> check_fixed(4, 3, "net.py:7, in forward")
     Traceback (most recent call last):
       ...
-    pippy.ir.errors.InputError: forward asked for a value while it was traced, and went on for 3; now it is 4:
+    pippy.ir.base.errors.InputError: forward asked for a value while it was traced, and went on for 3; now it is 4:
       net.py:7, in forward
     What to do: make another Pipe with example arguments for which it is 4
     """
@@ -124,7 +124,7 @@ def assign_(buffer: torch.Tensor, value: Any, name: str) -> None:
     >>> assign_(count, torch.ones(3), "count")
     Traceback (most recent call last):
       ...
-    pippy.ir.errors.InputError: forward assigns the buffer 'count', and what it assigns is float32[3]; the buffer is float32[2]
+    pippy.ir.base.errors.InputError: forward assigns the buffer 'count', and what it assigns is float32[3]; the buffer is float32[2]
     What to do: give the buffer the shape and the dtype that forward assigns; or assign it in a module without a mark inside, and keep that whole with a tracer whose is_leaf_module says True for it
     """  # noqa: E501
     difference = difference_from(buffer, value)

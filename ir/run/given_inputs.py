@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pippy.ir.errors import StageError
-from pippy.ir.source import excerpt_of
-from pippy.ir.trees import tensors
+from pippy.ir.base.errors import StageError
+from pippy.ir.base.source import excerpt_of
+from pippy.ir.base.trees import tensors
 
 NamedInputs = Sequence[tuple[int, str]]  # inputs of a stage, by number and name
 _IN_TORCH = ("torch", "_operator", "operator", "builtins", "math")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pippy.ir.names import local_name
+from pippy.ir.base.names import local_name
 from pippy.ir.run.checkpointed_parts import end_part
 from pippy.ir.run.copies import owners_in_place_of_copies
 from pippy.ir.run.functions import (

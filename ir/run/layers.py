@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from pippy.ir.errors import InitializationError
-from pippy.ir.public_calls import check_words
+from pippy.ir.base.errors import InitializationError
+from pippy.ir.base.public_calls import check_words
 
 _SPEC = "pippy.layer_spec"  # no part of a module can have this name, since it has a dot
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from pippy.ir.errors import StageError
-from pippy.ir.trees import leaves
+from pippy.ir.base.errors import StageError
+from pippy.ir.base.trees import leaves
 
 CONSTANTS = (str, bytes, bool, int, float, complex, type(None), torch.Size, torch.dtype, torch.device, slice, range)
 _WITHOUT_VALUES = (*CONSTANTS, type, FunctionType, MethodType, ModuleType)

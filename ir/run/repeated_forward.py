@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pippy.ir.errors import StageError
+from pippy.ir.base.errors import StageError
+from pippy.ir.base.trees import describe, map_leaves, map_tensors, tensors
 from pippy.ir.run.forward_state import (
     Before,
     Change,
@@ -29,7 +30,6 @@ from pippy.ir.run.forward_state import (
     version_of,
 )
 from pippy.ir.run.stage_run import as_leaf
-from pippy.ir.trees import describe, map_leaves, map_tensors, tensors
 
 Run = Callable[[tuple[Any, ...]], Any]  # runs the stage on leaves
 

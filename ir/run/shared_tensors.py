@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pippy.ir.errors import SharedParameterError
+from pippy.ir.base.errors import SharedParameterError
 
 
 @contextmanager

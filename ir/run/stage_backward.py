@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-from pippy.ir.errors import StageError
-from pippy.ir.trees import children, describe, tensors
+from pippy.ir.base.errors import StageError
+from pippy.ir.base.trees import children, describe, tensors
 
 # The gradient of the loss with respect to itself. In ``output_grads`` it stands at the place of the loss. Another number
 # there is the weight of this loss, where the loss of a step is the weighted sum of several.

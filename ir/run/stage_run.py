@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pippy.ir import source
-from pippy.ir.errors import StageError
-from pippy.ir.marks import recording_splits
+from pippy.ir.base import source
+from pippy.ir.base.errors import StageError
+from pippy.ir.base.marks import recording_splits
+from pippy.ir.base.trees import describe, map_leaves
 from pippy.ir.run.changing_tensors import changed_since
 from pippy.ir.run.opaque_values import CONSTANTS, check_opaque
 from pippy.ir.run.stage_backward import stage_backward
-from pippy.ir.trees import describe, map_leaves
 
 Backward = Callable[[Any, Any, Sequence[Any]], tuple[Any, ...]]
 

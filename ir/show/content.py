@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pippy.ir.compiled import Compiled
+from pippy.ir.base.trees import nbytes
+from pippy.ir.record.compiled import Compiled
 from pippy.ir.show.figures import StageFigures, stage_figures
 from pippy.ir.show.readable import bytes_text, count_text, shortened
 from pippy.ir.show.shapes import Shape, Shapes, propagate
 from pippy.ir.show.structure import Box, Structure, Value, structure_of
-from pippy.ir.trees import nbytes
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from pippy.ir.names import user_name
+from pippy.ir.base.names import user_name
+from pippy.ir.base.trees import nbytes
 from pippy.ir.show.shapes import Amount, Shapes, add_amounts
 from pippy.ir.show.structure import Structure
-from pippy.ir.trees import nbytes
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,14 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from pippy.ir.compiled import Compiled
-from pippy.ir.fake_mode import FakeMode
-from pippy.ir.interrupts import heard
-from pippy.ir.nodes import forward_nodes, is_getitem, map_nodes
+from pippy.ir.base.fake_mode import FakeMode
+from pippy.ir.base.interrupts import heard
+from pippy.ir.base.trees import describe, leaves, map_tensors, nbytes
+from pippy.ir.call.signature import bind
+from pippy.ir.record.compiled import Compiled
+from pippy.ir.record.nodes import forward_nodes, is_getitem, map_nodes
 from pippy.ir.run.graph_module import PipeGraphModule
 from pippy.ir.run.random_state import untouched_random_state
-from pippy.ir.signature import bind
-from pippy.ir.trees import describe, leaves, map_tensors, nbytes
 
 
 class Unknown:

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import fx, nn
 
-from pippy.ir.compiled import Compiled
-from pippy.ir.names import LOSS, stage_index
-from pippy.ir.nodes import is_getitem
+from pippy.ir.base.names import LOSS, stage_index
+from pippy.ir.record.compiled import Compiled
+from pippy.ir.record.nodes import is_getitem
 from pippy.ir.run.functions import own_copy
 from pippy.ir.run.stage_backward import stage_backward
 

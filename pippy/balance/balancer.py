@@ -27,20 +27,20 @@ from pippy.balance.report import Balance
 from pippy.balance.stopwatch import Clock
 from pippy.balance.weighing import Weighing
 from pippy.balance.within_limit import Count, cuts_within
-from pippy.drivers.schedules.errors import ArgumentError
-from pippy.drivers.schedules.fitting.byte_sizes import byte_count
-from pippy.ir import source
-from pippy.ir.brief import brief
+from pippy.drivers.plan.choice.byte_sizes import byte_count
+from pippy.drivers.plan.language.errors import ArgumentError
+from pippy.ir.base import source
+from pippy.ir.base.brief import brief
+from pippy.ir.base.errors import BalanceError, InputError
+from pippy.ir.call.guards import Guards
+from pippy.ir.call.signature import bind
 from pippy.ir.cut.constraints import Constraint, constraints
 from pippy.ir.cut.cuts import crossing, mark, marks
 from pippy.ir.cut.params import MultiUseParamSpec
-from pippy.ir.errors import BalanceError, InputError
-from pippy.ir.front.arguments import check_examples
-from pippy.ir.front.trace import Traced
-from pippy.ir.guards import Guards
-from pippy.ir.passes.loss_function import TARGET, check_loss_function
-from pippy.ir.passes.returned_loss import LossSpec
-from pippy.ir.signature import bind
+from pippy.ir.loss.loss_function import TARGET, check_loss_function
+from pippy.ir.loss.returned_loss import LossSpec
+from pippy.ir.trace.arguments import check_examples
+from pippy.ir.trace.trace import Traced
 
 PARAM_SCALE = 4.0  # a parameter, its gradient, and the two moments of Adam
 

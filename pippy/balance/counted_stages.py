@@ -7,19 +7,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from pippy.drivers.batches.divide_call import divide_call
-from pippy.drivers.errors import DriverError
+from pippy.drivers.base.errors import DriverError
+from pippy.drivers.batch.divide_call import divide_call
+from pippy.drivers.count.pipe_bytes import count_pipe
 from pippy.drivers.lowering.lower import lower
-from pippy.drivers.memory.pipe_bytes import count_pipe
-from pippy.drivers.schedules import make_schedule
-from pippy.drivers.schedules.programs.program import Program
-from pippy.drivers.schedules.simulation.held_bytes import PipeBytes, peak_bytes
+from pippy.drivers.plan import make_schedule
+from pippy.drivers.plan.cost.held_bytes import PipeBytes, peak_bytes
+from pippy.drivers.plan.language.program import Program
 from pippy.ir.compiler import compile_traced
 from pippy.ir.cut.cuts import mark, marks
 from pippy.ir.cut.params import MultiUseParamSpec
-from pippy.ir.front.trace import Traced
-from pippy.ir.passes.returned_loss import LossSpec
+from pippy.ir.loss.returned_loss import LossSpec
 from pippy.ir.pipe import Pipe, compiled_of
+from pippy.ir.trace.trace import Traced
 
 
 @dataclass

@@ -7,14 +7,14 @@ import torch
 from torch import fx
 from torch.nn.parameter import is_lazy
 
+from pippy.ir.base.errors import BalanceError
+from pippy.ir.base.trees import nbytes
 from pippy.ir.cut.constraints import Constraint, constraints
 from pippy.ir.cut.cuts import crossing, inside_lists
 from pippy.ir.cut.params import MultiUseParamSpec
 from pippy.ir.cut.uses import operations, uses_of_tensors
-from pippy.ir.errors import BalanceError
-from pippy.ir.front.trace import Traced
 from pippy.ir.run.checkpointed_parts import is_begin, is_end
-from pippy.ir.trees import nbytes
+from pippy.ir.trace.trace import Traced
 
 
 @dataclass
@@ -41,7 +41,7 @@ def figures_of(traced: Traced, spec: MultiUseParamSpec = None, param_scale: floa
     """The figures of a traced graph.
 
     >>> from torch import nn
-    >>> from pippy.ir.front.trace import trace
+    >>> from pippy.ir.trace.trace import trace
     >>> figures = figures_of(trace(nn.Sequential(nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 2))))
     >>> figures.layers, figures.parameters, figures.bytes
     ([1, 0, 1], [10, 0, 6], [40, 0, 24])

@@ -6,12 +6,12 @@ from torch import fx
 
 from pippy.balance.kept_bytes import KeptBytes, Storage, Value
 from pippy.balance.profile import Profile
+from pippy.ir.base.trees import nbytes
 from pippy.ir.cut.cuts import travelling_parameters
 from pippy.ir.cut.params import MultiUseParamSpec
 from pippy.ir.cut.uses import operations
-from pippy.ir.front.trace import Traced
 from pippy.ir.run.checkpointed_parts import is_begin
-from pippy.ir.trees import nbytes
+from pippy.ir.trace.trace import Traced
 
 INPUT = -1  # what makes the inputs of the model
 
@@ -22,7 +22,7 @@ def kept_by_operations(traced: Traced, found: Profile, with_loss: bool, spec: Mu
     >>> import torch
     >>> from torch import nn
     >>> from pippy.balance.profile import profile
-    >>> from pippy.ir.front.trace import trace
+    >>> from pippy.ir.trace.trace import trace
     >>> traced = trace(nn.Sequential(nn.Linear(4, 2), nn.Tanh()))
     >>> found = profile(traced, {"input_1": torch.ones(8, 4)}, timed=False)
     >>> kept = kept_by_operations(traced, found, with_loss=False)

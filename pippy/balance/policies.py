@@ -7,15 +7,15 @@ from typing import Any
 
 from torch import nn
 
-from pippy.drivers.clusters.current_cluster import current_cluster
-from pippy.drivers.errors import ClusterError
-from pippy.ir.brief import brief
+from pippy.drivers.base.errors import ClusterError
+from pippy.drivers.engines.current_cluster import current_cluster
+from pippy.ir.base.brief import brief
+from pippy.ir.base.errors import BalanceError
+from pippy.ir.base.names import unknown_name
+from pippy.ir.base.near_names import did_you_mean
 from pippy.ir.cut.constraints import Constraint
 from pippy.ir.cut.cuts import scopes
-from pippy.ir.errors import BalanceError
-from pippy.ir.front.trace import Traced
-from pippy.ir.names import unknown_name
-from pippy.ir.near_names import did_you_mean
+from pippy.ir.trace.trace import Traced
 
 Split = str | Sequence[str] | Sequence[int] | None
 

@@ -24,18 +24,18 @@ from pippy.balance.progress import Progress
 from pippy.balance.restore_model import ChangedTensors, restoring_model
 from pippy.balance.stopwatch import Clock, Stopwatch, Timing
 from pippy.balance.storages import Storages
-from pippy.ir import source
+from pippy.ir.base import source
+from pippy.ir.base.errors import BalanceError, StageError
+from pippy.ir.base.names import named_state
+from pippy.ir.base.same_work import work_of
+from pippy.ir.base.sparse_tensors import map_stored
+from pippy.ir.base.trees import map_tensors, nbytes, tensors
 from pippy.ir.cut.effects import find_mutations
 from pippy.ir.cut.uses import is_operation, operations
-from pippy.ir.errors import BalanceError, StageError
-from pippy.ir.front.trace import Traced
-from pippy.ir.names import named_state
-from pippy.ir.nodes import map_nodes
+from pippy.ir.record.nodes import map_nodes
 from pippy.ir.run.checkpointed_parts import is_end, parts_of
 from pippy.ir.run.stage_run import as_leaf
-from pippy.ir.same_work import work_of
-from pippy.ir.sparse_tensors import map_stored
-from pippy.ir.trees import map_tensors, nbytes, tensors
+from pippy.ir.trace.trace import Traced
 
 
 @dataclass
@@ -83,7 +83,7 @@ def profile(
 
     Parameters, buffers, gradients, attributes, training flags, random states and the inputs are left as they were.
 
-    >>> from pippy.ir.front.trace import trace
+    >>> from pippy.ir.trace.trace import trace
     >>> found = profile(trace(nn.Sequential(nn.Linear(4, 2), nn.Tanh())), {"input_1": torch.ones(8, 4)}, timed=False)
     >>> [list(cost.saved.values()) for cost in found.costs]  # the input, and the result of tanh
     [[128], [64]]

@@ -6,10 +6,10 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from pippy.ir.front.restore_attributes import restoring_attributes
-from pippy.ir.names import named_state
+from pippy.ir.base.names import named_state
+from pippy.ir.base.sparse_tensors import equal
 from pippy.ir.run.random_state import untouched_random_state
-from pippy.ir.sparse_tensors import equal
+from pippy.ir.trace.restore_attributes import restoring_attributes
 
 
 class ChangedTensors:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from pippy.ir.names import named_state
+from pippy.ir.base.names import named_state
 
 Clock = Callable[[], int]
 Once = Callable[[], tuple[int, int]]

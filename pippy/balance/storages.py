@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from pippy.ir.sparse_tensors import plain_parts
-from pippy.ir.trees import tensors
+from pippy.ir.base.sparse_tensors import plain_parts
+from pippy.ir.base.trees import tensors
 
 
 class Storages:

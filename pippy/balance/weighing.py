@@ -10,11 +10,11 @@ from pippy.balance.partition import Load, Row, best_cuts, lightest_cuts, lower_b
 from pippy.balance.policies import Policy, matching_layers
 from pippy.balance.profile import Profile
 from pippy.balance.report import StageBalance
-from pippy.ir.brief import brief
-from pippy.ir.errors import BalanceError
-from pippy.ir.front.trace import Traced
-from pippy.ir.names import stage_name
+from pippy.ir.base.brief import brief
+from pippy.ir.base.errors import BalanceError
+from pippy.ir.base.names import stage_name
 from pippy.ir.show.readable import bytes_text
+from pippy.ir.trace.trace import Traced
 
 _MOST_UNCERTAIN = 0.25  # stages may be so much heavier for a lower price, where times cannot tell
 _NAMES_SHOWN = 40

@@ -9,7 +9,7 @@ import click
 from pippy.cli.run import ScriptCommand, run_script, script_options
 
 if TYPE_CHECKING:
-    from pippy.drivers.check.report import CheckReport
+    from pippy.drivers.driver.check.report import CheckReport
 
 
 @click.command(cls=ScriptCommand, no_args_is_help=True, short_help="Compare a script's first step with plain PyTorch.")
@@ -40,8 +40,8 @@ def check(
 @contextmanager
 def _checking_first_step() -> Iterator[list["CheckReport"]]:
     """Inside, the first training step of any driver is checked, and ends the script. Gives what was found."""
-    from pippy.drivers.driver_base import PipelineDriverBase
-    from pippy.drivers.steps.asked_outputs import asked_outputs
+    from pippy.drivers.driver.driver_base import PipelineDriverBase
+    from pippy.drivers.driver.steps.asked_outputs import asked_outputs
 
     run_async, reports = PipelineDriverBase.run_async, []
 

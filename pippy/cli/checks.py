@@ -122,7 +122,7 @@ def packages() -> Outcome:
             return Outcome(
                 found[-1], f"pippy needs {name} {wanted} or newer; pip install '{name}>={wanted}'", fatal=True
             )
-    from pippy.drivers.transport.pickling import pickle_by_value, unpickle
+    from pippy.drivers.wire.pickling import pickle_by_value, unpickle
 
     three = 3
     if unpickle(pickle_by_value(lambda: three))() != 3:
@@ -176,7 +176,7 @@ def memory() -> Outcome:
 def shared_memory() -> Outcome:
     """Whether processes can share memory: that is how workers of a host send tensors."""
     try:
-        from pippy.drivers.transport.memory import create_shared, map_shared
+        from pippy.drivers.wire.memory import create_shared, map_shared
 
         fd, mine = create_shared(1 << 16)
         try:
@@ -322,8 +322,8 @@ def workers() -> Outcome:
     import torch
     from torch import nn
 
-    from pippy.drivers.clusters.local_cluster import local_cluster
-    from pippy.drivers.driver import PipelineDriver1F1B
+    from pippy.drivers.driver.drivers import PipelineDriver1F1B
+    from pippy.drivers.engines.local.local_cluster import local_cluster
     from pippy.ir.pipe import Pipe
 
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))

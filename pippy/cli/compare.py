@@ -9,8 +9,8 @@ from pippy.cli.model_memory import ModelPeaks
 from pippy.ir.show.text_table import text_table
 
 if TYPE_CHECKING:
-    from pippy.drivers.schedules import Costs, Program
-    from pippy.drivers.schedules.orders.registry import RegisteredSchedule
+    from pippy.drivers.plan import Costs, Program
+    from pippy.drivers.plan.orders.registry import RegisteredSchedule
 
 SLOW = (
     5000  # with more micro-batches on all workers than this, the figures of each schedule are said when they are known
@@ -62,8 +62,8 @@ def compare(
       pippy compare -p 2 -m 8 --forward 1,2,2,1
       pippy compare -p 2 -m 8 --memory model.py:Net --loss torch.nn:MSELoss --example 'float32[64,8]' --example 'float32[64,1]'
     """
-    from pippy.drivers.schedules.errors import ScheduleError
-    from pippy.drivers.schedules.orders.registry import REGISTRY
+    from pippy.drivers.plan.language.errors import ScheduleError
+    from pippy.drivers.plan.orders.registry import REGISTRY
 
     priced = costs_of(**costs)
     peaks = None if memory is None else ModelPeaks(memory, loss, inputs, chunks)
@@ -104,8 +104,8 @@ def made(
     name: str, entry: "RegisteredSchedule", workers: int, chunks: int, stages_per_worker: int | None, costs: "Costs"
 ) -> "Program":
     """The program of a schedule. Raises an error if there is none to compare."""
-    from pippy.drivers.schedules import make_schedule
-    from pippy.drivers.schedules.errors import ArgumentError
+    from pippy.drivers.plan import make_schedule
+    from pippy.drivers.plan.language.errors import ArgumentError
 
     if not entry.training:
         raise ArgumentError("it does not train")
@@ -127,8 +127,8 @@ def _stages(entry: "RegisteredSchedule", workers: int, costs: "Costs") -> int:
 
 def row(program: "Program", costs: "Costs") -> tuple[tuple[float, float], list[str]]:
     """What to sort by, and the cells."""
-    from pippy.drivers.schedules import add_communication, simulate_with
-    from pippy.drivers.schedules.programs.instructions import Send
+    from pippy.drivers.plan import add_communication, simulate_with
+    from pippy.drivers.plan.language.instructions import Send
 
     lowered = add_communication(program)
     result = simulate_with(lowered, costs)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pippy.ir.near_names import near_names
+from pippy.ir.base.near_names import near_names
 
 if TYPE_CHECKING:
-    from pippy.drivers.schedules import Costs
+    from pippy.drivers.plan import Costs
 
 
 class Cost(click.ParamType):
@@ -41,7 +41,7 @@ class ScheduleName(click.ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The name as the registry has it."""
-        from pippy.drivers.schedules.orders.registry import REGISTRY
+        from pippy.drivers.plan.orders.registry import REGISTRY
 
         known = OTHER_NAMES | {plain(name): name for name in REGISTRY}
         if plain(value) in known:
@@ -100,7 +100,7 @@ def costs_of(forward: Any, input: Any, weight: Any, backward: Any, comm: float) 
     >>> costs_of(1.0, 1.0, 2.0, None, 0.5).latency
     0.5
     """
-    from pippy.drivers.schedules import Costs
+    from pippy.drivers.plan import Costs
 
     return Costs(forward=forward, backward_input=input, backward_weight=weight, backward=backward, latency=comm)
 

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from pippy.cli.problems import hint_at, put_first, raised
-from pippy.ir.near_names import near_names
+from pippy.ir.base.near_names import near_names
 
 
 def find(target: str) -> Any:

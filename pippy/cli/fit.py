@@ -16,8 +16,8 @@ from pippy.cli.show import given_pipe, made_inputs, pair, parsed
 if TYPE_CHECKING:
     import torch
 
-    from pippy.drivers.automatic.memory_fit import Call
-    from pippy.drivers.schedules import Program
+    from pippy.drivers.choice.memory_fit import Call
+    from pippy.drivers.plan import Program
     from pippy.ir.pipe import Pipe
 
 
@@ -55,10 +55,10 @@ def fit(
     """
     import torch
 
-    from pippy.drivers.automatic.memory_fit import MemoryFit, counts_of_chunks
-    from pippy.drivers.automatic.stage_estimates import call_to_fit
-    from pippy.drivers.batches.divide_call import divide_call
-    from pippy.drivers.memory.optimizer_bytes import counted_optimizer
+    from pippy.drivers.batch.divide_call import divide_call
+    from pippy.drivers.choice.memory_fit import MemoryFit, counts_of_chunks
+    from pippy.drivers.choice.stage_estimates import call_to_fit
+    from pippy.drivers.count.optimizer_bytes import counted_optimizer
     from pippy.ir.pipe import compiled_of
 
     args, kwargs = made_inputs([parsed(each) for each in inputs])
@@ -81,7 +81,7 @@ def fit(
 @contextmanager
 def _as_typed() -> Iterator[None]:
     """Inside, errors name the options of the command line in place of arguments in Python, which the user has not given."""
-    from pippy.ir.errors import PippyError
+    from pippy.ir.base.errors import PippyError
 
     try:
         yield
@@ -116,7 +116,7 @@ def _rows(call: "Call") -> int:
 
 def _counts_that_run(call: "Call", counts: Sequence[int]) -> list[int]:
     """Those of some numbers of micro-batches in which the model can be run; which others were tried is said."""
-    from pippy.ir.errors import PippyError
+    from pippy.ir.base.errors import PippyError
 
     refused: dict[int, PippyError] = {}
     for count in counts:
@@ -176,9 +176,9 @@ def _training_pipe(
 
 
 def _plain(pipe: "Pipe", workers: int) -> "Program":
-    from pippy.drivers.automatic.auto import auto_placement
+    from pippy.drivers.choice.auto import auto_placement
     from pippy.drivers.lowering.lower import lower
-    from pippy.drivers.schedules import make_schedule
+    from pippy.drivers.plan import make_schedule
     from pippy.ir.pipe import compiled_of
 
     stages = compiled_of(pipe).num_stages

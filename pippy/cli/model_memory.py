@@ -11,8 +11,8 @@ from pippy.cli.stages_memory import counted
 from pippy.ir.show.readable import bytes_text
 
 if TYPE_CHECKING:
-    from pippy.drivers.schedules import Program
-    from pippy.drivers.schedules.simulation.held_bytes import PipeBytes
+    from pippy.drivers.plan import Program
+    from pippy.drivers.plan.cost.held_bytes import PipeBytes
     from pippy.ir.pipe import Pipe
 
 
@@ -36,7 +36,7 @@ class ModelPeaks:
     def text(self, program: "Program") -> str:
         """The bytes of the worker that holds most."""
         from pippy.drivers.lowering.lower import lower
-        from pippy.drivers.schedules.simulation.held_bytes import peak_bytes
+        from pippy.drivers.plan.cost.held_bytes import peak_bytes
 
         pipe, sizes = self.of_stages(program.stages)
         return bytes_text(max(peak_bytes(lower(pipe, program).program, sizes)))

@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from pippy.cli.terminals import write_nearest
-from pippy.ir.near_names import did_you_mean
+from pippy.ir.base.near_names import did_you_mean
 
 LIBRARY = Path(__file__).parents[1]
 _RUNNERS = [("importlib", "__init__.py"), (f"python{sys.version_info.major}.{sys.version_info.minor}", "runpy.py")]
@@ -34,8 +34,8 @@ class Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
-        from pippy.drivers.schedules.errors import ScheduleError
-        from pippy.ir.errors import PippyError
+        from pippy.drivers.plan.language.errors import ScheduleError
+        from pippy.ir.base.errors import PippyError
 
         try:
             return super().invoke(ctx)
@@ -53,7 +53,7 @@ class Commands(click.Group):
 @contextmanager
 def said_warnings() -> Iterator[None]:
     """Inside, pippy's warnings are printed without the line of pippy's code that they come from."""
-    from pippy.ir.errors import PippyWarning
+    from pippy.ir.base.errors import PippyWarning
 
     shown = warnings.showwarning
 

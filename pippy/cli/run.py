@@ -113,8 +113,8 @@ def _check_exists(script: str, module: bool) -> None:
 
 
 def _run(script: str, module: bool, workers: int, options: dict[str, Any]) -> int:
-    from pippy.drivers.clusters.lazy_cluster import lazy_cluster
-    from pippy.drivers.clusters.local_cluster import local_cluster
+    from pippy.drivers.engines.lazy_cluster import lazy_cluster
+    from pippy.drivers.engines.local.local_cluster import local_cluster
 
     with lazy_cluster(workers, local_cluster, **options) as lazy:
         try:
@@ -161,7 +161,7 @@ def show_raised(error: BaseException) -> None:
 
     The message of a pippy error is enough, so its frames in pippy and its cause are not shown.
     """
-    from pippy.ir.errors import PippyError
+    from pippy.ir.base.errors import PippyError
 
     known = isinstance(error, PippyError)
     if known:

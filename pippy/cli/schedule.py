@@ -10,9 +10,9 @@ from pippy.cli.problems import check_can_be_written, write
 from pippy.ir.show.text_table import text_table
 
 if TYPE_CHECKING:
-    from pippy.drivers.schedules import Costs, Program, Simulation, Timeline
+    from pippy.drivers.plan import Costs, Program, Simulation, Timeline
 
-MODES = ["always", "except_last", "never"]  # those of drivers/schedules/recompute.py
+MODES = ["always", "except_last", "never"]  # those of drivers/plan/passes/recompute.py
 WIDEST = 320  # columns; beyond that nobody reads a grid
 
 
@@ -53,7 +53,7 @@ def schedule(
       pippy schedule 1f1b -p 3 -m 6 --forward 1,3,2 --svg 1f1b.svg
       pippy schedule list -p 4 -m 8 --memory 3 --program mine.txt
     """
-    from pippy.drivers.schedules import make_schedule, render_svg, render_trace, simulate_with
+    from pippy.drivers.plan import make_schedule, render_svg, render_trace, simulate_with
 
     for output in filter(None, (svg, trace, program)):
         check_can_be_written(output)
@@ -84,7 +84,7 @@ def schedule(
 def head(program: "Program") -> str:
     """One line about a program.
 
-    >>> from pippy.drivers.schedules import make_schedule
+    >>> from pippy.drivers.plan import make_schedule
     >>> head(make_schedule("zb_v", workers=2, chunks=4))
     'zb_v: 2 workers, 4 stages (placement 0 1 1 0), 4 micro-batches'
     """
@@ -99,8 +99,8 @@ def grid(timeline: "Timeline", step: float | None = None) -> str:
 
     If the costs have no simple common divisor, a column is half of the shortest computation.
     """
-    from pippy.drivers.schedules import render_text
-    from pippy.drivers.schedules.drawings.text import common_step
+    from pippy.drivers.plan import render_text
+    from pippy.drivers.plan.drawings.text import common_step
 
     column = common_step(timeline) if step is None else Fraction(step)
     if step is None and timeline.makespan > WIDEST * column:

@@ -100,9 +100,9 @@ def given_pipe(
     from torch import nn
 
     from pippy.balance.balancer import Balancer
+    from pippy.ir.base.trees import map_tensors
     from pippy.ir.cut.params import MultiUseParameterConfig
     from pippy.ir.pipe import Pipe
-    from pippy.ir.trees import map_tensors
 
     model = _model(target, given)
     if isinstance(model, Pipe):
@@ -168,7 +168,7 @@ def _loss(target: str) -> Any:
 
 
 def _mark(model: "nn.Module", split: tuple[str, ...]) -> None:
-    from pippy.ir.marks import SplitPoint, annotate_split_points
+    from pippy.ir.base.marks import SplitPoint, annotate_split_points
 
     for each in ",".join(split).split(",") if split else ():
         name, _, side = each.strip().partition(":")

@@ -9,7 +9,7 @@ from pippy.ir.show.readable import bytes_text
 from pippy.ir.show.text_table import text_table
 
 if TYPE_CHECKING:
-    from pippy.drivers.schedules.simulation.held_bytes import PipeBytes
+    from pippy.drivers.plan.cost.held_bytes import PipeBytes
     from pippy.ir.pipe import Pipe
 
 COLUMNS = ("parameters", "gradients", "kept", "forward", "backward")
@@ -19,8 +19,8 @@ def counted(pipe: "Pipe", chunks: int, args: Sequence[Any], kwargs: Mapping[str,
     """The bytes of the stages of a Pipe, for a call in so many micro-batches."""
     import torch
 
-    from pippy.drivers.batches.divide_call import divide_call
-    from pippy.drivers.memory.pipe_bytes import count_pipe
+    from pippy.drivers.batch.divide_call import divide_call
+    from pippy.drivers.count.pipe_bytes import count_pipe
     from pippy.ir.pipe import compiled_of
 
     compiled = compiled_of(pipe)

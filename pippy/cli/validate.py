@@ -7,7 +7,7 @@ import click
 from pippy.cli.schedule import head
 
 if TYPE_CHECKING:
-    from pippy.drivers.schedules import Program
+    from pippy.drivers.plan import Program
 
 SHOWN = 10
 
@@ -34,9 +34,9 @@ def validate(files: tuple[str, ...], buffer: int | None, mark: bool) -> None:
 
 
 def _is_right(name: str, buffer: int | None, mark: bool) -> bool:
-    from pippy.drivers.schedules import parse_program
-    from pippy.drivers.schedules import validate as prove
-    from pippy.drivers.schedules.errors import ParseError, ProgramError, ScheduleError
+    from pippy.drivers.plan import parse_program
+    from pippy.drivers.plan import validate as prove
+    from pippy.drivers.plan.language.errors import ParseError, ProgramError, ScheduleError
 
     shown = "standard input" if name == "-" else name
     try:

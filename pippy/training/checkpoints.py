@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pippy.drivers.checkpoints.contents import contents_of
-from pippy.drivers.checkpoints.run_folder import checkpoints_in
-from pippy.drivers.driver_base import PipelineDriverBase
-from pippy.drivers.errors import CheckpointError, DriverError
-from pippy.ir.trees import describe
+from pippy.drivers.base.errors import CheckpointError, DriverError
+from pippy.drivers.driver.driver_base import PipelineDriverBase
+from pippy.drivers.files.contents import contents_of
+from pippy.drivers.files.run_folder import checkpoints_in
+from pippy.ir.base.trees import describe
 from pippy.training.options import check_count
 from pippy.training.reader import Reader
 from pippy.training.result import TrainingResult

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from pippy.drivers.batches.items import call_of
-from pippy.drivers.data.data_iterators import loss_alone
-from pippy.drivers.driver_arguments import check_chunks
-from pippy.drivers.driver_base import PipelineDriverBase
-from pippy.drivers.errors import DriverError
-from pippy.drivers.steps.evaluating import evaluating
+from pippy.drivers.base.errors import DriverError
+from pippy.drivers.batch.items import call_of
+from pippy.drivers.driver.data_iterators import loss_alone
+from pippy.drivers.driver.driver_base import PipelineDriverBase
+from pippy.drivers.driver.steps.driver_arguments import check_chunks
+from pippy.drivers.driver.steps.evaluating import evaluating
+from pippy.ir.base.public_calls import placing_words
+from pippy.ir.base.trees import describe
 from pippy.ir.pipe import follow_training_flags
-from pippy.ir.public_calls import placing_words
 from pippy.ir.run.random_state import untouched_random_state
-from pippy.ir.trees import describe
 from pippy.training.reader import check_data, generators_of, may_read_ahead
 
 Metric = Callable[[Any, Any], Any]

@@ -16,15 +16,15 @@ from typing import Any
 
 from torch import nn
 
-from pippy.drivers.batches.items import call_of
-from pippy.drivers.data.data_iterators import loss_alone
-from pippy.drivers.driver_base import PipelineDriverBase
-from pippy.drivers.errors import CheckError, WorkerLostError
-from pippy.drivers.interrupts import first_waits
-from pippy.drivers.recording.rates import DTYPES
-from pippy.drivers.steps.updates import Updates
-from pippy.ir import source
-from pippy.ir.trees import tensors
+from pippy.drivers.base.errors import CheckError, WorkerLostError
+from pippy.drivers.base.interrupts import first_waits
+from pippy.drivers.batch.items import call_of
+from pippy.drivers.driver.data_iterators import loss_alone
+from pippy.drivers.driver.driver_base import PipelineDriverBase
+from pippy.drivers.driver.steps.updates import Updates
+from pippy.drivers.report.rates import DTYPES
+from pippy.ir.base import source
+from pippy.ir.base.trees import tensors
 from pippy.training.checkpoints import Checkpoints
 from pippy.training.evaluation import Evaluation
 from pippy.training.options import Length

@@ -4,10 +4,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from pippy.drivers.driver_base import PipelineDriverBase
-from pippy.drivers.errors import DriverError
-from pippy.drivers.steps.updates import check_trains
-from pippy.ir.trees import describe
+from pippy.drivers.base.errors import DriverError
+from pippy.drivers.driver.driver_base import PipelineDriverBase
+from pippy.drivers.driver.steps.updates import check_trains
+from pippy.ir.base.trees import describe
 
 
 def check_driver(driver: Any, what: str) -> None:

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from pippy.drivers.checkpoints.plain_values import random_state, random_values
-from pippy.drivers.driver_base import PipelineDriverBase
-from pippy.drivers.errors import DriverError
+from pippy.drivers.base.errors import DriverError
+from pippy.drivers.driver.driver_base import PipelineDriverBase
+from pippy.drivers.files.plain_values import random_state, random_values
+from pippy.ir.base.trees import describe
 from pippy.ir.run.random_state import RandomState
-from pippy.ir.trees import describe
 
 
 @dataclass(frozen=True)

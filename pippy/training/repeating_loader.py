@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from pippy.ir.public_calls import placing_words
+from pippy.ir.base.public_calls import placing_words
 from pippy.training.reader import Reader
 
 

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from pippy.drivers.driver_arguments import check_chunks
-from pippy.drivers.driver_base import PipelineDriverBase
-from pippy.drivers.errors import DriverError
-from pippy.drivers.steps.updates import Updates, checked_updates
-from pippy.ir.public_calls import placing_words
-from pippy.ir.trees import describe
+from pippy.drivers.base.errors import DriverError
+from pippy.drivers.driver.driver_base import PipelineDriverBase
+from pippy.drivers.driver.steps.driver_arguments import check_chunks
+from pippy.drivers.driver.steps.updates import Updates, checked_updates
+from pippy.ir.base.public_calls import placing_words
+from pippy.ir.base.trees import describe
 from pippy.training.checkpoints import Checkpoints, checked_checkpoints
 from pippy.training.evaluation import Evaluation, Metric
 from pippy.training.loop import Callback, Loop

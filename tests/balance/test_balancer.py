@@ -31,10 +31,10 @@ from pippy.balance.policies import read_split
 from pippy.balance.profile import Cost, Profile
 from pippy.balance.progress import Progress
 from pippy.balance.weighing import Weighing
+from pippy.ir.base.errors import BalanceError, InputError, SplitError
+from pippy.ir.base.names import named_state
 from pippy.ir.cut.cuts import marks
-from pippy.ir.errors import BalanceError, InputError, SplitError
-from pippy.ir.front.trace import trace
-from pippy.ir.names import named_state
+from pippy.ir.trace.trace import trace
 from tests.comparisons import assert_same, assert_same_gradients, assert_same_state, fresh_inputs, run_plain, twin
 from tests.drivers.thread_cluster import thread_cluster
 from tests.test_random_models import Random, loss_of, steps

@@ -14,18 +14,18 @@ from pippy.balance.kept_by_operations import kept_by_operations
 from pippy.balance.policies import read_split
 from pippy.balance.profile import profile
 from pippy.balance.weighing import Weighing
-from pippy.drivers.batches.divide_call import divide_call
-from pippy.drivers.driver import PipelineDriver1F1B
+from pippy.drivers.batch.divide_call import divide_call
+from pippy.drivers.count.pipe_bytes import count_pipe
+from pippy.drivers.driver.drivers import PipelineDriver1F1B
 from pippy.drivers.lowering.lower import lower
-from pippy.drivers.memory.pipe_bytes import count_pipe
-from pippy.drivers.schedules import make_schedule
-from pippy.drivers.schedules.simulation.held_bytes import peak_bytes
+from pippy.drivers.plan import make_schedule
+from pippy.drivers.plan.cost.held_bytes import peak_bytes
+from pippy.ir.base.errors import BalanceError
 from pippy.ir.compiler import compile_traced
 from pippy.ir.cut.constraints import constraints
 from pippy.ir.cut.cuts import mark
-from pippy.ir.errors import BalanceError
-from pippy.ir.front.trace import trace
 from pippy.ir.pipe import Pipe, compiled_of
+from pippy.ir.trace.trace import trace
 from tests.drivers.thread_cluster import thread_cluster
 from tests.test_random_models import BINARY, UNARY, WIDTH, Random
 

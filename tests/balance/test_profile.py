@@ -17,13 +17,13 @@ from pippy.balance.policies import read_split
 from pippy.balance.profile import Cost, Profile, profile
 from pippy.balance.restore_model import restoring_model
 from pippy.balance.weighing import Weighing
+from pippy.ir.base.errors import BalanceError, InputError
+from pippy.ir.base.names import named_state
+from pippy.ir.base.trees import tensors
 from pippy.ir.cut.cuts import marks
 from pippy.ir.cut.uses import operations
-from pippy.ir.errors import BalanceError, InputError
-from pippy.ir.front.trace import trace
-from pippy.ir.names import named_state
 from pippy.ir.pipe import Pipe
-from pippy.ir.trees import tensors
+from pippy.ir.trace.trace import trace
 from tests.balance.test_cuts import trace_silently, unmarked
 from tests.comparisons import assert_same, fresh_inputs
 from tests.zoo import exhibits

@@ -11,8 +11,8 @@ from click.testing import CliRunner
 
 from pippy.cli import main, problems
 from pippy.cli.problems import Commands, own_trace
-from pippy.drivers.schedules.errors import ArgumentError
-from pippy.ir.errors import TracingError
+from pippy.drivers.plan.language.errors import ArgumentError
+from pippy.ir.base.errors import TracingError
 
 
 @click.group(cls=Commands)
@@ -94,7 +94,7 @@ def test_the_traceback_begins_with_what_is_not_ours(monkeypatch):
 
 
 def test_frames_of_pippy_at_the_end_are_left_out_unless_all_are_asked_for(tmp_path):
-    from pippy.drivers.schedules import make_schedule
+    from pippy.drivers.plan import make_schedule
 
     try:
         outer(lambda: make_schedule("none", workers=1, chunks=1))

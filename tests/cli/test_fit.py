@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from pippy.drivers.schedules.fitting import search
+from pippy.drivers.plan.choice import search
 
 NET = """
 from torch import nn

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from pippy.drivers.clusters.current_cluster import current_cluster
-from pippy.drivers.clusters.lazy_cluster import LazyCluster, current_lazy_cluster, lazy_cluster
-from pippy.drivers.clusters.local_cluster import local_cluster
-from pippy.drivers.clusters.torchrun import cluster
-from pippy.drivers.errors import ClusterError
+from pippy.drivers.base.errors import ClusterError
+from pippy.drivers.engines.current_cluster import current_cluster
+from pippy.drivers.engines.lazy_cluster import LazyCluster, current_lazy_cluster, lazy_cluster
+from pippy.drivers.engines.local.local_cluster import local_cluster
+from pippy.drivers.engines.torchrun.torchrun import cluster
 from tests.drivers.processes import watched
 
 TRAINING = """
@@ -135,7 +135,7 @@ def test_an_error_of_pippy_ends_with_the_scripts_frame_and_its_message(pippy, tm
     output = pippy("run script.py -n 1", status=1)
     assert re.findall(r'File "([^"]+)"', output) == [str(tmp_path / "script.py")]
     assert "During handling" not in output and "direct cause" not in output
-    assert "pippy.ir.errors.TracingError: cannot trace Net" in output
+    assert "pippy.ir.base.errors.TracingError: cannot trace Net" in output
 
 
 def test_a_script_that_is_no_python_shows_its_line(pippy, tmp_path):
@@ -177,7 +177,7 @@ def test_mistakes(pippy, tmp_path, command, status, words):
 def test_the_number_of_workers_from_the_environment(pippy, tmp_path, monkeypatch):
     as_script(
         tmp_path,
-        "from pippy.drivers.clusters.lazy_cluster import current_lazy_cluster\nprint(current_lazy_cluster().n)",
+        "from pippy.drivers.engines.lazy_cluster import current_lazy_cluster\nprint(current_lazy_cluster().n)",
     )
     monkeypatch.setenv("PIPPY_WORKERS", "3")
     assert pippy("run script.py") == "3\n"

@@ -12,8 +12,8 @@ from hypothesis import strategies as some
 
 from pippy.cli.costs import OTHER_NAMES, plain
 from pippy.cli.schedule import grid
-from pippy.drivers.schedules import Costs, load_program, make_schedule, render_text, simulate, simulate_with
-from pippy.drivers.schedules.orders.registry import REGISTRY
+from pippy.drivers.plan import Costs, load_program, make_schedule, render_text, simulate, simulate_with
+from pippy.drivers.plan.orders.registry import REGISTRY
 
 TRAINING = sorted(name for name, entry in REGISTRY.items() if entry.training)
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pippy import MultiUseParameterConfig, pipe_split, pipeline
-from pippy.ir.front.tracer import PipeTracer
+from pippy.ir.trace.tracer import PipeTracer
 from tests.drivers.cut_connections import cut_connections_to_siblings
 from tests.drivers.scarce import NO_MEMORY, be_scarce
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import pippy
 from pippy import MultiUseParameterConfig, PipelineDriver, PipeTracer, PippyError, pipe_split, pipeline
-from pippy.drivers.schedules.orders.registry import REGISTRY
+from pippy.drivers.plan.orders.registry import REGISTRY
 
 
 class Gained(nn.Module):

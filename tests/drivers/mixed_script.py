@@ -16,11 +16,11 @@ from torch.nn import functional as F
 
 import pippy
 from pippy import PipelineDriver
-from pippy.drivers.errors import StepError, WorkerLostError
-from pippy.drivers.schedules.orders.registry import REGISTRY
-from pippy.drivers.transport.messages import far_door, rpc
-from pippy.drivers.transport.messages.controller_connections import ControllerConnections
-from pippy.drivers.transport.shared_memory_transport import SharedMemoryTransport
+from pippy.drivers.base.errors import StepError, WorkerLostError
+from pippy.drivers.plan.orders.registry import REGISTRY
+from pippy.drivers.wire.messages import far_door, rpc
+from pippy.drivers.wire.messages.controller_connections import ControllerConnections
+from pippy.drivers.wire.shared_memory_transport import SharedMemoryTransport
 from tests.drivers.cut_connections import let_nothing_in
 from tests.drivers.failing_model import (
     BACKWARD,

@@ -10,8 +10,8 @@ import time
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from pippy.drivers.clusters.current_cluster import _open, _opened
-from pippy.drivers.clusters.local_cluster import local_cluster
+from pippy.drivers.engines.current_cluster import _open, _opened
+from pippy.drivers.engines.local.local_cluster import local_cluster
 
 
 def close_open_cluster():

@@ -12,14 +12,14 @@ import torch
 
 from pippy import Pipe
 from pippy.drivers.lowering.lower import Lowered
-from pippy.drivers.schedules.programs.edges import Pass
-from pippy.drivers.schedules.programs.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
-from pippy.ir.names import stage_index
-from pippy.ir.nodes import map_nodes
+from pippy.drivers.plan.language.edges import Pass
+from pippy.drivers.plan.language.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
+from pippy.ir.base.names import stage_index
+from pippy.ir.base.trees import tensors
+from pippy.ir.record.nodes import map_nodes
 from pippy.ir.run.copies import sum_gradients
 from pippy.ir.run.stage_backward import add_gradients, gradient_pairs, stage_backward
 from pippy.ir.run.stage_run import StageRun, as_leaf, run_stage
-from pippy.ir.trees import tensors
 
 Key = tuple[str, int]
 

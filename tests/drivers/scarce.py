@@ -6,7 +6,7 @@ import resource
 import socket
 import threading
 
-from pippy.drivers.transport.shared_memory_transport import SharedMemoryTransport
+from pippy.drivers.wire.shared_memory_transport import SharedMemoryTransport
 
 NO_MEMORY, NO_DESCRIPTORS, NO_SHARED_MEMORY, CUT_SOCKETS = range(20, 24)
 SECONDS = 0.2  # that something is missing

@@ -7,8 +7,8 @@ import threading
 import time
 from typing import Any
 
-from pippy.drivers.control.messages.urgent import Dump, Ping
-from pippy.drivers.workers.worker_context import WorkerContext
+from pippy.drivers.protocol.urgent import Dump, Ping
+from pippy.drivers.worker.worker_context import WorkerContext
 
 
 class Worker:

@@ -18,9 +18,9 @@ from contextlib import contextmanager
 
 import torch
 
-from pippy.drivers.transport.devices.accelerator import Accelerator
-from pippy.drivers.transport.devices.cuda_driver import NotShared
-from pippy.drivers.transport.memory import create_shared, map_shared
+from pippy.drivers.wire.gpu.accelerator import Accelerator
+from pippy.drivers.wire.gpu.cuda_driver import NotShared
+from pippy.drivers.wire.memory import create_shared, map_shared
 
 
 class DeviceFailed(Exception):

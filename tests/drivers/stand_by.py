@@ -25,9 +25,9 @@ import threading
 import types
 from unittest.mock import patch
 
-from pippy.drivers.clusters import local_processes
-from pippy.drivers.clusters.fork_server import load
-from pippy.drivers.clusters.local_cluster import WORKER
+from pippy.drivers.engines.local import local_processes
+from pippy.drivers.engines.local.fork_server import load
+from pippy.drivers.engines.local.local_cluster import WORKER
 
 _PR_SET_CHILD_SUBREAPER = 36
 _MOST_FILES = 200  # in one message

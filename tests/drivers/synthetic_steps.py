@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from pippy.drivers.control.messages.steps import WorkerRecord
-from pippy.drivers.recording.record import RecordedStep
-from pippy.drivers.schedules import add_communication, make_schedule
-from pippy.drivers.schedules.programs.instructions import Compute, Instruction, Receive, Send
+from pippy.drivers.plan import add_communication, make_schedule
+from pippy.drivers.plan.language.instructions import Compute, Instruction, Receive, Send
+from pippy.drivers.protocol.steps import WorkerRecord
+from pippy.drivers.report.record import RecordedStep
 
 BYTES = 1000  # of every value
 Seconds = Callable[[Instruction], float]

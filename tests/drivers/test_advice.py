@@ -26,7 +26,7 @@ from pippy import (
     pipeline,
 )
 from pippy.drivers.lowering.lower import lower
-from pippy.drivers.schedules import make_schedule
+from pippy.drivers.plan import make_schedule
 from pippy.errors import DriverError, OptimizerError, StepError
 from tests.comparisons import assert_same
 from tests.drivers.models import Chain

@@ -6,9 +6,9 @@ import pytest
 from torch import nn
 
 from pippy import pipeline
-from pippy.drivers.driver import PipelineDriver1F1B
+from pippy.drivers.driver.drivers import PipelineDriver1F1B
 from tests.comparisons import assert_same, run_plain
-from tests.ir.front.test_assigned_buffers import Assigns, batch, counts, reads_before_and_after, swaps
+from tests.ir.trace.test_assigned_buffers import Assigns, batch, counts, reads_before_and_after, swaps
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 

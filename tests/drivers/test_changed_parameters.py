@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from pippy import PipelineDriver1F1B, pipe_split, pipeline
-from pippy.drivers.errors import DriverError
-from pippy.ir.errors import SharedParameterError
+from pippy.drivers.base.errors import DriverError
+from pippy.ir.base.errors import SharedParameterError
 from tests.drivers.thread_cluster import thread_cluster
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from pippy import PipeTracer, pipe_split, pipeline
-from pippy.drivers.driver import PipelineDriver
-from pippy.drivers.errors import StepError
+from pippy.drivers.base.errors import StepError
+from pippy.drivers.driver.drivers import PipelineDriver
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from pippy import pipe_split, pipeline
-from pippy.drivers.driver import PipelineDriver, PipelineDriver1F1B
+from pippy.drivers.driver.drivers import PipelineDriver, PipelineDriver1F1B
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 WIDTH = 16

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pippy import PipelineDriver1F1B, SplitPoint, annotate_split_points, pipeline
-from pippy.ir.errors import TracingError
+from pippy.ir.base.errors import TracingError
 
 X, TARGET = torch.randn(6, 4).double(), torch.randn(6, 2).double()
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from pippy import PipelineDriver1F1B, pipe_split, pipeline
-from pippy.drivers.control.messages.steps import Step
-from pippy.ir.trees import children, leaves
+from pippy.drivers.protocol.steps import Step
+from pippy.ir.base.trees import children, leaves
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 

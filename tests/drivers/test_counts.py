@@ -18,10 +18,10 @@ from pippy import (
     pipe_split,
     pipeline,
 )
-from pippy.drivers.schedules import make_schedule, simulate
-from pippy.drivers.schedules.orders.registry import REGISTRY
-from pippy.drivers.schedules.programs.instructions import Send
-from pippy.drivers.workers.gradient_sums import FIRST_NUMBER
+from pippy.drivers.plan import make_schedule, simulate
+from pippy.drivers.plan.language.instructions import Send
+from pippy.drivers.plan.orders.registry import REGISTRY
+from pippy.drivers.worker.gradients.gradient_sums import FIRST_NUMBER
 from tests.drivers.models import Chain, TiedLanguage
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import pippy
 from pippy import MicroBatches, pipe_split, pipeline
-from pippy.drivers.driver import PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain
-from pippy.drivers.errors import StepError
+from pippy.drivers.base.errors import StepError
+from pippy.drivers.driver.drivers import PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain
 from pippy.errors import SharedParameterError
 from pippy.ir.pipe import compiled_of
 from pippy.ir.reference import run_microbatches

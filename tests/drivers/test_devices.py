@@ -19,9 +19,9 @@ from pippy import (
     pipe_split,
     pipeline,
 )
-from pippy.drivers.transport.devices.accelerator import TorchAccelerator
-from pippy.drivers.transport.devices.device_transport import DeviceTransport
-from pippy.drivers.workers.executor import Executor
+from pippy.drivers.wire.gpu.accelerator import TorchAccelerator
+from pippy.drivers.wire.gpu.device_transport import DeviceTransport
+from pippy.drivers.worker.executor import Executor
 from pippy.errors import StepError
 from tests.drivers.models import TiedLanguage
 from tests.drivers.processes import close_open_cluster

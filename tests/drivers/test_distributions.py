@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributions import Normal, kl_divergence
 
 from pippy import PipelineDriver1F1B, pipeline
-from pippy.drivers.errors import StepError
+from pippy.drivers.base.errors import StepError
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from pippy import pipeline
-from pippy.drivers.batches.specs import MicroBatches
-from pippy.drivers.driver import (
+from pippy.drivers.batch.specs import MicroBatches
+from pippy.drivers.driver.drivers import (
     PipelineDriver1F1B,
     PipelineDriverFillDrain,
     PipelineDriverInterleaved1F1B,
 )
+from pippy.ir.base.trees import map_tensors
+from pippy.ir.call.signature import bind
 from pippy.ir.reference import run_microbatches
-from pippy.ir.signature import bind
-from pippy.ir.trees import map_tensors
 from tests.zoo import WAYS, exhibits
 
 pytestmark = [

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from pippy import pipeline
-from pippy.drivers.batches.merge import Sum
-from pippy.drivers.driver import PipelineDriver1F1B
-from pippy.ir.errors import InputError
+from pippy.drivers.batch.merge import Sum
+from pippy.drivers.driver.drivers import PipelineDriver1F1B
+from pippy.ir.base.errors import InputError
 from tests.comparisons import assert_same, run_plain
 from tests.ir.export.models import Language
 

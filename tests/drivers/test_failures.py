@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from pippy.drivers.clusters.local_cluster import local_cluster
-from pippy.drivers.driver import PipelineDriver, PipelineDriver1F1B
-from pippy.drivers.errors import ClusterError, DriverError, StepError, WorkerLostError
-from pippy.drivers.interrupts import uninterrupted
-from pippy.ir.run.split_backward import DeferredGradients
+from pippy.drivers.base.errors import ClusterError, DriverError, StepError, WorkerLostError
+from pippy.drivers.base.interrupts import uninterrupted
+from pippy.drivers.driver.drivers import PipelineDriver, PipelineDriver1F1B
+from pippy.drivers.engines.local.local_cluster import local_cluster
+from pippy.drivers.worker.halves.split_backward import DeferredGradients
 from tests.drivers.failing_model import (
     BACKWARD,
     ENDLESS,
@@ -134,7 +134,7 @@ def test_the_halves_of_a_backward(threads, monkeypatch, how, place):
 
 @pytest.mark.parametrize("when", ["in the step", "after it"])
 def test_a_reduction_that_fails_on_one_worker_counts_on_none(threads, monkeypatch, when):
-    from pippy.drivers.workers.gradient_sums import GradientSums
+    from pippy.drivers.worker.gradients.gradient_sums import GradientSums
 
     training = Training(threads)
     training.step()
@@ -205,7 +205,7 @@ def test_a_stage_that_cannot_be_loaded(cluster):
 
 
 def test_a_program_that_a_worker_cannot_take(threads, monkeypatch):
-    from pippy.drivers.workers.executor import Executor
+    from pippy.drivers.worker.executor import Executor
 
     training = Training(threads)
     inner = Executor.__init__

@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from pippy import MultiUseParameterConfig, pipe_split, pipeline
-from pippy.drivers.driver import PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain
-from pippy.drivers.errors import StepError
-from pippy.ir.errors import ModeError, StageError
+from pippy.drivers.base.errors import StepError
+from pippy.drivers.driver.drivers import PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain
+from pippy.ir.base.errors import ModeError, StageError
 from tests.drivers.models import Chain, TiedLanguage
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pippy import PipelineDriver1F1B, pipeline
-from tests.ir.front.test_function_transforms import FOLLOWED, MSE, net
+from tests.ir.trace.test_function_transforms import FOLLOWED, MSE, net
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 WITH_SUM = "vmap with values from outside"  # it sums over the rows

@@ -8,9 +8,9 @@ import torch
 from torch import fx, nn
 
 from pippy import Pipe, PipelineDriver1F1B, PippyWarning, pipe_split, pipeline
-from pippy.drivers.errors import StepError
-from pippy.ir.errors import SplitError, StageError
-from pippy.ir.front.tracer import PipeTracer
+from pippy.drivers.base.errors import StepError
+from pippy.ir.base.errors import SplitError, StageError
+from pippy.ir.trace.tracer import PipeTracer
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 

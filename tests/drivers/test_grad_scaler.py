@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from pippy import MultiUseParameterConfig, pipe_split, pipeline
-from pippy.drivers.control.messages.parameters import Fetch
-from pippy.drivers.driver import PipelineDriver, PipelineDriver1F1B
-from pippy.drivers.errors import DriverError, OptimizerError
+from pippy.drivers.base.errors import DriverError, OptimizerError
+from pippy.drivers.driver.drivers import PipelineDriver, PipelineDriver1F1B
+from pippy.drivers.protocol.parameters import Fetch
 from tests.drivers.models import Chain
 from tests.drivers.test_mixed_precision import MasterByHand
 

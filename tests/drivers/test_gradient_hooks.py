@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from pippy import MultiUseParameterConfig, Pipe, pipeline
-from pippy.drivers.driver import PipelineDriver, PipelineDriver1F1B
-from pippy.drivers.errors import DriverError, StepError
+from pippy.drivers.base.errors import DriverError, StepError
+from pippy.drivers.driver.drivers import PipelineDriver, PipelineDriver1F1B
 from tests.drivers.models import TiedLanguage
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
@@ -287,7 +287,7 @@ def test_a_hook_of_a_parameter_of_the_loss(threads):
     pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), loss_fn)
     driver = PipelineDriver1F1B(pipe, threads, loss_reduction="mean")
     driver.run(2, torch.ones(4, 2), torch.ones(4, 2) * 9)
-    from pippy.drivers.control.messages.parameters import Fetch, TensorLocation
+    from pippy.drivers.protocol.parameters import Fetch, TensorLocation
 
     (found,) = driver.commands.call({1: Fetch((TensorLocation("_loss", "weight"),), gradients=True)})[1]
     torch.testing.assert_close(found, torch.tensor(0.1))

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from pippy import PipelineDriver1F1B, pipe_split, pipeline
-from pippy.drivers.errors import MicrobatchError, StepError
-from pippy.ir.errors import InputError
+from pippy.drivers.base.errors import MicrobatchError, StepError
+from pippy.ir.base.errors import InputError
 
 X = torch.randn(6, 4, dtype=torch.float64)
 

@@ -7,8 +7,8 @@ import torch
 from torch import fx, nn
 
 from pippy import MultiUseParameterConfig, pipe_split, pipeline
-from pippy.drivers.driver import PipelineDriver1F1B
-from pippy.drivers.errors import StepError
+from pippy.drivers.base.errors import StepError
+from pippy.drivers.driver.drivers import PipelineDriver1F1B
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 

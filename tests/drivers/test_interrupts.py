@@ -14,17 +14,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from pippy import Pipe, PipelineDriver1F1B
-from pippy.drivers.checkpoints.run_folder import NewCheckpoint
-from pippy.drivers.checkpoints.synced_files import read_file, write_file
-from pippy.drivers.clusters.cluster import Cluster
-from pippy.drivers.clusters.local_cluster import _chosen_transport
-from pippy.drivers.control.control import Address, Control, PendingCall
-from pippy.drivers.interrupts import first_waits, uninterrupted
-from pippy.drivers.transport.messages.controller_connections import ControllerConnections
-from pippy.drivers.transport.messages.stderr_filter import StderrFilter
-from pippy.drivers.transport.pickling import pickle_message
-from pippy.drivers.transport.pollable_event import PollableEvent
-from pippy.ir.interrupts import come_again
+from pippy.drivers.base.interrupts import first_waits, uninterrupted
+from pippy.drivers.engines.cluster import Cluster
+from pippy.drivers.engines.local.local_cluster import _chosen_transport
+from pippy.drivers.files.run_folder import NewCheckpoint
+from pippy.drivers.files.synced_files import read_file, write_file
+from pippy.drivers.session.control import Address, Control, PendingCall
+from pippy.drivers.wire.messages.controller_connections import ControllerConnections
+from pippy.drivers.wire.messages.stderr_filter import StderrFilter
+from pippy.drivers.wire.pickling import pickle_message
+from pippy.drivers.wire.pollable_event import PollableEvent
+from pippy.ir.base.interrupts import come_again
 from tests.drivers.interrupted_everywhere import leaks, lost, places
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
@@ -170,7 +170,7 @@ def test_a_handler_that_raises_breaks_nothing_wherever_its_signal_comes(cluster,
     train()
     loss, files = (
         F.mse_loss(plain(x), target).detach(),
-        ("control/control.py", "control/dispatch.py", "_connections.py"),
+        ("session/control.py", "session/dispatch.py", "_connections.py"),
     )
     found = places(train, files)
     assert len(found) > 50
@@ -229,14 +229,14 @@ def test_ctrl_c_leaves_no_descriptor_open_wherever_it_comes():
         event.clear()
         event.close()
 
-    assert leaks(pass_an_event, "pollable_event.py", "drivers/interrupts.py", "contextlib.py") == []
+    assert leaks(pass_an_event, "pollable_event.py", "drivers/base/interrupts.py", "contextlib.py") == []
 
 
 def test_ctrl_c_leaves_no_descriptor_open_while_the_controller_waits():
     """After six Ctrl-C a controller had one more: a wait that began to end stayed in the list of waits, with its event."""
     call, control = PendingCall(0, "Ping", torch.futures.Future()), Control([Address("worker0", "rpc0", "here", 1)])
     call.future.set_result(pickle_message("an answer"))
-    assert leaks(lambda: control.wait(call), "drivers/control/control.py", "pollable_event.py") == []
+    assert leaks(lambda: control.wait(call), "drivers/session/control.py", "pollable_event.py") == []
     control.wait(call)
     assert not control._waits
 

@@ -23,8 +23,8 @@ from pippy import (
     keyed_random,
     pipeline,
 )
-from pippy.drivers.driver import PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain
-from pippy.drivers.errors import DriverError, StepError
+from pippy.drivers.base.errors import DriverError, StepError
+from pippy.drivers.driver.drivers import PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 CHUNKS = 4

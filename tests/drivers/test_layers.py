@@ -6,8 +6,8 @@ from torch import nn
 
 from pippy import LayerSpec, Pipe, PipelineDriver1F1B, TiedLayerSpec
 from pippy.balance.balancer import Balancer
-from pippy.drivers.errors import StepError
-from pippy.ir.errors import InitializationError
+from pippy.drivers.base.errors import StepError
+from pippy.ir.base.errors import InitializationError
 from tests.comparisons import assert_same_training
 
 

@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from pippy import Max, PipelineDriver, PipelineDriver1F1B, pipe_split, pipeline
-from pippy.drivers.workers.executor import Executor
+from pippy.drivers.worker.executor import Executor
 
 made: dict[str, list[StorageWeakRef]] = {}
 most: dict[str, int] = {}

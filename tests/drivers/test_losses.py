@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from pippy import PipelineDriver1F1B, PipelineDriverFillDrain, pipe_split, pipeline
-from pippy.drivers.errors import MicrobatchError
-from pippy.ir.trees import leaves
+from pippy.drivers.base.errors import MicrobatchError
+from pippy.ir.base.trees import leaves
 from tests.drivers.thread_cluster import thread_cluster
 
 pytestmark = pytest.mark.usefixtures("in_float64")

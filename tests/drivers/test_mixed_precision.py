@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from pippy import MultiUseParameterConfig, pipeline
-from pippy.drivers.driver import PipelineDriver
-from pippy.drivers.errors import OptimizerError
+from pippy.drivers.base.errors import OptimizerError
+from pippy.drivers.driver.drivers import PipelineDriver
 from tests.drivers.models import Chain, TiedLanguage
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -134,7 +134,7 @@ def test_a_run_goes_on_from_saved_states_to_the_bit(threads, model_first):
 
 
 def state_on(driver, optimizer, worker, place):
-    from pippy.drivers.control.messages.optimizers import OptimizerState
+    from pippy.drivers.protocol.optimizers import OptimizerState
 
     return driver.commands.call({worker: OptimizerState(optimizer.number, (place,))})[worker][0]
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from pippy import Pipe, PipelineDriver, pipe_split, pipeline
-from pippy.drivers.errors import StepError
-from pippy.ir.errors import ModeError, TracingError
+from pippy.drivers.base.errors import StepError
+from pippy.ir.base.errors import ModeError, TracingError
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 

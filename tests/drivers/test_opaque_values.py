@@ -5,8 +5,8 @@ import torch
 from torch import fx, nn
 
 from pippy import PipelineDriver1F1B, pipe_split, pipeline
-from pippy.drivers.errors import StepError
-from pippy.ir.errors import StageError
+from pippy.drivers.base.errors import StepError
+from pippy.ir.base.errors import StageError
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 

@@ -30,9 +30,9 @@ from pippy import (
     Sum,
     pipeline,
 )
-from pippy.drivers.errors import StepError
-from pippy.ir.errors import SharedParameterError, SplitError
-from pippy.ir.trees import leaves, map_tensors
+from pippy.drivers.base.errors import StepError
+from pippy.ir.base.errors import SharedParameterError, SplitError
+from pippy.ir.base.trees import leaves, map_tensors
 from tests.comparisons import assert_same, find_loss
 from tests.drivers.thread_cluster import thread_cluster
 from tests.test_random_models import WIDTH, Random, programs

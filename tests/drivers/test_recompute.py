@@ -13,12 +13,12 @@ from torch.nn import functional as F
 
 import pippy
 from pippy import MicroBatches, MultiUseParameterConfig, pipe_split, pipeline
-from pippy.drivers.driver import PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain
-from pippy.drivers.errors import StepError
+from pippy.drivers.base.errors import StepError
+from pippy.drivers.driver.drivers import PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain
 from pippy.drivers.lowering.lower import lower
-from pippy.drivers.schedules import add_communication, make_schedule, parse_program
-from pippy.drivers.schedules.errors import ArgumentError
-from pippy.ir.trees import map_tensors
+from pippy.drivers.plan import add_communication, make_schedule, parse_program
+from pippy.drivers.plan.language.errors import ArgumentError
+from pippy.ir.base.trees import map_tensors
 from tests.drivers.models import Chain, TiedLanguage
 from tests.drivers.test_driver import assert_bits, build
 from tests.zoo import draws, exhibits

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from pippy import MultiUseParameterConfig, PipelineDriver, pipeline
-from pippy.drivers.batches.specs import MicroBatches
+from pippy.drivers.batch.specs import MicroBatches
+from pippy.ir.base.trees import map_tensors
+from pippy.ir.call.signature import bind
 from pippy.ir.reference import run_microbatches
-from pippy.ir.signature import bind
-from pippy.ir.trees import map_tensors
 from tests.drivers.models import Chain
 from tests.drivers.test_driver import build
 from tests.drivers.thread_cluster import thread_cluster

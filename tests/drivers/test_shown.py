@@ -11,13 +11,13 @@ from torch import nn
 
 import pippy
 from pippy import Pipe, PipelineDriver, PipelineDriver1F1B, local_cluster, pipeline
-from pippy.drivers import schedules
-from pippy.drivers.recording.record import Recording
-from pippy.drivers.schedules import make_schedule, render_svg, simulate
-from pippy.drivers.schedules.drawings import svg
-from pippy.drivers.schedules.errors import ArgumentError, ScheduleError
+from pippy.drivers import plan as schedules
+from pippy.drivers.plan import make_schedule, render_svg, simulate
+from pippy.drivers.plan.drawings import svg
+from pippy.drivers.plan.language.errors import ArgumentError, ScheduleError
+from pippy.drivers.report.record import Recording
 from pippy.errors import PippyError
-from pippy.ir.brief import brief
+from pippy.ir.base.brief import brief
 from tests.drivers.models import Chain
 
 PROGRAM = "<Program 1f1b: 2 stages on 2 workers, chunks=4, 48 instructions>"

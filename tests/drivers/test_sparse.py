@@ -16,8 +16,8 @@ from pippy import (
     pipe_split,
     pipeline,
 )
-from pippy.drivers.errors import DriverError, OptimizerError
-from pippy.drivers.workers.saved_memory import ByteCounter
+from pippy.drivers.base.errors import DriverError, OptimizerError
+from pippy.drivers.worker.measure.saved_memory import ByteCounter
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
 REPLICATE, TRANSMIT = MultiUseParameterConfig.REPLICATE, MultiUseParameterConfig.TRANSMIT

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
 from pippy import Pipe, PipelineDriver, PipelineDriver1F1B, PipeTracer, pipe_split, pipeline
-from pippy.drivers.errors import DriverError, StepError
-from pippy.ir.errors import TracingError
-from pippy.ir.surroundings import SETTINGS, TABLE, Refused
+from pippy.drivers.base.errors import DriverError, StepError
+from pippy.ir.base.errors import TracingError
+from pippy.ir.base.surroundings import SETTINGS, TABLE, Refused
 from tests.drivers.models import Chain
 
 pytestmark = pytest.mark.usefixtures("seeded")

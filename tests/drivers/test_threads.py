@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pippy import PipelineDriver1F1B, current_cluster, local_cluster, pipe_split, pipeline
-from pippy.drivers.errors import ClusterError, StepError
+from pippy.drivers.base.errors import ClusterError, StepError
 from tests.drivers.failing_model import FORWARD, SLOW, slow_steps
 from tests.drivers.processes import within
 from tests.drivers.test_failures import Training, interrupted

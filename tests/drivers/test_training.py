@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from pippy import MultiUseParameterConfig, Pipe, pipe_split, pipeline
-from pippy.drivers.driver import PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain
-from pippy.drivers.errors import DriverError, OptimizerError
+from pippy.drivers.base.errors import DriverError, OptimizerError
+from pippy.drivers.driver.drivers import PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain
 from tests.drivers.models import Chain, TiedLanguage
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
@@ -89,7 +89,7 @@ def test_copies_of_a_replicated_parameter_stay_alike(cluster):
 
 
 def copies(driver, name):
-    from pippy.drivers.control.messages.parameters import Fetch
+    from pippy.drivers.protocol.parameters import Fetch
 
     places = driver.placed.locations(name)
     assert len(places) > 1
@@ -131,7 +131,7 @@ def test_gradients_accumulate_over_several_runs(cluster, looks):
 
 
 def test_copies_are_added_up_once_per_update(threads, monkeypatch):
-    from pippy.drivers.workers.gradient_sums import GradientSums
+    from pippy.drivers.worker.gradients.gradient_sums import GradientSums
 
     sums = []
     inner = GradientSums.of

@@ -5,10 +5,10 @@ import threading
 import pytest
 import torch
 
-from pippy.drivers.clusters.local_cluster import local_cluster
-from pippy.drivers.errors import ClusterError, StepError, WorkerLostError
-from pippy.drivers.transport.messages import rpc_values
-from pippy.drivers.transport.messages.rpc_values import RpcValues
+from pippy.drivers.base.errors import ClusterError, StepError, WorkerLostError
+from pippy.drivers.engines.local.local_cluster import local_cluster
+from pippy.drivers.wire.messages import rpc_values
+from pippy.drivers.wire.messages.rpc_values import RpcValues
 from tests.drivers.failing_model import CUT, SILENCE, UNREADABLE
 from tests.drivers.processes import within
 from tests.drivers.test_failures import Training

@@ -6,16 +6,16 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from pippy.drivers.clusters.cluster import Cluster
-from pippy.drivers.clusters.routes import Routes
-from pippy.drivers.control.control import Address, Control, PendingCall
-from pippy.drivers.transport.devices.copies import DeviceCopies
-from pippy.drivers.transport.devices.device_transport import DeviceTransport
-from pippy.drivers.transport.in_process import in_process
-from pippy.drivers.transport.messages.message_queue import MessageQueue
-from pippy.drivers.transport.pickling import pickle_message, unpickle
-from pippy.drivers.workers.worker import Worker
-from pippy.drivers.workers.worker_context import WorkerContext
+from pippy.drivers.engines.cluster import Cluster
+from pippy.drivers.engines.routes import Routes
+from pippy.drivers.session.control import Address, Control, PendingCall
+from pippy.drivers.wire.gpu.copies import DeviceCopies
+from pippy.drivers.wire.gpu.device_transport import DeviceTransport
+from pippy.drivers.wire.in_process import in_process
+from pippy.drivers.wire.messages.message_queue import MessageQueue
+from pippy.drivers.wire.pickling import pickle_message, unpickle
+from pippy.drivers.worker.worker import Worker
+from pippy.drivers.worker.worker_context import WorkerContext
 
 
 class Stop(Exception):

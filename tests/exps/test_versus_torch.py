@@ -116,7 +116,7 @@ def test_every_stage_has_one_worker():
 
 
 def test_pippys_contestants_are_schedules():
-    from pippy.drivers.schedules import make_schedule
+    from pippy.drivers.plan import make_schedule
 
     for name, stages in pippy_peer.SCHEDULES.items():
         program = make_schedule(name, workers=2, chunks=gpt.CHUNKS, stages_per_worker=stages)

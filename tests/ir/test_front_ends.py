@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from pippy import SplitPoint, annotate_split_points, pipe_split, pipeline
-from pippy.ir.errors import BalanceError, InputError, MarkError, TracingError
-from pippy.ir.front.tracer import PipeTracer
+from pippy.ir.base.errors import BalanceError, InputError, MarkError, TracingError
+from pippy.ir.trace.tracer import PipeTracer
 from tests.comparisons import assert_same, assert_same_gradients, run_plain
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")

@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pippy.ir import interrupts
-from pippy.ir.interrupts import come_again, heard
-from pippy.ir.run import live_storages
+from pippy.drivers.worker.measure import live_storages
+from pippy.ir.base import interrupts
+from pippy.ir.base.interrupts import come_again, heard
 
 
 def ctrl_c():

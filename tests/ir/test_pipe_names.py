@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 from pippy import Pipe, pipe_split, pipeline
 from pippy.drivers.lowering.lower import lower
-from pippy.drivers.schedules import make_schedule
+from pippy.drivers.plan import make_schedule
 from pippy.ir.pipe import compiled_of
 from tests.comparisons import assert_same
 

@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils import _pytree
 
 from pippy import MultiUseParameterConfig, Pipe, pipe_split, pipeline, verify
-from pippy.ir.errors import SplitError, StageError, TracingError
+from pippy.ir.base.errors import SplitError, StageError, TracingError
+from pippy.ir.base.trees import children, describe, leaves, map_tensors, tensors, with_children
 from pippy.ir.run.stage_backward import add_gradients, stage_backward
 from pippy.ir.run.stage_run import as_leaf, run_stage
-from pippy.ir.trees import children, describe, leaves, map_tensors, tensors, with_children
 from tests.zoo import ExampleCode, Pair, Result, UsedThrice
 
 
@@ -131,7 +131,7 @@ class OwnList(list):
 
 @pytest.mark.parametrize("value", [Result(torch.ones(1), None), OwnDict(a=torch.ones(1)), OwnList([torch.ones(1)])])
 def test_containers_that_torch_takes_for_one_leaf(value):
-    """That is why `ir/trees.py` does not use torch's pytrees alone."""
+    """That is why `ir/base/trees.py` does not use torch's pytrees alone."""
     assert _pytree.tree_leaves(value) == [value]
     assert list(tensors(value)) == [torch.ones(1)]
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import torch
 
+from pippy.ir.base.errors import SplitError
+from pippy.ir.base.marks import pipe_split
 from pippy.ir.compiler import compile_traced
-from pippy.ir.errors import SplitError
-from pippy.ir.front.arguments import Example
-from pippy.ir.front.trace import trace
-from pippy.ir.marks import pipe_split
 from pippy.ir.pipe import Pipe
+from pippy.ir.trace.arguments import Example
+from pippy.ir.trace.trace import trace
 from tests.comparisons import assert_same_gradients, twin
 from tests.models.hugging_face import MODELS
 

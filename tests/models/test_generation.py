@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from pippy import PipelineDriver1F1B, PipelineDriverInterleaved1F1B, local_cluster, pipeline
-from pippy.drivers.control.messages.generation import Sampling
-from pippy.drivers.workers.next_token import probabilities
+from pippy.drivers.protocol.generation import Sampling
+from pippy.drivers.worker.next_token import probabilities
 from pippy.errors import GenerationError, StepError
 from pippy.ir.pipe import model_of
 from pippy.ir.run.key_value_cache import KeyValueCache
@@ -219,9 +219,9 @@ class CtrlC:
     [
         ("pippy.drivers.generation.token_graphs.compile_traced", 2),
         ("pippy.drivers.generation.token_graphs.pickle_by_value", 2),
-        ("pippy.drivers.workers.generating.LoadedGraph.__init__", 3),
-        ("pippy.drivers.workers.generating._Chunk.__init__", 2),
-        ("pippy.drivers.workers.generating._Run.noise_of", 3),
+        ("pippy.drivers.worker.generating.LoadedGraph.__init__", 3),
+        ("pippy.drivers.worker.generating._Chunk.__init__", 2),
+        ("pippy.drivers.worker.generating._Run.noise_of", 3),
     ],
 )
 def test_after_ctrl_c_the_next_call_gives_what_the_plain_model_gives(threads, monkeypatch, where, at):

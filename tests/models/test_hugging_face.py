@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pippy import PipelineDriver, pipeline
-from pippy.ir.errors import InputError, TracingError
+from pippy.ir.base.errors import InputError, TracingError
 from tests.comparisons import twin
 from tests.drivers.thread_cluster import thread_cluster
 from tests.models.hugging_face import MODELS, ROWS

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pippy import PipelineDriver1F1B, pipeline
-from pippy.drivers.errors import MicrobatchError, OptimizerError
-from pippy.ir.errors import InputError, TracingError
+from pippy.drivers.base.errors import MicrobatchError, OptimizerError
+from pippy.ir.base.errors import InputError, TracingError
 from tests.comparisons import twin
 from tests.drivers.thread_cluster import thread_cluster
 from tests.models.hugging_face import MODELS, WORDS, transformers

@@ -18,7 +18,7 @@ from pippy import (
     pipe_split,
     pipeline,
 )
-from pippy.ir.errors import (
+from pippy.ir.base.errors import (
     InputError,
     PippyError,
     StageError,

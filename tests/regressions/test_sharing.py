@@ -14,7 +14,7 @@ from pippy import (
     pipeline,
     verify,
 )
-from pippy.ir.errors import (
+from pippy.ir.base.errors import (
     ModeError,
     SharedParameterError,
     SplitError,

@@ -19,7 +19,7 @@ from pippy import (
     pipe_split,
     pipeline,
 )
-from pippy.ir.errors import (
+from pippy.ir.base.errors import (
     ModeError,
     SharedParameterError,
     StageError,

@@ -9,7 +9,7 @@ from torch import nn
 
 import pippy
 from pippy import IndexLoader
-from pippy.drivers.errors import DriverError
+from pippy.drivers.base.errors import DriverError
 from tests.training.models import Parts, Plain, dataset, groups_of, shuffled
 
 pytestmark = pytest.mark.usefixtures("in_float64")

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from pippy import RepeatingLoader
-from pippy.drivers.errors import DriverError, MicrobatchError
+from pippy.drivers.base.errors import DriverError, MicrobatchError
 from tests.training.models import Noisy, Parts, Plain, groups_of, shuffled
 
 pytestmark = pytest.mark.usefixtures("in_float64")

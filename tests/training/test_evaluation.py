@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader
 
 import pippy
 from pippy import Pipe, PipelineDriver1F1B, pipe_split
-from pippy.drivers.errors import DriverError
-from pippy.ir.errors import ModeError
+from pippy.drivers.base.errors import DriverError
+from pippy.ir.base.errors import ModeError
 from tests.training.models import Parts, dataset, shuffled
 
 pytestmark = pytest.mark.usefixtures("in_float64")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
-from pippy.drivers.checkpoints.plain_values import packed, unpacked
-from pippy.drivers.errors import DriverError
+from pippy.drivers.base.errors import DriverError
+from pippy.drivers.files.plain_values import packed, unpacked
 from pippy.training.reader import Reader
 
 

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 import pippy
-from pippy.drivers.errors import DriverError, WorkerLostError
+from pippy.drivers.base.errors import DriverError, WorkerLostError
 from tests.training.models import Parts, assert_same, parts_of, run, shuffled, trained
 
 pytestmark = pytest.mark.usefixtures("in_float64")

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import pippy
-from pippy.drivers.errors import CheckpointError
+from pippy.drivers.base.errors import CheckpointError
 from tests.training.models import assert_same, parts_of, run
 
 pytestmark = pytest.mark.usefixtures("in_float64")

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 import pippy
 from pippy import PipelineDriver1F1B
-from pippy.drivers.errors import CheckError, DriverError, MicrobatchError
-from pippy.ir.errors import PippyWarning
+from pippy.drivers.base.errors import CheckError, DriverError, MicrobatchError
+from pippy.ir.base.errors import PippyWarning
 from tests.drivers.models import TiedLanguage
 from tests.training.models import Parts, Plain, groups_of, shuffled
 

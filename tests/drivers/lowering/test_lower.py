@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from pippy import MultiUseParameterConfig, Pipe, pipe_split, pipeline
-from pippy.drivers.errors import LoweringError
+from pippy.drivers.base.errors import LoweringError
 from pippy.drivers.lowering.flow import RemoteInterpreter
 from pippy.drivers.lowering.lower import Lowered, lower
-from pippy.drivers.schedules import make_schedule, parse_program
-from pippy.drivers.schedules.programs.edges import Pass
-from pippy.drivers.schedules.programs.instructions import Compute, Receive, Reduce, Send
-from pippy.ir.errors import VerificationError
-from pippy.ir.signature import bind
+from pippy.drivers.plan import make_schedule, parse_program
+from pippy.drivers.plan.language.edges import Pass
+from pippy.drivers.plan.language.instructions import Compute, Receive, Reduce, Send
+from pippy.ir.base.errors import VerificationError
+from pippy.ir.call.signature import bind
 from tests.comparisons import assert_same, assert_same_gradient, fresh_inputs
 from tests.drivers.run_in_one_process import LocalRun
 from tests.zoo import WAYS, Exhibit, exhibits

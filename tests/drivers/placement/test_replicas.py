@@ -22,10 +22,10 @@ from pippy import (
     convert_deferred_batch_norm,
     pipeline,
 )
-from pippy.drivers.clusters.local_cluster import local_cluster
-from pippy.drivers.control.messages.parameters import Fetch
-from pippy.drivers.errors import DriverError, OptimizerError, StepError, WorkerLostError
-from pippy.drivers.workers.gradient_sums import FIRST_NUMBER
+from pippy.drivers.base.errors import DriverError, OptimizerError, StepError, WorkerLostError
+from pippy.drivers.engines.local.local_cluster import local_cluster
+from pippy.drivers.protocol.parameters import Fetch
+from pippy.drivers.worker.gradients.gradient_sums import FIRST_NUMBER
 from tests.drivers.models import TiedLanguage
 from tests.drivers.processes import stop, within
 

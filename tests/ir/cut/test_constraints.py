@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pippy import MultiUseParameterConfig, Pipe, PippyWarning
+from pippy.ir.base.errors import SharedParameterError, SplitError
 from pippy.ir.cut.constraints import Constraint, constraints
 from pippy.ir.cut.cuts import mark, marks
 from pippy.ir.cut.uses import operations
-from pippy.ir.errors import SharedParameterError, SplitError
-from pippy.ir.front.trace import trace
+from pippy.ir.trace.trace import trace
 from tests.comparisons import assert_same, assert_same_state, fresh_inputs, twin
 from tests.test_random_models import WIDTH, Random, steps
 from tests.zoo import exhibits

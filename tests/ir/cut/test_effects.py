@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from pippy import PippyWarning, pipe_split, pipeline
+from pippy.ir.base.errors import SplitError
 from pippy.ir.cut.effects import find_mutations
-from pippy.ir.errors import SplitError
-from pippy.ir.front.trace import trace
+from pippy.ir.trace.trace import trace
 
 
 @fx.wrap

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pippy import MultiUseParameterConfig, PippyError, convert_deferred_batch_norm, pipe_split, pipeline
-from pippy.ir.errors import NameLookupError, SharedParameterError, SplitError, StateDictError
+from pippy.ir.base.errors import NameLookupError, SharedParameterError, SplitError, StateDictError
 from tests.zoo import (
     WAYS,
     CountingBuffer,

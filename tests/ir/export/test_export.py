@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pippy import PippyWarning, SplitPoint, annotate_split_points, is_recomputing, pipe_split, pipeline
-from pippy.ir.errors import InputError, MarkError, ModeError, TracingError
-from pippy.ir.front.tracer import PipeTracer
-from pippy.ir.trees import map_tensors, tensors
+from pippy.ir.base.errors import InputError, MarkError, ModeError, TracingError
+from pippy.ir.base.trees import map_tensors, tensors
+from pippy.ir.trace.tracer import PipeTracer
 from tests.comparisons import assert_same, assert_same_gradients, assert_same_state, run_plain
 from tests.ir.export.models import Classifier, Language, Normed
 

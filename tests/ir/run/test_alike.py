@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pippy.ir.run.alike import alike
+from pippy.drivers.compare.alike import alike
 
 
 def _lstm(x):

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import (
 )
 
 from pippy import PipeTracer, SplitPoint, annotate_split_points, pipe_split, pipeline
-from pippy.ir.errors import ModeError, SplitError, StageError, TracingError
-from pippy.ir.run.split_backward import WeightDeferral, backward_input, backward_weight
+from pippy.drivers.worker.halves.split_backward import WeightDeferral, backward_input, backward_weight
+from pippy.ir.base.errors import ModeError, SplitError, StageError, TracingError
 from tests.comparisons import assert_same_state
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")

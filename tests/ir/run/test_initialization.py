@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from pippy.ir.errors import InitializationError
-from pippy.ir.names import named_state
-from pippy.ir.run.initialization import initialize
+from pippy.drivers.worker.state.initialization import initialize
+from pippy.ir.base.errors import InitializationError
+from pippy.ir.base.names import named_state
 
 
 def on_meta(make):

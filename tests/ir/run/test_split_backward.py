@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pippy.ir.errors import StageError
-from pippy.ir.run.split_backward import WeightDeferral, backward_input, backward_weight
+from pippy.drivers.worker.halves.split_backward import WeightDeferral, backward_input, backward_weight
+from pippy.ir.base.errors import StageError
+from pippy.ir.base.trees import children, leaves, map_tensors
 from pippy.ir.run.stage_backward import SEED, stage_backward
 from pippy.ir.run.stage_run import as_leaf
-from pippy.ir.trees import children, leaves, map_tensors
 
 
 class Call(nn.Module):

@@ -10,11 +10,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pippy import Pipe, pipe_split, pipeline
-from pippy.ir.errors import InputError
+from pippy.ir.base.errors import InputError
+from pippy.ir.base.trees import describe, tensors
+from pippy.ir.call.signature import bind
 from pippy.ir.reference import _Reference
 from pippy.ir.show.shapes import Amount, propagate
-from pippy.ir.signature import bind
-from pippy.ir.trees import describe, tensors
 from tests.ir.show.shown import Convolutions, ExampleCode, Guessing, Language, Structured
 from tests.zoo import WAYS, exhibits
 

@@ -1,0 +1,121 @@
+"""Dividing the arguments of a call: specs are found by the names of the model's arguments, as the arguments are."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pippy.drivers.base.errors import MicrobatchError
+from pippy.drivers.batch.columns import loaded_columns
+from pippy.drivers.batch.divide import divide
+from pippy.drivers.batch.division import Division
+from pippy.ir.base.brief import brief
+from pippy.ir.base.errors import InputError
+from pippy.ir.call.signature import bind, check_guards, signature_of
+from pippy.ir.record.compiled import Compiled
+
+
+def divide_call(
+    compiled: Compiled,
+    chunks: int,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    chunk_spec: Sequence[Any] | Mapping[str, Any] | None = None,
+    batch_dims: Sequence[int | None] | Mapping[str, int | None] | None = None,
+    mask: bool = False,
+) -> Division:
+    """Divide the arguments of a call of the Pipe. ``chunk_spec`` and ``batch_dims`` are given by name, or in order as ``args``.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from pippy.ir.pipe import Pipe, compiled_of
+    >>> pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(3, 2), nn.ReLU()), nn.MSELoss())
+    >>> args = torch.ones(3, 5), torch.ones(5, 2)
+    >>> division = divide_call(compiled_of(pipe), 2, args, {}, batch_dims=[1])
+    >>> division.sizes, division.take("target", 1).shape, division.take("input_1", 1).shape
+    ((3, 2), torch.Size([2, 2]), torch.Size([3, 2]))
+    """
+    values = bind(compiled, args, kwargs)
+    users = {node.name: str(node.target).lstrip("*") for node in compiled.split_gm.graph.find_nodes(op="placeholder")}
+    found = _specs_of_call(compiled, args, kwargs, chunk_spec, "chunk_spec")
+    for name, dim in _specs_of_call(compiled, args, kwargs, _without_zero(batch_dims), "batch_dims").items():
+        found[name] = _either(name, found.get(name), dim)
+    by_input = {name: found[user] for name, user in users.items() if user in found}
+    division = divide(values, chunks, by_input, mask=mask, names={user: name for name, user in users.items()})
+    names = guarded_inputs(compiled, division)
+    if compiled.guards.are_of_rows and not any(loaded_columns(division.arguments[name]) for name in names):
+        for chunk in {size: chunk for chunk, size in enumerate(division.sizes or (0,))}.values():  # one of each size
+            _check_guards(compiled, names, division, chunk)
+    return division
+
+
+def _check_guards(compiled: Compiled, names: Sequence[str], division: Division, chunk: int) -> None:
+    try:
+        check_guards(compiled, {name: division.take(name, chunk) for name in names})
+    except InputError as error:
+        rows = division.rows_shown(chunk)
+        if not rows:
+            raise
+        raise InputError(
+            f"{error}\nThese are sizes of micro-batch {chunk}, which has {rows}. If they depend on the number of rows, give "
+            f"chunks=1, or pipeline() an example with the {division.rows_of(chunk)} rows of a micro-batch"
+        ) from None
+
+
+def guarded_inputs(compiled: Compiled, division: Division) -> list[str]:
+    """The inputs that `check_guards` looks at, by their names in the Pipe."""
+    names = (division.names.get(name) for name in compiled.guards.checked_names)
+    return [name for name in names if name is not None and name in division.arguments]
+
+
+def _without_zero(dims: Sequence[int | None] | Mapping[str, int | None] | None) -> Any:
+    """0 is the default, and users of PiPPy write it for values without rows too."""
+    if isinstance(dims, Mapping):
+        return {name: dim or None for name, dim in dims.items()}
+    return None if dims is None else [dim or None for dim in dims]
+
+
+def _either(name: str, spec: Any, dim: Any) -> Any:
+    if isinstance(dim, dict):  # of **kwargs
+        spec = spec or {}
+        return {key: _either(f"{name}[{key!r}]", spec.get(key), dim.get(key)) for key in {**spec, **dim}}
+    if isinstance(dim, tuple):  # of *args
+        spec = spec if isinstance(spec, tuple) else (spec,) * len(dim)
+        longest = max(len(spec), len(dim))
+        padded = [(*each, *(None,) * (longest - len(each))) for each in (spec, dim)]
+        return tuple(_either(f"{name}[{index}]", *both) for index, both in enumerate(zip(*padded)))
+    if spec is not None and dim is not None:
+        raise MicrobatchError(f"{name} has a spec, {brief(spec)}, and a batch dim, {brief(dim)}; give one of them")
+    return dim if spec is None else spec
+
+
+def _specs_of_call(
+    compiled: Compiled, args: Sequence[Any], kwargs: Mapping[str, Any], specs: Any, what: str
+) -> dict[str, Any]:
+    """Specs by the names of the model's arguments: bound as the arguments are."""
+    if specs is None:
+        return {}
+    if isinstance(specs, Mapping):
+        return _by_name(compiled, specs, what)
+    if not isinstance(specs, (list, tuple)) or len(specs) > len(args):
+        raise MicrobatchError(
+            f"{what} is {brief(specs)}, and the call has {len(args)} positional arguments; give one for each, in order, or a "
+            "dict by name"
+        )
+    given, found = [*specs, *[None] * (len(args) - len(specs))], {}
+    if compiled.target_name is not None and compiled.target_name not in kwargs:
+        found[compiled.target_name] = given.pop()
+    found.update(signature_of(compiled).bind_partial(*given).arguments)
+    return {name: spec for name, spec in found.items() if spec is not None}
+
+
+def _by_name(compiled: Compiled, specs: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """What ``**kwargs`` takes may be named as in the call."""
+    parameters = signature_of(compiled).parameters
+    rest = next((name for name, each in parameters.items() if each.kind is each.VAR_KEYWORD), None)
+    known = [*parameters, *([compiled.target_name] if compiled.target_name else [])]
+    found = {name: spec for name, spec in specs.items() if name in known and spec is not None}
+    unknown = {name: spec for name, spec in specs.items() if name not in known and spec is not None}
+    if unknown and rest is None:
+        raise MicrobatchError(f"{what} names {list(unknown)}, which are no inputs; the inputs are {', '.join(known)}")
+    if unknown and rest is not None:
+        found[rest] = {**found.get(rest, {}), **unknown}
+    return found

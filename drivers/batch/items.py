@@ -1,0 +1,112 @@
+"""What data gives, item by item, as arguments of `driver.run`: one item is a mini-batch, or several are.
+
+item                     arguments
+─────────────────────────────────────────────────────────────────
+a tensor                 run(chunks, tensor)
+a tuple or a list        run(chunks, *item)
+a dict                   run(chunks, **item)
+several of one kind      each argument as `MicroBatches`: the micro-batches of one item after those of the other
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pippy.drivers.base.errors import MicrobatchError
+from pippy.drivers.batch.columns import Column, ColumnPieces
+from pippy.drivers.batch.specs import MicroBatches
+from pippy.ir.base.trees import children, describe, leaves, tensors, with_children
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call of `driver.run`."""
+
+    chunks: int | None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def call_of(items: Sequence[Any], chunks: int | None) -> Call:
+    """The call that runs these items as one mini-batch, each in ``chunks`` micro-batches, or in fewer if it has fewer rows.
+
+    The weights of the losses are those of all rows together, so that the items may differ in length and in rows.
+
+    >>> call_of([(torch.ones(4, 2), torch.ones(4))], 2)
+    Call(chunks=2, args=(tensor([[1., 1.],
+            [1., 1.],
+            [1., 1.],
+            [1., 1.]]), tensor([1., 1., 1., 1.])), kwargs={})
+    >>> call_of([{"x": torch.ones(4, 2)}, {"x": torch.ones(3, 5)}], 2)
+    Call(chunks=4, args=(), kwargs={'x': MicroBatches([float32[2, 2], float32[2, 2], float32[2, 5], float32[1, 5]])})
+    """
+    calls = [_arguments(item, at) for at, item in enumerate(items)]
+    if len(calls) == 1:
+        args, kwargs = calls[0]
+        return Call(_fitting(chunks, calls[0]), args, kwargs)
+    if chunks is None:
+        raise MicrobatchError(
+            f"chunks=None: {len(calls)} items of data are to be one mini-batch, and the driver does not choose how each is "
+            "cut; give the number of micro-batches of each"
+        )
+    counts = [_fitting(chunks, call) or 1 for call in calls]
+    args, kwargs = joined_items([tuple(call) for call in calls], counts, "item")
+    return Call(sum(counts), tuple(args), dict(kwargs))
+
+
+def _arguments(item: Any, at: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(item, torch.Tensor):
+        return (item,), {}
+    if isinstance(item, Mapping) and all(isinstance(name, str) for name in item):
+        return (), dict(item)
+    if isinstance(item, (tuple, list)):
+        return tuple(item), {}
+    raise MicrobatchError(
+        f"data gave {describe(item)}, and it is not known which arguments of the model that is; it is to give a tuple of the "
+        "arguments, a dict of them by name, or one tensor: for a DataLoader write a collate_fn that does"
+    )
+
+
+def _fitting(chunks: int | None, call: Any) -> int | None:
+    """How many micro-batches an item is cut into: not more than it has rows."""
+    rows = {tensor.shape[0] for tensor in tensors(call) if tensor.dim()}
+    rows |= {len(leaf) for leaf in leaves(call) if isinstance(leaf, Column)}
+    return min(chunks, max(1, rows.pop())) if isinstance(chunks, int) and len(rows) == 1 else chunks
+
+
+def joined_items(values: Sequence[Any], counts: Sequence[int], path: str) -> Any:
+    """One value from those of several items: each of these is cut into as many micro-batches as ``counts`` says."""
+    first = values[0]
+    for value in values:
+        if _shape(value) != _shape(first):
+            raise MicrobatchError(
+                f"items that are to be one mini-batch are of one shape, and {path} is {describe(first)} in one and "
+                f"{describe(value)} in another; have data give items that are alike"
+            )
+    if isinstance(first, Column):
+        return ColumnPieces(values, counts)
+    held = children(first)
+    if held is not None and not isinstance(first, MicroBatches):
+        parts = zip(*[children(value) or () for value in values])
+        return with_children(first, [joined_items(part, counts, f"{path}[{at}]") for at, part in enumerate(parts)])
+    if isinstance(first, torch.Tensor) and first.dim():
+        return MicroBatches([piece for value, count in zip(values, counts) for piece in value.tensor_split(count)])
+    if all(_same(value, first) for value in values):
+        return first
+    return MicroBatches([value for value, count in zip(values, counts) for _ in range(count)], dim=None)
+
+
+def _shape(value: Any) -> Any:
+    """What items must have in common: the containers, and where in them there are tensors with rows."""
+    if isinstance(value, torch.Tensor):
+        return value.dim() > 0
+    held = children(value)
+    return held if held is None else (type(value), list(value) if isinstance(value, Mapping) else len(held))
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+    return one is other or bool(type(one) is type(other) and one == other)

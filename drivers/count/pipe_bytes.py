@@ -1,0 +1,384 @@
+"""The bytes of the stages of a Pipe and of what passes between them, found with fake tensors: nothing is computed.
+
+The stages are copied with fake tensors in place of their own, and run as a worker runs them: all on one worker, one micro-batch
+after the other. Values that stages pass to each other are copied, as if they were sent. What is alive is looked at before and
+after each computation, and at its most:
+
+    F0.0 F1.0 B1.0 B0.0   the gradients of parameters appear          F0.1 F1.1 B1.1 B0.1   they are there
+    F0.0 F1.0 I1.0 W1.0 I0.0 W0.0 ...                                 the same, with backwards in halves
+
+So all that a worker does is in it: what custom functions and checkpoints inside of the model keep, what autocast casts, what
+layers defer. Not in it is what a kernel takes for itself while it runs, and what torch.compile saves.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeCopyMode
+from torch.nn.modules.batchnorm import _NormBase
+
+from pippy.drivers.base.errors import DriverError
+from pippy.drivers.batch.division import Division
+from pippy.drivers.count.optimizer_bytes import CountedOptimizer
+from pippy.drivers.lowering.lower import Lowered, lower
+from pippy.drivers.placement.placed_pipe import PlacedPipe
+from pippy.drivers.plan import make_schedule
+from pippy.drivers.plan.cost.held_bytes import ModelInput, PipeBytes, StageBytes
+from pippy.drivers.plan.language.edges import Pass
+from pippy.drivers.plan.language.instructions import Compute, Op
+from pippy.drivers.plan.passes.halves import in_halves
+from pippy.drivers.wire.in_process import in_process
+from pippy.drivers.worker.executor import Executor
+from pippy.drivers.worker.measure.live_storages import LiveStorages
+from pippy.ir.base.errors import PippyError
+from pippy.ir.base.fake_mode import FakeMode
+from pippy.ir.base.interrupts import heard
+from pippy.ir.base.names import stage_index
+from pippy.ir.base.sparse_tensors import plain_parts
+from pippy.ir.base.trees import map_tensors, tensors
+from pippy.ir.batch_norm.step_statistics import StepStatistics
+from pippy.ir.pipe import Pipe, compiled_of
+from pippy.ir.run.random_state import untouched_random_state
+from pippy.ir.run.stage_run import as_leaf
+
+MICROBATCHES = 2
+
+
+_Storages = frozenset[tuple[int, int, int]]  # as `LiveStorages.storages_of` gives them
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a computation did: the most above what was alive before it, and how much more was alive after it."""
+
+    most: int
+    more: int
+
+
+def count_pipe(
+    pipe: Pipe,
+    division: Division,
+    device: torch.device,
+    trains: bool = True,
+    optimizers: Sequence[CountedOptimizer] = (),
+    halves: bool = True,
+) -> PipeBytes:
+    """The bytes of the stages of a Pipe, for the micro-batches of ``division`` (the largest counts) on ``device``.
+
+    Needs no driver and no worker. The state of ``optimizers`` counts as it is after their first step. Without ``halves``,
+    nothing is known of backwards in halves, and half as much is run. What is divided among replicas is in ``divided`` by the
+    numbers that the workers have in the cluster.
+
+    >>> from pippy.drivers.batch.divide_call import divide_call
+    >>> pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.MSELoss())
+    >>> division = divide_call(compiled_of(pipe), 4, (torch.zeros(16, 4), torch.zeros(16, 4)), {})
+    >>> sizes = count_pipe(pipe, division, torch.device("cpu"))
+    >>> sizes.stages[0].parameters, sizes.stages[0].gradients, sizes.values["_0"]
+    (80, 80, 64)
+    """
+    compiled = compiled_of(pipe)
+    stages = compiled.num_stages
+    orders = {
+        True: make_schedule("1f1b", workers=1, chunks=MICROBATCHES, stages_per_worker=stages),
+        False: make_schedule("forward_only", workers=1, chunks=MICROBATCHES, stages_per_worker=stages),
+    }
+    with heard():
+        whole = lower(pipe, orders[trains])
+    largest = max(range(division.chunks), key=lambda each: _rows(division, each))
+    with heard(), untouched_random_state(), torch.inference_mode(False), explained():
+        counted = _Counted(pipe, division, largest, device, trains)
+        passes = counted.run(whole)
+        by_halves: dict[str, _Seen] = {}
+        if trains and halves:
+            halved = _Counted(pipe, division, largest, device, trains)
+            by_halves = halved.run(lower(pipe, in_halves(orders[True])))
+        found = [_stage(stage, counted, passes, stage in whole.program.backward) for stage in range(stages)]
+        if by_halves:
+            found = [_between_halves(stage, each, halved, by_halves) for stage, each in enumerate(found)]
+        named, given = counted.named(), (counted.mode, counted.live.unit)
+        whole_states = [each for each in optimizers if each.shares is None]
+        states = [sum(each.of(own, *given) for each in whole_states) for own in named]
+        found = [replace(each, optimizer=state) for each, state in zip(found, states)]
+        divided = Counter[int]()
+        for each in optimizers:
+            divided.update(each.of_workers(named, *given))
+    parameters = {group.name: group.copies[0][1] for group in counted.placed.replicated}
+    replicated = {
+        name: sum(part.nbytes for part in plain_parts(_tensor(counted.modules, place)))
+        for name, place in parameters.items()
+    }
+    return PipeBytes(
+        tuple(found),
+        counted.values,
+        frozenset(counted.owned),
+        frozenset(counted.copied),
+        tuple(_inputs(whole, division, counted)),
+        device.type == "cpu",
+        replicated,
+        divided,
+    )
+
+
+def _tensor(modules: Mapping[str, nn.Module], place: Any) -> torch.Tensor:
+    path, _, leaf = place.name.rpartition(".")
+    found: torch.Tensor = getattr(modules[place.call].get_submodule(path), leaf)
+    return found
+
+
+def _rows(division: Division, microbatch: int) -> int:
+    return 0 if division.sizes is None else division.sizes[microbatch]
+
+
+class _Counted:
+    """A run of all stages on fake tensors, on one worker."""
+
+    def __init__(self, pipe: Pipe, division: Division, microbatch: int, device: torch.device, trains: bool) -> None:
+        self.placed = PlacedPipe(compiled_of(pipe), [0] * compiled_of(pipe).num_stages)
+        self.trains, self.device = trains, device
+        self.mode = FakeMode()
+        self.live = LiveStorages(unit=1 if device.type == "cpu" else 512)
+        real = {call: self.placed.compiled.stage(call) for call in self.placed.nodes}
+        held = [each for module in real.values() for each in (*module.parameters(), *module.buffers())]
+        moved = {id(each): self._moved(each) for each in held if each.device.type != device.type}
+        with FakeCopyMode(self.mode):
+            self.modules: dict[str, nn.Module] = copy.deepcopy(real, moved)
+        for norm in (
+            each for module in self.modules.values() for each in module.modules() if isinstance(each, _NormBase)
+        ):
+            norm.momentum = norm.momentum or 0.1  # else it asks for the number of its calls, of which no size depends
+        self.inputs = {
+            name: [map_tensors(self._fake, division.take(name, microbatch)) for _ in range(MICROBATCHES)]
+            for name in division.arguments
+        }
+        self.passes: dict[str, _Seen] = {}
+        self.values: dict[str, int] = {}
+        self.owned: set[str] = set()
+        self.copied: set[str] = set()
+        self.gradients: dict[str, int] = {}
+        self.repeating: dict[int, int] = {}
+        self.results: dict[str, int] = {}
+        # The values that a stage takes and gives in a micro-batch, and those of them that its half W frees.
+        self.noted: dict[tuple[int, int], dict[tuple[str, str], _Storages]] = {}
+        self.freed: dict[int, dict[tuple[str, str], _Storages]] = {}
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self.mode:
+            made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self.device)
+        return made.requires_grad_(tensor.requires_grad)
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        fake = self._fake(tensor.detach())
+        return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+    def parameters(self, calls: Iterable[str]) -> list[torch.Tensor]:
+        """The parameters of stages, each once."""
+        return list({id(each): each for call in calls for each in self.modules[call].parameters()}.values())
+
+    def named(self) -> list[dict[str, torch.Tensor]]:
+        """The parameters of each stage by the user's names."""
+        found: list[dict[str, torch.Tensor]] = [{} for _ in range(self.placed.compiled.num_stages)]
+        for call, module in self.modules.items():
+            index = stage_index(call)
+            own = found[self.placed.loss_stage if index is None else index]
+            for name, parameter in module.named_parameters():
+                user = self.placed.compiled.remap_qualname(f"{call}.{name}")
+                own[self.placed.compiled.qualnames.canonical.get(user, user)] = parameter
+        return found
+
+    def run(self, lowered: Lowered) -> dict[str, _Seen]:
+        """What each computation did, by its text."""
+        (program,) = self.placed.programs(0, lowered, single_loss=False).values()
+        (transport,) = in_process(1)
+        statistics = StepStatistics.of(self.modules, {})
+        self.executor = executor = Executor(program, self.modules, {}, transport, self.device, statistics)
+        self.program = lowered.program
+        executor.code = [
+            (self._watched(instruction, handle), operands)
+            for instruction, (handle, operands) in zip(program.order, executor.code)
+        ]
+        known = [each for module in self.modules.values() for each in (*module.parameters(), *module.buffers())]
+        self.live.add([*known, *tensors(list(self.inputs.values()))])
+        with self.mode, self.live, statistics.step(1) if statistics is not None else nullcontext():
+            executor.run(1, self.inputs, (1 / MICROBATCHES,) * MICROBATCHES, self.trains)
+        return self.passes
+
+    def _watched(self, instruction: Any, handle: Callable[..., None]) -> Callable[..., None]:
+        if not isinstance(instruction, Compute):
+            return handle
+
+        def watched(*operands: Any) -> None:
+            live, made = self.live, self._made_by(instruction)
+            buffers = [each._version for each in self._buffers(instruction.stage)]
+            before, seen = live.restart(), live.seen
+            self._note_places(instruction, self._taken_by(instruction), "taken")
+            held = self._held_of(instruction)
+            handle(*operands)
+            if instruction.op == Op.BACKWARD_WEIGHT:
+                left = self._held_of(instruction)
+                self.freed[instruction.stage] = {key: each for key, each in held.items() if key not in left}
+            self._note_places(instruction, made, "given")
+            torch.clear_autocast_cache()  # the next computation does, first
+            self.passes[str(instruction)] = _Seen(live.most - before, live.bytes - before)
+            self._note_values(instruction, made, seen)
+            self.gradients[f"{instruction.op}{instruction.stage}"] = self._gradients_of(instruction.stage)
+            if instruction.op == Op.FORWARD:
+                own = self._buffers(instruction.stage)
+                written = [each for each, then in zip(own, buffers) if each._version != then]
+                averages = [
+                    each for each in self._averages(instruction.stage) if all(each is not one for one in written)
+                ]
+                self.repeating[instruction.stage] = sum(each.nbytes for each in [*written, *averages])
+
+        return watched
+
+    def _calls(self, stage: int) -> list[str]:
+        return [work.call for work in self.executor.program.work.get(Pass("F", stage), ())]
+
+    def _buffers(self, stage: int) -> list[torch.Tensor]:
+        return [each for call in self._calls(stage) for each in self.modules[call].buffers()]
+
+    def _averages(self, stage: int) -> list[torch.Tensor]:
+        """What batch normalizations change; on fake tensors they do not tell."""
+        modules = [each for call in self._calls(stage) for each in self.modules[call].modules()]
+        norms = [each for each in modules if isinstance(each, _NormBase) and each.training]
+        return [each for norm in norms for each in (norm.running_mean, norm.running_var) if each is not None]
+
+    def _gradients_of(self, stage: int) -> int:
+        grads = [each.grad for each in self.parameters(self._calls(stage)) if each.grad is not None]
+        return self.live.bytes_of(grads)
+
+    def _made_by(self, compute: Compute) -> list[str]:
+        phase = "F" if compute.op == Op.FORWARD else "B"
+        return [edge.value for edge in self.program.flow if edge.source == Pass(phase, compute.stage)]  # type: ignore[arg-type]
+
+    def _taken_by(self, compute: Compute) -> list[str]:
+        phase = "F" if compute.op == Op.FORWARD else "B"
+        return [edge.value for edge in self.program.flow if Pass(phase, compute.stage) in edge.targets]  # type: ignore[arg-type]
+
+    def _note_places(self, compute: Compute, names: Iterable[str], how: str) -> None:
+        """Note the storages of values: those that a forward takes as inputs, all others alike."""
+        if compute.op == Op.BACKWARD_WEIGHT:
+            return
+        of_stage = self.noted.setdefault((compute.stage, compute.microbatch), {})
+        role = "input" if compute.op == Op.FORWARD and how == "taken" else "other"
+        for name in names:
+            found = tensors(self.executor.values.get((name, compute.microbatch)))
+            of_stage[role, name] = self.live.storages_of(found)
+
+    def _held_of(self, compute: Compute) -> dict[tuple[str, str], _Storages]:
+        """Those of the noted values of a stage of which all memory is held."""
+        noted = self.noted.get((compute.stage, compute.microbatch), {})
+        return {key: each for key, each in noted.items() if each and all(map(self.live.is_alive, each))}
+
+    def _note_values(self, compute: Compute, made: Sequence[str], seen: int) -> None:
+        for name in made:
+            found = list(tensors(self.executor.values.get((name, compute.microbatch))))
+            self.values[name] = sum(-(-each.nbytes // self.live.unit) * self.live.unit for each in found)
+            keys = {part.untyped_storage()._cdata for each in found for part in plain_parts(each)}
+            if found and self.live.newest_of(found) <= seen:
+                self.owned.add(name)
+            if any(as_leaf(each).untyped_storage()._cdata not in keys for each in found):
+                self.copied.add(name)
+            key = name, compute.microbatch
+            if key in self.executor.values:
+                self.executor.values[key] = map_tensors(_received, self.executor.values[key])
+        if compute.op == Op.FORWARD:
+            for work in self.executor.program.work.get(Pass("F", compute.stage), ()):
+                for name in filter(None, work.gives):
+                    if name in self.executor.returned:
+                        self.results[name] = self.live.bytes_of(
+                            tensors(self.executor.returned[name][compute.microbatch])
+                        )
+
+
+def _received(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as it arrives at another worker: with memory of its own, and no gaps in it."""
+    found: torch.Tensor = as_leaf(tensor).detach().clone()
+    return found.requires_grad_(tensor.requires_grad)
+
+
+def _stage(stage: int, counted: _Counted, passes: Mapping[str, _Seen], trains: bool) -> StageBytes:
+    calls = counted._calls(stage)
+    own = [each for call in calls for each in (*counted.modules[call].parameters(), *counted.modules[call].buffers())]
+    results = sum(
+        counted.results.get(name, 0)
+        for work in counted.executor.program.work.get(Pass("F", stage), ())
+        for name in work.gives
+        if name
+    )
+    given = [edge.value for edge in counted.program.flow if edge.source == Pass("F", stage)]
+    outputs = sum(counted.values[name] for name in given if name not in counted.owned)
+    forward = passes[f"F{stage}.1"]
+    if not trains:
+        return StageBytes(counted.live.bytes_of(own), results=results, forward=forward.most)
+    first, later = passes[f"B{stage}.0"], passes[f"B{stage}.1"]
+    gradients = counted.gradients[f"B{stage}"]
+    return StageBytes(
+        parameters=counted.live.bytes_of(own),
+        gradients=gradients,
+        kept=forward.more - outputs,
+        repeating=counted.repeating[stage],
+        results=results,
+        forward=forward.most,
+        backward=later.most,
+        first_backward=first.most,
+    )
+
+
+def _between_halves(stage: int, found: StageBytes, counted: _Counted, halves: Mapping[str, _Seen]) -> StageBytes:
+    """With what is known of the halves of its backward."""
+    if f"W{stage}.0" not in halves:
+        return found
+    first, later = halves[f"W{stage}.0"], halves[f"W{stage}.1"]
+    freed = counted.freed[stage]
+    inputs, others = (frozenset(name for role, name in freed if role == which) for which in ("input", "other"))
+    of_values = sum(size for _, _, size in frozenset[tuple[int, int, int]]().union(*freed.values()))
+    return replace(
+        found,
+        deferred=-later.more - of_values,
+        deferred_inputs=inputs,
+        deferred_values=others,
+        early_gradients=found.gradients - (first.more - later.more),
+        backward_input=halves[f"I{stage}.1"].most,
+        first_input=halves[f"I{stage}.0"].most,
+        backward_weight=later.most,
+        first_weight=first.most,
+    )
+
+
+def _inputs(lowered: Lowered, division: Division, counted: _Counted) -> Iterator[ModelInput]:
+    for name in lowered.inputs:
+        stages = sorted(
+            key.stage
+            for key, work in lowered.work.items()
+            if key.phase == "F" and any(name in each.takes for each in work)
+        )
+        if stages:
+            one = counted.live.bytes_of(tensors(counted.inputs[name][0]))
+            total = sum(each.nbytes for each in division.whole(name))
+            masked = division.chunks * one if division.mask else 0  # then each micro-batch is a copy
+            yield ModelInput(name, one, total + masked, tuple(stages))
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Inside, what fake tensors cannot do is an error that says what to do."""
+    try:
+        yield
+    except PippyError as error:
+        raise DriverError(_advice(str(error))) from error
+    except Exception as error:
+        raise DriverError(_advice(f"{type(error).__name__}: {error}")) from error
+
+
+def _advice(reason: str) -> str:
+    return (
+        "what a step holds is counted with fake tensors, which have shapes and no numbers, and this model cannot run with "
+        f"them:\n{reason}\nWhat to do: measure it, in a step that runs: with driver.record(memory=True) as recording"
+    )

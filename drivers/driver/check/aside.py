@@ -1,0 +1,39 @@
+"""Steps and updates of a driver that do not count: afterwards all is as before, on the workers and in what is known of them."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from pippy.drivers.base.interrupts import first_waits
+from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
+from pippy.drivers.protocol.held_states import HoldState, PutBackState
+from pippy.drivers.session.commands import Commands, GradientState
+
+_OF_COMMANDS = ("gradients", "zeroed", "trained", "steps", "steps_of_last_update", "unapplied", "numbers")
+
+
+@contextmanager
+def aside(commands: Commands, optimizers: Sequence[PipelineOptimizer]) -> Iterator[None]:
+    """A context that begins without gradients, and at whose end all is as it was."""
+    commands.call(dict.fromkeys(commands.workers, HoldState()))
+    held = [(commands, _OF_COMMANDS), (commands.nonfinite, tuple(vars(commands.nonfinite)))]
+    held += [(each, ("_sent", "stepped")) for each in optimizers]
+    before = [(each, {name: _copy(getattr(each, name)) for name in names}) for each, names in held]
+    commands.gradients = GradientState.REDUCED
+    try:
+        yield
+    except BaseException as error:
+        commands.dispatch.give_up(error)
+        raise
+    finally:
+        with first_waits():  # or some workers would have theirs again, and others not
+            try:
+                if not commands.dispatch.control.broken:  # else `recover` goes back
+                    commands.call(dict.fromkeys(commands.workers, PutBackState()))
+            finally:
+                for each, values in before:
+                    vars(each).update(values)
+
+
+def _copy(value: Any) -> Any:
+    return value.copy() if isinstance(value, (dict, set)) else value

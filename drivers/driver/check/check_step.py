@@ -1,0 +1,330 @@
+"""`driver.check`: the same step on the workers and by the plain model, compared.
+
+workers     what they have is held aside; a step; its gradients and buffers; an update; all is put back
+here        a copy of the plain model, with the workers' numbers: the step, and once more with the rows in another order
+compared    differences; if there are some, the workers do the step again and note what each call takes and gives
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from pippy.drivers.base.errors import DriverError, MicrobatchError
+from pippy.drivers.batch.division import CutTensor, Division, map_divided
+from pippy.drivers.batch.specs import items_with_paths
+from pippy.drivers.compare.tolerance import floor_of
+from pippy.drivers.driver.check.aside import aside
+from pippy.drivers.driver.check.differences import Apart, Comparison, Difference, Key
+from pippy.drivers.driver.check.origin import Origin, OriginSearch
+from pippy.drivers.driver.check.plain_optimizer import PlainOptimizer
+from pippy.drivers.driver.check.plain_step import PlainCall, PlainModel, named_outputs
+from pippy.drivers.driver.check.report import CheckReport
+from pippy.drivers.driver.steps.asked_outputs import LossAndOutputs, model_output
+from pippy.drivers.model.model_on_workers import ModelOnWorkers
+from pippy.drivers.placement.placed_pipe import PlacedPipe
+from pippy.drivers.protocol.parameters import Fetch, TensorLocation
+from pippy.drivers.protocol.steps import SeenCall
+from pippy.ir.base.brief import brief
+from pippy.ir.base.names import LOSS, named_state, stage_index, stage_name
+from pippy.ir.base.trees import tensors
+from pippy.ir.pipe import model_of
+from pippy.ir.record.nodes import is_getitem
+from pippy.ir.run.gradient_hooks import GradientHooks
+from pippy.ir.run.random_state import untouched_random_state
+
+
+@dataclass(frozen=True)
+class StepAside:
+    """What a step gave that does not count: its result, how its losses were weighted, and what its calls took and gave."""
+
+    result: Any
+    weights: Sequence[float]
+    seen: Sequence[SeenCall]
+
+
+class RunAside(Protocol):
+    """Runs a step of a driver that does not count; with ``see``, what its calls take and give is noted."""
+
+    def __call__(self, outputs: bool, see: bool) -> StepAside: ...
+
+
+@dataclass(frozen=True)
+class _WorkersStep:
+    """The numbers of a step on the workers, the weights of its losses, and copies of parameters that are not like the first."""
+
+    numbers: Mapping[Key, Any]
+    weights: Sequence[float]
+    stale: Sequence[Difference]
+
+
+class StepCheck:
+    """One comparison of a driver's step with the plain model's, of the rows of ``division``, all of them in this process."""
+
+    def __init__(
+        self,
+        driver: ModelOnWorkers,
+        model: nn.Module,
+        division: Division,
+        trains: bool,
+        run: RunAside,
+    ) -> None:
+        self.driver, self.division, self.trains, self.run = driver, division, trains, run
+        self.compiled, self.placed, self.model = driver.compiled, driver.placed, model
+        self.left_out: list[str] = []
+        norms = {name for name, each in self.model.named_modules() if isinstance(each, _BatchNorm) and each.training}
+        if norms and trains:
+            self.left_out.append(
+                "statistics of batch norms, which normalize by their running ones in a check, as micro-batches have others"
+            )
+        self.uncompared = {
+            f"{name}.{buffer}".lstrip(".")
+            for name in norms
+            for buffer, _ in self.model.get_submodule(name).named_buffers()
+        }
+        first = {id(each): name for name, each in [*named_state(driver.pipe)][::-1]}
+        self.names = [name for name in first.values() if self.placed.locations(name)][::-1]
+        self.parameters = [name for name, _ in driver.pipe.named_parameters() if self.placed.locations(name)]
+
+    def report(self) -> CheckReport:
+        """Do it."""
+        before = self.driver.parameters.fetch(self.names)
+        optimizers = [PlainOptimizer(each) for each in self.driver._optimizers] if self.trains else []
+        if self.trains and not optimizers:
+            self.left_out.append("parameters after an update, as the driver has no optimizer")
+        with untouched_random_state():
+            plain = PlainModel(self.model, self.compiled, before)
+            wanted = plain.step(PlainCall.of(self.compiled, self.division), self.trains)
+            turned = self._turned(plain)
+        try:
+            step = self._on_workers(optimizers, outputs=True)
+        except MicrobatchError as error:  # outputs that need a spec
+            self.left_out.append(f"outputs, since {error}")
+            wanted = {key: each for key, each in wanted.items() if key[0] != "output"}
+            step = self._on_workers(optimizers, outputs=False)
+        numbers, stale = step.numbers, step.stale
+        wanted = {key: each for key, each in wanted.items() if self._is_compared(key)}
+        comparison = Comparison(wanted, turned, self._floor(plain))
+        if optimizers:
+            comparison = self._with_updates(comparison, plain, optimizers, before, numbers)
+        differences = [*stale, *(replace(each, stage=self._stage(each)) for each in comparison.differences(numbers))]
+        origin = self._origin(differences, step.weights, before, numbers, comparison.floor) if differences else None
+        origin = origin and self._named(origin)
+        return CheckReport(
+            self.division.chunks,
+            tuple(differences),
+            origin,
+            Counter(kind for kind, _ in comparison.plain),
+            comparison.largest(numbers),
+            comparison.largest(turned),
+            tuple(self.left_out),
+        )
+
+    def _on_workers(self, optimizers: Sequence[PlainOptimizer], outputs: bool) -> "_WorkersStep":
+        """The step on the workers, and an update, of which nothing remains."""
+        with aside(self.driver.commands, self.driver._optimizers):
+            step = self.run(outputs, False)
+            numbers, stale = self._numbers(step.result), self._stale_copies()
+            if optimizers:
+                for each in self.driver._optimizers:
+                    each.update_parameters()
+                stale = stale or self._stale_copies()
+                names = {name for each in optimizers for name in each.names}
+                after = self.driver.parameters.fetch(name for name in self.parameters if name in names)
+                numbers |= {("parameter", name): value for name, value in after.items()}
+        return _WorkersStep(numbers, step.weights, stale)
+
+    def _numbers(self, result: Any) -> dict[Key, Any]:
+        """The numbers that a step gave and left."""
+        numbers: dict[Key, Any] = {}
+        if isinstance(result, LossAndOutputs):
+            numbers |= named_outputs(result.outputs)
+            result = result.loss
+        if result is not None:
+            numbers["loss", ""] = result
+        if self.trains:
+            gradients = self.driver.parameters.gradients(self.parameters)
+            numbers |= {("gradient", name): each for name, each in gradients.items()}
+        known = {*self.parameters, *self.uncompared}
+        buffers = self.driver.parameters.fetch(name for name in self.names if name not in known)
+        return numbers | {("buffer", name): each for name, each in buffers.items()}
+
+    def _is_compared(self, key: Key) -> bool:
+        kind, name = key
+        return kind in ("loss", "output") or (name in self.names and name not in self.uncompared)
+
+    def _turned(self, plain: PlainModel) -> dict[Key, Any]:
+        """The numbers of the plain model where the rows are in another order: what rounding alone moves."""
+        cut: list[CutTensor] = []
+        for value in self.division.arguments.values():
+            map_divided(lambda leaf: cut.append(leaf) if isinstance(leaf, CutTensor) else None, value)
+        if self.division.sizes is None or any(each.value.layout is not torch.strided for each in cut):
+            return {}
+        found, rows = (
+            plain.step(PlainCall.of(self.compiled, self.division, turned=True), self.trains),
+            sum(self.division.sizes),
+        )
+        return {
+            key: each.flip(0) if key[0] == "output" and each.dim() and len(each) == rows else each
+            for key, each in found.items()
+        }
+
+    def _floor(self, plain: PlainModel) -> float:
+        """What is rounding in any case, by the dtypes that compute."""
+        held = [each.dtype for _, each in plain.named_state()]
+        held += [each.dtype for name in self.division.arguments for each in self.division.whole(name)]
+        if torch.is_autocast_enabled(plain.device.type):
+            held.append(torch.get_autocast_dtype(plain.device.type))
+        return floor_of(*held)
+
+    def _with_updates(
+        self,
+        comparison: Comparison,
+        plain: PlainModel,
+        optimizers: Sequence[PlainOptimizer],
+        before: Mapping[str, torch.Tensor],
+        numbers: Mapping[Key, Any],
+    ) -> Comparison:
+        """With the parameters after an update by the workers' gradients, which are compared by themselves."""
+        updated = plain.updated(optimizers, {name: numbers["gradient", name] for name in self.parameters})
+        updated = {name: value for name, value in updated.items() if name in before}
+        return replace(
+            comparison,
+            plain={**comparison.plain, **{("parameter", name): value for name, value in updated.items()}},
+            known={("parameter", name): _of_update(before[name], value) for name, value in updated.items()},
+        )
+
+    def _stale_copies(self) -> list[Difference]:
+        """Copies of parameters and buffers on the workers that are not like the first."""
+        places = {name: self.placed.locations(name) for name in self.names}
+        several = {name: found for name, found in places.items() if len(found) > 1}
+        wanted: dict[int, list[TensorLocation]] = {}
+        for worker, place in [each for found in several.values() for each in found]:
+            wanted.setdefault(worker, []).append(place)
+        bodies = {worker: Fetch(tuple(found), False) for worker, found in wanted.items()}
+        answers = self.driver.commands.call(bodies) if bodies else {}
+        held = {(worker, place): value for worker, own in wanted.items() for place, value in zip(own, answers[worker])}
+        return [
+            Difference(
+                "parameter", name, off, 0.0, _stage_of(place.call, self.placed), f"the copy on {self._worker(worker)}"
+            )
+            for name, (first, *others) in several.items()
+            for worker, place in others
+            if (off := Apart.of(held[first], held[worker, place]).share)
+        ]
+
+    def _worker(self, worker: int) -> str:
+        return self.driver.cluster.workers[worker]
+
+    def _stage(self, difference: Difference) -> str:
+        """The stage of a tensor: where a parameter or buffer is, and which makes an output or the loss."""
+        if difference.kind == "loss" and self.compiled.loss is not None:
+            nodes = self.compiled.split_gm.graph.nodes
+            return self._maker(next(node for node in nodes if node.name == self.compiled.loss.value))
+        if difference.kind == "output":
+            return self._maker(_at(model_output(self.compiled), difference.name, "output"))
+        calls = [place.call for _, place in self.placed.locations(difference.name)]
+        return ", ".join(dict.fromkeys(_stage_of(call, self.placed) for call in calls))
+
+    def _maker(self, node: Any) -> str:
+        """The stage that makes a value of the graph."""
+        while isinstance(node, fx.Node) and is_getitem(node):
+            node = node.args[0]
+        is_made = isinstance(node, fx.Node) and node.op == "call_module"
+        return _stage_of(str(node.target), self.placed) if is_made else ""
+
+    def _origin(
+        self,
+        differences: Sequence[Difference],
+        weights: Sequence[float],
+        before: Mapping[str, torch.Tensor],
+        numbers: Mapping[Key, Any],
+        floor: float,
+    ) -> Origin:
+        """Where it begins."""
+        if any(each.kind != "parameter" for each in differences):
+            with aside(self.driver.commands, self.driver._optimizers):
+                seen = self.run(False, True).seen
+            gradients = {name: numbers["gradient", name] for name in self.parameters if self.trains}
+            hooks = {name: GradientHooks.of(each) for name, each in self.driver.pipe.named_parameters()}
+            search = OriginSearch(self.compiled, self.division, weights, seen, before, gradients, hooks, floor)
+            with untouched_random_state():
+                found = search.find()
+            if found is not None:
+                return found
+        return _by_place(differences)
+
+    def _named(self, origin: Origin) -> Origin:
+        """With the workers of its stage."""
+        workers = self.placed.workers_of(origin.stage) if origin.stage in self.placed.nodes else ()
+        return replace(origin, workers=tuple(map(self._worker, workers)))
+
+
+def checked_model(driver: ModelOnWorkers, given: Any) -> nn.Module:
+    """The plain model to compare with: the one that is given, or the one that the Pipe was made from."""
+    model = model_of(driver.pipe) if given is None else given
+    if model is None:
+        raise DriverError(
+            "check() compares with the plain model, and this Pipe is a copy, which does not know the model that it was made "
+            "from; give it: check(4, x, target, model=model)"
+        )
+    if not isinstance(model, nn.Module):
+        raise DriverError(
+            f"check(model={brief(model)}): give the plain model, the nn.Module that the Pipe was made from"
+        )
+    if any(each.is_meta for each in tensors([*model.parameters(), *model.buffers()])):
+        raise DriverError(
+            "check() runs the plain model in this process, and it is on the meta device, as no process is to hold it; check a "
+            "smaller one of the same kind: the same classes, with fewer or narrower layers"
+        )
+    ours = {name: each.shape for name, each in named_state(driver.pipe) if not name.startswith(f"{LOSS}.")}
+    theirs = {name: each.shape for name, each in named_state(model)}
+    odd = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    if odd:
+        raise DriverError(
+            f"check(model=...) was given a {type(model).__name__} whose parameters and buffers are not those of the Pipe's "
+            f"model; they differ in {', '.join(odd[:8])}"
+        )
+    return model
+
+
+def _of_update(before: torch.Tensor, after: torch.Tensor) -> float:
+    """What rounding explains of a parameter after an update: of the update, and of the sum."""
+    if not after.is_floating_point():
+        return 0.0
+    after = after.detach().cpu()
+    size, update = float(after.abs().max()), float((after - before.to(after.dtype)).abs().max())
+    return 4 * torch.finfo(after.dtype).eps + (floor_of(after.dtype) * update / size if size else 0.0)
+
+
+def _stage_of(call: str, placed: PlacedPipe) -> str:
+    """The stage that a call is of: the loss is computed with one."""
+    return stage_name(placed.loss_stage) if call == LOSS else call
+
+
+def _at(value: Any, path: str, here: str) -> Any:
+    """What is at a path, or holds it."""
+    for inner, item in items_with_paths(value, here) or ():
+        if path.startswith(inner):
+            return _at(item, path, inner)
+    return value
+
+
+def _by_place(differences: Sequence[Difference]) -> Origin:
+    """Where it begins if each call gives what it should: the last stage with wrong gradients, or where the worst is."""
+    wrong = [each for each in differences if each.kind == "gradient" and each.stage]
+    if wrong:
+        last = max(wrong, key=lambda each: stage_index(each.stage.rpartition(", ")[2]) or 0)
+        return Origin(last.stage.rpartition(", ")[2], f"the last stage with another gradient, that of {last.name}")
+    worst = differences[0]
+    what = {
+        "buffer": f"its buffer {worst.name} is another after the step: it may change once for each micro-batch",
+        "parameter": f"its update of {worst.name} is another, from the right gradient",
+    }
+    if worst.why and worst.kind == "parameter":
+        return Origin(worst.stage, f"{worst.why} of {worst.name} is not like the first")
+    return Origin(worst.stage, what.get(worst.kind, "what its micro-batches give is put together to something else"))

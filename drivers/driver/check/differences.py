@@ -1,0 +1,139 @@
+"""What of a step differs from what it should be, by more than rounding explains."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from pippy.drivers.compare.tolerance import Tolerance
+from pippy.ir.base.sparse_tensors import is_sparse
+
+KINDS = ("loss", "output", "gradient", "buffer", "parameter")
+
+Key = tuple[str, str]  # one of `KINDS`, and the name
+Numbers = Mapping[Key, Any]  # a tensor each, or None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor of a step that is not what it should be. ``off`` and ``allowed`` are relative to its largest element.
+
+    ``kind`` is "loss", "output", "gradient", "buffer" or "parameter" (after one step of the optimizers); ``stage`` is where it
+    is; ``why`` says what cannot be said by a number.
+    """
+
+    kind: str
+    name: str
+    off: float
+    allowed: float
+    stage: str = ""
+    why: str = ""
+
+    @property
+    def excess(self) -> float:
+        """How many times what is allowed it is off."""
+        return self.off / self.allowed if self.allowed else math.inf
+
+
+@dataclass(frozen=True)
+class Apart:
+    """How far two tensors are apart at most, and the largest element of the first; or why they cannot be compared, in words.
+
+    >>> Apart.of(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 3.0]))
+    Apart(off=1.0, size=4.0, why='')
+    >>> Apart.of(torch.ones(2), torch.ones(3)).why
+    'the shape is [3], and not [2]'
+    """
+
+    off: float
+    size: float
+    why: str = ""
+
+    @classmethod
+    def of(cls, wanted: torch.Tensor | None, number: torch.Tensor | None) -> "Apart":
+        """Those of two tensors. None, as for a gradient that nobody needs, stands for zeros."""
+        if wanted is None or number is None:
+            there = number if wanted is None else wanted
+            return cls(_size(there), 0.0 if wanted is None else _size(there)) if there is not None else cls(0.0, 0.0)
+        if wanted.shape != number.shape:
+            return cls(math.inf, _size(wanted), f"the shape is {list(number.shape)}, and not {list(wanted.shape)}")
+        one, other = _wide(wanted), _wide(number)
+        same = (one == other) | (one.isnan() & other.isnan())
+        odd = int((one.isfinite() != other.isfinite()).sum())
+        if odd:
+            return cls(math.inf, _size(wanted), f"{odd} of {one.numel()} numbers are finite on one side only")
+        return cls(_size(torch.where(same, 0.0, (one - other).abs())), _size(wanted))
+
+    @property
+    def share(self) -> float:
+        """The difference as a part of the size."""
+        return 0.0 if not self.off else self.off / self.size if self.size else math.inf
+
+
+def _size(tensor: torch.Tensor) -> float:
+    wide = _wide(tensor).abs()
+    finite = wide[wide.isfinite()]
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach().to("cpu")
+    dense = tensor.to_dense() if is_sparse(tensor) or tensor.layout is not torch.strided else tensor
+    return dense.to(torch.complex128 if dense.is_complex() else torch.float64)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What the numbers of a step should be, and how far they may be off.
+
+    ``turned`` are those of the rows in another order, which says what rounding alone moves; ``floor`` is the part of a tensor's
+    size that rounding may always take. ``known`` has that part for tensors that do not depend on the rows' order.
+    """
+
+    plain: Numbers
+    turned: Numbers
+    floor: float
+    known: Mapping[Key, float] = field(default_factory=dict)
+
+    def differences(self, numbers: Numbers) -> list[Difference]:
+        """What differs, worst first."""
+        found = [self._difference(key, numbers.get(key)) for key in self.plain]
+        found += [
+            Difference(*key, math.inf, 0.0, why="the plain model has none") for key in numbers if key not in self.plain
+        ]
+        there = [each for each in found if each is not None]
+        return sorted(there, key=lambda each: (-each.excess, KINDS.index(each.kind)))
+
+    def largest(self, numbers: Numbers) -> float:
+        """The largest difference there is, relative to its tensor, or to a thousandth of the largest gradient."""
+        found = [(key, Apart.of(self.plain[key], each)) for key, each in numbers.items() if key in self.plain]
+        sizes = [max(apart.size, self._largest(key) / 1000) for key, apart in found]
+        return max((apart.off / size for (_, apart), size in zip(found, sizes) if size), default=0.0)
+
+    def _difference(self, key: Key, number: Any) -> Difference | None:
+        apart = Apart.of(self.plain[key], number)
+        allowed = self._allowed(key, apart.size)
+        if apart.off <= allowed:
+            return None
+        return Difference(*key, apart.share, allowed / apart.size if apart.size else 0.0, why=apart.why)
+
+    def _allowed(self, key: Key, size: float) -> float:
+        wanted = self.plain[key]
+        if key in self.known:
+            return self.known[key] * size
+        if isinstance(wanted, torch.Tensor) and not (wanted.is_floating_point() or wanted.is_complex()):
+            return 0.0
+        noise = Apart.of(wanted, self.turned[key]).off if key in self.turned else 0.0
+        return Tolerance(size, noise, self._largest(key), self.floor).allowed
+
+    def _largest(self, key: Key) -> float:
+        """The largest number of the tensors beside one: a gradient that should be 0 is rounding alone."""
+        return self._largest_gradient if key[0] == "gradient" else 0.0
+
+    @cached_property
+    def _largest_gradient(self) -> float:
+        sizes = [_size(each) for (kind, _), each in self.plain.items() if kind == "gradient" and each is not None]
+        return max(sizes, default=0.0)

@@ -1,0 +1,316 @@
+"""Where a difference begins: each call of a stage is run once more in this process, on what the worker had for it.
+
+    forwards, from the first stage    it took what another gave?   here it gives the same?   for all rows at once, too?
+    backwards, from the last          the same of gradients, and do those of its parameters add up to what the workers have?
+
+The first no is where it begins. "For all rows at once" is no fault of a worker: such a stage mixes rows, or counts them, so
+that micro-batches are not what the plain model computes.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import nn
+
+from pippy.drivers.base.errors import DriverError
+from pippy.drivers.batch.division import Division
+from pippy.drivers.compare.alike import alike
+from pippy.drivers.driver.check.differences import Apart
+from pippy.drivers.driver.check.joined import NotJoined, joined, joined_gradient
+from pippy.drivers.driver.check.plain_step import whole_input
+from pippy.drivers.lowering.flow import RemoteInterpreter, Work
+from pippy.drivers.protocol.steps import SeenCall
+from pippy.ir.base.errors import StageError
+from pippy.ir.base.names import LOSS, named_state, stage_name
+from pippy.ir.base.trees import children, leaves, map_tensors, with_children
+from pippy.ir.record.compiled import Compiled
+from pippy.ir.record.nodes import map_nodes
+from pippy.ir.run.gradient_hooks import GradientHooks
+from pippy.ir.run.stage_backward import add_gradients, weighted
+from pippy.ir.run.stage_run import StageRun, as_leaf, run_backward, run_stage
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a difference begins: the stage, what is wrong there, and which workers hold the stage."""
+
+    stage: str
+    what: str
+    workers: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        where = f" on {', '.join(self.workers)}" if self.workers else ""
+        return f"{self.stage}{where}: {self.what}"
+
+
+class _Replay:
+    """One call of a stage in this process: its outputs, and the gradients of its inputs if it has a backward."""
+
+    def __init__(self, compiled: Compiled, module: nn.Module, work: Work, taken: Sequence[Any], given: Any) -> None:
+        node = next(iter(compiled.split_gm.graph.find_nodes(op="call_module", target=work.call)))
+        inputs = [as_leaf(value) for value in taken]
+        numbers = iter(inputs)
+        args = map_nodes(lambda node: next(numbers), node.args)
+        with torch.set_grad_enabled(given is not None):
+            made = run_stage(work.call, module, args)
+            self.outputs = [made] if len(work.gives) == 1 else list(made)
+            self.outputs = [map_tensors(lambda each: each.detach().clone(), each) for each in self.outputs]
+            self.gradients: Sequence[Any] = ()
+            if given is not None:
+                self.gradients = run_backward(work.call, module, StageRun(made, tuple(inputs)), given)
+
+
+class OriginSearch:
+    """Looks for the first call whose numbers are wrong. ``seen`` is what workers noted of a step, ``numbers`` what parameters
+    and buffers were before it, ``gradients`` what it left, and ``hooks`` those of parameters."""
+
+    def __init__(
+        self,
+        compiled: Compiled,
+        division: Division,
+        weights: Sequence[float],
+        seen: Sequence[SeenCall],
+        numbers: Mapping[str, torch.Tensor],
+        gradients: Mapping[str, Any],
+        hooks: Mapping[str, GradientHooks],
+        floor: float,
+    ) -> None:
+        self.compiled, self.division, self.weights, self.floor = compiled, division, weights, floor
+        self.numbers, self.gradients, self.hooks = numbers, gradients, hooks
+        self.seen = {(each.phase, each.call, each.microbatch): each for each in seen}
+        every = RemoteInterpreter(compiled).run_until(lambda node: node.op == "output")
+        self.forwards = [each for each in every if each.phase == "F"]
+        self.backwards = {each.call: each for each in every if each.phase == "B"}
+        self.maker = {name: (work, at) for work in self.forwards for at, name in enumerate(work.gives)}
+        self.wholes: dict[str, Any] = {}  # what calls give for all rows at once
+        self.whole_inputs: dict[str, list[Any]] = {}
+        self.largest = max((Apart.of(each, None).size for each in gradients.values() if each is not None), default=0.0)
+        self.totals: dict[str, Any] = {}  # of gradients of parameters, over the stages so far
+        self.holders: dict[str, set[str]] = {}
+
+    def find(self) -> Origin | None:
+        """Where it begins; None if nothing is wrong in any call."""
+        with alike():
+            for work in self.forwards:
+                found = self._forward_fault(work)
+                if found is not None:
+                    return Origin(self._stage(work), found)
+            for work in self.forwards:
+                for name in self._parameter_names(work.call).values():
+                    self.holders.setdefault(name, set()).add(work.call)
+            for work in reversed(self.forwards):
+                found = self._backward_fault(work) if work.call in self.backwards else None
+                if found is not None:
+                    return Origin(self._stage(work), found)
+        return None
+
+    def _stage(self, work: Work) -> str:
+        """The stage of a call: the loss is computed with the last one that it needs."""
+        return stage_name(work.stage)
+
+    # Forwards
+
+    def _forward_fault(self, work: Work) -> str | None:
+        module = self._module(work.call)
+        for microbatch in range(self.division.chunks):
+            seen = self.seen.get(("F", work.call, microbatch))
+            if seen is None or seen.gives is None:
+                return None
+            for name, value in zip(work.takes, seen.takes):
+                wanted = self._given_to(name, microbatch)
+                if wanted is not None and not _equal(wanted, value):
+                    return f"{_of(work)}micro-batch {microbatch} got another value than {self._origin_of(name)} gave: {name}"
+            made = _Replay(self.compiled, module, work, seen.takes, None).outputs
+            if not self._alike(made, seen.gives):
+                return f"{_of(work)}on the same inputs, its outputs for micro-batch {microbatch} are not what it gives here"
+        return self._mixed(work)
+
+    def _given_to(self, name: str, microbatch: int) -> Any:
+        """What a call is to take: an input of the model, or what another call gave."""
+        if name not in self.maker:
+            return self.division.take(name, microbatch)
+        work, at = self.maker[name]
+        seen = self.seen.get(("F", work.call, microbatch))
+        return None if seen is None or seen.gives is None else seen.gives[at]
+
+    def _origin_of(self, name: str) -> str:
+        return stage_name(self.maker[name][0].stage) if name in self.maker else "the call"
+
+    def _mixed(self, work: Work) -> str | None:
+        """What is wrong if the call is not the same for all rows at once."""
+        if self.division.sizes is None or self.division.chunks == 1 or self.division.mask:
+            return None
+        calls = [self.seen["F", work.call, microbatch] for microbatch in range(self.division.chunks)]
+        try:
+            taken = self.whole_inputs[work.call] = [
+                joined([each.takes[at] for each in calls], self._whole(name), self.weights)
+                for at, name in enumerate(work.takes)
+            ]
+            made = _Replay(self.compiled, self._module(work.call), work, taken, None).outputs
+        except (NotJoined, StageError, KeyError, DriverError):  # then nothing can be said
+            return None
+        self.wholes |= {name: value for name, value in zip(work.gives, made) if name is not None}
+        with suppress(NotJoined):
+            wanted = [joined([each.gives[at] for each in calls], whole, self.weights) for at, whole in enumerate(made)]
+            if self._alike(made, wanted):
+                return None
+        if work.call == LOSS:
+            return "the loss of all rows is not the weighted sum of the losses of micro-batches"
+        return "from all rows at once it computes something else than from micro-batches: it mixes rows, or counts them"
+
+    def _mixed_backward(self, work: Work, parts: nn.Module) -> str | None:
+        """What is wrong if gradients of parameters differ for all rows at once. ``parts`` has the sums over micro-batches."""
+        calls = [self.seen["B", work.call, microbatch] for microbatch in range(self.division.chunks)]
+        given, module = [], self._module(work.call)
+        try:
+            outputs = [self.wholes[name] for name in work.gives if name is not None]
+            for at, (name, output) in enumerate(zip(self.backwards[work.call].takes, outputs, strict=True)):
+                gradients = [_items(each.takes)[at] for each in calls]
+                given.append(joined_gradient(gradients, output) if isinstance(name, tuple) else name)
+            taken = [_wanting(value, calls[0].gives[at]) for at, value in enumerate(self.whole_inputs[work.call])]
+            _Replay(self.compiled, module, work, taken, given if len(given) > 1 else given[0])
+        except (NotJoined, StageError, KeyError, DriverError):  # then nothing can be said
+            return None
+        for (local, one), other in zip(module.named_parameters(), parts.parameters(), strict=True):
+            if not self._same_gradient(one.grad, other.grad):
+                name = self._users(work.call, local)
+                return f"its backward of all rows at once gives {name} another gradient than the sum over micro-batches"
+        return None
+
+    def _whole(self, name: str) -> Any:
+        """A value for the whole mini-batch: an input, or what a call of all rows at once gives."""
+        return self.wholes[name] if name in self.maker else whole_input(self.division, name)
+
+    # Backwards
+
+    def _backward_fault(self, work: Work) -> str | None:
+        module, backward = self._module(work.call), self.backwards[work.call]
+        for microbatch in range(self.division.chunks):
+            forward, seen = (self.seen.get((phase, work.call, microbatch)) for phase in "FB")
+            if forward is None or seen is None or forward.gives is None:
+                return None
+            wanted = self._gradients_for(backward, microbatch)
+            if not self._alike(_items(seen.takes), wanted):
+                return (
+                    f"{_of(work)}the gradients that it got for micro-batch {microbatch} are not what was given for it"
+                )
+            taken = [_wanting(value, gradient) for value, gradient in zip(forward.takes, seen.gives)]
+            replay = _Replay(self.compiled, module, work, taken, seen.takes)
+            needed = [
+                None if gradient is None else mine for mine, gradient in zip(replay.gradients, seen.gives, strict=True)
+            ]
+            if not self._alike(needed, list(seen.gives)):
+                return f"{_of(work)}from the same gradients, it gives others for micro-batch {microbatch} than here"
+        return self._wrong_sum(work.call, module) or self._mixed_backward(work, module)
+
+    def _gradients_for(self, backward: Work, microbatch: int) -> list[Any]:
+        """The gradients of a call's outputs, from what those gave that use them."""
+        return [
+            reduce(add_gradients, [self._gradient(name, microbatch) for name in each], None)
+            if isinstance(each, tuple)
+            else weighted(each, self.weights[microbatch])
+            for each in backward.takes
+        ]
+
+    def _gradient(self, name: str, microbatch: int) -> Any:
+        for call, work in self.backwards.items():
+            if name in work.gives:
+                seen = self.seen.get(("B", call, microbatch))
+                return None if seen is None else seen.gives[work.gives.index(name)]
+        return None
+
+    def _wrong_sum(self, call: str, module: nn.Module) -> str | None:
+        """What is wrong if the gradients of a stage's parameters are not the sum over micro-batches, and over copies."""
+        own = dict(module.named_parameters())
+        for local, name in self._parameter_names(call).items():
+            self.totals[name] = add_gradients(self.totals.get(name), own[local].grad)
+            copies = self.holders[name]
+            copies.discard(call)
+            total, hooks = self.totals[name], self.hooks.get(name)
+            if hooks and total is not None and not copies:
+                total = hooks.accumulated(own[local], total)
+            if not copies and name in self.gradients and not self._same_gradient(total, self.gradients[name]):
+                return f"the gradient of {name} is not the sum of those that its micro-batches give"
+        return None
+
+    # Of both
+
+    def _module(self, call: str) -> nn.Module:
+        """A copy of a stage with the numbers of before the step."""
+        module = copy.deepcopy(self.compiled.stage(call))
+        with torch.no_grad():
+            for local, tensor in named_state(module):
+                name = self._users(call, local)
+                if name in self.numbers:
+                    tensor.copy_(self.numbers[name])
+        return module
+
+    def _users(self, call: str, local: str) -> str:
+        name = f"{call}.{local}" if call == LOSS else self.compiled.remap_qualname(f"{call}.{local}")
+        return self.compiled.qualnames.canonical.get(name, name)
+
+    def _parameter_names(self, call: str) -> dict[str, str]:
+        return {local: self._users(call, local) for local, _ in self.compiled.stage(call).named_parameters()}
+
+    def _same_gradient(self, one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+        """Whether two gradients of a parameter are the same; one that should be 0 is rounding alone."""
+        apart = Apart.of(one, other)
+        return apart.off <= self.floor * max(apart.size, self.largest / 10)
+
+    def _alike(self, one: Any, other: Any) -> bool:
+        """Whether two trees of tensors are the same but for rounding. No gradient is a gradient of zeros."""
+        mine, theirs = list(_flat(one)), list(_flat(other))
+        if len(mine) != len(theirs):
+            return not any(map(_matters, [*mine, *theirs])) if not (mine and theirs) else False
+        return all(self._same(each, its) for each, its in zip(mine, theirs))
+
+    def _same(self, one: Any, other: Any) -> bool:
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+            return Apart.of(one, other).share <= self.floor
+        if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+            number, tensor = (other, one) if isinstance(one, torch.Tensor) else (one, other)
+            return not _matters(tensor) if number is None else bool((tensor == number).all())
+        return one is None or other is None or one == other
+
+
+def _of(work: Work) -> str:
+    return "the loss: " if work.call == LOSS else ""
+
+
+def _items(given: Any) -> list[Any]:
+    """The gradients of a call's outputs, one for each."""
+    return list(given) if isinstance(given, list) else [given]
+
+
+def _flat(tree: Any) -> Iterator[Any]:
+    return leaves(tree)
+
+
+def _matters(each: Any) -> bool:
+    return isinstance(each, torch.Tensor) and bool(each.count_nonzero())
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two values have the same numbers, to the bit."""
+    pairs = zip(leaves(one), leaves(other))
+    return all(
+        not Apart.of(mine, its).off
+        for mine, its in pairs
+        if isinstance(mine, torch.Tensor) and isinstance(its, torch.Tensor)
+    )
+
+
+def _wanting(value: Any, gradient: Any) -> Any:
+    """A value whose tensors require the gradients that there are of it."""
+    if isinstance(value, torch.Tensor):
+        wants = gradient is not None and value.is_floating_point()
+        return value.detach().requires_grad_(wants)
+    held = children(value)
+    if held is None or gradient is None:
+        return value
+    return with_children(value, [_wanting(item, its) for item, its in zip(held, gradient)])

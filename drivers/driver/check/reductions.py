@@ -1,0 +1,82 @@
+"""How losses of micro-batches may add up: the reductions that are tried where the one that was assumed does not fit."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pippy.drivers.batch.division import Division
+from pippy.drivers.batch.specs import items_with_paths
+from pippy.drivers.compare.asked import Asked, Question
+
+_VALUES = 8  # of a target that are tried, whether the loss leaves them out
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A reduction: as the user writes it, and as a driver takes it. ``counted``: a loss of torch says so itself."""
+
+    text: str
+    how: str | Callable[..., Any]
+    counted: bool = False
+
+
+def candidates(division: Division, asked: Asked, target: str | None) -> Iterator[Candidate]:
+    """The reductions that may fit a loss of these inputs. ``target`` is the target's name in the Pipe, if there is one."""
+    yield Candidate("'mean'", "mean")
+    yield Candidate("'sum'", "sum")
+    users = {name: user for user, name in division.names.items()}
+    names = sorted(division.arguments, key=lambda name: name != target)
+    for name in names:
+        user = users.get(name, name)
+        if not user.isidentifier():
+            continue
+        for expression, leaf in _tensors_with_paths(division.take(name, 0), user):
+            for count, counted in _counts(expression, leaf, asked.questions):
+                text = f"lambda {'' if name == target or target is None else '*, '}{user}: {count}"
+                yield Candidate(text, eval(text, {"torch": torch}), counted)
+
+
+def _counts(expression: str, leaf: torch.Tensor, questions: Sequence[Question]) -> Iterator[tuple[str, bool]]:
+    """Expressions that count what a tensor holds, first what is asked of it; and whether a loss of torch counts so."""
+    found: dict[str, bool] = {}
+    shifted = f"{expression}[:, 1:]"
+    index = not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool)
+    for question in questions:
+        if not index and (question.counted or question.place is None):
+            continue
+        for each in (expression, shifted) if leaf.dim() > 1 else (expression,):
+            if question.weights:
+                found[_weighing(each, question)] = True
+                continue
+            for count in question.counts(each):
+                found[count] = found.get(count, False) or (question.counted and "!=" in count)
+    if leaf.dtype == torch.bool:
+        found.update({f"{expression}.sum()": False, f"(~{expression}).sum()": False})
+    elif index:
+        for value in dict.fromkeys([-100, 0, *leaf.unique()[:_VALUES].tolist()]):
+            found.setdefault(f"({expression} != {value}).sum()", False)
+            if leaf.dim() > 1:
+                found.setdefault(f"({shifted} != {value}).sum()", False)
+        found.setdefault(f"{expression}.sum()", False)
+        if leaf.dim() > 1:
+            found.setdefault(f"{shifted}.sum()", False)
+    elif leaf.is_floating_point():
+        found.update({f"{expression}.sum()": False, f"({expression} != 0).sum()": False})
+    yield from found.items()
+
+
+def _weighing(expression: str, question: Question) -> str:
+    """The sum of the class weights of targets."""
+    table = f"torch.tensor({list(question.weights)}, dtype=torch.float64)"
+    inside = f"{expression}.cpu()"
+    return f"({table}[{inside}.clamp(min=0)] * ({inside} != {question.value:g})).sum()"
+
+
+def _tensors_with_paths(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    held = items_with_paths(value, path)
+    if held is None:
+        yield from [(path, value)] if isinstance(value, torch.Tensor) and value.layout is torch.strided else []
+    for where, item in held or ():
+        yield from _tensors_with_paths(item, where)

@@ -1,0 +1,81 @@
+"""What `driver.check` found: print it."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pippy.drivers.driver.check.differences import KINDS, Difference
+from pippy.drivers.driver.check.origin import Origin
+from pippy.ir.show.readable import shortened
+from pippy.ir.show.text_table import text_table
+
+_SHOWN = 20
+_WORDS = {
+    "loss": ("the loss", "losses"),
+    "output": ("1 output", "outputs"),
+    "gradient": ("1 gradient", "gradients"),
+    "buffer": ("1 buffer", "buffers"),
+    "parameter": ("1 parameter after an update", "parameters after an update"),
+}
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """A training step on the workers beside the plain model: true if all numbers are the same, but for rounding.
+
+    ``differences`` has what is not the same, worst first, and ``begins`` the stage where that begins. ``compared`` says how
+    many tensors of each kind were compared, ``left_out`` what was not, and why. ``largest`` is the largest difference of all
+    that were compared, relative to its tensor, and ``rounding`` what another order of the rows moves in the plain model.
+    """
+
+    chunks: int
+    differences: tuple[Difference, ...]
+    begins: Origin | None
+    compared: Mapping[str, int]
+    largest: float
+    rounding: float
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        """Whether all that was compared is the same."""
+        return not self.differences
+
+    def __bool__(self) -> bool:
+        return self.equal
+
+    def __str__(self) -> str:
+        return "\n".join([self._verdict(), *self._table(), *(f"not compared: {each}" for each in self.left_out)])
+
+    def _verdict(self) -> str:
+        parts = [_count(kind, self.compared[kind]) for kind in KINDS if self.compared.get(kind)]
+        listed = ", ".join(parts[:-1]) + " and " * (len(parts) > 1) + parts[-1]
+        chunks = "1 micro-batch" if self.chunks == 1 else f"{self.chunks} micro-batches"
+        if self.equal:
+            return (
+                f"the same as the plain model, with {chunks}: {listed}\n"
+                f"largest difference {_number(self.largest)}; another order of the rows moves {_number(self.rounding)}"
+            )
+        count = "1 tensor is" if len(self.differences) == 1 else f"{len(self.differences)} tensors are"
+        return f"not the same as the plain model, with {chunks}: {count} off, of {listed}"
+
+    def _table(self) -> list[str]:
+        if self.equal:
+            return []
+        rows = [
+            [each.kind, shortened(each.name, 60), each.stage, each.why or _number(each.off), _number(each.allowed)]
+            for each in self.differences[:_SHOWN]
+        ]
+        lines = [text_table(["what", "name", "stage", "off by", "allowed"], rows, words=(0, 1, 2))]
+        left = len(self.differences) - _SHOWN
+        lines += [f"and {left} more"] if left > 0 else []
+        return [*lines, f"begins in {self.begins}"] if self.begins is not None else lines
+
+
+def _count(kind: str, count: int) -> str:
+    one, many = _WORDS[kind]
+    return one if count == 1 else f"{count} {many}"
+
+
+def _number(value: float) -> str:
+    return "0" if value == 0 else "infinite" if math.isinf(value) else f"{value:.1e}"

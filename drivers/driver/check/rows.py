@@ -1,0 +1,212 @@
+"""A few rows of a mini-batch, to try a step with: as one micro-batch, in another order, and as two uneven ones.
+
+the mini-batch      16 rows
+chosen              0 11 15 3 7
+turned              7 3 15 11 0
+divided             0 11 15 | 3 7
+cut elsewhere       3 7 0 | 11 15
+edited              the same, where some targets of row 0 are -100
+
+Rows that are like others show little: with labels 3 3 3, every count is as good as every other, and of rows that are all
+padding nothing is compared. So those are chosen whose numbers are not yet among the chosen, and both halves get some.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, count
+
+import torch
+
+from pippy.drivers.batch.columns import LoadedColumn
+from pippy.drivers.batch.division import (
+    CutTensor,
+    DividedValue,
+    Division,
+    PerMicrobatch,
+    SameForAll,
+    divided_leaves,
+    map_divided,
+)
+from pippy.drivers.compare.asked import Place
+from pippy.ir.base.sparse_tensors import cat, narrow
+from pippy.ir.base.trees import map_tensors, tensors
+
+_LOOKED_AT = 32  # rows, to choose a few of them
+_NUMBERS = 64  # of each
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Puts numbers into a tensor with its rows in front. ``values`` are those, to be told."""
+
+    values: tuple[float, ...]
+    put: Callable[[torch.Tensor], torch.Tensor]
+
+
+class NoRows(Exception):
+    """A mini-batch of which no rows can be tried."""
+
+
+class TriedRows:
+    """A few rows of a mini-batch, ``count`` of them, of one micro-batch alone where the user has cut the rows.
+
+    >>> from pippy.drivers.batch.divide import divide
+    >>> rows = TriedRows(divide({"x": torch.arange(16)}, chunks=4))
+    >>> rows.divided(1).take("x", 0), rows.divided(1, turned=True).take("x", 0), rows.divided(2).microbatches("x")
+    (tensor([ 0, 11, 15,  3,  7]), tensor([ 7,  3, 15, 11,  0]), [tensor([ 0, 11, 15]), tensor([3, 7])])
+    """
+
+    def __init__(self, division: Division, count: int | None = None) -> None:
+        if division.sizes is None or division.mask:
+            raise NoRows("nothing in the mini-batch has rows that are cut")
+        leaves = [leaf for value in division.arguments.values() for leaf in divided_leaves(value)]
+        pieces = [leaf for leaf in leaves if isinstance(leaf, PerMicrobatch)]
+        self.division = division
+        self.piece = max(division.held, key=division.rows_of) if pieces else None
+        if any(each.dim is None and any(True for _ in tensors(each.values)) for each in pieces):
+            raise NoRows("a value comes in pieces, and nothing says where its rows are")
+        least = min(division.sizes)
+        self.first, rows = 0, sum(division.sizes)
+        if self.piece is not None:
+            self.first, rows = division.starts[self.piece], division.rows_of(self.piece)
+        few = min(rows, count or (5 if least > 1 and rows > 3 else 3))
+        if few < 2:
+            raise NoRows("there is a single row")
+        spread = [self.first + at * (rows - 1) // (few - 1) for at in range(few)]
+        self.chosen = _in_halves(spread if pieces else _varied(division, spread, range(rows)))
+        self.edits: Mapping[Place, Edit] = {}
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The rows of the two micro-batches."""
+        return len(self.chosen) - len(self.chosen) // 2, len(self.chosen) // 2
+
+    def tensors(self) -> Iterator[tuple[Place, torch.Tensor]]:
+        """The tensors that have rows, those of the tried rows, with the rows in front."""
+        for place, leaf in places_of(self.divided(1)):
+            if isinstance(leaf, CutTensor) and leaf.value.layout is torch.strided:
+                yield place, leaf.value.movedim(leaf.dim, 0)
+
+    def edited(self, edits: Mapping[Place, Edit]) -> "TriedRows":
+        """The same rows, with other numbers in some tensors."""
+        found = copy.copy(self)
+        found.edits = edits
+        return found
+
+    def rotated(self, by: int) -> "TriedRows":
+        """The same rows, of which others come first."""
+        found = copy.copy(self)
+        found.chosen = [*self.chosen[by:], *self.chosen[:by]]
+        return found
+
+    def cut_elsewhere(self) -> "TriedRows":
+        """The same rows, of which others make the first micro-batch."""
+        return self.rotated(self.sizes[0])
+
+    def with_argument(self, name: str, spec: Callable[[DividedValue], DividedValue]) -> "TriedRows":
+        """The same rows of a mini-batch of which one argument is divided in another way."""
+        arguments = {**self.division.arguments, name: map_divided(spec, self.division.arguments[name])}
+        found = copy.copy(self)
+        found.division = replace(self.division, arguments=arguments)
+        return found
+
+    def divided(self, chunks: int, turned: bool = False) -> Division:
+        """The rows as one micro-batch or as two; ``turned``: in the contrary order."""
+        sizes = self.sizes if chunks == 2 else (len(self.chosen),)
+        starts = tuple(accumulate(sizes[:-1], initial=0))
+        arguments = {}
+        for name, value in self.division.arguments.items():
+            places = _places(name)
+            arguments[name] = map_divided(lambda leaf: self._taken(leaf, next(places), sizes, turned), value)  # noqa: B023
+        return replace(self.division, chunks=chunks, sizes=sizes, starts=starts, arguments=arguments, share=None)
+
+    def _taken(self, leaf: DividedValue, place: Place, sizes: Sequence[int], turned: bool) -> DividedValue:
+        if isinstance(leaf, CutTensor):
+            found = _rows_of(leaf.value, leaf.dim, self.chosen)
+            if place in self.edits:
+                found = self.edits[place].put(found.movedim(leaf.dim, 0).clone()).movedim(0, leaf.dim)
+            return replace(leaf, value=_rows_of(found, leaf.dim, range(len(self.chosen))[::-1]) if turned else found)
+        if isinstance(leaf, LoadedColumn):
+            indices = [index for batch in leaf.batches for index in batch.indices]
+            chosen = [indices[row] for row in self._in_order(turned)]
+            return replace(leaf, batches=(replace(leaf.batches[0], indices=chosen, ahead=()),), counts=())
+        if isinstance(leaf, PerMicrobatch):
+            assert self.piece is not None
+            value = leaf.values[self.piece - self.division.held.start]
+            if leaf.dim is None:
+                return SameForAll(value)
+            order, dim = [row - self.first for row in self._in_order(turned)], leaf.dim
+            parts = [order[: sizes[0]], order[sizes[0] :]][: len(sizes)]
+            rows = self.division.rows_of(self.piece)
+            return PerMicrobatch(tuple(map_tensors(partial(_cut, dim, rows, part), value) for part in parts), dim)
+        return leaf
+
+    def _in_order(self, turned: bool) -> list[int]:
+        return self.chosen[::-1] if turned else self.chosen
+
+
+def places_of(division: Division) -> Iterator[tuple[Place, DividedValue]]:
+    """The values of a mini-batch, each with its place."""
+    for name, value in division.arguments.items():
+        for number, leaf in enumerate(divided_leaves(value)):
+            yield (name, number), leaf
+
+
+def _varied(division: Division, spread: Sequence[int], rows: range) -> list[int]:
+    """As many rows as in ``spread``, first those whose numbers are not yet among the chosen; where that is equal, those."""
+    others = rows[:: max(1, len(rows) // _LOOKED_AT)]
+    candidates = list(dict.fromkeys([*spread, *others]))
+    kinds = [_numbers(leaf, candidates) for _, leaf in places_of(division)]
+    held = [[numbers[at] for numbers in kinds if numbers] for at in range(len(candidates))]
+    seen: Counter[tuple[int, float]] = Counter()
+    left, chosen = list(range(len(candidates))), []
+    for _ in spread:
+        best = max(left, key=lambda at: sum(_news(seen, kind, each) for kind, each in enumerate(held[at])))
+        left.remove(best)
+        chosen.append(candidates[best])
+        seen.update((kind, number) for kind, each in enumerate(held[best]) for number in each)
+    return chosen
+
+
+def _news(seen: Mapping[tuple[int, float], int], kind: int, numbers: Collection[float]) -> float:
+    """How new the numbers of a row are: 1 if none was chosen yet."""
+    return sum(1 / (1 + seen.get((kind, number), 0)) for number in numbers) / max(1, len(numbers))
+
+
+def _numbers(leaf: DividedValue, rows: Sequence[int]) -> list[set[float]]:
+    """The numbers in each of some rows, or some of them; nothing where they cannot be seen."""
+    if not isinstance(leaf, CutTensor) or leaf.value.layout is not torch.strided or leaf.value.is_complex():
+        return []
+    value = leaf.value.detach()
+    step = value.numel() // max(1, value.shape[leaf.dim] * _NUMBERS) + 1
+    some = torch.stack([value.select(leaf.dim, row).reshape(-1)[::step] for row in rows]).cpu()
+    if some.is_floating_point():
+        some = some.double().nan_to_num()
+    return [set(row) for row in some.tolist()]
+
+
+def _in_halves(chosen: Sequence[int]) -> list[int]:
+    """The rows, so that those chosen first are in both micro-batches: 1 4 5 | 2 3."""
+    if len(chosen) == 3:
+        return [chosen[0], chosen[2], chosen[1]]
+    first = [row for at, row in enumerate(chosen) if at % 4 in (0, 3)]
+    return [*first, *(row for at, row in enumerate(chosen) if at % 4 in (1, 2))]
+
+
+def _places(name: str) -> Iterator[Place]:
+    """A place for each value in an argument, in their order."""
+    return ((name, number) for number in count())
+
+
+def _cut(dim: int, rows: int, chosen: Sequence[int], tensor: torch.Tensor) -> torch.Tensor:
+    """The chosen ones of the rows of a tensor, if it has rows."""
+    return _rows_of(tensor, dim, chosen) if tensor.dim() > dim and tensor.shape[dim] == rows else tensor
+
+
+def _rows_of(tensor: torch.Tensor, dim: int, rows: Sequence[int]) -> torch.Tensor:
+    if tensor.layout is not torch.strided:
+        return cat([narrow(tensor, dim, row, 1) for row in rows], dim)
+    return tensor.index_select(dim, torch.tensor([*rows], device=tensor.device))

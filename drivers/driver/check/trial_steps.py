@@ -1,0 +1,125 @@
+"""Sends trials to the workers of a driver: a few rows as one micro-batch, and as two."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pippy.drivers.batch.division import Division
+from pippy.drivers.compare.asked import Asked
+from pippy.drivers.driver.data.sent_datasets import SentDatasets
+from pippy.drivers.driver.steps.asked_outputs import values_to_return
+from pippy.drivers.driver.steps.programs import DriverPrograms
+from pippy.drivers.placement.placed_pipe import PlacedPipe
+from pippy.drivers.protocol.steps import StepReturning
+from pippy.drivers.protocol.trials import Difference, ForgetTrials, Purpose, Trial
+from pippy.drivers.session.commands import Commands
+from pippy.ir.run.keyed_draws import RandomStep
+from pippy.ir.run.stage_backward import loss_inside
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a trial gave: the loss of each micro-batch, the weights that they had, what differs, and what was asked.
+
+    ``is_finite``: what it is compared with are numbers.
+    """
+
+    losses: tuple[float, ...]
+    weights: tuple[float, ...]
+    dtype: torch.dtype
+    differences: tuple[Difference, ...]
+    asked: Asked
+    is_finite: bool
+
+    @property
+    def loss(self) -> float:
+        """The loss of all rows. A micro-batch of weight 0 counts nothing, even if its loss is no number."""
+        return sum(weight * loss for weight, loss in zip(self.weights, self.losses) if weight)
+
+
+class TrialSteps:
+    """The trials of one driver. ``limit`` is how many seconds each may take."""
+
+    def __init__(
+        self,
+        placed: PlacedPipe,
+        programs: DriverPrograms,
+        commands: Commands,
+        datasets: SentDatasets,
+        limit: float | None,
+        device_type: str,
+        follow_buffers: bool,
+    ) -> None:
+        self.placed, self.programs, self.commands, self.datasets = placed, programs, commands, datasets
+        self.limit, self.device_type, self.follow_buffers = limit, device_type, follow_buffers
+        self._remembered = False
+
+    def run(
+        self,
+        division: Division,
+        weights: Sequence[float],
+        purpose: Purpose,
+        watch: bool = False,
+        single_loss: bool = False,
+        number: int = 0,
+    ) -> Tried:
+        """Run a trial with these rows, divided as they are. ``number`` is what random numbers are keyed by."""
+        sent = self.programs.for_trial(division.chunks, single_loss)
+        ranks = list(dict.fromkeys(self.placed.ranks[stage] for stage in _first_stages(sent.lowered.program.placement)))
+        name, call = self.placed.loss_call(sent.lowered)
+        worker = self.placed.worker_of(call.call)
+        divisions = self.datasets.divisions(division, sent.lowered, ranks, None)
+        flags = self.placed.flags()
+        returned = values_to_return(self.placed.compiled, False)
+        assert returned is not None
+        returns = self.placed.returns(returned)
+        bodies = {
+            rank: Trial(
+                StepReturning(
+                    sent.number,
+                    True,
+                    divisions[rank],
+                    tuple(weights),
+                    flags[rank],
+                    random=RandomStep(0, number),
+                    returns=returns[rank],
+                ),
+                purpose,
+                watch,
+                self.follow_buffers,
+            )
+            for rank in ranks
+        }
+        self._remembered = True
+        answers = self.commands.call(bodies, self.limit)
+        losses = _losses(answers[worker].values[name], self.placed.compiled.loss.seed)  # type: ignore[union-attr]
+        return Tried(
+            tuple(float(each) for each in losses),
+            tuple(weights),
+            losses[0].dtype,
+            tuple(each for rank in ranks for each in answers[rank].differences),
+            Asked(
+                tuple(dict.fromkeys(each for rank in ranks for each in answers[rank].asked.questions)),
+                tuple(each for rank in ranks for each in answers[rank].asked.chosen),
+            ),
+            all(answers[rank].is_finite for rank in ranks),
+        )
+
+    def forget(self) -> None:
+        """Drop what the workers hold for trials."""
+        if self._remembered:
+            self._remembered = False
+            self.commands.call({worker: ForgetTrials() for worker in self.placed.workers})
+
+
+def _losses(packed: Any, seed: Any) -> list[torch.Tensor]:
+    if isinstance(packed, torch.Tensor):
+        return list(packed.unbind())
+    return [each if isinstance(each, torch.Tensor) else loss_inside(seed, each) for each in packed]
+
+
+def _first_stages(placement: Any) -> list[int]:
+    """A stage of each worker of a pipeline, in the order of the workers."""
+    return [placement.stages_of(worker)[0] for worker in range(placement.workers)]

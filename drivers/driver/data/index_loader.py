@@ -1,0 +1,201 @@
+"""Gives mini-batches as indices: the workers load the rows, each those columns that it uses."""
+
+import sys
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, default_collate
+
+from pippy.drivers.base.errors import DriverError
+from pippy.drivers.batch.columns import Column, IndexBatch
+from pippy.drivers.driver.data.dataset_source import DatasetSource
+from pippy.ir.base.public_calls import placing_words
+from pippy.ir.base.trees import describe
+from pippy.ir.run.random_state import untouched_random_state
+
+Columns = tuple[Column, ...] | dict[str, Column]
+
+
+@placing_words("IndexLoader(dataset)")
+class IndexLoader:
+    """A loader whose mini-batches are indices. The workers that use an argument load its rows; the controller loads none.
+
+    ``dataset`` has ``__getitem__`` or ``__getitems__``, and is sent to the workers once; or it is the name of a function that
+    makes it there, "package.module:function". The rest is as in `torch.utils.data.DataLoader`. A mini-batch is a tuple or a
+    dict of columns: ``driver.run(chunks, *batch)`` or ``**batch``. ``columns`` says how many there are, or their names; it is
+    needed for a dataset by name, and else found out from one row. With ``prefetch=2``, workers load the next two mini-batches
+    while they compute. See docs/data.md.
+
+    >>> from torch.utils.data import TensorDataset
+    >>> from pippy import Pipe, PipelineDriver1F1B, local_cluster
+    >>> torch.manual_seed(0)
+    <torch._C.Generator object at ...>
+    >>> x, target = torch.randn(8, 4), torch.randn(8, 1)
+    >>> loader = IndexLoader(TensorDataset(x, target), batch_size=4)
+    >>> pipe = Pipe.from_sequential(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)), torch.nn.MSELoss())
+    >>> with local_cluster(2, threads=1) as cluster:
+    ...     driver = PipelineDriver1F1B(pipe, cluster)
+    ...     losses = [driver.run(2, *batch) for batch in loader]
+    ...     print(losses == [driver.run(2, x[at : at + 4], target[at : at + 4]) for at in (0, 4)])
+    True
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int = 1,
+        shuffle: bool = False,
+        *,
+        sampler: Iterable[Any] | None = None,
+        batch_sampler: Iterable[Sequence[Any]] | None = None,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        columns: int | Sequence[str] | None = None,
+        seed: int | None = None,
+        prefetch: int = 0,
+    ) -> None:
+        self.source = DatasetSource(dataset, collate_fn, prefetch)
+        self.keys = _keys_of(columns, self.source)
+        self.seed = torch.initial_seed() if seed is None else seed
+        self.epoch = self.given = 0
+        self._loaded = False  # whether a state was loaded, and nothing was given since
+        self._single = 0  # mini-batches that `batch` made
+        self._shuffles = shuffle
+        if batch_sampler is not None:
+            if (batch_size, shuffle, drop_last, sampler) != (1, False, False, None):
+                raise DriverError(
+                    "batch_sampler= says all of the order; leave out batch_size, shuffle, sampler and drop_last"
+                )
+            self.batch_sampler: Iterable[Sequence[Any]] = batch_sampler
+            self.sampler: Any = None
+            return
+        if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+            raise DriverError(f"batch_size={describe(batch_size)}: give how many rows a mini-batch has, 1 or more")
+        if sampler is not None and shuffle:
+            raise DriverError("sampler= and shuffle=True: both say the order; leave one of them out")
+        self.sampler = self._own_sampler() if sampler is None else sampler
+        self.batch_sampler = BatchSampler(self.sampler, batch_size, drop_last)
+
+    def _own_sampler(self) -> Any:
+        rows = self.source.rows
+        if rows is None:
+            raise DriverError(
+                "how many rows the dataset has is not known here, as it is made by the workers or has no __len__; give the "
+                "order of its indices: sampler=range(1000), or a sampler of torch.utils.data"
+            )
+        if not self._shuffles:
+            return SequentialSampler(range(rows))
+        return RandomSampler(range(rows), generator=torch.Generator())
+
+    def __len__(self) -> int:
+        """How many mini-batches an epoch has."""
+        return len(self.batch_sampler)  # type: ignore[arg-type]
+
+    def __repr__(self) -> str:
+        return f"IndexLoader({describe(self.source.dataset)}, columns={list(self.keys)})"
+
+    def batch(self, indices: Iterable[Any]) -> Columns:
+        """The mini-batch of the rows with these indices.
+
+        >>> loader = IndexLoader([(1.0, 2.0), (3.0, 4.0)])
+        >>> loader.batch([1, 0, 1])
+        (Column(0, 3 rows), Column(1, 3 rows))
+        """
+        self._single += 1
+        return self._columns(IndexBatch(self.source.number, self._listed(indices), (self.seed, self._single)))
+
+    def __iter__(self) -> Iterator[Columns]:
+        """The mini-batches of the next epoch; of the same, behind those that were given, after `load_state_dict`."""
+        epoch, skip, self._loaded = self.epoch, self.given, False
+        self._begin_epoch(epoch)
+        batches = (
+            IndexBatch(self.source.number, self._listed(indices), (self.seed, epoch, position))
+            for position, indices in enumerate(self.batch_sampler)
+            if position >= skip
+        )
+        for position, batch in enumerate(_with_those_ahead(batches, self.source.prefetch), skip):
+            self.epoch, self.given = epoch, position + 1
+            yield self._columns(batch)
+        self.epoch, self.given = epoch + 1, 0
+
+    def _begin_epoch(self, epoch: int) -> None:
+        for sampler in (self.sampler, self.batch_sampler):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+        if self._shuffles:
+            self.sampler.generator.manual_seed(hash((self.seed, epoch)))
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is that of this epoch, which the order and the random numbers of the dataset depend on.
+
+        If a state was loaded that is from the end of this epoch, nothing is left of it, and the iteration is empty.
+        """
+        if epoch != self.epoch:
+            ended = self._loaded and (epoch + 1, 0) == (self.epoch, self.given)
+            self.epoch, self.given = epoch, sys.maxsize if ended else 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Where it is: the epoch, how many of its mini-batches were given, and the seed."""
+        return {"seed": self.seed, "epoch": self.epoch, "given": self.given, "single": self._single}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on where another loader of the same dataset was."""
+        self._loaded = True
+        self.seed, self.epoch, self.given, self._single = (state[key] for key in ("seed", "epoch", "given", "single"))
+
+    def _listed(self, indices: Iterable[Any]) -> Sequence[Any]:
+        found = indices.tolist() if hasattr(indices, "tolist") else list(indices)
+        found = [each.item() if hasattr(each, "item") else each for each in found]
+        self.source.check_indices(found)
+        return found
+
+    def _columns(self, batch: IndexBatch) -> Columns:
+        columns = {key: Column(self.source, key, batch) for key in self.keys}
+        return columns if any(isinstance(key, str) for key in self.keys) else tuple(columns.values())  # type: ignore[return-value]
+
+
+def _with_those_ahead(batches: Iterable[IndexBatch], count: int) -> Iterator[IndexBatch]:
+    """Each mini-batch, with as many of those that come next."""
+    waiting = deque[IndexBatch]()
+    for batch in batches:
+        waiting.append(batch)
+        if len(waiting) > count:
+            yield replace(waiting.popleft(), ahead=tuple(waiting))
+    while waiting:
+        yield replace(waiting.popleft(), ahead=tuple(waiting))
+
+
+def _keys_of(columns: int | Sequence[str] | None, source: DatasetSource) -> tuple[Hashable, ...]:
+    """The keys of the columns, from what was given, or from one row."""
+    if columns is None:
+        return _found_keys(source)
+    if isinstance(columns, int) and not isinstance(columns, bool) and columns > 0:
+        return tuple(range(columns))
+    if isinstance(columns, (tuple, list)) and columns and all(isinstance(each, str) for each in columns):
+        return tuple(columns)
+    raise DriverError(f"columns={describe(columns)}: give how many columns the dataset has, or their names")
+
+
+def _found_keys(source: DatasetSource) -> tuple[Hashable, ...]:
+    if source.columns is not None:
+        return tuple(source.columns)
+    if source.by_name:
+        raise DriverError(
+            f"columns= is needed for a dataset by name, {source.dataset!r}, as only the workers make it: give how many columns "
+            "a row has, or their names"
+        )
+    try:
+        with untouched_random_state():
+            row = source.dataset[0] if hasattr(source.dataset, "__getitem__") else source.dataset.__getitems__([0])[0]
+            rows = (source.collate or default_collate)([row])
+    except Exception as error:
+        raise DriverError(
+            f"one row was loaded to see which columns there are, and that raised {type(error).__name__}: {error}; say it: "
+            "columns=2, or their names"
+        ) from error
+    if isinstance(rows, Mapping):
+        return tuple(rows)
+    return tuple(range(len(rows))) if isinstance(rows, (tuple, list)) else (None,)

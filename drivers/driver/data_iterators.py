@@ -1,0 +1,41 @@
+"""Steps whose micro-batches come one by one from an iterator, as DeepSpeed's engine takes them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from pippy.drivers.base.errors import DriverError
+from pippy.drivers.batch.items import Call, call_of
+from pippy.drivers.driver.steps.driver_arguments import check_chunks
+from pippy.drivers.model.model_on_workers import ModelOnWorkers
+from pippy.ir.base.names import LOSS
+from pippy.ir.base.trees import describe
+
+
+def next_call(data_iter: Iterator[Any], chunks: Any, method: str) -> Call:
+    """The call of `driver.run` with the next ``chunks`` items, each of which is a micro-batch.
+
+    >>> import torch
+    >>> next_call(iter([torch.ones(2), torch.ones(3)]), 2, "train_batch")
+    Call(chunks=2, args=(MicroBatches([float32[2], float32[3]]),), kwargs={})
+    """
+    check_chunks(chunks, None)
+    if not isinstance(data_iter, Iterator):
+        raise DriverError(
+            f"{method}() takes an iterator, from which it takes {chunks} items each time, and this is {describe(data_iter)}; "
+            "call iter() once, before the loop, or give pippy.RepeatingLoader(loader)"
+        )
+    items = []
+    for _ in range(chunks):
+        try:
+            items.append(next(data_iter))
+        except StopIteration:
+            raise DriverError(
+                f"the iterator ended after {len(items)} of the {chunks} micro-batches of this step, and nothing was run; "
+                "pippy.RepeatingLoader(loader) begins anew at the end"
+            ) from None
+    return call_of(items, 1)
+
+
+def loss_alone(driver: ModelOnWorkers) -> dict[str, Any]:
+    """What to give `run` for the loss alone: what a model returns beside its loss stays on the workers."""
+    return {} if LOSS in driver.compiled.split_gm._modules or driver.compiled.loss is None else {"outputs": False}

@@ -1,0 +1,686 @@
+"""What all drivers share: one script runs a Pipe on the workers of a cluster.
+
+A driver makes the schedule's program for as many micro-batches as are asked for, lowers it for its Pipe, and sends each
+worker its part, once. From then on each step takes one message for each worker.
+
+    PipelineDriverBase ──▶ programs      made by the schedule, lowered, sent, kept
+        arguments,     ──▶ commands      what the workers are told, and the state of their gradients
+        run, record    ──▶ placed        the Pipe with its stages placed on workers; programs and commands use it, too
+
+What a driver does with the parameters, gradients and optimizers of its model is in model_on_workers.py.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from html import escape
+from typing import Any
+
+import torch
+
+from pippy.drivers.base.errors import DriverError, MicrobatchError
+from pippy.drivers.batch.columns import Column
+from pippy.drivers.batch.divide_call import divide_call
+from pippy.drivers.batch.division import Division
+from pippy.drivers.batch.refused_inputs import refuse_inputs
+from pippy.drivers.choice.auto import Auto
+from pippy.drivers.choice.auto_memory import AutoWithinMemory
+from pippy.drivers.choice.measurements import UNMEASURED, StepPurpose
+from pippy.drivers.choice.memory_fit import Call
+from pippy.drivers.choice.stage_estimates import call_to_fit
+from pippy.drivers.count.driver_memory import DriverMemory
+from pippy.drivers.count.optimizer_bytes import CountedOptimizer, counted_optimizer
+from pippy.drivers.count.pipe_bytes import count_pipe
+from pippy.drivers.driver.check.check_step import StepAside, StepCheck, checked_model
+from pippy.drivers.driver.check.first_step import FirstStep, Unchecked
+from pippy.drivers.driver.check.report import CheckReport
+from pippy.drivers.driver.check.rows import NoRows, TriedRows
+from pippy.drivers.driver.check.trial_bytes import trial_bytes
+from pippy.drivers.driver.check.trial_steps import TrialSteps
+from pippy.drivers.driver.data.sent_datasets import SentDatasets, check_no_columns, columns_in
+from pippy.drivers.driver.data_iterators import loss_alone, next_call
+from pippy.drivers.driver.steps.asked_outputs import asked_outputs, values_to_return
+from pippy.drivers.driver.steps.driver_arguments import (
+    check_chunks,
+    check_options,
+    check_replicated,
+    checked_buffers,
+    checked_checkpoint,
+    checked_out_of_order,
+    chosen_workers,
+    seconds,
+)
+from pippy.drivers.driver.steps.evaluating import evaluating
+from pippy.drivers.driver.steps.local_optimizers import watch
+from pippy.drivers.driver.steps.programs import DriverPrograms, RequestedSchedule, SentProgram, check_single_loss
+from pippy.drivers.driver.steps.results import Results
+from pippy.drivers.driver.steps.running_step import RunningStep
+from pippy.drivers.driver.steps.updates import check_trains, checked_updates
+from pippy.drivers.engines.cluster import Cluster
+from pippy.drivers.engines.current_cluster import current_cluster
+from pippy.drivers.engines.topology import DriverPlaces
+from pippy.drivers.generation.generation import Generation
+from pippy.drivers.model.model_on_workers import ModelOnWorkers
+from pippy.drivers.model.recovery.recovery import finish_saving
+from pippy.drivers.placement.parameter_hooks import ParameterHooks
+from pippy.drivers.placement.placed_pipe import PlacedPipe
+from pippy.drivers.placement.replicas import RunningStatistics, Topology
+from pippy.drivers.plan import Program
+from pippy.drivers.plan.passes.halves import has_halves
+from pippy.drivers.protocol.steps import Step, StepResult, StepReturning
+from pippy.drivers.report.model_names import model_names
+from pippy.drivers.report.rates import batch_size
+from pippy.drivers.report.record import Recording
+from pippy.drivers.session.commands import Commands, Hooks, in_turn
+from pippy.drivers.session.nonfinite_gradients import NonFiniteGradients
+from pippy.drivers.session.step_numbers import first_numbers
+from pippy.drivers.worker.compiling import compile_options
+from pippy.ir.base import source
+from pippy.ir.base.brief import brief
+from pippy.ir.base.names import LOSS
+from pippy.ir.base.public_calls import placing_words
+from pippy.ir.base.surroundings import Surroundings, refused_here
+from pippy.ir.pipe import Pipe, compiled_of, example_of, follow_parameters, follow_training_flags, module_hooks_of
+from pippy.ir.show.content import content_of
+from pippy.ir.show.html_table import html_table
+from pippy.ir.show.readable import shortened
+from pippy.ir.show.stages_table import table_cells
+
+
+@placing_words(
+    "PipelineDriver1F1B(pipe, cluster)",
+    {"run": "driver.run(chunks, x, target)"},
+    owner="driver",
+)
+class PipelineDriverBase(ModelOnWorkers):
+    """Runs a Pipe on a cluster by a schedule. Take a subclass, or `PipelineDriver` for any schedule or program.
+
+    ``cluster`` is the one in force if it is left out. ``world_size`` says how many of its workers to use, the first
+    ones, or ``all_ranks`` which. What the other arguments mean is written in docs/running.md.
+
+    >>> PipelineDriverBase(7)
+    Traceback (most recent call last):
+    pippy.drivers.base.errors.DriverError: a driver runs a Pipe, and this is a int; make one: pipeline(model, loss_fn)
+    """
+
+    schedule: str | Program
+    _auto: Auto[Any] | None = None  # chooses the schedule
+
+    def __init__(
+        self,
+        pipe: Pipe,
+        cluster: Cluster | None = None,
+        *,
+        world_size: int | None = None,
+        all_ranks: Sequence[int] | None = None,
+        chunk_spec: Sequence[Any] | Mapping[str, Any] | None = None,
+        batch_dims: Sequence[int | None] | Mapping[str, int | None] | None = None,
+        output_spec: Any = None,
+        loss_reduction: str | Callable[..., Any] | None = None,
+        single_loss: bool = False,
+        step_timeout: float | None = None,
+        compile: bool | Mapping[str, Any] | None = None,
+        out_of_order: bool | int = False,
+        checkpoint: str | Mapping[int, str] = "never",
+        keyed_random: bool | int = True,
+        replicas: int = 1,
+        check: bool = True,
+        buffers: str | None = None,
+        _debug_mask_minibatches: bool = False,
+        **options: Any,
+    ) -> None:
+        if not isinstance(pipe, Pipe):
+            raise DriverError(
+                f"a driver runs a Pipe, and this is a {type(pipe).__name__}; make one: pipeline(model, loss_fn)"
+            )
+        if cluster is not None and not isinstance(cluster, Cluster):
+            raise DriverError(
+                f"cluster={brief(cluster)} is a {type(cluster).__name__}; give what `with cluster(n) as workers:` gives, and "
+                "numbers of workers as world_size="
+            )
+        check_options(type(self), self.schedule, options)
+        compiled = compiled_of(pipe)
+        self.cluster = current_cluster() if cluster is None else cluster
+        self.chunk_spec, self.batch_dims, self.output_spec = chunk_spec, batch_dims, output_spec
+        self.loss_reduction, self.single_loss = loss_reduction, single_loss
+        self.step_timeout, self.out_of_order = seconds(step_timeout), checked_out_of_order(out_of_order)
+        self.mask, self.options = _debug_mask_minibatches, options
+        self.buffers = checked_buffers(buffers)
+        self.compile, numbers = compile_options(compile), first_numbers(keyed_random)
+        chosen = chosen_workers(len(self.cluster), compiled.num_stages, world_size, all_ranks, replicas)
+        self.replicas = replicas
+        if replicas > 1:
+            check_replicated(replicas, auto=self._auto is not None, single_loss=single_loss, mask=self.mask)
+        self._statistics = RunningStatistics(compiled) if replicas > 1 else None
+        self.checkpoint = checked_checkpoint(checkpoint, compiled.num_stages)
+        schedule = RequestedSchedule(self.schedule, options, compiled.num_stages, self._auto, self.checkpoint, replicas)
+        self.placement = schedule.example(chunks=1, workers=len(chosen) // replicas).placement
+        self._check_placement(compiled.num_stages)
+        workers = self.placement.workers
+        self.ranks = tuple(chosen[: workers * replicas])
+        ranks = [
+            [self.ranks[at + worker] for worker in self.placement.worker_of]
+            for at in range(0, len(self.ranks), workers)
+        ]
+        follow_parameters(pipe)
+        self._module_hooks = module_hooks_of(pipe).again()
+        self._module_hooks.check()
+        placed = PlacedPipe(compiled, ranks[0], self.compile, ranks[1:])
+        if single_loss:
+            check_single_loss(schedule.example(chunks=3, workers=workers), placed.loss_stage, self.mask)
+        self.dispatch = self.cluster.dispatch
+        self.number = self.cluster.next_driver()
+        nonfinite = NonFiniteGradients(placed, [name for name, _ in pipe.named_parameters()])
+        commands = Commands(self.dispatch, self.number, placed.workers, bool(placed.replicated), nonfinite, numbers)
+        super().__init__(pipe, placed, commands, self.cluster)
+        self.programs = DriverPrograms(pipe, schedule, placed, commands, workers, single_loss, self.out_of_order)
+        self.datasets = SentDatasets(compiled, commands, self.cluster.workers, loss_reduction)
+        self._first_step = self._made_first_step() if check and compiled.loss is not None else None
+        self.hooks = ParameterHooks(pipe, placed)
+        self._generation = Generation(pipe, placed, commands, workers)
+        self._probed: set[tuple[int, bool, bool]] = set()  # kinds of steps whose outputs were checked
+        self._recording: Recording | None = None
+        commands.load(placed.loads(), placed.flags())
+        watch(pipe.parameters(), commands)
+        self._places = DriverPlaces.of(type(self).__name__, placed.replicas)
+        self.cluster.open_drivers[self.number] = self._places  # a weak reference
+
+    def __repr__(self) -> str:
+        schedule = self.schedule if isinstance(self.schedule, str) else repr(self.schedule)
+        workers = shortened(", ".join(self.cluster.workers[rank] for rank in self.ranks), 200)
+        stages = "1 stage" if self.compiled.num_stages == 1 else f"{self.compiled.num_stages} stages"
+        stages += f" in {self.replicas} replicas" * (self.replicas > 1)
+        idle = ", ".join(each for rank, each in enumerate(self.cluster.workers) if rank not in self.ranks)
+        unused = f"; none on {shortened(idle, 200)}" if idle else ""
+        return f"<{type(self).__name__}: {schedule}, {stages} on {workers}{unused}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the stages, each with its worker."""
+        head, *stages, total = table_cells(content_of(self.compiled))
+        workers = [
+            ", ".join(self.cluster.workers[rank] for rank in self.placed.workers_of(name)) for name, *_ in stages
+        ]
+        rows = [[each[0], worker, *each[1:]] for each, worker in zip([head, *stages, total], ["worker", *workers, ""])]
+        return f"<div>{escape(repr(self))}{html_table(rows, words=(0, 1, -1), total=True)}</div>"
+
+    @property
+    def topology(self) -> Topology:
+        """Which worker of the cluster holds which stage of which replica of the pipeline: print it.
+
+        >>> from pippy import Pipe, PipelineDriver1F1B, local_cluster
+        >>> pipe = Pipe.from_sequential(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)), torch.nn.MSELoss())
+        >>> with local_cluster(4, threads=1) as cluster:
+        ...     driver = PipelineDriver1F1B(pipe, cluster, replicas=2)
+        ...     print(driver.topology)
+        stage      0        1
+        replica 0  worker0  worker1
+        replica 1  worker2  worker3
+        """
+        return Topology(self.placed.replicas, self.cluster.workers)
+
+    def _check_placement(self, num_stages: int) -> None:
+        if self.placement.stages != num_stages:
+            raise DriverError(
+                f"the {'placement' if isinstance(self.schedule, str) else 'program'} is for {self.placement.stages} stages, "
+                f"and the Pipe has {num_stages}; give each of them a worker"
+            )
+        if self._auto is not None:
+            self._auto.check(self.placement)
+
+    @in_turn
+    def program(self, chunks: int) -> Program:
+        """The program that the workers run for ``chunks`` micro-batches: print it, draw it, simulate it.
+
+        With ``schedule="auto"``, the one that the next step runs.
+        """
+        check_chunks(chunks, None)
+        return self.programs.next(chunks, self.trains).lowered.program
+
+    @property
+    def trains(self) -> bool:
+        """Whether a step leaves gradients: there is a loss, and gradients are on."""
+        return self.compiled.loss is not None and torch.is_grad_enabled()
+
+    # Steps
+
+    def run(self, chunks: int | None, *args: Any, outputs: Any = None, **kwargs: Any) -> Any:
+        """Run a mini-batch through the pipeline in ``chunks`` micro-batches.
+
+        Takes what the Pipe takes, and gives what it gives: the loss (or what the model returns, the loss in it), or for a
+        Pipe without a loss the outputs. A loss leaves its gradients on the workers, unless under `torch.no_grad()`.
+
+        With ``outputs=True`` it gives the loss and what the model returns, as `LossAndOutputs`; with ``outputs=False`` the loss
+        alone, also where the model returns more.
+        """
+        number = self.dispatch.number
+        try:
+            return self.run_async(chunks, *args, outputs=outputs, **kwargs).result()
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) or self.dispatch.has_sent_since(number):
+                self.dispatch.give_up(error)
+            raise
+
+    @in_turn
+    def check(self, *args: Any, model: Any = None, **kwargs: Any) -> CheckReport:
+        """One training step on the workers beside the plain model in this process: whether they have the same numbers.
+
+        Takes what `run` takes; the number of micro-batches may be left out, for one that suits the schedule. Compared are the
+        loss, the outputs, each gradient and buffer, and each parameter after an update by the driver's optimizers. Print the
+        result: it says what differs, and in which stage that begins. It is true if nothing does. All is afterwards as it was,
+        on the workers and here. ``model`` is the plain model, if it is not the one that the Pipe was made from; its parameters
+        are taken from the workers. See docs/checking.md.
+
+        >>> from pippy import Pipe, PipelineDriver1F1B, local_cluster
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)).double()
+        >>> x, target = torch.ones(4, 2).double(), torch.ones(4, 1).double()
+        >>> with local_cluster(2, threads=1) as cluster:
+        ...     driver = PipelineDriver1F1B(Pipe.from_sequential(model, torch.nn.MSELoss()), cluster)
+        ...     optimizer = driver.instantiate_optimizer(torch.optim.Adam)
+        ...     print(driver.check(2, x, target))
+        the same as the plain model, with 2 micro-batches: the loss, 1 output, 4 gradients and 4 parameters after an update
+        largest difference ...
+        """
+        given = [each for each in args[:1] if isinstance(each, int) and not isinstance(each, bool)]
+        chunks = given[0] if given else self._usual_chunks()
+        args = args[len(given) :]
+        check_chunks(chunks, None)
+        self.filling.check("check()")
+        surroundings, trains = _surroundings("check"), self.trains
+        follow_training_flags(self.pipe)
+        refuse_inputs([*args, *kwargs.values()], trains)
+        self.commands.wait()
+        division = divide_call(self.compiled, chunks, args, kwargs, self.chunk_spec, self.batch_dims, self.mask)
+        columns, plain = columns_in(args, kwargs), checked_model(self, model)
+        rows = self.datasets.loaded_here(division, columns, trains)
+        step = partial(self._step_aside, surroundings, trains, division, columns)
+        return StepCheck(self, plain, rows, trains, step).report()
+
+    def _adds_up(self, hooks: Hooks) -> bool:
+        """Whether the next step adds up the gradients of copies at its end."""
+        if self.hooks.of_copies(hooks):
+            self.reduce_gradients()  # of the steps before, which these hooks have not seen
+        return bool(self.placed.replicated) and (self.commands.last_before_update or self.hooks.of_copies(hooks))
+
+    def _usual_chunks(self) -> int:
+        """A number of micro-batches that suits any schedule: as many as a pipeline has workers."""
+        workers = self.placement.workers
+        return self.programs.schedule.example(chunks=max(2, workers), workers=workers).chunks
+
+    def _step_aside(
+        self,
+        surroundings: Surroundings,
+        trains: bool,
+        division: Division,
+        columns: Sequence[Column],
+        outputs: bool,
+        see: bool,
+    ) -> StepAside:
+        """A step of which nothing is to remain: random numbers and batch norms are the same for every row."""
+        spec = self.output_spec if outputs else None
+        if self._first_step is not None and trains:
+            with suppress(MicrobatchError):  # the report says what differs
+                self._first_step.check(division, columns)
+        results = self._results(division, trains, outputs, spec)
+        sent = self.programs.next(division.chunks, trains)
+        scale = self._grad_scaler.scale_of_steps if self._grad_scaler is not None and trains else None
+        self._module_hooks.check()
+        hooks = self.hooks.now() if trains else self.commands.hooks
+        reduce = trains and self._adds_up(hooks)
+        weigher = self.ranks.index(self._loss_call(sent)[0]) if results.weighs_elsewhere else None
+        divisions = self.datasets.divisions(division, sent.lowered, self.ranks, weigher)
+        self.datasets.send(columns, divisions)
+        steps = self._steps(sent, UNMEASURED, divisions, results.weights, trains, reduce, scale, False, hooks)
+        steps = {rank: replace(step, record=False, alike=True, see=see) for rank, step in steps.items()}
+        returned = values_to_return(self.compiled, outputs)
+        if returned is not None:
+            returns = self.placed.returns(returned)
+            steps = {rank: StepReturning(**vars(step), returns=returns[rank]) for rank, step in steps.items()}
+        answers: list[Mapping[int, StepResult]] = []
+        running = RunningStep(self.dispatch, results, lambda: None)
+        accept = running.accept if scale is None else self.commands.nonfinite.step(running.accept)
+        posted = self.commands.post_step(steps, trains, reduce, self.step_timeout, surroundings, accept)
+        result = running.posted(posted, answers.append).result()
+        seen = [each for answer in answers[0].values() for each in answer.seen]
+        return StepAside(result, results.weights, seen)
+
+    @in_turn
+    def run_async(self, chunks: int | None, *args: Any, outputs: Any = None, **kwargs: Any) -> RunningStep:
+        """Like `run`, but return at once; ``.result()`` of what this gives waits for the step."""
+        self.saving.raise_error()
+        check_chunks(chunks, self._auto)
+        self.filling.check("run()")
+        outputs, kwargs = asked_outputs(self.compiled, outputs, args, kwargs)
+        surroundings = _surroundings()
+        follow_training_flags(self.pipe)
+        if self._statistics is not None:
+            self._statistics.check()
+        trains = self.trains
+        refuse_inputs([*args, *kwargs.values()], trains)
+        self._module_hooks.check()
+        hooks = self.hooks.now() if trains else self.commands.hooks
+        call = None
+        if self._auto is not None and self._auto.counts_bytes:
+            call = self._call(args, kwargs)
+            chunks = self.programs.count_of_chunks(call, trains) if chunks is None else chunks
+        assert chunks is not None
+        division = divide_call(self.compiled, chunks, args, kwargs, self.chunk_spec, self.batch_dims, self.mask)
+        columns = columns_in(args, kwargs)
+        results = self._results(division, trains, outputs, self.output_spec)
+        purpose, sent = self.programs.for_step(chunks, trains, call)
+        program = sent.lowered.program
+        reduce = trains and self._adds_up(hooks)
+        unchecked = None
+        if self._first_step is not None and trains:
+            unchecked = self._first_step.check(division, columns)
+            if self._first_step.found is not None:
+                results = self._results(division, trains, outputs, self.output_spec)
+        weigher = self.ranks.index(self._loss_call(sent)[0]) if results.weighs_elsewhere else None
+        scale = self._grad_scaler.scale_of_steps if self._grad_scaler is not None and trains else None
+        unprobed = (chunks, trains, outputs is not None)
+        probe = results.merges and division.chunks > 1 and not division.mask and unprobed not in self._probed
+        divisions = self.datasets.divisions(division, sent.lowered, self.ranks, weigher)
+        self.datasets.send(columns, divisions)
+        steps = self._steps(sent, purpose, divisions, results.weights, trains, reduce, scale, probe, hooks)
+        returned = values_to_return(self.compiled, outputs)
+        if returned is not None:
+            returns = self.placed.returns(returned)
+            steps = {rank: StepReturning(**vars(step), returns=returns[rank]) for rank, step in steps.items()}
+        running = RunningStep(self.dispatch, results, partial(self._accepted, unprobed, unchecked))
+        self.dispatch.wait_given_up(self.step_timeout)
+        note = None
+        if self._recording is not None:
+            names = [self.cluster.workers[rank] for rank in self.ranks]
+            note = self._recording.begin(program, self.ranks, names, batch_size(division, self.compiled))
+        measured = None
+        if self._auto is not None and trains:
+            measured = self._auto.begin(chunks, program, self.ranks)
+        accept = running.accept if scale is None else self.commands.nonfinite.step(running.accept)
+        posted = self.commands.post_step(steps, trains, reduce, self.step_timeout, surroundings, accept)
+        if measured is not None:
+            measured(partial(self.dispatch.wait, posted))
+        return running.posted(posted, note)
+
+    def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        """What is to fit into the memory of the workers, and is counted if it was not."""
+        check_no_columns((args, kwargs), f"schedule={self.schedule!r} with memory=")
+
+        def divided(chunks: int) -> Division:
+            return divide_call(self.compiled, chunks, args, kwargs, self.chunk_spec, self.batch_dims, self.mask)
+
+        states = [each.counted() for each in self._optimizers]
+        return call_to_fit(self.pipe, (args, kwargs), divided, torch.device(self.cluster.device_type), states)
+
+    def _made_first_step(self) -> FirstStep:
+        by_step = self.buffers != "per_microbatch"
+        given = self.placed, self.programs, self.commands, self.datasets, self.step_timeout, self.cluster.device_type
+        may_be_single = LOSS in self.compiled.split_gm._modules and self.replicas == 1
+        trials = TrialSteps(*given, by_step)
+        return FirstStep(trials, self.loss_reduction, self.single_loss, by_step, may_be_single, self._fits)
+
+    def _trial_bytes(self, rows: Division, states: Sequence[CountedOptimizer]) -> tuple[int, ...]:
+        return trial_bytes(self.pipe, rows, self.placement, torch.device(self.cluster.device_type), states)
+
+    def _fits(self, rows: Division) -> bool:
+        """Whether a trial with these rows stays within ``memory=``."""
+        if not isinstance(self._auto, AutoWithinMemory):
+            return True
+        counted = self._trial_bytes(rows, [each.counted() for each in self._optimizers])
+        return all(map(int.__le__, counted, self._auto.memory.limits(self.placement)))
+
+    def _check_bytes(self, division: Division, states: Sequence[CountedOptimizer]) -> tuple[int, ...]:
+        """What each worker holds while the first step checks itself; nothing if it does not."""
+        if self._first_step is None or division.chunks == 1 or division.mask:
+            return ()
+        try:
+            return self._trial_bytes(TriedRows(division).divided(1), states)
+        except NoRows:
+            return ()
+
+    def _results(self, division: Division, trains: bool, outputs: bool | None, output_spec: Any) -> Results:
+        how = self.loss_reduction if self._first_step is None else self._first_step.how
+        given = output_spec, how, self.single_loss, trains, outputs
+        return Results(self.compiled, self.placed.value_names, division, *given)
+
+    def _accepted(self, unprobed: tuple[int, bool, bool], unchecked: Unchecked | None) -> None:
+        """A step was run, and its answers were not refused. ``unchecked`` says why it could not be checked before."""
+        self._probed.add(unprobed)
+        if unchecked is not None and self._first_step is not None:
+            self._first_step.note(unchecked)
+            source.warn(
+                f"it could not be checked whether micro-batches give the plain model's numbers: {unchecked.reason}. Compare a "
+                "step with the plain model, driver.check(...); without this warning: check=False of the driver"
+            )
+
+    def _loss_call(self, sent: SentProgram) -> tuple[int, str, Sequence[str]]:
+        """The worker that computes the loss, the name of the value that it is in, and what it is computed from."""
+        name, call = self.placed.loss_call(sent.lowered)
+        return self.placed.worker_of(call.call), name, call.takes
+
+    def _steps(
+        self,
+        sent: SentProgram,
+        purpose: StepPurpose,
+        divisions: Mapping[int, Division],
+        weights: tuple[float, ...],
+        trains: bool,
+        reduce: bool,
+        scale: float | None,
+        probe: bool,
+        hooks: Hooks,
+    ) -> dict[int, Step]:
+        """The message for each worker."""
+        told = self.commands.flags_to_send(self.placed.flags(), hooks)
+        flags, hooks = told or ({}, {})
+        return {
+            rank: Step(
+                sent.number,
+                trains,
+                divisions[rank],
+                weights,
+                flags.get(rank),
+                hooks.get(rank),
+                reduce,
+                self._recording is not None or purpose.record,
+                purpose.weigh,
+                scale,
+                probe,
+                self._recording is not None and self._recording.memory,
+            )
+            for rank in self.ranks
+        }
+
+    def train_batch(
+        self,
+        data_iter: Iterator[Any],
+        *,
+        chunks: int,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        scaler: Any = None,
+        max_norm: float | None = None,
+    ) -> Any:
+        """Train on the next ``chunks`` items of an iterator, each a micro-batch, as DeepSpeed's engine does. Gives the loss.
+
+        All of the driver's optimizers step, or those that are given; then the schedulers. Gradients are clipped before, if
+        ``max_norm`` is given, and dropped at the end. An item is a tuple of arguments, a dict of them by name, or one tensor.
+
+        >>> from pippy import Pipe, PipelineDriver1F1B, RepeatingLoader, cluster
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        >>> data = RepeatingLoader([(torch.ones(4, 2), torch.ones(4, 1))])
+        >>> with cluster(2, threads=1) as workers:
+        ...     driver = PipelineDriver1F1B(Pipe.from_sequential(model, torch.nn.MSELoss()), workers)
+        ...     optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
+        ...     losses = [driver.train_batch(data, chunks=2) for _ in range(10)]
+        >>> bool(losses[-1] < losses[0])
+        True
+        """
+        check_trains(self, "train_batch")
+        given = self._optimizers if optimizer is None else optimizer
+        updates = checked_updates(self, given, scheduler, scaler or self._grad_scaler, max_norm, None)
+        call = next_call(data_iter, chunks, "train_batch")
+        loss = self.run(call.chunks, *call.args, **loss_alone(self), **call.kwargs)
+        updates.apply(self)
+        return loss
+
+    def eval_batch(self, data_iter: Iterator[Any], *, chunks: int, outputs: bool | None = None) -> Any:
+        """The loss of the next ``chunks`` items of an iterator, each a micro-batch, in evaluation mode and without gradients.
+
+        With ``outputs=True``, what the model returns, too, as `run` gives it. Modules are then in the mode of before.
+        """
+        call = next_call(data_iter, chunks, "eval_batch")
+        asked = loss_alone(self) if outputs is None else {"outputs": outputs}
+        with evaluating(self.pipe), torch.no_grad():
+            return self.run(call.chunks, *call.args, **asked, **call.kwargs)
+
+    def recover(self) -> dict[str, Any]:
+        """Go on after a worker was lost, or a step has failed, from the newest point of the run. Gives its plain values.
+
+        A point is the last finished `save`, `load` or `protect` of this driver, or the start, as long as no optimizer has made
+        a step. A local cluster starts another process in the place of each worker that died or is stopped; the others keep
+        theirs. The parameters, buffers, optimizers and random numbers become those of the point, and so does what was given to
+        it by name; gradients are dropped. Each driver of the cluster that had stages on a lost worker recovers by itself. If it
+        fails, it can be called again. See docs/checkpoints.md.
+
+        >>> import os, signal, tempfile
+        >>> from pippy import Pipe, PipelineDriver1F1B, errors, local_cluster
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        >>> with tempfile.TemporaryDirectory() as folder, local_cluster(2, threads=1) as cluster:
+        ...     driver = PipelineDriver1F1B(Pipe.from_sequential(model, torch.nn.MSELoss()), cluster)
+        ...     path = driver.save(folder, step=0)
+        ...     os.kill(cluster.control.workers[1].pid, signal.SIGKILL)
+        ...     try:
+        ...         loss = driver.run(2, torch.ones(4, 2), torch.ones(4, 1))
+        ...     except errors.WorkerLostError:
+        ...         values = driver.recover()
+        ...         loss = driver.run(2, torch.ones(4, 2), torch.ones(4, 1))
+        >>> values
+        {'step': 0}
+        """
+        finish_saving(self.saving.finish)
+        return self.recovery.recover(self.loading, self._send_again, self.step_timeout)
+
+    def _send_again(self, workers: Collection[int]) -> None:
+        """Some workers have stages and optimizers, and nothing else: send them the rest, now or when it is needed."""
+        self.programs.send_again(workers)
+        self._generation.forget()
+        self.datasets.forget(workers)
+        if self._first_step is not None:
+            self._first_step.forget()
+
+    @contextmanager
+    def record(self, limit: int = 100, memory: bool = False) -> Iterator[Recording]:
+        """Note what each worker does when in the steps that begin inside; the latest ``limit`` are kept.
+
+        With ``memory=True`` they also note the bytes that they hold with each instruction, which takes time on the CPU.
+        docs/recording.md says what a Recording shows.
+        """
+        before, self._recording = self._recording, Recording(limit, memory=memory, model=model_names(self.compiled))
+        try:
+            yield self._recording
+        finally:
+            self._recording = before
+
+    def memory(
+        self, chunks: int, *args: Any, optimizer: Callable[..., torch.optim.Optimizer] | None = None, **kwargs: Any
+    ) -> DriverMemory:
+        """What each worker holds in a step, in bytes, counted before anything runs. Print it to read it.
+
+        Takes what `run` takes; without arguments, the example that the Pipe was made with is the mini-batch. The state of
+        optimizers is that of the driver's own; before it has one, ``optimizer`` is a class to count with. See docs/memory.md.
+        """
+        if self.single_loss:
+            raise DriverError(
+                "memory() does not count single_loss=True, where the loss holds the whole mini-batch at once; measure a step: "
+                "with driver.record(memory=True) as recording"
+            )
+        follow_training_flags(self.pipe)
+        args, kwargs = (args, kwargs) if args or kwargs else example_of(self.pipe)
+        check_no_columns((args, kwargs), "memory()")
+        division = divide_call(self.compiled, chunks, args, kwargs, self.chunk_spec, self.batch_dims, self.mask)
+        states = [counted_optimizer(optimizer)] if optimizer else [each.counted() for each in self._optimizers]
+        device = torch.device(self.cluster.device_type)
+        program, trains = self.program(chunks), self.trains
+        sizes = count_pipe(self.pipe, division, device, trains, states, has_halves(program))
+        sizes = replace(sizes, divided={self.ranks.index(rank): count for rank, count in sizes.divided.items()})
+        check = partial(self._check_bytes, division, states) if trains else tuple
+        return DriverMemory(program, sizes, bool(states) or not trains, check)
+
+    def train(self, mode: bool = True) -> "PipelineDriverBase":
+        """Put all stages in training mode."""
+        self.pipe.train(mode)
+        return self
+
+    def eval(self) -> "PipelineDriverBase":
+        """Put all stages in evaluation mode."""
+        return self.train(False)
+
+    def generate(
+        self,
+        ids: Any = None,
+        *,
+        max_new_tokens: int | None = None,
+        attention_mask: torch.Tensor | None = None,
+        do_sample: bool | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        chunks: int | None = None,
+        **others: Any,
+    ) -> torch.Tensor:
+        """Make tokens behind prompts with a causal language model, and give the prompts with them: `generate` of transformers.
+
+        Takes the ids of the prompts, [rows, length], padded on the left, and gives what `model.generate` gives with the same
+        arguments and random state, in evaluation mode. What is left out is as the model's ``generation_config`` has it. The
+        parameters are those on the workers. ``chunks`` is into how many groups the rows are divided, which are under way at a
+        time; without it as many as there are workers. See docs/hugging_face.md.
+
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from pippy import PipelineDriver1F1B, cluster, pipeline
+        >>> sizes = {"vocab_size": 9, "n_embd": 4, "n_head": 1, "n_layer": 1, "n_positions": 8, "use_cache": False}
+        >>> model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)).eval()
+        >>> ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
+        >>> pipe = pipeline(model, num_stages=2, split="parameters", example_kwargs={"input_ids": ids, "labels": ids})
+        >>> with cluster(2, threads=1) as workers:
+        ...     made = PipelineDriver1F1B(pipe, workers).generate(ids, max_new_tokens=4, pad_token_id=0)
+        >>> torch.equal(made, model.generate(ids, max_new_tokens=4, pad_token_id=0))
+        True
+        """
+        _surroundings("generate")
+        self.filling.check("generate()")
+        return self._generation.run(
+            others.pop("input_ids", None) if ids is None else ids,
+            attention_mask=attention_mask,
+            max_new_tokens=max_new_tokens,
+            do_sample=do_sample,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+            chunks=chunks,
+            others=others,
+        )
+
+    def close(self) -> None:
+        """Drop the stages, programs and optimizers from the workers; the cluster goes on."""
+        super().close()
+        self.cluster.open_drivers.pop(self.number, None)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a driver belongs to its cluster's controller and cannot be pickled; pickle driver.state_dict()"
+        )
+
+
+def _surroundings(method: str = "run") -> Surroundings:
+    """What surrounds the call of the driver."""
+    refused = refused_here()
+    if refused is not None:
+        raise DriverError(
+            f"{refused.name} is in force around driver.{method}(), and the stages run on workers, where it does not act; "
+            f"{refused.remedy}"
+        )
+    return Surroundings.current()

@@ -1,0 +1,133 @@
+"""The arguments of a driver that are about the driver itself: which workers, how long, in which order, what again."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from inspect import signature
+from typing import Any
+
+from pippy.drivers.base.errors import DriverError
+from pippy.drivers.choice.auto import Auto
+from pippy.drivers.plan.language.errors import ArgumentError
+from pippy.drivers.plan.orders.registry import REGISTRY
+from pippy.drivers.plan.passes.recompute import MODES, Checkpoint, modes_of
+from pippy.ir.base.brief import brief
+from pippy.ir.base.placed_words import refuse_words
+from pippy.ir.base.public_calls import takes_any, words_of
+from pippy.ir.base.trees import describe
+
+
+def chosen_workers(
+    there: int, stages: int, world_size: int | None, all_ranks: Sequence[int] | None, replicas: int = 1
+) -> list[int]:
+    """The workers that a driver uses, of those that are there: as many for each replica.
+
+    >>> chosen_workers(there=4, stages=2, world_size=None, all_ranks=None)
+    [0, 1]
+    >>> chosen_workers(there=5, stages=2, world_size=None, all_ranks=None, replicas=2)
+    [0, 1, 2, 3]
+    """
+    if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
+        raise DriverError(f"replicas={describe(replicas)}: give how many pipelines to run side by side, 1 or more")
+    chosen = _chosen(there, stages * replicas, world_size, all_ranks)
+    if world_size is None and all_ranks is None:
+        chosen = chosen[: len(chosen) // replicas * replicas]
+    if len(chosen) % replicas or not chosen:
+        raise DriverError(
+            f"replicas={brief(replicas)} on {len(chosen) or there} worker{'s' * ((len(chosen) or there) > 1)}: each replica "
+            f"takes as many workers as the others; name a multiple of {brief(replicas)} (world_size= or all_ranks=), or start "
+            "more workers"
+        )
+    return chosen
+
+
+def _chosen(there: int, stages: int, world_size: int | None, all_ranks: Sequence[int] | None) -> list[int]:
+    if all_ranks is not None:
+        ranks = list(all_ranks) if isinstance(all_ranks, Iterable) else [all_ranks]
+        wrong = [rank for rank in ranks if not (isinstance(rank, int) and 0 <= rank < there)]
+        if wrong or len(set(ranks)) != len(ranks) or not ranks:
+            raise DriverError(f"all_ranks={brief(ranks)}: name workers of the cluster, 0 to {there - 1}, each once")
+        if world_size is not None and world_size != len(ranks):
+            raise DriverError(f"world_size={brief(world_size)} and all_ranks={brief(ranks)} disagree; give one of them")
+        return ranks
+    if world_size is None:
+        return list(range(min(there, stages)))
+    if not isinstance(world_size, int) or not 0 < world_size <= there:
+        raise DriverError(f"world_size={brief(world_size)}: the cluster has {there} workers; ask for 1 to {there}")
+    return list(range(world_size))
+
+
+def seconds(limit: Any) -> float | None:
+    """The limit of a step's time."""
+    if limit is None or (isinstance(limit, int | float) and not isinstance(limit, bool) and limit > 0):
+        return limit
+    raise DriverError(f"step_timeout={brief(limit)}: give how many seconds a step may take, or None for no limit")
+
+
+def checked_out_of_order(given: Any) -> bool | int:
+    """How many micro-batches a worker may hold that takes them out of order."""
+    if isinstance(given, bool) or (isinstance(given, int) and given > 0):
+        return given
+    raise DriverError(
+        f"out_of_order={describe(given)}: give True to hold no more micro-batches than the schedule does, or the most that a "
+        "worker may hold"
+    )
+
+
+def checked_checkpoint(given: Any, stages: int) -> Checkpoint:
+    """Which forwards are computed again."""
+    if not isinstance(given, (str, Mapping)):
+        raise ArgumentError(
+            f"checkpoint={brief(given)} is no mode; take one of {', '.join(map(repr, MODES))}, or a dict of stage to mode"
+        )
+    modes_of(given, stages)
+    return given
+
+
+def checked_buffers(given: Any) -> str | None:
+    """What becomes of buffers that forward changes by the rows of a micro-batch."""
+    if given is None or given == "per_microbatch":
+        return given
+    raise DriverError(
+        f"buffers={describe(given)}: give 'per_microbatch', so that each micro-batch changes the buffers that forward changes, "
+        "or leave it out, so that a step is refused in which that is not what the plain model does"
+    )
+
+
+def check_replicated(replicas: int, *, auto: bool, single_loss: bool, mask: bool) -> None:
+    """Raise if an argument does not go together with replicas."""
+    given = f"replicas={replicas} and"
+    if auto:
+        raise DriverError(
+            f"{given} schedule='auto' do not go together; let it choose for one pipeline, print driver.choice, and name that "
+            "schedule"
+        )
+    if single_loss:
+        raise DriverError(
+            f"{given} single_loss=True do not go together: no worker has the outputs of the whole mini-batch; leave one of "
+            "them out"
+        )
+    if mask:
+        raise DriverError(f"{given} _debug_mask_minibatches=True do not go together; leave one of them out")
+
+
+def check_chunks(given: Any, auto: Auto[Any] | None) -> None:
+    """Raise unless this is a number of micro-batches, or None where the driver chooses it."""
+    if given is None and auto is not None and auto.counts_bytes:
+        return
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        chooses = "; schedule='auto' with memory= chooses it for None" if given is None else ""
+        raise DriverError(
+            f"chunks={describe(given)}: give the number of micro-batches first, as in driver.run(4, x, target){chooses}"
+        )
+
+
+def check_options(driver: type, schedule: object, options: Mapping[str, Any]) -> None:
+    """Raise if an argument is none of the driver, and no option of its schedule, and it is known what was meant."""
+    taken = {"stages_per_worker", "placement"}
+    if isinstance(schedule, str) and schedule in REGISTRY:
+        order = REGISTRY[schedule].schedule
+        if takes_any(order):
+            return
+        taken |= set(list(signature(order).parameters)[2:])  # after the placement and the chunks
+    own = [*words_of(*(vars(each)["__init__"] for each in driver.__mro__ if "__init__" in vars(each))), *taken]
+    given = {name: value for name, value in options.items() if name not in taken}
+    refuse_words(driver.__name__, given, [each for each in own if each not in given], unless_known=True)

@@ -1,0 +1,225 @@
+"""The programs of one driver: made by its schedule, lowered, sent to the workers once, and kept."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pippy.drivers.base.errors import DriverError
+from pippy.drivers.batch.whole_batch_gradients import check_changed_parameters, check_whole_batch_gradients
+from pippy.drivers.choice.auto import Auto, auto_placement
+from pippy.drivers.choice.auto_memory import AutoWithinMemory
+from pippy.drivers.choice.measurements import UNMEASURED, StepPurpose
+from pippy.drivers.choice.memory_fit import Call
+from pippy.drivers.lowering.lower import Lowered, lower
+from pippy.drivers.placement.placed_pipe import PlacedPipe
+from pippy.drivers.plan import Program, add_recompute, make_schedule
+from pippy.drivers.plan.language.errors import require
+from pippy.drivers.plan.language.instructions import Op
+from pippy.drivers.plan.language.placement import Placement
+from pippy.drivers.plan.orders.registry import REGISTRY
+from pippy.drivers.plan.passes.recompute import Checkpoint
+from pippy.drivers.session.commands import Commands
+from pippy.ir.pipe import Pipe
+
+_FORWARD = "forward only"
+
+
+@dataclass(frozen=True)
+class RequestedSchedule:
+    """The schedule that the user asked for: a name with its options, or a program. ``stages`` is how many the Pipe has.
+
+    >>> RequestedSchedule("1f1b", {}, stages=4).make(chunks=2, workers=2).placement.worker_of
+    (0, 0, 1, 1)
+    """
+
+    schedule: str | Program
+    options: Mapping[str, Any]
+    stages: int
+    auto: Auto[Any] | None = None  # chooses the schedule
+    checkpoint: Checkpoint = "never"
+    replicas: int = 1
+
+    def make(self, chunks: int, workers: int) -> Program:
+        """The program for a number of micro-batches and of workers of each replica, not lowered yet."""
+        if isinstance(self.schedule, Program):
+            return add_recompute(self._given(self.schedule, chunks, workers), self.checkpoint)
+        require("schedule", self.schedule, str, f"give one of auto, {', '.join(REGISTRY)}, or a Program")
+        if workers > self.stages:
+            raise DriverError(
+                f"{workers} workers for {self.stages} stages; name {self.stages} workers, or cut the model into more stages"
+            )
+        per_worker = [self.stages // workers + (worker < self.stages % workers) for worker in range(workers)]
+        if self.auto is not None:
+            placed = auto_placement(self.options, per_worker)
+            return make_schedule("1f1b", workers=workers, chunks=chunks, checkpoint=self.checkpoint, **placed)
+        self._check_v(self.schedule, workers, per_worker)
+        by_hand = isinstance(self.options.get("placement"), Mapping | Placement)
+        options = {**({} if by_hand else {"stages_per_worker": per_worker}), **self.options, "replicas": self.replicas}
+        return make_schedule(self.schedule, workers=workers, chunks=chunks, checkpoint=self.checkpoint, **options)
+
+    def example(self, chunks: int, workers: int) -> Program:
+        """A program for ``chunks`` micro-batches of each replica, or the user's own, which is for one number of them only."""
+        return self.make(
+            self.schedule.chunks if isinstance(self.schedule, Program) else chunks * self.replicas, workers
+        )
+
+    def _check_v(self, name: str, workers: int, per_worker: Sequence[int]) -> None:
+        """Refuse a V-shaped schedule where the stages are not two for each worker, unless options say where they are."""
+        if name not in REGISTRY or REGISTRY[name].placement != "v" or set(per_worker) == {2} or self.options:
+            return
+        if self.stages % 2 == 0 and self.stages // 2 < workers:
+            count, remedy = self.stages // 2, "give it"
+        else:
+            count, remedy = workers, f"cut the model into {2 * workers} stages, for"
+        raise DriverError(
+            f"schedule={name!r} needs two stages on each worker, and the Pipe has {self.stages} for {workers}; {remedy} "
+            f"{count} worker{'s' * (count > 1)} (world_size={count}, or as many all_ranks=), or take interleaved_1f1b, which "
+            "works on any"
+        )
+
+    def _given(self, program: Program, chunks: int, workers: int) -> Program:
+        if program.replicas != self.replicas:
+            raise DriverError(
+                f"the program is for {_pipelines(program.replicas)}, and the driver for {_pipelines(self.replicas)}; give the "
+                f"driver replicas={program.replicas}, or make_schedule replicas={self.replicas}"
+            )
+        if program.placement.workers > workers:
+            raise DriverError(
+                f"the program is for {program.workers} workers, and there are {workers * self.replicas}; start a larger cluster"
+            )
+        if chunks != program.chunks:
+            raise DriverError(
+                f"chunks={chunks}, and the program was made for {program.chunks}; run it with as many, or make another program"
+            )
+        return program
+
+
+@dataclass(frozen=True)
+class SentProgram:
+    """A program that the workers have, and its number there."""
+
+    number: int
+    lowered: Lowered
+    single_loss: bool = False
+    out_of_order: bool | int = False
+
+
+class DriverPrograms:
+    """Makes, lowers, sends and keeps the programs of one driver, one for each number of micro-batches.
+
+    ``out_of_order`` and ``single_loss`` are what the driver was given.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipe,
+        schedule: RequestedSchedule,
+        placed: PlacedPipe,
+        commands: Commands,
+        workers: int,
+        single_loss: bool,
+        out_of_order: bool | int,
+    ) -> None:
+        self.pipe, self.schedule, self.placed, self.commands = pipe, schedule, placed, commands
+        self.workers, self.single_loss, self.out_of_order = workers, single_loss, out_of_order
+        self.sent: dict[tuple[int, str], SentProgram] = {}  # by the number of micro-batches, and what it is for
+
+    def send_again(self, workers: Collection[int]) -> None:
+        """Send some workers their parts of all programs: they have none."""
+        for sent in self.sent.values():
+            parts = self.placed.programs(sent.number, sent.lowered, sent.single_loss, sent.out_of_order)
+            self.commands.call({worker: parts[worker] for worker in workers if worker in parts})
+
+    def next(self, chunks: int, trains: bool) -> SentProgram:
+        """The program of the next step with ``chunks`` micro-batches, as far as is known now."""
+        auto = self.schedule.auto
+        if auto is None or not trains:
+            return self._plain(chunks, trains)
+        purpose, program = auto.peek(chunks, self._made)
+        return self._send(chunks, purpose.program, program)
+
+    def for_step(self, chunks: int, trains: bool, call: Call | None = None) -> tuple[StepPurpose, SentProgram]:
+        """The program of the step that comes now, and what it is measured for."""
+        auto = self.schedule.auto
+        if auto is None or not trains:
+            return UNMEASURED, self._plain(chunks, trains)
+        purpose, program = auto.next(chunks, self._made, call)
+        return purpose, self._send(chunks, purpose.program, program)
+
+    def count_of_chunks(self, call: Call, trains: bool) -> int:
+        """Into how many micro-batches to cut a call that leaves that to the driver."""
+        assert isinstance(self.schedule.auto, AutoWithinMemory)
+        return self.schedule.auto.count_of_chunks(self._made, call, trains)
+
+    def _made(self, chunks: int) -> Program:
+        """What the automatic schedule begins with; with the edges of the Pipe, where bytes are counted."""
+        made = self.schedule.make(chunks, self.workers)
+        counted = self.schedule.auto is not None and self.schedule.auto.counts_bytes
+        return lower(self.pipe, made).program if counted else made
+
+    def _plain(self, chunks: int, trains: bool) -> SentProgram:
+        name = "training" if trains else _FORWARD
+        if (chunks, name) in self.sent:
+            return self.sent[chunks, name]
+        program = self.schedule.make(chunks, self.workers)
+        if not trains:
+            placement, replicas = program.placement, program.replicas
+            program = make_schedule(
+                "forward_only", workers=placement.workers, chunks=chunks, placement=placement, replicas=replicas
+            )
+        return self._send(chunks, name, program, trains)
+
+    def for_trial(self, chunks: int, single_loss: bool = False) -> SentProgram:
+        """The program of a trial: all forwards, then all backwards, on the workers of the first replica."""
+        name = "trial, single loss" if single_loss else "trial"
+        if (chunks, name) in self.sent:
+            return self.sent[chunks, name]
+        placement = self.schedule.example(chunks=1, workers=self.workers).placement
+        program = make_schedule("fill_drain", workers=placement.workers, chunks=chunks, placement=placement)
+        return self._sent(chunks, name, program, single_loss, False)
+
+    def _send(self, chunks: int, name: str, program: Program, trains: bool = True) -> SentProgram:
+        """Lower a program and send it to the workers, unless they have it."""
+        if (chunks, name) in self.sent:
+            return self.sent[chunks, name]
+        check_changed_parameters(self.placed.compiled, chunks)
+        if trains:
+            check_whole_batch_gradients(self.placed.compiled, chunks)
+        return self._sent(chunks, name, program, self.single_loss, self.out_of_order if trains else False)
+
+    def _sent(
+        self, chunks: int, name: str, program: Program, single_loss: bool, out_of_order: bool | int
+    ) -> SentProgram:
+        lowered, number = lower(self.pipe, program), len(self.sent)
+        _check_limit(out_of_order, lowered.program)
+        self.commands.call(self.placed.programs(number, lowered, single_loss, out_of_order))
+        self.sent[chunks, name] = SentProgram(number, lowered, single_loss, out_of_order)
+        return self.sent[chunks, name]
+
+
+def _pipelines(count: int) -> str:
+    return "one pipeline" if count == 1 else f"{count} replicas of the pipeline"
+
+
+def _check_limit(out_of_order: bool | int, program: Program) -> None:
+    peak = max(program.peak_live)
+    if not isinstance(out_of_order, bool) and out_of_order < peak:
+        raise DriverError(
+            f"out_of_order={out_of_order}: worker {program.peak_live.index(peak)} holds up to {peak} micro-batches of a stage "
+            f"in {program.schedule} with {program.chunks} micro-batches, in order; give at least {peak}, or True"
+        )
+
+
+def check_single_loss(example: Program, loss_stage: int, mask: bool) -> None:
+    """Raise unless all forwards come before the loss in an example of the driver's programs, and there is a loss."""
+    if mask:
+        raise DriverError("single_loss=True and _debug_mask_minibatches=True do not go together; leave one of them out")
+    if loss_stage < 0:
+        raise DriverError("single_loss=True, and the Pipe has no loss function; give one: pipeline(model, loss_fn)")
+    computations = example.computations[example.placement.worker_of[loss_stage]]
+    ops = [each.op for each in computations if each.stage == loss_stage]
+    if sorted(ops, key=lambda op: op != Op.FORWARD) != ops:
+        raise DriverError(
+            f"single_loss=True needs all forwards before the loss, and {example.schedule} begins backwards earlier; "
+            "use PipelineDriverFillDrain"
+        )

@@ -1,0 +1,218 @@
+"""What a step gives back: micro-batches' losses weighted and added, outputs put together."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from pippy.drivers.base.errors import DriverError
+from pippy.drivers.batch.columns import DivisionOfColumns, loaded_columns
+from pippy.drivers.batch.division import Division, SameForAll
+from pippy.drivers.batch.loss_weights import loss_weights, reduction_of, weighing_inputs
+from pippy.drivers.batch.merge import LOSS_PLACE, check_leaves_loss_alone, merge_outputs
+from pippy.drivers.driver.steps.asked_outputs import LossAndOutputs, model_output
+from pippy.ir.base.names import LOSS
+from pippy.ir.base.trees import children, leaves, with_children
+from pippy.ir.call.row_sizes import UNSURE, dims_of
+from pippy.ir.record.compiled import Compiled
+from pippy.ir.record.nodes import map_nodes
+from pippy.ir.run.stage_backward import loss_inside
+
+
+class Results:
+    """Turns the values that the workers return for one step into what the user is given.
+
+    ``names`` has the names of the top-level graph's values, by which the workers return them. The other arguments are what
+    the driver was given. ``assumes`` says that nobody knows how the loss is reduced, so that it must be checked.
+    """
+
+    def __init__(
+        self,
+        compiled: Compiled,
+        names: Mapping[fx.Node, str],
+        division: Division,
+        output_spec: Any = None,
+        loss_reduction: str | Callable[..., Any] | None = None,
+        single_loss: bool = False,
+        trains: bool = False,
+        outputs: bool | None = None,
+    ) -> None:
+        self.trains, self.outputs, self.loss_reduction = trains, outputs, loss_reduction
+        self.compiled, self.names, self.division = compiled, names, division
+        self.output_spec, self.single_loss = output_spec, single_loss
+        self.reduction = reduction_of(self._loss())
+        self.assumes = compiled.loss is not None and not (single_loss or loss_reduction or self.reduction.known)
+        self.weighs_elsewhere = compiled.loss is not None and not single_loss and self._weighs_elsewhere()
+        self.weights = self._weights()
+        self.output = model_output(compiled)
+        self.merges = outputs or (outputs is None and not self._gives_loss())
+        if self.merges:
+            map_nodes(self._check_has_output, self.output)
+        if self.compiled.loss is not None and output_spec is not None:
+            check_leaves_loss_alone(output_spec, map_nodes(self._loss_in, self.output))
+
+    def _loss(self) -> Any:
+        """The loss's module; None if the model returns its loss."""
+        return self.compiled.stage(LOSS) if LOSS in self.compiled.split_gm._modules else None
+
+    def _weights(self) -> tuple[float, ...]:
+        if self.compiled.loss is None or self.single_loss or self.weighs_elsewhere:
+            return (1.0,) * self.division.chunks
+        return loss_weights(self._loss(), self.division, self.compiled.target_name, self.loss_reduction)
+
+    def _weighs_elsewhere(self) -> bool:
+        """Whether a worker finds the weights of the losses, as it has loaded what they are found by."""
+        if not isinstance(self.division, DivisionOfColumns) or self.division.chunks == 1:
+            return False
+        names = weighing_inputs(self.division, self.compiled.target_name, self.loss_reduction)
+        return any(loaded_columns(self.division.arguments[name]) for name in names)
+
+    def _check_has_output(self, node: fx.Node) -> fx.Node:
+        """Raise if the model returns an input that is loaded by the workers."""
+        given = node.op == "placeholder" and node.name in self.division.arguments
+        for leaf in loaded_columns(self.division.arguments[node.name]) if given else ():
+            raise DriverError(
+                f"the model returns its input {leaf.path!r}, which the workers load and this process does not have; give it as "
+                "a tensor, or ask for the loss alone: outputs=False"
+            )
+        return node
+
+    def _gives_loss(self) -> bool:
+        """Whether the Pipe gives the loss, and nothing else."""
+        output = self.compiled.split_gm.graph.output_node().args[0]
+        return isinstance(output, fx.Node) and self._is_loss(output) and not isinstance(self.loss_seed, list)
+
+    def assemble(self, returned: Mapping[str, Any], by_chance: Sequence[tuple[str, int]] = ()) -> Any:
+        """The whole mini-batch's result. ``by_chance`` names tensors that have the rows of a micro-batch by chance."""
+        loss = None if self.compiled.loss is None else self._total(self._losses(returned))
+        if not self.merges:
+            return loss
+        values = {name: self._listed(packed) for name, packed in returned.items()}
+        self.row_dims: dict[int, int | None] = {
+            id(list(leaves(values[name][0]))[number]): None for name, number in by_chance
+        }
+        self.row_dims |= self._known_row_dims(values)
+        parts = [map_nodes(partial(self._value, values, each), self.output) for each in range(self.division.chunks)]
+        outputs = self._with_loss(self.output, self._merged(self.output, [*map(self._without_loss, parts)]), loss)
+        return LossAndOutputs(loss, outputs) if self.outputs else outputs
+
+    def _known_row_dims(self, values: Mapping[str, Sequence[Any]]) -> dict[int, int | None]:
+        """Where the tensors of the first micro-batch have their rows, where tracing has seen it: with one row more."""
+        if not self.division.has_rows_in_front():
+            return {}
+        found = ((its[0], self.compiled.row_sizes.get(name, UNSURE)) for name, its in values.items() if len(its))
+        pairs = [pair for value, sizes in found for pair in zip(leaves(value), dims_of(sizes, value))]
+        return {id(leaf): dim.dim if dim else None for leaf, dim in pairs if dim is not UNSURE}
+
+    def _losses(self, returned: Mapping[str, Any]) -> Any:
+        """The losses of the micro-batches: a tensor of all, or a list."""
+        losses = returned[next(name for node, name in self.names.items() if self._is_loss(node))]
+        if self.outputs is False or not isinstance(self.loss_seed, list):
+            return losses
+        return [loss_inside(self.loss_seed, value) for value in losses]
+
+    def _without_loss(self, part: Any) -> Any:
+        return self._with_loss(self.output, part, LOSS_PLACE)
+
+    def _merged(self, output: Any, parts: Sequence[Any]) -> Any:
+        shared = _map_output(self._is_shared, output)
+        given = parts, self.division.sizes, self.output_spec
+        return merge_outputs(*given, mask=self.division.mask, shared=shared, row_dims=self.row_dims)
+
+    def _is_shared(self, value: Any) -> bool:
+        """Whether all micro-batches have the same value: a constant of the graph, or an input that is not cut."""
+        if not isinstance(value, fx.Node):
+            return True
+        return value.op == "placeholder" and isinstance(self.division.arguments.get(value.name), SameForAll)
+
+    def _loss_in(self, node: fx.Node) -> Any:
+        """What stands for the loss, if the node is it."""
+        return LOSS_PLACE if self._is_loss(node) and not isinstance(self.loss_seed, list) else node
+
+    def _is_loss(self, node: fx.Node) -> bool:
+        return self.compiled.loss is not None and node.name == self.compiled.loss.value
+
+    @property
+    def loss_seed(self) -> Any:
+        """Where in its value the loss is: nested lists, if it is inside of something."""
+        return None if self.compiled.loss is None else self.compiled.loss.seed
+
+    def _total(self, losses: Any) -> torch.Tensor:
+        """The loss of the mini-batch. A micro-batch in which nothing counts has a loss that is no number: left out."""
+        shape = losses[0].shape  # one number, but it may be in brackets
+        losses = torch.stack([loss.reshape(()) for loss in losses]) if isinstance(losses, list) else losses
+        weights = torch.tensor(self.weights[: len(losses)], dtype=losses.dtype)
+        if 0.0 in self.weights:
+            losses, weights = losses[weights != 0], weights[weights != 0]
+        total = (losses * weights).cumsum(0)[-1].reshape(shape)  # in order, however many there are
+        return explaining_backward(total) if self.trains else total
+
+    def _listed(self, packed: Any) -> Sequence[Any]:
+        return list(packed.unbind()) if isinstance(packed, torch.Tensor) else packed
+
+    def _value(self, values: Mapping[str, Sequence[Any]], microbatch: int, node: fx.Node) -> Any:
+        if node.op == "placeholder":
+            return self.division.take(node.name, microbatch)
+        return values[self.names[node]][microbatch]
+
+    def _with_loss(self, output: Any, value: Any, loss: Any) -> Any:
+        """``value``, the value of the graph's ``output``, with another loss in it."""
+        if isinstance(output, fx.Node):
+            return _replaced(self.loss_seed, value, loss) if self._is_loss(output) else value
+        if isinstance(output, Mapping):
+            return {key: self._with_loss(item, value[key], loss) for key, item in output.items()}
+        if isinstance(output, (tuple, list)):
+            return with_children(value, [self._with_loss(item, its, loss) for item, its in zip(output, value)])
+        return value
+
+
+def joined(values: Any, more: Any) -> Any:
+    """The values of some micro-batches, and those of the ones that come after them.
+
+    >>> joined(torch.ones(1), torch.zeros(2))
+    tensor([1., 0., 0.])
+    """
+    if isinstance(values, torch.Tensor) and isinstance(more, torch.Tensor) and values.dtype == more.dtype:
+        return torch.cat([values, more])
+    return [*values, *more]
+
+
+def explaining_backward(loss: torch.Tensor) -> torch.Tensor:
+    """A loss whose `backward()` says that its gradients are there already. In all else it is a tensor like others.
+
+    To require a gradient would change more: `float(loss)` would warn, `loss.numpy()` raise, and a list of losses hold graphs.
+
+    >>> explaining_backward(torch.ones(())).backward()
+    Traceback (most recent call last):
+    pippy.drivers.base.errors.DriverError: loss.backward() after driver.run: the gradients are on the workers already; ...
+    """
+    loss.backward = _explain_backward  # type: ignore[method-assign]
+    loss.__getstate__ = dict  # type: ignore[method-assign]  # saved as the plain tensor that it is
+    return loss
+
+
+def _explain_backward(*args: Any, **kwargs: Any) -> None:
+    raise DriverError(
+        "loss.backward() after driver.run: the gradients are on the workers already; leave it out, and call step() of the "
+        "optimizer that driver.instantiate_optimizer gave"
+    )
+
+
+def _map_output(function: Callable[[Any], Any], output: Any) -> Any:
+    if isinstance(output, Mapping):
+        return {key: _map_output(function, item) for key, item in output.items()}
+    if isinstance(output, (tuple, list)) and not isinstance(output, torch.Size):
+        return [_map_output(function, item) for item in output]
+    return function(output)
+
+
+def _replaced(seed: Any, value: Any, loss: Any) -> Any:
+    """A value with the part that a seed marks replaced."""
+    if seed is None:
+        return value
+    if isinstance(seed, list):
+        items = children(value) or ()
+        return with_children(value, [_replaced(inner, item, loss) for inner, item in zip(seed, items)])
+    return loss

@@ -1,0 +1,64 @@
+"""A step that the workers do while the script goes on."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pippy.drivers.driver.steps.results import Results, joined
+from pippy.drivers.protocol.steps import StepResult
+from pippy.drivers.session.dispatch import Dispatch, PendingCommand
+
+
+class RunningStep:
+    """A step that was dispatched with `run_async`. ``note`` is given the answers, if the step is recorded.
+
+    ``accepted`` is called when no answer was refused. ``rows`` is how many the mini-batch has; None if nothing in it has rows.
+    """
+
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        results: Results,
+        accepted: Callable[[], None],
+    ) -> None:
+        self._dispatch, self._accepted = dispatch, accepted
+        self._results: Results | None = results
+        sizes = results.division.sizes
+        self.rows = None if sizes is None else sum(sizes)
+        self._posted: PendingCommand | None = None
+        self._result: Any = None
+
+    def posted(self, posted: PendingCommand, note: Callable[[Mapping[int, StepResult]], None] | None) -> "RunningStep":
+        """The step was sent."""
+        self._posted, self._note = posted, note
+        return self
+
+    def accept(self, answers: Mapping[int, StepResult]) -> None:
+        """Put the answers together when they are there. If that fails, the step has failed."""
+        assert self._results is not None
+        values: dict[str, Any] = {}
+        for answer in answers.values():  # in the order of the replicas
+            self._results.weights = answer.weights or self._results.weights
+            for name, value in answer.values.items():
+                values[name] = joined(values[name], value) if name in values else value
+        by_chance = [each for answer in answers.values() for each in answer.by_chance]
+        self._result = self._results.assemble(values, by_chance)
+        self._accepted()
+
+    def __repr__(self) -> str:
+        return f"<RunningStep, {'done' if self._posted is None else 'not waited for'}>"
+
+    def result(self) -> Any:
+        """Wait for the step, and give what `run` would have given."""
+        posted = self._posted
+        if posted is not None:
+            self._end(self._dispatch.wait(posted))
+        return self._result
+
+    def _end(self, answers: Mapping[int, StepResult]) -> None:
+        with self._dispatch.lock:
+            if self._posted is None:  # another thread was here
+                return
+            self.peak_live = {worker: answer.peak_live for worker, answer in answers.items()}
+            if self._note is not None:
+                self._note(answers)
+            self._posted = self._results = None  # they hold the inputs and the outputs of the micro-batches

@@ -1,0 +1,112 @@
+"""What happens to the parameters after a mini-batch: gradients are clipped, optimizers and schedulers step."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from pippy.drivers.base.errors import DriverError
+from pippy.drivers.model.model_on_workers import ModelOnWorkers
+from pippy.drivers.model.optimizers.grad_scaler import PipelineGradScaler
+from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
+from pippy.ir.base.trees import describe
+
+
+@dataclass(frozen=True)
+class Updates:
+    """What happens to the parameters after each mini-batch."""
+
+    optimizers: tuple[PipelineOptimizer, ...]
+    schedulers: tuple[Any, ...] = ()
+    scaler: PipelineGradScaler | None = None
+    max_norm: float | None = None
+    clip_value: float | None = None
+
+    def rates(self) -> tuple[float, ...]:
+        """The learning rates as they are now."""
+        return tuple(float(group["lr"]) for each in self.optimizers for group in each.param_groups if "lr" in group)
+
+    def apply(self, driver: ModelOnWorkers) -> float | None:
+        """Clip the gradients, update the parameters with them, and drop them. Gives their norm, if it was taken."""
+        norm = None
+        if self.max_norm is not None:
+            norm = float(driver.clip_grad_norm_(self.max_norm))
+        if self.clip_value is not None:
+            driver.clip_grad_value_(self.clip_value)
+        for optimizer in self.optimizers:
+            optimizer.step() if self.scaler is None else self.scaler.step(optimizer)
+        if self.scaler is not None:
+            self.scaler.update()
+        for scheduler in self.schedulers:
+            if not isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step()
+        driver.zero_grad()
+        return norm
+
+    def evaluated(self, values: Mapping[str, float]) -> None:
+        """An evaluation has given these: what some schedulers step by."""
+        for scheduler in self.schedulers:
+            if isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step(values["loss"])
+
+    def parts(self) -> dict[str, Any]:
+        """What has a state, by the name that it has in a checkpoint."""
+        found = {**_named("optimizer", self.optimizers), **_named("scheduler", self.schedulers)}
+        return found if self.scaler is None else {**found, "scaler": self.scaler}
+
+
+def _named(name: str, parts: Sequence[Any]) -> dict[str, Any]:
+    """One is called by its name, several by a number behind it."""
+    return {name: parts[0]} if len(parts) == 1 else {f"{name}_{at}": part for at, part in enumerate(parts)}
+
+
+def checked_updates(
+    driver: Any, optimizer: Any, scheduler: Any, scaler: Any, max_norm: Any, clip_value: Any
+) -> Updates:
+    """The updates, if these are parts of the driver."""
+    optimizers = _several(optimizer)
+    for each in optimizers:
+        if not isinstance(each, PipelineOptimizer) or each.commands is not driver.commands:
+            whose = "of another driver" if isinstance(each, PipelineOptimizer) else f"a {type(each).__name__}"
+            raise DriverError(
+                f"optimizer= is {whose}, and the parameters are on the workers of this one; give what "
+                "driver.instantiate_optimizer(torch.optim.AdamW, lr=1e-3) gave, or a list of several"
+            )
+    if not optimizers:
+        raise DriverError("optimizer= has none; give what driver.instantiate_optimizer gave, or a list of several")
+    schedulers = () if scheduler is None else _several(scheduler)
+    for each in schedulers:
+        if not hasattr(each, "step") or isinstance(each, torch.optim.Optimizer):
+            raise DriverError(
+                f"scheduler={describe(each)}: give a learning rate scheduler of torch's, or a list of several"
+            )
+    if scaler is not None and not (isinstance(scaler, PipelineGradScaler) and scaler is driver._grad_scaler):
+        raise DriverError(
+            f"scaler={describe(scaler)} is not the one of this driver; give what driver.instantiate_grad_scaler() gave last"
+        )
+    if scaler is None and driver._grad_scaler is not None and driver._grad_scaler.is_enabled():
+        raise DriverError("the driver has a GradScaler, which is to step the optimizers; give it: scaler=scaler")
+    for name, value in (("max_norm", max_norm), ("clip_value", clip_value)):
+        if value is not None and not (_is_number(value) and value > 0):
+            raise DriverError(f"{name}={describe(value)}: give a number above 0, or leave it out for no clipping")
+    return Updates(optimizers, schedulers, scaler, max_norm, clip_value)
+
+
+def check_trains(driver: ModelOnWorkers, what: str) -> None:
+    """Raise unless a step of this driver leaves gradients."""
+    if driver.compiled.loss is None:
+        raise DriverError(f"{what}(): the Pipe has no loss to train with; give pipeline() a loss_fn")
+    if not torch.is_grad_enabled():
+        raise DriverError(
+            f"{what}() is called under torch.no_grad() or inference_mode, where there are no gradients; call it outside"
+        )
+
+
+def _several(given: Any) -> tuple[Any, ...]:
+    return tuple(given) if isinstance(given, (list, tuple)) else (given,)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,93 @@
+"""The checks of arguments that all kinds of clusters take."""
+
+from collections.abc import Iterable, Sequence, Sized
+from typing import Any
+
+import torch
+
+from pippy.drivers.base.errors import ClusterError
+from pippy.ir.base.brief import brief
+
+PATIENCE = 0.001  # seconds that a worker with a core of its own polls for a value before it sleeps
+
+
+def worker_names(n: int, names: Sequence[str] | None) -> tuple[str, ...]:
+    """The names of ``n`` workers: the given names, or else worker0, worker1, and so on.
+
+    >>> worker_names(2, None)
+    ('worker0', 'worker1')
+    """
+    if not _is_count(n):
+        raise ClusterError(f"n is the number of workers, 1 or more; this is {brief(n)}")
+    if names is None:
+        return tuple(f"worker{i}" for i in range(n))
+    if (
+        isinstance(names, str)
+        or not isinstance(names, Iterable)
+        or not all(isinstance(name, str) and name for name in names)
+    ):
+        raise ClusterError(f"names must be a list of {n} strings; these are {brief(names)}")
+    if len(names) != n or len(set(names)) != n:
+        raise ClusterError(f"names must name each of the {n} workers, and none twice; these are {brief(list(names))}")
+    return tuple(names)
+
+
+def check_devices(n: int, devices: Sequence[str | torch.device] | None, device: str | torch.device | None) -> None:
+    """Raise unless this is one device for each of ``n`` workers, or one for all, or none is given."""
+    if devices is not None and device is not None:
+        raise ClusterError("devices names one device for each worker, device one for all; give one of the two")
+    if devices is not None and (isinstance(devices, str) or not isinstance(devices, Sized) or len(devices) != n):
+        raise ClusterError(f"devices must name one device for each of the {n} workers; this is {brief(devices)}")
+
+
+def device_name(device: str | torch.device) -> str:
+    """The name of a device of this host.
+
+    >>> device_name(torch.device("cpu"))
+    'cpu'
+    """
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ClusterError(f"{brief(device)} names no device of torch; a device is 'cpu', or 'cuda:0'") from error
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ClusterError(
+            f"there is no device {str(device)!r}: torch finds {torch.cuda.device_count()} CUDA devices here"
+        )
+    return str(found)
+
+
+def check_threads(threads: int | None) -> None:
+    """Raise unless this is a number of threads, or none is given."""
+    if threads is not None and not (_is_count(threads) and threads < 2**31):
+        raise ClusterError(
+            f"threads is how many threads each worker computes with, 1 or more; this is {brief(threads)}"
+        )
+
+
+def check_seconds(**given: Any) -> None:
+    """Raise unless all of these are positive numbers of seconds."""
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ClusterError(f"{name} is a number of seconds, more than 0; this is {brief(value)}")
+
+
+def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Raise unless the value is one of these."""
+    if value not in choices:
+        raise ClusterError(f"{name} must be one of {', '.join(map(repr, choices))}; this is {brief(value)}")
+
+
+def polling_time(seconds: float | None, crowded: bool) -> float:
+    """The seconds that workers poll. Without a core of its own, a worker that polls would slow down the other processes."""
+    if seconds is None:
+        return 0.0 if crowded else PATIENCE
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= 1:
+        raise ClusterError(
+            f"patience is how many seconds a worker polls for a value before it sleeps, 0 to 1; this is {brief(seconds)}"
+        )
+    return seconds
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

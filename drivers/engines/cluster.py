@@ -1,0 +1,161 @@
+"""The workers that a controller drives. Other files open clusters: local_cluster.py, torchrun.py and lazy_cluster.py."""
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
+from types import TracebackType
+from typing import NoReturn, Protocol
+
+from pippy.drivers.base.errors import ClusterError
+from pippy.drivers.base.interrupts import put_off
+from pippy.drivers.engines.routes import Routes
+from pippy.drivers.engines.topology import ClusterTopology, DriverPlaces, WorkerPlace
+from pippy.drivers.session.control import Address, Control
+from pippy.drivers.session.dispatch import Dispatch
+from pippy.ir.show.html_table import html_table
+from pippy.ir.show.readable import shortened
+
+# The thread and the cluster of each `with` block, the innermost last.
+entered_clusters: list[tuple[threading.Thread, "Cluster"]] = []
+
+
+class Processes(Protocol):
+    """The processes of a cluster. ``fixed`` is why a worker cannot be replaced; None if it can."""
+
+    @property
+    def fixed(self) -> str | None: ...
+
+    def deaths(self) -> Mapping[int, str]:
+        """The workers that have died, and how."""
+
+    def replace(self, workers: Iterable[int]) -> Mapping[int, Address]:
+        """End what is left of some workers, and start others in their places. Gives where those are."""
+
+    def close(self) -> None:
+        """End them; a second call does nothing."""
+
+
+class Cluster:
+    """The workers that a controller drives; made by `cluster`, or `local_cluster`.
+
+    It is a context manager, and inside its ``with`` it is the current cluster of the thread that entered it. Several threads
+    can use one cluster; the commands of their drivers take turns. A cluster that is not closed is closed when nothing refers to
+    it any more, or when the script ends, however it ends. ``routes`` says how values go between each two workers.
+
+    >>> from pippy import cluster, current_cluster
+    >>> with cluster(1, names=["only"]) as workers:
+    ...     len(workers), workers.workers, current_cluster() is workers
+    (1, ('only',), True)
+    >>> workers
+    <Cluster of 1 worker, closed: only>
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        control: Control,
+        processes: Processes,
+        device_type: str = "cpu",
+        routes: Routes | None = None,
+    ) -> None:
+        self.workers, self.device_type = tuple(names), device_type
+        self._routes = routes or Routes.of_host(names, "this host", shares_memory=True)
+        self.control, self.processes = control, processes
+        self.dispatch = Dispatch(control, end=processes.close)
+        self._drivers = itertools.count()
+        self.open_drivers = weakref.WeakValueDictionary[int, DriverPlaces]()  # by number
+        self.closed = False
+        self.unfinished: list[Callable[[], None]] = []  # what waits for work that goes on beside commands
+        self._finalizer = weakref.finalize(self, _close, processes)
+
+    def close(self) -> None:
+        """End all workers, when checkpoints that are being written are whole. A second call does nothing."""
+        try:
+            for finish in () if self.control.broken else self.unfinished.copy():
+                finish()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        self.closed = True
+        self.control.broken = self.control.broken or "this cluster is closed; open another"
+        entered_clusters[:] = [each for each in entered_clusters if each[1] is not self]
+        self._finalizer.detach()
+        self.processes.close()
+
+    @property
+    def routes(self) -> Routes:
+        """How values go between each two workers. Those that compute on GPUs are asked what they have tried so far."""
+        asks = self._routes.has_devices and not (self.closed or self.control.broken)
+        return self._routes.tried(self.dispatch.ways()) if asks else self._routes
+
+    def next_driver(self) -> int:
+        """The number of another driver."""
+        return next(self._drivers)
+
+    @property
+    def topology(self) -> ClusterTopology:
+        """Who is who: the host and process of each worker, and the stages and replicas that each open driver has there.
+
+        The division into stages and replicas is that of a driver: `driver.topology` has it in numbers.
+
+        >>> from pippy import cluster
+        >>> with cluster(1, names=["only"], threads=1) as workers:
+        ...     print(workers.topology[0].name, workers.topology[0].pid == workers.control.workers[0].pid)
+        only True
+        """
+        drivers = dict(sorted(self.open_drivers.items()))
+        places = []
+        for worker, (address, host) in enumerate(zip(self.control.workers, self._routes.hosts)):
+            holds = {number: each.holds[worker] for number, each in drivers.items() if worker in each.holds}
+            places.append(WorkerPlace(address.name, host, address.pid, holds))
+        return ClusterTopology(tuple(places), {number: each.name for number, each in drivers.items()})
+
+    def dump(self, timeout: float = 1.0) -> str:
+        """What every worker does or waits for, one line or more each, and which workers do not answer in time."""
+        return self.dispatch.dump(timeout)
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    def __enter__(self) -> "Cluster":
+        self.control.check()
+        entered_clusters.append((threading.current_thread(), self))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as late:
+            if error is None:
+                raise
+            error.add_note(f"and at the end of the cluster: {late}")
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "broken" if self.control.broken else "open"
+        workers = "1 worker" if len(self) == 1 else f"{len(self)} workers"
+        return f"<Cluster of {workers}, {state}: {shortened(', '.join(self.workers), 200)}>"
+
+    def _repr_html_(self) -> str:
+        """The workers and their hosts; and how values go between them, if there are several ways."""
+        rows = [["worker", "host"], *(list(each) for each in zip(self.workers, self._routes.hosts))]
+        routes = self.routes
+        ways = str(routes) if len(routes.groups) > 1 or routes.on_devices else ""
+        state = escape(repr(self).partition(":")[0].lstrip("<"))
+        return f"<div>{state}{html_table(rows)}<pre>{escape(ways)}</pre></div>"
+
+    def __reduce__(self) -> NoReturn:
+        raise ClusterError(
+            "a cluster cannot be pickled: it is the processes that this one started. Do not keep it in a model, or in what is "
+            "sent to workers; use current_cluster() in the controller instead"
+        )
+
+
+def _close(processes: Processes) -> None:
+    """End the processes of a cluster that nobody has closed, and to which nothing refers any more."""
+    with put_off():
+        processes.close()

@@ -1,0 +1,78 @@
+"""A worker's connections of TCP to workers of other hosts, one for each that it passes values to or takes them from."""
+
+import sys
+import threading
+from collections.abc import Callable, Collection
+
+from pippy.drivers.protocol.urgent import Invite, Ping
+from pippy.drivers.wire.messages import rpc
+from pippy.drivers.wire.messages.far_door import Invitation, Take, come_in, open_door
+from pippy.drivers.wire.messages.message_queue import DeliveryFailure
+from pippy.drivers.wire.messages.rpc_values import BEYOND
+from pippy.drivers.wire.pickling import pickle_message, unpickle
+
+
+class FarPeers:
+    """Connects worker ``index`` with its ``peers`` of other hosts, whose names for RPC ``name`` gives.
+
+    ``address`` is the one of this host that the others reach; without it there are no connections. ``take`` gets each
+    connection, with the peer's number. What cannot be connected goes by RPC, and standard error says why. Neither method
+    takes longer than ``timeout``.
+
+    >>> FarPeers(0, str, [1], None, 5.0, print).invite(1)
+    """
+
+    def __init__(
+        self,
+        index: int,
+        name: Callable[[int], str],
+        peers: Collection[int],
+        address: str | None,
+        timeout: float,
+        take: Callable[..., None],
+    ) -> None:
+        self.index, self.name, self.peers = index, name, frozenset(peers)
+        self.address, self.within, self.silence, self.take = address, timeout / 2, timeout + BEYOND, take
+        self._lock = threading.Lock()
+        self._visited: set[int] = set()
+
+    def invite(self, guest: int) -> Invitation | None:
+        """Open a door for a peer, and return where it is; None if there can be none."""
+        if self.address is None:
+            return None
+        # RPC connects with the first call. Where that has no free descriptor, torch ends the process: not later, with a value.
+        rpc.wait_all([rpc.urgent(self.name(guest), pickle_message(Ping()))], self.within / 2)
+        take: Take = lambda end, window: self.take(guest, end, window)  # noqa: E731
+        return open_door(self.address, take, 2 * self.within, self.silence)
+
+    def visit(self, host: int) -> None:
+        """Get a connection with a peer, unless there is one, or there can be none."""
+        with self._lock:
+            if self.address is None or host in self._visited:
+                return
+            self._visited.add(host)
+            try:
+                invitation = self._invitation(host)
+                if invitation is not None:
+                    self.take(host, *come_in(invitation, self.within, self.silence))
+            except OSError as error:
+                print(
+                    f"pippy: worker {self.index} passes all values to and from worker {host} by RPC, which takes longer for "
+                    f"small ones: it got no connection of its own with it: {error}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    def _invitation(self, host: int) -> Invitation | None:
+        asked = rpc.urgent(self.name(host), pickle_message(Invite(self.index)))
+        rpc.wait_all([asked], self.within)
+        if not asked.done():
+            raise TimeoutError(f"it did not answer within {self.within:g} s")
+        try:
+            answer = unpickle(asked.value())
+        except Exception as error:  # RPC raises errors of all kinds
+            raise ConnectionError(str(error)) from error
+        if isinstance(answer, DeliveryFailure):
+            raise ConnectionError(f"it could not open a port:\n{answer.text}")
+        found: Invitation | None = answer
+        return found

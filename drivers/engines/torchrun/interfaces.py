@@ -1,0 +1,121 @@
+"""Which network interface of this host leads to the others, and which address the others reach it by."""
+
+import os
+import socket
+import struct
+from array import array
+from contextlib import suppress
+from dataclasses import dataclass
+from fcntl import ioctl
+from ipaddress import ip_address
+from pathlib import Path
+
+from pippy.drivers.engines.torchrun.rank_info import RankInfo
+
+LOOPBACK = "lo"
+CHOSEN_BY = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+_SIOCGIFCONF = 0x8912
+_REQUEST = 40  # bytes of Linux's struct ifreq: 16 of the name, then an address
+_REQUESTS = 512
+
+
+@dataclass(frozen=True)
+class Link:
+    """A network interface, and the address of this host there; None where it is not known.
+
+    >>> link_named("lo")
+    Link(interface='lo', address='127.0.0.1')
+    """
+
+    interface: str | None = None
+    address: str | None = None
+
+    @property
+    def leaves(self) -> bool:
+        """Whether other hosts can reach it."""
+        return self.address is not None and not ip_address(self.address).is_loopback
+
+
+def link_of_rank(rank_info: RankInfo) -> tuple[Link, str]:
+    """The interface on which a rank listens: the one that leads to rank 0; loopback if all ranks are on one host.
+
+    torch would choose the address of the host's name, which other hosts often cannot reach. The text says what is wrong with an
+    interface that the environment names.
+    """
+    if rank_info.local_world_size == rank_info.world_size:
+        return link_named(LOOPBACK), ""
+    if (named := chosen()) is None:
+        return link_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), ""
+    variable, name = named
+    link = link_named(name)
+    has = ", ".join(dict.fromkeys(each for each, _ in addresses()))
+    return (
+        link,
+        "" if link.address else f"{variable} is {name!r}, and the interfaces here that have an address are {has}",
+    )
+
+
+def addresses() -> list[tuple[str, str]]:
+    """The interfaces of this host with their addresses, those of IPv4 first; none of IPv6 that are for one link only.
+
+    >>> ("lo", "127.0.0.1") in addresses()
+    True
+    """
+    return [*_of_version_4(), *_of_version_6()]
+
+
+def chosen() -> tuple[str, str] | None:
+    """The environment variable that names an interface, and the name: the first one, where gloo takes several."""
+    for variable in CHOSEN_BY:
+        if name := os.environ.get(variable, "").partition(",")[0].strip():
+            return variable, name
+    return None
+
+
+def link_named(name: str) -> Link:
+    """The interface of this name, with its first address.
+
+    >>> link_named("none")
+    Link(interface='none', address=None)
+    """
+    return Link(name, next((address for interface, address in addresses() if interface == name), None))
+
+
+def link_to(host: str, port: int) -> Link:
+    """The interface that leads to a host, by its name or an address. Nothing is sent.
+
+    >>> link_to("127.0.0.1", 1)
+    Link(interface='lo', address='127.0.0.1')
+    """
+    with suppress(OSError):
+        for family, kind, protocol, _, there in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(there)
+                own = probe.getsockname()[0]
+                if ip_address(own).is_loopback:
+                    return link_named(LOOPBACK)
+                return Link(next((interface for interface, address in addresses() if address == own), None), own)
+    return Link()
+
+
+def _of_version_4() -> list[tuple[str, str]]:
+    found = array("B", bytes(_REQUEST * _REQUESTS))
+    place, _ = found.buffer_info()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        size, _ = struct.unpack("iP", ioctl(probe.fileno(), _SIOCGIFCONF, struct.pack("iP", len(found), place)))
+    requests = (found[start : start + _REQUEST].tobytes() for start in range(0, size, _REQUEST))
+    return [(_name(each[:16]), socket.inet_ntoa(each[20:24])) for each in requests]
+
+
+def _name(field: bytes) -> str:
+    return field.split(b"\0", 1)[0].decode().partition(":")[0]  # eth0:1 is another address of eth0
+
+
+def _of_version_6() -> list[tuple[str, str]]:
+    lines = []
+    with suppress(OSError):  # this system has no IPv6
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    found = [
+        (name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))) for digits, *_, name in map(str.split, lines)
+    ]
+    return [(name, address) for name, address in found if not ip_address(address).is_link_local]

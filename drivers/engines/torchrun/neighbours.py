@@ -1,0 +1,235 @@
+"""The ranks of one host find each other: each gets two sockets to the first of them, which can make more.
+
+    each rank       writes its host on the board: those with equal ones are to be neighbours
+    the first rank  opens a door, which is a unix socket without a name: this user's processes find it among its open files
+    the others      hand over one end of two sockets there, and memory that both are to see, and write that they have
+    the first rank  takes what has come, closes the door, and writes of which rank nothing has, and why
+
+A rank whose sockets have not come has no neighbours, and is reached by RPC. When this is over no rank listens.
+"""
+
+import os
+import shutil
+import socket
+import struct
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pippy.drivers.engines.torchrun.rank_board import RankBoard
+from pippy.drivers.wire.memory import create_shared, map_shared, no_descriptor
+
+Pair = tuple[socket.socket, socket.socket]  # for messages, and for urgent ones
+
+_GREETING = struct.Struct("<I32s")  # a rank, and what the memory beside it begins with
+_CREDENTIALS = struct.Struct("3i")
+
+
+@dataclass
+class Neighbours:
+    """The ranks in ``groups`` of which each shares memory, and the sockets of this rank.
+
+    The first rank of a group has ``ends`` of sockets to the others, which have the other ends as their ``own``. ``reasons``
+    says of a rank that is alone why it could not join the others of its host.
+
+    >>> Neighbours(((0, 1), (2,))).of(1)
+    (0, 1)
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    reasons: Mapping[int, str] = field(default_factory=dict)
+    own: Pair | None = None
+    ends: Mapping[int, Pair] = field(default_factory=dict)
+
+    def of(self, rank: int) -> tuple[int, ...]:
+        """The group of a rank."""
+        return next(group for group in self.groups if rank in group)
+
+
+def this_host() -> str:
+    """Equal in processes that may find each other by the names of files and share memory, which is then tried.
+
+    The environment variable PIPPY_HOST tells apart processes that are to be taken for several hosts.
+    """
+    mounts = ""
+    with suppress(OSError):
+        mounts = os.readlink("/proc/self/ns/mnt")
+    try:
+        running = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        running = socket.gethostname()
+    return f"{running} {mounts} {os.environ.get('PIPPY_HOST', '')}"
+
+
+def apart(ranks: int) -> Neighbours:
+    """No rank has neighbours: all are to be reached by RPC.
+
+    >>> apart(2).groups
+    ((0,), (1,))
+    """
+    return Neighbours(tuple((rank,) for rank in range(ranks)))
+
+
+def meet_neighbours(board: RankBoard, hosts: Sequence[str]) -> Neighbours:
+    """Meet the ranks of this host. All ranks call this, with what `this_host` gave in each of them."""
+    together = [[rank for rank, its in enumerate(hosts) if its == host] for host in dict.fromkeys(hosts)]
+    first, *others = next(group for group in together if board.rank in group)
+    found = Neighbours(())
+    if board.rank != first:
+        found.own = _come_in(board, first)
+    elif others:
+        found.ends = _welcome(board, others)
+    refused = board.read("refused by", [group[0] for group in together if len(group) > 1])
+    found.reasons = {int(rank): why for each in refused for rank, why in each.items()}
+    found.groups = _without(together, found.reasons)
+    if found.own is not None and board.rank in found.reasons:
+        close_all(found.own)
+        found.own = None
+    return found
+
+
+def two_pairs() -> tuple[Pair, Pair]:
+    """The two ends of two sockets, which only those can use to whom they are handed."""
+    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
+    return (pairs[0][0], pairs[1][0]), (pairs[0][1], pairs[1][1])
+
+
+def close_all(ends: Iterable[socket.socket]) -> None:
+    """Close these sockets."""
+    for end in ends:
+        end.close()
+
+
+def _without(groups: Sequence[Sequence[int]], alone: Mapping[int, str]) -> tuple[tuple[int, ...], ...]:
+    """The groups without some ranks, which are groups of their own."""
+    left = [tuple(rank for rank in group if rank not in alone) for group in groups]
+    return tuple(sorted([*left, *((rank,) for rank in alone)]))
+
+
+# -- the first rank of a host
+
+
+def _welcome(board: RankBoard, others: Sequence[int]) -> dict[int, Pair]:
+    """Let the others in. Returns the sockets to those that are."""
+    came: dict[int, Pair] = {}
+    refused, why = {}, ""
+    with ExitStack() as stack:
+        door = None
+        try:
+            place, door = stack.enter_context(_open_door(len(others)))
+            board.write("door of", [place, ""])
+        except OSError as error:
+            board.write("door of", ["", f"rank {board.rank} could not open a socket: {error}"])
+        for other, its in zip(others, board.read("has come in", others)):
+            if its:
+                refused[other] = its
+        if door is not None:
+            why = _let_in(door, came)
+    for other in others:
+        if other not in refused and other not in came:
+            refused[other] = f"rank {board.rank} could not let it in: {why or 'it is not there'}"
+    for other in refused.keys() & came.keys():
+        close_all(came.pop(other))
+    board.write("refused by", refused)
+    return came
+
+
+@contextmanager
+def _open_door(size: int) -> Iterator[tuple[str, socket.socket]]:
+    """A socket that listens, and where processes of this user can connect to it: among the open files of this process.
+
+    A socket gets a name when it begins to listen, which is removed at once: whenever this process is killed, none is left.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door, ExitStack() as opened:
+        directory = tempfile.mkdtemp(prefix="pippy-")
+        try:
+            folder = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            opened.callback(os.close, folder)
+            name = f"/proc/self/fd/{folder}/door"  # the directory's own name may be longer than a unix socket's can
+            door.bind(name)
+            found = os.open(name, os.O_PATH | os.O_CLOEXEC)
+            opened.callback(os.close, found)
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+        door.listen(size)
+        door.setblocking(False)
+        yield f"/proc/{os.getpid()}/fd/{found}", door
+
+
+def _let_in(door: socket.socket, came: dict[int, Pair]) -> str:
+    """Accept all that wait, and take their sockets. Returns why one could not be let in, if so."""
+    why = ""
+    while True:
+        try:
+            end, _ = door.accept()
+        except BlockingIOError:
+            return why
+        except OSError as error:
+            return str(error)
+        with end:
+            try:
+                rank, pair = _greeted(end)
+                came[rank] = pair
+            except (OSError, struct.error) as error:
+                why = str(error)
+
+
+def _greeted(end: socket.socket) -> tuple[int, Pair]:
+    """Who has come in, and its sockets. Raises OSError unless the two processes can share memory."""
+    _check_same_user(end)
+    end.setblocking(False)
+    packet, descriptors, _, _ = socket.recv_fds(end, _GREETING.size, 3)
+    with ExitStack() as undo:
+        for descriptor in descriptors:
+            undo.callback(os.close, descriptor)
+        if len(descriptors) < 3:
+            raise no_descriptor("the sockets and the memory of another rank")
+        rank, content = _GREETING.unpack(packet)
+        if bytes(map_shared(descriptors[0]).part(0, len(content))) != content:
+            raise OSError("what another rank writes into memory cannot be seen")
+        pair = socket.socket(fileno=os.dup(descriptors[1])), socket.socket(fileno=os.dup(descriptors[2]))
+    return rank, pair
+
+
+# -- the others
+
+
+def _come_in(board: RankBoard, first: int) -> Pair | None:
+    """Go to the first rank of this host. Returns the sockets to it, or None and writes why."""
+    ((place, why),) = board.read("door of", [first])
+    pair = None
+    if place:
+        try:
+            pair = _hand_over(place, board.rank)
+        except OSError as error:
+            why = f"{type(error).__name__}: {error}"
+    board.write("has come in", why)
+    return pair
+
+
+def _hand_over(place: str, rank: int) -> Pair:
+    """Make two sockets, and hand their other ends to the first rank, beside memory whose content it is told."""
+    with ExitStack() as used, ExitStack() as undo:
+        descriptor, memory = create_shared(4096)
+        used.callback(os.close, descriptor)
+        content = os.urandom(32)
+        memory.bytes[: len(content)] = content
+        own, theirs = two_pairs()
+        undo.callback(close_all, own)
+        used.callback(close_all, theirs)
+        end = used.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        end.connect(place)
+        _check_same_user(end)
+        descriptors = [descriptor, *(each.fileno() for each in theirs)]
+        socket.send_fds(end, [_GREETING.pack(rank, content)], descriptors)
+        undo.pop_all()
+    return own
+
+
+def _check_same_user(end: socket.socket) -> None:
+    """Raise unless the other end is of a process of this user."""
+    _, user, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    if user != os.geteuid():
+        raise PermissionError(f"it belongs to user {user}, and this process to user {os.geteuid()}")

@@ -1,0 +1,97 @@
+"""The hosts of a job try to connect with each other before RPC does, which would take long to fail and not say with whom.
+
+The first rank of each host opens a port, and writes where; it connects with those of the others, sends nothing, and writes
+with which it could not. All ranks read that, and all raise if a host is out of reach of another, in one direction or both.
+"""
+
+import errno
+import os
+import select
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+
+from pippy.drivers.base.errors import ClusterError
+from pippy.drivers.engines.torchrun.rank_board import RankBoard
+from pippy.drivers.wire.messages.far_door import socket_for
+
+WITHIN = 10.0  # seconds: TCP asks again after 1, 3 and 7
+_LINES = 8  # that a message has of them
+
+Place = tuple[str, int]
+
+
+def check_reach(board: RankBoard, where: Sequence[str], hosts: Sequence[str], address: str | None) -> None:
+    """Raise, on all ranks, unless the hosts reach each other. All ranks call this.
+
+    ``where`` has for each rank what is equal in those of one host, and ``hosts`` its host's name; ``address`` is that of this
+    rank, on which it listens.
+    """
+    firsts = [where.index(host) for host in dict.fromkeys(where)]
+    if len(firsts) == 1:
+        return
+    if board.rank in firsts:
+        with ExitStack() as opened:
+            own = f"{hosts[board.rank]} ({address})"
+            place, wrong = ("", 0), []
+            try:
+                place = _open_door(opened, address, len(firsts)) if address is not None else place
+            except OSError as error:
+                wrong.append(f"{own} cannot listen there: {error.strerror}")
+            board.write("door for hosts", place)
+            places = dict(zip(firsts, board.read("door for hosts", firsts)))
+            others = {rank: (to, port) for rank, (to, port) in places.items() if rank != board.rank and to}
+            for rank, why in out_of_reach(others, min(board.timeout, WITHIN)).items():
+                wrong.append(f"{own} gets no connection with {hosts[rank]} ({others[rank][0]}): {why}")
+            board.write("out of reach", wrong)
+            board.read("out of reach", firsts)  # until then the others may come
+    if lines := [line for each in board.read("out of reach", firsts) for line in each]:
+        more = f"\n  and {len(lines) - _LINES} more" if len(lines) > _LINES else ""
+        raise ClusterError(
+            "the hosts cannot connect with each other:\n  "
+            + "\n  ".join(lines[:_LINES])
+            + more
+            + "\nEvery rank listens on "
+            "ports that its system chooses: a firewall must let the other hosts connect to these, in both directions "
+            "(net.ipv4.ip_local_port_range says which they can be). TP_SOCKET_IFNAME=eth1 on each host names another interface"
+        )
+
+
+def _open_door(opened: ExitStack, address: str, guests: int) -> Place:
+    door = opened.enter_context(socket_for(address))
+    door.bind((address, 0))
+    door.listen(guests)
+    return door.getsockname()[:2]
+
+
+def out_of_reach(places: Mapping[int, Place], seconds: float) -> dict[int, str]:
+    """Connect with all of these at once, and with each only for a moment. Returns those that could not be had, and why.
+
+    >>> door = socket.create_server(("127.0.0.1", 0))
+    >>> out_of_reach({3: door.getsockname()}, 5.0)
+    {}
+    >>> place = door.getsockname()
+    >>> door.close()
+    >>> out_of_reach({3: place}, 5.0)
+    {3: 'Connection refused'}
+    """
+    failed, end_time, poll = {}, time.monotonic() + seconds, select.poll()
+    with ExitStack() as opened:
+        waiting: dict[int, tuple[int, socket.socket]] = {}
+        for rank, (address, port) in places.items():
+            end = opened.enter_context(socket_for(address))
+            end.setblocking(False)
+            code = end.connect_ex((address, port))
+            if code == errno.EINPROGRESS:
+                waiting[end.fileno()] = rank, end
+                poll.register(end, select.POLLOUT)
+            elif code:
+                failed[rank] = os.strerror(code)
+        while waiting and (left := end_time - time.monotonic()) > 0:
+            for descriptor, _ in poll.poll(left * 1000):
+                poll.unregister(descriptor)
+                rank, end = waiting.pop(descriptor)
+                if code := end.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    failed[rank] = os.strerror(code)
+        return failed | {rank: f"no answer within {seconds:g} s" for rank, _ in waiting.values()}

@@ -1,0 +1,264 @@
+"""Clusters whose processes torchrun has started, on one host or several: rank 0 is the controller, the others are workers.
+
+    torchrun ─▶ rank 0: the script; by default, worker 0 on a thread of its own
+             ─▶ rank 1, 2, …: a worker, from the call of `cluster` to the controller's end; then the script ends there
+
+All ranks write their host and process into torchrun's store, and wait there for each other. Those of one host get sockets to
+one another (neighbours.py); values between them go through shared memory. Then RPC connects all.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal, NoReturn
+
+import torch
+
+from pippy.drivers.base.errors import ClusterError
+from pippy.drivers.engines.arguments import (
+    check_choice,
+    check_devices,
+    check_seconds,
+    check_threads,
+    device_name,
+    polling_time,
+    worker_names,
+)
+from pippy.drivers.engines.cluster import Cluster
+from pippy.drivers.engines.current_cluster import check_none_open, opened
+from pippy.drivers.engines.kept_memory import keep_freed_memory
+from pippy.drivers.engines.lazy_cluster import current_lazy_cluster
+from pippy.drivers.engines.local.launch_config import CONTROLLER
+from pippy.drivers.engines.local.local_cluster import local_cluster
+from pippy.drivers.engines.routes import on_devices
+from pippy.drivers.engines.torchrun.interfaces import Link, link_of_rank
+from pippy.drivers.engines.torchrun.meeting import Meeting, meet
+from pippy.drivers.engines.torchrun.rank_info import RankInfo
+from pippy.drivers.engines.torchrun.torchrun_processes import TorchrunProcesses
+from pippy.drivers.engines.torchrun.torchrun_worker import TorchrunWorker
+from pippy.drivers.session.control import Control
+from pippy.drivers.wire.messages import rpc
+from pippy.drivers.wire.messages.mixed_messages import MixedMessages
+from pippy.drivers.wire.messages.own_messages import OwnMessages
+from pippy.drivers.wire.messages.rpc_messages import RpcMessages
+from pippy.ir.base.brief import brief
+from pippy.ir.base.public_calls import placing_words
+from pippy.ir.base.source import warn
+
+_was_open = False
+
+
+@placing_words("cluster(n)")
+def cluster(
+    n: int | None = None,
+    *,
+    threads: int | None = None,
+    devices: Sequence[str | torch.device] | None = None,
+    device: str | torch.device | None = None,
+    pin: bool | None = None,
+    names: Sequence[str] | None = None,
+    timeout: float = 5.0,
+    transport: Literal["shared_memory", "rpc"] | None = None,
+    start_timeout: float = 60.0,
+    patience: float | None = None,
+    controller_hosts: bool = True,
+) -> Cluster:
+    """The workers that torchrun has started, or ``n`` new workers on this host. One script works in both cases.
+
+    Under torchrun all ranks call this. Rank 0 gets the cluster, and also hosts a worker, unless ``controller_hosts`` is
+    False. On all other ranks the call runs a worker until rank 0 closes the cluster, and then leaves the script by
+    SystemExit. So only rank 0 runs the code after the call. The default device is the GPU of the local rank, if
+    there are GPUs.
+
+    Workers of one host pass tensors through memory that both see, others by TCP and RPC (``print(cluster.routes)``). With
+    ``transport="rpc"`` all pass them by RPC. With ``"shared_memory"`` the call raises if two workers cannot share memory.
+
+    Without torchrun this is `local_cluster(n)`, and takes its options. If ``n`` is not given, the environment variable
+    PIPPY_WORKERS has the number of workers. In a script that `pippy run` has started, it is the cluster of `pippy run`. The
+    option ``pin`` is for workers that this call starts, and refused under torchrun.
+
+    >>> with cluster(2, threads=1) as workers:
+    ...     workers
+    <Cluster of 2 workers, open: worker0, worker1>
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        options: dict[str, Any] = {"threads": threads, "devices": devices, "device": device, "names": names}
+        options |= {"pin": pin, "transport": transport, "patience": patience}
+        given = {name: value for name, value in options.items() if value is not None}
+        if (lazy := current_lazy_cluster()) is not None:
+            return lazy.requested(n, given, timeout=timeout, start_timeout=start_timeout)
+        return local_cluster(_number(n), timeout=timeout, start_timeout=start_timeout, **given)
+    rank_info = RankInfo.from_environment(controller_hosts)
+    names = _checked(rank_info, n, names)
+    _check_not_given("pin", pin)
+    check_seconds(timeout=timeout, start_timeout=start_timeout)
+    check_threads(threads)
+    check_choice("transport", transport, (None, "shared_memory", "rpc"))
+    patience = polling_time(patience, crowded=_is_crowded(rank_info, threads))
+    own_device = _device(rank_info, devices, device)
+    _check_first()
+    keep_freed_memory()
+    met = meet(rank_info, names, start_timeout, transport, *link_of_rank(rank_info), own_device)
+    address = None if transport == "rpc" else met.link.address
+    met.routes = replace(met.routes, only_rpc=address is None)
+    worker = _worker(rank_info, met, own_device, threads, timeout, patience, address)
+    if rank_info.rank:
+        assert worker is not None
+        _work(worker, rank_info, met, timeout, start_timeout)
+    return _control(rank_info, worker, met, timeout, start_timeout, torch.device(own_device).type, transport != "rpc")
+
+
+def _number(n: int | None) -> int:
+    if n is not None:
+        return n
+    given = os.environ.get("PIPPY_WORKERS", "")
+    if not given.isdecimal():
+        raise ClusterError(
+            f"cluster() does not know how many workers to start{f': PIPPY_WORKERS is {given!r}' if given else ''}; start the "
+            f"script with pippy run -n 2 or torchrun --nproc-per-node 2, set PIPPY_WORKERS=2 in the environment, or write "
+            f"cluster(2)"
+        )
+    return int(given)
+
+
+def _checked(rank_info: RankInfo, n: int | None, names: Sequence[str] | None) -> tuple[str, ...]:
+    """The workers' names. Raises if their number is not what torchrun started."""
+    if rank_info.workers < 1:
+        raise ClusterError(
+            "controller_hosts=False, and torchrun started no process beside the controller; start 2 or more"
+        )
+    if n is not None and n != rank_info.workers:
+        raise ClusterError(
+            f"n={n}, and torchrun started {rank_info.world_size} processes, for {rank_info.workers} workers; leave out n, or "
+            f"start {n + rank_info.world_size - rank_info.workers} processes"
+            + (f"; local_cluster({n}) starts {n} workers beside this process" if rank_info.world_size == 1 else "")
+        )
+    return worker_names(rank_info.workers, names)
+
+
+def _check_not_given(name: str, value: Any) -> None:
+    """Raise if an option is given that says how this process is to start workers: torchrun has started them."""
+    if value is not None and value is not False:
+        raise ClusterError(
+            f"{name}={brief(value)} is for workers that cluster() starts, and torchrun has started these; leave out {name}, or "
+            f"start the script without torchrun"
+        )
+
+
+def _is_crowded(rank_info: RankInfo, threads: int | None) -> bool:
+    """Whether the worker of this process has no core of its own. One that shares its process with the script has none."""
+    wanted = rank_info.local_world_size * (threads or torch.get_num_threads())
+    return rank_info.rank == 0 or wanted > len(os.sched_getaffinity(0))
+
+
+def _check_first() -> None:
+    """Raise unless this is the first cluster, because torchrun's processes can join a group of RPC only once."""
+    if _was_open:
+        raise ClusterError(
+            "this process joined torchrun's cluster before, whose workers leave the script with it; open one cluster, and use "
+            "it for all of the script"
+        )
+    check_none_open()
+
+
+def _device(
+    rank_info: RankInfo, devices: Sequence[str | torch.device] | None, device: str | torch.device | None
+) -> str:
+    """The device of the worker in this process. The others may be on other hosts, and are not checked here."""
+    check_devices(rank_info.workers, devices, device)
+    if devices is not None and rank_info.index >= 0:
+        device = devices[rank_info.index]
+    if device is None:
+        device = f"cuda:{rank_info.local_rank}" if torch.cuda.is_available() else "cpu"
+    return device_name(device)
+
+
+def _worker(
+    rank_info: RankInfo,
+    met: Meeting,
+    device: str,
+    threads: int | None,
+    timeout: float,
+    patience: float,
+    address: str | None,
+) -> TorchrunWorker | None:
+    """The worker of this process, if it hosts one."""
+    if rank_info.index < 0:
+        return None
+    near = next(group for group in met.routes.groups if rank_info.index in group)
+    return TorchrunWorker(
+        rank_info.index,
+        met.routes.names,
+        device,
+        rank_info.rpc_name,
+        threads,
+        rank_info.rank == 0,
+        timeout,
+        met.sockets,
+        set(range(rank_info.workers)) - set(near),
+        met.connections,
+        patience,
+        address,
+        [each for each in on_devices(met.routes.devices) if each in near and each != rank_info.index],
+    )
+
+
+def _join(rank_info: RankInfo, timeout: float, link: Link, number: int = 0) -> None:
+    name = rank_info.rpc_name(rank_info.index) if rank_info.rank else CONTROLLER
+    try:
+        rpc.join(name, rank_info.rank, rank_info.world_size, "env://", "uv", link.interface, timeout, number)
+    except RuntimeError as error:
+        raise ClusterError(
+            f"rank {rank_info.rank} has met the others at torchrun's store, and did not get a connection with each of them, "
+            f"though it tried for start_timeout ({timeout:g} s), up to five times. Every rank listens on ports that its system "
+            f"chooses, here at {link.address} of the interface {link.interface}: a firewall must let the others through to "
+            f"these; TP_SOCKET_IFNAME names another interface. The first line of RPC's error: "
+            f"{str(error).strip().splitlines()[0]}"
+        ) from error
+
+
+def _work(worker: TorchrunWorker, rank_info: RankInfo, met: Meeting, timeout: float, start_timeout: float) -> NoReturn:
+    """Run a worker until the controller closes the cluster, then leave the script."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's
+    _join(rank_info, start_timeout, met.link, met.number)
+    worker.watch(CONTROLLER, timeout)
+    worker.run()
+    rpc.leave()
+    worker.has_left()
+    raise SystemExit(0)
+
+
+def _control(
+    rank_info: RankInfo,
+    worker: TorchrunWorker | None,
+    met: Meeting,
+    timeout: float,
+    start_timeout: float,
+    device_type: str,
+    connects_hosts: bool,
+) -> Cluster:
+    if worker is None:
+        rpc.serve_nothing()
+    _join(rank_info, start_timeout, met.link, met.number)
+    global _was_open
+    _was_open = True
+    if worker is not None:
+        worker.start()
+    rpc_names = [address.rpc_name for address in met.addresses]
+    first = {worker: group[0] for group in met.routes.groups for worker in group}
+    own = {} if worker is None else {rank_info.index: OwnMessages(worker.messages, worker.urgent)}
+    messages = MixedMessages(met.near, met.connections, RpcMessages(rpc_names), first, connects_hosts, own)
+    control = Control(met.addresses, timeout, messages=messages)
+    others = [name for name in rpc_names if name != CONTROLLER]
+    control.go_on = f"; {TorchrunProcesses.fixed}"
+    joined = TorchrunProcesses(worker, others, timeout, control, met.connections)
+    rpc.take_reports(control.report_lost)
+    for at, why in met.routes.reasons.items():
+        warn(
+            f"worker {met.routes.names[at]!r} shares no memory with the others of its host, and passes values as to another "
+            f"host, which is slower ({met.routes.far}): {why}"
+        )
+    return opened(Cluster(met.routes.names, control, joined, device_type, met.routes), by_rpc=True)

@@ -1,0 +1,240 @@
+"""A worker in a process that torchrun started: how it runs, and how it ends."""
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch.futures import Future
+
+from pippy.drivers.engines.local.launch_config import CONTROLLER
+from pippy.drivers.engines.torchrun.far_peers import FarPeers
+from pippy.drivers.protocol.urgent import Connect, GiveUp, Invite, Ping
+from pippy.drivers.wire.gpu.device_transport import for_device
+from pippy.drivers.wire.messages import rpc
+from pippy.drivers.wire.messages.controller_connections import ControllerConnections
+from pippy.drivers.wire.messages.message_connection import WorkerMessageConnection
+from pippy.drivers.wire.messages.message_queue import Ended, MessageQueue
+from pippy.drivers.wire.messages.rpc_values import rpc_transport
+from pippy.drivers.wire.messages.urgent import UrgentConnection
+from pippy.drivers.wire.pickling import pickle_message
+from pippy.drivers.wire.rpc_transport import Post
+from pippy.drivers.wire.shared_memory_transport import SharedMemoryTransport
+from pippy.drivers.worker.worker import Worker
+from pippy.drivers.worker.worker_context import WorkerContext
+
+LEAVES_WITHIN = 5.0  # seconds that a worker has to end what it does when its cluster is closed
+ASKS_AFTER = 10.0  # seconds, and two timeouts, between looks at whether the controller lives
+_AGAIN = 0.2  # seconds from a ping that failed to the next
+EVERYTHING = GiveUp(first=0, last=1 << 62)
+
+
+@dataclass(frozen=True)
+class Leave:
+    """An urgent message: the controller closes the cluster. The first one tells all workers that connections will break.
+
+    The second one, with ``now``, tells them to leave. ``why`` says which worker the cluster has lost, if it has lost one.
+
+    >>> Leave(now=True)
+    Leave(now=True, why=None)
+    """
+
+    now: bool
+    why: str | None = None
+
+
+class TorchrunWorker:
+    """A worker. ``run`` runs it on the thread that calls it, ``start`` on a thread of its own.
+
+    ``peer`` gives the RPC name of the process that hosts a worker. ``sockets``, if there are any, lead to the first process
+    of this host: for messages, if that is the controller's, and for urgent ones. Through them come the sockets to workers of
+    this host; to those that are ``far`` values go by RPC, and small ones over TCP if ``address``, the one of this host that
+    others reach, is known. The workers ``near`` compute on devices of this host. ``connections``, if this is the first
+    process, has the other ends.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        names: Sequence[str],
+        device: str,
+        peer: Callable[[int], str],
+        threads: int | None = None,
+        shares_process: bool = False,
+        timeout: float = 5.0,
+        sockets: tuple[socket.socket, socket.socket] | None = None,
+        far: Collection[int] = (),
+        connections: ControllerConnections | None = None,
+        patience: float = 0.0,
+        address: str | None = None,
+        near: Collection[int] = (),
+    ) -> None:
+        self.messages, self.threads, self.connections = MessageQueue(), threads, connections
+        first = WorkerMessageConnection(sockets[0], self.messages).connection if sockets else None
+
+        def make(post: Post, lost: Callable[[int, str], None]) -> SharedMemoryTransport:
+            return SharedMemoryTransport(
+                index,
+                {},
+                pinned=device != "cpu",
+                controller=first,
+                patience=patience,
+                far=far,
+                post=post,
+                lost=lost,
+            )
+
+        carrier, self.values = rpc_transport(index, peer, CONTROLLER, timeout, make)
+        self.transport, copies = for_device(device, carrier, near)
+        self.far_peers = FarPeers(index, peer, far, address, timeout, carrier.add_far)
+        context = WorkerContext(
+            index,
+            tuple(names),
+            self.messages,
+            self.transport,
+            device,
+            threads or torch.get_num_threads(),
+            shares_process,
+            copies,
+        )
+        self.worker = Worker(context)
+        self.index, self.name, self.left = index, names[index], False
+        self.thread: threading.Thread | None = None
+        rpc.serve(rpc.Served(self.messages, self.urgent, self.transport.deliver))
+        if sockets:
+            UrgentConnection(sockets[1], self.urgent).start()
+
+    def run(self) -> None:
+        """Run commands until the controller tells the worker to leave."""
+        if self.threads:
+            torch.set_num_threads(self.threads)  # torch has this setting for each thread
+        with suppress(Ended):
+            self.worker.run()
+        self.transport.close()
+
+    def start(self) -> None:
+        """Run on a thread beside the controller's."""
+        self.thread = threading.Thread(target=self.run, name=f"pippy {self.name}", daemon=True)
+        self.thread.start()
+
+    def end(self) -> None:
+        """Give up the current command and let ``run`` return. Waits up to a second for a thread that `start` has started."""
+        self.values.end()
+        self.worker.urgent(EVERYTHING)
+        self.messages.end()
+        if self.thread is not None and self.thread is not threading.current_thread():
+            self.thread.join(1.0)
+
+    def urgent(self, message: Any) -> Any:
+        """Answer at once, on a thread that is not the worker's own."""
+        if isinstance(message, Connect):
+            return self._connect(message)
+        if isinstance(message, Invite):
+            return self.far_peers.invite(message.guest)
+        if not isinstance(message, Leave):
+            return self.worker.urgent(message)
+        if message.why is not None and not message.now:
+            say(f"worker {self.name!r} (pid {os.getpid()}) leaves: {message.why}")
+        rpc.stderr_filter.start()
+        self.values.end()
+        if message.now:
+            self.end()
+            timer = threading.Timer(LEAVES_WITHIN, self._still_here)
+            timer.daemon = True
+            timer.start()
+        return None
+
+    def _connect(self, message: Connect) -> None:
+        """Give two workers of this host a socket to each other, or this one and a far one a connection."""
+        if message.one == self.index and message.other in self.far_peers.peers:
+            self.far_peers.visit(message.other)
+            return
+        assert self.connections is not None, "only the first process of a host is asked to connect others"
+        self.connections.connect(message.one, message.other)
+        if self.connections.unsent():  # nobody here would send it later
+            raise OSError("a worker has not taken its earlier sockets, and there is no room for another; try again")
+
+    def has_left(self) -> None:
+        """The worker is out of its cluster: what the process does now is the script's own affair, and so is how it ends."""
+        self.left = True
+
+    def _still_here(self) -> None:
+        """End a process whose stage goes on computing. Of one that has left the cluster, say what goes on."""
+        who = f"worker {self.name!r} (pid {os.getpid()})"
+        if not self.left:
+            end_process(
+                f"{who} ends itself: {LEAVES_WITHIN:g} s after its cluster was closed it was still at {self.worker.doing()}"
+            )
+        rpc.stderr_filter.stop()
+        threads = [
+            each.name for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()
+        ]
+        what = (
+            f"its threads {', '.join(map(repr, threads))}" if threads else "an exit handler, or a finally of the script"
+        )
+        say(f"the process of {who} goes on {LEAVES_WITHIN:g} s after it has left its cluster: it waits for {what}")
+
+    def watch(self, controller: str, timeout: float) -> None:
+        """End this process when the controller has ended: at once if the connection to it breaks.
+
+        A network that is cut, or a host that is gone, breaks the connection after 4 × timeout, whatever the worker does. A
+        controller that is stopped breaks none. So while the worker waits inside a step, it pings the controller from time
+        to time, and ends after at most 3 × timeout + 10 s; so does one that has lost another worker.
+        """
+        watched = rpc.watch(controller, timeout, self._broke)
+        threading.Thread(target=self._ask, args=(controller, timeout, watched), daemon=True).start()
+
+    def _ask(self, controller: str, timeout: float, watched: "Future[Any]") -> None:
+        pause = threading.Event()
+        while not pause.wait(2 * timeout + ASKS_AFTER):
+            with suppress(MemoryError):  # there may be some when it is asked again
+                if watched.done():  # there was no memory to say so
+                    self._broke()
+                in_step = self.worker.command is not None and self.transport.waiting_for() is not None
+                if (in_step or self.values.lost_peers) and not answers(controller, timeout):
+                    self._gone(f"the controller left a ping unanswered for {timeout:g} s")
+
+    def _broke(self) -> None:
+        self._gone("the connection to the controller broke")
+
+    def _gone(self, why: str) -> None:
+        if not self.messages.ended:
+            end_process(f"worker {self.name!r} (pid {os.getpid()}) ends itself: {why}")
+
+
+def answers(controller: str, timeout: float) -> bool:
+    """Whether a process answers a ping in time. A ping that fails is no answer: another one is sent."""
+    end_time = time.monotonic() + timeout
+    while (left := end_time - time.monotonic()) > 0:
+        try:
+            ping = rpc.urgent(controller, pickle_message(Ping()))
+        except ConnectionError:
+            return False
+        rpc.wait_all([ping], left)
+        if not ping.done():
+            return False
+        with suppress(Exception):  # RPC raises errors of all kinds
+            ping.value()
+            return True
+        time.sleep(min(_AGAIN, left))
+    return False
+
+
+def end_process(why: str) -> NoReturn:
+    """End this process at once: the main thread may be computing, or may wait without an end."""
+    try:
+        rpc.stderr_filter.stop()
+        say(why)
+    finally:  # also where there is no memory for the line
+        os._exit(1)
+
+
+def say(what: str) -> None:
+    """Write a line to standard error."""
+    print(f"pippy: {what}", file=sys.stderr, flush=True)

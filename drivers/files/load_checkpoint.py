@@ -1,0 +1,107 @@
+"""Checkpoints for plain PyTorch, in a process without workers."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from pippy.drivers.base.errors import CheckpointError
+from pippy.drivers.files.contents import MODEL, Contents, contents_of
+from pippy.ir.base.compiled_modules import uncompiled
+from pippy.ir.base.public_calls import placing_words
+
+
+@placing_words()
+def load_checkpoint(path: str | os.PathLike[str], /, **given: Any) -> dict[str, Any]:
+    """Read a checkpoint in plain PyTorch, without workers. Gives what was saved, by the names it was saved by.
+
+    What is given by name is loaded, and left out of the result: ``model=`` a module, and optimizers of torch's, schedulers and
+    the like as they were named in `driver.save`. The state of an optimizer finds its parameters by their names in the model.
+    What is not given comes back: values as they were, and state dicts; that of an optimizer has its parameters numbered in
+    the order of its groups, whose ``param_names`` has their names.
+
+    The path is that of a checkpoint, or of a run, for its newest; or of a folder of safetensors files, which has a model alone.
+
+    >>> import tempfile, torch
+    >>> from pippy import Pipe, PipelineDriver1F1B, load_checkpoint, local_cluster
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with local_cluster(2, threads=1) as cluster:
+    ...         driver = PipelineDriver1F1B(Pipe.from_sequential(model, torch.nn.MSELoss()), cluster)
+    ...         path = driver.save(folder, step=10)
+    ...     saved = load_checkpoint(folder)
+    ...     print(load_checkpoint(folder, model=model))
+    {'step': 10}
+    >>> saved["step"], torch.equal(saved["model"]["1.weight"], model[1].weight)
+    (10, True)
+    """
+    contents = contents_of(path)
+    saved = _state_dicts(contents)
+    optimizers = {name: each for name, each in given.items() if isinstance(each, Optimizer)}
+    for name, each in given.items():
+        if name not in saved or not hasattr(each, "load_state_dict"):
+            raise CheckpointError(
+                f"{contents.path} has no state for {name}={type(each).__name__}; it has {', '.join(map(repr, saved))}"
+            )
+    states = {name: _ordered(name, each, saved, given.get(MODEL)) for name, each in optimizers.items()}
+    for name, each in given.items():
+        each.load_state_dict(states.get(name, saved.pop(name)))
+    return saved
+
+
+def _state_dicts(contents: Contents) -> dict[str, Any]:
+    model = {name: stored.read() for name, stored in contents.model.items()}
+    model.update({name: model[stored] for name, stored in contents.tied.items()})
+    values = contents.values
+    model.update(values.get("extra", {}))
+    found = {MODEL: model, **values.get("states", {}), **values.get("values", {})}
+    for name, saved in values.get("optimizers", {}).items():
+        tensors, others = contents.optimizers.get(name, {}), saved["others"]
+        states = {
+            parameter: {
+                **{key: stored.read() for key, stored in tensors.get(parameter, {}).items()},
+                **others.get(parameter, {}),
+            }
+            for parameter in tensors.keys() | others.keys()
+        }
+        found[name] = _numbered(states, saved["groups"], [group["params"] for group in saved["groups"]])
+    return found
+
+
+def _numbered(
+    states: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
+) -> dict[str, Any]:
+    """The state dict of an optimizer, as torch has it: parameters have numbers, group by group, in the order of ``names``."""
+    numbers = {name: number for number, name in enumerate(name for own in names for name in own)}
+    return {
+        "state": {number: states[name] for name, number in numbers.items() if name in states},
+        "param_groups": [
+            {**group, "params": [numbers[name] for name in own], "param_names": list(own)}
+            for group, own in zip(groups, names)
+        ],
+    }
+
+
+def _ordered(name: str, optimizer: Optimizer, saved: Mapping[str, Any], model: Any) -> dict[str, Any]:
+    """The state dict of an optimizer in the order in which it has its parameters."""
+    if not isinstance(model, nn.Module):
+        raise CheckpointError(
+            f"{name}= is a {type(optimizer).__name__}, and the names of its parameters are those of a model: give model=, too"
+        )
+    names = {id(parameter): own for own, parameter in uncompiled(model).named_parameters()}
+    mine = [[names.get(id(each), "?") for each in group["params"]] for group in optimizer.param_groups]
+    groups = saved[name]["param_groups"]
+    if [sorted(own) for own in mine] != [sorted(group["param_names"]) for group in groups]:
+        raise CheckpointError(
+            f"{name}= has groups of {[len(own) for own in mine]} parameters, and saved were groups of "
+            f"{[len(group['params']) for group in groups]}; or they are of other parameters: make it with the groups that "
+            "the driver's optimizer had"
+        )
+    states = {
+        own: saved[name]["state"].get(number)
+        for group in groups
+        for own, number in zip(group["param_names"], group["params"])
+    }
+    return _numbered({own: state for own, state in states.items() if state is not None}, groups, mine)

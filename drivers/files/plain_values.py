@@ -1,0 +1,108 @@
+"""Values that are read without running code: numbers, strings, tensors, and containers of them.
+
+They are written with `torch.save` and read with ``weights_only=True``, which makes nothing else, whatever a file says.
+"""
+
+import io
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from pippy.drivers.base.errors import CheckpointError
+from pippy.ir.base.trees import describe
+from pippy.ir.run.random_state import RandomState
+
+_DICTS = "values", "states", "optimizers", "extra", "random"  # what a checkpoint has by name
+
+
+def packed(values: Mapping[str, Any]) -> bytes:
+    """Values as bytes.
+
+    >>> unpacked(packed({"step": 10}))
+    {'step': 10}
+    """
+    stream = io.BytesIO()
+    torch.save(dict(values), stream)
+    return stream.getvalue()
+
+
+def unpacked(data: bytes, path: str = "values") -> dict[str, Any]:
+    """What `packed` was given. ``path`` is the file that has the bytes. Raises a CheckpointError if they are anything else.
+
+    What torch says of such a file is left out: it advises to run the code that is in it.
+
+    >>> unpacked(b"something else", "values.pt")
+    Traceback (most recent call last):
+    pippy.drivers.base.errors.CheckpointError: values.pt is not as pippy writes it: ...
+    """
+    try:
+        found = _loaded(data)
+        dicts = [each for name, each in found.items() if name in _DICTS]
+        if not all(isinstance(each, dict) and all(isinstance(key, str) for key in each) for each in (found, *dicts)):
+            raise TypeError
+    except Exception:  # torch and pickle have no one error
+        raise CheckpointError(
+            f"{path} is not as pippy writes it: it holds something else than numbers, strings, tensors and containers of "
+            "them. Code may have to run to make that, and pippy runs none. Nothing was loaded: load another checkpoint"
+        ) from None
+    return found
+
+
+def _loaded(data: bytes) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    return found
+
+
+def check_plain(name: str, value: Any) -> None:
+    """Raise unless a value can be written, and read again without running code.
+
+    >>> check_plain("step", 10)
+    >>> check_plain("step", print)
+    Traceback (most recent call last):
+    pippy.drivers.base.errors.CheckpointError: step=<built-in function print> cannot be saved: ...
+    """
+    try:
+        _loaded(packed({name: value}))
+    except Exception as error:  # pickle has no one error
+        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"{name}={describe(value)} cannot be saved: a checkpoint holds what can be read without running code, which is "
+            f"numbers, strings, tensors, and containers of them ({why}); give those, or an object whose state_dict() has only "
+            "those"
+        ) from error
+
+
+def random_values(state: RandomState) -> dict[str, Any]:
+    """The state of random number generators as plain values. `random_state` is the inverse.
+
+    >>> import torch
+    >>> random_state(unpacked(packed(random_values(RandomState.current())))).is_current()
+    True
+    """
+    pythons, numpys = state.pythons, state.numpys
+    return {
+        "python": None if pythons is None else (pythons[0], _tensor(pythons[1]), pythons[2]),
+        "torch": state.cpu,
+        "devices": list(state.devices.values()),
+        "numpy": None if numpys is None else (numpys[0], _tensor(numpys[1].tolist()), *map(float, numpys[2:])),
+    }
+
+
+def random_state(values: Mapping[str, Any], devices: tuple[Any, ...] = ()) -> RandomState:
+    """The state that `random_values` was given. What it had of GPUs becomes that of ``devices``."""
+    pythons, numpys = values["python"], values["numpy"] if "numpy" in sys.modules else None
+    if pythons is not None:
+        pythons = pythons[0], tuple(pythons[1].tolist()), pythons[2]
+    if numpys is not None:
+        import numpy
+
+        name, keys, position, has_gauss, gauss = numpys
+        numpys = name, numpy.array(keys.tolist(), dtype=numpy.uint32), int(position), int(has_gauss), gauss
+    return RandomState(pythons, values["torch"], dict(zip(devices, values["devices"])), numpys)
+
+
+def _tensor(numbers: Any) -> torch.Tensor:
+    """Many numbers, which take long to pickle one by one."""
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")

@@ -1,0 +1,107 @@
+"""Files that are on the disk when they are said to be.
+
+What is written is followed by fsync, of the file and of the folder that names it; without, a file may be empty after a power
+failure, though it was closed long before.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from io import FileIO
+from typing import Any
+
+from pippy.drivers.base.errors import CheckpointError
+from pippy.drivers.base.interrupts import uninterrupted
+
+CHUNK = 1 << 24  # bytes that are written or read at a time
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """A file's name, its length, and the hash of each of its pieces.
+
+    >>> WrittenFile("values.pt", 3, {"all": "2c26b4"}).bytes
+    3
+    """
+
+    name: str
+    bytes: int
+    hashes: dict[str, str]
+
+
+def opened(path: str, mode: str) -> FileIO:
+    """A file, as the built-in open has modes. It is closed when nothing refers to it, as Ctrl-C may come at any time.
+
+    >>> with opened("/dev/zero", "r") as file:
+    ...     file.read(2)
+    b'\\x00\\x00'
+    """
+    return FileIO(path, mode, opener=partial(os.open, mode=0o666))  # in C alone, where nothing is interrupted
+
+
+def write_file(
+    folder: str, name: str, pieces: Iterable[tuple[str, Any]], goes_on: Callable[[], None] = lambda: None
+) -> WrittenFile:
+    """Write a new file, piece by piece, each with a name for its hash. ``goes_on`` raises if the work was given up.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     written = write_file(folder, "note", [("all", b"abc")])
+    ...     print(written.bytes, written.hashes["all"][:6])
+    3 ba7816
+    """
+    hashes, length = {}, 0
+    with opened(os.path.join(folder, name), "x") as file:
+        for piece, data in pieces:
+            view, digest = memoryview(data), hashlib.sha256()
+            for start in range(0, len(view), CHUNK):
+                goes_on()
+                part = view[start : start + CHUNK]
+                digest.update(part)
+                while part:
+                    part = part[os.write(file.fileno(), part) :]
+            hashes[piece] = digest.hexdigest()
+            length += len(view)
+        os.fsync(file.fileno())
+    return WrittenFile(name, length, hashes)
+
+
+def sync_folder(folder: str) -> None:
+    """Put the names of a folder's files on the disk."""
+    with uninterrupted():  # or Ctrl-C might leave it open
+        file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+
+def read_into(path: str, offset: int, data: memoryview) -> None:
+    """Fill ``data`` with the bytes of a file from ``offset`` on.
+
+    >>> data = bytearray(3)
+    >>> read_into("/dev/zero", 0, memoryview(data))
+    """
+    with opened(path, "r") as file:
+        while data:
+            count = os.preadv(file.fileno(), [data[:CHUNK]], offset)
+            if not count:
+                raise CheckpointError(f"{path} ends {len(data)} bytes too soon; it is damaged, or was cut off")
+            data, offset = data[count:], offset + count
+
+
+def read_file(path: str) -> bytes:
+    """All of a small file."""
+    data = bytearray(os.stat(path).st_size)
+    read_into(path, 0, memoryview(data))
+    return bytes(data)
+
+
+def check_hash(what: str, data: Any, expected: str | None) -> None:
+    """Raise if bytes are not those that were written. Without a hash nothing is known of them."""
+    if expected is not None and hashlib.sha256(data).hexdigest() != expected:
+        raise CheckpointError(
+            f"{what} is damaged: its bytes are not those that were written, by their hash; load another checkpoint"
+        )

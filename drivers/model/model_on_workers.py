@@ -1,0 +1,267 @@
+"""A model whose stages are on the workers: its parameters, gradients, optimizers and checkpoints."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from pippy.drivers.base.errors import DriverError, OptimizerError
+from pippy.drivers.engines.cluster import Cluster
+from pippy.drivers.model.optimizers.grad_scaler import PipelineGradScaler
+from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
+from pippy.drivers.model.optimizers.stale_models import StaleModels
+from pippy.drivers.model.parameters import RemoteParameters
+from pippy.drivers.model.recovery.recovery import Recovery
+from pippy.drivers.model.state.filling import Filling
+from pippy.drivers.model.state.loading import LoadedValues, Loading
+from pippy.drivers.model.state.saving import Saving
+from pippy.drivers.placement.placed_pipe import PlacedPipe
+from pippy.drivers.session.commands import Commands, in_turn
+from pippy.drivers.session.step_numbers import checked_numbers
+from pippy.ir.base.near_names import near_names
+from pippy.ir.base.placed_words import refuse_words
+from pippy.ir.base.public_calls import placing_words
+from pippy.ir.pipe import Pipe, compiled_of
+
+
+@placing_words(
+    methods={
+        "instantiate_optimizer": "driver.instantiate_optimizer(torch.optim.AdamW)",
+        "clip_grad_norm_": "driver.clip_grad_norm_(max_norm)",
+        "save": "driver.save(folder)",
+    },
+    owner="driver",
+)
+class ModelOnWorkers:
+    """The methods that drivers have for the state of their model; `PipelineDriverBase` adds the steps."""
+
+    def __init__(self, pipe: Pipe, placed: PlacedPipe, commands: Commands, cluster: Cluster) -> None:
+        self.pipe, self.compiled = pipe, compiled_of(pipe)
+        self.placed, self.commands, self.cluster = placed, commands, cluster
+        self.stale = StaleModels(pipe)
+        self.filling = Filling(pipe, placed, commands)
+        self.parameters = RemoteParameters(pipe, placed, commands, self.stale, self.filling)
+        self.saving = Saving(pipe, placed, commands, cluster, self.filling)
+        self.loading = Loading(pipe, placed, commands, self.stale, self.filling)
+        self._optimizers: list[PipelineOptimizer] = []
+        self._grad_scaler: PipelineGradScaler | None = None
+        self.recovery = Recovery(pipe, placed, commands, cluster, self.filling, self._optimizers)
+        self.saving.begin_point = self.recovery.saving
+
+    @property
+    def random_state(self) -> dict[str, int] | None:
+        """Which step of which run the random numbers of the next step are of: a seed, and how many steps there were.
+
+        A driver of any split goes on with it where another one was: it can be saved, and set. Steps that train are counted
+        by themselves. None if the driver was made with ``keyed_random=False``. See docs/running.md.
+
+        >>> from pippy import Pipe, PipelineDriver1F1B, local_cluster
+        >>> pipe = Pipe.from_sequential(torch.nn.Sequential(torch.nn.Dropout(), torch.nn.ReLU()))
+        >>> with local_cluster(2, threads=1) as cluster:
+        ...     driver = PipelineDriver1F1B(pipe, cluster, keyed_random=7)
+        ...     one = driver.run(2, torch.ones(64, 2))
+        ...     print(driver.random_state)
+        ...     driver.random_state = {"seed": 7, "steps": 0, "evaluations": 0}
+        ...     print(torch.equal(driver.run(2, torch.ones(64, 2)), one))
+        {'seed': 7, 'steps': 0, 'evaluations': 1}
+        True
+        """
+        self.commands.wait()
+        return None if self.commands.numbers is None else self.commands.numbers.state()
+
+    @random_state.setter
+    def random_state(self, state: Mapping[str, int] | None) -> None:
+        self.commands.wait()
+        self.commands.numbers = checked_numbers(state, self.commands.numbers)
+        self.recovery.begin_at()
+
+    # Gradients
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        self.commands.zero_grad()
+
+    def reduce_gradients(self) -> None:
+        """Add up the gradients of replicated parameters, if that was not done; whatever reads gradients does it first."""
+        self.parameters.reduce_gradients()
+
+    def get_grad(self, name: str) -> torch.Tensor | None:
+        """The gradient of the parameter that the user calls ``name``, fetched from its worker."""
+        return self.gradients([name])[name]
+
+    def gradients(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor | None]:
+        """The gradients of all parameters, or of some, by the user's names."""
+        return self.parameters.gradients(names)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale all gradients so that their norm, taken over the whole model, is at most ``max_norm``; gives the norm.
+
+        As `torch.nn.utils.clip_grad_norm_` for the whole model; a replicated parameter counts once.
+        """
+        return self.parameters.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clamp every element of all gradients between -clip_value and ``clip_value``: `torch.nn.utils.clip_grad_value_`."""
+        self.parameters.clip_grad_value_(clip_value)
+
+    def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
+        """The norm of all gradients together."""
+        return self.parameters.grad_norm(norm_type)
+
+    # Parameters
+
+    def initialize(self, function: Callable[[torch.nn.Module], Any] | None = None, *, seed: int | None = None) -> None:
+        """Have each worker make the parameters and buffers of its stages, of a model that is on the meta device.
+
+        As when the model is made elsewhere: the ``reset_parameters`` of each module is called, and then ``function`` with each
+        module, as by ``model.apply(function)``; in a model of Hugging Face, that is its ``_init_weights`` if it is left out.
+        What becomes of a parameter depends on ``seed``, by default that of `torch.manual_seed`, as for a model that is made in
+        this process (and not that of ``keyed_random=``), and on its name, and not on how the model is cut or on how many
+        workers there are. See docs/large_models.md.
+
+        >>> from pippy import Pipe, PipelineDriver1F1B, local_cluster
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        >>> with local_cluster(2, threads=1) as cluster:
+        ...     driver = PipelineDriver1F1B(Pipe.from_sequential(model), cluster)
+        ...     driver.initialize(seed=0)
+        ...     print(driver.run(2, torch.ones(4, 2)).shape)
+        torch.Size([4, 1])
+        """
+        self.filling.initialize(function, seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The model's state dict, with the parameters and buffers as they are on the workers."""
+        return self.parameters.state_dict()
+
+    def copy_to(self, model: torch.nn.Module) -> None:
+        """Copy the parameters and buffers on the workers into a model of this process: the user's own, or one with its names.
+
+        The driver trains copies of them, and the model in this process stays as it was. Nothing is copied if the names or
+        shapes differ.
+
+        >>> from pippy import Pipe, PipelineDriver1F1B, cluster
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        >>> with cluster(2, threads=1) as workers:
+        ...     driver = PipelineDriver1F1B(Pipe.from_sequential(model, torch.nn.MSELoss()), workers)
+        ...     optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
+        ...     loss = driver.run(2, torch.ones(4, 2), torch.ones(4, 1))
+        ...     optimizer.step()
+        ...     driver.copy_to(model)
+        ...     print(torch.equal(model[0].weight, driver.state_dict()["0.weight"]))
+        True
+        """
+        self.parameters.copy_to(model)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        """Load a state dict, in the model's names, into the Pipe and into all workers."""
+        return self.parameters.load_state_dict(state_dict, strict)
+
+    @in_turn
+    def save(
+        self, folder: str | os.PathLike[str], /, *, wait: bool = True, keep: int | None = None, **given: Any
+    ) -> str:
+        """Write a checkpoint: the parameters and buffers on the workers, and what is given by name. Gives its path.
+
+        Given may be optimizers of this driver, anything with a ``state_dict()``, and plain values; ``step=10`` also names the
+        checkpoint. Each worker writes what it holds, as safetensors files. The checkpoint is put into ``folder`` whole, beside
+        those that are there; with ``keep=3`` the three newest are left. With ``wait=False`` the workers copy what they hold and
+        write while the run goes on. Random states are included, gradients are not. See docs/checkpoints.md.
+
+        >>> import tempfile
+        >>> from pippy import Pipe, PipelineDriver1F1B, local_cluster
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        >>> with tempfile.TemporaryDirectory() as folder, local_cluster(2, threads=1) as cluster:
+        ...     driver = PipelineDriver1F1B(Pipe.from_sequential(model, torch.nn.MSELoss()), cluster)
+        ...     optimizer = driver.instantiate_optimizer(torch.optim.Adam, lr=0.1)
+        ...     loss = driver.run(2, torch.ones(4, 2), torch.ones(4, 1))
+        ...     optimizer.step()
+        ...     path = driver.save(folder, optimizer=optimizer, step=1)
+        ...     values = driver.load(folder, optimizer=optimizer)
+        ...     print(os.path.basename(path), values)
+        step-1 {'step': 1}
+        """
+        misspelt = {word: value for word, value in given.items() if near_names(word, ("wait", "keep"), cutoff=0.8)}
+        refuse_words("driver.save", misspelt, ("wait", "keep"))
+        return self.saving.save(folder, wait, keep, given)
+
+    @in_turn
+    def load(self, path: str | os.PathLike[str], /, *, strict: bool = True, **given: Any) -> LoadedValues:
+        """Read what `save` has written, by this driver or another, into the workers and into what is given by name.
+
+        Gives the plain values that were saved, as a dict. ``path`` is a checkpoint, or the folder of a run, for its newest; or
+        a folder of safetensors files as Hugging Face has them. Each worker reads its part. If something does not fit, nothing
+        is changed. With ``strict=False``, parameters and buffers that only the model or only the checkpoint has are left alone,
+        as by `load_state_dict`; ``missing_keys`` and ``unexpected_keys`` of the result have their names.
+        Without optimizers and the like only the parameters and buffers are read; with them the random states are, too, and
+        something that was saved and is to be left must be said so: ``scheduler=None``, ``random_state=None``. Gradients are
+        dropped.
+        """
+        self.saving.finish()
+        loaded = self.loading.load(path, strict, given)
+        self.recovery.loaded(self.loading.path, given, whole=not loaded.missing_keys)
+        return loaded
+
+    @in_turn
+    def protect(self, **given: Any) -> None:
+        """Make a point in the memory of the workers, from which `recover` goes on: as `save`, but without a disk.
+
+        Each worker copies what it holds, all optimizers of the driver included, and sends the copy to a neighbour; so one lost
+        worker loses nothing. That takes memory for two copies, and for two more while the next point is made. Given by name
+        are objects with a ``state_dict()``, and plain values, as for `save`. See docs/checkpoints.md.
+
+        >>> from pippy import Pipe, PipelineDriver1F1B, local_cluster
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        >>> with local_cluster(2, threads=1) as cluster:
+        ...     driver = PipelineDriver1F1B(Pipe.from_sequential(model, torch.nn.MSELoss()), cluster)
+        ...     driver.protect(step=3)
+        ...     print(driver.recover())
+        {'step': 3}
+        """
+        self.recovery.protect(self.saving, given)
+
+    def instantiate_optimizer(self, optimizer_class: type, *args: Any, **kwargs: Any) -> PipelineOptimizer:
+        """An optimizer of torch's, on all workers, for the parameters where they are.
+
+        Takes what the class takes after its parameters. Groups are given as ``param_groups=[{"params": names, ...}]``, with
+        names, patterns as for a shell, or parameters of the model, or with ``"params": ...`` for all that no other group names.
+        As in torch, it leaves alone what is in no group, so that a driver may have several optimizers. Without groups, it has
+        all parameters. With ``master_dtype=torch.float32`` it updates float32 copies of the parameters that have 16 bits.
+        With ``divide_state=True`` each replica of the pipeline has a part of the state. See docs/replicas.md.
+        """
+        if self.compiled.loss is None:
+            raise OptimizerError(
+                "the Pipe has no loss, so there will be no gradients to step with; give pipeline() a loss_fn, or, for a model "
+                "that returns its loss, what it needs for that, such as the labels in the example"
+            )
+        parameters, number = dict(self.pipe.named_parameters()), len(self._optimizers) + 1
+        made = PipelineOptimizer(
+            parameters, self.placed, self.commands, self.stale, number, optimizer_class, args, kwargs
+        )
+        self._optimizers.append(made)
+        return made
+
+    def instantiate_grad_scaler(self, **options: Any) -> PipelineGradScaler:
+        """A `torch.amp.GradScaler` for this driver: from now on, `run` scales the loss on the workers and unscales there.
+
+        Takes what torch's takes after the device. Its `unscale_`, `step`, `update` and states are those of torch's; `scale`
+        and `backward` are left out.
+        """
+        if self.compiled.loss is None:
+            raise DriverError("a GradScaler scales a loss, and the Pipe has none; give one: pipeline(model, loss_fn)")
+        scaler = PipelineGradScaler(self.commands, **options)
+        if self._grad_scaler is not None:
+            self._grad_scaler.replaced = True
+        self._grad_scaler = self.recovery.scaler = scaler
+        return scaler
+
+    def close(self) -> None:
+        """Drop the stages, programs and optimizers from the workers; the cluster goes on."""
+        try:
+            self.saving.finish()
+        finally:
+            self.stale.end()
+            self.commands.close()

@@ -1,0 +1,99 @@
+"""Whether an optimizer takes the gradients of its parameters, sparse or dense, as far as the Pipe tells.
+
+Without this, torch's error would come in a step, on the workers that have such parameters, after others have done the update.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from pippy.drivers.base.errors import OptimizerError
+from pippy.ir.record.compiled import Compiled
+from pippy.ir.run.shared_tensors import get_tensor
+
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+
+
+def check_gradient_layouts(
+    compiled: Compiled,
+    optimizer_class: type,
+    args: Sequence[Any],
+    options: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+) -> None:
+    """Raise if an optimizer fails on the gradients that a group will have. The ``params`` of ``groups`` are names."""
+    for group in groups:
+        sparse = {name: has_sparse_gradient(compiled, name) for name in group["params"]}
+        own = {key: value for key, value in group.items() if key != "params"}
+        on_sparse, on_dense = (_failure(optimizer_class, args, options, own, layout) for layout in (True, False))
+        wrong = [name for name, known in sparse.items() if known is (on_sparse is not None)]
+        if wrong and (on_sparse is None) != (on_dense is None):
+            raise OptimizerError(_explained(optimizer_class.__name__, wrong, on_sparse, on_dense))
+
+
+def has_sparse_gradient(compiled: Compiled, name: str) -> bool | None:
+    """Whether the gradient of a parameter is sparse, by the modules that use it; None if that does not tell.
+
+    >>> from pippy.ir.pipe import Pipe
+    >>> model = nn.Sequential(nn.Embedding(3, 2, sparse=True), nn.Linear(2, 2))
+    >>> [has_sparse_gradient(Pipe.from_sequential(model), name) for name in ("0.weight", "1.weight")]
+    [True, False]
+    """
+    found = set()
+    for qualname in compiled.stage_qualnames(name):
+        call, _, local = qualname.partition(".")
+        found |= set(_of_uses(compiled.stage(call), local))
+    if False in found:  # the sum of a dense and a sparse one is dense
+        return False
+    return None if None in found or not found else True
+
+
+def _of_uses(stage: nn.Module, name: str) -> Iterator[bool | None]:
+    tensor = get_tensor(stage, name)
+    if not tensor.requires_grad or not isinstance(stage, fx.GraphModule):
+        yield None
+        return
+    for node in stage.graph.nodes:
+        if node.op == "call_module":
+            module = stage.get_submodule(str(node.target))
+            if any(each is tensor for each in module.parameters()):
+                yield _of_module(module, tensor)
+        elif node.op == "get_attr" and get_tensor(stage, str(node.target)) is tensor:
+            yield None
+
+
+def _of_module(module: nn.Module, tensor: torch.Tensor) -> bool | None:
+    if type(module) in _EMBEDDINGS:
+        return bool(module.sparse)
+    own = any(each is tensor for each in module._parameters.values())
+    return False if own and type(module).__module__.startswith("torch.nn.modules.") else None
+
+
+def _failure(
+    optimizer_class: type, args: Sequence[Any], options: Mapping[str, Any], group: Mapping[str, Any], sparse: bool
+) -> Exception | None:
+    """What an optimizer raises for a sparse, or a dense, gradient."""
+    parameter = nn.Parameter(torch.ones(4, 4))
+    parameter.grad = torch.eye(4).to_sparse(1) if sparse else torch.eye(4)
+    with torch.random.fork_rng(devices=[]):
+        try:
+            optimizer_class([{**group, "params": [parameter]}], *args, **options).step()
+        except Exception as error:
+            return error
+    return None
+
+
+def _explained(name: str, wrong: Sequence[str], on_sparse: Exception | None, on_dense: Exception | None) -> str:
+    shown = ", ".join(map(repr, wrong[:8]))
+    if on_sparse is not None:
+        return (
+            f"{name} does not take the sparse gradients of {shown} (embeddings with sparse=True): {on_sparse}. Name the other "
+            "parameters in param_groups, and give these an optimizer of their own: "
+            f"driver.instantiate_optimizer(torch.optim.SparseAdam, param_groups=[{{'params': {list(wrong)}}}])"
+        )
+    return (
+        f"{name} takes sparse gradients only, and those of {shown} are dense: {on_dense}. Name the weights of embeddings with "
+        "sparse=True in its param_groups, and give the others an optimizer of their own"
+    )

@@ -1,0 +1,324 @@
+"""An optimizer whose parameters, and whose state, live on the workers.
+
+To torch it is an optimizer of the model's own parameters: learning rate schedulers change its groups as ever. Before each
+step the options that changed go to the workers.
+"""
+
+import fnmatch
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from pippy.drivers.base.errors import OptimizerError
+from pippy.drivers.base.interrupts import first_waits
+from pippy.drivers.count.optimizer_bytes import CountedOptimizer
+from pippy.drivers.model.optimizers.gradient_layouts import check_gradient_layouts
+from pippy.drivers.model.optimizers.optimizer_check import check_separable
+from pippy.drivers.model.optimizers.stale_models import StaleModels
+from pippy.drivers.placement.placed_pipe import PlacedPipe
+from pippy.drivers.protocol.optimizers import LoadOptimizerState, MakeOptimizer, OptimizerState, OptimizerStep
+from pippy.drivers.session.commands import Commands
+from pippy.drivers.wire.pickling import pickle_by_value
+from pippy.drivers.worker.gradients.worker_optimizer import MASTER
+from pippy.ir.base.brief import brief
+from pippy.ir.base.placed_words import place_words
+from pippy.ir.base.public_calls import check_words, words_of
+from pippy.ir.show.readable import shortened
+
+_OWN_WORDS = ("param_groups", "master_dtype", "divide_state")
+place_words("driver.instantiate_optimizer(torch.optim.AdamW)", {*_OWN_WORDS, *words_of(torch.optim.AdamW)} - {"params"})
+
+
+class PipelineOptimizer(Optimizer):
+    """What `driver.instantiate_optimizer` gives.
+
+    ``param_groups`` hold the model's parameters in this process. They only stand for those on the workers, which the
+    optimizer updates. ``number`` is what the workers know it by.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        placed: PlacedPipe,
+        commands: Commands,
+        stale: StaleModels,
+        number: int,
+        optimizer_class: type,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+            raise OptimizerError(
+                f"{brief(optimizer_class)} is no optimizer class; give one, as in "
+                "instantiate_optimizer(torch.optim.AdamW, lr=1e-3)"
+            )
+        options = dict(kwargs)
+        self.divided = _checked_divided(options.pop("divide_state", False), placed)
+        self.master_dtype = _checked_master_dtype(options.pop("master_dtype", None), parameters)
+        self.placed, self.commands, self.stale, self.number = placed, commands, stale, number
+        self.names = {id(parameter): name for name, parameter in parameters.items()}
+        groups = self._groups(parameters, options.pop("param_groups", None))
+        check_words(optimizer_class.__name__, options, optimizer_class, _OWN_WORDS, filled="params")
+        check_separable(optimizer_class, args, options)
+        named = [{**group, "params": [self.names[id(each)] for each in group["params"]]} for group in groups]
+        check_gradient_layouts(placed.compiled, optimizer_class, args, options, named)
+        # The same class here, over the same parameters: it checks the arguments and fills in its defaults.
+        here = optimizer_class(groups, *args, **options)
+        super().__init__(here.param_groups, here.defaults)
+        self.stepped = False
+        self.optimizer_class = optimizer_class
+        self.factory = partial(_make, optimizer_class, tuple(args), options)
+        self.make_again(placed.workers)
+
+    def __repr__(self) -> str:
+        groups = "1 group" if len(self.param_groups) == 1 else f"{len(self.param_groups)} groups"
+        rates = list(dict.fromkeys(str(group["lr"]) for group in self.param_groups if "lr" in group))
+        shown = f", lr={shortened(', '.join(rates), 60)}" if rates else ""
+        count = sum(len(group["params"]) for group in self.param_groups)
+        return f"<PipelineOptimizer of {self.optimizer_class.__name__}: {count} parameters in {groups}{shown}>"
+
+    def _groups(
+        self, parameters: Mapping[str, torch.nn.Parameter], given: Iterable[Mapping[str, Any]] | None
+    ) -> list[dict[str, Any]]:
+        if not parameters:
+            raise OptimizerError("the model has no parameters, so there is nothing to optimize")
+        if given is None:
+            return [{"params": list(parameters.values())}]
+        groups = [self._named_group(group) for group in given]
+        taken: dict[str, int] = {}
+        for number, group in enumerate(groups):
+            for name in group["params"] if group["params"] is not ... else ():
+                if name in taken:
+                    raise OptimizerError(
+                        f"{brief(name)} is in parameter groups {taken[name]} and {number}; name it in one of them"
+                    )
+                taken[name] = number
+        self._fill_rest(groups, [name for name in parameters if name not in taken])
+        return [{**group, "params": [parameters[name] for name in group["params"]]} for group in groups]
+
+    def _fill_rest(self, groups: Sequence[dict[str, Any]], rest: list[str]) -> None:
+        """Give the group whose parameters are `...` those that no other group names."""
+        open_groups = [group for group in groups if group["params"] is ...]
+        if len(open_groups) > 1 or (open_groups and not rest) or not groups:
+            raise OptimizerError(
+                f'{len(open_groups)} of {len(groups)} parameter groups are for the rest ("params": ...), which is '
+                f"{len(rest)} parameters; give at least one group, and one for the rest if there is a rest"
+            )
+        for group in open_groups:
+            group["params"] = rest
+
+    def _named_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise OptimizerError(
+                f'parameter group {brief(group)}: give a dict with "params", the names of its parameters'
+            )
+        return {**group, "params": ... if group["params"] is ... else self._named(group["params"])}
+
+    def _named(self, params: Any) -> list[str]:
+        """The names of the parameters that a group means."""
+        found: list[str] = []
+        for wanted in [params] if isinstance(params, (str, torch.Tensor)) else params:
+            if isinstance(wanted, torch.Tensor):
+                matches = [self.names[id(wanted)]] if id(wanted) in self.names else []
+            else:
+                matches = [name for name in self.names.values() if name == wanted or fnmatch.fnmatchcase(name, wanted)]
+            if not matches:
+                what = (
+                    "a tensor that is not a parameter of the model"
+                    if isinstance(wanted, torch.Tensor)
+                    else repr(wanted)
+                )
+                raise OptimizerError(f"no parameter is called {what}; the model has {', '.join(self.names.values())}")
+            found += [name for name in matches if name not in found]
+        return found
+
+    def make_again(self, workers: Collection[int]) -> None:
+        """Make it on some workers, without a state."""
+        groups: dict[int, list[Any]] = {worker: [] for worker in self.placed.workers}
+        self._sent, factory = self._options(), pickle_by_value(self.factory)
+        for group, options in zip(self.param_groups, self._sent):
+            own = dict.fromkeys(self.names[id(each)] for each in group["params"])
+            by_worker = self.placed.for_all_copies(own, self.divided)
+            for worker, locations in by_worker.items():
+                groups[worker].append((tuple(locations), options))
+        bodies = {
+            worker: MakeOptimizer(
+                self.number, factory, tuple(groups[worker]), self.master_dtype, self._copied(), self.divided
+            )
+            for worker in workers
+        }
+        self.commands.call(bodies)
+
+    def _copied(self) -> tuple[str, ...]:
+        """The names of its parameters, if replicas have copies of them."""
+        canonical = self.placed.compiled.qualnames.canonical
+        names = [name for name, _ in self.named_parameters()] if len(self.placed.replicas) > 1 else []
+        return tuple(canonical.get(name, name) for name in names)
+
+    def _options(self) -> tuple[dict[str, Any], ...]:
+        """The options of every group, as they are now. A tensor is copied: a scheduler changes it in place."""
+        return tuple(
+            {
+                key: value.clone() if isinstance(value, torch.Tensor) else value
+                for key, value in group.items()
+                if key != "params"
+            }
+            for group in self.param_groups
+        )
+
+    def counted(self) -> CountedOptimizer:
+        """What the bytes of its state are counted with."""
+        groups = [
+            (frozenset(self.names[id(each)] for each in group["params"]), options)
+            for group, options in zip(self.param_groups, self._options())
+        ]
+        shares = self.placed.owned_by_stage() if self.divided else None
+        return CountedOptimizer(self.factory, tuple(groups), self.master_dtype, shares)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Update the parameters on all workers with their gradients."""
+        if closure is not None:
+            raise OptimizerError("a closure would run here, not on the workers; call driver.run before step()")
+        self.commands.wait()
+        with first_waits():  # or some workers might have updated their parameters, and others not
+            self.update_parameters()
+            self.commands.parameters_updated()
+            self.stale.updated()
+
+    def update_parameters(self) -> None:
+        """Have the workers update their parameters: `step`, without the rest of a step."""
+        options = self._options()
+        changed = None if _same(options, self._sent) else options
+        self._sent, self.stepped = (), True  # if it fails, it is not known which workers have them
+        self.commands.call_reducing(
+            lambda reduce: dict.fromkeys(self.placed.workers, OptimizerStep(self.number, changed, reduce))
+        )
+        self._sent = options
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What torch's GradScaler reads before it steps."""
+        raise OptimizerError(
+            "a torch.amp.GradScaler sees the gradients of this process, and those of this optimizer are on the workers; take "
+            "scaler = driver.instantiate_grad_scaler() for it, and leave scaler.scale(loss).backward() out"
+        )
+
+    def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Its parameters, as they are in this process, with their names."""
+        return [(self.names[id(each)], each) for group in self.param_groups for each in group["params"]]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of its parameters on all workers."""
+        own = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        if own == self.names.keys():
+            self.commands.zero_grad()
+        else:
+            self.commands.zero_grad_of(self.number, [name for name, _ in self.named_parameters()])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while the optimizer is made: groups are given to `instantiate_optimizer`."""
+        if hasattr(self, "_sent"):
+            raise OptimizerError("parameter groups cannot be added later; give them all to instantiate_optimizer")
+        super().add_param_group(param_group)
+
+    def named_groups(self) -> list[dict[str, Any]]:
+        """The options of each group, as they are now, with names for parameters."""
+        names = [[self.names[id(parameter)] for parameter in group["params"]] for group in self.param_groups]
+        return [{**options, "params": own} for options, own in zip(self._options(), names)]
+
+    def take_options(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Take the options of other groups; the next step sends them."""
+        for mine, group in zip(self.param_groups, groups):
+            mine.update({key: value for key, value in group.items() if key != "params"})
+        self._sent, self.stepped = (), True
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state by the names of the parameters, and the groups with names for parameters."""
+        by_worker = self.placed.first_locations(self.names.values(), self.divided)
+        bodies = {worker: OptimizerState(self.number, tuple(own.values())) for worker, own in by_worker.items()}
+        found: dict[str, Any] = {}
+        for worker, states in self.commands.call(bodies).items():
+            found.update(zip(by_worker[worker], states))
+        names = [name for name, _ in self.named_parameters()]
+        return {
+            "state": {name: found[name] for name in names if found.get(name)},
+            "param_groups": self.named_groups(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` gave, or a plain optimizer's state, whose parameters are numbered group by group."""
+        groups, state = state_dict["param_groups"], state_dict["state"]
+        ordered = [[self.names[id(parameter)] for parameter in group["params"]] for group in self.param_groups]
+        sizes, theirs = [len(own) for own in ordered], [len(group["params"]) for group in groups]
+        if sizes != theirs:
+            raise OptimizerError(f"the state has groups of {theirs} parameters, and this optimizer of {sizes}")
+        renamed = {key: name for own, group in zip(ordered, groups) for name, key in zip(own, group["params"])}
+        if any(isinstance(key, str) for key in renamed):
+            if set(renamed) != set(renamed.values()):
+                odd = sorted(set(map(str, renamed)) ^ set(renamed.values()))
+                raise OptimizerError(f"the state is of other parameters: {', '.join(odd)} are on one side only")
+            renamed = {name: name for name in renamed}
+        if self.master_dtype is None and any(MASTER in its for its in state.values()):
+            raise OptimizerError(
+                "the state has copies of the parameters with more bits, and this optimizer has none; give their dtype when it "
+                "is made: instantiate_optimizer(..., master_dtype=torch.float32)"
+            )
+        stores = self.placed.for_all_copies({renamed[key]: its for key, its in state.items()}, self.divided)
+        self.commands.wait()
+        with first_waits():
+            self.take_options(groups)
+            self.commands.call({worker: LoadOptimizerState(self.number, own) for worker, own in stores.items()})
+
+    def __reduce__(self) -> Any:
+        raise TypeError("this optimizer's state lives on workers; pickle optimizer.state_dict()")
+
+
+def _checked_master_dtype(given: Any, parameters: Mapping[str, torch.nn.Parameter]) -> torch.dtype | None:
+    """The dtype of an optimizer's copies, if each parameter fits into it."""
+    if given is None:
+        return None
+    if not isinstance(given, torch.dtype) or not given.is_floating_point:
+        raise OptimizerError(
+            f"master_dtype={brief(given)}: give a floating-point dtype, as in master_dtype=torch.float32"
+        )
+    for name, parameter in parameters.items():
+        if parameter.is_floating_point() and parameter.dtype != given and parameter.dtype.itemsize >= given.itemsize:
+            raise OptimizerError(
+                f"master_dtype={given}: {name!r} is {parameter.dtype}, and a copy of it would lose digits; give a dtype with "
+                "more bits than the parameters have, or leave master_dtype out"
+            )
+    return given
+
+
+def _checked_divided(given: Any, placed: PlacedPipe) -> bool:
+    """Whether its state is divided among replicas of the pipeline, if there are any."""
+    if not isinstance(given, bool):
+        raise OptimizerError(f"divide_state={brief(given)}: give True to divide the state among replicas, or False")
+    if given and len(placed.replicas) == 1:
+        raise OptimizerError(
+            "divide_state=True divides the state among replicas of the pipeline, and this driver has one pipeline; make it "
+            "with replicas=2, or leave divide_state out"
+        )
+    return given
+
+
+def _make(optimizer_class: type, args: tuple[Any, ...], options: dict[str, Any], groups: Any) -> Optimizer:
+    return optimizer_class(groups, *args, **options)
+
+
+def _same(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> bool:
+    if len(one) != len(other):
+        return False
+    return all(
+        mine.keys() == theirs.keys() and all(_equal(mine[k], theirs[k]) for k in mine)
+        for mine, theirs in zip(one, other)
+    )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+    return bool(one == other)

@@ -1,0 +1,51 @@
+"""Whether an optimizer updates each parameter by itself, so that workers may each have a part of the parameters."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from pippy.drivers.base.errors import OptimizerError
+
+_SCALES = (1e-3, 1.0, 1e3)  # of the gradients: some optimizers mix parameters only if their gradients are large
+
+
+def check_separable(optimizer_class: type, args: Sequence[Any], options: Mapping[str, Any]) -> None:
+    """Raise if the update of a parameter depends on the other parameters of its group.
+
+    It is tried out, on a parameter that is alone, and then beside another. A class that does not run on these parameters
+    says nothing.
+
+    >>> check_separable(torch.optim.AdamW, (), {"lr": 0.1})
+    """
+    if optimizer_class.__name__ == "LBFGS":
+        raise OptimizerError(
+            "LBFGS calls the model again within a step, which the workers cannot do; use another class"
+        )
+    with torch.random.fork_rng(devices=[]):
+        try:
+            alone, beside = (_updated(optimizer_class, args, options, count) for count in (1, 2))
+        except Exception:  # made-up parameters need not suit it
+            return
+    if not torch.allclose(alone, beside, rtol=1e-4, atol=1e-6, equal_nan=True):
+        raise OptimizerError(
+            f"{optimizer_class.__name__} updates a parameter in a way that depends on the other parameters of its group (their "
+            "norm, say), and the workers have different ones, so each would compute something else; do that part by itself "
+            "(driver.clip_grad_norm_ takes the norm over the whole model), or use a class that updates each parameter alone"
+        )
+
+
+def _updated(optimizer_class: type, args: Sequence[Any], options: Mapping[str, Any], count: int) -> torch.Tensor:
+    """A parameter after a few steps, as one of ``count``."""
+    numbers = torch.Generator().manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(4, 4, generator=numbers)) for _ in range(2)][:count]
+    optimizer: Optimizer = optimizer_class([{"params": parameters}], *args, **options)
+    for step, scale in enumerate(_SCALES):
+        torch.manual_seed(step)  # what the optimizer draws itself is alike
+        for number, parameter in enumerate(parameters):
+            own = torch.Generator().manual_seed(10 * step + number)
+            parameter.grad = torch.randn(4, 4, generator=own) * scale
+        optimizer.step()
+    return parameters[0].detach()

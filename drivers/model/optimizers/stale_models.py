@@ -1,0 +1,106 @@
+"""Warns when a model of this process is called, or its state dict is read, and a driver has updated only copies on the workers.
+
+The first update after the workers and this process had the same places a hook for state dicts on each module of the model, and
+sets what `model(x)` calls; the next `driver.copy_to(model)` takes both away again. A forward hook would do the second, too, but
+torch has other kernels for layers with hooks, and hooks are pickled.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from pippy.ir.base import source
+from pippy.ir.pipe import Pipe, models_of, modules_of_model
+
+
+class StaleModels:
+    """The modules of this process whose parameters are older than those that one driver has on the workers."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = weakref.ref(pipe)  # an optimizer has this object, and may outlive the Pipe
+        self._handles: list[RemovableHandle | _Call] = []
+        self._warned = set[str]()
+        self._parameters: list[tuple[weakref.ref[torch.Tensor], int]] = []
+        weakref.finalize(self, _remove, self._handles).atexit = False
+
+    def updated(self) -> None:
+        """An optimizer has updated the parameters on the workers."""
+        self._warned, pipe = set(), self._pipe()
+        if self._handles or pipe is None:
+            return
+        hook: Any = _Hook(self)
+        for module in modules_of_model(pipe):
+            if not isinstance(module, torch.jit.ScriptModule):
+                self._handles.append(module.register_state_dict_pre_hook(hook))
+        everything = {id(each): each for model in models_of(pipe) for each in model.parameters()}
+        self._parameters = [(weakref.ref(each), each._version) for each in everything.values()]
+        for model in models_of(pipe):
+            if getattr(model, _CALLED, self) is None and not isinstance(model, torch.jit.ScriptModule):
+                self._handles.append(_Call(model, self))
+
+    def end(self) -> None:
+        """The model in this process is as it is on the workers, or nobody can copy it any more."""
+        _remove(self._handles)
+
+    def warn_once(self, what: str, instead: str) -> None:
+        """Warn the user whose line does ``what``, if that was not done since the latest update."""
+        if what in self._warned or source.is_called_by_pippy():
+            return
+        self._warned.add(what)
+        source.warn(
+            f"this {what} is not what was trained: the driver updates its copies of the parameters on the workers, and "
+            f"the model in this process is as it was; call driver.copy_to(model) first, while the cluster is open, or {instead}"
+        )
+
+    def has_changed(self) -> bool:
+        """Whether somebody has changed the model of this process: the user may have loaded what was trained."""
+        pairs = [(reference(), version) for reference, version in self._parameters]
+        return any(each is None or each._version != version for each, version in pairs)
+
+
+class _Hook:
+    """What a module calls before its state dict is read. A copied or pickled one does nothing."""
+
+    def __init__(self, stale: StaleModels) -> None:
+        self._stale = weakref.ref(stale)
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        stale = self._stale()
+        if stale is not None:
+            stale.warn_once("state_dict()", "take driver.state_dict()")
+
+    def __reduce__(self) -> Any:
+        return getattr, ("", "format")  # it takes any arguments, and a process without pippy has it
+
+
+# What nn.Module calls in place of `_call_impl`. It is for module.compile(), and neither copied nor pickled.
+_CALLED = "_compiled_call_impl"
+
+
+class _Call:
+    """What a call of a model goes through."""
+
+    def __init__(self, model: nn.Module, stale: StaleModels) -> None:
+        self._model, self._stale = weakref.ref(model), weakref.ref(stale)
+        model.__dict__[_CALLED] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model, stale = self._model(), self._stale()
+        assert model is not None
+        if stale is not None and not torch.compiler.is_compiling() and not stale.has_changed():
+            stale.warn_once("call of the model", "have the workers compute it, as in driver.run(...)")
+        return model._call_impl(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Let a call be as before, unless the user has compiled the model since."""
+        model = self._model()
+        if model is not None and model.__dict__.get(_CALLED) is self:
+            del model.__dict__[_CALLED]
+
+
+def _remove(handles: "list[RemovableHandle | _Call]") -> None:
+    while handles:
+        handles.pop().remove()

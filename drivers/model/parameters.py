@@ -1,0 +1,161 @@
+"""The parameters of one driver's Pipe where they are, on the workers, and their gradients."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import nn
+
+from pippy.drivers.base.errors import DriverError
+from pippy.drivers.base.interrupts import first_waits
+from pippy.drivers.model.optimizers.stale_models import StaleModels
+from pippy.drivers.model.state.filling import Filling
+from pippy.drivers.placement.placed_pipe import PlacedPipe
+from pippy.drivers.protocol.gradients import ClampGradients, GradientNorms, ReduceGradients, ScaleGradients
+from pippy.drivers.protocol.parameters import Fetch, Store
+from pippy.drivers.session.commands import Commands, GradientState
+from pippy.ir.base.brief import brief
+from pippy.ir.base.compiled_modules import uncompiled
+from pippy.ir.base.names import LOSS, named_state
+from pippy.ir.pipe import Pipe
+
+
+class RemoteParameters:
+    """Reads and changes the parameters, buffers and gradients on the workers, by the user's names."""
+
+    def __init__(
+        self, pipe: Pipe, placed: PlacedPipe, commands: Commands, stale: StaleModels, filling: Filling
+    ) -> None:
+        self.pipe, self.placed, self.commands, self.stale, self.filling = pipe, placed, commands, stale, filling
+
+    def fetch(self, names: Iterable[str], gradients: bool = False) -> dict[str, Any]:
+        """Parameters and buffers, or their gradients. None for one that no stage uses."""
+        wanted = list(names)
+        by_worker = self.placed.first_locations(wanted, owned=gradients)
+        found: dict[str, Any] = dict.fromkeys(wanted)
+        bodies = {worker: Fetch(tuple(own.values()), gradients) for worker, own in by_worker.items()}
+        for worker, tensors in self.commands.call(bodies).items():
+            found.update(zip(by_worker[worker], tensors))
+        return found
+
+    # Gradients
+
+    def reduce_gradients(self) -> None:
+        """Add up the gradients of replicated parameters, if that was not done."""
+        if self.commands.gradients is GradientState.UNREDUCED:
+            self.commands.call_reducing(lambda _: dict.fromkeys(self.commands.workers, ReduceGradients()))
+
+    def gradients(self, names: Sequence[str] | None = None) -> dict[str, torch.Tensor | None]:
+        """The gradients of these parameters, or of all."""
+        wanted = self._names() if names is None else names
+        self.reduce_gradients()
+        return self.fetch(wanted, gradients=True)
+
+    def grad_norm(self, norm_type: float) -> torch.Tensor:
+        """The norm of all gradients together."""
+        names = self._names()
+        by_worker = self.placed.first_locations(names, owned=True)
+        locations = {worker: tuple(by_worker.get(worker, {}).values()) for worker in self.commands.workers}
+        answers = self.commands.call_reducing(
+            lambda reduce: {worker: GradientNorms(own, norm_type, reduce) for worker, own in locations.items()}
+        )
+        norms: dict[str, Any] = {}
+        for worker, values in answers.items():
+            norms.update(zip(by_worker.get(worker, {}), values))
+        there = [norms[name] for name in names if norms.get(name) is not None]
+        return torch.linalg.vector_norm(torch.stack(there), norm_type) if there else torch.tensor(0.0)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+        """Scale all gradients so that their norm is at most ``max_norm``, and give the norm."""
+        _check_limit("max_norm", max_norm)
+        total = self.grad_norm(norm_type)
+        if error_if_nonfinite and not bool(torch.isfinite(total)):
+            raise DriverError(
+                f"the norm of the gradients is {total.item()}; pass error_if_nonfinite=False to clip anyway"
+            )
+        factor = float(torch.clamp(max_norm / (total + 1e-6), max=1.0))  # min() would take 1.0 for a norm that is NaN
+        with first_waits():  # or some workers might have scaled theirs, and others not
+            self.commands.call(dict.fromkeys(self.commands.workers, ScaleGradients(factor)))
+        return total
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clamp every element of all gradients between -clip_value and ``clip_value``."""
+        _check_limit("clip_value", clip_value)
+        limit = float(clip_value)
+        self.commands.wait()
+        with first_waits():
+            self.commands.call_reducing(
+                lambda reduce: dict.fromkeys(self.commands.workers, ClampGradients(limit, reduce))
+            )
+
+    # State dicts
+
+    def state_dict(self) -> dict[str, Any]:
+        """The model's state dict, with the parameters and buffers as they are on the workers."""
+        self.filling.check("state_dict()")
+        state = self.pipe.state_dict()
+        state.update(self.fetch(self._on_workers(state)))
+        for name in [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.is_meta]:
+            del state[name]  # no stage uses it, so nobody has given it numbers
+        return state
+
+    def copy_to(self, model: nn.Module) -> None:
+        """Copy the parameters and buffers on the workers into a model with the same names."""
+        self.filling.check("copy_to()")
+        model = uncompiled(model)
+        names = list(self.placed.compiled.qualnames.canonical)
+        ours, theirs = dict(named_state(self.pipe)), dict(named_state(model))
+        differ = sorted(name for name in names if name not in theirs or theirs[name].shape != ours[name].shape)
+        differ += sorted(name for name in theirs if name not in ours)
+        if differ:
+            raise DriverError(
+                f"copy_to was given a {type(model).__name__} whose parameters and buffers are not those of the model, and "
+                f"nothing was copied; they differ in {', '.join(differ[:8])}"
+            )
+        if any(theirs[name].is_meta for name in names):
+            raise DriverError(
+                "copy_to was given a model on the meta device, which cannot hold numbers; give one that was made on another "
+                "device, or save driver.state_dict()"
+            )
+        values = {**ours, **self.fetch([name for name in names if self.placed.locations(name)])}
+        with torch.no_grad():
+            for name in names:
+                if not values[name].is_meta:  # else no stage uses it, so nobody has given it numbers
+                    theirs[name].copy_(values[name])
+        if all(theirs[name] is ours[name] for name in names):
+            self.stale.end()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool) -> Any:
+        """Load a state dict into the Pipe and into all workers."""
+        self.commands.wait()
+        with first_waits():  # or some workers might have the state, and others not
+            loaded = self.pipe.load_state_dict(state_dict, strict)
+            values = {name: state_dict[name].detach().cpu() for name in self._on_workers(state_dict)}
+            stores = self.placed.for_all_copies(values)
+            self.commands.call({worker: Store(tensors) for worker, tensors in stores.items()})
+            self.filling.filled(values)
+            if not loaded.missing_keys:
+                self.stale.end()
+        return loaded
+
+    def _names(self) -> list[str]:
+        return [name for name, _ in self.pipe.named_parameters()]
+
+    def _on_workers(self, state: Mapping[str, Any]) -> list[str]:
+        """The names of the tensors in a state dict that some stage uses."""
+        known = self.placed.compiled.qualnames.canonical
+        return [
+            name
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor)
+            and (name in known or name.startswith(f"{LOSS}."))
+            and self.placed.locations(name)
+        ]
+
+
+def _check_limit(name: str, given: Any) -> None:
+    """Raise unless this is a number that gradients can be clipped to."""
+    is_number = given.numel() == 1 if isinstance(given, torch.Tensor) else isinstance(given, Real)
+    if not is_number or isinstance(given, bool):
+        raise DriverError(f"{name}={brief(given)}: give a number, as in {name}=1.0")

@@ -1,0 +1,221 @@
+"""`driver.recover`: after a worker was lost, or a step has failed, the run goes on from its newest point.
+
+    replace_lost_workers            other processes are in the places of lost workers, and hold nothing
+        │
+        ▼ rebuild                   those are sent what they had: stages, programs, optimizers
+        ▼ restore                   all workers, and what was given by name, go back to the point
+    the next step
+
+A point is a finished `save`, `load` or `protect`, or the start, as long as no optimizer has made a step.
+"""
+
+import copy
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from pippy.drivers.base.errors import CheckpointError, WorkerLostError
+from pippy.drivers.base.interrupts import first_waits
+from pippy.drivers.engines.cluster import Cluster
+from pippy.drivers.model.optimizers.grad_scaler import PipelineGradScaler
+from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
+from pippy.drivers.model.recovery.points import ControllerState, DiskPoint, MemoryPoint
+from pippy.drivers.model.recovery.replace_workers import replace_lost_workers
+from pippy.drivers.model.state.filling import Filling
+from pippy.drivers.model.state.loading import Loading, load_objects
+from pippy.drivers.model.state.saving import GivenObjects, Saving
+from pippy.drivers.placement.placed_pipe import PlacedPipe
+from pippy.drivers.protocol.kept_states import KeepState
+from pippy.drivers.protocol.parameters import Store
+from pippy.drivers.session.commands import Commands
+from pippy.ir.base import source
+from pippy.ir.base.names import named_state
+from pippy.ir.pipe import Pipe
+
+
+class Recovery:
+    """The points of one driver, and the way back to the newest of them."""
+
+    def __init__(
+        self,
+        pipe: Pipe,
+        placed: PlacedPipe,
+        commands: Commands,
+        cluster: Cluster,
+        filling: Filling,
+        optimizers: Sequence[PipelineOptimizer],
+    ) -> None:
+        self.pipe, self.placed, self.commands, self.cluster = pipe, placed, commands, cluster
+        self.filling, self.optimizers = filling, optimizers
+        self.scaler: PipelineGradScaler | None = None
+        self.start = ControllerState.current(commands, (), None)
+        self.points: list[DiskPoint | MemoryPoint] = []  # the newest of each kind, the newest last
+        self._protected = 0
+        self.left_out = ""  # why the newest checkpoint is no point
+
+    # Points
+
+    def saving(self, given: GivenObjects) -> Callable[[str], None]:
+        """A checkpoint is being saved. Returns what is called with its path when it is in place."""
+        state = self._now()
+        return lambda path: self._note(DiskPoint(path, {**given.optimizers, **given.objects}, state))
+
+    def loaded(self, path: str, given: Mapping[str, Any], whole: bool) -> None:
+        """A checkpoint was loaded; ``whole`` says that it had all of the model."""
+        self._note(DiskPoint(os.path.abspath(path), dict(given), self._now(), whole))
+
+    def begin_at(self) -> None:
+        """The random numbers of the start were set."""
+        if not any(each.stepped for each in self.optimizers):
+            self.start = ControllerState.current(self.commands, (), None)
+
+    def _now(self) -> ControllerState:
+        return ControllerState.current(self.commands, self.optimizers, self.scaler)
+
+    def _note(self, point: DiskPoint) -> None:
+        if not point.whole and point.state.stepped:
+            self.left_out = f"; {point.path} has a part of the model only"
+            return
+        if point.lacks:
+            classes = [each.optimizer_class.__name__ for each in self.optimizers if each.number in point.lacks]
+            self.left_out = f"; {point.path} has no state of the optimizer {', '.join(classes)}: give it to save()"
+            return
+        self._add(point)
+
+    def protect(self, saving: Saving, given: Mapping[str, Any]) -> None:
+        """Have the workers keep what they hold, and each the state of a neighbour."""
+        objects, values = saving.kept_values(given)
+        workers = self.placed.workers
+        holders = dict(zip(workers, (*workers[1:], workers[0])))
+        before = next((each.number for each in self.points if isinstance(each, MemoryPoint)), None)
+        self._protected += 1
+        state = self._now()
+        self.commands.call(
+            {
+                worker: KeepState(self._protected, before, to, next(of for of, its in holders.items() if its == worker))
+                for worker, to in holders.items()
+            }
+        )
+        parts = values["values"], values["states"], values["extra"]
+        self._add(MemoryPoint(self._protected, *parts, objects.objects, holders, state))
+
+    def _add(self, point: DiskPoint | MemoryPoint) -> None:
+        self.points = [each for each in self.points if type(each) is not type(point)] + [point]
+        self.left_out = ""
+
+    # Going back
+
+    def recover(
+        self, loading: Loading, send_again: Callable[[Collection[int]], None], limit: float | None
+    ) -> dict[str, Any]:
+        """Replace what is lost, and go back to the newest point. Gives its values.
+
+        ``send_again`` sends some workers what they had beside stages and optimizers.
+        """
+        try:
+            return self._recover(loading, send_again, limit)
+        except (
+            WorkerLostError
+        ):  # nobody had noticed it yet, or it was lost meanwhile; if that goes on, the caller decides
+            return self._recover(loading, send_again, limit)
+
+    def _recover(
+        self, loading: Loading, send_again: Callable[[Collection[int]], None], limit: float | None
+    ) -> dict[str, Any]:
+        commands = self.commands
+        commands.check_open()
+        with commands.dispatch.sending:
+            self._check_points()
+            replace_lost_workers(self.cluster, limit)
+            commands.dispatch.wait_given_up(limit)
+            point = self._newest_left(commands.replaced())
+            with commands.recovery():
+                commands.zero_grad()
+                all_anew = point is None or (isinstance(point, DiskPoint) and not point.whole)
+                self._rebuild(self.placed.workers if all_anew else commands.replaced(), send_again)
+                if point is None:
+                    return self._to_start()
+                return self._to_kept(point) if isinstance(point, MemoryPoint) else self._to_saved(point, loading)
+
+    def _newest_left(self, lost: Collection[int]) -> DiskPoint | MemoryPoint | None:
+        """The newest point that is still there; None for the start."""
+        for point in reversed(self.points):
+            gone = point.gone(lost) if isinstance(point, MemoryPoint) else ()
+            if not gone:
+                return point
+            self.points.remove(point)
+            names = ", ".join(repr(self.cluster.workers[worker]) for worker in sorted(gone))
+            self.left_out = f"; what protect() kept of worker {names} was lost with the worker that held the copy"
+            self._check_points()
+            on_disk = next((each.path for each in self.points if isinstance(each, DiskPoint)), "the start")
+            source.warn(f"the run goes on from {on_disk}{self.left_out}")
+        return None
+
+    def _check_points(self) -> None:
+        """Raise if there is nothing to go on from."""
+        if self.points:
+            return
+        changed = any(each.stepped for each in self.optimizers)
+        if changed or not self.filling.can_begin_again:
+            why = (
+                "an optimizer has made steps" if changed else "load_state_dict() gave the workers what is nowhere else"
+            )
+            raise CheckpointError(
+                f"there is nothing to go on from: {why}, and there is no point since{self.left_out}; a run that is to survive "
+                "its workers calls driver.save(folder, optimizer=optimizer, step=step, ...) or driver.protect(...) now and then"
+            )
+
+    def _rebuild(self, workers: Collection[int], send_again: Callable[[Collection[int]], None]) -> None:
+        """Send some workers all that they have had but for its state."""
+        if workers:
+            self.commands.call(self.placed.loads(workers))
+            for optimizer in self.optimizers:
+                optimizer.make_again(workers)
+            send_again(workers)
+
+    def _to_start(self) -> dict[str, Any]:
+        self.filling.begin_again()
+        self.start.restore(self.commands, self.optimizers, self.scaler)
+        return {}
+
+    def _to_kept(self, point: MemoryPoint) -> dict[str, Any]:
+        self._make_fresh(point.state.options.keys())
+        with first_waits():  # or a part would be restored, and a part not
+            self.commands.call(point.bodies(self.commands.replaced()))
+            load_objects(copy.deepcopy(point.states), point.objects)
+            for name, value in point.extra.items():
+                self.pipe.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+            point.state.restore(self.commands, self.optimizers, self.scaler)
+        return copy.deepcopy(dict(point.values))
+
+    def _make_fresh(self, there: Collection[int]) -> None:
+        """Make the optimizers again that a point has no state of."""
+        for optimizer in self.optimizers:
+            if optimizer.number not in there:
+                optimizer.make_again(self.placed.workers)
+
+    def _to_saved(self, point: DiskPoint, loading: Loading) -> dict[str, Any]:
+        self._make_fresh(point.optimizers)
+        self._store_unsaved()
+        values = loading.load(point.path, False, point.given, all_random=True)
+        point.state.restore(self.commands, self.optimizers, self.scaler)
+        return dict(values)
+
+    def _store_unsaved(self) -> None:
+        """Buffers that are not persistent are those of the Pipe again, as in another process that loads a checkpoint."""
+        saved = {id(each) for each in self.pipe.state_dict(keep_vars=True).values()}
+        left = {
+            name: each.detach().cpu()
+            for name, each in named_state(self.pipe)
+            if id(each) not in saved and not each.is_meta and self.placed.locations(name)
+        }
+        if left:
+            stores = self.placed.for_all_copies(left)
+            self.commands.call({worker: Store(own) for worker, own in stores.items() if own})
+
+
+def finish_saving(finish: Callable[[], None]) -> None:
+    """Wait for a checkpoint that is written beside the run. If it failed, the newest point is the one before."""
+    with suppress(Exception):
+        finish()

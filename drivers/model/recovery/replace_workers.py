@@ -1,0 +1,68 @@
+"""Puts other processes in the places of the workers that a cluster has lost. The other workers keep what they hold.
+
+    who is lost: those that died, and those that leave a ping unanswered
+    fork server:     what is left of them is killed ──▶ others are forked, with new sockets to the controller
+    other workers:   give up what they were told to, and drop their connections with those that were lost
+    controller:      goes on; two workers are connected again by the first message that needs it
+
+A worker that was replaced holds nothing. Each driver that had stages there refuses its commands until it has recovered.
+"""
+
+from contextlib import suppress
+
+from pippy.drivers.base.errors import ClusterError, WorkerLostError
+from pippy.drivers.engines.cluster import Cluster
+
+
+def replace_lost_workers(cluster: Cluster, limit: float | None = None) -> tuple[int, ...]:
+    """Replace the workers that are lost, if there are any. Gives their numbers.
+
+    The others may take ``limit`` seconds to end what they do; None if they may take as long as they answer pings. If this
+    fails, or Ctrl-C ends it, nothing of the cluster can be used, and it can be called again.
+    """
+    control, dispatch = cluster.control, cluster.dispatch
+    if cluster.closed:
+        raise ClusterError("this cluster is closed; open another")
+    with dispatch.alone():
+        if not control.broken:
+            with suppress(Exception):  # a step may have failed; if a worker is lost, this finds it
+                dispatch.wait_all()
+            for worker in list(cluster.processes.deaths())[:1]:
+                control.mark_lost(worker, "it died")
+        if not control.broken:
+            return ()
+        why = cluster.processes.fixed
+        if control.lost is None:
+            raise ClusterError(control.broken)
+        if why is not None:
+            raise ClusterError(
+                f"{control.lost.removesuffix(control.go_on)}; no other process can take its place: {why}"
+            )
+        dispatch.give_up(ClusterError(control.broken))
+        control.to_replace |= control.lost_workers()
+        try:
+            replaced = cluster.processes.replace(sorted(control.to_replace))
+        except OSError as error:
+            raise ClusterError(_not_replaced(cluster, error)) from error
+        except ClusterError as error:
+            raise ClusterError(_not_replaced(cluster, error)) from error
+        try:
+            dispatch.mend(replaced, limit)
+        except WorkerLostError:
+            raise
+        except BaseException:
+            if not control.broken:
+                control.mark_lost(
+                    min(replaced), "another process had been started in its place, and that was not finished"
+                )
+            raise
+        control.to_replace.clear()
+        return tuple(replaced)
+
+
+def _not_replaced(cluster: Cluster, error: Exception) -> str:
+    names = ", ".join(repr(cluster.workers[worker]) for worker in sorted(cluster.control.to_replace))
+    return (
+        f"no process could be started in the place of worker {names}: {error}; the other workers hold what they held: call "
+        "recover() again when that is mended, or close this cluster"
+    )

@@ -1,0 +1,321 @@
+"""The controller's part of `driver.save`: who writes what, and when the checkpoint is put in place.
+
+    save ──WriteState──▶ each worker: its parameters, buffers, states of optimizers ──▶ files, synced
+         ◀─WrittenState─ their lengths and hashes
+         ──▶ the index, the values, the manifest ──▶ one rename
+
+With ``wait=False`` each worker answers when it has copied what it will write. A thread of the controller then asks the workers
+from time to time whether they are done, and does the rest.
+"""
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from pippy.drivers.base.errors import CheckpointError, StepError
+from pippy.drivers.base.interrupts import uninterrupted
+from pippy.drivers.engines.cluster import Cluster
+from pippy.drivers.files.contents import INDEX, MODEL, TAKEN, VALUES, shard
+from pippy.drivers.files.plain_values import check_plain, packed, random_values, unpacked
+from pippy.drivers.files.run_folder import NewCheckpoint
+from pippy.drivers.files.safetensors_files import check_writable, write_tensors
+from pippy.drivers.files.synced_files import WrittenFile, write_file
+from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
+from pippy.drivers.model.state.filling import Filling
+from pippy.drivers.model.state.saved_names import SavedNames
+from pippy.drivers.placement.placed_pipe import PlacedPipe
+from pippy.drivers.protocol.checkpoints import AskWritten, WriteState, WrittenState
+from pippy.drivers.protocol.commands import Failure
+from pippy.drivers.session.commands import Commands
+from pippy.ir.base import source
+from pippy.ir.base.trees import describe
+from pippy.ir.pipe import Pipe
+from pippy.ir.run.random_state import RandomState
+from pippy.ir.show.readable import shortened
+
+_LONGEST_PAUSE = 1.0  # seconds between two questions
+
+
+@dataclass(frozen=True)
+class GivenObjects:
+    """What `save` was given by name: optimizers of the driver, objects with a state dict, and plain values.
+
+    >>> GivenObjects.sorted({"step": 10}, None).values
+    {'step': 10}
+    """
+
+    optimizers: dict[str, PipelineOptimizer] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def sorted(cls, given: Mapping[str, Any], commands: Commands | None) -> "GivenObjects":
+        """Tell them apart."""
+        found = cls()
+        for name, value in given.items():
+            if name in TAKEN:
+                raise CheckpointError(
+                    f"{name}= is the name of something else in a checkpoint, or in load(); take another name"
+                )
+            if isinstance(value, PipelineOptimizer):
+                check_is_of(name, value, commands)
+                found.optimizers[name] = value
+            elif hasattr(value, "state_dict") and not isinstance(value, type):
+                found.objects[name] = value
+            else:
+                found.values[name] = value
+        return found
+
+
+def check_is_of(name: str, optimizer: PipelineOptimizer, commands: Commands | None) -> None:
+    """Raise unless an optimizer is one of this driver's."""
+    if optimizer.commands is not commands:
+        raise CheckpointError(
+            f"{name}= is an optimizer of another driver; give those that this driver's instantiate_optimizer made"
+        )
+
+
+class Saving:
+    """Saves one driver's model, and what goes with it."""
+
+    def __init__(self, pipe: Pipe, placed: PlacedPipe, commands: Commands, cluster: Cluster, filling: Filling) -> None:
+        self.pipe, self.placed, self.commands, self.cluster, self.filling = pipe, placed, commands, cluster, filling
+        self.begin_point: Callable[[GivenObjects], Callable[[str], None]] = lambda given: lambda path: None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(self, folder: str | os.PathLike[str], wait: bool, keep: int | None, given: Mapping[str, Any]) -> str:
+        """Save. Gives the path of the checkpoint, which is there when it is whole."""
+        self.finish()
+        if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
+            raise CheckpointError(
+                f"keep={describe(keep)}: give how many checkpoints to keep, 1 or more, or None for all"
+            )
+        step = given.get("step")
+        if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
+            raise CheckpointError(f"step={describe(step)}: the step names the checkpoint, so give a number, 0 or more")
+        self.filling.check("save()")
+        objects = GivenObjects.sorted(given, self.commands)
+        names = SavedNames.of(self.pipe, self.placed).with_numbers()
+        # A tensor of the meta device is on a worker, where it has numbers.
+        check_writable({name: tensor for name, tensor in names.tensors.items() if not tensor.is_meta})
+        values = self._values(objects, names)
+        self._wait_for_steps(bool(objects.optimizers))
+        folder = os.path.abspath(os.fspath(folder))
+        new = None
+        try:
+            with _refused(folder):
+                with uninterrupted():  # or nobody would unlock the folder
+                    new = NewCheckpoint(folder, step)
+                work = _Work(new, names, objects, values, self.placed, keep, self.begin_point(objects))
+                work.write_unused()
+                written = self.commands.call(work.bodies(copy=not wait))
+                if wait:
+                    return work.end(written)
+            with uninterrupted():
+                self._begin_beside(work)
+            return os.path.join(folder, new.name)
+        finally:
+            if new is not None and self._thread is None:
+                with uninterrupted():
+                    new.end()
+
+    def kept_values(self, given: Mapping[str, Any]) -> tuple[GivenObjects, dict[str, Any]]:
+        """What `protect` was given, and its values as they are now."""
+        self.filling.check("protect()")
+        objects = GivenObjects.sorted(given, self.commands)
+        values = self._values(objects, SavedNames.of(self.pipe, self.placed).with_numbers())
+        self._wait_for_steps(True)
+        return objects, values
+
+    def _wait_for_steps(self, goes_on: bool) -> None:
+        self.commands.wait()
+        if self.commands.unapplied and goes_on:
+            source.warn(
+                "a checkpoint has no gradients, and there are some that no optimizer.step() has used: a run that goes on from "
+                "it lacks them; save after optimizer.step(), or call driver.zero_grad() first"
+            )
+
+    def _begin_beside(self, work: "_Work") -> None:
+        self._thread = threading.Thread(target=self._finish_beside, args=(work,), name="pippy save")
+        self._thread.start()
+        self.cluster.unfinished.append(self.finish)
+
+    def finish(self) -> None:
+        """Wait for what is still being written, and raise what went wrong with it."""
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+        self.raise_error()
+
+    def raise_error(self) -> None:
+        """Raise what went wrong with a checkpoint that was written beside the run, once."""
+        thread = self._thread
+        if thread is not None and not thread.is_alive():
+            error, self._error, self._thread = self._error, None, None
+            with suppress(ValueError):  # another thread may have waited, too
+                self.cluster.unfinished.remove(self.finish)
+            if error is not None:
+                raise error
+
+    def _values(self, given: GivenObjects, names: SavedNames) -> dict[str, Any]:
+        """The plain values, as they are now."""
+        states = {name: each.state_dict() for name, each in given.objects.items()}
+        optimizers = {
+            name: {"class": each.optimizer_class.__name__, "groups": each.named_groups()}
+            for name, each in given.optimizers.items()
+        }
+        values = {"values": given.values, "states": states, "optimizers": optimizers, "extra": dict(names.extra)}
+        try:
+            values = unpacked(packed(values))  # copies: the script may change what it gave before all is written
+        except Exception:
+            for name, value in {**given.values, **states, **optimizers, **names.extra}.items():
+                check_plain(name, value)
+            raise
+        numbers = None if self.commands.numbers is None else self.commands.numbers.state()
+        return {**values, "random": {"controller": random_values(RandomState.current()), "keyed": numbers}}
+
+    def _finish_beside(self, work: "_Work") -> None:
+        try:
+            with _refused(work.new.folder), work.new:
+                work.end({worker: self._ask(worker) for worker in self.placed.workers})
+        except BaseException as error:
+            self._error = error
+
+    def _ask(self, worker: int) -> WrittenState:
+        """What a worker has written, when it has."""
+        control, driver = self.commands.dispatch.control, self.commands.driver
+        clock, pause = threading.Event(), 0.01
+        while True:
+            answer = control.wait(control.urgent(worker, AskWritten(driver)))
+            if isinstance(answer, Failure):
+                raise StepError(f"worker {worker} ({control.workers[worker].name}): {answer.message}")
+            if answer is not None:
+                return answer
+            clock.wait(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+class _Work:
+    """One checkpoint: what each worker writes of it, and the files that list what they have written."""
+
+    def __init__(
+        self,
+        new: NewCheckpoint,
+        names: SavedNames,
+        given: GivenObjects,
+        values: dict[str, Any],
+        placed: PlacedPipe,
+        keep: int | None,
+        note: Callable[[str], None],
+    ) -> None:
+        self.note = note
+        self.new, self.names, self.given, self.values, self.placed, self.keep = new, names, given, values, placed, keep
+        self.held = placed.first_locations(names.tensors)
+        count = len(self.held) + bool(names.unused)
+        self.files = {worker: shard(MODEL, at, count) for at, worker in enumerate(self.held)}
+        self.own_file = shard(MODEL, count - 1, count)
+        self.states: dict[str, dict[int, Any]] = {
+            name: placed.first_locations((parameter for parameter, _ in each.named_parameters()), each.divided)
+            for name, each in given.optimizers.items()
+        }
+        self.unused: list[WrittenFile] = []
+
+    def bodies(self, copy: bool) -> dict[int, WriteState]:
+        """The message for each worker."""
+        return {worker: self._body(worker, copy) for worker in self.placed.workers}
+
+    def _body(self, worker: int, copy: bool) -> WriteState:
+        own = self.held.get(worker, {})
+        optimizers = {}
+        for name, places in self.states.items():
+            if worker in places:
+                file = shard(name, list(places).index(worker), len(places))
+                optimizers[self.given.optimizers[name].number] = file, places[worker]
+        return WriteState(self.files.get(worker, ""), self.new.path, own, self._tied(own), optimizers, copy)
+
+    def _tied(self, own: Mapping[str, Any]) -> dict[str, str]:
+        """For each further name of these tensors the one that is stored, as `safetensors.torch.save_model` notes it."""
+        return {other: name for other, name in self.names.tied.items() if name in own}
+
+    def write_unused(self) -> None:
+        """Write what no stage uses, and no worker has."""
+        own = {name: self.names.tensors[name].detach() for name in self.names.unused}
+        if own:
+            metadata = {**self._tied(own), "format": "pt"}
+            self.unused = [write_tensors(self.new.path, self.own_file, own, metadata)]
+
+    def end(self, written: Mapping[int, WrittenState]) -> str:
+        """Write the rest, and put the checkpoint in place. Gives its path."""
+        files = [*self.unused, *(file for state in written.values() for file in state.files)]
+        self._check_lengths(files)
+        self._add_workers_values(written)
+        files += [self._write(INDEX, self._index(files)), self._write(VALUES, packed(self.values))]
+        there = {file.name for file in files}
+        optimizers = {
+            name: [file for at in range(len(places)) if (file := shard(name, at, len(places))) in there]
+            for name, places in self.states.items()
+        }
+        models = [*self.files.values(), *([self.own_file] if self.unused else [])]
+        path = self.new.put_in_place(
+            {
+                "model": models,
+                "tied": self.names.tied,
+                "optimizers": optimizers,
+                "files": {file.name: {"bytes": file.bytes, "hashes": file.hashes} for file in files},
+            }
+        )
+        self.note(path)
+        if self.keep is not None:
+            try:
+                self.new.remove_older(self.keep)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{path} was written, but an older checkpoint could not be removed: {error}"
+                ) from error
+        return path
+
+    def _check_lengths(self, files: list[WrittenFile]) -> None:
+        """Raise unless this process sees the files as the workers have written them."""
+        for file in files:
+            path = os.path.join(self.new.path, file.name)
+            size = os.stat(path).st_size if os.path.exists(path) else None
+            if size != file.bytes:
+                raise CheckpointError(
+                    f"a worker has written {file.bytes} bytes to {path}, and this host sees "
+                    f"{'no such file' if size is None else f'{size}'}; give a folder that all hosts share"
+                )
+
+    def _add_workers_values(self, written: Mapping[int, WrittenState]) -> None:
+        for name, optimizer in self.given.optimizers.items():
+            others: dict[str, Any] = {}
+            for state in written.values():
+                others.update(state.others.get(optimizer.number, {}))
+            self.values["optimizers"][name]["others"] = others
+        self.values["random"]["workers"] = [written[worker].random for worker in self.placed.workers]
+
+    def _index(self, files: list[WrittenFile]) -> bytes:
+        places = {name: self.files[worker] for worker, own in self.held.items() for name in own}
+        places.update(dict.fromkeys(self.names.unused, self.own_file))
+        total = sum(each.numel() * each.element_size() for each in self.names.tensors.values())
+        return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=1).encode()
+
+    def _write(self, name: str, data: bytes) -> WrittenFile:
+        return write_file(self.new.path, name, [("all", data)])
+
+
+@contextmanager
+def _refused(folder: str) -> Iterator[None]:
+    """Say of what goes wrong on a worker, or with a file, what became of the checkpoint."""
+    try:
+        yield
+    except (OSError, StepError) as error:
+        why = str(error).partition("\n\n")[0] if isinstance(error, StepError) else f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"no checkpoint was written to {shortened(folder, 1000)}, and those that are there are as they were: "
+            f"{shortened(why, 1000)}"
+        ) from error

@@ -1,0 +1,395 @@
+"""What each worker holds while a program runs, in bytes: by kind at its peak, and over time.
+
+The sizes are given, for each stage and for each value that stages pass to each other. Then the instructions of each worker are
+gone through in order:
+
+    receive   a value is there                                        free   it is not, unless a run of a stage has it
+    F         its outputs are there, and for its backward a run: the inputs, the outputs, and what autograd keeps of it
+              computed again later, only the inputs
+    R         a run is there
+    B, I      the run is gone; the gradients of its inputs are there, and those of the stage's parameters, which stay
+    W         what was held between I and W is gone: what autograd keeps, and values
+
+While a computation runs, it may hold more than before and after it: that is its ``working`` memory. A value that several
+runs have, such as the output of one stage that is the input of another on the same worker, counts once.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple
+
+from pippy.drivers.plan.language.edges import Pass
+from pippy.drivers.plan.language.instructions import Compute, Free, Instruction, Op, Receive
+from pippy.drivers.plan.language.program import Program
+from pippy.drivers.plan.passes.communicate import add_communication
+
+Key = tuple[str, int]  # a value, by its name and micro-batch
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """The bytes of one stage. Those of micro-batches are for one of them, the largest.
+
+    | field | |
+    |---|---|
+    | parameters | its parameters and buffers |
+    | gradients | of its parameters: they appear in its first backward, and stay |
+    | optimizer | the state of its optimizer |
+    | kept | what a backward needs, apart from the values that the stage takes and gives |
+    | repeating | what a forward that is computed again keeps of the state before it, beside its inputs |
+    | deferred | what is held between the halves I and W, apart from values |
+    | deferred_inputs, deferred_values | the values that are held between them: inputs of the stage, and others that it takes \
+or gives |
+    | early_gradients | those of ``gradients`` that the half I makes |
+    | results | what it returns to the controller: held until the step ends |
+    | forward, backward, ... | the most that this computation needs at a time, above what is held when it begins; \
+``first_...`` is where gradients appear |
+
+    >>> StageBytes(parameters=80, gradients=80).persistent
+    80
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    kept: int = 0
+    repeating: int = 0
+    deferred: int = 0
+    deferred_inputs: frozenset[str] = frozenset()
+    deferred_values: frozenset[str] = frozenset()
+    early_gradients: int = 0
+    results: int = 0
+    forward: int = 0
+    backward: int = 0
+    first_backward: int = 0
+    backward_input: int = 0
+    first_input: int = 0
+    backward_weight: int = 0
+    first_weight: int = 0
+
+    @property
+    def persistent(self) -> int:
+        """What is held between steps, once gradients are dropped."""
+        return self.parameters + self.optimizer
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """An input of the model: its bytes in the largest micro-batch and in all of them, and the stages that take it."""
+
+    name: str
+    bytes: int
+    total: int
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PipeBytes:
+    """The bytes of all stages, and of what passes between them: what `held_bytes` needs to know of a Pipe.
+
+    ``values`` are the values that stages pass to each other, by the names of the program's edges; one that is missing counts
+    nothing. ``copied`` are those that have gaps or another order in memory, so that a stage on the same worker takes a copy.
+    ``owned`` are those that are, where they are made, a part of something that is counted already: a parameter, or an
+    input of the stage. ``inputs_stay`` says that the inputs of the model are held until the step ends, as on the CPU, where
+    micro-batches are views; on another device they are copies, made for the first forward that takes one, and each goes with
+    its last use. ``replicated`` are the parameters that several stages have a copy of. ``divided`` has, for each worker, the
+    state of optimizers whose state is divided among replicas, which is no part of the stages'.
+    """
+
+    stages: tuple[StageBytes, ...]
+    values: Mapping[str, int] = field(default_factory=dict)
+    owned: frozenset[str] = frozenset()
+    copied: frozenset[str] = frozenset()
+    inputs: tuple[ModelInput, ...] = ()
+    inputs_stay: bool = True
+    replicated: Mapping[str, int] = field(default_factory=dict)
+    divided: Mapping[int, int] = field(default_factory=dict)
+
+
+class Held(NamedTuple):
+    """The bytes that a worker holds at a time, by kind.
+
+    ``kept`` are what backwards need of micro-batches whose forward has run, ``inputs`` those of the model and of stages,
+    ``values`` those that wait to be taken, or to be returned. ``working`` is what the computation that runs needs.
+
+    >>> Held(parameters=8, kept=4).total
+    12
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    kept: int = 0
+    inputs: int = 0
+    values: int = 0
+    working: int = 0
+
+    @property
+    def total(self) -> int:
+        """The sum."""
+        return sum(self)
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """What one worker holds while a program runs.
+
+    ``peak`` is the most, by kind, and ``at`` the number of the instruction that runs then. ``most`` has the most that is held
+    while each instruction runs, and ``after`` what is held when it is done; both end with what the end of the step takes.
+    """
+
+    peak: Held
+    at: int
+    most: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+def held_bytes(program: Program, sizes: PipeBytes) -> tuple[HeldBytes, ...]:
+    """What each worker holds while a program runs. A program that is not lowered is, first.
+
+    >>> from pippy.drivers.plan import make_schedule
+    >>> program = make_schedule("1f1b", workers=2, chunks=4)
+    >>> sizes = PipeBytes((StageBytes(kept=10), StageBytes(kept=100)), values={"activation_0": 1})
+    >>> [worker.peak.total for worker in held_bytes(program, sizes)]
+    [22, 101]
+    >>> again = make_schedule("1f1b", workers=2, chunks=4, checkpoint="always")
+    >>> [worker.peak.total for worker in held_bytes(again, sizes)]
+    [11, 101]
+    """
+    lowered = lowered_program(program)
+    return tuple(_Walk(lowered, sizes, worker).run() for worker in range(lowered.workers))
+
+
+def lowered_program(program: Program) -> Program:
+    """The program with its communication, which `held_bytes` counts with."""
+    return program if program.lowered else add_communication(program)
+
+
+def peak_bytes(program: Program, sizes: PipeBytes) -> tuple[int, ...]:
+    """The most bytes that each worker holds."""
+    return tuple(worker.peak.total for worker in held_bytes(program, sizes))
+
+
+class _Values:
+    """The values that a worker holds, and who has each of them: runs as an input or output, or the table of values."""
+
+    def __init__(self) -> None:
+        self.holders: dict[Key, list[int]] = {}
+        self.totals = [0, 0, 0]  # of the values that count as inputs, as kept, and as waiting
+
+    def change(self, key: Key, holder: int, by: int, size: int) -> None:
+        holders = self.holders.setdefault(key, [0, 0, 0])
+        before = self._kind(holders)
+        holders[holder] += by
+        after = self._kind(holders)
+        if before != after:
+            if before is not None:
+                self.totals[before] -= size
+            if after is not None:
+                self.totals[after] += size
+        if after is None:
+            del self.holders[key]
+
+    def has(self, key: Key) -> bool:
+        return key in self.holders
+
+    @staticmethod
+    def _kind(holders: Sequence[int]) -> int | None:
+        return next((kind for kind, count in enumerate(holders) if count > 0), None)
+
+
+_INPUT, _OUTPUT, _WAITING = range(3)
+_COPY = " copied"  # behind the name of a value: the copy of it that a stage takes
+
+
+class _Walk:
+    """One walk over the instructions of a worker."""
+
+    def __init__(self, program: Program, sizes: PipeBytes, worker: int) -> None:
+        self.program, self.sizes, self.worker = program, sizes, worker
+        self.order = program.orders[worker]
+        self.own = program.stages_of(worker)
+        self.share = len(program.shares[worker // program.placement.workers])
+        self.takes: dict[Pass, list[str]] = defaultdict(list)
+        self.gives: dict[Pass, list[str]] = defaultdict(list)
+        for edge in program.flow:
+            self.gives[edge.source].append(edge.value)
+            for target in edge.targets:
+                self.takes[target].append(edge.value)
+        here = {edge.value for edge in program.flow if edge.source.stage in self.own}
+        self.free_of_charge, self.copied = sizes.owned & here, sizes.copied & here
+        self.inputs = {each.name: each for each in sizes.inputs if any(stage in self.own for stage in each.stages)}
+        self.last_takers = self._last_takers()
+        self.values = _Values()
+        self.kept = self.results = self.gradients = 0
+        self.with_gradients: set[tuple[int, bool]] = set()  # stages, and whether all of their gradients are there
+        stages = [sizes.stages[stage] for stage in self.own]
+        self.parameters = sum(each.parameters for each in stages)
+        self.optimizer = sum(each.optimizer for each in stages) + sizes.divided.get(worker, 0)
+
+    def _last_takers(self) -> dict[Key, Instruction]:
+        found: dict[Key, Instruction] = {}
+        for each in self.order:
+            if isinstance(each, Compute) and each.op == Op.FORWARD:
+                for given in self.inputs.values():
+                    if each.stage in given.stages:
+                        found[given.name, each.microbatch] = each
+        return found
+
+    def run(self) -> HeldBytes:
+        most, after, peak, at = [], [], self._held(0), 0
+        for index, instruction in enumerate(chain(self.order, [None])):
+            before = self._held(self._working(instruction) if instruction else self._adding_up())
+            if instruction is not None:
+                self._apply(instruction)
+            held = self._held(0)
+            largest = max(before, held, key=lambda each: each.total)
+            if largest.total > peak.total:
+                peak, at = largest, index
+            most.append(largest.total)
+            after.append(held.total)
+        return HeldBytes(peak, at, tuple(most), tuple(after))
+
+    def _held(self, working: int) -> Held:
+        inputs, outputs, waiting = self.values.totals
+        if self.sizes.inputs_stay:
+            inputs += sum(each.total for each in self.inputs.values()) * self.share // self.program.chunks
+        kept, values = self.kept + outputs, waiting + self.results
+        return Held(self.parameters, self.gradients, self.optimizer, kept, inputs, values, working)
+
+    def _size(self, name: str) -> int:
+        if name in self.inputs:
+            return 0 if self.sizes.inputs_stay else self.inputs[name].bytes
+        return 0 if name in self.free_of_charge else self.sizes.values.get(name.removesuffix(_COPY), 0)
+
+    def _change(self, key: Key, holder: int, by: int) -> None:
+        self.values.change(key, holder, by, self._size(key[0]))
+
+    def _working(self, instruction: Instruction) -> int:
+        """The most that an instruction needs at a time, above what is held when it begins."""
+        if not isinstance(instruction, Compute):
+            return 0
+        stage, op = self.sizes.stages[instruction.stage], instruction.op
+        first = (instruction.stage, op != Op.BACKWARD_INPUT) not in self.with_gradients
+        if op == Op.FORWARD:
+            return stage.forward + sum(map(self._size, self._arriving(instruction.stage, instruction.microbatch)))
+        if op == Op.RECOMPUTE:
+            return stage.forward
+        if op == Op.BACKWARD:
+            return stage.first_backward if first else stage.backward
+        if op == Op.BACKWARD_INPUT:
+            return stage.first_input if first else stage.backward_input
+        return stage.first_weight if first else stage.backward_weight
+
+    def _apply(self, instruction: Instruction) -> None:
+        match instruction:
+            case Receive(value, microbatch, _):
+                self._change((value, microbatch), _WAITING, 1)
+            case Free(value, microbatch):
+                self._change((value, microbatch), _WAITING, -1)
+            case Compute(Op.FORWARD, stage, microbatch):
+                self._forward(instruction, stage, microbatch)
+            case Compute(Op.RECOMPUTE, stage, microbatch):
+                self.kept += self._run_again(stage) - self.sizes.stages[stage].repeating
+            case Compute(op, stage, microbatch):
+                self._backward(op, stage, microbatch)
+
+    def _forward(self, forward: Compute, stage: int, microbatch: int) -> None:
+        sizes, done = self.sizes.stages[stage], Pass("F", stage)
+        for name in self._arriving(stage, microbatch):
+            self._change((name, microbatch), _WAITING, 1)
+        for value in self.gives[done]:
+            self._change((value, microbatch), _WAITING, 1)
+        if stage not in self.program.backward:
+            self.results += sizes.results
+        else:
+            for value in self._inputs_of(stage):
+                self._change((value, microbatch), _INPUT, 1)
+            if (stage, microbatch) in self.program.checkpointed:
+                self.kept += sizes.repeating
+                self.results += sizes.results
+            else:
+                self.kept += sizes.kept
+                for value in self.gives[done]:
+                    self._change((value, microbatch), _OUTPUT, 1)
+        for name in self.inputs:
+            if self.last_takers.get((name, microbatch)) is forward:
+                self._change((name, microbatch), _WAITING, -1)
+
+    def _arriving(self, stage: int, microbatch: int) -> list[str]:
+        """The inputs of the model that are put on the device now."""
+        taken = [name for name, each in self.inputs.items() if stage in each.stages]
+        return [name for name in taken if not self.values.has((name, microbatch))]
+
+    def _inputs_of(self, stage: int) -> Iterator[str]:
+        yield from (name + _COPY * (name in self.copied) for name in self.takes[Pass("F", stage)])
+        yield from (name for name, each in self.inputs.items() if stage in each.stages)
+
+    def _run_again(self, stage: int) -> int:
+        """What a second forward makes: its outputs are not those that were sent."""
+        outputs = sum(self.sizes.values.get(value, 0) for value in self.gives[Pass("F", stage)])
+        return self.sizes.stages[stage].kept - self.sizes.stages[stage].results + outputs
+
+    def _backward(self, op: Op, stage: int, microbatch: int) -> None:
+        if op == Op.BACKWARD_WEIGHT:
+            self._hold(stage, microbatch, -1)
+        else:
+            self._drop_run(stage, microbatch)
+            for value in self.gives[Pass("B", stage)]:
+                self._change((value, microbatch), _WAITING, 1)
+        if op == Op.BACKWARD_INPUT:
+            self._hold(stage, microbatch, 1)
+        self._add_gradients(stage, op != Op.BACKWARD_INPUT)
+
+    def _hold(self, stage: int, microbatch: int, by: int) -> None:
+        """What the half I leaves for W is held, or no more: some of it may be in other hands, too, and counts once."""
+        sizes = self.sizes.stages[stage]
+        self.kept += by * sizes.deferred
+        for name in self._inputs_of(stage):
+            if name.removesuffix(_COPY) in sizes.deferred_inputs:
+                self._change((name, microbatch), _INPUT, by)
+        again = (stage, microbatch) in self.program.checkpointed
+        for name in sizes.deferred_values:
+            if again and name in self.gives[Pass("F", stage)]:  # the outputs of a second forward are no values
+                self.kept += by * self.sizes.values.get(name, 0)
+            else:
+                self._change((name, microbatch), _OUTPUT, by)
+
+    def _drop_run(self, stage: int, microbatch: int) -> None:
+        sizes = self.sizes.stages[stage]
+        for value in self._inputs_of(stage):
+            self._change((value, microbatch), _INPUT, -1)
+        if (stage, microbatch) in self.program.checkpointed:
+            self.kept -= self._run_again(stage)
+            return
+        self.kept -= sizes.kept
+        self.results += sizes.results
+        for value in self.gives[Pass("F", stage)]:
+            self._change((value, microbatch), _OUTPUT, -1)
+
+    def _add_gradients(self, stage: int, whole: bool) -> None:
+        sizes = self.sizes.stages[stage]
+        early = 0 if (stage, False) in self.with_gradients else sizes.early_gradients
+        late = 0 if (stage, True) in self.with_gradients else sizes.gradients - sizes.early_gradients
+        self.gradients += early + (late if whole else 0)
+        self.with_gradients |= {(stage, False), (stage, whole)}
+
+    def _adding_up(self) -> int:
+        """What the sums of the gradients of copies take when the step ends. Those of the buckets of replicas, of which there
+        is one at a time beside the gradients, are left out."""
+        found = []
+        for copies in self.program.replicated:
+            here = sum(stage in self.own for stage in copies.stages)
+            if here:
+                owned = self.worker < self.program.placement.workers and copies.stages[0] in self.own
+                others = len(copies.stages) * self.program.replicas - here
+                found.append((owned, here, others, self.sizes.replicated.get(copies.parameter, 0)))
+        sums = most = -sum(here * size for owned, here, _, size in found if not owned)  # sent before all
+        for owned, here, others, size in sorted(
+            found, key=lambda each: not each[0]
+        ):  # the sums that are made here come first
+            most = max(most, sums + (others if owned else here) * size)
+            sums += 0 if owned else here * size  # the owner's sum and its copies are in the place of its gradients
+        return max(most, 0)

@@ -1,0 +1,149 @@
+"""Simulates a program: a clock for each worker and each channel, and nothing is computed."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from pippy.drivers.plan.cost.costs import Costs, Number, PerEdge, PerStage
+from pippy.drivers.plan.cost.timeline import Span, Timeline
+from pippy.drivers.plan.language.drawn import Drawn
+from pippy.drivers.plan.language.instructions import Compute, Instruction, Receive, Send
+from pippy.drivers.plan.language.program import Program
+from pippy.drivers.plan.passes.communicate import add_communication
+from pippy.drivers.plan.proofs.validate import validate
+from pippy.drivers.plan.proofs.waits import DryRun, Transfers
+
+
+@dataclass(frozen=True)
+class Idle:
+    """How long a worker idles: before its first computation, after its last, and in between, by the worker it waits for.
+
+    >>> Idle(fill=1.0, drain=2.0, waiting={2: 6.0}).total
+    9.0
+    """
+
+    fill: Number
+    drain: Number
+    waiting: dict[int, Number]
+
+    @property
+    def total(self) -> Number:
+        return self.fill + self.drain + sum(self.waiting.values())
+
+
+@dataclass(frozen=True)
+class Simulation(Drawn):
+    """The result of a simulation: the timeline, why each worker idles, and the most stage-micro-batches that it holds.
+
+    >>> from pippy.drivers.plan import make_schedule
+    >>> result = simulate(make_schedule("fill_drain", workers=2, chunks=3))
+    >>> result.makespan, result.idle, result.peak_live
+    (12.0, (3.0, 3.0), (3, 3))
+    >>> result
+    <Simulation: 2 workers, makespan 12, idle 25 %, at most 3 live>
+    """
+
+    timeline: Timeline
+    idle_parts: tuple[Idle, ...]
+    peak_live: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        workers, whole = len(self.idle_parts), float(self.makespan) * len(self.idle_parts)
+        idle = f"{float(sum(self.idle)) / whole if whole else 0:.0%}".replace("%", " %")
+        return (
+            f"<Simulation: {workers} worker{'s' * (workers != 1)}, makespan {float(self.makespan):g}, idle {idle}, "
+            f"at most {max(self.peak_live, default=0)} live>"
+        )
+
+    @property
+    def makespan(self) -> Number:
+        return self.timeline.makespan
+
+    @property
+    def idle(self) -> tuple[Number, ...]:
+        """How long each worker does nothing, until the last worker is done."""
+        return tuple(parts.total for parts in self.idle_parts)
+
+
+def simulate(
+    program: Program,
+    forward: PerStage = 1.0,
+    backward_input: PerStage = 1.0,
+    backward_weight: PerStage = 1.0,
+    *,
+    backward: PerStage | None = None,
+    latency: PerEdge = 0,
+    size: PerEdge = 0,
+    bandwidth: Number = 1,
+    recompute: PerStage | None = None,
+) -> Simulation:
+    """Simulate a valid program. ``Costs`` says what the costs mean. A sender never waits for its channel.
+
+    >>> from pippy.drivers.plan import make_schedule
+    >>> result = simulate(make_schedule("1f1b", workers=4, chunks=8))
+    >>> result.makespan, result.idle, result.peak_live
+    (33.0, (9.0, 9.0, 9.0, 9.0), (4, 3, 2, 1))
+    >>> result.idle_parts[1]
+    Idle(fill=1.0, drain=2.0, waiting={2: 6.0})
+    """
+    costs = Costs(forward, backward_input, backward_weight, backward, latency, size, bandwidth, recompute)
+    return simulate_with(program, costs)
+
+
+def simulate_with(program: Program, costs: Costs) -> Simulation:
+    """Simulate with costs that are given as one object.
+
+    >>> from pippy.drivers.plan import make_schedule
+    >>> simulate_with(make_schedule("1f1b", workers=1, chunks=2), Costs(backward=1.5)).makespan
+    5.0
+    """
+    validate(program)
+    simulator = Simulator(program if program.lowered else add_communication(program), costs)
+    return Simulation(simulator.timeline(), simulator.idle_parts(), program.peak_live)
+
+
+class Simulator:
+    """The time on every worker and in every channel while a lowered program runs."""
+
+    def __init__(self, program: Program, costs: Costs) -> None:
+        self.costs = costs.resolve(program)
+        self.now: list[Number] = [0] * program.workers
+        self.spans: list[list[Span]] = [[] for _ in program.orders]
+        self.waited: list[dict[int, Number]] = [defaultdict(int) for _ in program.orders]
+        self.free_at: dict[tuple[int, int], Number] = defaultdict(int)
+        self.arrivals: dict[tuple[str, int, int], Number] = {}
+        for worker, first, end in DryRun(program, Transfers(program).waits()).stretches:
+            for instruction in program.orders[worker][first:end]:
+                self.step(worker, instruction)
+
+    def step(self, worker: int, instruction: Instruction) -> None:
+        if isinstance(instruction, Compute):
+            start = self.now[worker]
+            self.now[worker] = start + self.costs.compute(instruction)
+            self.spans[worker].append(Span(instruction, start, self.now[worker]))
+        elif isinstance(instruction, Send):
+            self.send(worker, instruction)
+        elif isinstance(instruction, Receive):
+            self.receive(worker, instruction)
+
+    def send(self, worker: int, send: Send) -> None:
+        channel = (worker, send.to)
+        self.free_at[channel] = max(self.now[worker], self.free_at[channel]) + self.costs.occupied[send.value]
+        arrival = self.free_at[channel] + self.costs.latency[send.value]
+        self.arrivals[send.value, send.microbatch, send.to] = arrival
+
+    def receive(self, worker: int, receive: Receive) -> None:
+        arrival = self.arrivals[receive.value, receive.microbatch, worker]
+        if arrival > self.now[worker]:
+            if self.spans[worker]:  # else it is fill
+                self.waited[worker][receive.source] += arrival - self.now[worker]
+            self.now[worker] = arrival
+
+    def timeline(self) -> Timeline:
+        return Timeline(tuple(map(tuple, self.spans)))
+
+    def idle_parts(self) -> tuple[Idle, ...]:
+        end = self.timeline().makespan
+        return tuple(
+            Idle(fill=spans[0].start, drain=end - spans[-1].end, waiting=dict(sorted(waited.items())))
+            for spans, waited in zip(self.spans, self.waited)
+        )

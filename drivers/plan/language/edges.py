@@ -1,0 +1,105 @@
+"""The passes of stages, and the edges between them: the values that one pass makes and others need."""
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from pippy.drivers.plan.language.instructions import Compute, Op
+from pippy.drivers.plan.language.scanner import NAME, QUALIFIED_NAME, Scanner
+
+Phase = Literal["F", "B"]
+PHASE = re.compile("[FB]")
+
+
+class Pass(NamedTuple):
+    """The forward ("F") or backward ("B") pass of a stage, of any micro-batch; a half backward counts as "B".
+
+    >>> str(Pass("F", 2))
+    'F2'
+    """
+
+    phase: Phase
+    stage: int
+
+    def __str__(self) -> str:
+        return f"{self.phase}{self.stage}"
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A value, the pass that makes it, and the passes that need it.
+
+    >>> str(Edge("skip", Pass("F", 0), (Pass("F", 1), Pass("F", 3))))
+    'skip F0 -> F1 F3'
+    """
+
+    value: str
+    source: Pass
+    targets: tuple[Pass, ...]
+
+    @property
+    def ends(self) -> tuple[Pass, ...]:
+        return (self.source, *self.targets)
+
+    def __str__(self) -> str:
+        return f"{self.value} {self.source} -> {' '.join(map(str, self.targets))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """A parameter of which each of these stages has a copy. The gradients of the copies are added up once per step.
+
+    >>> str(Replicated("emb.weight", (0, 3)))
+    'emb.weight 0 3'
+    """
+
+    parameter: str
+    stages: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.parameter} {' '.join(map(str, self.stages))}"
+
+
+def chain(stages: int, backward: Collection[int]) -> tuple[Edge, ...]:
+    """The edges of stages in a row: activations go up, and gradients go down between stages that have a backward.
+
+    >>> [str(edge) for edge in chain(2, {0, 1})]
+    ['activation_0 F0 -> F1', 'gradient_0 B1 -> B0']
+    """
+    up = [Edge(f"activation_{stage}", Pass("F", stage), (Pass("F", stage + 1),)) for stage in range(stages - 1)]
+    down = [
+        Edge(f"gradient_{stage}", Pass("B", stage + 1), (Pass("B", stage),))
+        for stage in range(stages - 1)
+        if stage in backward and stage + 1 in backward
+    ]
+    return (*up, *down)
+
+
+def produced_by(compute: Compute) -> Pass | None:
+    """The pass whose values exist once ``compute`` is done. The weight half of a backward makes none, nor does a recompute."""
+    if compute.op in (Op.RECOMPUTE, Op.BACKWARD_WEIGHT):
+        return None
+    return Pass("F" if compute.op == Op.FORWARD else "B", compute.stage)
+
+
+def scan_pass(scanner: Scanner) -> Pass:
+    phase: Phase = "F" if scanner.take(PHASE, "a pass, F or B and a stage number") == "F" else "B"
+    return Pass(phase, scanner.number("a stage number"))
+
+
+def scan_edge(scanner: Scanner) -> Edge:
+    value = scanner.take(NAME, "the name of a value")
+    scanner.literal(" ")
+    source = scan_pass(scanner)
+    scanner.literal(" -> ")
+    targets = [scan_pass(scanner)]
+    while scanner.accept(" "):
+        targets.append(scan_pass(scanner))
+    return Edge(value, source, tuple(targets))
+
+
+def scan_replicated(scanner: Scanner) -> Replicated:
+    parameter = scanner.take(QUALIFIED_NAME, "the qualified name of a parameter")
+    scanner.literal(" ")
+    return Replicated(parameter, scanner.numbers("a stage number"))

@@ -1,0 +1,283 @@
+"""A program: the instructions of all workers, and the text in which it is written."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from pippy.drivers.plan.language.checkpoints import Checkpoints
+from pippy.drivers.plan.language.drawn import Drawn
+from pippy.drivers.plan.language.edges import Edge, Replicated, chain
+from pippy.drivers.plan.language.errors import ArgumentError, beginning, require
+from pippy.drivers.plan.language.instructions import Compute, Instruction, Op
+from pippy.drivers.plan.language.placement import Placement, is_count, require_count
+from pippy.drivers.plan.language.scanner import NAME, QUALIFIED_NAME, SCHEDULE
+from pippy.drivers.plan.language.shares import shares
+
+TITLE = "pippy program 1"
+INDENT = "  "
+
+
+@dataclass(frozen=True)
+class Program(Drawn):
+    """What each worker does, in order, and what has to be known to check it.
+
+    ``backward`` lists the stages that have a backward pass: none in a program for inference. ``memory`` is the limit of live
+    stage-micro-batches on each worker, if there is one. ``checkpoints`` are the forwards that keep their inputs only, and are
+    computed again before their backwards. ``edges`` are the values that pass between stages; None means that the
+    stages form a chain. A ``lowered`` program says what is sent, received, freed and reduced. Any other program only orders
+    computations, and the edges imply the rest. ``str(program)`` is the text of its file, and ``parse_program`` reads it.
+
+    With ``replicas``, ``placement`` is that of the first, and those of the others follow it, each on as many workers. Each
+    replica computes its share of the micro-batches.
+
+    >>> from pippy.drivers.plan import make_schedule
+    >>> program = make_schedule("1f1b", workers=2, chunks=2)
+    >>> [str(instruction) for instruction in program.orders[0]]
+    ['F0.0', 'F0.1', 'B0.0', 'B0.1']
+    >>> from pippy.drivers.plan import parse_program
+    >>> parse_program(str(program)) == program
+    True
+    """
+
+    schedule: str
+    placement: Placement
+    chunks: int
+    orders: tuple[tuple[Instruction, ...], ...]
+    backward: tuple[int, ...]
+    memory: tuple[int, ...] | None = None
+    edges: tuple[Edge, ...] | None = None
+    replicated: tuple[Replicated, ...] = ()
+    lowered: bool = False
+    checkpoints: tuple[Checkpoints, ...] = ()
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        require("placement", self.placement, Placement, "give a Placement, as make_placement makes it")
+        require("orders", self.orders, tuple, "give one tuple of instructions for each worker")
+        require_count("chunks", self.chunks)
+        shares(self.chunks, self.replicas)  # raises if a replica would have none
+        if not SCHEDULE.fullmatch(self.schedule):
+            raise ArgumentError(
+                f"schedule={beginning(self.schedule)} must be one line of ASCII text, without spaces at its ends"
+            )
+        for what, given in (("orders", self.orders), ("memory", self.memory)):
+            if given is not None and len(given) != self.workers:
+                raise ArgumentError(
+                    f"{what} of {len(given)} workers for placement {self.placement}"
+                    f"{f' and {self.replicas} replicas' * (self.replicas > 1)}; give one per worker"
+                )
+        for limit in self.memory or ():
+            if not is_count(limit, least=0):
+                raise ArgumentError(
+                    f"memory={beginning(self.memory)}: {beginning(limit)} must be a whole number of at least 0"
+                )
+        self._refuse_unclear_stages()
+        self._refuse_unclear_checkpoints()
+        self._refuse_unclear_names()
+        self._refuse_unclear_edges()
+
+    def _refuse_unclear_stages(self) -> None:
+        named = [("backward", stage) for stage in self.backward]
+        named += [(f"edge {edge}", end.stage) for edge in self.edges or () for end in edge.ends]
+        named += [(f"replicated {copies}", stage) for copies in self.replicated for stage in copies.stages]
+        for where, stage in named:
+            if not 0 <= stage < self.stages:
+                raise ArgumentError(
+                    f"{where}: there is no stage {stage}; the placement has stages 0 to {self.stages - 1}"
+                )
+        if list(self.backward) != sorted(set(self.backward)):
+            raise ArgumentError(f"backward={self.backward} must name each stage once, in order")
+
+    def _refuse_unclear_checkpoints(self) -> None:
+        for each in self.checkpoints:
+            if each.stage not in self.backward:
+                raise ArgumentError(f"checkpoint {each}: stage {each.stage} has no backward; leave the line out")
+            if not all(0 <= microbatch < self.chunks for microbatch in each.microbatches):
+                raise ArgumentError(f"checkpoint {each}: the program has micro-batches 0 to {self.chunks - 1}")
+            if not each.microbatches or list(each.microbatches) != sorted(set(each.microbatches)):
+                raise ArgumentError(f"checkpoint {each} must name at least one micro-batch, each once, in order")
+        stages = [each.stage for each in self.checkpoints]
+        if stages != sorted(set(stages)):
+            raise ArgumentError(f"checkpoints of stages {stages} must name each stage once, in order")
+
+    def _refuse_unclear_names(self) -> None:
+        values = [(f"edge {edge}", edge.value, NAME) for edge in self.edges or ()]
+        parameters = [(f"replicated {copies}", copies.parameter, QUALIFIED_NAME) for copies in self.replicated]
+        for named in (values, parameters):
+            counts = Counter(name for _, name, _ in named)
+            for where, name, pattern in named:
+                if not pattern.fullmatch(name):
+                    raise ArgumentError(f"{where}: {beginning(name)} must be a name of letters, digits and underscores")
+                if counts[name] > 1:
+                    raise ArgumentError(f"{where}: {name} is there twice; give each name one line")
+
+    def _refuse_unclear_edges(self) -> None:
+        for copies in self.replicated:
+            if not copies.stages:
+                raise ArgumentError(f"replicated {copies.parameter}: no stage has a copy; leave the line out")
+        for edge in self.edges or ():
+            if not edge.targets:
+                raise ArgumentError(f"edge {edge}: no pass needs it; leave the edge out")
+            for end in edge.ends:
+                if end.phase == "B" and end.stage not in self.backward:
+                    raise ArgumentError(f"edge {edge}: stage {end.stage} has no backward; leave the edge out")
+
+    def __repr__(self) -> str:
+        count, workers = sum(map(len, self.orders)), "1 worker" if self.workers == 1 else f"{self.workers} workers"
+        return (
+            f"<Program {self.schedule}: {self.stages} stages on {workers}, chunks={self.chunks}, {count} instructions>"
+        )
+
+    def __str__(self) -> str:
+        return "".join(f"{line}\n" for line in self.lines())
+
+    def lines(self) -> Iterator[str]:
+        """The lines of the program's file."""
+        yield from self.header()
+        for worker, order in enumerate(self.orders):
+            yield f"worker {worker}"
+            yield from (f"{INDENT}{instruction}" for instruction in order)
+
+    def header(self) -> Iterator[str]:
+        """The lines of the program's file before the first worker's."""
+        yield TITLE
+        yield f"schedule {self.schedule}"
+        yield f"workers {self.workers}"
+        if self.replicas > 1:
+            yield f"replicas {self.replicas}"
+        yield f"stages {self.stages}"
+        yield f"chunks {self.chunks}"
+        yield f"placement {self.placement}"
+        yield f"backward {stage_set_text(self.backward, self.stages)}"
+        yield f"memory {'unlimited' if self.memory is None else ' '.join(map(str, self.memory))}"
+        yield from (f"checkpoint {each}" for each in self.checkpoints)
+        if not self.edges:
+            yield f"edges {'chain' if self.edges is None else 'none'}"
+        yield from (f"edge {edge}" for edge in self.edges or ())
+        yield from (f"replicated {copies}" for copies in self.replicated)
+        yield f"communication {'explicit' if self.lowered else 'implied'}"
+
+    @property
+    def workers(self) -> int:
+        return self.placement.workers * self.replicas
+
+    @property
+    def stages(self) -> int:
+        return self.placement.stages
+
+    @cached_property
+    def shares(self) -> tuple[range, ...]:
+        """The micro-batches of each replica."""
+        return shares(self.chunks, self.replicas)
+
+    def stages_of(self, worker: int) -> tuple[int, ...]:
+        """The stages that a worker holds."""
+        return self.placement.stages_of(worker % self.placement.workers)
+
+    def workers_of(self, stage: int) -> tuple[int, ...]:
+        """The workers that hold a stage: one of each replica."""
+        first = self.placement.worker_of[stage]
+        return tuple(first + replica * self.placement.workers for replica in range(self.replicas))
+
+    def beside(self, worker: int, stage: int) -> int:
+        """The worker that holds a stage in the replica of ``worker``."""
+        return worker - worker % self.placement.workers + self.placement.worker_of[stage]
+
+    def home(self, stage: int, microbatch: int) -> int:
+        """The worker that computes a stage on a micro-batch."""
+        replica = next(replica for replica, share in enumerate(self.shares) if microbatch in share)
+        return self.workers_of(stage)[replica]
+
+    @cached_property
+    def flow(self) -> tuple[Edge, ...]:
+        """The edges between the stages, those of a chain included."""
+        return chain(self.stages, set(self.backward)) if self.edges is None else self.edges
+
+    @cached_property
+    def computations(self) -> tuple[tuple[Compute, ...], ...]:
+        """The computations of every worker, in order."""
+        return tuple(
+            tuple(instruction for instruction in order if isinstance(instruction, Compute)) for order in self.orders
+        )
+
+    @cached_property
+    def checkpointed(self) -> frozenset[tuple[int, int]]:
+        """The stages and micro-batches whose forwards keep their inputs only."""
+        return frozenset((each.stage, microbatch) for each in self.checkpoints for microbatch in each.microbatches)
+
+    @cached_property
+    def peak_live(self) -> tuple[int, ...]:
+        """The most stage-micro-batches that each worker holds at a time: from forward to the end of the backward.
+
+        One that is computed again is held from then on. Before that, its inputs are held, and these do not count.
+        """
+        return tuple(peak_live(order, frozenset(self.backward)) for order in self.computations)
+
+    def for_graph(
+        self, edges: Iterable[Edge], backward: Iterable[int] | None = None, replicated: Iterable[Replicated] = ()
+    ) -> "Program":
+        """The same schedule for stages that do not form a chain. Backwards are left out for stages that have none.
+
+        >>> from pippy.drivers.plan import make_schedule
+        >>> program = make_schedule("1f1b", workers=2, chunks=1).for_graph(edges=[], backward=[1])
+        >>> [[str(compute) for compute in order] for order in program.orders]
+        [['F0.0'], ['F1.0', 'B1.0']]
+        """
+        kept = set(self.backward if backward is None else backward)
+        orders = tuple(
+            tuple(compute for compute in order if compute.op == Op.FORWARD or compute.stage in kept)
+            for order in self.computations
+        )
+        return replace(
+            self,
+            orders=orders,
+            backward=tuple(sorted(kept)),
+            edges=tuple(edges),
+            replicated=tuple(replicated),
+            lowered=False,
+            checkpoints=tuple(each for each in self.checkpoints if each.stage in kept),
+        )
+
+    def with_orders(self, orders: Iterable[Iterable[Instruction]]) -> "Program":
+        """The same program with other instructions."""
+        return replace(self, orders=tuple(map(tuple, orders)))
+
+    def save(self, path: str | Path) -> None:
+        """Write the program's file; ``load_program`` reads it."""
+        Path(path).write_text(str(self), encoding="utf-8")
+
+
+def peak_live(order: Sequence[Compute], backward: frozenset[int]) -> int:
+    """The most stage-micro-batches held at a time, while a forward runs also its own."""
+    live = peak = 0
+    for compute, change in zip(order, live_changes(order, backward)):
+        if compute.op in (Op.FORWARD, Op.RECOMPUTE):
+            peak = max(peak, live + 1)
+        live += change
+    return peak
+
+
+def live_changes(order: Sequence[Compute], backward: frozenset[int]) -> Iterator[int]:
+    """By how many more or fewer stage-micro-batches are held after each computation.
+
+    A forward begins one, or the recompute if there is one. A backward or its weight half ends it.
+
+    >>> from pippy.drivers.plan.language.instructions import parse_instruction
+    >>> order = [parse_instruction(text) for text in ("F0.0", "F0.1", "R0.0", "B0.0", "I0.1", "W0.1")]
+    >>> list(live_changes(order, frozenset([0])))
+    [0, 1, 1, -1, 0, -1]
+    """
+    again = {(compute.stage, compute.microbatch) for compute in order if compute.op == Op.RECOMPUTE}
+    for compute in order:
+        if compute.op == Op.FORWARD:
+            yield int(compute.stage in backward and (compute.stage, compute.microbatch) not in again)
+        else:
+            yield {Op.RECOMPUTE: 1, Op.BACKWARD_INPUT: 0}.get(compute.op, -1)
+
+
+def stage_set_text(stages: Sequence[int], total: int) -> str:
+    if len(stages) == total:
+        return "all"
+    return " ".join(map(str, stages)) or "none"

@@ -1,0 +1,213 @@
+"""Reads a program from its text. An error names the line and column of what cannot be read."""
+
+from collections.abc import Container, Iterable
+from pathlib import Path
+
+from pippy.drivers.plan.language.checkpoints import Checkpoints, scan_checkpoints
+from pippy.drivers.plan.language.edges import Edge, scan_edge, scan_replicated
+from pippy.drivers.plan.language.errors import ParseError, require
+from pippy.drivers.plan.language.instructions import Instruction, scan_instruction
+from pippy.drivers.plan.language.placement import Placement
+from pippy.drivers.plan.language.program import INDENT, TITLE, Program
+from pippy.drivers.plan.language.scanner import SCHEDULE, Scanner
+
+
+def load_program(path: str | Path) -> Program:
+    """Read a program's file, as ``save`` writes it.
+
+    >>> from pippy.drivers.plan import make_schedule
+    >>> from tempfile import TemporaryDirectory
+    >>> program = make_schedule("1f1b", workers=2, chunks=2)
+    >>> with TemporaryDirectory() as folder:
+    ...     program.save(f"{folder}/mine.pippy")
+    ...     load_program(f"{folder}/mine.pippy") == program
+    True
+    """
+    return parse_program(Path(path).read_text(encoding="utf-8"))
+
+
+def parse_program(text: str) -> Program:
+    """Read the text of a program's file, exactly as ``str(program)`` writes it; anything else is a ParseError.
+
+    >>> parse_program("pippy program 1\\nschedule mine\\nworkers two\\n")
+    Traceback (most recent call last):
+    pippy.drivers.plan.language.errors.ParseError: line 3, column 9: expected how many workers, found 'two'
+    """
+    require("text", text, str, "give the text of a program's file")
+    program = ProgramParser(text).program()
+    require_canonical(text, program)
+    return program
+
+
+def require_canonical(text: str, program: Program) -> None:
+    """Refuse what is clear but not written the one way, such as stages out of order or a missing last newline."""
+    given = text.split("\n")
+    canonical = [*program.lines(), ""]
+    for number, (line, wanted) in enumerate(zip(given, canonical), start=1):
+        if line != wanted:
+            column = next(
+                (i for i, pair in enumerate(zip(line, wanted)) if pair[0] != pair[1]), min(len(line), len(wanted))
+            )
+            raise ParseError(f"write this line as {wanted!r}, found {line!r}", number, column + 1)
+    if len(given) < len(canonical):
+        raise ParseError("the last line must end with a newline", len(given), len(given[-1]) + 1)
+
+
+class ProgramParser:
+    """The lines of a program's file and how many of them have been read."""
+
+    def __init__(self, text: str) -> None:
+        self.rest = [Scanner(line, number) for number, line in enumerate(text.split("\n"), start=1)]
+        if len(self.rest) > 1 and not self.rest[-1].text:
+            self.rest.pop()  # what follows the last newline is no line
+        self.rest.append(Scanner("", len(self.rest) + 1))
+        self.rest.reverse()
+
+    def program(self) -> Program:
+        self.field(TITLE).end()
+        schedule = self.schedule()
+        workers = self.size("workers")
+        replicas = self.size("replicas") if self.upcoming("replicas ") else 1
+        stages = self.size("stages")
+        chunks = self.size("chunks")
+        placement = self.placement(workers, replicas, stages)
+        backward = self.backward(stages)
+        memory = self.memory(workers)
+        checkpoints = self.checkpoints(stages, chunks, backward)
+        edges = self.edges(stages)
+        replicated = []
+        while self.upcoming("replicated "):
+            scanner = self.field("replicated ")
+            replicated.append(scan_replicated(scanner))
+            self.finish(scanner, stages, replicated[-1].stages)
+        lowered = self.lowered()
+        orders = tuple(self.order(worker) for worker in range(workers))
+        if len(self.rest) > 1:
+            raise self.rest[-1].error("expected the end of the program")
+        return Program(
+            schedule,
+            placement,
+            chunks,
+            orders,
+            backward,
+            memory,
+            edges,
+            tuple(replicated),
+            lowered,
+            checkpoints,
+            replicas,
+        )
+
+    def upcoming(self, word: str) -> bool:
+        return self.rest[-1].text.startswith(word)
+
+    def field(self, word: str) -> Scanner:
+        self.rest[-1].literal(word)
+        return self.rest.pop() if len(self.rest) > 1 else self.rest[-1]
+
+    def schedule(self) -> str:
+        scanner = self.field("schedule ")
+        name = scanner.take(SCHEDULE, "the name of a schedule")
+        scanner.end()
+        return name
+
+    def size(self, name: str) -> int:
+        scanner = self.field(f"{name} ")
+        found = scanner.number(f"how many {name}")
+        scanner.end()
+        if found < 1:
+            raise ParseError(f"{name} must be at least 1, found {found}", scanner.line, len(name) + 2)
+        return found
+
+    def placement(self, workers: int, replicas: int, stages: int) -> Placement:
+        """The placement of the first replica."""
+        scanner = self.field("placement ")
+        if workers % replicas:
+            raise ParseError(f"{workers} workers are no {replicas} replicas of a pipeline", scanner.line, 1)
+        workers //= replicas
+        worker_of = scanner.numbers("the worker of a stage")
+        scanner.end()
+        if len(worker_of) != stages or max(worker_of) >= workers:
+            raise ParseError(
+                f"expected {stages} stages on {workers} workers, found {scanner.text!r}",
+                scanner.line,
+                len("placement ") + 1,
+            )
+        placement = Placement(worker_of)
+        if placement.workers != workers:
+            raise ParseError(f"worker {workers - 1} holds no stage", scanner.line, len("placement ") + 1)
+        return placement
+
+    def backward(self, stages: int) -> tuple[int, ...]:
+        scanner = self.field("backward ")
+        if scanner.accept("all"):
+            found = tuple(range(stages))
+        elif scanner.accept("none"):
+            found = ()
+        else:
+            found = scanner.numbers("a stage number, all or none")
+        self.finish(scanner, stages, found)
+        return tuple(sorted(set(found)))
+
+    def memory(self, workers: int) -> tuple[int, ...] | None:
+        scanner = self.field("memory ")
+        found = (
+            None if scanner.accept("unlimited") else scanner.numbers("a number of stage-micro-batches, or unlimited")
+        )
+        scanner.end()
+        if found is not None and len(found) != workers:
+            raise ParseError(f"expected {workers} limits, found {len(found)}", scanner.line, len("memory ") + 1)
+        return found
+
+    def checkpoints(self, stages: int, chunks: int, backward: Container[int]) -> tuple[Checkpoints, ...]:
+        found: list[Checkpoints] = []
+        while self.upcoming("checkpoint "):
+            scanner = self.field("checkpoint ")
+            each = scan_checkpoints(scanner, chunks)
+            self.finish(scanner, stages, [each.stage])
+            if each.stage not in backward:
+                raise ParseError(f"stage {each.stage} has no backward", scanner.line, len("checkpoint ") + 1)
+            if found and each.stage <= found[-1].stage:
+                raise ParseError("name each stage once, in order", scanner.line, len("checkpoint ") + 1)
+            if list(each.microbatches) != sorted(set(each.microbatches)):
+                raise ParseError("name each micro-batch once, in order", scanner.line, len("checkpoint ") + 1)
+            found.append(each)
+        return tuple(found)
+
+    def edges(self, stages: int) -> tuple[Edge, ...] | None:
+        if self.upcoming("edge "):
+            found = []
+            while self.upcoming("edge "):
+                scanner = self.field("edge ")
+                found.append(scan_edge(scanner))
+                self.finish(scanner, stages, [end.stage for end in found[-1].ends])
+            return tuple(found)
+        scanner = self.field("edges ")
+        linear = scanner.accept("chain")
+        if not linear:
+            scanner.literal("none")
+        scanner.end()
+        return None if linear else ()
+
+    def lowered(self) -> bool:
+        scanner = self.field("communication ")
+        explicit = scanner.accept("explicit")
+        if not explicit:
+            scanner.literal("implied")
+        scanner.end()
+        return explicit
+
+    def finish(self, scanner: Scanner, stages: int, named: Iterable[int]) -> None:
+        scanner.end()
+        for stage in named:
+            if stage >= stages:
+                raise ParseError(
+                    f"there is no stage {stage} of {stages}", scanner.line, scanner.text.rfind(str(stage)) + 1
+                )
+
+    def order(self, worker: int) -> tuple[Instruction, ...]:
+        self.field(f"worker {worker}").end()
+        order: list[Instruction] = []
+        while self.upcoming(INDENT):
+            order.append(scan_instruction(self.field(INDENT)))
+        return tuple(order)

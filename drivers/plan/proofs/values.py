@@ -1,0 +1,155 @@
+"""Checks a lowered program worker by worker: each value is there when it is used, and is freed at the end."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from pippy.drivers.plan.language.edges import Edge, Pass, produced_by
+from pippy.drivers.plan.language.instructions import (
+    Compute,
+    Free,
+    Instruction,
+    Op,
+    Receive,
+    Reduce,
+    ReduceStage,
+    Send,
+)
+from pippy.drivers.plan.language.program import Program
+from pippy.drivers.plan.proofs.faults import Faults
+
+MicrobatchValue = tuple[str, int]  # a value and its micro-batch
+
+
+def check_values(program: Program, faults: Faults) -> None:
+    """Note values that are used too early or too late, sent to a wrong worker or never freed, and wrong reductions."""
+    frees = any(isinstance(instruction, Free) for order in program.orders for instruction in order)
+    for worker in range(program.workers):
+        WorkerValues(program, worker, faults).check(frees)
+        check_reductions(program, worker, faults)
+
+
+class WorkerValues:
+    """Goes through one worker's instructions, and knows which values it holds."""
+
+    def __init__(self, program: Program, worker: int, faults: Faults) -> None:
+        self.program = program
+        self.worker = worker
+        self.faults = faults
+        self.ends = {
+            edge.value: (program.beside(worker, edge.source.stage), takers(program, edge, worker))
+            for edge in program.flow
+        }
+        self.held: set[MicrobatchValue] = set()
+        self.gone: set[MicrobatchValue] = set()
+        self.made: dict[Pass, list[str]] = defaultdict(list)
+        self.used: dict[Pass, list[str]] = defaultdict(list)
+        for edge in program.flow:
+            self.made[edge.source].append(edge.value)
+            for target in edge.targets:
+                self.used[target].append(edge.value)
+
+    def check(self, frees: bool) -> None:
+        """Walk through the worker's order; ``frees`` says whether the program frees its values at all."""
+        for index, instruction in enumerate(self.program.orders[self.worker]):
+            for problem in self.step(instruction):
+                self.faults.at(self.worker, index, problem)
+        if frees:
+            for value, chunk in sorted(self.held):
+                self.faults.at_end(self.worker, f"{value}.{chunk} is never freed")
+
+    def step(self, instruction: Instruction) -> list[str]:
+        if isinstance(instruction, Compute):
+            return self.compute(instruction)
+        if isinstance(instruction, Reduce | ReduceStage):
+            return []
+        held = (instruction.value, instruction.microbatch)
+        if isinstance(instruction, Send):
+            return self.wrong_way(held, self.worker, instruction.to) or self.absent(held)
+        if isinstance(instruction, Receive):
+            return self.wrong_way(held, instruction.source, self.worker) or self.arrive(held)
+        return self.free(held)
+
+    def compute(self, compute: Compute) -> list[str]:
+        done = produced_by(compute)
+        if done is None:
+            return []
+        problems = [
+            problem for value in self.used.get(done, ()) for problem in self.absent((value, compute.microbatch))
+        ]
+        self.held.update((value, compute.microbatch) for value in self.made.get(done, ()))
+        return problems
+
+    def absent(self, held: MicrobatchValue) -> list[str]:
+        if held in self.held:
+            return []
+        return [f"needs {held[0]}.{held[1]}, which {'was freed' if held in self.gone else 'is not here yet'}"]
+
+    def arrive(self, held: MicrobatchValue) -> list[str]:
+        if held in self.held or held in self.gone:
+            return ["was received before"]
+        self.held.add(held)
+        return []
+
+    def free(self, held: MicrobatchValue) -> list[str]:
+        problems = self.absent(held)
+        self.held.discard(held)
+        self.gone.add(held)
+        return problems
+
+    def wrong_way(self, held: MicrobatchValue, source: int, to: int) -> list[str]:
+        """What is wrong with moving the value between these workers."""
+        value, chunk = held
+        if not 0 <= chunk < self.program.chunks:
+            return [f"there is no micro-batch {chunk}; the program has {self.program.chunks}"]
+        if value not in self.ends:
+            return [f"no edge of the program is called {value}"]
+        makes, needs = self.ends[value]
+        if source != makes:
+            return [f"{value} is made on worker {makes}"]
+        if to not in needs:
+            return [f"{value} is not needed on worker {to}; {' '.join(map(str, needs)) or 'no other worker'} needs it"]
+        return []
+
+
+def takers(program: Program, edge: Edge, worker: int = 0) -> list[int]:
+    """The workers to which a value has to be sent, in the replica of a worker."""
+    needing = {program.beside(worker, target.stage) for target in edge.targets}
+    return sorted(needing - {program.beside(worker, edge.source.stage)})
+
+
+def check_reductions(program: Program, worker: int, faults: Faults) -> None:
+    """Each worker with a copy must reduce its gradient once, after the last backward of its copies: of a replicated parameter,
+    and of a stage if there are replicas of the pipeline."""
+    held = set(program.stages_of(worker)).intersection(program.backward)
+    last = last_backward(program.orders[worker])
+    due: dict[Reduce | ReduceStage, int] = {
+        Reduce(copies.parameter): max(last.get(stage, -1) for stage in held.intersection(copies.stages))
+        for copies in program.replicated
+        if held.intersection(copies.stages)
+    }
+    if program.replicas > 1:
+        due |= {ReduceStage(stage): last.get(stage, -1) for stage in held}
+    missing = set(due)
+    for index, instruction in enumerate(program.orders[worker]):
+        if not isinstance(instruction, Reduce | ReduceStage):
+            continue
+        if instruction not in due:
+            faults.at(
+                worker, index, f"no backward on worker {worker} has to do with {str(instruction).split(' ', 1)[1]}"
+            )
+        elif instruction not in missing:
+            faults.at(worker, index, "is reduced twice")
+        elif index < due[instruction]:
+            faults.at(worker, index, f"comes before {program.orders[worker][due[instruction]]}")
+        missing.discard(instruction)
+    for left in sorted(map(str, missing)):
+        faults.at_end(worker, f"{left} is missing")
+
+
+def last_backward(order: Iterable[Instruction]) -> dict[int, int]:
+    """The index of each stage's last backward, whole or its weight half."""
+    return {
+        instruction.stage: index
+        for index, instruction in enumerate(order)
+        if isinstance(instruction, Compute) and instruction.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)
+    }

@@ -1,0 +1,130 @@
+"""What each instruction waits for on other workers, and an order in which the program can run."""
+
+from collections import defaultdict, deque
+from itertools import product
+
+from pippy.drivers.plan.language.edges import Pass
+from pippy.drivers.plan.language.instructions import Compute, Receive, Send
+from pippy.drivers.plan.language.program import Program
+
+Location = tuple[int, int]  # a worker and an index into its order
+Waits = dict[Location, tuple[Location, ...]]
+Channel = tuple[int, int]  # from a worker to a worker
+ChannelOrder = list[tuple[tuple[str, int], int]]  # values, their micro-batches, and where in the worker's order
+
+
+def production(program: Program) -> dict[tuple[Pass, int], Location]:
+    """Where each pass makes its values, by micro-batch: the worker, and the index in its order."""
+    places: dict[tuple[Pass, int], Location] = {}
+    passes = {
+        (op, stage): Pass("F" if op == "F" else "B", stage) for op, stage in product("FBI", range(program.stages))
+    }
+    for worker, order in enumerate(program.orders):
+        for index, compute in enumerate(order):
+            if isinstance(compute, Compute) and (compute.op, compute.stage) in passes:
+                places.setdefault((passes[compute.op, compute.stage], compute.microbatch), (worker, index))
+    return places
+
+
+def implied_waits(program: Program) -> Waits:
+    """The waits of a program that only orders computations: each waits for those that make its inputs."""
+    places = production(program)
+    inputs: dict[Pass, list[Pass]] = defaultdict(list)
+    for edge in program.flow:
+        for target in edge.targets:
+            inputs[target].append(edge.source)
+    waits: Waits = {}
+    for (done, chunk), location in places.items():
+        sources = tuple(places[source, chunk] for source in inputs.get(done, ()) if (source, chunk) in places)
+        if sources:
+            waits[location] = sources
+    return waits
+
+
+class Transfers:
+    """What a lowered program sends into each channel, and what it receives from it, in order.
+
+    >>> from pippy.drivers.plan import add_communication, make_schedule
+    >>> Transfers(add_communication(make_schedule("forward_only", workers=2, chunks=1))).sent[0, 1]
+    [(('activation_0', 0), 1)]
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.sent: dict[Channel, ChannelOrder] = defaultdict(list)
+        self.received: dict[Channel, ChannelOrder] = defaultdict(list)
+        for worker, order in enumerate(program.orders):
+            for index, instruction in enumerate(order):
+                if isinstance(instruction, Send):
+                    self.sent[worker, instruction.to].append(((instruction.value, instruction.microbatch), index))
+                elif isinstance(instruction, Receive):
+                    self.received[instruction.source, worker].append(
+                        ((instruction.value, instruction.microbatch), index)
+                    )
+
+    def waits(self, buffer: int | None = None) -> Waits:
+        """A receive waits for its send. A send waits for room in its channel, if channels hold only ``buffer`` values."""
+        waits: Waits = {}
+        for (source, to), received in self.received.items():
+            sent = dict(reversed(self.sent.get((source, to), [])))
+            waits.update({(to, index): ((source, sent[key]),) for key, index in received if key in sent})
+        for (source, to), sent_in_order in self.sent.items() if buffer else ():
+            received = self.received.get((source, to), [])
+            for (_, index), (_, freed_by) in zip(sent_in_order[buffer:], received):
+                waits[source, index] = ((to, freed_by),)
+        return waits
+
+
+class DryRun:
+    """Runs a program without a clock and without computing: each worker goes on until it has to wait.
+
+    ``stretches`` lists what workers do without a wait, as (worker, first, end), in an order that works. ``positions`` is
+    where each worker ends.
+
+    >>> from pippy.drivers.plan import make_schedule
+    >>> program = make_schedule("1f1b", workers=2, chunks=1)
+    >>> DryRun(program, implied_waits(program)).stretches
+    [(0, 0, 1), (1, 0, 2), (0, 1, 2)]
+    """
+
+    def __init__(self, program: Program, waits: Waits) -> None:
+        self.waits = waits
+        self.lengths = [len(order) for order in program.orders]
+        self.positions = [0] * program.workers
+        self.stretches: list[tuple[int, int, int]] = []
+        self.stops: list[deque[int]] = [deque() for _ in program.orders]
+        for worker, index in sorted(waits):
+            self.stops[worker].append(index)
+        self.parked: list[list[tuple[int, int]]] = [[] for _ in program.orders]
+        ready = deque(range(program.workers))
+        while ready:
+            ready.extend(self.advance(ready.popleft()))
+
+    def advance(self, worker: int) -> list[int]:
+        """Run a worker until it has to wait; returns the workers that waited for what it did."""
+        begin, stops = self.positions[worker], self.stops[worker]
+        while stops:
+            self.positions[worker] = stops[0]
+            if awaited := self.awaited((worker, stops[0])):
+                source, index = awaited
+                self.parked[source].append((index, worker))
+                break
+            stops.popleft()
+        else:
+            self.positions[worker] = self.lengths[worker]
+        if self.positions[worker] > begin:
+            self.stretches.append((worker, begin, self.positions[worker]))
+        parked = self.parked[worker]
+        self.parked[worker] = [entry for entry in parked if entry[0] >= self.positions[worker]]
+        return [waiting for index, waiting in parked if index < self.positions[worker]]
+
+    def awaited(self, location: Location) -> Location | None:
+        """The first of the instructions that this one waits for which is not done yet."""
+        return next((source for source in self.waits.get(location, ()) if self.positions[source[0]] <= source[1]), None)
+
+    def stuck(self) -> dict[int, Location]:
+        """For each worker that never ends, what it waits for."""
+        found = {}
+        for worker, position in enumerate(self.positions):
+            if position < self.lengths[worker] and (awaited := self.awaited((worker, position))):
+                found[worker] = awaited
+        return found

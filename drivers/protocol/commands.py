@@ -1,0 +1,52 @@
+"""What goes around every command and every answer."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from pippy.ir.base.surroundings import Surroundings
+
+ZeroGrad = bool | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Command:
+    """What a worker does for one driver. Commands up to ``settled`` have succeeded on all workers.
+
+    With ``zero_grad`` the worker drops the driver's gradients first: all, or those of the parameters that the optimizers with
+    these numbers have. ``dropped`` lists drivers that are gone: the worker forgets them.
+    """
+
+    number: int
+    settled: int
+    driver: int
+    body: Any
+    zero_grad: ZeroGrad = False
+    dropped: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class CommandElsewhere(Command):
+    """A command whose call was surrounded by something else than the last one that these workers were told of."""
+
+    surroundings: Surroundings | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong on a worker. ``peer`` is another worker that seems to be dead, if that is the reason."""
+
+    message: str
+    traceback: str
+    where: str = ""
+    instruction: str = ""
+    stage: int | None = None
+    microbatch: int | None = None
+    peer: int | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to a command: a value, or what went wrong."""
+
+    value: Any = None
+    failure: Failure | None = None

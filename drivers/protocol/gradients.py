@@ -1,0 +1,56 @@
+"""The gradients on the workers, and which worker adds up those of copies."""
+
+from dataclasses import dataclass
+
+from pippy.drivers.protocol.parameters import TensorLocation
+
+
+@dataclass(frozen=True)
+class ReplicatedParameter:
+    """The user's name of a parameter of which there are copies, and the worker and location of each: those of the first
+    replica of the pipeline first, and in a replica in the order of the stages."""
+
+    name: str
+    copies: tuple[tuple[int, TensorLocation], ...]
+
+
+@dataclass(frozen=True)
+class GradientBucket:
+    """Parameters of which the same workers have copies, and whose gradients are added up together, by the worker ``owner``."""
+
+    owner: int
+    parameters: tuple[ReplicatedParameter, ...]
+
+    @property
+    def workers(self) -> list[int]:
+        """The workers that have copies."""
+        return list(dict.fromkeys(worker for worker, _ in self.parameters[0].copies))
+
+
+@dataclass(frozen=True)
+class ReduceGradients:
+    """Add up the gradients of replicated parameters, unless that was done."""
+
+
+@dataclass(frozen=True)
+class GradientNorms:
+    """Give the norm of each gradient at these locations. With ``reduce``, add up those of replicated parameters first."""
+
+    locations: tuple[TensorLocation, ...]
+    norm_type: float
+    reduce: bool
+
+
+@dataclass(frozen=True)
+class ScaleGradients:
+    """Multiply all gradients by a number."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class ClampGradients:
+    """Clamp every element of all gradients between -limit and limit, after adding up those of copies if need be."""
+
+    limit: float
+    reduce: bool

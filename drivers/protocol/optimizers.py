@@ -1,0 +1,52 @@
+"""Optimizers on the workers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pippy.drivers.protocol.parameters import TensorLocation
+from pippy.drivers.wire.pickling import Pickled
+
+
+@dataclass(frozen=True)
+class MakeOptimizer:
+    """Make an optimizer, and keep it under a number. A group has the locations of its parameters, and its options.
+
+    With ``master_dtype`` the optimizer has copies of that dtype of the parameters that have another. If there are replicas of
+    the pipeline, ``names`` are those of all its parameters, and ``divided`` says that each worker has the state of those
+    alone whose gradients it adds up; it sends them to the others.
+    """
+
+    optimizer: int
+    factory: Pickled
+    groups: tuple[tuple[tuple[TensorLocation, ...], Mapping[str, Any]], ...]
+    master_dtype: torch.dtype | None = None
+    names: tuple[str, ...] = ()
+    divided: bool = False
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """Run an optimizer's step. ``groups`` has the options of each group, or None if they did not change."""
+
+    optimizer: int
+    groups: tuple[Mapping[str, Any], ...] | None
+    reduce: bool
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """Give an optimizer's state for the parameters at these locations."""
+
+    optimizer: int
+    locations: tuple[TensorLocation, ...]
+
+
+@dataclass(frozen=True)
+class LoadOptimizerState:
+    """Replace an optimizer's state."""
+
+    optimizer: int
+    state: Mapping[TensorLocation, Mapping[str, Any]]

@@ -1,0 +1,71 @@
+"""A worker's part of a program."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pippy.drivers.lowering.flow import Work
+from pippy.drivers.plan.language.edges import Pass
+from pippy.drivers.plan.language.instructions import Instruction, Receive, Send
+from pippy.drivers.protocol.peers import NeedsPeers
+
+
+@dataclass(frozen=True)
+class InputIndex:
+    """Stands for an input in the template of a `Call`."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """How the graph calls a stage: with its inputs in order, or as ``template`` has them, with an `InputIndex` for each.
+
+    ``seen`` has the numbers and names of the inputs that the stage must not change in place.
+    """
+
+    name: str
+    template: Any = None
+    seen: Sequence[tuple[int, str]] = ()
+
+
+@dataclass(frozen=True)
+class OutOfOrderLimits:
+    """Limits for a worker that runs out of order.
+
+    It holds at most ``limit`` micro-batches of its stages at a time; None stands for the program's own peak. ``depth`` is
+    the number of workers that a micro-batch visits from here to the last stage: as many micro-batches keep them all busy.
+    """
+
+    limit: int | None
+    depth: int
+
+
+@dataclass(frozen=True)
+class AddProgram(NeedsPeers):
+    """A worker's part of a program, under a number: sent once, run in many steps.
+
+    ``value_numbers`` numbers the values that are sent between workers. ``ranks`` has the cluster's worker for each worker of
+    the program. ``returns`` lists the values that go back to the controller. Without ``out_of_order``, the worker keeps the
+    order of its instructions. ``share`` are the micro-batches that it computes.
+    """
+
+    program: int
+    order: tuple[Instruction, ...]
+    work: Mapping[Pass, tuple[Work, ...]]
+    calls: Mapping[str, Call]
+    value_numbers: Mapping[str, int]
+    ranks: tuple[int, ...]
+    returns: tuple[str, ...]
+    single_loss: bool
+    share: range
+    out_of_order: OutOfOrderLimits | None = None
+
+    def peers(self, worker: int) -> set[int]:
+        """Those to which it sends, and from which it receives."""
+        others = {
+            each.to if isinstance(each, Send) else each.source
+            for each in self.order
+            if isinstance(each, Send | Receive)
+        }
+        return {self.ranks[other] for other in others}

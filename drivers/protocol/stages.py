@@ -1,0 +1,48 @@
+"""The stages that a worker will run."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pippy.drivers.protocol.gradients import GradientBucket
+from pippy.drivers.protocol.peers import NeedsPeers
+from pippy.drivers.wire.pickling import Pickled
+
+
+@dataclass(frozen=True)
+class Load(NeedsPeers):
+    """The stages that a worker will run.
+
+    ``modules`` holds the stages by their names in the graph. ``constant`` names the tensors of each stage that other stages
+    read too. ``buckets`` have all parameters of which there are copies. ``twins`` are the workers that hold the same stages,
+    one for each replica of the pipeline, if there are replicas; ``notes`` says that they have deferred batch norms. ``compile``
+    has the options of torch.compile, or None if the stages are not compiled.
+    """
+
+    modules: Pickled
+    constant: Mapping[str, Sequence[str]]
+    buckets: tuple[GradientBucket, ...]
+    seed: int
+    compile: Pickled | None = None
+    twins: tuple[int, ...] = ()
+    notes: bool = False
+
+    def peers(self, worker: int) -> set[int]:
+        """Those with which it adds up gradients: the owner of a bucket has to do with all others. And those that it tells what
+        deferred batch norms have noted."""
+        found = {*self.twins} - {worker} if self.notes else set()
+        for bucket in self.buckets:
+            others = {*bucket.workers} - {bucket.owner}
+            found |= others if worker == bucket.owner else {bucket.owner} if worker in others else set()
+        return found
+
+
+@dataclass(frozen=True)
+class Unload:
+    """Drop everything that belongs to the driver."""
+
+
+@dataclass(frozen=True)
+class ForgetPeers:
+    """Other processes are in the places of these workers: drop the connections with those that were there."""
+
+    peers: tuple[int, ...]

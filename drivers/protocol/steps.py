@@ -1,0 +1,141 @@
+"""One run of a program, and what a worker gives back of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pippy.drivers.batch.division import Division
+from pippy.drivers.protocol.hooks import WorkerHooks
+from pippy.drivers.protocol.parameters import TensorLocation
+from pippy.ir.run.keyed_draws import RandomStep
+
+
+@dataclass(frozen=True)
+class StageFlags:
+    """The training flag of each module of a stage, and whether each of its parameters requires a gradient."""
+
+    training: tuple[bool, ...]
+    requires_grad: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Run a program once.
+
+    ``weights`` has the weight of each micro-batch's loss. ``flags`` has the flags of each stage, or None if they did not
+    change; ``hooks`` those of parameters in the same way. With ``reduce``, the gradients of replicated parameters are added
+    up at the end. With ``record``, the times of all instructions are recorded; with ``count_memory``, also what is held
+    then. With ``weigh``, the worker measures how many bytes each stage keeps for its backward. With ``scale``, the loss is
+    multiplied by it for the backward, and the gradients are divided by it in the end. With ``probe_outputs``, it is checked
+    which returned values have the rows of a micro-batch by chance. ``random`` says of which step the random numbers are;
+    None if the worker goes on with its own. ``weighed``: the worker has found ``weights``. With ``alike``, random
+    operations and batch norms give the same for every row; with ``see``, it is noted what each call takes and gives.
+    """
+
+    program: int
+    trains: bool
+    inputs: Division
+    weights: tuple[float, ...]
+    flags: Mapping[str, StageFlags] | None = None
+    hooks: WorkerHooks | None = None
+    reduce: bool = False
+    record: bool = False
+    weigh: bool = False
+    scale: float | None = None
+    probe_outputs: bool = False
+    count_memory: bool = False
+    random: RandomStep | None = None
+    weighed: bool = False
+    alike: bool = False
+    see: bool = False
+
+
+@dataclass(frozen=True)
+class StepReturning(Step):
+    """A step that returns other values than its program says: those in ``returns``.
+
+    Each has None for all of it, or a seed: only the loss, which is at that place in it, is returned.
+    """
+
+    returns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class WorkerRecord:
+    """One worker's times in a recorded step, in seconds of its monotonic clock. ``clock`` names the clock: one for each host.
+
+    The worker took up the step at ``began``, and was done at ``ended``. The first instruction began at ``started``, and each
+    of the others when the one before it ended. ``ends`` has the end of each instruction, by the instruction's number, and
+    ``sizes`` the bytes of each send. At ``adding`` the worker began to add up the gradients of replicated parameters.
+    ``memory`` is the peak in bytes, and ``memory_of`` says what was measured. ``cpu`` is the processor time of the worker's
+    thread; None where the thread waits for a device. ``held`` has the most bytes that were held while each instruction ran,
+    and those after it, with those of the end of the step behind them; None if they were not asked for.
+    """
+
+    clock: str
+    began: float
+    started: float
+    ends: Sequence[float]
+    adding: float | None
+    ended: float
+    sizes: Mapping[int, int]
+    memory: int
+    memory_of: str
+    cpu: float | None = None
+    held: tuple[Sequence[int], Sequence[int]] | None = None
+
+    def spans(self) -> list[tuple[float, float]]:
+        """When each instruction began and ended, by its number."""
+        found = [(0.0, 0.0)] * len(self.ends)
+        start = self.started
+        for at in sorted(range(len(self.ends)), key=self.ends.__getitem__):
+            found[at] = start, self.ends[at]
+            start = self.ends[at]
+        return found
+
+    def shifted(self, by: float) -> "WorkerRecord":
+        """The same times on a clock that is ``by`` seconds ahead."""
+        return replace(
+            self,
+            began=self.began + by,
+            started=self.started + by,
+            ends=[end + by for end in self.ends],
+            adding=None if self.adding is None else self.adding + by,
+            ended=self.ended + by,
+        )
+
+
+@dataclass(frozen=True)
+class SeenCall:
+    """What one call of a stage, or of `_loss`, took and gave: forward ("F") values, backward ("B") gradients.
+
+    ``gives`` is None for a loss that is computed once, over all micro-batches.
+    """
+
+    phase: str
+    call: str
+    microbatch: int
+    takes: Any
+    gives: Any
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a worker gives back after a step: the returned values by name.
+
+    ``peak_live`` is the largest number of micro-batches that its stages held at a time. ``kept`` has the bytes that one micro-
+    batch of each stage keeps, and those of its inputs alone, if the step was asked to measure them. ``nonfinite`` has the
+    parameters whose gradients are not finite, if the loss was scaled. ``by_chance`` has the values, and the numbers of the
+    tensors in them, that have as many rows as a micro-batch, and not its rows. ``weights`` are those of the losses, if a
+    worker was to find them. ``seen`` has what the calls took and gave, if
+    that was to be noted.
+    """
+
+    values: Mapping[str, Any]
+    peak_live: int
+    record: WorkerRecord | None = None
+    kept: Mapping[int, tuple[int, int]] | None = None
+    nonfinite: tuple[TensorLocation, ...] = ()
+    by_chance: tuple[tuple[str, int], ...] = ()
+    weights: tuple[float, ...] | None = None
+    seen: tuple[SeenCall, ...] = ()

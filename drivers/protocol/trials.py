@@ -1,0 +1,74 @@
+"""A step that is run aside, to compare it with another one: it leaves nothing on the worker but what is compared."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from pippy.drivers.compare.asked import Asked
+from pippy.drivers.protocol.steps import Step
+
+
+class Purpose(Enum):
+    """What becomes of the gradients and buffers of a trial.
+
+    >>> Purpose.REFERENCE.value
+    'the trials after it are compared with it'
+    """
+
+    REFERENCE = "the trials after it are compared with it"
+    NOISE = "what differs is by how much rounding moves it"
+    COMPARED = "what differs by more than that is given back"
+    ALONE = "nothing is compared"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Run ``step`` aside: gradients, buffers, random numbers and attributes of modules are afterwards what they were.
+
+    Random numbers and batch norms are the same for every row: see `pippy.drivers.compare.alike`. With ``watch``, the worker
+    notes what is asked of numbers on the way to a mean. With ``follow_buffers``, buffers that differ change once in each step
+    from now on, and not once for each micro-batch.
+    """
+
+    step: Step
+    purpose: Purpose
+    watch: bool = False
+    follow_buffers: bool = False
+
+
+@dataclass(frozen=True)
+class ForgetTrials:
+    """Drop what trials are compared with."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor of a stage that two trials give otherwise: by ``off``, where its largest element is ``size``.
+
+    ``kind`` is "gradient" or "buffer", ``name`` its name in the stage ``call``.
+    """
+
+    call: str
+    name: str
+    kind: str
+    off: float
+    size: float
+
+    @property
+    def share(self) -> float:
+        """The difference as a part of the tensor's size."""
+        return self.off / self.size if self.size else float("inf")
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """What a worker gives back: returned values by name, what differs, and what was asked of numbers.
+
+    ``is_finite``: all that trials are compared with are numbers.
+    """
+
+    values: Mapping[str, Any]
+    differences: tuple[Difference, ...] = ()
+    asked: Asked = field(default_factory=Asked)
+    is_finite: bool = True

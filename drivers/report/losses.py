@@ -1,0 +1,77 @@
+"""Divides the length of a step: what computing took at least, and what was lost, and to what.
+
+    measured step   ├── computing ──┼── schedule ──┼─ uneven stages ─┼── starting, transfer, sending, ... ──┤
+                    0               │              │                 └ predicted, as the stages are
+                                    │              └ predicted, if all stages took the same time
+                                    └ all computations, divided by the workers
+
+The last part is what the step took beyond its prediction. The causes on the critical path say how it is divided. Each loss is a
+part of the measured step: whoever ends it saves at most that much.
+"""
+
+from enum import StrEnum
+
+from pippy.drivers.plan.language.instructions import Compute
+from pippy.drivers.report.activity import Cause
+from pippy.drivers.report.critical_path import critical_path
+from pippy.drivers.report.prediction import evened, predicted
+from pippy.drivers.report.step_data import StepData
+
+
+class Part(StrEnum):
+    """A part of the length of a step: the first is what computing takes, the others are losses.
+
+    >>> Part.UNEVEN
+    <Part.UNEVEN: 'uneven stages'>
+    """
+
+    COMPUTING = "computing"
+    SCHEDULE = "order of the schedule"
+    UNEVEN = "uneven stages"
+    STARTING = Cause.STARTING
+    TRANSFER = Cause.TRANSFER
+    SENDING = Cause.SENDING
+    ADDING = Cause.ADDING
+    PYTHON = Cause.PYTHON
+    SLOWER = "passes slower than their median"
+
+
+FROM_SCHEDULE = (Part.COMPUTING, Part.SCHEDULE, Part.UNEVEN)  # these are in the prediction, and the others are not
+ROUNDING = 1e-9  # of a step; smaller parts are none
+
+
+def parts(step: StepData) -> dict[Part, float]:
+    """The seconds of each part. They add up to the length of the step."""
+    medians, program = step.medians, step.program
+    usual = [medians[each.op][each.stage] for order in program.orders for each in order if isinstance(each, Compute)]
+    foreseen = float(step.predicted.makespan)
+    even = min(foreseen, float(predicted(program, evened(medians)).makespan))
+    least = min(even, sum(usual) / program.workers)
+    found = {Part.COMPUTING: least, Part.SCHEDULE: even - least, Part.UNEVEN: foreseen - even}
+    beyond = step.makespan - foreseen
+    on_path = _on_path(step)
+    if beyond <= 0 or not on_path:  # some passes were much shorter than their medians
+        return {part: seconds * step.makespan / (foreseen or 1.0) for part, seconds in found.items()}
+    scale = beyond / sum(on_path.values())
+    return found | {part: seconds * scale for part, seconds in on_path.items()}
+
+
+def losses(step: StepData) -> dict[Part, float]:
+    """The parts that are losses, the largest first."""
+    found = {part: seconds for part, seconds in parts(step).items() if part != Part.COMPUTING and seconds > 0}
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _on_path(step: StepData) -> dict[Part, float]:
+    """The seconds on the critical path that no prediction foresees, by cause."""
+    found: dict[Part, float] = {}
+    for worker, each in critical_path(step.program, step.activities):
+        instruction = step.program.orders[worker][each.at] if each.at is not None else None
+        if isinstance(instruction, Compute):
+            part, seconds = Part.SLOWER, each.duration - step.medians[instruction.op][instruction.stage]
+        elif each.cause in (Cause.WAITING, Cause.FILL):  # of unknown origin: clocks of several hosts may err
+            part, seconds = Part.TRANSFER, each.duration
+        else:
+            part, seconds = Part(each.cause), each.duration
+        found[part] = found.get(part, 0.0) + seconds
+    return {part: seconds for part, seconds in found.items() if seconds > ROUNDING * step.makespan}

@@ -1,0 +1,62 @@
+"""The steps of a recording as a strip of bars at the top of its report: a click on one shows it.
+
+What the page says of the other steps is packed: a script unpacks the one that is asked for. So that a page stays small, not
+every step is there: the step that is shown, the longest, the shortest, and the latest ones.
+"""
+
+from base64 import b64encode
+from collections.abc import Callable, Sequence
+from gzip import compress
+from html import escape
+from statistics import median
+
+from pippy.drivers.report.document import counted
+from pippy.drivers.report.step_data import StepData
+from pippy.drivers.report.units import duration
+
+MOST_STEPS = 12
+MOST_INSTRUCTIONS = 10_000  # of all steps together that are packed
+
+
+def steps_strip(shown: StepData, kept: Sequence[StepData], dropped: int, about: Callable[[StepData], str]) -> str:
+    """The strip as HTML. ``about`` makes what the page says of a step."""
+    lengths = [each.makespan for each in kept]
+    at = next(number for number, each in enumerate(kept) if each is shown)
+    there = packed_steps(at, kept)
+    bars = "".join(_bar(number, each, max(lengths), number == at, number in there) for number, each in enumerate(kept))
+    packed = "".join(_packed(number, about(kept[number])) for number in there if number != at)
+    others = f", and {dropped} earlier ones dropped" if dropped else ""
+    missing = "" if len(there) == len(kept) else " Grey bars are not on this page; report(step=...) shows them."
+    said = (
+        f"{counted(len(kept), 'step')} kept{others}: {duration(min(lengths))} to {duration(max(lengths))}, median "
+        f"{duration(median(lengths))}. "
+    )
+    buttons = '<button data-go="-1">‹ step before</button><button data-go="1">step after ›</button>'
+    return (
+        f'<nav><p>{said}<span id="shown">This page shows step {at}, of {duration(shown.makespan)}.</span>{missing}</p>'
+        + (f'<div class="steps">{bars}</div><div class="tools">{buttons}</div>{packed}' if len(kept) > 1 else "")
+        + "</nav>"
+    )
+
+
+def packed_steps(shown: int, kept: Sequence[StepData]) -> list[int]:
+    """The numbers of the steps that the page has."""
+    by_length = sorted(range(len(kept)), key=lambda number: kept[number].makespan)
+    wanted = dict.fromkeys([shown, by_length[-1], by_length[0], *reversed(range(len(kept)))])
+    found, room = [shown], MOST_INSTRUCTIONS
+    for number in [each for each in wanted if each != shown][: MOST_STEPS - 1]:
+        room -= sum(map(len, kept[number].program.orders))
+        if room >= 0:
+            found.append(number)
+    return sorted(found)
+
+
+def _bar(number: int, step: StepData, longest: float, shown: bool, there: bool) -> str:
+    words = f"step {number}: {duration(step.makespan)}"
+    state = 'aria-current="true"' if shown else "" if there else "disabled"
+    height = 100 * step.makespan / (longest or 1.0)
+    return f'<button data-step="{number}" title="{escape(words)}" {state}><i style="height:{height:.1f}%"></i></button>'
+
+
+def _packed(number: int, text: str) -> str:
+    return f'<template id="step-{number}">{b64encode(compress(text.encode(), mtime=0)).decode()}</template>'

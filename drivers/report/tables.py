@@ -1,0 +1,174 @@
+"""The tables of a report: where the time of each worker went, stages, values between workers, and memory. They are HTML."""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from statistics import median
+
+from pippy.drivers.plan.language.instructions import Op
+from pippy.drivers.report.activity import Activity, Cause
+from pippy.drivers.report.colours import FILLS, css_class
+from pippy.drivers.report.step_data import StepData
+from pippy.drivers.report.svg import LEGEND
+from pippy.drivers.report.units import duration, percent, size
+
+WORDS = {Cause.WAITING: "for", Cause.TRANSFER: "from", Cause.SENDING: "to"}  # before the number of the other worker
+MEANINGS = {
+    Cause.COMPUTING: "a forward, a backward, or half a backward of a stage",
+    Cause.STARTING: "the step had yet to reach the worker and to be unpacked",
+    Cause.FILL: "before the worker's first computation, nothing was there to compute on",
+    Cause.WAITING: "another worker had not begun to send the value that came next",
+    Cause.TRANSFER: "the value was being sent, moved or unpacked",
+    Cause.SENDING: "handing values over",
+    Cause.ADDING: "adding up the gradients of replicated parameters, other workers' waited for",
+    Cause.PYTHON: "freeing values, and what is done after the last instruction",
+    Cause.DRAIN: "the worker was done, and others were not",
+}
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> str:
+    """A table of cells that are HTML; the first ``words`` columns are text, the others numbers.
+
+    >>> table(["worker", "idle"], [["worker 0", tip("9 %", "3 ms")]])
+    '<div class="wide"><table><thead><tr><th>worker</th><th class=n>idle</th></tr></thead><tbody><tr><td>worker 0</td>\
+<td class=n><span title="3 ms" tabindex="0">9 %</span></td></tr></tbody></table></div>'
+    """
+
+    def row(cells: Sequence[str], tag: str) -> str:
+        made = (f"<{tag}{'' if at < words else ' class=n'}>{cell}</{tag}>" for at, cell in enumerate(cells))
+        return f"<tr>{''.join(made)}</tr>"
+
+    body = "".join(row(cells, "td") for cells in rows)
+    return f'<div class="wide"><table><thead>{row(head, "th")}</thead><tbody>{body}</tbody></table></div>'
+
+
+def tip(shown: str, words: str) -> str:
+    """HTML that says more when it is pointed at, or has the focus."""
+    return f'<span title="{escape(words)}" tabindex="0">{shown}</span>'
+
+
+def times(step: StepData) -> str:
+    """The share of each worker's time that each cause took. Seconds, other workers and predictions are in the tips."""
+    there = {each.cause for worker in step.activities for each in worker}
+    causes = [cause for cause in Cause if cause in there]
+    rows = []
+    for worker, activities in enumerate(step.activities):
+        cells = [f"{escape(step.named(worker))}{_bar(activities, step.makespan)}"]
+        rows.append([*cells, _idle(step, worker), *(_spent(step, worker, cause) for cause in causes)])
+    head = ["worker", tip("idle", "all but computing"), *(tip(escape(cause), MEANINGS[cause]) for cause in causes)]
+    meanings = "".join(f"<dt>{escape(cause)}</dt><dd>{escape(MEANINGS[cause])}</dd>" for cause in causes)
+    return (
+        f"<p>What each worker did in the {duration(step.makespan)} of the step. Point at a share for its time, and what was "
+        "predicted.</p>"
+        f"{table(head, rows)}<details><summary>what these words mean</summary><dl>{meanings}"
+        "<dt>idle</dt><dd>all but computing</dd><dt>predicted</dt><dd>by a simulation of the program in which computations "
+        "take their measured medians, and nothing else takes time</dd></dl></details>"
+    )
+
+
+def _bar(activities: Sequence[Activity], whole: float) -> str:
+    """A worker's time as a stacked bar, by cause."""
+    parts = ""
+    for cause in Cause:
+        seconds = sum(each.duration for each in activities if each.cause == cause)
+        if seconds:
+            kind = "F" if cause == Cause.COMPUTING else cause
+            words = escape(f"{cause}: {duration(seconds)}, {percent(seconds / whole)}")
+            parts += (
+                f'<i class="{css_class(kind)}" title="{words}" '
+                f'style="width:{100 * seconds / whole:.3f}%;background-color:{FILLS[kind]}"></i>'
+            )
+    return f'<span class="bar">{parts}</span>'
+
+
+def _spent(step: StepData, worker: int, cause: Cause) -> str:
+    by_peer: dict[int | None, float] = {}
+    for each in step.activities[worker]:
+        if each.cause == cause:
+            by_peer[each.peer] = by_peer.get(each.peer, 0.0) + each.duration
+    if not by_peer:
+        return "–"
+    total = sum(by_peer.values())
+    lines = [f"{step.named(worker)}, {cause}: {duration(total)}"]
+    if set(by_peer) != {None}:
+        lines += [f"{WORDS[cause]} worker {peer}: {duration(by_peer[peer])}" for peer in sorted(by_peer, key=str)]
+    parts = step.predicted.idle_parts[worker]
+    foreseen = {Cause.FILL: parts.fill, Cause.DRAIN: parts.drain, Cause.WAITING: sum(parts.waiting.values())}
+    if cause in foreseen:
+        lines.append(f"predicted: {duration(float(foreseen[cause]))}")
+    return tip(percent(total / step.makespan), "\n".join(lines))
+
+
+def _idle(step: StepData, worker: int) -> str:
+    computing = sum(each.duration for each in step.activities[worker] if each.cause == Cause.COMPUTING)
+    foreseen, whole = float(step.predicted.idle[worker]), float(step.predicted.makespan) or 1.0
+    idle = step.makespan - computing
+    return tip(
+        f"<b>{percent(idle / step.makespan)}</b>",
+        f"{step.named(worker)}, idle: {duration(idle)}\npredicted: {duration(foreseen)}, {percent(foreseen / whole)}",
+    )
+
+
+def stages(step: StepData) -> str:
+    """How long each pass of each stage takes."""
+    kinds = [op for op in Op if any(step.medians[op])]
+    totals = [sum(step.medians[op][stage] for op in kinds) for stage in range(step.program.stages)]
+    rows = []
+    for stage, total in enumerate(totals):
+        share = 100 * total / (max(totals) or 1.0)
+        mark = " <b>slowest</b>" if total == max(totals) and len(totals) > 1 else ""
+        passes = [duration(step.medians[op][stage]) if step.medians[op][stage] else "–" for op in kinds]
+        filled = f'<i class="{css_class("F")}" style="width:{share:.2f}%;background-color:{FILLS["F"]}"></i>'
+        modules = f"<br><small>{escape(step.model.modules(stage))}</small>" if step.model.modules(stage) else ""
+        name = f'stage {stage}{mark}{modules}<span class="bar">{filled}</span>'
+        rows.append([name, escape(step.holders(stage)), *passes, duration(total)])
+    head = ["stage", "on", *(escape(LEGEND[str(op)]) for op in kinds), "together"]
+    return f"<p>For one micro-batch: medians over the {step.program.chunks}.</p>{table(head, rows, words=2)}"
+
+
+def traffic(step: StepData) -> str:
+    """The bytes of each value between workers, and how long it was on its way."""
+    took: dict[tuple[str, int, int], list[float]] = {}
+    for worker, (order, activities) in enumerate(zip(step.program.orders, step.activities)):
+        for each in activities:
+            if each.cause == Cause.TRANSFER and each.at is not None:
+                receive = order[each.at]
+                key = getattr(receive, "value", ""), each.peer or 0, worker
+                took.setdefault(key, []).append(each.duration)
+    rows = []
+    for moved in step.traffic():
+        times = took.get((moved.value, moved.source, moved.to))
+        rows.append(
+            [
+                tip(escape(step.model.value(moved.value)), f"{moved.value}, as the program calls it"),
+                " → ".join(f"<span class=w>{escape(step.named(each))}</span>" for each in (moved.source, moved.to)),
+                str(moved.times),
+                size(moved.bytes / moved.times),
+                size(moved.bytes),
+                duration(median(times)) if times else "–",
+            ]
+        )
+    if not rows:
+        return "<p>No value went from worker to worker.</p>"
+    total = f"<p>{size(sum(each.bytes for each in step.traffic()))} in all.</p>"
+    return total + table(["value", "edge", "times", "each", "together", "on its way (median)"], rows, words=2)
+
+
+def memory(step: StepData) -> str:
+    """The peak of each worker's memory, with the stages that it holds."""
+    rows = [
+        [
+            escape(step.named(worker)),
+            "<br>".join(escape(step.model.stage(stage)) for stage in step.stages_of(worker)),
+            size(noted.memory),
+            escape(noted.memory_of),
+            str(step.program.peak_live[worker]),
+        ]
+        for worker, noted in enumerate(step.noted)
+    ]
+    head = ["worker", "holds", "peak", "of what", "micro-batches held"]
+    note = (
+        "<p>Resident is the whole process: Python and torch themselves, the parameters, gradients and optimizer states of its "
+        "stages, and what is kept for backwards. What was freed stays resident for the next use. Micro-batches held counts, "
+        "over the worker's stages, those between forward and backward, at most.</p>"
+    )
+    return table(head, rows, words=2) + note

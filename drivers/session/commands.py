@@ -1,0 +1,294 @@
+"""The commands of one driver, and what the controller knows of the gradients on its workers."""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from enum import Enum
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from pippy.drivers.base.errors import DriverError
+from pippy.drivers.base.interrupts import uninterrupted
+from pippy.drivers.protocol.commands import ZeroGrad
+from pippy.drivers.protocol.hooks import WorkerHooks
+from pippy.drivers.protocol.stages import Load, Unload
+from pippy.drivers.protocol.steps import StageFlags, Step
+from pippy.drivers.session.dispatch import Dispatch, PendingCommand, accept_all
+from pippy.drivers.session.nonfinite_gradients import NonFiniteGradients
+from pippy.drivers.session.step_numbers import StepNumbers
+from pippy.ir.base.surroundings import Surroundings
+
+Accept = Callable[[Mapping[int, Any]], None]
+Given = ParamSpec("Given")
+Returned = TypeVar("Returned")
+Self = TypeVar("Self")
+Flags = Mapping[int, Mapping[str, StageFlags]]  # by worker and stage
+Hooks = Mapping[int, WorkerHooks]  # by worker
+
+
+class GradientState(Enum):
+    """What the workers have to do before their gradients can be read.
+
+    >>> GradientState.TO_DROP.value
+    'zero_grad() was called, and the next command tells the workers'
+    """
+
+    REDUCED = "there are none, or those of replicated parameters have been added up"
+    UNREDUCED = "each copy of a replicated parameter has a gradient of its own"
+    TO_DROP = "zero_grad() was called, and the next command tells the workers"
+
+
+def in_turn(method: Callable[Concatenate[Self, Given], Returned]) -> Callable[Concatenate[Self, Given], Returned]:
+    """A method of a driver or of its `Commands` that sends something: those that other threads call wait until it is done.
+
+    It waits in turn for what other threads have under way for other drivers of the cluster.
+    """
+
+    @wraps(method)
+    def inner(self: Self, /, *args: Given.args, **kwargs: Given.kwargs) -> Returned:
+        commands = self if isinstance(self, Commands) else self.commands  # type: ignore[attr-defined]
+        with commands.dispatch.sending:
+            commands.dispatch.wait_for_others(commands.driver)
+            return method(self, *args, **kwargs)
+
+    return inner
+
+
+class Commands:
+    """Sends the commands of one driver to its workers, and follows what becomes of the gradients there.
+
+    A command that fails, or that Ctrl-C or a time limit ends, is given up. The workers then have the gradients of before
+    it, and the controller goes back to the state of before it. ``gradients`` is one of three states:
+
+        what happens                               REDUCED       UNREDUCED     TO_DROP
+        -----------------------------------------  ------------  ------------  ------------
+        zero_grad()                                TO_DROP       TO_DROP       TO_DROP
+        a training step                            UNREDUCED *   UNREDUCED     UNREDUCED *
+        a training step that adds up copies        REDUCED       REDUCED       REDUCED
+        another step                               REDUCED       UNREDUCED     REDUCED
+        a call that adds up copies first           REDUCED       REDUCED       REDUCED
+        another call                               REDUCED       UNREDUCED     REDUCED
+        a command is given up                      the state before it; TO_DROP if zero_grad() was called since
+
+        * REDUCED if the Pipe has no replicated parameters
+
+    In TO_DROP every command goes to all workers, and has them drop their gradients first. ``zeroed`` has the optimizers
+    that drop only the gradients of their own parameters, in the same way: no state changes by that.
+
+    Copies are best added up in the last step before an update. Which step that is nobody says beforehand, so it is taken to
+    be as many steps as last time: `last_before_update` says whether the next one is it.
+
+    The flags of modules and parameters, and the hooks of parameters, go along with a step if they are not those that the
+    workers were told last, or if the step that told them was given up: ``flags_due``.
+
+    Which step the random numbers of a step are of goes along with it: the next one of ``numbers``. A step that is given up
+    does not count, so that it draws the same when it is repeated.
+
+    What surrounds a call goes along with its command if the workers were told otherwise last, or if that command was given
+    up: ``told``.
+    """
+
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        driver: int,
+        workers: Sequence[int],
+        has_copies: bool,
+        nonfinite: NonFiniteGradients,
+        numbers: StepNumbers | None = None,
+    ) -> None:
+        self.dispatch, self.driver, self.workers, self.has_copies = dispatch, driver, tuple(workers), has_copies
+        self.nonfinite, self.numbers = nonfinite, numbers
+        self.gradients = GradientState.REDUCED
+        self.zeroed: frozenset[int] = frozenset()
+        self.trained = False  # whether there was a training step
+        self.steps = self.steps_of_last_update = 0
+        self.unapplied = False  # whether there was a training step since the last update
+        self.flags: Flags = {}
+        self.hooks: Hooks = {}
+        self.flags_due = False
+        self.told: Surroundings | None = None
+        self.starts: dict[int, int] = {}  # of the processes that hold the stages
+        self.recovering = False
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+
+    def load(self, loads: Mapping[int, Load], flags: Flags) -> None:
+        """Send the workers their stages, with these flags. They are dropped when this object is."""
+        self.flags, self.starts = flags, self._starts_now()
+        try:
+            self.call(loads)
+        except BaseException:  # some workers may hold their stages already
+            self.dispatch.drop(self.driver, self.workers)
+            raise
+        self._finalizer = weakref.finalize(self, self.dispatch.drop, self.driver, self.workers)
+        self._finalizer.atexit = False
+
+    def _starts_now(self) -> dict[int, int]:
+        return {worker: self.dispatch.control.starts[worker] for worker in self.workers}
+
+    def replaced(self) -> list[int]:
+        """The workers in whose places there are other processes, which hold nothing of the driver."""
+        return [worker for worker, start in self._starts_now().items() if self.starts.get(worker) != start]
+
+    def go_back(self, numbers: StepNumbers | None, steps_of_last_update: int) -> None:
+        """The steps since a point do not count."""
+        self.numbers, self.steps_of_last_update = numbers, steps_of_last_update
+        self.steps, self.unapplied = 0, False
+
+    @contextmanager
+    def recovery(self) -> Iterator[None]:
+        """Inside, commands are sent though workers were replaced; if the block succeeds, they hold what they did before."""
+        starts = self._starts_now()
+        self.told, self.flags_due, self.recovering = None, True, True
+        self.dispatch.hurt.add(self.driver)  # until it succeeds
+        try:
+            yield
+            self.starts = starts
+            self.dispatch.hurt.discard(self.driver)
+        finally:
+            self.recovering = False
+
+    def _check_whole(self) -> None:
+        """Raise if the workers do not hold what they did, because one was lost."""
+        if self.dispatch.control.broken:
+            return  # that is said when something is sent
+        replaced = [repr(self.dispatch.control.workers[worker].name) for worker in self.replaced()]
+        if replaced:
+            why = f"worker {', '.join(replaced)} was lost and replaced, and holds nothing of this driver"
+        elif self.driver in self.dispatch.hurt:
+            why = "a worker was lost while this driver changed what others hold, or had it recover, and that was not finished"
+        else:
+            return
+        raise DriverError(f"{why}; call driver.recover(), which goes on from the last save or protect")
+
+    @in_turn
+    def close(self) -> None:
+        """Have the workers drop all that belongs to the driver."""
+        if self._finalizer is not None and self._finalizer.alive:
+            if not self.dispatch.control.broken:
+                self.dispatch.call(self.driver, dict.fromkeys(self.workers, Unload()))
+            self._finalizer.detach()
+
+    # Steps
+
+    @property
+    def last_before_update(self) -> bool:
+        """Whether the next step is taken to be the last before the parameters are updated."""
+        return self.steps + 1 == self.steps_of_last_update
+
+    def flags_to_send(self, flags: Flags, hooks: Hooks) -> tuple[Flags, Hooks] | None:
+        """The flags and hooks for the next step; None if the workers have these."""
+        if flags != self.flags or hooks is not self.hooks:
+            self.flags, self.hooks, self.flags_due = flags, hooks, True
+        return (flags, hooks) if self.flags_due else None
+
+    def post_step(
+        self,
+        steps: Mapping[int, Step],
+        trains: bool,
+        reduce: bool,
+        limit: float | None,
+        surroundings: Surroundings,
+        accept: Accept = accept_all,
+    ) -> PendingCommand:
+        """Send a step to the workers; `Dispatch.wait` waits for it. ``reduce`` says that it adds up copies.
+
+        ``accept`` takes the answers, and raises if the step must not count.
+        """
+        with uninterrupted(), self.dispatch.lock:  # else an answer might undo what is noted here
+            if self.numbers is not None:
+                random = self.numbers.next(trains)
+                steps = {worker: replace(step, random=random) for worker, step in steps.items()}
+            zero, changed, bodies = self._addressed(steps, surroundings)
+            posted = self.dispatch.post(self.driver, bodies, zero, self._undo_to_now(), limit, changed, accept)
+            self.told, self.flags_due, self.zeroed = surroundings, False, frozenset()
+            self.gradients = self._after_step(trains, reduce)
+            self.steps += 1
+            self.numbers = self.numbers and self.numbers.after(trains)
+            self.trained, self.unapplied = self.trained or trains, self.unapplied or trains
+        return posted
+
+    def _after_step(self, trains: bool, reduce: bool) -> GradientState:
+        unreduced = self.gradients is GradientState.UNREDUCED or (trains and self.has_copies)
+        return GradientState.UNREDUCED if unreduced and not reduce else GradientState.REDUCED
+
+    # Other commands
+
+    @in_turn
+    def wait(self) -> None:
+        """Wait for all that was sent. A step may fail, and change the state."""
+        self.dispatch.wait_all()
+
+    @in_turn
+    def call(self, bodies: Mapping[int, Any], limit: float | None = None) -> dict[int, Any]:
+        """Send each worker its part of a command, and wait for the answers, ``limit`` seconds at most."""
+        self.wait()
+        surroundings = Surroundings.current()
+        zero, changed, addressed = self._addressed(bodies, surroundings)
+        answers = self.dispatch.call(self.driver, addressed, zero, self._undo_to_now(), changed, limit)
+        self.told, self.zeroed = surroundings, frozenset()
+        if self.gradients is GradientState.TO_DROP:
+            self.gradients = GradientState.REDUCED
+        return {worker: answers[worker] for worker in bodies}  # the others only dropped their gradients
+
+    @in_turn
+    def call_reducing(self, command: Callable[[bool], Mapping[int, Any]]) -> dict[int, Any]:
+        """Like `call`, for a command that adds up the copies' gradients first if it is told to: it is made with that flag."""
+        answers = self.call(command(self.gradients is GradientState.UNREDUCED))
+        self.gradients = GradientState.REDUCED
+        return answers
+
+    def zero_grad(self) -> None:
+        """Drop all gradients: the next command says so."""
+        self.gradients, self.zeroed = GradientState.TO_DROP, frozenset()
+        self.nonfinite.drop_all()
+        self.parameters_updated()
+
+    def zero_grad_of(self, optimizer: int, names: Iterable[str]) -> None:
+        """Drop the gradients of the parameters that an optimizer has, those with these names: the next command says so."""
+        self.nonfinite.drop(names)
+        if self.gradients is not GradientState.TO_DROP:
+            self.zeroed |= {optimizer}
+        self.parameters_updated()
+
+    def parameters_updated(self) -> None:
+        """The steps so far made one update."""
+        self.unapplied = False
+        if self.steps:
+            self.steps_of_last_update, self.steps = self.steps, 0
+
+    def check_open(self) -> None:
+        """Raise if the driver was closed."""
+        if self._finalizer is not None and not self._finalizer.alive:
+            raise DriverError("this driver was closed; make another")
+
+    def _addressed(
+        self, bodies: Mapping[int, Any], surroundings: Surroundings
+    ) -> tuple[ZeroGrad, Surroundings | None, Mapping[int, Any]]:
+        """Which gradients are to be dropped, surroundings if they changed, and the command: for all workers in both cases."""
+        self.check_open()
+        if not self.recovering:
+            self._check_whole()
+        zero: ZeroGrad = self.gradients is GradientState.TO_DROP or tuple(sorted(self.zeroed)) or False
+        changed = surroundings if surroundings != self.told else None
+        return zero, changed, {**dict.fromkeys(self.workers), **bodies} if zero or changed else bodies
+
+    def _undo_to_now(self) -> Callable[[], None]:
+        """What to call if a command that is sent now is given up."""
+        steps = self.steps, self.unapplied
+        return partial(self._undo, self.gradients, steps, self.flags_due, self.zeroed, self.numbers)
+
+    def _undo(
+        self,
+        gradients: GradientState,
+        steps: tuple[int, bool],
+        flags_due: bool,
+        zeroed: frozenset[int],
+        numbers: StepNumbers | None,
+    ) -> None:
+        self.flags_due = self.flags_due or flags_due
+        self.zeroed |= zeroed
+        self.told, self.numbers = None, numbers
+        if self.gradients is not GradientState.TO_DROP:
+            self.gradients, (self.steps, self.unapplied) = gradients, steps

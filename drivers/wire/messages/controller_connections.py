@@ -1,0 +1,145 @@
+"""The controller's connections to the workers of its host.
+
+A call of RPC takes several threads on either side, one after the other. What a step needs is one message and one answer
+for each worker: here the thread that sends is the one that reads the answer, and the worker's is the one that computes.
+What a worker must answer while it computes has a connection of its own, which another thread of the worker reads.
+"""
+
+import errno
+import itertools
+import select
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from pippy.drivers.base.interrupts import uninterrupted
+from pippy.drivers.wire.memory import no_descriptor
+from pippy.drivers.wire.messages.message_connection import MessageConnection
+from pippy.drivers.wire.pickling import Pickled
+from pippy.drivers.wire.pollable_event import PollableEvent
+
+Future = torch.futures.Future
+
+
+class ControllerConnections:
+    """Two to a worker: of ``sockets``, for the messages that its main thread takes, and of ``urgent``, for the others.
+
+    Both are by the numbers of the workers.
+
+    >>> from pippy.drivers.wire.pickling import pickle_message, unpickle
+    >>> here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    >>> worker = MessageConnection(there, lambda n, message: worker.send(n, pickle_message(f"{unpickle(message)}?")))
+    >>> connections, wakeup = ControllerConnections({0: here}, {}), PollableEvent()
+    >>> future = connections.post(0, 3, pickle_message("a message"))
+    >>> while worker.connection.step(): pass
+    >>> while not future.done():
+    ...     connections.wait(wakeup, 1.0)
+    >>> unpickle(future.value())
+    'a message?'
+    >>> connections.close(), wakeup.close(), worker.connection.close()
+    (None, None, None)
+    """
+
+    def __init__(self, sockets: Mapping[int, socket.socket] = {}, urgent: Mapping[int, socket.socket] = {}) -> None:
+        self._lock = threading.RLock()  # one thread may wait for a step while another asks for something else
+        self._urgent_numbers = itertools.count()
+        self._at = {worker: at for at, worker in enumerate(sockets)}
+        self._urgent_at = {worker: at for at, worker in enumerate(urgent, len(sockets))}
+        both = [*sockets.values(), *urgent.values()]
+        self._ends = [MessageConnection(socket, partial(self._answered, at)) for at, socket in enumerate(both)]
+        self._open = {end.connection.fd: at for at, end in enumerate(self._ends)}
+        self._unanswered: list[dict[int, Future[Pickled]]] = [{} for _ in self._ends]
+
+    def post(self, worker: int, number: int, pickled: Pickled) -> "Future[Pickled]":
+        """Send a message to a worker; the future has its answer, once a thread that waits has read it."""
+        return self._send(self._at[worker], number, pickled)
+
+    def urgent(self, worker: int, pickled: Pickled) -> "Future[Pickled]":
+        """Like ``post``, for a message that the worker answers even while it computes."""
+        return self._send(self._urgent_at[worker], next(self._urgent_numbers), pickled)
+
+    def connect(self, one: int, other: int) -> int | None:
+        """Give two workers a socket to each other, before what is posted to them from now on."""
+        if not self._at:
+            return None
+        with self._lock, uninterrupted():
+            try:
+                ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            except OSError as error:
+                if error.errno == errno.EMFILE:
+                    raise no_descriptor(f"a socket between workers {one} and {other}") from error
+                raise
+            for worker, peer, end in zip((one, other), (other, one), ends):
+                self._ends[self._at[worker]].connection.send_end(peer, end)
+        return None
+
+    def replace(self, worker: int, end: socket.socket, urgent: socket.socket) -> None:
+        """Take other sockets to a worker, in whose place another process is. The calls that were not answered fail."""
+        with self._lock, uninterrupted():
+            for at, new in ((self._at[worker], end), (self._urgent_at[worker], urgent)):
+                if not self._ends[at].connection.ended:
+                    self._mark_lost(at)
+                self._ends[at] = MessageConnection(new, partial(self._answered, at))
+                self._open[self._ends[at].connection.fd] = at
+
+    def unsent(self) -> bool:
+        """Whether something waits here for room in a socket. It is sent when a thread waits, or something else is sent."""
+        with self._lock:
+            return any(each.connection.queue for each in self._ends)
+
+    def wait(self, wakeup: PollableEvent, timeout: float) -> None:
+        """Sleep until an answer comes, or the event is set, or the time is up; take in what there is."""
+        poll = select.poll()
+        poll.register(wakeup, select.POLLIN)
+        for fd, at in list(self._open.items()):
+            full = self._ends[at].connection.socket_full
+            poll.register(fd, select.POLLIN | (select.POLLOUT if full else 0))
+        found = poll.poll(timeout * 1000)
+        for fd, _ in found:
+            if fd == wakeup.fileno():
+                wakeup.clear()
+        self._serve([self._open[fd] for fd, _ in found if fd in self._open])
+
+    def close(self) -> None:
+        """Close all; the calls that are not answered fail."""
+        with self._lock:
+            for at in list(self._open.values()):
+                self._mark_lost(at)
+
+    def _send(self, at: int, number: int, pickled: Pickled) -> "Future[Pickled]":
+        with self._lock, uninterrupted():  # or the other end might miss the layout of a message
+            if self._ends[at].connection.ended:
+                raise ConnectionError("its end of the socket is closed")
+            future = self._unanswered[at][number] = Future()
+            self._ends[at].send(number, pickled)
+        return future
+
+    def _answered(self, at: int, number: int, answer: Pickled | Any) -> None:
+        future = self._unanswered[at].pop(number, None)
+        if future is not None:
+            future.set_result(answer)
+
+    def _serve(self, readable: Sequence[int]) -> None:
+        with self._lock, uninterrupted():
+            for at in readable:
+                connection = self._ends[at].connection
+                if connection.fd not in self._open:  # another thread has found it closed
+                    continue
+                try:
+                    while connection.step():
+                        pass
+                    connection.flush()
+                except ConnectionError:
+                    self._mark_lost(at)
+
+    def _mark_lost(self, at: int) -> None:
+        connection = self._ends[at].connection
+        self._open.pop(connection.fd, None)
+        connection.close()
+        unanswered, self._unanswered[at] = self._unanswered[at], {}
+        for future in unanswered.values():
+            future.set_exception(ConnectionError("it closed its end of the socket"))  # type: ignore[arg-type]

@@ -1,0 +1,243 @@
+"""The only file that touches torch.distributed.rpc: joining, leaving, and the calls that pippy's processes make."""
+
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import rpc
+from torch.distributed.rpc import constants
+
+from pippy.drivers.wire.messages.listening_sockets import stop_listening
+from pippy.drivers.wire.messages.message_queue import MessageQueue
+from pippy.drivers.wire.messages.silent_connections import break_silent_connections
+from pippy.drivers.wire.messages.stderr_filter import StderrFilter
+from pippy.drivers.wire.messages.urgent import answer_at_once
+from pippy.drivers.wire.pickling import Pickled, unpickle
+from pippy.drivers.wire.received_values import Unreadable
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the calls that arrive in this process are handed to.
+
+    >>> Served(MessageQueue(), urgent=str, deliver=print).urgent(1)
+    '1'
+    """
+
+    messages: MessageQueue
+    urgent: Callable[[Any], Any]
+    deliver: Callable[[Any, Any], None]
+
+
+_served: Served | None = None
+_reports: Callable[[int, int, str], None] | None = None
+_never_answered: list["torch.futures.Future[None]"] = []
+
+# RPC warns of each pipe that closes, also of those that it closes itself when this process leaves.
+stderr_filter = StderrFilter(b"tensorpipe_agent.cpp")
+
+
+def serve(served: Served) -> None:
+    """Hand the calls that arrive to this messages, this worker and this transport. Before joining: calls arrive at once."""
+    global _served
+    _served = served
+
+
+def serve_nothing() -> None:
+    """No worker is here; but workers may ask whether this process lives."""
+    serve(Served(MessageQueue(), urgent=lambda message: None, deliver=lambda key, value: None))
+
+
+def join(
+    name: str,
+    rank: int,
+    processes: int,
+    init_method: str,
+    transport: str,
+    interface: str | None,
+    timeout: float = 0,
+    group: int = 0,
+) -> None:
+    """Join the RPC group; waits for all others. ``transport`` is "shm" or "uv", which is TCP.
+
+    What torch opens listens on the named interface; with None, on the one that torch chooses: that of this host's name.
+
+    ``timeout`` bounds the waits of joining, after which this raises a RuntimeError; a store in a file takes 0 for no bound, one
+    of TCP does not. Calls have none.
+
+    RPC counts its groups, and the exchanges among their members, in this process alone: one that was in a group before
+    would wait for the others under numbers that they, being new, do not have. So both counts start again, that of groups with
+    ``group``, which is how many have met at the store before.
+    """
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=init_method,
+        num_worker_threads=4,
+        rpc_timeout=timeout,
+        _transports=[transport],
+        _channels=["basic"],
+    )
+    rpc._init_counter = group
+    rpc.api._all_gather_sequence_id.clear()
+    rpc.api._all_gather_sequence_id_to_states.clear()
+    with warnings.catch_warnings(), _listening_on(interface), _waiting_for_peers(timeout):
+        warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own use of its own group
+        rpc.init_rpc(name, rank=rank, world_size=processes, rpc_backend_options=options)
+
+
+@contextmanager
+def _listening_on(interface: str | None) -> Iterator[None]:
+    """While it lasts, what torch opens listens on this interface, whatever this host's name resolves to."""
+    if interface is None:
+        yield
+        return
+    names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, interface))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _waiting_for_peers(seconds: float) -> Iterator[None]:
+    """While it lasts, a process waits only so long for the others to connect, if there is a limit; torch waits for 24 days."""
+    before = constants.DEFAULT_PROCESS_GROUP_TIMEOUT
+    constants.DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(seconds=seconds) if seconds else before
+    try:
+        yield
+    finally:
+        constants.DEFAULT_PROCESS_GROUP_TIMEOUT = before
+
+
+def leave() -> None:
+    """Leave the group at once. A graceful shutdown would wait for ever for a peer that has died."""
+    stderr_filter.start()
+    try:
+        rpc.shutdown(graceful=False)
+    finally:
+        stderr_filter.stop()
+        _never_answered.clear()
+
+
+def post(to: str, sequence: int, pickled: Pickled) -> "torch.futures.Future[Pickled]":
+    """Put a message into the queue of another process; the future has what its main thread answers."""
+    return _call(to, _arrive, sequence, pickled)
+
+
+def urgent(to: str, pickled: Pickled) -> "torch.futures.Future[Pickled]":
+    """Send another process a message that it answers even while it computes."""
+    return _call(to, _answer, pickled)
+
+
+def deliver(to: str, key: Any, pickled: Pickled) -> "torch.futures.Future[Pickled]":
+    """Hand a value to the transport of another worker; the future is done when it is there."""
+    return _call(to, _take, key, pickled)
+
+
+def report_lost(to: str, by: int, peer: int, how: str) -> None:
+    """Tell the controller that worker ``by`` has lost the connection to another."""
+    with suppress(ConnectionError):
+        _call(to, _take_report, by, peer, how)
+
+
+def take_reports(take: Callable[[int, int, str], None]) -> None:
+    """Hand what workers report to this function, on any thread."""
+    global _reports
+    _reports = take
+
+
+def watch(to: str, seconds: float, broken: Callable[[], None]) -> "torch.futures.Future[Pickled]":
+    """Have ``broken`` called, on any thread, when another process is gone: by a call that is never answered.
+
+    That its host is gone, or cut off, is noticed after four times so many ``seconds``. Returns the call, which is done then,
+    also where there was no memory to call ``broken``.
+    """
+    watching = _call(to, _wait_for_ever)
+    watching.add_done_callback(lambda _: broken())
+    break_silent_connections(seconds)  # joining has connected this process with the first of the group
+    return watching
+
+
+def wait_all(futures: Iterable["torch.futures.Future[Any]"], timeout: float) -> None:
+    """Wait until all of these are done or have failed, or the time is up."""
+    waiting = list(futures)
+    over = threading.Semaphore(0)
+    for future in waiting:
+        future.add_done_callback(lambda _: over.release())
+    end = time.monotonic() + timeout
+    for _ in waiting:
+        if not over.acquire(timeout=max(0.0, end - time.monotonic())):
+            return
+
+
+def close_ports(name: str, others: Sequence[str], store: str) -> None:
+    """Let no process of this group listen any more, once each has a connection to each. For groups that met in a file.
+
+    RPC connects when a process first calls another, so all call all. In the others no socket listens but what RPC and its
+    process group made; this process may have others, so it closes only the port that RPC noted in the ``store``.
+    """
+    torch.futures.wait_all([_call(each, _connect, (name, *others)) for each in others])
+    torch.futures.wait_all([_call(each, stop_listening) for each in others])
+    noted = dist.PrefixStore("rpc_prefix_0", dist.FileStore(store, len(others) + 1)).get(f"addrs/{name}")
+    stop_listening(int(noted.rpartition(b":")[2]))
+
+
+def _call(to: str, function: Callable[..., Any], *arguments: Any) -> "torch.futures.Future[Pickled]":
+    try:
+        return rpc.rpc_async(to, function, args=arguments, timeout=0)
+    except RuntimeError as error:  # of a peer that is known to be gone
+        raise ConnectionError(str(error)) from error
+
+
+def _serving() -> Served:
+    assert _served is not None, "a call arrived before this process was ready to serve it"
+    return _served
+
+
+@rpc.functions.async_execution
+def _arrive(sequence: int, pickled: Pickled) -> "torch.futures.Future[Pickled]":
+    answer: torch.futures.Future[Pickled] = torch.futures.Future()
+    _serving().messages.put_pickled(sequence, pickled, answer.set_result)
+    return answer
+
+
+def _answer(pickled: Pickled) -> Pickled:
+    return answer_at_once(_serving().urgent, pickled)
+
+
+def _connect(to: Sequence[str]) -> None:
+    for other in to:
+        rpc.rpc_sync(other, os.getpid, timeout=0)
+
+
+def _take_report(by: int, peer: int, how: str) -> None:
+    if _reports is not None:
+        _reports(by, peer, how)
+
+
+@rpc.functions.async_execution
+def _wait_for_ever() -> "torch.futures.Future[None]":
+    answer: torch.futures.Future[None] = torch.futures.Future()
+    _never_answered.append(answer)
+    return answer
+
+
+def _take(key: Any, pickled: Pickled) -> None:
+    try:
+        value = unpickle(pickled)
+    except Exception as error:  # the call's answer is looked at by nobody: who waits for the value is told
+        value = Unreadable(error)
+    _serving().deliver(key, value)

@@ -1,0 +1,273 @@
+"""Sends values to the processes of this host through shared memory, and to others by messages.
+
+connection.py explains the first way, rpc_transport.py has the second. Which peer is reached in which way is settled before
+the first value is sent.
+"""
+
+import os
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from pippy.drivers.wire.connection import Connection
+from pippy.drivers.wire.far_connection import FarConnection
+from pippy.drivers.wire.memory import no_descriptor
+from pippy.drivers.wire.received_values import ReceivedValues, ValueKey
+from pippy.drivers.wire.rpc_transport import Post, PostedValues, copied
+from pippy.drivers.wire.transport import SentCount, Transport
+
+_CONTROLLER = -1  # its number among the peers
+_EVENTS = 16  # so many are taken at once; Python allocates room for 1023 in each call otherwise
+_TURN = 64  # so many packets of one peer are read before those of the next
+
+
+class SharedMemoryTransport(Transport):
+    """The transport of one process, ``index``, with a connected socket for each peer.
+
+    The sockets are AF_UNIX and SOCK_SEQPACKET, one pair for each pair of workers that pass values. ``peers`` has some; others
+    come from the controller, before the first message that needs them. ``limit`` bounds the shared memory that is kept for
+    each direction (a single value may be larger); values for which it has no room are in memory of their own until they are
+    read. While a ring is replaced, the old ring that the receiver has not emptied is in use too. A ring of which half is
+    not needed shrinks. The memory has no name in the file system, so nothing is left behind, however a process ends.
+
+    To the peers ``far``, which share no memory with this process, ``post`` carries values, as for an RpcTransport, but for
+    small ones once there is a connection of TCP: `add_far` brings it, and ``lost`` is called if it breaks.
+
+    A connection to the ``controller`` is served along with those of the peers. A receive polls for its value for
+    ``patience`` seconds before it sleeps, because waking a process takes longer than sending it a small value. If values go on
+    to a device, they are put into ``pinned`` memory.
+
+    >>> import torch
+    >>> first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    >>> here, there = SharedMemoryTransport(0, {1: first}), SharedMemoryTransport(1, {0: second})
+    >>> here.send(1, (0, 0, 0), torch.arange(3))
+    >>> there.receive((0, 0, 0), source=0)
+    tensor([0, 1, 2])
+    >>> here.close(), there.close()
+    (None, None)
+    """
+
+    def __init__(
+        self,
+        index: int,
+        peers: Mapping[int, socket.socket],
+        limit: int = 1 << 26,
+        pinned: bool = False,
+        controller: Connection | None = None,
+        patience: float = 0.0,
+        far: Collection[int] = (),
+        post: Post | None = None,
+        lost: Callable[[int, str], None] = lambda peer, how: None,
+    ) -> None:
+        self.index, self.pinned, self.far = index, pinned, frozenset(far)
+        self.patience = 0.0 if pinned else patience  # a copy that has left the device must not wait for a poll
+        self.sent: dict[int, SentCount] = {}
+        self.received, self._limit = ReceivedValues(), limit
+        self._posted = PostedValues(post, self.received) if post else None
+        self._lost = lost
+        self._far_ends: deque[tuple[int, socket.socket, int]] = deque()  # that came, and that epoll does not watch yet
+        self._closed = False
+        self.connections: dict[int, Connection | FarConnection] = {}
+        self._peer_of: dict[int, int] = {}
+        self._unconnected: dict[int, OSError] = {}  # the peers whose sockets could not be taken
+        self._epoll = select.epoll()
+        self._wakeup = self.received.wakeup.fileno()
+        self._epoll.register(self._wakeup, select.EPOLLIN)
+        if controller is not None:
+            controller.take_end = self._take_end
+            self._add(_CONTROLLER, controller)
+        for peer, end in peers.items():
+            self._connect(peer, end)
+        self._full: set[int] = set()  # the sockets that epoll watches for room to write
+
+    def send(self, to: int, key: ValueKey, value: Any) -> None:
+        connection = self.connections.get(to)
+        if type(connection) is not Connection:
+            if to == self.index:
+                self.received.put(key, copied(value))
+                return
+            if to in self.far:
+                self._send_far(to, key, value, self.sent.setdefault(to, SentCount()))
+                return
+            connection = self._await_socket(key, to)
+        payload = connection.send(key, value)
+        sent = self.sent[to]
+        sent.values += 1
+        sent.bytes += payload
+
+    def add_far(self, peer: int, end: socket.socket, window: int) -> None:
+        """Use a connection of TCP to a far peer. From any thread."""
+        self._far_ends.append((peer, end, window))
+        self.received.wakeup.set()
+        if self._closed:
+            self._drop_far_ends()
+
+    def ready(self, key: ValueKey) -> bool:
+        while not self.received.has(key) and self._serve(0):
+            pass
+        return self.received.has(key)
+
+    def wait_for(self, fd: int) -> None:
+        self._epoll.register(fd, select.EPOLLIN)
+        try:
+            while not self._wait(fd):
+                pass
+        finally:
+            self._epoll.unregister(fd)
+
+    def discard_before(self, step: int) -> None:
+        self.received.discard_before(step)
+        for connection in self._to_peers():  # not to the controller, whose messages have other numbers
+            connection.discard_before(step)
+
+    def trim(self) -> None:
+        for connection in self._to_peers():
+            connection.trim()
+
+    def forget(self, peers: Collection[int]) -> None:
+        for peer in peers:
+            self._unconnected.pop(peer, None)
+            connection = self.connections.pop(peer, None)
+            if connection is not None:
+                del self.sent[peer]
+                if self._peer_of.get(connection.fd) == peer:  # else it is closed, and the number may be another's
+                    del self._peer_of[connection.fd]
+                    self._epoll.unregister(connection.fd)
+                    self._full.discard(connection.fd)
+                connection.close()
+        super().forget(peers)
+
+    def close(self) -> None:
+        self._closed = True
+        self._drop_far_ends()
+        for connection in self.connections.values():
+            if not connection.ended:
+                connection.flush()
+            connection.close()
+        self._peer_of.clear()
+        self._epoll.close()
+        self.received.close()
+
+    def _to_peers(self) -> Iterator[Connection | FarConnection]:
+        return (connection for peer, connection in self.connections.items() if peer != _CONTROLLER)
+
+    def _take_in(self, source: int) -> bool:
+        connection = self.connections.get(source)
+        if source in self._unconnected:
+            raise self._unconnected[source]
+        if connection is None or connection.fd not in self._peer_of:
+            return False
+        return self._step(connection) or (self.patience > 0 and self._poll(connection))
+
+    def _send_far(self, to: int, key: ValueKey, value: Any, sent: SentCount) -> None:
+        connection = self.connections.get(to)
+        payload = connection.send(key, value) if connection is not None and not connection.ended else None
+        if payload is None:
+            assert self._posted is not None, f"worker {to} is far, and nothing carries values there"
+            self._posted.send(to, key, value, sent)
+        else:
+            sent.values += 1
+            sent.bytes += payload
+
+    def _take_far_ends(self) -> None:
+        while self._far_ends:
+            peer, end, window = self._far_ends.popleft()
+            self._add(peer, FarConnection(end, self.received, window, self.pinned))
+
+    def _drop_far_ends(self) -> None:
+        with suppress(IndexError):  # another thread may have taken the last one
+            while True:
+                self._far_ends.popleft()[1].close()
+
+    def _add(self, peer: int, connection: Connection | FarConnection) -> None:
+        self.connections[peer] = connection
+        self._peer_of[connection.fd] = peer
+        self._epoll.register(connection.fd, select.EPOLLIN)
+
+    def _connect(self, peer: int, end: socket.socket) -> None:
+        self._add(peer, Connection(end, self.received, self._limit, self.pinned))
+        self.sent[peer] = SentCount()
+
+    def _take_end(self, peer: int, fd: int | None) -> None:
+        """Take the socket to a peer that the controller has sent."""
+        if fd is None:
+            self._unconnected[peer] = no_descriptor(f"the socket to worker {peer}")
+        elif peer in self.connections:  # it was not known whether the first would come; both workers keep that
+            os.close(fd)
+        else:
+            self._connect(peer, socket.socket(fileno=fd))
+
+    def _await_socket(self, key: ValueKey, peer: int) -> Connection:
+        """Wait for the socket to a peer, which is on its way: the controller sent it before the message of this command."""
+        while peer not in self.connections:
+            if peer in self._unconnected:
+                raise self._unconnected[peer]
+            self.received.check(key)
+            self._serve(-1)
+        connection = self.connections[peer]
+        assert isinstance(connection, Connection)
+        return connection
+
+    def _wait_for_traffic(self, seconds: float | None) -> None:
+        self._serve(-1 if seconds is None else seconds)
+
+    def _wait(self, fd: int = -1) -> bool:
+        """Sleep until something happens, and serve it. True if ``fd`` is readable."""
+        return self._serve(-1, fd) == fd
+
+    def _serve(self, timeout: float, wanted: int = -1) -> int | None:
+        """Serve all readable sockets. Returns ``wanted`` if it is readable, else -2 if another one was, else None."""
+        self._watch_full_sockets()
+        found = None
+        for fd, _ in self._epoll.poll(timeout, _EVENTS):
+            if fd == wanted:
+                found = fd
+                continue
+            found = found if found == wanted else -2
+            if fd == self._wakeup:
+                self.received.woken()
+                self._take_far_ends()
+            elif fd in self._peer_of:
+                connection = self.connections[self._peer_of[fd]]
+                if connection.queue or connection.socket_full:
+                    connection.flush()
+                for _ in range(_TURN):
+                    if not self._step(connection) or self.received.has_awaited():
+                        break  # nothing more is there; or it is what is waited for, and epoll tells of the rest again
+        return found
+
+    def _step(self, connection: Connection | FarConnection) -> bool:
+        """Read one packet, if there is one."""
+        try:
+            more = connection.step()
+            if connection.queue and not connection.socket_full:
+                connection.flush()
+            return more
+        except ConnectionError as error:
+            peer = self._peer_of.pop(connection.fd)
+            self._epoll.unregister(connection.fd)
+            self._full.discard(connection.fd)
+            connection.close()
+            if peer in self.far:
+                self._lost(peer, f"the connection to it broke: {error}")
+            self.received.mark_lost(peer)
+            return False
+
+    def _poll(self, connection: Connection | FarConnection) -> bool:
+        """Poll for a packet of this peer for ``patience`` seconds; True if one came."""
+        end = time.monotonic() + self.patience
+        while connection.fd in self._peer_of and time.monotonic() < end:
+            if self._step(connection):
+                return True
+            os.sched_yield()  # to other processes on this core
+        return False
+
+    def _watch_full_sockets(self) -> None:
+        full = {fd for fd, peer in self._peer_of.items() if self.connections[peer].socket_full}
+        for fd in full ^ self._full:
+            self._epoll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if fd in full else 0))
+        self._full = full

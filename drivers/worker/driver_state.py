@@ -1,0 +1,379 @@
+"""What a worker holds for one driver: stages, programs, gradients, optimizers. It carries out the driver's commands on them."""
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from pippy.drivers.batch.columns import DivisionOfColumns
+from pippy.drivers.compare.alike import alike
+from pippy.drivers.protocol.checkpoints import ReadState, TakeState, WriteState, WrittenState
+from pippy.drivers.protocol.commands import Command
+from pippy.drivers.protocol.datasets import AddDataset, DatasetSeen
+from pippy.drivers.protocol.generation import AddGeneration, Generate, Generated
+from pippy.drivers.protocol.gradients import ClampGradients, GradientNorms, ReduceGradients, ScaleGradients
+from pippy.drivers.protocol.held_states import HoldState, PutBackState
+from pippy.drivers.protocol.kept_states import KeepState, TakeKept
+from pippy.drivers.protocol.optimizers import LoadOptimizerState, MakeOptimizer, OptimizerState, OptimizerStep
+from pippy.drivers.protocol.parameters import Fetch, Initialize, Store, TensorLocation
+from pippy.drivers.protocol.programs import AddProgram
+from pippy.drivers.protocol.stages import Load
+from pippy.drivers.protocol.steps import StageFlags, Step, StepResult, StepReturning
+from pippy.drivers.protocol.trials import ForgetTrials, Trial, TrialResult
+from pippy.drivers.wire.gpu.copies import DeviceCopies
+from pippy.drivers.wire.pickling import unpickle
+from pippy.drivers.wire.transport import Transport
+from pippy.drivers.worker.compiling import compile_modules
+from pippy.drivers.worker.data.dataset_reader import DatasetReader
+from pippy.drivers.worker.data.shared_generators import shared_generators
+from pippy.drivers.worker.executor import Executor
+from pippy.drivers.worker.generating import Generation
+from pippy.drivers.worker.gradients.gradient_sums import GradientSums
+from pippy.drivers.worker.gradients.gradients import Gradients, norm
+from pippy.drivers.worker.gradients.parameter_hooks import ParameterHooks
+from pippy.drivers.worker.gradients.parameter_shares import ParameterShares
+from pippy.drivers.worker.gradients.replica_buffers import NotesOfReplicas, ReplicaBuffers
+from pippy.drivers.worker.gradients.step_buffers import StepBuffers
+from pippy.drivers.worker.gradients.worker_optimizer import WorkerOptimizer
+from pippy.drivers.worker.measure.output_probe import OutputProbe
+from pippy.drivers.worker.module_hooks import hooks_hold_the_same
+from pippy.drivers.worker.out_of_order import OutOfOrderExecutor
+from pippy.drivers.worker.state.held_state import HeldState
+from pippy.drivers.worker.state.initialization import initialize
+from pippy.drivers.worker.state.kept_states import KeptStates
+from pippy.drivers.worker.state.state_reader import StateReader
+from pippy.drivers.worker.state.state_writer import StateWriter
+from pippy.drivers.worker.trials import Trials
+from pippy.ir.base.trees import map_tensors, tensors
+from pippy.ir.batch_norm.step_statistics import StepStatistics
+from pippy.ir.run.may_draw import Draws
+from pippy.ir.run.shared_tensors import get_tensor
+
+
+class DriverState:
+    """The stages, programs, gradients and optimizers of one driver on one worker, and a handler for each command."""
+
+    def __init__(
+        self,
+        load: Load,
+        index: int,
+        transport: Transport,
+        device: torch.device,
+        given_up: Callable[[], bool] = lambda: False,
+        copies: DeviceCopies | None = None,
+        shares_process: bool = False,
+    ) -> None:
+        self.given_up, self.index, self.shares_process = given_up, index, shares_process
+        self.transport, self.device, self.constant = transport, device, load.constant
+        self.copies = copies
+        self.modules: dict[str, nn.Module] = unpickle(load.modules, device=device)
+        for module in self.modules.values():
+            module.to(device)
+        if load.compile is not None:
+            compile_modules(self.modules.values(), unpickle(load.compile))
+        unique = {id(p): p for module in self.modules.values() for p in module.parameters()}
+        self.gradients = Gradients(list(unique.values()), GradientSums(load.buckets, index, self.tensor), transport)
+        self.statistics = StepStatistics.of(self.modules, self.constant)
+        self.buffers = ReplicaBuffers(self.modules) if load.twins else None
+        if self.statistics is not None and load.twins:
+            self.statistics.exchange = NotesOfReplicas(load.twins, index, transport).exchange
+        self.programs: dict[int, Executor] = {}
+        self.optimizers: dict[int, WorkerOptimizer] = {}
+        self.buckets = load.buckets
+        self.shares: dict[int, ParameterShares] = {}  # of the optimizers that are divided among replicas
+        self.running: Executor | None = None
+        self.hooks_looked_at = False  # whether hooks of modules are known to change nothing that the script would miss
+        self.generation: Generation | None = None
+        self.writer, self.reader = StateWriter(self.tensor, device, given_up), StateReader(self.tensor, device)
+        self.datasets = DatasetReader(self.modules, given_up, shares_process)
+        self.kept = KeptStates(index, self.modules, transport, device)
+        self.step_buffers = StepBuffers(self.modules)
+        self.trials = Trials(self.modules, device, self.gradients.clear_grad, self.step_buffers, not shares_process)
+        self.held: HeldState | None = None
+        self.handlers: Mapping[type, Callable[[Any, int], Any]] = {
+            type(None): lambda body, number: None,  # the command only drops gradients, or drivers
+            AddProgram: self._add_program,
+            AddDataset: self._add_dataset,
+            Step: self._step,
+            StepReturning: self._step,
+            Trial: self._try_out,
+            ForgetTrials: lambda body, number: self.trials.forget(),
+            Fetch: self._fetch,
+            Store: self._store,
+            Initialize: self._initialize,
+            ReduceGradients: self._reduce,
+            GradientNorms: self._norms,
+            ScaleGradients: self._scale,
+            ClampGradients: self._clamp,
+            MakeOptimizer: self._make_optimizer,
+            OptimizerStep: self._optimizer_step,
+            OptimizerState: self._optimizer_state,
+            LoadOptimizerState: self._load_optimizer_state,
+            WriteState: self._write_state,
+            ReadState: self._read_state,
+            TakeState: self._take_state,
+            KeepState: lambda body, number: self.kept.keep(body, self.optimizers, number),
+            TakeKept: self._take_kept,
+            HoldState: self._hold_state,
+            PutBackState: self._put_back_state,
+            AddGeneration: self._add_generation,
+            Generate: self._generate,
+        }
+
+    def obey(self, command: Command) -> Any:
+        """Carry out a command, and return its result."""
+        self.gradients.settle(command.settled)
+        if self.statistics is not None:
+            self.statistics.settle(command.settled)
+        if command.zero_grad is True:
+            self.gradients.zero()
+        elif command.zero_grad:
+            self.gradients.zero_of(self._parameters_of(command.zero_grad))
+        return self.handlers[type(command.body)](command.body, command.number)
+
+    def drop(self, first: int, last: int) -> None:
+        """Drop what the commands from ``first`` to ``last`` did to gradients and deferred batch norms: they were given up."""
+        self.gradients.drop(first, last)
+        if self.statistics is not None:
+            self.statistics.drop(first, last)
+
+    def _parameters_of(self, optimizers: Sequence[int]) -> set[int]:
+        """The ids of the parameters that some optimizers have on this worker."""
+        own = [self.optimizers[number] for number in optimizers if number in self.optimizers]
+        shares = [self.shares[number] for number in optimizers if number in self.shares]
+        return {key for each in own for key in each.parameters} | {key for each in shares for key in each.copies}
+
+    @property
+    def generating(self) -> str | None:
+        """What is done now of a call that makes tokens."""
+        return None if self.generation is None else self.generation.doing
+
+    def tensor(self, place: TensorLocation) -> torch.Tensor:
+        """The parameter or buffer at a location."""
+        return get_tensor(self.modules[place.call], place.name)
+
+    def _places(self, keys: Container[int]) -> Iterator[TensorLocation]:
+        """Where the parameters with these ids are."""
+        for call, module in self.modules.items():
+            for name, parameter in module.named_parameters():
+                if id(parameter) in keys:
+                    yield TensorLocation(call, name)
+
+    def _add_program(self, program: AddProgram, number: int) -> None:
+        given = program, self.modules, self.constant, self.transport, self.device, self.statistics, self.copies
+        limits, made = program.out_of_order, self.step_buffers
+        self.programs[program.program] = OutOfOrderExecutor(*given, made, limits) if limits else Executor(*given, made)
+
+    def _add_dataset(self, body: AddDataset, number: int) -> DatasetSeen:
+        return self.datasets.add(body)
+
+    def _step(self, step: Step, number: int) -> StepResult:
+        if not step.record:
+            return self._run_step(self._loaded(step), number)
+        recorder = self.programs[step.program].recorder
+        recorder.begin()
+        step = self._loaded(step)
+        with recorder.counting(self._held(step)) if step.count_memory else nullcontext():
+            result = self._run_step(step, number)
+            return replace(result, record=recorder.record())
+
+    def _loaded(self, step: Step) -> Step:
+        """The step with the inputs that this worker loads, and with what is known by them."""
+        given = step.inputs
+        if not isinstance(given, DivisionOfColumns):
+            return step
+        inputs, whole = self.datasets.load(given, step.trains, given.weighs)
+        weights = self.datasets.weights(whole) if given.weighs else step.weights
+        return replace(step, inputs=inputs, weights=weights, weighed=given.weighs)
+
+    def _held(self, step: Step) -> list[torch.Tensor]:
+        """All tensors that are there when a step begins."""
+        modules = [each for module in self.modules.values() for each in (*module.parameters(), *module.buffers())]
+        states = [each.held() for each in self.optimizers.values()]
+        inputs = [step.inputs.whole(name) for name in step.inputs.arguments]
+        return list(tensors([modules, self.gradients.held(), states, inputs]))
+
+    def _set_flags(self, flags: Mapping[str, StageFlags]) -> None:
+        for call, its in flags.items():
+            for module, flag in zip(self.modules[call].modules(), its.training, strict=True):
+                module.training = flag
+            for parameter, flag in zip(self.modules[call].parameters(), its.requires_grad, strict=True):
+                parameter.requires_grad_(flag)
+
+    def _try_out(self, trial: Trial, number: int) -> TrialResult:
+        self._set_flags(trial.step.flags or {})
+        step = trial.step
+        self.running = executor = self.programs[step.program]
+        inputs = {name: step.inputs.microbatches(name) for name in step.inputs.arguments}
+        returns = step.returns if isinstance(step, StepReturning) else None
+
+        def run() -> StepResult:
+            with self._random(executor, step):
+                return executor.run(
+                    number, inputs, step.weights, step.trains, self.given_up, returns=returns, random=step.random
+                )
+
+        result = self.trials.try_out(trial, step.inputs, run)
+        self.running = None
+        return result
+
+    def _run_step(self, step: Step, number: int) -> StepResult:
+        self._set_flags(step.flags or {})
+        if step.hooks is not None:
+            self.gradients.hooks = ParameterHooks(step.hooks, self.tensor)
+        self.running = executor = self.programs[step.program]
+        inputs = {name: step.inputs.microbatches(name) for name in step.inputs.arguments}
+        own_rows = step.inputs.own_rows if step.inputs.mask else None
+        self.gradients.begin_step(number, step.reduce and step.trains, step.scale)
+        outputs = OutputProbe(step.inputs) if step.probe_outputs else None
+        returns = step.returns if isinstance(step, StepReturning) else None
+        weights = step.weights if step.scale is None else tuple([weight * step.scale for weight in step.weights])
+        random = self._random(executor, step)
+        unchanged = nullcontext() if self.buffers is None else self.buffers.unchanged()
+        with ExitStack() as stack:
+            stack.enter_context(random)
+            stack.enter_context(unchanged)
+            if not self.hooks_looked_at:
+                stack.enter_context(hooks_hold_the_same(self.modules))
+            stack.enter_context(self.step_buffers.step(len(step.inputs.held)))
+            if step.alike:
+                stack.enter_context(alike())
+            elif self.statistics is not None:
+                stack.enter_context(self.statistics.step(number))
+            result = executor.run(
+                number,
+                inputs,
+                weights,
+                step.trains,
+                self.given_up,
+                own_rows,
+                step.record,
+                step.weigh,
+                returns,
+                outputs,
+                step.random,
+                self.gradients.stage_is_through,
+                step.see,
+            )
+        self.running, self.hooks_looked_at = None, True
+        if step.weighed:
+            result = replace(result, weights=step.weights)
+        messages = executor.recorder.note_adding() if step.record and step.reduce else None
+        if step.trains:
+            nonfinite = self.gradients.end_step(number, step.reduce, step.scale, messages)
+            if nonfinite:
+                result = replace(result, nonfinite=tuple(self._places(nonfinite)))
+        return result
+
+    def _random(self, executor: Executor, step: Step) -> AbstractContextManager[None]:
+        """A context in which the stages may seed the generators of this process."""
+        if not self.shares_process or step.random is None or executor.draws is Draws.NOTHING:
+            return nullcontext()
+        return shared_generators.borrowed([self.device] if self.device.type == "cuda" else [], executor.draws)
+
+    def _fetch(self, fetch: Fetch, number: int) -> list[torch.Tensor | None]:
+        own = map(self.tensor, fetch.locations)
+        found = [self.gradients.of(id(each)) for each in own] if fetch.gradients else list(own)
+        return [None if tensor is None else tensor.detach().cpu() for tensor in found]
+
+    def _store(self, store: Store, number: int) -> None:
+        with torch.no_grad():
+            for place, tensor in store.tensors.items():
+                self.tensor(place).copy_(tensor)
+        for optimizer in self.optimizers.values():
+            optimizer.parameters_changed = True
+
+    def _initialize(self, body: Initialize, number: int) -> list[str]:
+        copies = {name: [self.tensor(place) for place in places] for name, places in body.tensors.items()}
+        own = {name: first for name, (first, *_) in copies.items()}
+        model, function = unpickle(body.model, lambda each: own[each] if isinstance(each, str) else each.made())
+        unwritten = initialize(model, own, body.seed, function)
+        with torch.no_grad():
+            for first, *others in copies.values():
+                for other in others:
+                    other.copy_(first)
+        for optimizer in self.optimizers.values():
+            optimizer.parameters_changed = True
+        return unwritten
+
+    def _reduce(self, body: ReduceGradients, number: int) -> None:
+        self.gradients.reduce(number)
+
+    def _norms(self, norms: GradientNorms, number: int) -> list[torch.Tensor | None]:
+        if norms.reduce:
+            self.gradients.reduce(number)
+        found = [self.gradients.of(id(self.tensor(place))) for place in norms.locations]
+        return [None if grad is None else norm(grad, norms.norm_type).cpu() for grad in found]
+
+    def _scale(self, scale: ScaleGradients, number: int) -> None:
+        self.gradients.scale(number, scale.factor)
+
+    def _clamp(self, clamp: ClampGradients, number: int) -> None:
+        if clamp.reduce:
+            self.gradients.reduce(number)
+        self.gradients.clamp(number, clamp.limit)
+
+    def _make_optimizer(self, make: MakeOptimizer, number: int) -> None:
+        groups = [{"params": [self.tensor(place) for place in places], **options} for places, options in make.groups]
+        if any(group["params"] for group in groups):
+            made = WorkerOptimizer(unpickle(make.factory), groups, make.master_dtype)
+            self.optimizers[make.optimizer] = made
+            self.gradients.wider.update({key: master.dtype for key, master in made.masters.items()})
+        if make.divided:
+            self.shares[make.optimizer] = ParameterShares(self.buckets, set(make.names), self.index, self.tensor)
+        sums = self.gradients.sums
+        (sums.divided if make.divided else sums.undivided).update(make.names)
+
+    def _optimizer_step(self, step: OptimizerStep, number: int) -> None:
+        if step.reduce:
+            self.gradients.reduce(number)
+        if step.optimizer in self.optimizers:  # else no stage on this worker has parameters of it
+            self.optimizers[step.optimizer].step(self.gradients, step.groups or ())
+        if step.optimizer in self.shares:
+            self.shares[step.optimizer].exchange(number, self.transport)
+            for number_of, each in self.optimizers.items():
+                each.parameters_changed = each.parameters_changed or number_of != step.optimizer
+
+    def _optimizer_state(self, body: OptimizerState, number: int) -> list[dict[str, Any] | None]:
+        optimizer = self.optimizers.get(body.optimizer)
+        return [optimizer.state_of(id(self.tensor(place))) if optimizer else None for place in body.locations]
+
+    def _load_optimizer_state(self, body: LoadOptimizerState, number: int) -> None:
+        if body.optimizer in self.optimizers:
+            # Two copies of a parameter must not share one tensor of the message.
+            states = {
+                id(self.tensor(place)): map_tensors(torch.clone, dict(state)) for place, state in body.state.items()
+            }
+            self.optimizers[body.optimizer].load_state(states)
+
+    def _write_state(self, write: WriteState, number: int) -> WrittenState | None:
+        return self.writer.write(write, self.optimizers)
+
+    def _read_state(self, read: ReadState, number: int) -> None:
+        self.reader.read(read)
+
+    def _take_state(self, take: TakeState, number: int) -> None:
+        self.reader.take(take, self.optimizers)
+
+    def _take_kept(self, take: TakeKept, number: int) -> None:
+        self.kept.take(take, self.optimizers, number)
+        for optimizer in self.optimizers.values():
+            optimizer.parameters_changed = True
+
+    def _hold_state(self, body: HoldState, number: int) -> None:
+        self.held = HeldState(self.modules, self.gradients, self.optimizers, self.device)
+
+    def _put_back_state(self, body: PutBackState, number: int) -> None:
+        if self.held is not None:
+            self.held.put_back()
+            self.held = None
+
+    def _add_generation(self, add: AddGeneration, number: int) -> None:
+        self.generation = Generation(add, self.index, self.transport, self.device, self.tensor)
+
+    def _generate(self, generate: Generate, number: int) -> Generated | None:
+        assert self.generation is not None
+        return self.generation.run(number, generate, self.given_up)

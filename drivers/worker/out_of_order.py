@@ -1,0 +1,164 @@
+"""Runs a worker's part of a program, and lets a later computation overtake the next one while the worker would only wait.
+
+The *head* is the next computation of the program. When its values have not come, a later computation whose values are here
+may run first, if `ComputationQueues` allows it. The numbers stay the same to the bit, the memory limit holds, and no worker
+waits forever; queues.py says why.
+
+To overtake can also cost time. A computation that has begun must end, even if the head's value comes a moment later, and
+other workers wait for the head's results. So the worker asks two questions of a computation that could overtake:
+
+    may it?  a backward overtakes a forward   only if more is alive here than `Overtaking.depth`: a backward makes it less
+             any other                        yes, once its duration is known
+    when?    a long wait is expected          at once: the wait is expected, from earlier steps, to be longer than EXPECTED
+                                              of the computation's duration
+             a short one                      after the worker has waited for WAITED of the computation's duration
+"""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from pippy.drivers.lowering.flow import taken
+from pippy.drivers.plan.language.edges import Pass, produced_by
+from pippy.drivers.plan.language.instructions import Compute, Op, Receive
+from pippy.drivers.protocol.programs import AddProgram, OutOfOrderLimits
+from pippy.drivers.wire.gpu.copies import DeviceCopies
+from pippy.drivers.wire.received_values import ValueKey
+from pippy.drivers.wire.transport import Transport
+from pippy.drivers.worker.executor import Executor, Handle
+from pippy.drivers.worker.gradients.step_buffers import StepBuffers
+from pippy.drivers.worker.queues import ComputationQueues
+from pippy.ir.base.names import LOSS
+from pippy.ir.batch_norm.step_statistics import StepStatistics
+
+EXPECTED = 0.15  # overtake at once if the expected wait is longer than this share of the computation's duration
+WAITED = 0.25  # else overtake when the worker has waited for this share of it
+_NOTICED = 2e-4  # a value that came within so many seconds does not count as waited for
+
+
+class OutOfOrderExecutor(Executor):
+    """One program on one worker. Its computations may overtake one another."""
+
+    def __init__(
+        self,
+        program: AddProgram,
+        modules: Mapping[str, nn.Module],
+        constant: Mapping[str, Sequence[str]],
+        transport: Transport,
+        device: torch.device,
+        statistics: StepStatistics | None,
+        copies: DeviceCopies | None,
+        buffers: StepBuffers | None,
+        limits: OutOfOrderLimits,
+    ) -> None:
+        super().__init__(program, modules, constant, transport, device, statistics, copies, buffers)
+        self.limits = limits
+        backward = [key.stage for key in program.work if key.phase == "B"]
+        gathers = [key.stage for key, work in program.work.items() if self.single and LOSS in [w.call for w in work]]
+        self.queues = ComputationQueues(
+            program.order, backward, self._taken, self._made, limits.limit, gathers[0] if gathers else None
+        )
+        self._kinds = [f"{each.op}{each.stage}" if isinstance(each, Compute) else "" for each in program.order]
+        self._keys = {at: self._key(at) for at, each in enumerate(program.order) if isinstance(each, Receive)}
+        self.durations: dict[str, float] = {}  # of each kind of computation, in the latest steps
+        self.expected: dict[
+            int, float
+        ] = {}  # when the values of a computation come, in seconds from the begin of a step
+
+    def _go_through(self, code: Sequence[tuple[Handle, tuple[Any, ...]]]) -> None:
+        queues = self.queues
+        queues.begin()
+        self.begun, self.late = time.monotonic(), 0.0
+        while queues.left:
+            free = time.monotonic()
+            at = self._next(free)
+            for receive in queues.awaited(at):
+                self._do(code, receive)
+            begin = time.monotonic()
+            self._note_arrival(at, begin, waited=begin - free > _NOTICED)
+            self._do(code, at)
+            self._note_duration(at, time.monotonic() - begin)
+        while rest := queues.rest():
+            self._do(code, rest[0])
+
+    def _do(self, code: Sequence[tuple[Handle, tuple[Any, ...]]], at: int) -> None:
+        """Run an instruction, then the sends and frees that waited only for it."""
+        self.at = at
+        handle, operands = code[at]
+        handle(*operands)
+        for follower in self.queues.done(at):
+            self._do(code, follower)
+
+    def _next(self, free: float) -> int:
+        """The computation to run now: the head, or one that overtakes it. Waits while there is none."""
+        head = self.queues.head()
+        if not self._missing(head):  # most often
+            return head
+        others = [at for at in self.queues.open()[1:] if self._may_overtake(head, at)]
+        while others and (missing := self._missing(head)):
+            lacking = {at: self._missing(at) for at in others}  # a snapshot: values may come at any moment
+            ready = next((at for at in others if not lacking[at]), None)
+            patience = None if ready is None else self._patience(head, ready, free)
+            if ready is not None and patience is not None and patience <= 0:
+                return ready
+            self.at = missing[0]
+            receives = chain(missing, *lacking.values())
+            self.transport.wait_any(list(map(self._wanted, receives)), patience)
+        return head
+
+    def _may_overtake(self, head: int, at: int) -> bool:
+        first, other = self.program.order[head], self.program.order[at]
+        assert isinstance(first, Compute) and isinstance(other, Compute)
+        shrinks = first.op == Op.FORWARD and other.op in (Op.BACKWARD, Op.BACKWARD_INPUT)
+        return (not shrinks or self.queues.live > self.limits.depth) and self._kinds[at] in self.durations
+
+    def _patience(self, head: int, at: int, free: float) -> float:
+        """How many more seconds to wait for the head before this computation overtakes it."""
+        duration, now = self.durations[self._kinds[at]], time.monotonic()
+        coming = self.begun + self.expected.get(head, 0.0) + self.late
+        return 0.0 if coming - now > EXPECTED * duration else free + WAITED * duration - now
+
+    def _note_arrival(self, at: int, now: float, waited: bool) -> None:
+        """Remember when the values came. If the worker did not wait, they came at some time before."""
+        seen = now - self.begun
+        known = self.expected.setdefault(at, seen)
+        if waited:
+            self.late = seen - known
+            self.expected[at] = (seen + known) / 2
+        else:
+            self.expected[at] = min(seen, known)
+
+    def _note_duration(self, at: int, seconds: float) -> None:
+        kind = self._kinds[at]
+        self.durations[kind] = (seconds + self.durations.get(kind, seconds)) / 2
+
+    def _missing(self, at: int) -> list[int]:
+        """The receives of a computation whose values have not come."""
+        ready = self.transport.ready
+        return [receive for receive in self.queues.awaited(at) if not ready(self._wanted(receive)[0])]
+
+    def _key(self, receive: int) -> tuple[tuple[int, int], int]:
+        """The value number, micro-batch and source of a receive."""
+        instruction = self.program.order[receive]
+        assert isinstance(instruction, Receive)
+        number = self.program.value_numbers[instruction.value]
+        return (number, instruction.microbatch), self.program.ranks[instruction.source]
+
+    def _wanted(self, receive: int) -> tuple[ValueKey, int]:
+        """The same for the current step, as the transport is asked for it."""
+        key, source = self._keys[receive]
+        return (self.step, *key), source
+
+    def _taken(self, compute: Compute) -> Iterable[str]:
+        return chain.from_iterable(taken(work) for work in self._work(compute))
+
+    def _made(self, compute: Compute) -> Iterable[str]:
+        return (name for work in self._work(compute) for name in work.gives if name)
+
+    def _work(self, compute: Compute) -> Iterable[Any]:
+        done = produced_by(compute)
+        return self.program.work.get(done, ()) if isinstance(done, Pass) else ()

@@ -1,0 +1,214 @@
+"""A worker: it runs the controller's commands in order, on one thread, and answers each of them."""
+
+import gc
+import os
+import traceback
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pippy.drivers.base.errors import PeerLost
+from pippy.drivers.plan.language.instructions import Compute, Free, Receive, Send
+from pippy.drivers.protocol.checkpoints import AskWritten
+from pippy.drivers.protocol.commands import Answer, Command, Failure
+from pippy.drivers.protocol.stages import ForgetPeers, Load, Unload
+from pippy.drivers.protocol.urgent import AskWays, Dump, GiveUp
+from pippy.drivers.wire.received_values import Interrupted
+from pippy.drivers.worker.driver_state import DriverState
+from pippy.drivers.worker.executor import Executor
+from pippy.drivers.worker.gradients.replica_buffers import NOTES
+from pippy.drivers.worker.state.kept_states import KEPT_NUMBER
+from pippy.drivers.worker.worker_surroundings import WorkerSurroundings
+
+if TYPE_CHECKING:
+    from pippy.drivers.worker.worker_context import WorkerContext
+
+
+class Worker:
+    """Runs the commands from its queue of messages until the queue ends."""
+
+    def __init__(self, context: "WorkerContext") -> None:
+        self.context = context
+        self.device = torch.device(context.device or "cpu")
+        self.drivers: dict[int, DriverState] = {}
+        self.surroundings = WorkerSurroundings(context)
+        self.to_clean_up: deque[GiveUp] = deque()  # commands that were given up; urgent messages add to it
+        self.given_up_through = -1
+        self.command: Command | None = None
+
+    def run(self) -> None:
+        """Run commands until the queue of messages ends."""
+        messages, transport = self.context.messages, self.context.transport
+        if self.context.copies is not None:
+            self.context.copies.accelerator.set_current()  # before anything of the user's runs in this thread
+        while True:
+            transport.wait_for(messages.fileno())
+            command, reply = messages.get()
+            answer = self.answer(command)
+            try:
+                reply(answer)
+            except Exception as error:  # it cannot be pickled
+                self._undo(command)
+                reply(Answer(failure=self._failure(command, error)))
+
+    def answer(self, command: Command) -> Answer:
+        """Run one command. An error is part of the answer."""
+        self._clean_up(command.number)
+        if command.number <= self.given_up_through:
+            return Answer(failure=Failure("given up", ""))
+        self.command = command
+        try:
+            return Answer(self._obey(command))
+        except Interrupted:
+            failure = Failure("given up", "")
+        except PeerLost as error:
+            failure = self._failure(command, error, peer=error.peer)
+        except BaseException as error:  # a user's model or optimizer may raise anything, also sys.exit()
+            failure = self._failure(command, error)
+        finally:
+            self.command = None
+        self._undo(command)
+        return Answer(failure=failure)
+
+    def given_up(self) -> bool:
+        """Whether the command that is running was given up meanwhile."""
+        return self.command is not None and self.command.number <= self.given_up_through
+
+    def urgent(self, message: Any) -> Any:
+        """Answer at once, on a thread that is not the worker's own."""
+        if isinstance(message, GiveUp):
+            self.to_clean_up.append(message)
+            self.given_up_through = message.last
+            self.context.transport.interrupt()
+        elif isinstance(message, Dump):
+            return self.dump()
+        elif isinstance(message, AskWays):
+            return self.context.transport.ways()
+        elif isinstance(message, AskWritten):
+            state = self.drivers.get(message.driver)
+            return state.writer.ask() if state else Failure("the worker has dropped the driver", "")
+        return None
+
+    def dump(self) -> str:
+        """What the worker is doing or waiting for, in a line."""
+        who = f"worker {self.context.index} (pid {os.getpid()})"
+        return f"{who} waits for a command" if self.command is None else f"{who}: {self.doing()}"
+
+    def doing(self) -> str:
+        """The command that it runs, the instruction in it, and what that waits for."""
+        command = self.command
+        if command is None:
+            return "no command"
+        doing = f"command {command.number}, {type(command.body).__name__}"
+        state = self.drivers.get(command.driver)
+        executor = state.running if state else None
+        if executor is not None:
+            doing += f", instruction {executor.at + 1} of {len(executor.code)}: {executor.current()}"
+        elif state is not None and state.generating is not None:
+            doing += f", {state.generating}"
+        elif state is not None and state.datasets.loading:
+            doing += ", loading its inputs"
+        waiting = self.context.transport.waiting_for()
+        waits = f"; waits for {self._named(state, executor, waiting)}" if state and waiting else ""
+        return f"{doing}{waits}"
+
+    def _named(self, state: DriverState, executor: Executor | None, key: tuple[int, int, int]) -> str:
+        step, number, microbatch = key
+        if state.generation is not None and state.generating is not None:
+            return state.generation.named(number, microbatch)
+        if number == KEPT_NUMBER:
+            return f"the copy of the state of worker {microbatch}"
+        if number == NOTES:
+            return f"what the batch norms of worker {microbatch} have noted"
+        if executor is None:
+            return state.gradients.sums.named(number, microbatch)
+        instruction = executor.current()
+        source = executor.program.ranks[instruction.source] if isinstance(instruction, Receive) else "?"
+        names = {number: name for name, number in executor.program.value_numbers.items()}
+        return f"{names.get(number)} of micro-batch {microbatch} of step {step}, from worker {source}"
+
+    def _obey(self, command: Command) -> Any:
+        self._drop(command.dropped)
+        if isinstance(command.body, Unload):
+            self._drop((command.driver,))
+            return None
+        if isinstance(command.body, ForgetPeers):
+            self.context.transport.forget(command.body.peers)
+            return None
+        with self.surroundings.around(command):
+            return self._obey_inside(command)
+
+    def _obey_inside(self, command: Command) -> Any:
+        body = command.body
+        transport = self.context.transport
+        if isinstance(body, Load):
+            self.drivers[command.driver] = DriverState(
+                body,
+                self.context.index,
+                transport,
+                self.device,
+                self.given_up,
+                self.context.copies,
+                self.context.shares_process,
+            )
+            return None
+        result = self.drivers[command.driver].obey(command)
+        transport.finish()  # an answer says that it has succeeded, on the device too
+        return result
+
+    def _drop(self, drivers: Sequence[int]) -> None:
+        """Drop what belongs to these drivers, and free its memory at once: stages may be large, and are in reference cycles."""
+        for driver in drivers:
+            self.surroundings.forget(driver)
+        gone = [driver for driver in drivers if self.drivers.pop(driver, None)]
+        if gone:
+            gc.collect()
+            self.context.transport.trim()
+            if self.context.copies is not None:
+                self.context.copies.accelerator.free_cache()
+
+    def _clean_up(self, number: int) -> None:
+        """Drop the gradients and values of commands that were given up before the command with this number."""
+        while self.to_clean_up and self.to_clean_up[0].last < number:
+            given_up = self.to_clean_up.popleft()
+            for state in self.drivers.values():
+                state.drop(given_up.first, given_up.last)
+            self.context.transport.discard_before(given_up.last + 1)
+            self.context.transport.clear_interrupt()
+
+    def _undo(self, command: Command) -> None:
+        """Drop the gradients of a command that failed, and what it has not sent."""
+        self.context.transport.drop_unsent()
+        state = self.drivers.get(command.driver)
+        if state is not None:
+            state.running = None
+            if state.generation is not None:
+                state.generation.doing = None
+            state.drop(command.number, command.number)
+
+    def _failure(self, command: Command, error: BaseException, peer: int | None = None) -> Failure:
+        state = self.drivers.get(command.driver)
+        executor = state.running if state else None
+        text = "".join(traceback.format_exception(error))
+        message = f"{type(error).__name__}: {_said(error)}"
+        if executor is None:
+            what = type(command.body).__name__
+            if state and state.gradients.adding_up:
+                what += ", adding up the gradients of replicated parameters"
+            if state and state.generating is not None:
+                what += f", {state.generating}"
+            return Failure(message, text, where=what, peer=peer)
+        instruction = executor.current()
+        stage = instruction.stage if isinstance(instruction, Compute) else None
+        microbatch = instruction.microbatch if isinstance(instruction, (Compute, Send, Receive, Free)) else None
+        where = f"instruction {executor.at + 1} of {len(executor.code)}"
+        return Failure(message, text, where, str(instruction), stage, microbatch, peer)
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as second:
+        return f"(its text could not be made: {type(second).__name__})"

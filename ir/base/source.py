@@ -1,0 +1,132 @@
+"""The user's source lines: the line of the model that a node, a frame or an exception comes from."""
+
+import contextlib
+import functools
+import inspect
+import linecache
+import os
+import random
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from unittest import mock
+
+import torch
+from torch import fx
+
+from pippy.ir.base.errors import PippyWarning
+
+_PIPPY = Path(__file__).parents[2]
+_OWN = tuple(f"{folder}{os.sep}" for folder in (_PIPPY, (_PIPPY / "ir").resolve(), (_PIPPY / "drivers").resolve()))
+_STANDARD = (contextlib.__file__, functools.__file__, mock.__file__, random.__file__)
+_LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", *_OWN)
+_STANDARD_LIBRARY = str(Path(os.__file__).parent) + os.sep
+_INSTALLED = tuple(f"{_STANDARD_LIBRARY}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
+TRACE = inspect.unwrap(fx.Tracer.trace).__code__  # torch._dynamo wraps it in a function that it wraps others in, too
+
+
+@dataclass(frozen=True)
+class Source:
+    """A line of the user's code.
+
+    >>> str(Source("net.py", 3, "forward"))
+    'net.py:3, in forward'
+    """
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}, in {self.function}"
+
+    @property
+    def code(self) -> str:
+        """The text of the line; empty if it cannot be read."""
+        return linecache.getline(self.file, self.line).strip()
+
+    def excerpt(self) -> str:
+        """Two lines for an error message: the place and the code."""
+        return f"  {self}" + (f"\n    {self.code}" if self.code else "")
+
+
+@functools.cache
+def is_users(file: str) -> bool:
+    """Whether a file is the user's: not a file of torch or pippy, and not generated."""
+    return not file.startswith((*_LIBRARIES, *_STANDARD, "<eval_with_key>", "<frozen"))
+
+
+@functools.cache
+def is_standard(file: str) -> bool:
+    """Whether a file is one of Python's standard library."""
+    return file.startswith(_STANDARD_LIBRARY) and not file.startswith(_INSTALLED)
+
+
+def is_called_by_user(frame: FrameType | None) -> bool:
+    """Whether a frame is the user's, or of the standard library and called by the user's. torch calls that one too."""
+    while frame is not None and (
+        is_standard(frame.f_code.co_filename) or frame.f_code.co_filename.startswith("<frozen")
+    ):
+        frame = frame.f_back
+    return frame is not None and is_users(frame.f_code.co_filename)
+
+
+def of_frame(frame: FrameType | None) -> Source | None:
+    """The user's innermost line, of the frames that tracing called."""
+    while frame is not None:
+        code = frame.f_code
+        if is_users(code.co_filename):
+            return Source(code.co_filename, frame.f_lineno, code.co_name)
+        if code is TRACE:
+            return None
+        frame = frame.f_back
+    return None
+
+
+def of_traceback(traceback: TracebackType | None, below: str) -> Source | None:
+    """The user's innermost line in a traceback, of the frames that the function named ``below`` called."""
+    found, entered = None, False
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        entered = entered or (code.co_name == below and not is_users(code.co_filename))
+        if entered and is_users(code.co_filename):
+            found = Source(code.co_filename, traceback.tb_lineno, code.co_name)
+        traceback = traceback.tb_next
+    return found
+
+
+def of_node(node: fx.Node) -> Source | None:
+    """The user's line that made a node; None if tracing did not see one."""
+    return node.meta.get("source")
+
+
+def is_called_by_pippy() -> bool:
+    """In a function that torch calls back: whether it was pippy that called torch."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
+        frame = frame.f_back
+    while frame.f_back is not None and not frame.f_code.co_filename.startswith(_OWN):
+        if is_users(frame.f_code.co_filename):
+            return False
+        frame = frame.f_back
+    return frame.f_code.co_filename.startswith(_OWN)
+
+
+def warn(message: str) -> None:
+    """Issue a `PippyWarning` at the user's line."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, PippyWarning, stacklevel=level + 1)
+
+
+def excerpt_of(node: fx.Node) -> str:
+    """A node's line for an error message; without a line, the node and its module."""
+    source = of_node(node)
+    if source is not None:
+        return source.excerpt()
+    module = node.meta.get("module_path")
+    where = f" in module {module!r}" if module else ""
+    return f"  {node.format_node()}{where}"

@@ -1,0 +1,147 @@
+"""Values with tensors inside: tuples, lists, dicts, named tuples, dataclasses, and the classes of torch's pytree registry.
+
+Anything else that is no tensor is a constant to the pipeline. The gradient of a container is the tuple of its children's
+gradients, for every kind of container. The gradient of a constant is None.
+
+These functions are our own because `torch.utils._pytree` takes a value of these classes for one leaf, or takes apart
+what must stay whole, unless somebody registers them:
+
+    class                                   torch.utils._pytree     here
+    ───────────────────────────────────────────────────────────────────────────────────
+    dataclass                               a leaf                  a container
+    subclass of dict, list or tuple         a leaf                  a container
+    any other Mapping                       a leaf                  a container
+    torch.Size                              a container             a leaf
+
+A stage that returns such a class would get no gradients through it. Each value that goes from stage to stage passes
+through `map_leaves`, which is two to five times as fast as `tree_map`.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+from pippy.ir.base.brief import brief
+from pippy.ir.base.sparse_tensors import is_sparse, parts_of
+
+
+def children(value: Any) -> Sequence[Any] | None:
+    """The items of a container, in a fixed order; None if ``value`` is no container.
+
+    >>> children({"a": 1, "b": (2, 3)})
+    [1, (2, 3)]
+    """
+    if isinstance(value, (torch.Tensor, torch.Size)) or value is None:
+        return None
+    if isinstance(value, (tuple, list)):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if type(value) in _pytree.SUPPORTED_NODES:
+        return _pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0]
+    return None
+
+
+def with_children(value: Any, items: Sequence[Any]) -> Any:
+    """A container of the same type and shape that holds ``items``."""
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return value._make(items)  # past a constructor that checks them, as that of a PackedSequence
+    if isinstance(value, (tuple, list)):
+        return type(value)(items)
+    if dataclasses.is_dataclass(value):
+        changed = copy.copy(value)
+        for field, item in zip(dataclasses.fields(value), items):
+            object.__setattr__(changed, field.name, item)
+            if isinstance(changed, dict) and field.name in changed:  # model outputs of transformers have both
+                dict.__setitem__(changed, field.name, item)
+        return changed
+    if isinstance(value, Mapping):
+        return _mapping_like(value, dict(zip(value, items)))
+    node = _pytree.SUPPORTED_NODES[type(value)]
+    return node.unflatten_fn(list(items), node.flatten_fn(value)[1])
+
+
+def _mapping_like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if type(value) is dict:
+        return items
+    changed = copy.copy(value)
+    changed.update(items)  # type: ignore[attr-defined]
+    return changed
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """``value`` with every leaf replaced by ``function(leaf)``."""
+    held = children(value)
+    if held is None:
+        return function(value)
+    return with_children(value, [map_leaves(function, item) for item in held])
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """``value`` with every tensor replaced by ``function(tensor)``.
+
+    >>> map_tensors(torch.neg, [torch.tensor(1), "a"])
+    [tensor(-1), 'a']
+    """
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """All leaves, in a fixed order."""
+    held = children(value)
+    if held is None:
+        yield value
+    else:
+        for item in held:
+            yield from leaves(item)
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors, in a fixed order."""
+    return (leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def nbytes(value: Any) -> int:
+    """The bytes of all elements of all tensors; of a sparse tensor those that it stores.
+
+    >>> nbytes([torch.zeros(2, 3), "a", torch.zeros(4, dtype=torch.int64)])
+    56
+    """
+    return sum(map(_tensor_bytes, tensors(value)))
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> int:
+    if is_sparse(tensor):
+        return sum(part.nbytes for part in parts_of(tensor)[1])
+    return tensor.numel() * tensor.element_size()
+
+
+_MANY_CHARACTERS = 200
+
+
+def describe(value: Any) -> str:
+    """A value in a few characters, for error messages and tables.
+
+    >>> describe((torch.zeros(2, 3), None, 7))
+    '(float32[2, 3], None, 7)'
+    >>> describe([1, 2] * 500)
+    'list of 1000, the first 1'
+    """
+    if isinstance(value, torch.Tensor):
+        layout = "" if value.layout is torch.strided else f"{str(value.layout).removeprefix('torch.')} "
+        return f"{layout}{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    held = children(value)
+    if held is not None:
+        inside = ", ".join(map(describe, held))
+        if len(inside) > _MANY_CHARACTERS and len(set(map(type, held))) == 1:
+            return f"{type(value).__name__} of {len(held)}, the first {describe(next(iter(held)))}"
+        inside = inside if len(inside) <= 3 * _MANY_CHARACTERS else f"{inside[: 3 * _MANY_CHARACTERS]}..."
+        return f"({inside})" if isinstance(value, tuple) else f"{type(value).__name__}({inside})"
+    text = brief(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,0 +1,190 @@
+"""Of what kind a value is: a tensor with so many dimensions, a container of such, a number. Forward is traced for one kind.
+
+The kind of an example's argument says more if torch.export made the graph: the dtypes of its tensors, the sizes that are not
+free, and its numbers.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pippy.ir.base.trees import children, describe
+
+_FREE = object()  # in place of a constant that may be any of its class
+
+
+class Elsewhere:
+    """Stands for a value that this process does not have. Its kind is checked where it is.
+
+    >>> list(kind_of(torch.ones(2)).differences(Elsewhere(), "x"))
+    []
+    """
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a value is of another kind: the way there, what is there, and what should be."""
+
+    path: str
+    found: str
+    fixed: str
+
+
+@dataclass(frozen=True)
+class TensorKind:
+    """A tensor. ``sizes`` has a name for each size that is free, and the others as numbers."""
+
+    dims: int
+    dtype: torch.dtype | None = None
+    sizes: tuple[int | str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.dtype is None:
+            return f"a tensor of {self.dims} dimension{'s' * (self.dims != 1)}"
+        sizes = ", ".join("any" if isinstance(size, str) else str(size) for size in self.sizes)
+        return f"{str(self.dtype).removeprefix('torch.')}[{sizes}]"
+
+    def differences(self, value: Any, path: str) -> Iterator[Difference]:
+        fits = isinstance(value, torch.Tensor) and value.dim() == self.dims
+        if isinstance(value, Elsewhere):
+            return
+        if not fits or self.dtype not in (None, value.dtype):
+            yield Difference(path, describe(value), str(self))
+
+    def tensors(self, value: Any, path: str) -> Iterator[tuple[str, "TensorKind", Any]]:
+        yield path, self, value
+
+
+@dataclass(frozen=True)
+class ConstantKind:
+    """What is no tensor and holds none: of a class, or with a value."""
+
+    of_class: type
+    value: Any = _FREE
+
+    def __str__(self) -> str:
+        return f"of class {self.of_class.__name__}" if self.value is _FREE else describe(self.value)
+
+    def differences(self, value: Any, path: str) -> Iterator[Difference]:
+        if isinstance(value, Elsewhere):
+            return
+        if type(value) is not self.of_class or (self.value is not _FREE and value != self.value):
+            yield Difference(path, describe(value), str(self))
+
+    def tensors(self, value: Any, path: str) -> Iterator[tuple[str, TensorKind, Any]]:
+        yield from ()
+
+    def __reduce__(self) -> Any:  # a copy has the same mark for what is free
+        return (ConstantKind, (self.of_class,)) if self.value is _FREE else (ConstantKind, (self.of_class, self.value))
+
+
+@dataclass(frozen=True)
+class ContainerKind:
+    """A container. ``parts`` has the kinds of what it holds, by the way there: ``['ids']``, ``[0]``, ``.loss``."""
+
+    of_class: type
+    parts: dict[str, "Kind"]
+
+    def __str__(self) -> str:
+        return f"{self.of_class.__name__}({', '.join(map(str, self.parts.values()))})"
+
+    def differences(self, value: Any, path: str) -> Iterator[Difference]:
+        if isinstance(value, Elsewhere):
+            return
+        if type(value) is not self.of_class:
+            yield Difference(path, describe(value), str(self))
+            return
+        found = parts_of(value)
+        for way, kind in self.parts.items():
+            if way in found:
+                yield from differences(kind, found[way], path + way)
+            else:
+                yield Difference(path + way, "not there", str(kind))
+        for way in found.keys() - self.parts.keys():
+            yield Difference(path + way, describe(found[way]), "not there")
+
+    def tensors(self, value: Any, path: str) -> Iterator[tuple[str, TensorKind, Any]]:
+        found = parts_of(value)
+        for way, kind in self.parts.items():
+            yield from kind.tensors(found[way], path + way)
+
+
+Kind = TensorKind | ConstantKind | ContainerKind
+
+
+class InPieces:
+    """What stands for a value in pieces, one for each micro-batch: ``values``. Each is of the kind of the value."""
+
+    values: tuple[Any, ...]
+
+
+def differences(kind: Kind, value: Any, path: str) -> Iterator[Difference]:
+    """Where a value is not of this kind."""
+    if isinstance(value, InPieces):
+        for index, piece in enumerate(value.values):
+            yield from kind.differences(piece, f"{path}, micro-batch {index},")
+    else:
+        yield from kind.differences(value, path)
+
+
+_OfTensor = Callable[[torch.Tensor], TensorKind]
+_OfConstant = Callable[[Any], ConstantKind]
+
+
+def kind_of(
+    value: Any,
+    of_tensor: _OfTensor = lambda tensor: TensorKind(tensor.dim()),
+    of_constant: _OfConstant = lambda constant: ConstantKind(type(constant)),
+) -> Kind:
+    """The kind of a value.
+
+    >>> kind = kind_of({"ids": torch.zeros(2, 3), "n": 1})
+    >>> list(kind.differences({"ids": torch.ones(7, 5), "n": 2}, "batch"))
+    []
+    >>> for each in kind.differences({"ids": torch.zeros(2)}, "batch"):
+    ...     print(each.path, "|", each.found, "|", each.fixed)
+    batch['ids'] | float32[2] | a tensor of 2 dimensions
+    batch['n'] | not there | of class int
+    """
+    if isinstance(value, torch.Tensor):
+        return of_tensor(value)
+    if children(value) is None:
+        return of_constant(value)
+    return ContainerKind(
+        type(value), {way: kind_of(part, of_tensor, of_constant) for way, part in parts_of(value).items()}
+    )
+
+
+def tensor_kinds(kind: Kind) -> list[TensorKind]:
+    """Those of all tensors in a value of a kind."""
+    if isinstance(kind, ContainerKind):
+        return [each for part in kind.parts.values() for each in tensor_kinds(part)]
+    return [kind] if isinstance(kind, TensorKind) else []
+
+
+def parts_of(container: Any) -> dict[str, Any]:
+    """What a container holds, by the way there."""
+    held = children(container) or ()
+    if isinstance(container, Mapping):
+        return {f"[{key!r}]": part for key, part in zip(container, held)}
+    if dataclasses.is_dataclass(container):
+        return {f".{field.name}": part for field, part in zip(dataclasses.fields(container), held)}
+    return {f"[{at}]": part for at, part in enumerate(held)}
+
+
+def leaves_by_path(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves of values, by the name of each and the way into it.
+
+    >>> leaves_by_path({"x": 1, "batch": {"ids": (2, 3)}})
+    {'x': 1, "batch['ids'][0]": 2, "batch['ids'][1]": 3}
+    """
+    found: dict[str, Any] = {}
+    for path, value in values.items():
+        if children(value) is None:
+            found[path] = value
+        else:
+            found.update(leaves_by_path({path + way: part for way, part in parts_of(value).items()}))
+    return found

@@ -1,0 +1,101 @@
+"""How values that go from stage to stage depend on the number of rows of a batch: sizes, and the shapes of tensors.
+
+forward                             for 4 rows      for 5 rows      found
+──────────────────────────────────────────────────────────────────────────────────────
+n = x.shape[0]                      4               5               RowSize(1)
+shape = h.flatten(0, 1).shape       (20, 16)        (25, 16)        (RowSize(5), None)
+h.flatten(0, 1)                     [20, 16]        [25, 16]        RowDim(0)
+torch.arange(n)                     [4]             [5]             RowDim(0, counted=True)
+torch.arange(x.shape[1])            [16]            [16]            None
+h.mean(0)                           [16]            [16]            UNSURE
+h @ h.T                             [4, 4]          [5, 5]          UNSURE
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
+
+import torch
+
+from pippy.ir.base.trees import children, leaves
+
+
+class _Unsure(Enum):
+    UNSURE = "unsure"
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+UNSURE: Final = _Unsure.UNSURE
+
+
+@dataclass(frozen=True)
+class RowSize:
+    """A number for each number of rows: ``each * rows + rest``."""
+
+    each: int
+    rest: int = 0
+
+
+@dataclass(frozen=True)
+class RowDim:
+    """The dimension of a tensor that has its rows, or as many values for each row.
+
+    ``counted``: it depends on the number of rows, and not on what they hold. For fewer rows it has the first of its values.
+    """
+
+    dim: int
+    counted: bool = False
+
+
+def compare_rows(first: Any, second: Any, rows: int, more: int, counted: bool) -> Any:
+    """What a value that is ``first`` for ``rows`` rows and ``second`` for ``more`` has of them: as above, for each part of it.
+
+    ``counted``: it does not depend on what the rows hold.
+
+    >>> compare_rows((20, 16), (25, 16), 4, 5, counted=True)
+    (RowSize(each=5, rest=0), None)
+    >>> compare_rows([torch.ones(2, 4), torch.ones(4)], [torch.ones(2, 5), torch.ones(4)], 4, 5, counted=False)
+    (RowDim(dim=1, counted=False), UNSURE)
+    """
+    ours, theirs = parts(first), parts(second)
+    if ours is not None:
+        if theirs is None or len(ours) != len(theirs):
+            return UNSURE
+        return tuple(compare_rows(*pair, rows, more, counted) for pair in zip(ours, theirs))
+    if isinstance(first, torch.Tensor):
+        return _compare_shapes(first, second, rows, more, counted) if isinstance(second, torch.Tensor) else UNSURE
+    if type(first) is int and type(second) is int and first != second:
+        each, left = divmod(second - first, more - rows)
+        return UNSURE if left else RowSize(each, first - each * rows)
+    same = type(first) is type(second) and (not isinstance(first, (int, float, str)) or first == second)
+    return None if same else UNSURE
+
+
+def _compare_shapes(first: torch.Tensor, second: torch.Tensor, rows: int, more: int, counted: bool) -> Any:
+    if first.dim() != second.dim():
+        return UNSURE
+    differing = [dim for dim, sizes in enumerate(zip(first.shape, second.shape)) if sizes[0] != sizes[1]]
+    if not differing:
+        return None if counted else UNSURE
+    dim = differing[0]
+    fits = len(differing) == 1 and first.shape[dim] % rows == 0 and first.shape[dim] * more == second.shape[dim] * rows
+    return RowDim(dim, counted) if fits else UNSURE
+
+
+def parts(value: Any) -> Sequence[Any] | None:
+    """The items of a container, or of a size; None if ``value`` is neither."""
+    return tuple(value) if isinstance(value, torch.Size) else children(value)
+
+
+def dims_of(found: Any, value: Any) -> Iterator[RowDim | _Unsure | None]:
+    """For each leaf of the value where its rows are, None if it has none."""
+    if isinstance(found, tuple) and children(value) is not None:
+        for each, item in zip(found, children(value) or ()):
+            yield from dims_of(each, item)
+    elif found is UNSURE:
+        yield from (UNSURE for _ in leaves(value))
+    else:
+        yield found if isinstance(found, RowDim) else None

@@ -1,0 +1,155 @@
+"""Binds the arguments of a call of a Pipe: those of the model's forward, and the target of the loss."""
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import fx
+
+from pippy.ir.base.brief import some
+from pippy.ir.base.errors import InputError
+from pippy.ir.base.placed_words import hints
+from pippy.ir.base.public_calls import misfits
+from pippy.ir.base.trees import describe
+from pippy.ir.call.guards import Guards
+
+
+class Callee(Protocol):
+    """What the arguments of a call are bound to: a Pipe, or a traced graph that will be one.
+
+    ``required_inputs`` names the inputs that must not be None; ``guards`` say what an example has fixed.
+    ``target_name`` is the name of the loss's target, or None.
+    """
+
+    signature: inspect.Signature
+    concrete_args: dict[str, Any]
+    required_inputs: tuple[str, ...]
+    guards: Guards
+    target_name: str | None
+
+    def placeholders(self) -> Sequence[fx.Node]: ...
+
+
+class Guarded(Protocol):
+    """What is right for some calls only: a Pipe."""
+
+    guards: Guards
+    target_name: str | None
+
+    def placeholders(self) -> Sequence[fx.Node]: ...
+
+
+def signature_of(pipe: Callee) -> inspect.Signature:
+    """The signature of the model's forward. The default of a concrete argument is its value, where Python allows a default."""
+    parameters = list(pipe.signature.parameters.values())
+    for index, parameter in enumerate(parameters):
+        last = parameter.kind is parameter.KEYWORD_ONLY or not any(map(_is_required, parameters[index + 1 :]))
+        if parameter.name in pipe.concrete_args and parameter.default is parameter.empty and last:
+            parameters[index] = parameter.replace(default=pipe.concrete_args[parameter.name])
+    return inspect.Signature(parameters)
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+
+
+def bind(pipe: Callee, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The value of each placeholder of the top-level graph, by the placeholder's name.
+
+    The target is a keyword argument, or the last positional one.
+    """
+    args, kwargs = list(args), dict(kwargs)
+    values: dict[str, Any] = {}
+    signature = signature_of(pipe)
+    if pipe.target_name is not None:
+        if pipe.target_name in kwargs:
+            values[pipe.target_name] = kwargs.pop(pipe.target_name)
+        elif args:
+            values[pipe.target_name] = args.pop()
+        else:
+            raise InputError(f"the loss's {pipe.target_name!r} is missing; call the Pipe as {_usage(pipe, signature)}")
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        given = [describe(value) for value in args] + [f"{name}={describe(value)}" for name, value in kwargs.items()]
+        what = misfits(signature, args, kwargs) or str(error)
+        unknown = [name for name in kwargs if name not in signature.parameters]
+        hinted = hints(unknown, [*signature.parameters, *([pipe.target_name] if pipe.target_name else [])])
+        what += f" ({hinted})" * bool(hinted)
+        raise InputError(
+            f"{what}; the Pipe is called as {_usage(pipe, signature)}, and was given ({', '.join(some(given))})"
+            + (f" before the target {describe(values[pipe.target_name])}" if pipe.target_name else "")
+            + _in_the_example(unknown if pipe.guards.kinds and not hinted else [])
+        ) from None
+    _check_unpacked(pipe, bound.arguments)
+    faults = [*_other_constants(pipe, bound.arguments)]
+    bound.apply_defaults()
+    faults += [*_missing_values(pipe, bound.arguments), *pipe.guards.other_kinds(bound.arguments, pipe.required_inputs)]
+    if faults:
+        raise InputError("\n".join(faults))
+    values.update(
+        {
+            node.name: bound.arguments[str(node.target).lstrip("*")]
+            for node in pipe.placeholders()
+            if node.name not in values
+        }
+    )
+    return values
+
+
+def _check_unpacked(pipe: Callee, arguments: Mapping[str, Any]) -> None:
+    """Refuse a dict of arguments, as a tokenizer gives, in the place of one of them."""
+    for name, kind in pipe.guards.kinds.items():
+        given = arguments.get(name)
+        if isinstance(given, Mapping) and name in given and any(kind.differences(given, name)):
+            raise InputError(
+                f"{name!r} is a {type(given).__name__} with {', '.join(some(map(repr, given)))}, and these are arguments "
+                "themselves; unpack it, as in pipe(**batch) and driver.run(chunks, **batch)"
+            )
+
+
+def _in_the_example(names: Sequence[str]) -> str:
+    shown = ", ".join(f"{name!r}: ..." for name in names[:3])
+    return f"; for a Pipe that takes it, give it in the example, too: example_kwargs={{..., {shown}}}" if names else ""
+
+
+def check_guards(pipe: Guarded, inputs: Mapping[str, Any]) -> None:
+    """Raise an `InputError` if the inputs of a micro-batch, by their placeholders' names, are not as the Pipe needs them."""
+    names = {node.name: str(node.target).lstrip("*") for node in pipe.placeholders() if node.name != pipe.target_name}
+    given = {names[name]: value for name, value in inputs.items() if name in names}
+    pipe.guards.check(given)
+
+
+def _missing_values(pipe: Callee, arguments: Mapping[str, Any]) -> Iterator[str]:
+    missing = [name for name in pipe.required_inputs if arguments.get(name) is None]
+    if missing:
+        fixed = ", ".join(f"{name!r}: None" for name in missing)
+        remedy = f"For a Pipe that runs without: pipeline(model, ..., concrete_args={{{fixed}}})"
+        if pipe.guards.kinds:
+            remedy = "Give it in this call, too, or call pipeline() with an example that leaves it out"
+        yield (
+            f"{', '.join(map(repr, missing))} is None, and forward does something else then; the model was traced as given it. "
+            f"{remedy}"
+        )
+
+
+def _other_constants(pipe: Callee, arguments: Mapping[str, Any]) -> Iterator[str]:
+    for name, fixed in pipe.concrete_args.items():
+        given = arguments.get(name, fixed)
+        if given is not fixed and not (isinstance(given, (bool, int, float, str)) and given == fixed):
+            left_out = _is_own_default(pipe, name) or (bool(pipe.guards.kinds) and fixed is None)
+            traced = f"without {name}" if _is_own_default(pipe, name) else f"with {name}={fixed!r}"
+            again = _in_the_example([name]) if left_out else "; trace it again to run it with another value"
+            yield f"{name!r} is {describe(given)}, but the model was traced {traced}{again}"
+
+
+def _is_own_default(pipe: Callee, name: str) -> bool:
+    """Whether a constant is a default of a class of the user's, which says that the argument is left out."""
+    fixed = pipe.concrete_args[name]
+    plain = fixed is None or isinstance(fixed, (bool, int, float, str))
+    return not plain and fixed is pipe.signature.parameters[name].default
+
+
+def _usage(pipe: Callee, signature: inspect.Signature) -> str:
+    names = [str(parameter) for parameter in signature.parameters.values()]
+    return f"pipe({', '.join([*names, *([pipe.target_name] if pipe.target_name else [])])})"

@@ -1,0 +1,275 @@
+"""What `is` says of traced values: the model is traced again with other things in place of stand-ins, and graphs are compared.
+
+    supposed (`suppositions.py`)     if the graph is another one then, forward asks, and
+    ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+    known values themselves          that graph is taken; what is fixed in it is checked in each run
+    inputs are one object            a call with one object for both is refused
+    None in place of a result        the result is checked in each run: it is not None
+    a result is its argument,        refused, with the line
+      other attributes
+    a flag is not its default        the flag is fixed
+
+Graphs are compared by what they compute with tensors: `x.dtype` is a node in one of them, and a constant in the other.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import zip_longest
+from typing import Any, Protocol
+
+import torch
+from torch import fx, nn
+
+from pippy.ir.base.errors import PippyError
+from pippy.ir.base.trees import tensors
+from pippy.ir.run.functions import check_not_none
+from pippy.ir.trace.arguments import Call
+from pippy.ir.trace.in_place import IN_PLACE
+from pippy.ir.trace.questions import asked
+from pippy.ir.trace.suppositions import (
+    CHECKS,
+    NOTHING,
+    POSSIBLE,
+    Asked,
+    Supposition,
+    is_of_pippy,
+    is_single,
+    may_be_none,
+    may_be_one,
+    origin,
+)
+from pippy.ir.trace.tracing_thread import not_tracing
+from pippy.ir.trace.values import UNKNOWN, Values
+
+_CHANGING = frozenset((*IN_PLACE, "setitem", "delitem"))
+
+
+class Recorded(Protocol):
+    """A graph that was recorded, with what is known of its values, and what was asked."""
+
+    graph: fx.Graph
+    values: Values
+    asked_by_name: Asked
+
+
+Trace = Callable[[Call], Any]
+
+
+@dataclass
+class Identities:
+    """What a model asks by `is`. ``different`` has pairs of inputs that must not be one object, ``one`` those that must be."""
+
+    recorded: Any
+    call: Call
+    trace: Trace
+    root: nn.Module
+    one: list[tuple[str, str]] = field(default_factory=list)
+    different: list[tuple[str, str]] = field(default_factory=list)
+
+    def find(self) -> None:
+        """Trace again as often as it takes. Afterwards ``recorded`` and ``call`` are those to go on with."""
+        known, same = self._has_known(), self._has_unknown()
+        inputs = frozenset(name for pair in self._pairs() for name in pair)
+        if (known or same or inputs) and self._differs(Supposition(known, same, inputs)):
+            if known:
+                self._suppose_known()
+            if inputs and self._differs(Supposition(known, inputs=inputs)):
+                self.different = list(self._pairs())
+            if same and (found := self._differs(Supposition(known, same=True))):
+                raise asked("forward() asks what a traced value is (is), which tracing cannot answer", found)
+        self._suppose_nothing()
+        self._suppose_attributes()
+
+    def fix_flags(self) -> None:
+        """Fix the inputs with a flag for their default for which forward does something else where it is the other one."""
+        for name, value in self.call.given.items():
+            if type(value) is bool and not self.call.is_example:
+                given = {**self.call.given, name: not value}
+                if self._differs(Supposition(known=True), Call(**{**vars(self.call), "given": given})):
+                    node = next(each for each in self._inputs() if each.target == name)
+                    self.recorded.values.fix(node, value).meta["added"] = True
+
+    def _inputs(self) -> list[fx.Node]:
+        return list(self.recorded.graph.find_nodes(op="placeholder"))
+
+    def _has_known(self) -> bool:
+        values, nodes = self.recorded.values, list(self.recorded.graph.nodes)
+        known = Supposition(known=True)
+        return any(is_single(node, values) or origin(node, known, values) is not node for node in nodes)
+
+    def _has_unknown(self) -> bool:
+        values, same = self.recorded.values, Supposition(same=True)
+        return any(origin(node, same, values) is not node for node in self.recorded.graph.nodes)
+
+    def _pairs(self) -> Iterator[tuple[str, str]]:
+        nodes = self._inputs()
+        for at, node in enumerate(nodes):
+            for other in nodes[at + 1 :]:
+                if may_be_one(node, other, self.recorded.values):
+                    yield str(node.target), str(other.target)
+
+    def _suppose_known(self) -> None:
+        supposition = Supposition(known=True)
+        call = Call(**{**vars(self.call), "supposition": supposition})
+        found = self.trace(call)
+        if _first_difference(self.recorded, found, supposition) is None or not self._repeats:
+            return
+        self.recorded, self.call = found, call
+        values, nodes = found.values, self._inputs()
+        for node in nodes:
+            first = origin(node, supposition, values)
+            if first is not node:
+                self.one.append((str(first.target), str(node.target)))
+
+    def _suppose_nothing(self) -> None:
+        """Have each result checked for which forward does something else if it is None. Others may be None."""
+        names = [node.name for node in self.recorded.graph.nodes if self._may_be_none(node)]
+        if not names or not self._differs_with_nothing(names):
+            return
+        alone = [name for name in names if len(names) == 1 or self._differs_with_nothing([name])]
+        for node in list(self.recorded.graph.nodes):
+            if node.name in (alone or names):
+                with self.recorded.graph.inserting_after(node):
+                    made = self.recorded.graph.call_function(check_not_none, (node,))
+                made.meta.update(node.meta, added=True)
+
+    def _differs_with_nothing(self, names: list[str]) -> bool:
+        return self._differs(Supposition(self.call.supposition.known, nothing=frozenset(names))) is not None
+
+    def _may_be_none(self, node: fx.Node) -> bool:
+        is_unknown = self.recorded.values.of(node) is UNKNOWN and not any(map(_needs_value, node.users, [node] * 99))
+        return is_unknown and node.op not in ("placeholder", "output", "get_attr") and may_be_none(node, self.root)
+
+    def _suppose_attributes(self) -> None:
+        names = [name for name in self.recorded.asked_by_name.attributes if name in POSSIBLE]
+        for turn in range(max((len(POSSIBLE[name]) for name in names), default=0)):
+            found = self._differs(Supposition(self.call.supposition.known, turn=turn), ignoring_errors=True)
+            if found is not None:
+                what = " or ".join(f".{name}" for name in sorted(names))
+                raise asked(f"forward() asks what {what} of a traced value is, which tracing cannot answer", found)
+
+    def _differs(self, supposition: Supposition, call: Call | None = None, ignoring_errors: bool = False) -> Any:
+        """The first node that differs if something is supposed, or why it cannot be traced then; None if none does."""
+        try:
+            other = self.trace(Call(**{**vars(call or self.call), "supposition": supposition}))
+        except PippyError as error:
+            return None if ignoring_errors else error
+        found = _first_difference(self.recorded, other, supposition)
+        return found if found is not None and self._repeats else None
+
+    @cached_property
+    def _repeats(self) -> bool:
+        """Whether another trace gives the same graph if nothing else is supposed: not if forward reads a clock."""
+        supposition = self.call.supposition
+        return _first_difference(self.recorded, self.trace(self.call), supposition) is None
+
+
+def _needs_value(user: fx.Node, value: fx.Node) -> bool:
+    """Whether an operation fails by itself if ``value`` is None."""
+    if not user.args or user.args[0] is not value or user.target in CHECKS:
+        return False
+    home = getattr(user.target, "__module__", None) or ""
+    return user.op in ("call_method", "call_module") or home.partition(".")[0] in ("torch", "_operator", "builtins", "")
+
+
+def _first_difference(recorded: Any, other: Any, supposition: Supposition) -> fx.Node | None:
+    pairs = zip_longest(_View(recorded, supposition).rows(), _View(other, supposition).rows())
+    for (node, row), (counterpart, other_row) in (
+        (mine or (None, None), theirs or (None, None)) for mine, theirs in pairs
+    ):
+        if not _is_alike(row, other_row):
+            return node if node is not None else counterpart
+    return None
+
+
+def _is_alike(mine: Any, other: Any) -> bool:
+    if type(mine) is not type(other):
+        return False
+    if isinstance(mine, (tuple, list)):
+        return len(mine) == len(other) and all(map(_is_alike, mine, other))
+    if isinstance(mine, dict):
+        return mine.keys() == other.keys() and all(_is_alike(value, other[key]) for key, value in mine.items())
+    if isinstance(mine, torch.Tensor):
+        return mine is other
+    return mine is other or bool(mine == other) or repr(mine) == repr(other) == "nan"
+
+
+@dataclass(frozen=True)
+class _At:
+    """What stands for a node in a row: its place among the rows, or its name."""
+
+    place: int | str
+
+
+class _View:
+    """What a graph computes with tensors, as rows that can be compared with those of another."""
+
+    def __init__(self, recorded: Any, supposition: Supposition) -> None:
+        self.graph, self.values, self.supposition = recorded.graph, recorded.values, supposition
+        self.places: dict[fx.Node, _At] = {}
+        self.constants: dict[fx.Node, Any] = {}
+
+    def rows(self) -> Iterator[tuple[fx.Node, Any]]:
+        """A row for each node that computes something, in order."""
+        for node in self.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self.places[node] = _At(f"{node.op} {node.target}")
+            if self._constant(node) is not NOTHING and not self._is_call(node):
+                continue
+            if node.op in ("placeholder", "get_attr") or is_of_pippy(node):
+                continue
+            self.places[node] = _At(len(self.places))
+            called = node.op, node.target, node.meta.get("no_grad")
+            yield node, (*called, self._argument(node.args), self._argument(node.kwargs))
+
+    def _is_call(self, node: fx.Node) -> bool:
+        name = getattr(node.target, "__name__", str(node.target))
+        return node.op in ("call_module", "output") or name in _CHANGING
+
+    def _constant(self, node: fx.Node) -> Any:
+        """The value of a node that is no tensor, as far as it is known or supposed."""
+        if node not in self.constants:
+            self.constants[node] = self._find(node)
+        return self.constants[node]
+
+    def _find(self, node: fx.Node) -> Any:
+        if node.name in self.supposition.nothing:
+            return None
+        value = self.values.of(node)
+        if value is not UNKNOWN:
+            return NOTHING if any(True for _ in tensors(value)) or node.op == "get_attr" else value
+        if getattr(node.target, "__name__", "") == "getattr":
+            supposed = self.supposition.of_attribute(str(node.args[1]))
+            if supposed is not NOTHING:
+                return supposed
+        return self._compute(node)
+
+    def _compute(self, node: fx.Node) -> Any:
+        """What a function gives for constants that are supposed."""
+        given = node.all_input_nodes
+        if node.op != "call_function" or not given or any(self._constant(each) is NOTHING for each in given):
+            return NOTHING
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._constant)
+        try:
+            with not_tracing():
+                value = node.target(*args, **kwargs)  # type: ignore[operator]
+        except Exception:  # what the function raises for what is supposed
+            return NOTHING
+        return NOTHING if any(True for _ in tensors(value)) else value
+
+    def _argument(self, argument: Any) -> Any:
+        match argument:
+            case fx.Node():
+                constant = self._constant(argument)
+                if constant is not NOTHING:
+                    return constant
+                first = origin(argument, self.supposition, self.values)
+                return self.places.get(first, _At(first.name))
+            case tuple() | list():
+                return tuple(map(self._argument, argument))
+            case dict():
+                return {key: self._argument(item) for key, item in argument.items()}
+            case slice():
+                return tuple(map(self._argument, (argument.start, argument.stop, argument.step)))
+        return argument

@@ -1,0 +1,71 @@
+"""What forward may ask of a traced value, and who answers. Nothing is read from bytecode.
+
+asked                                  with an example                        without
+────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+isinstance, x.__class__, case Name():  the class of the fake value            as for a tensor, checked in each run
+hasattr, getattr with a default        the fake value                         the same
+type(x), callable(x)                   the fake value                         refused
+case [a, b], case {"a": b}             the fake value                         refused: len(x) is unknown
+a key of a dict or a set               the fake value                         refused; no size is one at the first try
+assert x                               recorded, if one answer leads to an AssertionError (`Trials`)
+x is y                                 traced again with values in place of stand-ins, and compared (`identities.py`)
+a, b = x                               the fake value                         torch.fx counts
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import fx
+
+from pippy.ir.base import source
+from pippy.ir.base.errors import TracingError
+from pippy.ir.run import repeated_forward
+from pippy.ir.trace.refusals import refused
+from pippy.ir.trace.tracing_thread import patched_here
+
+_ADVICE = (
+    "What to do: give example_args or example_kwargs, so that values are known; or, if it is an argument, pass it as a "
+    "constant with concrete_args={...}; or ask with isinstance(x, torch.Tensor); or move this code into a module of its "
+    "own and keep it whole with a tracer whose is_leaf_module says True for it"
+)
+_MODES = frozenset((torch.is_grad_enabled, torch.is_inference_mode_enabled, torch.is_autocast_enabled))
+
+
+def check_not_asked_for_mode(function: Any, frame: FrameType) -> None:
+    """Raise if the user's code asks for a mode of torch that another call of the Pipe may have."""
+    if function in _MODES and source.is_users(frame.f_code.co_filename) and torch.is_grad_enabled():
+        raise asked(
+            f"forward() calls torch.{function.__name__}(), which tracing would answer once for every run", frame
+        )
+
+
+@contextmanager
+def refusing_to_say_what_runs() -> Iterator[None]:
+    """A context in which `is_checkpointing` and `is_recomputing` raise a `TracingError`."""
+
+    def refuse(what: str) -> bool:
+        raise asked(
+            f"forward() calls pippy.is_{what}(), which tracing would answer once for every run", sys._getframe(1)
+        )
+
+    with patched_here(repeated_forward, "is_now", refuse):
+        yield
+
+
+def refused_question(what: str) -> TracingError:
+    """The error for a question that tracing cannot answer, on the user's line."""
+    return asked(f"forward() asks what a traced value is ({what}), which tracing cannot answer", sys._getframe(1))
+
+
+def asked(what: str, where: FrameType | fx.Node | Exception | None) -> TracingError:
+    """The error for a question on the user's line below a frame, at a node, or of another error."""
+    if isinstance(where, Exception):
+        found = getattr(where, "source", None)
+    else:
+        found = source.of_node(where) if isinstance(where, fx.Node) else source.of_frame(where)
+    line = f":\n{found.excerpt()}\n" if found else "; "
+    return refused(TracingError(f"{what}{line}{_ADVICE}"))

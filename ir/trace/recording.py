@@ -1,0 +1,307 @@
+"""Records what plain torch.fx does not record while it traces. Each row is a graph that would silently be another model.
+
+in forward                              plain torch.fx                      here
+──────────────────────────────────────────────────────────────────────────────────────────────────────
+torch.arange(n), torch.rand(3),         runs it once, and keeps the         a node
+  self.weight.norm()                      result as a constant
+torch.distributions                     fails, as they ask for numbers      a node that asks (`distributions.py`)
+an autograd.Function                    traces its forward, and             a node (`AutogradFunction`)
+                                          forgets its backward
+a function of torch.jit.script          fails, as it takes no proxies       a node (`ScriptedFunction`)
+a function that torch.func transforms   fails, as it takes no proxies       a node (`TransformedFunction`)
+a compiled module or function           fails                               what is inside
+with torch.no_grad():                   does not see it                     a mark on each node in it
+torch.utils.checkpoint                  traces through it, or loses it      a node before and one after it
+with torch.autocast(...), and all       does not see it                     refused
+  others of `pippy.ir.base.surroundings`
+torch._check(x.all().item())            refuses it                          an assertion
+random.random()                         keeps the number                    refused (`random_draws.py`)
+"""
+
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import fx, nn
+
+from pippy.ir.base import source
+from pippy.ir.base.compiled_modules import following_compiled
+from pippy.ir.base.errors import TracingError
+from pippy.ir.base.surroundings import ChangesInForward, OwnFunctionMode, device_contexts
+from pippy.ir.run.scripted_functions import ScriptedFunction
+from pippy.ir.trace.c_calls import watching_c_calls
+from pippy.ir.trace.checkpointing import record_reentrant, recording_checkpoints
+from pippy.ir.trace.classes import answer_in, answering_classes
+from pippy.ir.trace.distributions import recording_distributions
+from pippy.ir.trace.function_transforms import recording_transforms
+from pippy.ir.trace.in_place import IN_PLACE
+from pippy.ir.trace.own_tensors import letting_proxies_be_tensors
+from pippy.ir.trace.proxies import RecordingProxy, made_in_forward, suit_value, with_in_place_operators
+from pippy.ir.trace.questions import check_not_asked_for_mode, refusing_to_say_what_runs
+from pippy.ir.trace.random_draws import check_no_draw, refusing_numpys_draws
+from pippy.ir.trace.refusals import refused
+from pippy.ir.trace.replaced import replaced
+from pippy.ir.trace.tracing_thread import class_method, method_patched_here, patched_here
+from pippy.ir.trace.transformers import tracing_transformers
+from pippy.ir.trace.values import UNKNOWN, value_of
+
+# These are answered at once: a forward may branch on what they say of a parameter.
+_QUERIES = frozenset(
+    """__format__ __get__ __hash__ __len__ __repr__ data_ptr dim element_size get_device is_complex is_conj is_contiguous
+    is_floating_point is_inference is_neg is_pinned is_shared is_signed nelement numel size storage_offset stride
+    untyped_storage""".split()
+)
+# These make a tensor of given numbers, so the result is a constant if no proxy is among the numbers.
+_CONSTANTS = frozenset((torch.tensor, torch.as_tensor, torch.from_numpy, torch.asarray))
+# These are no queries of a tensor, though their names begin as those do.
+_OPERATORS = frozenset((*(f"__{name}__" for name in IN_PLACE), "__setitem__"))
+_REVERSED = frozenset("__rsub__ __rdiv__ __rtruediv__ __rfloordiv__ __rmod__ __rpow__ __rmatmul__".split())
+# The C parsers of these functions refuse a proxy among the sizes, or in place of the dtype.
+_TAKING_SIZES = """arange as_tensor empty eye finfo full iinfo linspace logspace ones rand randint randn randperm tensor
+    tril_indices triu_indices zeros""".split()
+# These check what they are given as no proxy can be checked.
+_WHOLE = ("pack_padded_sequence", "pad_packed_sequence", "pack_sequence", "unpack_sequence")
+
+
+class AutogradFunction:
+    """The `apply` of a custom autograd function, in a form that a graph can call."""
+
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        self.function = function
+        self.__name__ = self.__qualname__ = function.__name__
+        self.__module__ = function.__module__
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function.apply(*args)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AutogradFunction) and self.function is other.function
+
+    def __hash__(self) -> int:
+        return hash(self.function)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return AutogradFunction, (self.function,)
+
+
+def _is_tensor(value: Any) -> bool:
+    if issubclass(type(value), fx.Proxy):
+        known = value_of(value)
+        return known is UNKNOWN or isinstance(known, torch.Tensor)
+    return isinstance(value, torch.Tensor)
+
+
+@contextmanager
+def recording(tracer: fx.Tracer, model: nn.Module) -> Iterator[None]:
+    """A context in which ``tracer`` records of ``model`` what the table above says."""
+    with ExitStack() as stack:
+        stack.enter_context(method_patched_here(torch.autograd.Function, "apply", _recorded_apply(tracer)))
+        stack.enter_context(method_patched_here(torch.jit.ScriptFunction, "__call__", _recorded_scripted(tracer)))
+        stack.enter_context(method_patched_here(torch.autocast, "__enter__", _refuse_autocast))
+        stack.enter_context(following_compiled())
+        stack.enter_context(recording_checkpoints(tracer))
+        stack.enter_context(tracing_transformers(tracer))
+        stack.enter_context(patched_here(torch, "is_tensor", _is_tensor))
+        stack.enter_context(recording_distributions(tracer))
+        stack.enter_context(letting_proxies_be_tensors())
+        stack.enter_context(patched_here(torch, "_check_with", _recorded_check(tracer)))
+        for name in _TAKING_SIZES:
+            stack.enter_context(patched_here(torch, name, _given_proxies(tracer, getattr(torch, name))))
+        for name in _WHOLE:
+            function = getattr(nn.utils.rnn, name)
+            tracer._autowrap_function_ids.add(id(function))  # for the names of the user's modules
+            stack.enter_context(patched_here(nn.utils.rnn, name, _given_proxies(tracer, function)))
+        stack.enter_context(_annotated_nodes(tracer))
+        stack.enter_context(recording_transforms(tracer))
+        stack.enter_context(_recording_proxies(tracer))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(_RecordUntraced(tracer))
+        stack.enter_context(_refusing_values(tracer))
+        stack.enter_context(refusing_numpys_draws(model))
+        stack.enter_context(refusing_to_say_what_runs())
+        stack.enter_context(answering_classes())
+        stack.enter_context(watching_c_calls(_check_call, tracer, answer_in))
+        yield
+
+
+def _check_call(function: Any, frame: FrameType) -> None:
+    check_no_draw(function, frame)
+    check_not_asked_for_mode(function, frame)
+
+
+@contextmanager
+def _recording_proxies(tracer: fx.Tracer) -> Iterator[None]:
+    """The proxies of a plain ``tracer`` are ours, and those of its own class record in-place operators."""
+    made_in_forward(tracer).clear()
+    plain, make = type(tracer).proxy is fx.proxy.TracerBase.proxy, tracer.proxy
+
+    def proxy(node: fx.Node) -> fx.Proxy:
+        return RecordingProxy(node, tracer) if plain else with_in_place_operators(make(node))
+
+    create_proxy = tracer.create_proxy
+
+    def create(*args: Any, **kwargs: Any) -> Any:
+        made = create_proxy(*args, **kwargs)
+        suit_value(made)
+        return made
+
+    try:
+        with replaced(tracer, "proxy", proxy), replaced(tracer, "create_proxy", create):
+            yield
+    finally:
+        made_in_forward(tracer).clear()
+
+
+@contextmanager
+def _refusing_values(tracer: fx.Tracer) -> Iterator[None]:
+    """What ``tracer`` refuses to say of a value stays refused, also if forward catches the error."""
+
+    def refusing(answer: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(proxy: fx.Proxy) -> Any:
+            try:
+                return answer(proxy)
+            except Exception as error:
+                refused(error)
+                raise
+
+        return ask
+
+    with (
+        replaced(tracer, "to_bool", refusing(tracer.to_bool)),
+        replaced(tracer, "iter", refusing(tracer.iter)),
+    ):
+        yield
+
+
+def _given_proxies(tracer: fx.Tracer, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, which refuses proxies, in a form that records a call with proxies."""
+
+    before = len(device_contexts())
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        if any(map(_holds_proxy, (*args, *kwargs.values()))):
+            if len(device_contexts()) != before:
+                raise _lost("a default device", sys._getframe(1), "the device in the call")
+            return tracer.create_proxy("call_function", function, args, kwargs)
+        return function(*args, **kwargs)
+
+    return record
+
+
+def _recorded_check(tracer: fx.Tracer) -> Callable[..., None]:
+    """`torch._check` and its like, which end here, where the condition is a number that tracing does not know."""
+    original = torch._check_with
+
+    def check(error_type: type[Exception], condition: Any, message: Any) -> None:
+        if issubclass(type(condition), fx.Proxy):
+            text = f"{error_type.__name__} in forward" if message is None else str(message())
+            tracer.create_proxy("call_function", torch._assert, (condition, text), {})
+        else:
+            original(error_type, condition, message)
+
+    return check
+
+
+def _holds_proxy(value: Any) -> bool:
+    if isinstance(value, (tuple, list)) and not issubclass(type(value), fx.Proxy):
+        return any(map(_holds_proxy, value))
+    if isinstance(value, slice):
+        return any(map(_holds_proxy, (value.start, value.stop, value.step)))
+    return issubclass(type(value), fx.Proxy)
+
+
+class _RecordUntraced(OwnFunctionMode):
+    """Records operations that no proxy takes part in: on new tensors, and on parameters and buffers."""
+
+    def __init__(self, tracer: fx.Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if function in _CONSTANTS:
+            return self._constant(function(*args, **(kwargs or {})), args)
+        if name == "__getitem__" and _holds_proxy(args[1]):
+            return self.tracer.create_proxy("call_function", operator.getitem, args, {})
+        if name in _OPERATORS:
+            return self.tracer.create_proxy("call_function", getattr(operator, name), args, {})
+        if (
+            name in _QUERIES
+            or (name.startswith("_") and name not in _REVERSED and not name.startswith("_foreach_"))
+            or any(issubclass(each, fx.Proxy) for each in types)
+        ):
+            return function(*args, **(kwargs or {}))
+        if getattr(torch.Tensor, name, None) is function:
+            return self.tracer.create_proxy("call_method", name, args, kwargs or {})
+        return self.tracer.create_proxy("call_function", function, args, kwargs or {})
+
+    def _constant(self, made: Any, args: Any) -> Any:
+        if isinstance(made, torch.Tensor) and not any(made is given for given in args):
+            made_in_forward(self.tracer).append(made)
+        return made
+
+
+def _recorded_apply(tracer: fx.Tracer) -> Callable[..., Any]:
+    original = class_method(torch.autograd.Function.__dict__["apply"])
+
+    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        if cls is torch.utils.checkpoint.CheckpointFunction:
+            return record_reentrant(tracer, *args)
+        if cls.__module__.startswith("torch."):
+            return original(cls, *args, **kwargs)
+        return tracer.create_proxy("call_function", AutogradFunction(cls), args, kwargs)
+
+    return apply
+
+
+def _recorded_scripted(tracer: fx.Tracer) -> Callable[..., Any]:
+    original = torch.jit.ScriptFunction.__call__
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if not any(map(_holds_proxy, (*args, *kwargs.values()))):
+            return original(function, *args, **kwargs)
+        name = str(function.qualified_name).rpartition(".")[2]
+        return tracer.create_proxy("call_function", ScriptedFunction(function, name), args, kwargs)
+
+    return call
+
+
+def _lost(what: str, frame: FrameType, remedy: str = "") -> TracingError:
+    where = source.of_frame(frame)
+    line = f"\n{where.excerpt()}" if where else ""
+    return refused(
+        TracingError(
+            f"forward enters or sets {what}, and a traced graph would lose it; do so around the call of the Pipe, or move "
+            f"the region into a module that the tracer treats as a leaf{f', or write {remedy}' if remedy else ''}{line}"
+        )
+    )
+
+
+def _refuse_autocast(_: Any) -> None:
+    raise _lost("torch.autocast", sys._getframe(1), "x.to(dtype)")
+
+
+@contextmanager
+def _annotated_nodes(tracer: fx.Tracer) -> Iterator[None]:
+    """Write into each new node its source line, its module, and whether gradients were off."""
+    create_node, inference, changes = tracer.create_node, torch.is_inference_mode_enabled(), ChangesInForward()
+
+    def create(*args: Any, **kwargs: Any) -> fx.Node:
+        if inference != torch.is_inference_mode_enabled():
+            raise _lost("torch.inference_mode", sys._getframe(1), "torch.no_grad()")
+        if changed := changes.found():
+            raise _lost(", ".join(changed), sys._getframe(1))
+        node = create_node(*args, **kwargs)
+        node.meta["source"] = source.of_frame(sys._getframe(1))
+        node.meta["module_path"] = tracer.scope.module_path
+        if not torch.is_grad_enabled():
+            node.meta["no_grad"] = True
+        return node
+
+    with replaced(tracer, "create_node", create):
+        yield

@@ -1,0 +1,161 @@
+"""Tracing and measuring run the user's forward. Afterwards, the model has the attributes that it had before."""
+
+import copy
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pippy.ir.base import source
+from pippy.ir.trace.in_place import is_changed_in_place
+
+_OF_TRACING = ("_tensor_constant", "_tensor_from_outside")  # what the tracer sets on the model
+_TABLES = ("_parameters", "_buffers", "_modules")
+_CONTAINERS = (list, dict, set, OrderedDict)  # the last holds hooks
+
+
+class Attributes:
+    """The attributes that the modules of a model have."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._before = {
+            path: (module, _attributes(module))
+            for path, module in model.named_modules()
+            if not isinstance(module, torch.jit.ScriptModule)
+        }
+        # A forward may write into them: a model of Hugging Face notes in its config what kind of problem it solves.
+        self._objects = [(each, dict(vars(each))) for each in _plain_objects(model)]
+
+    def get(self, target: str, default: Any) -> Any:
+        """The attribute that a dotted name stood for, which forward may have assigned since."""
+        path, _, name = target.rpartition(".")
+        tables = self._before[path][1].tables.values() if path in self._before else ()
+        return next((table[name] for table in tables if name in table), default)
+
+    def restore(self, within: str = "") -> list[str]:
+        """Give the modules below a path their attributes again. Returns the names of those that had changed."""
+        inside = {
+            path: each for path, each in self._before.items() if within in ("", path) or path.startswith(f"{within}.")
+        }
+        for each, attributes in self._objects:
+            if vars(each) != attributes:
+                vars(each).clear()
+                vars(each).update(attributes)
+        return [f"{path}.{name}".lstrip(".") for path, each in inside.items() for name in _restore(*each)]
+
+
+def _plain_objects(model: nn.Module) -> list[Any]:
+    """The objects with attributes that modules hold directly: their configurations."""
+    found = {
+        id(value): value
+        for module in model.modules()
+        for value in vars(module).values()
+        if type(getattr(value, "__dict__", None)) is dict and not isinstance(value, (nn.Module, torch.Tensor, type))
+    }
+    return [value for value in found.values() if not callable(value)]
+
+
+@contextmanager
+def restoring_attributes(model: nn.Module, silent: bool = False) -> Iterator[Attributes]:
+    """A context after which every module of ``model`` has its attributes again.
+
+    Warns, unless ``silent``, of attributes that were set inside.
+    """
+    attributes = Attributes(model)
+    try:
+        yield attributes
+    finally:
+        changed = attributes.restore()
+    if changed and not silent:
+        source.warn(
+            f"forward() sets {', '.join(changed)} on the model; a pipeline's stages do not set attributes, so it stays "
+            "as it was. Return the value, or keep it in a buffer that is changed in place"
+        )
+
+
+@dataclass
+class _Attributes:
+    """The attributes of a module.
+
+    ``tables`` has its parameters, buffers and modules by the names of those dictionaries, and all other attributes under
+    the empty name. ``contents`` has copies of the attributes that are lists, dicts or sets.
+    """
+
+    tables: dict[str, dict[str, Any]]
+    contents: dict[str, Any]
+
+
+def _attributes(module: nn.Module) -> _Attributes:
+    plain = {name: value for name, value in module.__dict__.items() if name not in _TABLES}
+    contents = {name: copy.copy(value) for name, value in plain.items() if type(value) in _CONTAINERS}
+    return _Attributes({"": plain, **{table: dict(module.__dict__[table]) for table in _TABLES}}, contents)
+
+
+def _restore(module: nn.Module, before: _Attributes) -> list[str]:
+    """Set a module's attributes to those of ``before``, and give the names of those that had changed."""
+    changed = _restore_contents(before)
+    is_of_torch = type(module).__module__.startswith("torch.nn.")  # what it keeps of its own is set when it runs
+    for table, old in before.tables.items():
+        now = module.__dict__ if table == "" else module.__dict__[table]
+        names = [name for name in now if not (table == "" and name in _TABLES)]
+        stale = [name for name in names if name not in old or now[name] is not old[name]]
+        # `self.count += 1` changes a buffer in place, which is recorded, and then assigns the result. Tracing refuses
+        # any other assignment to a buffer. `torch.export` puts copies in place of containers.
+        changed += [
+            name
+            for name in stale
+            if not name.startswith(_OF_TRACING)
+            and table != "_buffers"
+            and not _holds_the_same(now[name], old.get(name))
+        ]
+        if table == "":
+            for name in stale:
+                del now[name]
+            now.update(old)
+        elif stale:  # this also restores the order
+            now.clear()
+            now.update(old)
+    return [] if is_of_torch else changed
+
+
+def _holds_the_same(value: Any, other: Any) -> bool:
+    """Whether two containers have the same objects in them."""
+    if value is other:
+        return True
+    if type(value) is not type(other):
+        return False
+    if type(value) is dict:
+        return list(value) == list(other) and all(map(_holds_the_same, value.values(), other.values()))
+    if type(value) in (list, tuple):
+        return len(value) == len(other) and all(map(_holds_the_same, value, other))
+    return type(value) in (set, str) and value == other
+
+
+def _restore_contents(before: _Attributes) -> list[str]:
+    changed = []
+    for name, old in before.contents.items():
+        now = before.tables[""][name]
+        if _identities(now) != _identities(old):
+            if _identities(now) != _identities(old, now):
+                changed.append(name)
+            now.clear()
+            now.extend(old) if isinstance(now, list) else now.update(old)
+    return changed
+
+
+def _identities(container: Any, later: Any = ()) -> Any:
+    """What is in a container. Of what `self.seen[0] += 1` has replaced in ``later`` by its result: that result."""
+    if isinstance(container, dict):
+        return [(key, id(_in_place(value, later and later.get(key)))) for key, value in container.items()]
+    if isinstance(container, list):
+        return [id(_in_place(*pair)) for pair in itertools.zip_longest(container, later)]
+    return {id(value) for value in container}
+
+
+def _in_place(value: Any, later: Any) -> Any:
+    return later if isinstance(value, torch.Tensor) and is_changed_in_place(later) else value

@@ -1,0 +1,438 @@
+"""Tracing: from an `nn.Module` to a marked graph, which has the model's operations and a `pipe_split` node for each cut."""
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from pippy.ir.base import source
+from pippy.ir.base.errors import MarkError, PippyError, TracingError
+from pippy.ir.base.marks import (
+    SplitPoint,
+    annotated_modules,
+    has_marks_inside,
+    pipe_split,
+    recording_splits,
+    split_points,
+)
+from pippy.ir.base.modes import Modes
+from pippy.ir.base.names import named_state
+from pippy.ir.call.asked import Asked
+from pippy.ir.call.guards import Guards
+from pippy.ir.call.kinds import kind_of
+from pippy.ir.trace.arguments import (
+    Call,
+    Example,
+    call_of,
+    calling_forward,
+    drop_concrete_inputs,
+    nullable_inputs,
+    optional_inputs,
+)
+from pippy.ir.trace.asked_of_inputs import asked_of
+from pippy.ir.trace.assigned_buffers import finish_assigned, record_assigned, varying_with_rows
+from pippy.ir.trace.attributes import lookup_attribute
+from pippy.ir.trace.checkpointing import finish_parts
+from pippy.ir.trace.compare_graphs import Recorded, first_difference, paths_that_differ
+from pippy.ir.trace.identities import Identities
+from pippy.ir.trace.kept_whole import KeptWhole
+from pippy.ir.trace.left_as_it_was import tracing
+from pippy.ir.trace.own_tensors import OwnTensors
+from pippy.ir.trace.recording import recording
+from pippy.ir.trace.refusals import raising_refusals, refused
+from pippy.ir.trace.replaced import replaced
+from pippy.ir.trace.restore_attributes import Attributes, restoring_attributes
+from pippy.ir.trace.suppositions import Asked as AskedByIs
+from pippy.ir.trace.suppositions import supposing
+from pippy.ir.trace.tracer import PipeTracer
+from pippy.ir.trace.training_flag import Setting, flags_after_train, follow_training, recording_training_reads
+from pippy.ir.trace.untraceable import check_model, explained
+from pippy.ir.trace.users_caches import forgetting_one_trace
+from pippy.ir.trace.values import Values, find_row_sizes, knowing_values, none_if_known, note_missing_gradients
+
+
+@dataclass
+class Traced:
+    """A marked graph, and what the names in it stand for.
+
+    ``attributes`` has the value of each target of a `get_attr` or `call_module` node. ``required_inputs`` names
+    the inputs that must not be None, because forward does something else without them. ``balanced`` is True if a pass has
+    placed the marks, or has decided that there are none. ``guards`` say what is fixed. ``kept_whole`` has the
+    reason for each module that the graph calls because it could not be traced; ``another_front_end_may`` is True if there are
+    such, and all of them could be traced otherwise. ``differing`` has the paths of modules that call something else in the
+    other mode.
+    """
+
+    model: nn.Module
+    graph: fx.Graph
+    attributes: dict[str, Any] = field(default_factory=dict)
+    concrete_args: dict[str, Any] = field(default_factory=dict)
+    required_inputs: tuple[str, ...] = ()
+    signature: inspect.Signature = field(default_factory=inspect.Signature)
+    modes: Modes = field(default_factory=Modes)
+    balanced: bool = False
+    guards: Guards = field(default_factory=Guards)
+    kept_whole: dict[str, str] = field(default_factory=dict)
+    differing: set[str] = field(default_factory=set)
+    another_front_end_may: bool = False
+
+    def recorded(self) -> Recorded:
+        """The graph with its names, for a comparison."""
+        return Recorded(self.graph, self.attributes)
+
+
+TracerLike = fx.Tracer | Callable[[], fx.Tracer]
+
+
+def trace(
+    model: nn.Module,
+    tracer: TracerLike | None = None,
+    concrete_args: Mapping[str, Any] | None = None,
+    example: Example | None = None,
+) -> Traced:
+    """Trace ``model`` into a marked graph. The model keeps its attributes and its training flags.
+
+    With an example, Python may ask for sizes (`values.py`).
+    """
+    check_model(model)
+    call = call_of(model, concrete_args, example)
+    with tracing(model):
+        return _trace(model, tracer, call)
+
+
+def trace_call(model: nn.Module, call: Call) -> Traced:
+    """Trace one call, with the training flags that the model has now; the graph follows no others."""
+    check_model(model)
+    with tracing(model), recording_training_reads(), restoring_attributes(model, silent=True) as before:
+        recorded = _record(model, tracer_of(None), call, before)
+        finish_assigned(recorded.graph)
+        return Traced(model, recorded.graph, recorded.attributes, call.concrete, signature=call.signature)
+
+
+def _trace(
+    model: nn.Module, tracer: TracerLike | None, call: Call, kept_whole: Mapping[str, str] | None = None
+) -> Traced:
+    with recording_training_reads() as reads, restoring_attributes(model) as before:
+        recorded = _record(model, tracer_of(tracer), call, before, kept_whole)
+        recorded, call, identities = _answer_identities(model, tracer, call, before, recorded)
+        finish_assigned(recorded.graph)
+        attributes = recorded.attributes
+    if call.is_example:
+        find_row_sizes(recorded.values, recorded.graph, attributes)
+        if varying := _kept_for_their_buffers(model, recorded.graph):
+            return _trace(model, tracer, call, {**recorded.kept_whole.reasons, **varying})
+        note_missing_gradients(recorded.values, recorded.graph)
+    traced = Traced(model, recorded.graph, attributes, call.concrete, signature=call.signature)
+    traced.kept_whole = recorded.kept_whole.reasons
+    traced.another_front_end_may = bool(traced.kept_whole) and recorded.kept_whole.another_front_end_may
+    kinds = {name: kind_of(value) for name, value in call.given.items()} if call.is_example else {}
+    flags = {} if call.is_example else {name: value for name, value in call.given.items() if type(value) is bool}
+    traced.guards = Guards(
+        kinds, recorded.asked, one=tuple(identities.one), different=tuple(identities.different), flags=flags
+    )
+    traced.required_inputs = tuple(call.given) if call.is_example else _find_required_inputs(traced, tracer)
+    traced.modes.after = flags_after_train(model)
+    if reads:
+        _follow_modes(traced, tracer, call, reads)
+    if call.is_example and kept_whole is None and _are_small(model, traced.differing):
+        reason = "it does something else in training than in evaluation"
+        return _trace(model, tracer, call, {**traced.kept_whole, **dict.fromkeys(sorted(traced.differing), reason)})
+    return traced
+
+
+def _kept_for_their_buffers(model: nn.Module, graph: fx.Graph) -> dict[str, str]:
+    """The modules to keep whole because they assign buffers whose size depends on the rows. Raises where one cannot be."""
+    found: dict[str, str] = {}
+    for name, error in varying_with_rows(graph):
+        path = name.rpartition(".")[0]
+        if path == "" or has_marks_inside(model.get_submodule(path)):
+            raise error
+        found[path] = str(error).partition("\n")[0]
+    return found
+
+
+def _are_small(model: nn.Module, paths: Collection[str]) -> bool:
+    """Whether nobody would cut inside of modules: none is the model, and what they hold has no parameters."""
+    parts = [model.get_submodule(path) for path in paths if path]
+    held = [child for part in parts for child in part.children()]
+    return (
+        0 < len(parts) == len(paths)
+        and not any(map(has_marks_inside, parts))
+        and not any(True for child in held for _ in child.parameters())
+    )
+
+
+def tracer_of(given: TracerLike | None) -> fx.Tracer:
+    """The tracer that the user has given, as an object of its class."""
+    tracer: object = PipeTracer() if given is None else given
+    if not isinstance(tracer, fx.Tracer) and callable(tracer):
+        tracer = tracer()
+    if not isinstance(tracer, fx.Tracer):
+        raise TracingError(f"tracer gives a {type(tracer).__name__}; it must be a torch.fx.Tracer, or a class of one")
+    return tracer
+
+
+@dataclass
+class _Recorded:
+    """What a tracer made of a model."""
+
+    graph: fx.Graph
+    kept_whole: KeptWhole
+    asked: Asked
+    values: Values
+    asked_by_name: AskedByIs
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+
+def _answer_identities(
+    model: nn.Module, tracer: TracerLike | None, call: Call, before: Attributes, recorded: _Recorded
+) -> tuple[_Recorded, Call, Identities]:
+    """What was recorded, with right answers to `x is y`, and the call for further traces."""
+
+    def again(other: Call) -> _Recorded:
+        before.restore()
+        return _record(model, tracer_of(tracer), other, before, recorded.kept_whole.reasons)
+
+    identities = Identities(recorded, call, again, model)
+    identities.find()
+    identities.fix_flags()
+    identities.recorded.asked = asked_of(identities.recorded.graph, identities.recorded.values.is_tensor)
+    return identities.recorded, identities.call, identities
+
+
+def _record(
+    model: nn.Module, tracer: fx.Tracer, call: Call, before: Attributes, kept_whole: Mapping[str, str] | None = None
+) -> _Recorded:
+    """The graph of ``model``. Those parts are kept whole that are so in ``kept_whole``, and those that must be."""
+
+    def record() -> _Recorded:
+        parts = KeptWhole(tracer, before, kept_whole or {})
+        try:
+            return _record_calls(model, tracer, call, _Calls(model, tracer, parts))
+        except PippyError as error:
+            error.another_front_end_may &= parts.another_front_end_may
+            raise
+
+    def again() -> None:
+        before.restore()
+        tracer.module_stack.clear()  # torch.fx does not, after an error
+
+    return call.trials.until_known(record, again)
+
+
+def _record_calls(model: nn.Module, tracer: fx.Tracer, call: Call, calls: "_Calls") -> _Recorded:
+    buffers, state = dict(model.named_buffers()), dict(named_state(model))  # forward may assign buffers
+    versions = {name: buffer._version for name, buffer in buffers.items()}
+    tracer.__dict__["_trials"] = call.trials
+    try:
+        with (
+            forgetting_one_trace(),
+            raising_refusals(),
+            knowing_values(tracer, model, call.given, call.is_example, call.results) as values,
+            recording(tracer, model),
+            call.trials.ending_at_operations(tracer),
+            calls.kept_whole.recording(),
+            calls.recording(),
+            calling_forward(tracer, call) as concrete,
+            supposing(tracer, call.supposition, values) as asked,
+        ):
+            graph = tracer.trace(model, concrete and dict(concrete))
+    except PippyError:
+        raise
+    except Exception as error:
+        raise explained(error, model, call.is_example) from error
+    for node in asked.inputs:
+        values.fix(node, values.of(node))
+    calls.check_all_met()
+    calls.kept_whole.drop_unused()
+    finish_parts(graph)
+    changed = [name for name, buffer in buffers.items() if buffer._version != versions[name]]
+    if changed:
+        raise TracingError(
+            f"forward changes the buffers {changed} by means that cannot be recorded; use the in-place methods of tensors "
+            "(self.count.add_(1))"
+        )
+    record_assigned(model, graph, calls.kept_whole.attributes, state, values)
+    if concrete:
+        drop_concrete_inputs(model, graph, concrete)
+    attributes = _attributes(model, graph, state, calls.kept_whole.attributes)
+    return _Recorded(graph, calls.kept_whole, asked_of(graph, values.is_tensor), values, asked, attributes)
+
+
+def _refuse_backward_hooks(path: str, follow: Callable[[], Any]) -> Any:
+    """Have a module kept whole that has backward hooks. With a mark inside, which is seen when it is traced, it is refused."""
+    follow()
+    raise TracingError(
+        f"{path!r} has backward hooks, so it must be called as a whole, and no stage can do so, as there is a mark inside; "
+        "move the mark out of it, or take the hooks off"
+    )
+
+
+class _Calls:
+    """While a tracer runs, makes a node of each `pipe_split()` and of each mark on a module, and keeps modules whole."""
+
+    def __init__(self, model: nn.Module, tracer: fx.Tracer, kept_whole: KeptWhole) -> None:
+        self.tracer, self.unmet, self.kept_whole = tracer, dict(annotated_modules(model)), kept_whole
+        self.own_tensors = OwnTensors(model)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        call_module = self.tracer.call_module
+
+        def call(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            if module not in (self.tracer.submodule_paths or {}):
+                return _call_module_from_outside(module, forward, args, kwargs)
+            points = split_points(module)
+            if points:
+                self.unmet.pop(self.tracer.path_of_module(module), None)
+            if SplitPoint.BEGINNING in points:
+                self._mark()
+            follow = partial(call_module, module, forward, args, kwargs)
+            path = self.tracer.path_of_module(module)
+            if (module._backward_hooks or module._backward_pre_hooks) and not self.tracer.is_leaf_module(module, path):
+                follow = partial(_refuse_backward_hooks, path, follow)
+            if not self.own_tensors.are_others(module):
+                result = self.kept_whole.call(module, follow, args, kwargs)
+            elif self.tracer.is_leaf_module(module, path):
+                result = forward(*args, **kwargs)
+            else:
+                result = follow()
+            if SplitPoint.END in points:
+                self._mark()
+            return none_if_known(result) if issubclass(type(result), fx.Proxy) else result
+
+        with replaced(self.tracer, "call_module", call), recording_splits(self._mark):
+            yield
+
+    def _mark(self) -> None:
+        self.tracer.create_node("call_function", pipe_split, (), {})
+
+    def check_all_met(self) -> None:
+        if self.unmet:
+            raise MarkError(
+                f"split points on modules that tracing never called: {', '.join(map(repr, self.unmet))}. Either forward "
+                "does not call them, or they lie inside a module that is not traced through (a module of torch.nn, or a "
+                "leaf of your tracer); mark that module, or pass a tracer whose is_leaf_module says False for it"
+            )
+
+
+def _call_module_from_outside(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Trace through a module that forward has made, a loss for example; it is no part of the model, so no node can call it."""
+    tensors = [name for name, _ in named_state(module)]
+    if tensors:
+        raise refused(
+            TracingError(
+                f"forward calls a {type(module).__name__} that is not a part of the model, and it has parameters or buffers "
+                f"({', '.join(tensors)}); make it in __init__, and keep it as an attribute (or in an nn.ModuleList)"
+            )
+        )
+    return forward(*args, **kwargs)
+
+
+def _attributes(
+    model: nn.Module, graph: fx.Graph, state: Mapping[str, torch.Tensor], before: Attributes
+) -> dict[str, Any]:
+    """The value of each target of the graph. Found now, because the constants that tracing sets on the model are removed."""
+    targets = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    known = {target: state.get(target, before.get(target, None)) for target in targets}
+    return {
+        target: value if value is not None else lookup_attribute(modules, target) for target, value in known.items()
+    }
+
+
+def _find_required_inputs(traced: Traced, tracer: TracerLike | None) -> tuple[str, ...]:
+    """The inputs that must not be None: without them, forward does something else, in its operations or its constants.
+
+    While forward was traced, each of its inputs was a proxy, so none was None.
+    """
+    given = [name for name in nullable_inputs(traced.model, traced.graph) if _differs_without(traced, tracer, [name])]
+    optional = optional_inputs(traced.model, traced.graph)
+    if not optional or not _differs_without(traced, tracer, optional):
+        return tuple(given)
+    if len(optional) == 1:
+        return (*given, *optional)
+    alone = [name for name in optional if _differs_without(traced, tracer, [name])]
+    others = [name for name in optional if name not in alone]
+    together = others if others and _differs_without(traced, tracer, others) else []
+    return (*given, *alone, *together)
+
+
+def _differs_without(traced: Traced, tracer: TracerLike | None, names: list[str]) -> bool:
+    concrete = {**traced.concrete_args, **dict.fromkeys(names)}
+    try:
+        without = _retrace(traced, tracer, call_of(traced.model, concrete))
+    except PippyError:
+        return True
+    return first_difference(traced.recorded(), without, frozenset(names), constants=True) is not None
+
+
+def _retrace(traced: Traced, tracer: TracerLike | None, call: Call) -> Recorded:
+    """Trace the model once more, under other conditions."""
+    with restoring_attributes(traced.model, silent=True) as before:
+        recorded = _record(traced.model, tracer_of(tracer), call, before, traced.kept_whole)
+        finish_assigned(recorded.graph)
+        return Recorded(recorded.graph, recorded.attributes)
+
+
+def _follow_modes(traced: Traced, tracer: TracerLike | None, call: Call, reads: list[nn.Module]) -> None:
+    modules = dict(traced.model.named_modules())
+
+    def again(flags: Mapping[str, bool]) -> Retraced:
+        with recording_training_reads({modules[path]: flag for path, flag in flags.items()}) as reads:
+            other = _retrace(traced, tracer, call)
+        return Retraced(other, paths_of(traced.model, reads))
+
+    follow_modes(traced, paths_of(traced.model, reads), again)
+
+
+def paths_of(model: nn.Module, reads: Sequence[nn.Module]) -> set[str]:
+    """The paths of modules, of which torch.export may have made others that share their dictionaries."""
+    paths = {id(module.__dict__): path for path, module in model.named_modules()}
+    return {paths[id(module.__dict__)] for module in reads if id(module.__dict__) in paths}
+
+
+@dataclass
+class Retraced:
+    """The model in another mode, and the modules whose flags forward has read in it.
+
+    ``accept`` is called if the Pipe follows that mode.
+    """
+
+    recorded: Recorded
+    reads: set[str]
+    accept: Callable[[], None] = lambda: None
+
+
+def follow_modes(traced: Traced, reads: set[str], again: Callable[[Mapping[str, bool]], Retraced]) -> None:
+    """Trace again with the flags of each mode, and do what the table in `training_flag.py` says."""
+    modules = dict(traced.model.named_modules())
+    before = {path: module.training for path, module in modules.items()}
+    graphs: list[tuple[Mapping[str, bool], fx.Graph]] = [(before, traced.graph)]
+    for mode in (True, False):
+        flags = {path: traced.modes.flag(path, mode) for path in modules}
+        if all(flags[path] == before[path] for path in reads):
+            graphs.append((flags, traced.graph))
+            continue
+        try:
+            other = again(flags)
+        except PippyError as error:  # this mode cannot be traced, or not cut as it is marked
+            traced.modes.refused[mode] = f"  {error}"
+            continue
+        difference = first_difference(traced.recorded(), other.recorded)
+        if difference is not None:  # in more than constants
+            traced.modes.refused[mode] = source.excerpt_of(difference)
+            traced.differing |= paths_that_differ(traced.graph, other.recorded.graph)
+            continue
+        other.accept()
+        graphs.append((flags, other.recorded.graph))
+        reads |= other.reads
+    paths = [path for path in modules if path in reads]
+    follow_training([Setting({path: flags[path] for path in paths}, graph) for flags, graph in graphs])
+    traced.attributes.update({f"{path}.training".lstrip("."): before[path] for path in paths})
+    traced.modes.traced = {path: before[path] for path in paths}

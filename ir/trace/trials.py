@@ -1,0 +1,137 @@
+"""What a trace has learnt of forward by trying, for the next trace of it.
+
+A trace cannot know whether `bool(x)` of a tensor is an assertion's or an `if`'s. So it tries the answers:
+
+    False leads to an AssertionError       assert x           recorded, and True from now on
+    True leads to one                      assert not x       recorded, and False from now on
+    neither                                if x:              refused
+
+After an answer forward may make a few operations, for a message. If it does more, it was no assertion.
+
+Sizes are not hashable at first, since a cache of functools would keep them (einops then goes on without its cache). If forward
+cannot do without, they are, and are checked in each call.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
+from typing import Any, TypeVar
+
+from torch import fx
+
+from pippy.ir.base import source
+from pippy.ir.trace.replaced import replaced
+
+_Place = tuple[CodeType, int, int]  # a function, a line, and which `bool(x)` of those of the line, one after the other
+_Found = TypeVar("_Found")
+_MESSAGE = 20  # operations, as f"{x.shape} has {x.isnan().sum()}"
+
+
+class UnhashableError(TypeError):
+    """Raised where a size is used as a key."""
+
+
+class TrialOverError(Exception):
+    """Raised where forward goes on after an answer that was tried."""
+
+
+@dataclass
+class Trial:
+    """An answer that is tried."""
+
+    place: _Place
+    answer: bool
+    frame: FrameType
+    operations: int = 0
+
+
+@dataclass
+class Trials:
+    """What is known: of places with `bool(x)`, the answer that an assertion asks for, or None if it is none."""
+
+    known: dict[_Place, bool | None] = field(default_factory=dict)
+    hashes_sizes: bool = False
+    now: Trial | None = None
+    _untried: bool = False  # the answer to try next at a new place
+    _line: int | None = None  # of the last `bool(x)`, until an operation of another line comes
+    _number: int = 0
+
+    def answer(self, frame: FrameType) -> bool | None:
+        """The answer to `bool(x)` in a frame; None if it is to be refused."""
+        if self.now is not None:
+            raise TrialOverError
+        self._number = self._number + 1 if self._line == frame.f_lineno else 0
+        self._line = frame.f_lineno
+        place = frame.f_code, frame.f_lineno, self._number
+        if place not in self.known:
+            self.now = Trial(place, self._untried, frame)
+            return self._untried
+        return self.known[place]
+
+    @property
+    def is_trying(self) -> bool:
+        return self.now is not None
+
+    @contextmanager
+    def ending_at_operations(self, tracer: fx.Tracer) -> Iterator[None]:
+        """A context in which a trial ends where forward goes on: it calls a module, or leaves the function."""
+        create_node = tracer.create_node
+
+        def create(kind: str, *args: Any, **kwargs: Any) -> fx.Node:
+            if self.now is not None:
+                self.now.operations += 1
+                if kind == "call_module" or self.now.operations > _MESSAGE or not _is_running(self.now.frame):
+                    raise TrialOverError
+            node = create_node(kind, *args, **kwargs)
+            where = source.of_node(node)
+            if where is not None and where.line != self._line:
+                self._line = None
+            return node
+
+        self._line = None
+        with replaced(tracer, "create_node", create):
+            yield
+
+    def until_known(self, trace: Callable[[], _Found], again: Callable[[], None]) -> _Found:
+        """What ``trace`` gives once nothing more is to be tried. ``again`` runs before each further trace."""
+        while True:
+            try:
+                found = trace()
+                if self.now is None:
+                    return found
+                self._learn(None)
+            except Exception as error:
+                if not self._learn(error):
+                    raise
+            again()
+
+    def _learn(self, error: Exception | None) -> bool:
+        """Take note of how a trace has ended. Gives whether there is something new."""
+        trial, self.now = self.now, None
+        causes = error, None if error is None else error.__cause__
+        if trial is None:
+            learnt = not self.hashes_sizes and any(isinstance(each, UnhashableError) for each in causes)
+            self.hashes_sizes |= learnt
+            return learnt
+        if any(isinstance(each, AssertionError) for each in causes):
+            self.known[trial.place], self._untried = not trial.answer, False
+        elif trial.answer:
+            self.known[trial.place], self._untried = None, False
+        else:
+            self._untried = True
+        return True
+
+
+def _is_running(frame: FrameType) -> bool:
+    now: FrameType | None = sys._getframe(2)
+    while now is not None and now is not frame:
+        now = now.f_back
+    return now is not None
+
+
+def trials_of(tracer: fx.proxy.TracerBase) -> Trials:
+    """What is known for the trace that a tracer makes."""
+    found: Trials = tracer.__dict__.setdefault("_trials", Trials())
+    return found

@@ -1,0 +1,91 @@
+"""Refuses what symbolic tracing cannot follow, or would silently leave out. Each error has the line and a remedy."""
+
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from pippy.ir.base import source
+from pippy.ir.base.errors import PippyError, TracingError
+from pippy.ir.base.surroundings import global_hooks
+from pippy.ir.record.compiled import Compiled
+from pippy.ir.record.module_hooks import hooks_of
+from pippy.ir.trace.returned_caches import CacheReturnedError, cache_in
+
+# A part of the message of Python or torch.fx, and the reason to add.
+_REASONS = (
+    ("cannot be iterated", "tracing sees no values, so a loop over a tensor or an input cannot be followed"),
+    ("control flow", "tracing sees no values, so an `if`, a `while` or a `bool()` on a tensor cannot be followed"),
+    ("'len' is not supported", "tracing sees no values, so len() of one is unknown; use x.size(0)"),
+    ("interpreted as an integer", "tracing sees no values, so range() or an index needs a number known beforehand"),
+    ("int() of a traced value", "tracing sees no values, so int() of one is unknown"),
+    ("float() of a traced value", "tracing sees no values, so float() of one is unknown"),
+    ("complex() of a traced value", "tracing sees no values, so complex() of one is unknown"),
+    ("__index__ returned non-int", "tracing sees no values, so range() or an index needs a number known beforehand"),
+    ("real number", "tracing sees no values, so float() of one is unknown"),
+    (
+        "Variable data has to be a tensor",
+        "assigning .data of a parameter cannot be recorded; change it in place under torch.no_grad(), as in "
+        "parameter.mul_(0.99).add_(other, alpha=0.01)",
+    ),
+    ("as parameter", "assigning to a parameter cannot be recorded; change it in place under torch.no_grad()"),
+)
+
+_EXAMPLE = "What to do: if it asks for a size, give example_args or example_kwargs, so that sizes are known; or pass"
+_ADVICE = (
+    "What to do: pass the value as a constant with concrete_args={...} if it is an argument; or move this code into a "
+    "module of its own and keep it whole with a tracer whose is_leaf_module says True for it; or mark the function with "
+    "torch.fx.wrap."
+)
+
+
+def explained(error: Exception, model: nn.Module, with_example: bool) -> TracingError:
+    """The error to raise for ``error``, which the user's forward raised while it was traced."""
+    advice = _ADVICE if with_example else _ADVICE.replace("What to do: pass", _EXAMPLE)
+    text = str(error)
+    if (cache := cache_in(text)) is not None:
+        return CacheReturnedError(model, cache)
+    reasons = [reason for clue, reason in _REASONS if clue in text]
+    where = getattr(error, "source", None) or source.of_traceback(error.__traceback__, below="trace")
+    lines = [f"cannot trace {type(model).__name__}: {type(error).__name__}: {text}"]
+    lines += [where.excerpt()] if where else []
+    lines += [f"Why: {reason}." for reason in reasons[:1]]
+    lines += [] if isinstance(error, NotImplementedError) else [advice]
+    return limited(TracingError("\n".join(lines)))
+
+
+_Error = TypeVar("_Error", bound=PippyError)
+
+
+def limited(error: _Error) -> _Error:
+    """``error``, which says what this front end cannot follow; another may. All other errors are of the model or the call."""
+    error.another_front_end_may = True
+    return error
+
+
+def check_model(model: object) -> None:
+    """Refuse what is no module, and a module that does something outside of its forward, which is all that is traced."""
+    if isinstance(model, type):
+        raise TracingError(f"{model.__name__} is a class; give an instance of it: pipeline({model.__name__}(...))")
+    if not isinstance(model, nn.Module):
+        raise TracingError(
+            f"this is a {type(model).__name__}, not an nn.Module; put the function in a module's forward"
+        )
+    if any(isinstance(value, Compiled) for value in model.__dict__.values()):
+        raise TracingError("this is a Pipe already; give the model that it was made from")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TracingError(
+            f"this {type(model).__name__} was made by torch.jit, and its code is no Python that could be cut; give the module "
+            "that it was made from. Parts of that may be scripted: a part is called as a whole"
+        )
+    for each in global_hooks():
+        raise TracingError(
+            f"torch.nn.modules.module.{each} has registered hooks of all modules, and workers would not have them; take "
+            "them off, or register hooks of the modules that you mean"
+        )
+    hooks = hooks_of(model)
+    if hooks:
+        raise TracingError(
+            f"this {type(model).__name__} has hooks of its own ({', '.join(hooks)}), which no stage would call; take them off, "
+            "or put the model inside a module that calls it"
+        )

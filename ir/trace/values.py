@@ -1,0 +1,378 @@
+"""What is known of the values that forward computes while it is traced.
+
+With example arguments, each operation that is recorded also runs on fake tensors, which have a shape, a dtype and a device,
+but no numbers. Without them, the defaults of forward's arguments are known that are no tensors, and what is computed of these.
+
+    x = proxy of an input           a fake float32[8, 16]
+    x.shape[1] // 4                 4, which Python may ask for: `if`, `range`, a slice of a list
+    x.argmax()                      a fake int64[]: its number is unknown, and `if` is refused
+
+Nothing of the model changes: no parameter, no buffer, no random number, no attribute. What cannot be computed so is unknown,
+and so is what depends on it.
+
+A value that Python was told is fixed in the graph by a `check_fixed` node: where it is another one, the graph raises.
+"""
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    unset_fake_temporarily,
+)
+from torch.nn.utils.stateless import _reparametrize_module
+
+from pippy.ir.base import source
+from pippy.ir.base.errors import MarkError
+from pippy.ir.base.fake_mode import OF_FAKES, zeros_for
+from pippy.ir.base.marks import recording_splits
+from pippy.ir.base.trees import leaves, map_leaves, tensors
+from pippy.ir.call.row_sizes import compare_rows
+from pippy.ir.run.functions import check_fixed
+from pippy.ir.run.random_state import untouched_random_state
+from pippy.ir.trace.attributes import lookup_attribute
+from pippy.ir.trace.fake_results import FakeResults, ShapeChangedError
+from pippy.ir.trace.refusals import refused
+from pippy.ir.trace.replaced import replaced
+from pippy.ir.trace.restore_attributes import restoring_attributes
+from pippy.ir.trace.tracing_thread import not_tracing
+from pippy.ir.trace.unfit_example import check_call, unfit_example
+
+
+class _Unknown:
+    def __repr__(self) -> str:
+        return "UNKNOWN"
+
+
+UNKNOWN = _Unknown()
+# These are others on a stage than in the plain model, or have no meaning for fake tensors.
+_UNKNOWN_OF_TENSORS = frozenset(
+    """_version data_ptr grad grad_fn is_leaf is_pinned is_shared requires_grad retains_grad storage storage_offset stride
+    untyped_storage""".split()
+)
+
+
+_ABOUT_TENSORS = re.compile(r"device|shape|size of tensor|dim|dtype|scalar type|Input type|its parameters are")
+
+
+class Values:
+    """The values of the nodes that a tracer makes: of ``given``, the inputs by their names, and of what is computed of them.
+
+    Without an ``example``, those of tensors are unknown.
+    """
+
+    def __init__(
+        self,
+        tracer: fx.Tracer,
+        model: nn.Module,
+        given: Mapping[str, Any],
+        example: bool,
+        results: FakeResults | None = None,
+        attributes: Mapping[str, Any] | None = None,
+        longer: int = 0,
+    ) -> None:
+        self.tracer, self.example, self.given, self._model = tracer, example, given, model
+        self.attributes = attributes  # None: those of the model as it is now
+        self._modules = dict(model.named_modules(remove_duplicate=False)) if example else {}
+        self._fixed: dict[fx.Node, fx.Node] = {}
+        self.results = (results or FakeResults()) if example else None
+        self._longer = longer  # the rows of inputs that have one more here
+        self._begin()
+        self.are_known = example or bool(given)
+
+    def _begin(self) -> None:
+        self._values: dict[fx.Node, Any] = {}
+        self._given = {name: self._fake(value) for name, value in self.given.items()}
+        if self._longer:
+            with self._computing():
+                self._given = {name: map_leaves(self._one_more, value) for name, value in self._given.items()}
+
+    def _one_more(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == self._longer:
+            return leaf.new_empty((self._longer + 1, *leaf.shape[1:]))
+        return leaf
+
+    def longer(self, rows: int, attributes: Mapping[str, Any]) -> "Values":
+        """The values where the inputs that have ``rows`` rows have one more. ``attributes`` has those of the model."""
+        return Values(self.tracer, self._model, self.given, True, self.results, attributes, rows)
+
+    def of(self, node: fx.Node) -> Any:
+        """The value of a node; `UNKNOWN` if nothing is known of it."""
+        if node not in self._values:
+            self._values[node] = self._find(node)
+        return self._values[node]
+
+    def know(self, node: fx.Node, value: Any) -> None:
+        """Take ``value`` for that of an input of a function that is traced into a graph of its own."""
+        self._values[node] = value
+
+    def computed(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What a function gives for arguments with nodes in them; `UNKNOWN` if one is unknown, or the function fails."""
+        try:
+            with self._computing():
+                given = [self._argument(each) for each in arguments]
+                return UNKNOWN if any(each is UNKNOWN for each in leaves(given)) else function(*given)
+        except Exception:  # it will fail in the stage
+            return UNKNOWN
+
+    def is_tensor(self, node: fx.Node) -> bool:
+        """Whether the value of a node is a tensor, for all that is known."""
+        return self.of(node) is UNKNOWN or isinstance(self.of(node), torch.Tensor)
+
+    def fix(self, node: fx.Node, value: Any) -> fx.Node:
+        """Note that Python was told the value of a node, which is checked from now on whenever the graph runs."""
+        if node in self._fixed and not self._fixed[node]._erased:
+            return self._fixed[node]
+        # It stands behind the node, and so in the same stage; inputs stay together, before all else.
+        where = node.graph.inserting_after(node if node.op != "placeholder" else self._last_node(node.graph))
+        with where:
+            self._fixed[node] = self.tracer.create_node(
+                "call_function", check_fixed, (node, value, str(source.of_frame(sys._getframe(1)) or "")), {}
+            )
+        return self._fixed[node]
+
+    def _last_node(self, graph: fx.Graph) -> fx.Node:
+        last = next(iter(reversed(graph.nodes)))
+        return last if last.op != "output" else graph.find_nodes(op="placeholder")[-1]
+
+    def _find(self, node: fx.Node) -> Any:
+        if any(self.of(each) is UNKNOWN for each in node.all_input_nodes):
+            return UNKNOWN
+        if node.op == "placeholder":
+            return self._given.get(str(node.target), UNKNOWN)
+        if not self.example and not node.all_input_nodes:
+            return UNKNOWN
+        try:
+            return self._compute(node)
+        except MarkError:
+            raise
+        except Exception as error:  # a leaf of the user's may raise anything when it is given a fake tensor
+            if self._is_of_example(node, error):
+                where = source.excerpt_of(node)
+                inputs = {str(each.target): self.of(each) for each in node.all_input_nodes}
+                raise refused(unfit_example(where, error, self._model, self.given, inputs)) from error
+            return UNKNOWN
+
+    def _is_of_example(self, node: fx.Node, error: Exception) -> bool:
+        """Whether an operation of torch fails for the example: it would fail in the plain model too."""
+        is_tracing = self.tracer.__dict__.get("_values") is self
+        if not (is_tracing and self.example) or not isinstance(error, (RuntimeError, IndexError)):
+            return False
+        if isinstance(error, OF_FAKES):
+            return False
+        if node.op == "call_module":
+            of_torch = type(self._modules[str(node.target)]).__module__.startswith("torch.nn.")
+        else:
+            of_torch = node.op == "call_method" or (getattr(node.target, "__module__", "") or "").startswith("torch")
+        return of_torch and _ABOUT_TENSORS.search(str(error)) is not None
+
+    def _compute(self, node: fx.Node) -> Any:
+        if node.op == "get_attr":
+            return self._fake(self._attribute(str(node.target)))
+        args, kwargs = self._argument(node.args), self._argument(node.kwargs)
+        if _asked_of(node, args) in _UNKNOWN_OF_TENSORS:
+            return UNKNOWN
+        compute = partial(self._run, node, args, kwargs)
+        if self.results is None:
+            return compute()
+        target = self._modules[str(node.target)] if node.op == "call_module" else node.target
+        try:
+            return self.results.of(target, args, kwargs, compute)
+        except ShapeChangedError:
+            return self._start_over(node)
+
+    def _run(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        with self._computing():
+            if node.op == "call_method":
+                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            if node.op == "call_module":
+                return self._call(self._modules[str(node.target)], args, kwargs)
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _start_over(self, last: fx.Node) -> Any:
+        """Find all values again, up to that of ``last``, and share none."""
+        assert self.results is not None
+        self.results.share_nothing()
+        self._begin()
+        for node in last.graph.nodes:
+            found = self.of(node)
+            if node is last:
+                break
+        return found
+
+    def _attribute(self, target: str) -> Any:
+        if self.attributes is not None:
+            return self.attributes[target]
+        with not_tracing():
+            return lookup_attribute(self._modules, target)
+
+    def _argument(self, argument: Any) -> Any:
+        """The value of an argument of a node. Containers are new, since what is called may change them."""
+        match argument:
+            case fx.Node():
+                return self.of(argument)
+            case tuple() if hasattr(argument, "_fields"):
+                return type(argument)(*map(self._argument, argument))
+            case tuple():
+                return tuple(map(self._argument, argument))
+            case list():
+                return list(map(self._argument, argument))
+            case dict():
+                return {key: self._argument(item) for key, item in argument.items()}
+            case slice():
+                return slice(*map(self._argument, (argument.start, argument.stop, argument.step)))
+        return argument
+
+    def _call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """What the forward of a module gives. Its hooks are not called: what they see is to be real."""
+        buffers = {name: self._fake(buffer) for name, buffer in module.named_buffers()}
+        with _with_buffers(module, buffers):
+            if type(module).__module__.startswith("torch.nn."):
+                check_call(module, args, self._model, self.given)
+                return module.forward(*args, **kwargs)
+            return self._call_users(module, args, kwargs)
+
+    def _call_users(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        lose_mark = partial(_lose_mark, module)
+        with restoring_attributes(module, silent=True), untouched_random_state(), recording_splits(lose_mark):
+            try:
+                return module.forward(*args, **kwargs)
+            except (DataDependentOutputException, DynamicOutputShapeException):
+                return self._really_call(module, args, kwargs)
+
+    def _really_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The same where forward asks for numbers: it is called with zeros. What depends on them is checked in each run."""
+        with unset_fake_temporarily(), torch.no_grad():
+            args, kwargs = map_leaves(zeros_for, args), map_leaves(zeros_for, kwargs)
+            with _with_buffers(module, {name: buffer.clone() for name, buffer in module.named_buffers()}):
+                result = module.forward(*args, **kwargs)
+        return self._fake(result)
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        with not_tracing(), torch._C.DisableTorchFunction():
+            if self.results is None:
+                yield
+            else:
+                with self.results.mode:
+                    yield
+
+    def _fake(self, value: Any) -> Any:
+        with not_tracing(), torch._C.DisableTorchFunction():
+            return map_leaves(self._fake_leaf, value)
+
+    def _fake_leaf(self, leaf: Any) -> Any:
+        if self.results is None or not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
+            return leaf
+        return self.results.mode.from_tensor(leaf)
+
+
+def _with_buffers(module: nn.Module, buffers: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
+    """A context in which a module has other buffers, since its forward may change them."""
+    return _reparametrize_module(module, buffers) if buffers else nullcontext()
+
+
+def _lose_mark(module: nn.Module) -> None:
+    raise MarkError(
+        f"pipe_split() is called inside a {type(module).__name__}, which is not traced through but kept whole (a leaf of your "
+        "tracer, or a part that cannot be traced); mark what is outside of it"
+    )
+
+
+def find_row_sizes(values: Values, graph: fx.Graph, attributes: Mapping[str, Any]) -> None:
+    """Note at each node how its value depends on the rows of the inputs: the values are found for one row more."""
+    given = values.given
+    counts = Counter(each.shape[0] for value in given.values() for each in tensors(value) if each.dim())
+    if not counts:
+        return
+    rows = counts.most_common(1)[0][0]
+
+    others = values.longer(rows, attributes)
+    holding = set[fx.Node]()  # what depends on the values that the rows hold
+    for node in graph.nodes:
+        value = values.of(node)
+        may_hold = value is UNKNOWN or any(True for _ in tensors(value))
+        if may_hold and (node.op == "placeholder" or not holding.isdisjoint(node.all_input_nodes)):
+            holding.add(node)
+        if node.op != "output" and value is not UNKNOWN and others.of(node) is not UNKNOWN:
+            found = compare_rows(value, others.of(node), rows, rows + 1, counted=node not in holding)
+            node.meta["row_sizes"] = found
+
+
+def note_missing_gradients(values: Values, graph: fx.Graph) -> None:
+    """Note at each node whose value can have no gradient: whole numbers, sizes, masks."""
+    for node in graph.nodes:
+        value = values.of(node)
+        if value is not UNKNOWN and not any(each.is_floating_point() or each.is_complex() for each in tensors(value)):
+            node.meta["no_gradient"] = True
+
+
+def _asked_of(node: fx.Node, args: Any) -> str:
+    """The attribute or method of a tensor that a node asks for; empty if it is none."""
+    if not args or not isinstance(args[0], torch.Tensor):
+        return ""
+    if node.op == "call_method":
+        return str(node.target)
+    return str(args[1]) if node.target is getattr else ""
+
+
+@contextmanager
+def knowing_values(
+    tracer: fx.Tracer, model: nn.Module, given: Mapping[str, Any], example: bool, results: FakeResults
+) -> Iterator[Values]:
+    """A context in which the proxies of ``tracer`` know what is known of their values."""
+    values = Values(tracer, model, given, example, results)
+    if not values.are_known:
+        yield values
+        return
+    create_proxy = tracer.create_proxy
+
+    def create(*args: Any, **kwargs: Any) -> Any:
+        made = create_proxy(*args, **kwargs)
+        if issubclass(type(made), fx.Proxy):
+            values.of(made.node)  # now: an operation after it may change a value in place
+        return made
+
+    tracer.__dict__["_values"] = values
+    try:
+        with replaced(tracer, "create_proxy", create):
+            yield values
+    finally:
+        del tracer.__dict__["_values"]
+
+
+def has_example(tracer: fx.Tracer) -> bool:
+    """Whether ``tracer`` traces with example arguments."""
+    values = tracer.__dict__.get("_values")
+    return values is not None and values.example
+
+
+def value_of(proxy: fx.Proxy) -> Any:
+    """What is known of a proxy's value; `UNKNOWN` if nothing is."""
+    values = proxy.tracer.__dict__.get("_values")
+    return UNKNOWN if values is None else values.of(proxy.node)
+
+
+def fix_value(proxy: fx.Proxy) -> Any:
+    """The value of a proxy that Python is told: a number, say. `UNKNOWN` if it is not known, or a tensor."""
+    value = value_of(proxy)
+    if value is UNKNOWN or isinstance(value, torch.Tensor):
+        return UNKNOWN
+    proxy.tracer.__dict__["_values"].fix(proxy.node, value)
+    return value
+
+
+def none_if_known(part: Any) -> Any:
+    """None if that is known to be the value of a proxy, which is checked; Python asks for None by `is`. Else ``part``."""
+    if not issubclass(type(part), fx.Proxy):  # it is given as itself
+        return part
+    return None if value_of(part) is None and fix_value(part) is None else part

@@ -1,0 +1,598 @@
+"""The first step gives the plain model's numbers, or an error whose advice, followed, gives them: whatever the model does."""
+
+import copy
+import functools
+import math
+import random
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pippy import PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain, pipe_split, pipeline
+from pippy.drivers.base.errors import MicrobatchError
+from pippy.drivers.batch.divide_call import divide_call
+from pippy.drivers.driver.check.first_step import FirstStep
+from pippy.drivers.driver.check.rows import TriedRows
+from pippy.drivers.worker.driver_state import DriverState
+from pippy.drivers.worker.measure.live_storages import LiveStorages
+from pippy.drivers.worker.trials import Trials
+from pippy.ir.base.errors import PippyWarning
+
+pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
+WEIGHTS = torch.tensor([0.5, 2.0, 0.0, 1.0], dtype=torch.float64)
+ADVICE = re.compile(r"loss_reduction=(.*)$")
+
+
+class Net(nn.Module):
+    def __init__(self, zero=False):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 4)
+        if zero:
+            nn.init.zeros_(self.b.weight)
+            nn.init.zeros_(self.b.bias)
+
+    def forward(self, x):
+        x = torch.relu(self.a(x))
+        pipe_split()
+        return self.b(x)
+
+
+def plain_step(model, loss_fn, x, target):
+    loss = loss_fn(model(x), target)
+    loss.backward()
+    return loss.detach()
+
+
+def assert_same(driver, chunks, model, loss_fn, x, target):
+    model.zero_grad()
+    driver.zero_grad()
+    torch.testing.assert_close(
+        driver.run(chunks, x, target), plain_step(model, loss_fn, x, target), rtol=1e-9, atol=1e-12
+    )
+    for name, gradient in driver.gradients().items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-9, atol=1e-12)
+
+
+def follow(threads, pipe, chunks, x, target, **options):
+    """A driver that runs this step: an ordinary one, or one made as the error says; and what it said."""
+    driver = PipelineDriver1F1B(pipe, threads, **options)
+    try:
+        driver.run(chunks, x, target)
+    except MicrobatchError as error:
+        assert all(gradient is None for gradient in driver.gradients().values()), "nothing is adopted"
+        found = ADVICE.search(str(error))
+        if found is not None:
+            return PipelineDriver1F1B(pipe, threads, loss_reduction=eval(found[1])), found[1]
+        if "single_loss=True" in str(error):
+            return PipelineDriverFillDrain(pipe, threads, single_loss=True), "single_loss"
+        return None, str(error)
+    return driver, None
+
+
+def padded(rows=8, value=0):
+    target = torch.randint(1, 4, (rows,))
+    target[:3] = value
+    return target
+
+
+# Losses as functions, and what the error advises; None where the step is right without being told.
+LOSSES = {
+    "sum": (lambda o, t: F.cross_entropy(o, t, reduction="sum"), padded(), "'sum'"),
+    "ignore": (lambda o, t: F.cross_entropy(o, t, ignore_index=0), padded(), None),
+    "default": (lambda o, t: F.cross_entropy(o, t), padded(value=-100), None),
+    "no padding": (lambda o, t: F.cross_entropy(o, t), torch.tensor([0, 1, 2, 3, 0, 1, 2, 3]), None),
+    "mean": (lambda o, t: ((o - 1) ** 2).mean(), padded(), None),
+    "class weights": (lambda o, t: F.cross_entropy(o, t, WEIGHTS + 0.25, label_smoothing=0.1), padded(value=3), None),
+    "a mask": (lambda o, t: F.cross_entropy(o[t > 0], t[t > 0]), padded(), "lambda target: (target > 0).sum()"),
+    "contrastive": (lambda o, t: F.cross_entropy(o @ o.t(), torch.arange(len(o))), padded(), "single_loss"),
+    "std": (lambda o, t: (o - t[:, None]).std(), padded(), "single_loss"),
+    "broadcast": (lambda o, t: F.mse_loss(o[:, :1], t.double()), padded(), "single_loss"),
+}
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_written_as_functions(threads, name, zero):
+    loss_fn, target, advice = LOSSES[name]
+    model, x = Net(zero and name != "std"), torch.randn(8, 4)
+    driver, given = follow(threads, pipeline(copy.deepcopy(model), loss_fn), 4, x, target)
+    assert given == advice
+    assert_same(driver, 4 if given != "single_loss" else 2, model, loss_fn, x, target)
+    assert_same(driver, 3, model, loss_fn, x, target)
+
+
+@pytest.mark.parametrize("loss_fn", [nn.MSELoss(), F.cross_entropy, functools.partial(F.mse_loss, reduction="sum")])
+@pytest.mark.parametrize(
+    "mix",
+    [lambda x: x - x.mean(0), lambda x: x.softmax(0), lambda x: x / x.abs().max(), lambda x: F.normalize(x, dim=0)],
+)
+def test_rows_that_are_mixed_under_a_loss_of_torch(threads, mix, loss_fn):
+    class Mixing(Net):
+        def forward(self, x):
+            x = mix(torch.tanh(self.a(x)))
+            pipe_split()
+            return self.b(x)
+
+    x = torch.randn(8, 4)
+    target = torch.randint(4, (8,)) if loss_fn is F.cross_entropy else torch.randn(8, 4)
+    driver, said = follow(threads, pipeline(Mixing(), loss_fn), 4, x, target)
+    assert driver is None and "numbers of several rows are put together" in said and "chunks=1" in said
+    model = Mixing()
+    assert_same(PipelineDriver1F1B(pipeline(copy.deepcopy(model), loss_fn), threads), 1, model, loss_fn, x, target)
+
+
+class WithPenalty(nn.Module):
+    """A model whose loss has a part that is made in its first stage."""
+
+    def __init__(self, penalty):
+        super().__init__()
+        self.penalty, self.a, self.b = penalty, nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x, labels):
+        x = torch.tanh(self.a(x))
+        penalty = self.penalty(x)
+        pipe_split()
+        return F.cross_entropy(self.b(x), labels) + penalty
+
+
+def balance(x):
+    p = x.softmax(-1)
+    return 0.001 * (F.one_hot(p.argmax(-1), 6).to(p.dtype).mean(0) * p.mean(0)).sum()
+
+
+def balance_of_gradients(x):
+    """It is 0, and has a gradient."""
+    return balance(x) - balance(x).detach()
+
+
+@pytest.mark.parametrize(
+    ("penalty", "right"),
+    [
+        (lambda x: 0.1 * x.square().mean(), True),
+        (balance_of_gradients, False),
+        (lambda x: 0.01 * x.square().sum(), False),
+        (balance, False),
+    ],
+)
+def test_a_part_of_the_loss_from_an_early_stage(threads, penalty, right):
+    x, labels = torch.randn(8, 4), torch.tensor([0, 1, 2, 3, 0, 1, 2, 3])
+    pipe = pipeline(WithPenalty(penalty), output_loss_value_spec=True)
+    if right:
+        driver = PipelineDriver1F1B(pipe, threads)
+        for _ in range(2):
+            driver.run(4, x, labels)
+        labels[3:5] = -100  # the mean of the entropies is over less, and that of the penalty is not
+        with pytest.raises(MicrobatchError, match="do not give the same numbers"):
+            driver.run(4, x, labels)
+        return
+    with pytest.raises(MicrobatchError, match=r"gradient of 'a\.(weight|bias)' \(submod_0\)"):
+        PipelineDriver1F1B(pipe, threads).run(4, x, labels)
+    PipelineDriver1F1B(pipe, threads, check=False).run(4, x, labels)
+
+
+def shifted(output, labels):
+    return F.cross_entropy(output[:, :-1].flatten(0, 1), F.pad(labels, (0, 1), value=-100)[:, 1:-1].flatten())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_shifted_loss_is_weighted_by_the_targets_that_count(threads, seed):
+    """Right padding of a causal language model: (labels != -100).sum() is wrong, it was advised, and was not checked."""
+    torch.manual_seed(seed)
+    model, x, labels = Net(), torch.randn(6, 5, 4), torch.randint(4, (6, 5))
+    for row, length in enumerate((5, 2, 5, 1, 4, 3)):
+        labels[row, length:] = -100
+    pipe = pipeline(copy.deepcopy(model), shifted)
+    assert_same(PipelineDriver1F1B(pipe, threads), 3, model, shifted, x, labels)
+    driver, advice = follow(threads, pipe, 3, x, labels, loss_reduction=lambda target: (target != -100).sum())
+    assert advice == "lambda target: (target[:, 1:] != -100).sum()"
+    assert_same(driver, 3, model, shifted, x, labels)
+
+
+def mean_where(counts):
+    def loss(output, target):
+        return (output.square().sum(1) * counts(target)).sum() / counts(target).sum()
+
+    return loss
+
+
+LATER = {
+    "a number": (mean_where(lambda t: t != 7), [1, 2, 3, 0], [1, 7, 7, 2], "lambda target: (target != 7).sum()"),
+    "a limit": (mean_where(lambda t: t > 0), [1, 2, 3, 1], [0, 0, 0, 2], "lambda target: (target > 0).sum()"),
+    "a mask": (mean_where(lambda t: t), [True] * 4, [True, False, False, True], "lambda target: target.sum()"),
+    "weights": (mean_where(lambda t: t), [1.0] * 4, [0.5, 2.0, 0.0, 1.0], "lambda target: target.sum()"),
+    "not a number": (
+        lambda o, t: torch.where(t.isnan(), 0, o.sum(1)).sum() / (~t.isnan()).sum(),
+        [1.0, 2.0, 3.0, 4.0],
+        [1.0, math.nan, math.nan, 4.0],
+        "lambda target: (~target.isnan()).sum()",
+    ),
+    "equal to itself": (
+        lambda o, t: F.mse_loss(o.sum(1)[t == t], t[t == t]),
+        [1.0, 2.0, 3.0, 4.0],
+        [1.0, math.nan, math.nan, 4.0],
+        "lambda target: (~target.isnan()).sum()",
+    ),
+    "chosen": (
+        lambda o, t: F.cross_entropy(o[t >= 0], t[t >= 0]),
+        [1, 2, 3, 0],
+        [1, -1, -1, 2],
+        "lambda target: (target >= 0).sum()",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_what_first_comes_in_a_later_step_is_seen_in_the_first(threads, name):
+    loss_fn, first, later, advice = LATER[name]
+    model, x, first, later = Net(), torch.randn(4, 4), torch.tensor(first), torch.tensor(later)
+    driver, given = follow(threads, pipeline(copy.deepcopy(model), loss_fn), 2, x, first)
+    assert given == advice
+    assert_same(driver, 2, model, loss_fn, x, first)
+    assert_same(driver, 2, model, loss_fn, x, later)
+
+
+def test_padding_that_torchs_loss_leaves_out_may_come_later(threads):
+    loss_fn = lambda o, t: F.cross_entropy(o, t, ignore_index=2)  # noqa: E731
+    model, x = Net(), torch.randn(8, 4)
+    driver = PipelineDriver1F1B(pipeline(copy.deepcopy(model), loss_fn), threads)
+    assert_same(driver, 4, model, loss_fn, x, torch.tensor([0, 1, 3, 0, 1, 3, 0, 1]))
+    assert_same(driver, 4, model, loss_fn, x, torch.tensor([0, 1, 3, 0, 1, 3, 2, 2]))
+
+
+def test_a_choice_by_computed_numbers_asks_for_a_reduction(threads):
+    loss_fn = lambda o, t: F.cross_entropy(o[o.amax(1) > -100], t[o.amax(1) > -100], ignore_index=-1)  # noqa: E731
+    x, target, pipe = torch.randn(8, 4), torch.tensor([0, 1, 2, 3] * 2), pipeline(Net(), loss_fn)
+    with pytest.raises(MicrobatchError, match=r"a mean over what a mask chooses(.|\n)*loss_reduction="):
+        PipelineDriver1F1B(pipe, threads).run(4, x, target)
+    PipelineDriver1F1B(pipe, threads, loss_reduction="mean").run(4, x, target)
+
+
+def test_what_matters_not_is_not_refused(threads):
+    loss_fn = lambda o, t: (o.square().sum(1) * torch.where(t == 7, 2.0, 1.0)).mean()  # noqa: E731
+    model, x = Net(), torch.randn(4, 4)
+    driver = PipelineDriver1F1B(pipeline(copy.deepcopy(model), loss_fn), threads)
+    assert_same(driver, 2, model, loss_fn, x, torch.tensor([1, 2, 3, 0]))
+    assert_same(driver, 2, model, loss_fn, x, torch.tensor([1, 7, 7, 0]))
+
+
+# Random numbers, buffers, and what a check leaves
+
+
+def test_dropout_does_not_disturb(threads):
+    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.4), nn.Linear(6, 4))
+    loss_fn = lambda o, t: F.mse_loss(F.dropout(o, 0.5), t)  # noqa: E731
+    x = torch.randn(8, 4)
+    PipelineDriver1F1B(pipeline(model, loss_fn, split=["2"]), threads).run(2, x, x)
+
+
+def test_random_numbers_that_are_not_torchs(threads):
+    loss_fn = lambda o, t: (o - t).square().mean() * random.random()  # noqa: E731
+    pipe, x = pipeline(Net(), loss_fn), torch.randn(8, 4)
+    with pytest.raises(MicrobatchError, match=r"draws random numbers.*loss_reduction='mean'"):
+        PipelineDriver1F1B(pipe, threads).run(2, x, x)
+    PipelineDriver1F1B(pipe, threads, loss_reduction="mean").run(2, x, x)
+
+
+class Counting(nn.Module):
+    """A loss with a buffer, an attribute and random numbers that do not change it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.times, self.dropout = 0, nn.Dropout()
+
+    def forward(self, output, target):
+        self.calls += 1
+        self.times += 1
+        return (self.dropout(output) - target).square().mean()
+
+
+def test_a_check_leaves_nothing_behind(threads):
+    loss_fn, x = Counting(), torch.randn(6, 4)
+    driver = PipelineDriver1F1B(pipeline(Net(), loss_fn), threads)
+    before, random_state = torch.get_rng_state(), driver.random_state
+    driver.run(3, x, x)
+    state = next(
+        state for worker in threads.control.threads for state in worker.drivers.values() if "_loss" in state.modules
+    )
+    assert state.modules["_loss"].times == 3 and state.modules["_loss"].dropout.training
+    assert torch.equal(torch.get_rng_state(), before)
+    assert driver.random_state["steps"] == random_state["steps"] + 1
+    assert not state.trials.reference and not state.trials.noise
+
+
+class WithBuffer(nn.Module):
+    """``change`` gets the buffer and the rows."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.a, self.b, self.change = nn.Linear(4, 6), nn.Linear(6, 4), change
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x):
+        x = torch.tanh(self.a(x))
+        with torch.no_grad():
+            self.change(self.seen, x)
+        pipe_split()
+        return self.b(x)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda seen, x: seen.add_(1), lambda seen, x: seen.add_(x.sum(0)), lambda seen, x: seen.mul_(0.5).add_(1)],
+)
+def test_buffers_that_follow_the_plain_model(threads, change):
+    model, x = WithBuffer(change), torch.randn(8, 4)
+    driver = PipelineDriver1F1B(pipeline(copy.deepcopy(model), nn.MSELoss()), threads)
+    for _ in range(3):
+        assert_same(driver, 4, model, nn.MSELoss(), x, x)
+        torch.testing.assert_close(driver.state_dict()["seen"], model.seen)
+
+
+def test_spectral_norm_is_refined_once_in_a_step(threads):
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6)), nn.Tanh(), nn.Linear(6, 4))
+    driver = PipelineDriver1F1B(pipeline(copy.deepcopy(model), nn.MSELoss(), split=["2"]), threads)
+    x = torch.randn(8, 4)
+    for _ in range(2):
+        assert_same(driver, 4, model, nn.MSELoss(), x, x)
+        state = driver.state_dict()
+        for name, buffer in model.named_buffers():
+            torch.testing.assert_close(state[name], buffer)
+
+
+def test_a_running_mean_is_refused_or_of_each_micro_batch(threads):
+    model, x = WithBuffer(lambda seen, x: seen.lerp_(x.mean(0), 0.1)), torch.randn(8, 4)
+    pipe = pipeline(model, nn.MSELoss())
+    with pytest.raises(MicrobatchError, match=r"buffer of 'seen' \(submod_0\)(.|\n)*buffers=\"per_microbatch\""):
+        PipelineDriver1F1B(pipe, threads).run(4, x, x)
+    driver = PipelineDriver1F1B(pipe, threads, buffers="per_microbatch")
+    driver.run(4, x, x)
+    expected = torch.zeros(6)
+    for part in x.chunk(4):
+        expected.lerp_(torch.tanh(model.a(part)).detach().mean(0), 0.1)
+    torch.testing.assert_close(driver.state_dict()["seen"], expected)
+
+
+def test_a_buffer_that_depends_on_rows_in_a_later_step_is_refused_there(threads):
+    model, x = WithBuffer(lambda seen, x: seen.add_(1 + (x.abs() > 0.999).sum())), torch.randn(8, 4)
+    driver = PipelineDriver1F1B(pipeline(model, nn.MSELoss()), threads)
+    driver.run(4, x, x)
+    x[0] = 1000.0
+    with pytest.raises(RuntimeError, match=r"forward changes 'seen' of submod_0 by the rows of a micro-batch"):
+        driver.run(4, x, x)
+    assert driver.state_dict()["seen"].eq(1).all()
+
+
+# When it is checked
+
+
+def test_a_kind_of_step_is_checked_once(threads, monkeypatch):
+    checked = []
+    inner = FirstStep._check
+    monkeypatch.setattr(FirstStep, "_check", lambda self, *args: checked.append(1) or inner(self, *args))
+    x, pipe = torch.randn(6, 4), pipeline(Net(), lambda o, t: ((o - t) ** 2).mean())
+    driver = PipelineDriver1F1B(pipe, threads)
+    for chunks in (3, 3, 2, 1):
+        driver.run(chunks, x, x)
+    with torch.no_grad():
+        driver.run(2, x, x)
+    assert len(checked) == 1
+    pipe.eval()
+    driver.run(2, x, x)
+    assert len(checked) == 2
+    PipelineDriver1F1B(pipe, threads, check=False).run(2, x, x)
+    assert len(checked) == 2
+
+
+@pytest.mark.parametrize("rows", [2, 3, 5])
+def test_micro_batches_of_one_row(threads, rows):
+    loss_fn = lambda o, t: F.cross_entropy(o, t, reduction="sum")  # noqa: E731
+    pipe, x, target = pipeline(Net(), loss_fn), torch.randn(rows, 4), torch.randint(4, (rows,))
+    assert follow(threads, pipe, rows, x, target)[1] == "'sum'"
+
+
+def test_what_cannot_be_checked_is_said(threads):
+    from pippy import MicroBatches
+
+    driver = PipelineDriver1F1B(pipeline(Net(), nn.MSELoss()), threads)
+    pieces = MicroBatches([torch.randn(1, 4), torch.randn(1, 4)])
+    with pytest.warns(PippyWarning, match="could not be checked.*single row"):
+        driver.run(2, pieces, pieces)
+    driver.run(2, pieces, pieces)  # once
+
+
+@pytest.mark.parametrize("loss_fn", [F.cross_entropy, nn.CrossEntropyLoss(), lambda o, t: F.cross_entropy(o, t)])
+@pytest.mark.parametrize("how", [None, lambda target: (target != -100).sum()])
+def test_a_micro_batch_that_is_all_padding_counts_nothing(threads, loss_fn, how):
+    model, x, target = Net(), torch.randn(8, 4), torch.tensor([0, 1, 2, 3, -100, -100, 1, 2])
+    driver = PipelineDriver1F1B(pipeline(copy.deepcopy(model), loss_fn), threads, loss_reduction=how)
+    assert_same(driver, 4, model, loss_fn, x, target)
+
+
+class LossOfMany(nn.Module):
+    """It returns its loss beside other things; an input is called as functions call their only parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x, t=None):
+        x = torch.tanh(self.a(x) + (0 if t is None else t))
+        pipe_split()
+        return self.b(x)
+
+
+def test_a_function_of_one_argument_gets_the_target_or_is_refused(threads):
+    """``lambda t:`` got the model's input of that name, and gradients were off by 80 %."""
+    x, t, target = torch.randn(8, 4), torch.rand(8, 1), torch.tensor([0, 1, 2, 3, -100, -100, 1, 2])
+    pipe = pipeline(LossOfMany(), F.cross_entropy)
+    with pytest.raises(MicrobatchError, match=r"may mean the target.*input 't'.*lambda \*, t: "):
+        PipelineDriver1F1B(pipe, threads, loss_reduction=lambda t: (t != -100).sum()).run(4, x, t, target)
+    PipelineDriver1F1B(pipe, threads, loss_reduction=lambda y: (y != -100).sum()).run(4, x, t, target)
+    with pytest.raises(MicrobatchError, match="do not give the same numbers"):
+        PipelineDriver1F1B(pipe, threads, loss_reduction=lambda *, t: t.sum()).run(4, x, t, target)
+
+
+# Which rows are tried, and how they are cut
+
+
+class Centred(nn.Module):
+    """It subtracts what comes from the rows above, and returns its loss: a sum, which leaves padding out."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x, target):
+        x = torch.tanh(self.a(x))
+        pipe_split()
+        x = self.b(x.cumsum(0)).flatten(0, -2)
+        return F.cross_entropy(x, target.flatten(), reduction="sum")
+
+
+@pytest.mark.parametrize("chunks", [2, 4])
+@pytest.mark.parametrize("padded_rows", [[1, 3, 4], [1, 4, 5], [0, 3, 5], [3, 5], [0, 1, 2]])
+def test_rows_that_are_all_padding_do_not_hide_others(threads, padded_rows, chunks):
+    """The second micro-batch of the tried rows had padding alone: what it mixed had no loss."""
+    pipe = pipeline(Centred(), output_loss_value_spec=True)
+    x, target = torch.randn(6, 3, 4), torch.randint(4, (6, 3))
+    target[padded_rows] = -100
+    with pytest.raises(MicrobatchError, match="numbers of several rows are put together"):
+        PipelineDriver1F1B(pipe, threads, loss_reduction="sum").run(chunks, x, target)
+
+
+def test_rows_that_are_alike_do_not_hide_others(threads):
+    """All but one of the tried rows were alike: a variance of one row and two others is a mean of rows, by chance."""
+    pipe = pipeline(Net(), lambda o, t: o.var(0).mean() + 0 * t.sum())
+    x = torch.zeros(8, 4)
+    x[[0, 2, 4, 6]] = torch.randn(4, 4)
+    with pytest.raises(MicrobatchError):
+        PipelineDriver1F1B(pipe, threads).run(2, x, x)
+
+
+def weighted(o, t):
+    return (F.cross_entropy(o, t, reduction="none") * t).sum() / t.sum()
+
+
+@pytest.mark.parametrize("target", [[3, 3, 3, 3, 3, 3], [1, 2, 2, 1, 2, 3], [1, 3, 2, 2, 1, 3]])
+def test_two_ways_to_cut_do_not_agree_by_chance(threads, target):
+    """A mean that is weighted by labels is one over rows, if the labels of both micro-batches have the same mean."""
+    pipe, target = pipeline(Net(), weighted), torch.tensor(target)
+    with pytest.raises(MicrobatchError, match=r"loss_reduction=lambda target: target.sum\(\)"):
+        PipelineDriver1F1B(pipe, threads, loss_reduction="mean").run(2, torch.randn(6, 4), target)
+
+
+def by_hand(o, t):
+    return -o.log_softmax(-1).gather(-1, t.clamp(min=0).unsqueeze(-1)).mean()
+
+
+@pytest.mark.parametrize("how", [None, "mean"])
+def test_a_number_that_torchs_loss_ignores_counts_in_a_loss_that_counts_it(threads, how):
+    """With ``loss_reduction="mean"``, a micro-batch whose targets are all -100 counted nothing, whatever the loss."""
+    model, x = Net(), torch.randn(8, 4)
+    driver = PipelineDriver1F1B(pipeline(copy.deepcopy(model), by_hand), threads, loss_reduction=how)
+    assert_same(driver, 4, model, by_hand, x, torch.tensor([0, 1, -100, 3, 2, -100, 1, 2]))
+    assert_same(driver, 4, model, by_hand, x, torch.tensor([0, 1, 2, 3, -100, -100, 1, 2]))
+
+
+def test_the_error_says_which_numbers_were_put_into_the_rows(threads):
+    pipe = pipeline(Net(), mean_where(lambda t: t != 7))
+    with pytest.raises(MicrobatchError, match=r"^5 of the rows, in some of which 'target' is 7, as one micro-batch"):
+        PipelineDriver1F1B(pipe, threads).run(4, torch.randn(8, 4), torch.tensor([1, 2, 3, 0, 1, 2, 3, 0]))
+
+
+# Mutants of the check: each must be caught, as it accepts something that is wrong
+
+
+def balanced_net():
+    return pipeline(WithPenalty(balance_of_gradients), output_loss_value_spec=True), torch.tensor([0, 1, 2, 3] * 2)
+
+
+def mutant_without_first_stage(monkeypatch):
+    inner = Trials._parameters
+    monkeypatch.setattr(Trials, "_parameters", lambda self: (each for each in inner(self) if each[0][0] != "submod_0"))
+    return balanced_net()
+
+
+def mutant_that_compares_losses_only(monkeypatch):
+    monkeypatch.setattr(Trials, "_taken", lambda self, found, purpose: ())
+    return balanced_net()
+
+
+def mutant_that_forgets_buffers(monkeypatch):
+    monkeypatch.setattr(Trials, "_buffers", lambda self: iter(()))
+    return pipeline(WithBuffer(lambda seen, x: seen.lerp_(x.mean(0), 0.1)), nn.MSELoss()), torch.randn(8, 4)
+
+
+def mutant_with_one_set_of_rows(monkeypatch):
+    monkeypatch.setattr("pippy.drivers.driver.check.first_step.edited", lambda *args: ())
+    monkeypatch.setattr(FirstStep, "_check_choices", lambda self, sets: None)
+    return pipeline(Net(), mean_where(lambda t: t != 7)), torch.tensor([1, 2, 3, 0, 1, 2, 3, 0])
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        mutant_without_first_stage,
+        mutant_that_compares_losses_only,
+        mutant_that_forgets_buffers,
+        mutant_with_one_set_of_rows,
+    ],
+)
+def test_mutants_accept_what_is_refused(threads, monkeypatch, mutant):
+    with pytest.MonkeyPatch.context() as patch:
+        pipe, target = mutant(patch)
+        PipelineDriver1F1B(pipe, threads).run(4, torch.randn(8, 4), target)
+    with pytest.raises(MicrobatchError):
+        PipelineDriver1F1B(pipe, threads).run(4, torch.randn(8, 4), target)
+
+
+# Memory
+
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        x = torch.tanh(self.a(x))
+        pipe_split()
+        return self.b(x)
+
+
+def test_what_it_holds_is_counted(threads, monkeypatch):
+    held, inner = [], DriverState._try_out
+
+    def measuring(self, trial, number):
+        live = LiveStorages()
+        with live:
+            live.add([*self._held(trial.step), *self.trials.reference.values()])
+            result = inner(self, trial, number)
+        held.append((self.index, live.most))
+        return result
+
+    monkeypatch.setattr(DriverState, "_try_out", measuring)
+    x = torch.randn(32, 64)
+    driver = PipelineDriver1F1B(pipeline(Wide(), nn.MSELoss()), threads)
+    driver.run(8, x, x)
+    counted = driver.memory(8, x, x).check
+    for worker, count in enumerate(counted):
+        assert 0.5 * count < max(bytes for index, bytes in held if index == worker) <= 1.05 * count
+
+
+def test_it_stays_within_memory(threads):
+    x = torch.randn(32, 64)
+    pipe = pipeline(Wide(), nn.MSELoss())
+    needed = max(PipelineDriver1F1B(pipe, threads).memory(8, x, x).check)
+    driver = PipelineDriver(pipe, threads, schedule="auto", memory=needed)
+    assert driver._fits(TriedRows(division_of(driver, x)).divided(1))
+    less = PipelineDriver(pipe, threads, schedule="auto", memory=needed - 1)
+    assert not less._fits(TriedRows(division_of(less, x)).divided(1))
+
+
+def division_of(driver, x):
+    return divide_call(driver.compiled, 8, (x, x), {})

@@ -1,0 +1,74 @@
+"""Faults that are planted into the runtime are found by `driver.check`, and named with the stage where they begin."""
+
+import pytest
+import torch
+from torch import nn
+
+from pippy import MultiUseParameterConfig, PipelineDriver, PipelineDriver1F1B, pipeline
+from tests.drivers.driver.check import faults
+
+pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
+
+# What differs, where it begins, and what is said of it.
+ALL = {"loss", "output", "gradient"}
+FAULTS = {
+    faults.gradient_scaled: ({"gradient"}, "submod_1", "is not the sum of those that its micro-batches give"),
+    faults.gradient_of_input_scaled: ({"gradient"}, "submod_1", "from the same gradients, it gives others"),
+    faults.microbatch_dropped: ({"gradient"}, "submod_1", "is not the sum of those that its micro-batches give"),
+    faults.buffer_updated_twice: ({"buffer"}, "submod_1", "its buffer rows is another"),
+    faults.weight_of_loss_wrong: ({"loss", "gradient"}, "submod_2", "is not the weighted sum of the losses"),
+    faults.copies_not_added_up: ({"gradient", "parameter"}, "submod_0", "the gradient of shared is not the sum"),
+    faults.value_of_other_microbatch: (ALL, "submod_1", "got another value than submod_0 gave"),
+    faults.gradient_of_other_microbatch: ({"gradient"}, "submod_1", "are not what was given for it"),
+    faults.stale_parameters: (ALL, "submod_1", "on the same inputs, its outputs"),
+    faults.other_rate: ({"parameter"}, "submod_1", "its update of second"),
+    faults.accumulated_twice: ({"gradient"}, "submod_1", "is not the sum of those that its micro-batches give"),
+    faults.activation_rounded: (ALL, "submod_2", "got another value than submod_1 gave"),
+    faults.copy_not_stored: (ALL | {"parameter"}, "submod_2", "on the same inputs, its outputs"),
+}
+
+
+ROWS = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4), torch.tensor([0, 1, 2, 2, 1, 0])
+
+
+def checked(threads):
+    pipe = pipeline(faults.Net(), nn.CrossEntropyLoss(), multi_use_param_spec=MultiUseParameterConfig.REPLICATE)
+    driver = PipelineDriver1F1B(pipe, threads, check=False)
+    driver.load_state_dict(pipe.state_dict())
+    driver.instantiate_optimizer(torch.optim.AdamW, lr=1e-2)
+    return driver.check(3, *ROWS)
+
+
+def test_nothing_is_found_without_a_fault(threads):
+    report = checked(threads)
+    assert report and report.equal and report.begins is None
+    assert report.compared == {"loss": 1, "output": 1, "gradient": 7, "buffer": 1, "parameter": 7}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_fault_is_found_and_named_with_its_stage(threads, monkeypatch, fault):
+    fault(monkeypatch)
+    report = checked(threads)
+    kinds, stage, words = FAULTS[fault]
+    assert not report and not report.equal
+    assert {each.kind for each in report.differences} == kinds, report
+    assert report.begins.stage == stage, report
+    assert f"begins in {stage}" in str(report) and words in str(report)
+
+
+KINDS = {
+    "halves of backwards": {"schedule": "zb_h1"},
+    "computed again": {"schedule": "1f1b", "checkpoint": "always"},
+    "out of order": {"schedule": "1f1b", "out_of_order": True},
+    "single loss": {"schedule": "fill_drain", "single_loss": True},
+}
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("fault", [faults.gradient_of_input_scaled, faults.activation_rounded])
+def test_faults_are_found_under_any_schedule(threads, monkeypatch, fault, options):
+    fault(monkeypatch)
+    pipe = pipeline(faults.Net(), nn.CrossEntropyLoss())
+    report = PipelineDriver(pipe, threads, **options).check(3, *ROWS)
+    _, stage, words = FAULTS[fault]
+    assert report.begins.stage == stage and words in str(report)

@@ -1,0 +1,202 @@
+"""What ranks know of each other once they have met: who shares memory, and who can connect whom."""
+
+import pickle
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from pippy.drivers.base.errors import ClusterError
+from pippy.drivers.engines.torchrun import meeting, rank_terms
+from pippy.drivers.engines.torchrun.interfaces import Link
+from pippy.drivers.engines.torchrun.neighbours import close_all, two_pairs
+from pippy.drivers.engines.torchrun.rank_info import RankInfo
+from pippy.drivers.engines.torchrun.torchrun_processes import TorchrunProcesses
+from pippy.drivers.engines.torchrun.torchrun_worker import TorchrunWorker
+from pippy.drivers.protocol.urgent import Connect
+from pippy.drivers.session.control import Address, Control
+from pippy.drivers.wire.messages.controller_connections import ControllerConnections
+from pippy.drivers.wire.messages.message_queue import DeliveryFailure
+from pippy.drivers.wire.messages.mixed_messages import MixedMessages
+from pippy.drivers.wire.pickling import pickle_message
+from tests.drivers.processes import few_descriptors
+
+NOTHING: MappingProxyType[int, Any] = MappingProxyType({})
+
+
+@pytest.fixture
+def meet(monkeypatch):
+    """Has ranks meet that are on these hosts, each in a thread of its own; an error where one is raised."""
+    store, own, met = HashStore(), threading.local(), []
+    monkeypatch.setattr(meeting, "rendezvous", lambda *_, **__: iter([(store, 0, 0)]))
+    monkeypatch.setattr(meeting, "this_host", lambda: own.host)
+
+    def of(rank, hosts, controller_hosts, transport, links, troubles):
+        own.host = hosts[rank]
+        info = RankInfo(rank, len(hosts), rank, len(hosts), controller_hosts)
+        names = [f"w{i}" for i in range(info.workers)]
+        try:
+            return meeting.meet(info, names, 20.0, transport, links.get(rank, Link()), troubles.get(rank, ""))
+        except ClusterError as error:
+            return error
+
+    def all_meet(hosts, controller_hosts=True, transport=None, links=NOTHING, troubles=NOTHING):
+        def one(rank):
+            own.rank = rank
+            return of(rank, hosts, controller_hosts, transport, links, troubles)
+
+        with ThreadPoolExecutor(len(hosts)) as pool:
+            met.extend(pool.map(one, range(len(hosts))))
+        return met
+
+    all_meet.own = own
+    yield all_meet
+    for each in met:
+        if isinstance(each, meeting.Meeting):
+            each.connections.close()
+            close_all(each.sockets or ())
+
+
+def test_workers_are_counted_from_the_first_rank_that_hosts_one(meet):
+    met = meet("aabbc", controller_hosts=False)
+    assert [each.routes.groups for each in met] == [((0,), (1, 2), (3,))] * 5
+    assert [each.near for each in met] == [{0}, set(), {1, 2}, set(), set()]
+    assert [each.sockets is not None for each in met] == [False, True, True, True, False]
+
+
+def test_a_rank_without_neighbours_but_with_the_controller(meet):
+    """Messages to the worker in the controller's own process take the same way as those to its neighbours."""
+    met = meet("ab")
+    assert met[0].near == {0} and met[0].sockets is not None
+    assert not met[1].near and met[1].sockets is None
+
+
+def test_all_by_rpc(meet):
+    met = meet("aaa", transport="rpc")
+    assert all(each.routes.groups == ((0,), (1,), (2,)) and each.sockets is None and not each.near for each in met)
+
+
+def test_shared_memory_where_it_cannot_be_had_is_refused_by_all_ranks(meet):
+    met = meet("aab", transport="shared_memory")
+    for each in met:
+        assert "cannot be had for all workers; leave out transport" in str(each)
+        assert f"w0, w1 on {socket.gethostname()}: shared memory\nw2 on {socket.gethostname()}\n" in str(each)
+
+
+def test_a_rank_that_cannot_join_is_named_by_all(meet):
+    for each in meet("aab", troubles={2: "GLOO_SOCKET_IFNAME is 'ib7'"}):
+        assert f"rank 2 on {socket.gethostname()}: GLOO_SOCKET_IFNAME is 'ib7'" in str(each)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("torch", "install the same versions"), ("names", "give cluster() the same")]
+)
+def test_ranks_that_differ_are_named_by_all(meet, monkeypatch, name, remedy):
+    """Rank 2 has another version, or was called with other arguments."""
+    known = rank_terms.terms
+    monkeypatch.setattr(meeting, "terms", lambda given: known(given) | ({name: "2.12.0"} if meet.own.rank == 2 else {}))
+    for each in meet("aab"):
+        text, host = str(each), socket.gethostname()
+        assert remedy in text and f"; 2.12.0 on {host} (rank 2)" in text and f"on {host} (ranks 0, 1); " in text
+
+
+def test_a_module_that_differs_on_one_host_is_named_by_all(meet, monkeypatch):
+    """Those that only one rank has imported are not compared: they say nothing of the others."""
+    files = [{"model.py": "a", "train.py": "b"}, {"model.py": "a", "train.py": "b", "log.py": "c"}]
+    monkeypatch.setattr(rank_terms, "script_files", lambda: files[meet.own.rank % 2])
+    assert all(isinstance(each, meeting.Meeting) for each in meet("ab"))
+    files[1]["model.py"] = "other"
+    for each in meet("cd")[2:]:
+        assert f"model.py on {socket.gethostname()} (rank 1) is not the same as on" in str(
+            each
+        ) and "log.py" not in str(each)
+
+
+def test_a_host_whose_own_name_is_its_loopback_listens_where_another_host_is_reached(meet, monkeypatch):
+    """Rank 0 knows MASTER_ADDR as 127.0.1.1, as Debian writes it; rank 1 knows the address that others reach."""
+    found = Link("eth0", "10.0.0.1")
+    monkeypatch.setattr(meeting, "check_reach", lambda *_: None)  # these addresses are nobody's
+    monkeypatch.setattr(meeting, "link_to", lambda host, port: found if host == "10.0.0.2" else None)
+    links = {0: Link("lo", "127.0.0.1"), 1: Link("eth0", "10.0.0.2")}
+    assert [each.link for each in meet("ab", links=links)] == [found, links[1]]
+    monkeypatch.setenv("TP_SOCKET_IFNAME", "lo")
+    assert [each.link for each in meet("ab", links=links)[2:]] == [links[0], links[1]]
+
+
+class Asked:
+    """Stands for RPC: it answers urgent messages, and keeps them."""
+
+    def __init__(self, answer=None):
+        self.answer, self.workers = answer, []
+
+    def urgent(self, worker, pickled):
+        self.workers.append(worker)
+        future = torch.futures.Future()
+        future.set_result(pickle_message(self.answer))
+        return future
+
+
+def control(by_rpc):
+    messages = MixedMessages([0, 1], ControllerConnections(), by_rpc, {0: 0, 1: 0, 2: 2, 3: 2, 4: 2, 5: 5})
+    return Control([Address(f"w{i}", f"w{i}", "there", 1) for i in range(6)], messages=messages)
+
+
+def test_the_first_worker_of_another_host_is_asked_once_to_connect_two_others():
+    asked = control(rpc := Asked())
+    for _ in range(2):
+        asked.connect(3, {1, 2, 4, 5})
+    assert rpc.workers == [2, 2]
+
+
+def test_that_it_cannot_is_raised_and_it_is_asked_again():
+    asked = control(rpc := Asked(DeliveryFailure("no free file descriptor")))
+    for _ in range(2):
+        with pytest.raises(ClusterError, match="no free file descriptor"):
+            asked.connect(3, {4})
+    assert rpc.workers == [2, 2]
+
+
+def test_a_first_worker_connects_two_others_and_says_so_if_it_cannot():
+    ends = {worker: two_pairs() for worker in (2, 3)}
+    hub = ControllerConnections({worker: theirs[0] for worker, (_, theirs) in ends.items()})
+    workers = [
+        TorchrunWorker(i, ["a", "b", "c", "d"], "cpu", str, sockets=own, far=[0, 1], connections=hub)
+        for i, (own, _) in ends.items()
+    ]
+    with (
+        few_descriptors(0),
+        pytest.raises(OSError, match="no free file descriptor for a socket between workers 2 and 3"),
+    ):
+        workers[0].urgent(Connect(2, 3))
+    workers[0].urgent(Connect(2, 3))
+    first, second = (worker.transport for worker in workers)
+    hub._ends[0].connection.socket_full, send = False, hub._ends[0].connection._send_with
+    hub._ends[0].connection._send_with = lambda fd: False  # as if too many were on their way
+    with pytest.raises(OSError, match="has not taken its earlier sockets"):
+        workers[0].urgent(Connect(2, 3))
+    hub._ends[0].connection._send_with = send
+    workers[0].urgent(Connect(2, 3))
+    first.send(3, (0, 0, 0), torch.ones(2))
+    assert second.receive((0, 0, 0), 2).sum() == 2
+    hub.close()
+    for worker, (_, theirs) in zip(workers, ends.values()):
+        worker.transport.close()
+        theirs[1].close()
+
+
+def test_a_lost_worker_is_followed_by_what_can_be_done():
+    """Under torchrun no other process can take its place, so the error does not advise to call `recover`."""
+    here = control(Asked())
+    assert str(here.mark_lost(2, "killed")).endswith(
+        "is lost: killed; call driver.recover(), or close this cluster and open another"
+    )
+    under = control(Asked())
+    under.go_on = f"; {TorchrunProcesses.fixed}"
+    error = under.mark_lost(2, "killed")
+    assert "recover" not in str(error) and "torchrun --max-restarts 3" in str(error)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)

@@ -1,0 +1,117 @@
+"""A save that ends anywhere leaves the last checkpoint or the new one, whole."""
+
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from pippy import Pipe, PipelineDriver1F1B, load_checkpoint
+from pippy.drivers.base.errors import CheckpointError
+from pippy.drivers.files.run_folder import checkpoints_in
+from tests.drivers.files.mortal import Killed, MortalOs, mortal
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+
+class Run:
+    """A driver with an optimizer, and a run folder with a checkpoint of step 1."""
+
+    def __init__(self, cluster, folder):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+        self.driver = PipelineDriver1F1B(Pipe.from_sequential(model, nn.MSELoss()), cluster)
+        self.optimizer = self.driver.instantiate_optimizer(torch.optim.Adam, lr=0.1)
+        self.folder, self.states = folder, {}
+        self.train(1)
+        self.save(1)
+
+    def train(self, step):
+        self.driver.run(2, torch.ones(4, 3), torch.ones(4, 1))
+        self.optimizer.step()
+        self.driver.zero_grad()
+        self.states[step] = self.driver.state_dict(), self.optimizer.state_dict()["state"]
+
+    def save(self, step, folder=None, **options):
+        return self.driver.save(folder or self.folder, optimizer=self.optimizer, step=step, **options)
+
+    def assert_whole(self, folder, steps):
+        """What is loaded is one of these steps, all of it."""
+        saved = load_checkpoint(folder)
+        assert saved["step"] in steps
+        model, states = self.states[saved["step"]]
+        assert all(torch.equal(value, saved["model"][name]) for name, value in model.items())
+        for number, name in enumerate(states):
+            mine = saved["optimizer"]["state"][number]
+            assert all(torch.equal(value, mine[key]) for key, value in states[name].items())
+        return saved["step"]
+
+
+@pytest.fixture
+def in_memory():
+    """A folder on a file system in memory, if there is one: thousands of fsyncs take seconds on a disk."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def run(threads, in_memory):
+    return Run(threads, str(in_memory / "run"))
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_process_that_dies_at_any_operation_leaves_a_whole_checkpoint(run, in_memory, monkeypatch, wait):
+    run.train(2)
+    with mortal(monkeypatch) as whole:
+        path = run.save(2, shutil.copytree(run.folder, in_memory / "whole"), keep=1)
+    before_it_counts = whole.done[: whole.done.index("rename")]
+    assert before_it_counts.count("fsync") == len(os.listdir(path)) + 1  # each file, and their folder
+    assert {"write", "fsync", "rename", "mkdir", "unlink"} <= set(whole.done)
+    found = []
+    for lives in range(len(whole.done)):
+        folder = str(in_memory / str(lives))
+        shutil.copytree(run.folder, folder)
+        with mortal(monkeypatch, lives) as its:
+            with suppress(Killed, CheckpointError, Exception):
+                run.save(2, folder, keep=1, wait=wait)
+                run.driver.saving.finish()
+            run.driver.state_dict()  # which is answered when no worker saves any more
+        assert "killed" in its.done
+        found.append(run.assert_whole(folder, (1, 2)))
+        # Whoever comes next has no use for what was left.
+        run.save(2, folder, keep=1)
+        assert len(os.listdir(folder)) == 2 and len(checkpoints_in(folder)) == 1
+        assert run.assert_whole(folder, (2,)) == 2
+    assert found == sorted(found) and {1, 2} == set(found)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_disk_that_is_full_leaves_all_as_it_was(run, monkeypatch, wait):
+    before = sorted(os.listdir(run.folder))
+    run.train(2)
+    room = 900  # bytes
+
+    class FullDisk(MortalOs):
+        left = room
+
+        def write(self, file, data):
+            taken = min(len(data), self.left)
+            if not taken:
+                raise OSError(28, "No space left on device")
+            self.left -= taken
+            return os.write(file, data[:taken])
+
+        def rmtree(self, path, ignore_errors=False):
+            shutil.rmtree(path)
+
+    monkeypatch.setattr("tests.drivers.files.mortal.MortalOs", FullDisk)
+    with mortal(monkeypatch), pytest.raises(CheckpointError, match=r"(?s)no checkpoint was written to .*No space left"):
+        run.save(2, wait=wait)
+        run.driver.saving.finish()
+    assert sorted(os.listdir(run.folder)) == before
+    run.train(3)  # the workers go on
+    run.save(3)
+    assert run.assert_whole(run.folder, (3,)) == 3

@@ -1,0 +1,192 @@
+"""Optimizers on workers are torch's: which parameters they have, which gradients they drop, and whether they can be split."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pippy import MultiUseParameterConfig, Pipe, pipeline
+from pippy.drivers.base.errors import OptimizerError
+from pippy.drivers.driver.drivers import PipelineDriver1F1B
+from pippy.drivers.model.optimizers.optimizer_check import check_separable
+from tests.drivers.models import Chain, TiedLanguage
+
+pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
+
+
+def batch(rows=7):
+    return torch.randn(rows, 8), torch.randn(rows, 8)
+
+
+def tokens():
+    return torch.randint(13, (7, 5)), torch.randint(13, (7, 5))
+
+
+def cross_entropy(output, target):
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def both(threads, model=None, loss=None, **options):
+    """The plain model, and a driver for its twin."""
+    model = Chain(3) if model is None else model
+    return copy.deepcopy(model), PipelineDriver1F1B(pipeline(model, loss or nn.MSELoss(), **options), threads)
+
+
+def assert_gradients(driver, plain):
+    for name, gradient in driver.gradients().items():
+        expected = plain.get_parameter(name).grad
+        assert (gradient is None) == (expected is None), name
+        if expected is not None:
+            torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-13)
+
+
+def assert_state(driver, plain):
+    for name, tensor in driver.state_dict().items():
+        torch.testing.assert_close(tensor, plain.state_dict()[name], rtol=1e-9, atol=1e-12)
+
+
+def test_parameters_that_no_group_names_are_left_alone(threads):
+    plain, driver = both(threads)
+    mine = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1, param_groups=[{"params": ["layers.0.*"]}])
+    theirs = torch.optim.SGD([{"params": list(plain.layers[0].parameters())}], lr=0.1)
+    x, target = batch()
+    driver.run(2, x, target)
+    F.mse_loss(plain(x), target).backward()
+    mine.step(), theirs.step()
+    assert_state(driver, plain)
+    assert [group["params"] for group in mine.state_dict()["param_groups"]] == [["layers.0.weight", "layers.0.bias"]]
+    driver.close()
+
+
+def test_a_group_for_all_the_rest(threads):
+    _, driver = both(threads)
+    groups = [{"params": ...}, {"params": "*.bias", "lr": 0.5}]
+    optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1, param_groups=groups)
+    found = [(group["params"], group["lr"]) for group in optimizer.state_dict()["param_groups"]]
+    layers = range(3)
+    assert found == [([f"layers.{i}.weight" for i in layers], 0.1), ([f"layers.{i}.bias" for i in layers], 0.5)]
+    for groups in ([{"params": ...}, {"params": ...}], [{"params": "*"}, {"params": ...}], []):
+        with pytest.raises(OptimizerError, match=r"rest|group"):
+            driver.instantiate_optimizer(torch.optim.SGD, lr=0.1, param_groups=groups)
+    driver.close()
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_two_optimizers_on_one_driver(threads, accumulate):
+    """Muon for matrices, AdamW for the rest; a matrix is replicated. Each drops the gradients of its own parameters."""
+    plain, driver = both(threads, TiedLanguage(), cross_entropy, multi_use_param_spec=MultiUseParameterConfig.REPLICATE)
+    matrices = [name for name, parameter in plain.named_parameters() if parameter.ndim == 2]
+    mine = [
+        driver.instantiate_optimizer(torch.optim.Muon, lr=1e-2, param_groups=[{"params": matrices}]),
+        driver.instantiate_optimizer(
+            torch.optim.AdamW, lr=1e-2, param_groups=[{"params": ["*.bias", "norm.*"], "weight_decay": 0.1}]
+        ),
+    ]
+    theirs = [
+        torch.optim.Muon([plain.get_parameter(name) for name in matrices], lr=1e-2),
+        torch.optim.AdamW([p for p in plain.parameters() if p.ndim != 2], lr=1e-2, weight_decay=0.1),
+    ]
+    for step in range(5):
+        for _ in range(accumulate):
+            x, target = tokens()
+            driver.run(3, x, target)
+            cross_entropy(plain(x), target).backward()
+        for each in (mine, theirs):
+            each[0].step()
+            each[0].zero_grad()
+        if step % 2:  # the other's gradients are still there, and add up
+            for each in (mine, theirs):
+                each[1].step()
+                each[1].zero_grad()
+        assert_gradients(driver, plain)
+    assert_state(driver, plain)
+    driver.close()
+
+
+def test_dropping_the_gradients_of_one_optimizer_survives_a_step_that_fails(threads):
+    plain, driver = both(threads)
+    first = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1, param_groups=[{"params": "layers.0.*"}])
+    x, target = batch()
+    driver.run(2, x, target)
+    first.zero_grad()
+    with pytest.raises(RuntimeError):
+        driver.run(2, torch.randn(7, 9), target)
+    assert_gradients_of(driver, {"layers.1.weight", "layers.1.bias", "layers.2.weight", "layers.2.bias"})
+    driver.close()
+
+
+def assert_gradients_of(driver, names):
+    assert {name for name, gradient in driver.gradients().items() if gradient is not None} == names
+
+
+class NormedSGD(torch.optim.Optimizer):
+    """Divides by the norm of all gradients of a group."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            there = [p for p in group["params"] if p.grad is not None]
+            norm = torch.stack([p.grad.norm() for p in there]).norm()
+            for parameter in there:
+                parameter -= group["lr"] * parameter.grad / norm
+
+
+def test_an_optimizer_that_mixes_the_parameters_of_a_group_is_refused(threads):
+    _, driver = both(threads)
+    before = list(threads.control.counts)
+    with pytest.raises(OptimizerError, match=r"NormedSGD .* other parameters .*clip_grad_norm_"):
+        driver.instantiate_optimizer(NormedSGD, lr=0.1)
+    assert threads.control.counts == before
+    driver.close()
+
+
+class NoisySGD(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(torch.randn_like(parameter), alpha=1e-3)
+
+
+def test_an_optimizer_that_draws_random_numbers_mixes_nothing():
+    state = torch.get_rng_state()
+    check_separable(NoisySGD, (), {"lr": 0.1})
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+OPTIMIZERS = [
+    kind
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type) and kind not in (torch.optim.Optimizer, torch.optim.LBFGS)
+]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_each_optimizer_of_torch(threads, kind):
+    """None of them mixes parameters. LBFGS does, and is refused by its name."""
+    check_separable(kind, (), {})
+    plain, driver = both(threads)
+    names = [name for name, p in plain.named_parameters() if kind is not torch.optim.Muon or p.ndim == 2]
+    if kind is torch.optim.SparseAdam:  # takes nothing but sparse gradients
+        plain = nn.Sequential(nn.Embedding(13, 8, sparse=True), nn.Flatten())
+        driver.close()
+        driver = PipelineDriver1F1B(Pipe.from_sequential(copy.deepcopy(plain), F.mse_loss), threads)
+        names = ["0.weight"]
+    mine = driver.instantiate_optimizer(kind, lr=1e-2, param_groups=[{"params": names}])
+    theirs = kind([plain.get_parameter(name) for name in names], lr=1e-2)
+    for _ in range(3):
+        x, target = batch()
+        if kind is torch.optim.SparseAdam:
+            x, target = torch.randint(13, (7, 1)), torch.randn(7, 8)
+        driver.run(2, x, target)
+        F.mse_loss(plain(x), target).backward()
+        for each in (mine, theirs):
+            each.step()
+            each.zero_grad()
+    assert_state(driver, plain)
+    driver.close()

@@ -1,0 +1,221 @@
+"""`driver.recover`: a run goes on from its newest point, to the bit, whatever has happened to it."""
+
+import os
+import signal
+import threading
+
+import pytest
+import torch
+
+from pippy.drivers.base.errors import CheckpointError, DriverError, StepError, WorkerLostError
+from pippy.drivers.files.run_folder import checkpoints_in
+from pippy.ir.base.errors import PippyWarning
+from tests.drivers.model.recovery.runs import STAGES, Run, opened, undisturbed
+
+STEPS = 6
+pytestmark = pytest.mark.usefixtures("in_float64")
+
+
+@pytest.fixture(scope="module")
+def workers():
+    with opened() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def expected(workers):
+    torch.set_default_dtype(torch.float64)
+    yield undisturbed(workers, STEPS)
+    torch.set_default_dtype(torch.float32)
+
+
+def goes_on(run, expected, first, last=STEPS):
+    run.steps(first, last)
+    losses, state = expected
+    assert run.losses == {number: losses[number] for number in range(last)}
+    if last == STEPS:
+        for name, value in run.driver.state_dict().items():
+            assert torch.equal(value, state[name]), name
+
+
+@pytest.mark.parametrize(("lost", "how"), [([1], signal.SIGKILL), ([0, 2], signal.SIGKILL), ([2], signal.SIGSTOP)])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_a_run_goes_on_from_a_checkpoint_as_if_nothing_had_happened(workers, expected, tmp_path, lost, how, schedule):
+    run = Run(workers, schedule=schedule)
+    run.steps(0, 2)
+    run.save(tmp_path, 2)
+    run.steps(2, 4)
+    before = [worker.pid for worker in workers.control.workers]
+    run.lose(*lost, how=how)
+    with pytest.raises(WorkerLostError):
+        run.step(4)
+    values = run.driver.recover()
+    assert values == {"step": 2, "losses": {number: expected[0][number] for number in range(2)}}
+    assert [at for at in range(STAGES) if workers.control.workers[at].pid != before[at]] == lost
+    goes_on(run, expected, 2)
+
+
+def test_a_run_that_has_updated_nothing_begins_again(workers, expected):
+    run = Run(workers)
+    run.lose(0)
+    with pytest.raises(WorkerLostError):
+        run.step(0)
+    assert run.driver.recover() == {}
+    goes_on(run, expected, 0)
+
+
+@pytest.mark.parametrize("lost", [[0], [1], [2]])
+def test_a_run_goes_on_from_the_memory_of_neighbours(workers, expected, lost):
+    run = Run(workers)
+    for again in (1, 2, 3):
+        run.steps(again - 1, again)
+        run.protect(again)
+    run.steps(3, 4)
+    for _ in range(2):  # the new process has copies as the old one had
+        run.lose(*lost)
+        with pytest.raises(WorkerLostError):
+            run.step(4)
+        assert run.driver.recover() == {"step": 3}
+        run.step(3)
+        lost = [(worker + 1) % STAGES for worker in lost]
+    goes_on(run, expected, 4)
+
+
+def test_two_neighbours_are_lost_and_the_run_goes_on_from_the_disk(workers, expected, tmp_path):
+    run = Run(workers)
+    run.protect(0)
+    run.step(0)
+    run.lose(0, 1)
+    with pytest.raises(WorkerLostError):
+        run.step(1)
+    with pytest.raises(CheckpointError, match=r"nothing to go on from.*protect\(\) kept of worker 'worker0' was lost"):
+        run.driver.recover()
+    run = Run(workers)
+    run.step(0)
+    path = run.save(tmp_path, 1)
+    run.step(1)
+    run.protect(2)
+    run.lose(2, 0)
+    with pytest.raises(WorkerLostError):
+        run.step(2)
+    with pytest.warns(PippyWarning, match=f"goes on from {path}; what protect.* of worker 'worker2' was lost"):
+        assert run.driver.recover()["step"] == 1
+    goes_on(run, expected, 1)
+
+
+def test_a_worker_that_is_lost_while_a_point_is_made_leaves_the_one_before(workers, expected, tmp_path):
+    run = Run(workers)
+    run.step(0)
+    for point, again in (("protect", 1), ("save", 2)):
+        run.protect(again)
+        run.step(again)
+        run.lose(again)
+        with pytest.raises(WorkerLostError):
+            run.protect(again + 1) if point == "protect" else run.save(tmp_path, again + 1)
+        assert run.driver.recover() == {"step": again}
+        run.step(again)
+    assert checkpoints_in(tmp_path) == []  # others may have written while what there was of it was removed
+    run.save(tmp_path, 3)
+    assert sorted(os.listdir(tmp_path)) == [".lock", "step-3"]
+    goes_on(run, expected, 3)
+
+
+def test_a_failed_step_needs_no_other_process(workers, expected):
+    run = Run(workers)
+    run.steps(0, 2)
+    run.protect(2)
+    run.step(2)
+    before = [worker.pid for worker in workers.control.workers]
+    with pytest.raises(StepError):
+        run.driver.run(4, torch.randn(8, 5), torch.randn(8, 1))
+    assert run.driver.recover() == {"step": 2}
+    assert [worker.pid for worker in workers.control.workers] == before
+    goes_on(run, expected, 2)
+
+
+def test_each_driver_recovers_by_itself(workers, expected, tmp_path):
+    one, other = Run(workers), Run(workers)
+    torch.manual_seed(0)
+    with torch.random.fork_rng():
+        other.step(0)
+        other.save(tmp_path, 1)
+    one.protect(0)
+    other.lose(1)
+    with pytest.raises(WorkerLostError):
+        other.step(1)
+    other.driver.recover()
+    with pytest.raises(DriverError, match=r"'worker1' was lost and replaced.*driver.recover"):
+        one.step(0)
+    assert one.driver.recover() == {"step": 0}
+    one.steps(0, 2)
+    other.step(1)
+
+
+def test_there_must_be_a_point_with_all_optimizers(workers, tmp_path):
+    run = Run(workers)
+    run.step(0)
+    for said in ("an optimizer has made steps", "has no state of the optimizer AdamW: give it to save"):
+        with pytest.raises(CheckpointError, match=f"(?s)nothing to go on from.*{said}.*driver.save.*driver.protect"):
+            run.driver.recover()
+        run.driver.save(tmp_path, step=1)
+    run.protect(1)
+    assert run.driver.recover() == {"step": 1}
+    run.driver.close()
+    with pytest.raises(DriverError, match="closed"):
+        run.driver.recover()
+
+
+def test_a_checkpoint_written_beside_the_run_is_a_point_when_it_is_whole(workers, expected, tmp_path):
+    run = Run(workers)
+    run.steps(0, 2)
+    run.save(tmp_path, 2, wait=False)
+    run.driver.saving.finish()
+    run.steps(2, 4)
+    run.lose(2)
+    assert run.driver.recover()["step"] == 2  # it looks for the dead, too
+    goes_on(run, expected, 2)
+
+
+def test_recovering_in_another_thread_and_twice_and_with_a_step_under_way(workers, expected):
+    run = Run(workers)
+    run.step(0)
+    run.protect(1)
+    x = torch.randn(8, 4)
+    run.lose(1, how=signal.SIGSTOP)  # or the step might be over before the worker is lost
+    running = run.driver.run_async(4, x, x[:, :1])
+    run.lose(1)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(run.driver.recover()))
+    thread.start()
+    thread.join(100)
+    assert found == [{"step": 1}] == [run.driver.recover()]
+    with pytest.raises(WorkerLostError):
+        running.result()
+    goes_on(run, expected, 1)
+
+
+@pytest.mark.parametrize("where", ["send_again", "take_kept", "restore"])
+def test_ctrl_c_and_another_loss_while_it_recovers(workers, expected, monkeypatch, where):
+    run = Run(workers)
+    run.step(0)
+    run.protect(1)
+    run.step(1)
+    run.lose(1)
+    holder = {"send_again": run.driver.programs, "take_kept": run.driver.recovery, "restore": run.optimizer}[where]
+    name = {"send_again": "send_again", "take_kept": "_make_fresh", "restore": "take_options"}[where]
+    real = getattr(holder, name)
+
+    def interrupt(*given):
+        monkeypatch.undo()
+        real(*given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(holder, name, interrupt)
+    with pytest.raises(WorkerLostError):
+        run.step(2)
+    with pytest.raises(KeyboardInterrupt):
+        run.driver.recover()
+    with pytest.raises(DriverError, match=r"call driver.recover\(\)"):
+        run.step(2)
+    assert run.driver.recover() == {"step": 1}
+    goes_on(run, expected, 1)

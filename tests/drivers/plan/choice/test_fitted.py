@@ -1,0 +1,94 @@
+"""What is said of what was chosen, and where nothing fits: what is advised fits."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from pippy.drivers.plan import Costs, make_schedule
+from pippy.drivers.plan.choice.byte_sizes import byte_count, byte_text, limits_of
+from pippy.drivers.plan.choice.fitted import Fitted
+from pippy.drivers.plan.choice.search import MicroBatch, Problem, fits, search
+from pippy.drivers.plan.choice.unfit import unfit
+from pippy.drivers.plan.cost.held_bytes import PipeBytes, StageBytes
+from pippy.drivers.plan.language.errors import ArgumentError
+
+ROWS = 16
+
+
+def micro_batch(chunks):
+    """Four stages: 100 bytes of parameters and gradients each, and 10 for each row."""
+    rows = -(-ROWS // chunks)
+    stage = StageBytes(parameters=50, gradients=50, kept=10 * rows)
+    return MicroBatch(Costs([0.001 * rows + 0.0005] * 4, 0.001, 0.001), PipeBytes((stage,) * 4))
+
+
+def problem(limit, chunks=(4,), workers=2):
+    program = make_schedule("1f1b", workers=workers, chunks=1, stages_per_worker=4 // workers)
+    return Problem(program, (limit,) * workers, micro_batch, chunks)
+
+
+def test_the_text_says_what_was_chosen_what_it_holds_and_what_it_costs():
+    fitted = Fitted.of(search(problem(330), thorough=False), (330, 330))
+    text = str(fitted)
+    assert f"{fitted.schedule} with {fitted.chunks} micro-batches: its step is predicted" in text
+    assert re.search(r"worker 1, stages 2 3: \d+ B of 330 B", text) and text.count("<- chosen") == 1
+    assert fitted.checkpoint and f"{next(iter(fitted.checkpoint))} {next(iter(fitted.checkpoint.values()))}" in text
+    assert re.search(r"the limit costs \d+%", text) and "left out: zb_v: " in text
+    assert "guessed to take" in str(replace(fitted, measured=False))
+    free = Fitted.of(search(problem(10**6), thorough=False), (10**6,) * 2)
+    assert "none would take less" in free.why and free.checkpoint == {}
+
+
+@pytest.mark.parametrize(("limit", "chunks"), [(215, 16), (230, 6)])
+def test_what_is_advised_fits(limit, chunks):
+    tight = problem(limit)
+    found = search(tight, thorough=False)
+    said = unfit(tight, found, repr(limit), more_chunks=(5, chunks))
+    start = (
+        rf"memory={limit} is too little: the nearest, \w+ with 4 micro-batches, with forwards of stages 0 1 2 computed "
+    )
+    assert re.match(
+        start + r"again, holds 240 B on worker \d \(100 B parameters, 100 B gradients, 40 B kept\)", said.message
+    )
+    assert said.message.endswith(f"would fit: memory='240B', or {chunks} micro-batches, or 4 workers for these stages")
+    assert (said.limits, said.chunks, said.workers) == ((240, 240), chunks, 4)
+    assert fits(replace(tight, limits=said.limits))
+    assert fits(problem(limit, (chunks,))) and fits(problem(limit, workers=4))
+    assert not fits(tight) and not fits(problem(limit, (5,)))
+
+
+def test_where_parameters_alone_are_too_much_only_a_limit_or_another_cut_helps():
+    tight = problem(90, workers=4)
+    said = unfit(tight, search(tight, thorough=False), "90", more_chunks=(8, 16))
+    assert said.chunks is said.workers is None and said.message.endswith("or a cut into more stages on more workers")
+    assert search(replace(tight, limits=said.limits), thorough=False).ways
+
+
+def test_sizes_are_read_and_shown():
+    assert [byte_count(text) for text in ("12GiB", " 1.5 kb ", ".5TiB", 12)] == [12 * 2**30, 1500, 2**39, 12]
+    for count in (1, 999, 1024, 1025, 10**6, 3 * 2**30 + 1, 2**40 - 1, 7 * 2**45):
+        assert count <= byte_count(byte_text(count)) <= count * 1.02
+    assert limits_of("1KiB", 2) == (1024, 1024)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("12", r"memory='12': it has no unit; the units are B, KB"),
+        ("12 Gi", r"memory='12 Gi': give bytes, as in \"12GiB\""),
+        (0, "memory=0: give bytes"),
+        (-5, "memory=-5: give bytes"),
+        (True, "memory=True: give bytes"),
+        (1.5, "memory=1.5: give bytes"),
+        ("0GiB", "memory='0GiB': give bytes"),
+        (b"1GiB", "memory=b'1GiB': give bytes"),
+        (["1GiB"], r"memory=\['1GiB'\] has 1 sizes for 2 workers; give one, or one each"),
+        (["1GiB", None], "memory=None: give bytes"),
+        ({0: "1GiB"}, r"memory=\{0: '1GiB'\}: give a size for each worker, 0 to 1, or one for all"),
+        ({0: 1, 1: 1, 2: 1}, "give a size for each worker"),
+    ],
+)
+def test_what_is_no_size_is_refused(given, message):
+    with pytest.raises(ArgumentError, match=message):
+        limits_of(given, workers=2)

@@ -1,0 +1,31 @@
+"""Stage graphs that are not chains: skips, several consumers, replicated parameters, stages without a backward."""
+
+import random
+
+from pippy.drivers.plan.language.edges import Edge, Pass, Replicated
+from pippy.drivers.plan.language.program import Program
+
+
+def edges_between(pairs: set[tuple[int, int]], backward: set[int]) -> list[Edge]:
+    """A value of each stage for all later stages it is paired with, and a gradient back from each of those."""
+    sources = sorted({source for source, _ in pairs})
+    consumers = {source: sorted(to for first, to in pairs if first == source) for source in sources}
+    up = [Edge(f"x_{a}", Pass("F", a), tuple(Pass("F", b) for b in consumers[a])) for a in sources]
+    down = [
+        Edge(f"g_{b}_{a}", Pass("B", b), (Pass("B", a),)) for a, b in sorted(pairs) if a in backward and b in backward
+    ]
+    return up + down
+
+
+def with_random_graph(program: Program, rng: random.Random) -> Program:
+    """The program for stages that form a chain with random skips, and for random replicated parameters."""
+    stages = range(program.stages)
+    pairs = {(a, b) for a in stages for b in stages if b == a + 1 or (a < b and rng.random() < 0.3)}
+    backward = set(program.backward)
+    if backward and rng.random() < 0.3:
+        backward = {stage for stage in backward if stage >= rng.randrange(program.stages)}
+    replicated = [
+        Replicated(f"layer.{number}.weight", tuple(sorted(rng.sample(stages, rng.randint(1, min(3, program.stages))))))
+        for number in range(rng.randrange(3))
+    ]
+    return program.for_graph(edges_between(pairs, backward), backward, replicated)

@@ -1,0 +1,159 @@
+"""The schedules as the papers draw them, 4 workers and 8 micro-batches, and what the papers promise of them."""
+
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pippy.drivers.plan import make_schedule, simulate
+from pippy.drivers.plan.drawings.text import render_text
+from pippy.drivers.plan.language.instructions import Op
+from pippy.drivers.plan.orders.registry import REGISTRY
+
+GRIDS = Path(__file__).parent / "grids"
+ONE = Fraction(1)
+STAGES = {"interleaved_1f1b": 2, "looped_bfs": 2}
+
+
+@pytest.mark.parametrize("name", [name for name in REGISTRY if name != "list"])
+def test_the_grid_of_4_workers_and_8_micro_batches(name):
+    program = make_schedule(name, workers=4, chunks=8, stages_per_worker=STAGES.get(name))
+    assert render_text(program) + "\n" == (GRIDS / f"{name}.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "stages_per_worker", "of_4", "of_8"),
+    [
+        ("fill_drain", 1, 33, 69),
+        ("1f1b", 1, 33, 69),
+        ("eager_1f1b", 1, 33, 69),
+        ("interleaved_1f1b", 2, 28.5, 58.5),
+        ("interleaved_1f1b", 4, 26.25, 53.25),
+        ("looped_bfs", 2, 28.5, 58.5),
+        ("zb_h1", 1, 27, 55),
+        ("zb_h2", 1, 27, 55),
+        ("zb_v", 2, 25.5, 51.5),
+        ("v_half", 2, 26.5, 56.5),
+        ("v_min", 2, 29.5, 59.5),
+        ("dualpipe_v", 2, 25.5, 51.5),
+    ],
+)
+def test_makespans_in_units_of_one_devices_forward(name, stages_per_worker, of_4, of_8):
+    assert simulate(make_schedule(name, workers=4, chunks=8, stages_per_worker=stages_per_worker)).makespan == of_4
+    assert simulate(make_schedule(name, workers=8, chunks=16, stages_per_worker=stages_per_worker)).makespan == of_8
+
+
+COSTS = [
+    tuple(map(Fraction, costs))
+    for costs in (("1", "1", "1"), ("2", "1", "1"), ("1", "2", "1"), ("2", "2", "1"), ("1/3", "1/2", "1/4"))
+]
+SIZES = [(1, 1), (1, 5), (2, 2), (2, 9), (3, 7), (4, 8), (5, 5), (5, 23), (8, 16)]
+
+
+def idle(name, workers, chunks, costs, stages_per_worker=None):
+    program = make_schedule(name, workers=workers, chunks=chunks, stages_per_worker=stages_per_worker)
+    return set(simulate(program, *map(Fraction, costs)).idle)
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize("costs", COSTS)
+def test_idle_of_fill_drain_and_1f1b(p, m, costs):
+    forward, *backward = costs
+    assert idle("fill_drain", p, m, costs) == {(p - 1) * (forward + sum(backward))}
+    assert idle("1f1b", p, m, costs) == {(p - 1) * (forward + sum(backward))}
+    assert idle("eager_1f1b", p, m, costs) == {(p - 1) * (forward + sum(backward))}
+
+
+@pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SIZES if m >= p])
+@pytest.mark.parametrize("v", [1, 2, 3, 4])
+def test_idle_of_looped_schedules_for_any_number_of_chunks_from_p_on(p, m, v):
+    for costs in COSTS:
+        assert idle("interleaved_1f1b", p, m, costs, v) == {(p - 1) * sum(costs) / v}
+        assert idle("looped_bfs", p, m, costs, v) == {(p - 1) * sum(costs) / v}
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize("costs", COSTS)
+def test_idle_of_zb_h1(p, m, costs):
+    forward, backward_input, backward_weight = costs
+    assert idle("zb_h1", p, m, costs) == {(p - 1) * (forward + backward_input - backward_weight)}
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 4), (3, 7), (4, 8), (5, 23), (8, 16)])
+def test_zb_h2_and_zb_v_idle_in_the_fill_and_drain_only(p, m):
+    for name, distance in (("zb_h2", ONE), ("zb_v", ONE / 2)):
+        result = simulate(make_schedule(name, workers=p, chunks=m), ONE, ONE, ONE)
+        assert [parts.fill for parts in result.idle_parts] == [worker * distance for worker in range(p)]
+        assert [parts.drain for parts in result.idle_parts] == [(p - 1 - worker) * distance for worker in range(p)]
+        assert not any(parts.waiting for parts in result.idle_parts)
+
+
+@pytest.mark.parametrize("p", range(1, 10))
+def test_idle_of_v_half_and_v_min_for_any_number_of_chunks_from_p_on(p):
+    to_next_third = (1 - p) % 3
+    for m in (p, 2 * p + 1):
+        assert idle("v_half", p, m, (1, 1, 1)) == {max(p - 1, 3 * p - 7 - p % 2) * ONE / 2}
+        assert idle("v_min", p, m, (1, 1, 1)) == {max(p - 1, 4 * p - 5 - 2 * to_next_third) * ONE / 2}
+
+
+@given(st.integers(1, 10), st.integers(1, 20))
+@settings(max_examples=15)
+def test_what_v_half_and_v_min_take_and_hold_at_most(p, m):
+    """Also with few chunks, where no order is faster than a micro-batch on its way: 4p passes and the last W."""
+    for name, bubble, most in (
+        ("v_half", 3 * p - 5, 2 * min(p, (p + 1) // 2 + 1)),
+        ("v_min", 4 * p - 5, 2 * ((p + 4) // 3)),
+    ):
+        result = simulate(make_schedule(name, workers=p, chunks=m))
+        assert 2 * result.makespan <= max(6 * m + bubble + 2, 4 * p + 4 * m)
+        assert max(result.peak_live) <= min(2 * m, most)
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 4), (2, 6), (4, 8), (5, 23)])
+def test_eager_1f1b_hides_slow_links_that_1f1b_waits_for(p, m):
+    """Up to a link that takes half as long as F and B: forth and back, it takes no longer than a worker works meanwhile."""
+    for latency in (ONE / 10, ONE / 2, ONE, ONE * 3 / 2):
+        eager, usual = (
+            simulate(make_schedule(name, workers=p, chunks=m), ONE, ONE, ONE, latency=latency).makespan
+            for name in ("eager_1f1b", "1f1b")
+        )
+        assert eager == 3 * (m + p - 1) + 2 * (p - 1) * latency
+        assert usual >= eager + (m - p) * latency * (p > 1)
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 4), (3, 7), (4, 8), (5, 23), (8, 16)])
+def test_peaks(p, m):
+    def peaks(name):
+        return make_schedule(name, workers=p, chunks=m).peak_live
+
+    assert peaks("fill_drain") == (m,) * p
+    assert peaks("1f1b") == tuple(p - worker for worker in range(p))
+    assert peaks("eager_1f1b") == tuple(min(m, 2 * (p - worker) - 1) for worker in range(p))
+    assert peaks("zb_h1") == (p,) * p
+    assert peaks("zb_h2") == (min(m, 2 * p - 1),) * p
+    assert peaks("zb_v") == (2 * p,) * p  # of stages that are half as large
+    assert peaks("v_half") == (2 * min(m, p, (p + 1) // 2 + 1),) * p
+    assert peaks("v_min") == (min(2 * m, 2 * ((p + 4) // 3)),) * p
+    assert peaks("dualpipe_v") == (min(2 * m, 2 * p + 1),) * p
+    assert peaks("forward_only") == (1,) * p
+
+
+def test_warm_up_of_eager_1f1b():
+    program = make_schedule("eager_1f1b", workers=4, chunks=6)
+    warm_up = [[compute.op for compute in order].index(Op.BACKWARD) for order in program.computations]
+    assert warm_up == [6, 5, 3, 1]
+
+
+def test_warm_up_of_1f1b_is_bounded_by_the_stage():
+    program = make_schedule("1f1b", workers=4, chunks=3)
+    warm_up = [[compute.op for compute in order].index(Op.BACKWARD) for order in program.computations]
+    assert warm_up == [3, 3, 2, 1]
+
+
+@pytest.mark.parametrize("p", [2, 3, 5, 8])
+def test_zb_h2_is_never_slower_than_zb_h1(p):
+    for m in range(1, 2 * p + 2):
+        of_h1, of_h2 = (simulate(make_schedule(name, workers=p, chunks=m)).makespan for name in ("zb_h1", "zb_h2"))
+        assert of_h2 <= of_h1

@@ -1,0 +1,83 @@
+"""Programs for replicas of a pipeline: each replica is the program of one pipeline, for its share of the micro-batches."""
+
+from dataclasses import replace
+
+import pytest
+
+from pippy.drivers.plan import add_communication, make_schedule, parse_program, render_text, simulate, validate
+from pippy.drivers.plan.language.errors import ArgumentError, ParseError, ProgramError
+from pippy.drivers.plan.language.instructions import Compute, ReduceStage
+from pippy.drivers.plan.orders.registry import REGISTRY
+
+
+@pytest.mark.parametrize("name", [name for name in REGISTRY if name != "list"])
+def test_each_replica_does_what_one_pipeline_does_with_as_many_micro_batches(name):
+    program = make_schedule(name, workers=2, chunks=5, replicas=2, checkpoint="except_last")
+    validate(add_communication(program))
+    assert parse_program(str(add_communication(program))) == add_communication(program)
+    for first, share in ((0, range(3)), (2, range(3, 5))):
+        alone = make_schedule(name, workers=2, chunks=len(share), checkpoint="except_last")
+        own = [
+            [replace(each, microbatch=each.microbatch - share.start) for each in order]
+            for order in program.computations[first : first + 2]
+        ]
+        assert own == [list(order) for order in alone.computations]
+        assert program.peak_live[first : first + 2] == alone.peak_live
+    assert (
+        simulate(program).makespan
+        == simulate(make_schedule(name, workers=2, chunks=3, checkpoint="except_last")).makespan
+    )
+
+
+def test_the_grid_of_two_replicas():
+    assert render_text(make_schedule("1f1b", workers=2, chunks=5, replicas=2)).splitlines() == [
+        "0 | F0 F1 .  .  B0 -- F2 B1 -- .  B2 --",
+        "1 | .  F0 B0 -- F1 B1 -- F2 B2 -- .  .",
+        "2 | F3 F4 .  .  B3 -- .  B4 -- .  .  .",
+        "3 | .  F3 B3 -- F4 B4 -- .  .  .  .  .",
+    ]
+
+
+def test_each_worker_adds_up_a_stage_right_after_its_last_backward():
+    lowered = add_communication(make_schedule("interleaved_1f1b", workers=2, chunks=4, stages_per_worker=2, replicas=2))
+    for worker, order in enumerate(lowered.orders):
+        for stage in lowered.stages_of(worker):
+            last = max(at for at, each in enumerate(order) if isinstance(each, Compute) and each.stage == stage)
+            after = order[last + 1 : order.index(ReduceStage(stage)) + 1]
+            assert not any(isinstance(each, Compute) for each in after)
+    assert "reduce" not in str(add_communication(make_schedule("1f1b", workers=2, chunks=4)))
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (lambda order: [each for each in order if not isinstance(each, ReduceStage)], "reduce stage 1 is missing"),
+        (lambda order: [*order, ReduceStage(1)], "reduce stage 1: is reduced twice"),
+        (lambda order: [ReduceStage(1), *order[:-1]], "reduce stage 1: comes before B1.3"),
+        (lambda order: [*order, ReduceStage(0)], "no backward on worker 3 has to do with stage 0"),
+        (
+            lambda order: [replace(each, microbatch=0) if each in order[1:2] else each for each in order],
+            "F1.0: stage 1 is on worker 1 for micro-batch 0",
+        ),
+    ],
+)
+def test_what_is_refused(change, fault):
+    lowered = add_communication(make_schedule("1f1b", workers=2, chunks=4, replicas=2))
+    with pytest.raises(ProgramError, match=fault):
+        validate(lowered.with_orders([*lowered.orders[:3], change(lowered.orders[3])]))
+
+
+def test_a_stage_is_not_reduced_where_there_is_one_pipeline():
+    lowered = add_communication(make_schedule("1f1b", workers=1, chunks=1))
+    with pytest.raises(ProgramError, match="no backward on worker 0 has to do with stage 0"):
+        validate(lowered.with_orders([[*lowered.orders[0], ReduceStage(0)]]))
+
+
+def test_wrong_numbers():
+    with pytest.raises(ArgumentError, match="chunks=1 for 2 replicas of the pipeline: each needs a micro-batch"):
+        make_schedule("1f1b", workers=2, chunks=1, replicas=2)
+    with pytest.raises(ArgumentError, match="replicas=0 must be a whole number of at least 1"):
+        make_schedule("1f1b", workers=2, chunks=1, replicas=0)
+    text = str(make_schedule("1f1b", workers=2, chunks=2, replicas=2))
+    with pytest.raises(ParseError, match="4 workers are no 3 replicas of a pipeline"):
+        parse_program(text.replace("replicas 2", "replicas 3"))

@@ -1,0 +1,284 @@
+"""What validate refuses, case by case, and how it says so."""
+
+import sys
+
+import pytest
+
+from pippy.drivers.plan import add_communication, make_schedule, validate
+from pippy.drivers.plan.language.edges import Replicated
+from pippy.drivers.plan.language.errors import ArgumentError, ProgramError
+from pippy.drivers.plan.language.instructions import Compute, Op
+from pippy.drivers.plan.language.program import Program
+from tests.drivers.plan.build import build, edges
+
+
+def faults(program: Program, buffer: int | None = None) -> list[str]:
+    try:
+        validate(program, buffer)
+    except ProgramError as error:
+        assert all(fault in str(error) for fault in error.faults)
+        return list(error.faults)
+    return []
+
+
+@pytest.mark.parametrize(
+    ("orders", "found"),
+    [
+        ("F0.0, B0.0 | F1.0, B1.0", []),
+        ("F0.0, I0.0, W0.0 | F1.0, B1.0", []),
+        ("F0.0 | F1.0, B1.0", ["worker 0, at the end: B0.0 is missing"]),
+        ("F0.0, I0.0 | F1.0, B1.0", ["worker 0, at the end: W0.0 is missing"]),
+        ("F0.0, B0.0 | F1.0, B1.0, B1.0", ["worker 1, B1.0: is computed twice"]),
+        ("F0.0, B0.0 | B1.0, F1.0", ["worker 1, B1.0: comes before F1.0"]),
+        ("F0.0, W0.0, I0.0 | F1.0, B1.0", ["worker 0, W0.0: comes before I0.0"]),
+        ("F0.0, I0.0, W0.0, B0.0 | F1.0, B1.0",
+         ["worker 0, B0.0: is computed in I0.0 already", "worker 0, B0.0: is computed in W0.0 already"]),
+        ("F0.0, B0.0, F2.0 | F1.0, B1.0", ["worker 0, F2.0: there is no stage 2; the program has 2"]),
+        ("F0.0, B0.0, F0.1 | F1.0, B1.0", ["worker 0, F0.1: there is no micro-batch 1; the program has 1"]),
+        ("F0.0, F1.0, B0.0 | B1.0",
+         ["worker 0, F1.0: stage 1 is on worker 1", "worker 1, B1.0: comes before F1.0",
+          "worker 1, at the end: F1.0 is missing"]),
+    ],
+)  # fmt: skip
+def test_computations(orders, found):
+    assert faults(build(orders, (0, 1))) == found
+
+
+def test_negative_numbers_address_nothing():
+    program = build("F0.0, B0.0", (0,))
+    wrong = program.with_orders([[*program.orders[0], Compute(Op.FORWARD, -1, 0), Compute(Op.FORWARD, 0, -1)]])
+    assert faults(wrong) == [
+        "worker 0, F-1.0: there is no stage -1; the program has 1",
+        "worker 0, F0.-1: there is no micro-batch -1; the program has 1",
+    ]
+
+
+def test_a_stage_without_a_backward_has_none():
+    assert faults(build("F0.0 | F1.0, B1.0", (0, 1), backward=(1,))) == []
+    assert faults(build("F0.0, B0.0", (0,), backward=())) == ["worker 0, B0.0: stage 0 has no backward"]
+
+
+def test_the_stated_memory_is_kept():
+    program = build("F0.0, F0.1, B0.0, B0.1", (0,), chunks=2, memory=(1,))
+    assert faults(program) == ["worker 0 holds 2 stage-micro-batches at its peak; the stated limit is 1"]
+    assert faults(build("F0.0, B0.0, F0.1, B0.1", (0,), chunks=2, memory=(1,))) == []
+
+
+def test_a_weight_half_holds_its_micro_batch():
+    orders = "F0.0, I0.0, F0.1, I0.1, W0.0, W0.1"
+    assert faults(build(orders, (0,), chunks=2, memory=(2,))) == []
+    assert len(faults(build(orders, (0,), chunks=2, memory=(1,)))) == 1
+
+
+def test_communication_in_a_program_that_implies_it():
+    program = build("F0.0, free x.0", (0,), backward=())
+    implied = Program("test", program.placement, 1, program.orders, ())
+    (fault,) = faults(implied)
+    assert fault == "worker 0, free x.0: is not a computation, and the program says that communication is implied"
+
+
+def test_a_circular_wait_is_drawn_as_a_chain():
+    program = build("F0.1, F0.0, B0.0, B0.1 | F1.0, B1.0, F1.1, B1.1", (0, 1), chunks=2)
+    assert faults(program) == []
+    program = build("F0.0, B0.0, F0.1, B0.1 | F1.1, F1.0, B1.0, B1.1", (0, 1), chunks=2)
+    with pytest.raises(ProgramError) as caught:
+        validate(program)
+    assert caught.value.faults == (
+        "circular wait:\n"
+        "    worker 0 at B0.0 waits for worker 1 to do B1.0\n"
+        "    worker 1 at F1.1 waits for worker 0 to do F0.1",
+    )
+    assert str(caught.value).endswith(
+        "worker 0\n"
+        "  F0.0\n"
+        "  B0.0    <-- waits for B1.0 on worker 1\n"
+        "  F0.1\n"
+        "  B0.1\n"
+        "worker 1\n"
+        "  F1.1    <-- waits for F0.1 on worker 0\n"
+        "  F1.0\n"
+        "  B1.0\n"
+        "  B1.1"
+    )
+
+
+def test_a_worker_that_waits_for_itself():
+    program = build("F1.0, F0.0, B1.0, B0.0", (0, 0))
+    assert faults(program) == ["circular wait:\n    worker 0 at F1.0 waits for worker 0 to do F0.0"]
+
+
+def test_two_circles_are_two_faults():
+    orders = "F0.0, B0.0, F0.1, B0.1 | F1.1, F1.0, B1.0, B1.1 | F2.0, B2.0, F2.1, B2.1 | F3.1, F3.0, B3.0, B3.1"
+    pairs = edges("a F0 -> F1", "b B1 -> B0", "c F2 -> F3", "d B3 -> B2")
+    assert len(faults(build(orders, (0, 1, 2, 3), chunks=2, edges=pairs))) == 2
+
+
+def test_a_skip_is_waited_for():
+    skip = edges("x F0 -> F1", "y F1 -> F2", "s F0 -> F2")
+    assert faults(build("F0.0, F2.0 | F1.0", (0, 1, 0), backward=(), edges=skip)) == []
+    assert faults(build("F2.0, F0.0 | F1.0", (0, 1, 0), backward=(), edges=skip)) != []
+
+
+LOWERED = {
+    "good": ("F0.0, send x.0 to 1, free x.0 | receive x.0 from 0, F1.0, free x.0", []),
+    "without frees": ("F0.0, send x.0 to 1 | receive x.0 from 0, F1.0", []),
+    "send dropped": ("F0.0, free x.0 | receive x.0 from 0, F1.0, free x.0",
+                     ["worker 1, receive x.0 from 0: is never sent by worker 0"]),
+    "receive dropped": ("F0.0, send x.0 to 1 | F1.0",
+                        ["worker 1, F1.0: needs x.0, which is not here yet",
+                         "worker 0, send x.0 to 1: is never received by worker 1"]),
+    "sent twice": ("F0.0, send x.0 to 1, send x.0 to 1 | receive x.0 from 0, F1.0",
+                   ["worker 0, send x.0 to 1: is never received by worker 1"]),
+    "sent and received twice": ("F0.0, send x.0 to 1, send x.0 to 1 | receive x.0 from 0, receive x.0 from 0, F1.0",
+                                ["worker 1, receive x.0 from 0: was received before"]),
+    "sent too early": ("send x.0 to 1, F0.0 | receive x.0 from 0, F1.0",
+                       ["worker 0, send x.0 to 1: needs x.0, which is not here yet"]),
+    "received too late": ("F0.0, send x.0 to 1 | F1.0, receive x.0 from 0",
+                          ["worker 1, F1.0: needs x.0, which is not here yet"]),
+    "freed too early": ("F0.0, free x.0, send x.0 to 1 | receive x.0 from 0, F1.0, free x.0",
+                        ["worker 0, send x.0 to 1: needs x.0, which was freed"]),
+    "freed twice": ("F0.0, send x.0 to 1, free x.0, free x.0 | receive x.0 from 0, F1.0, free x.0",
+                    ["worker 0, free x.0: needs x.0, which was freed"]),
+    "never freed": ("F0.0, send x.0 to 1, free x.0 | receive x.0 from 0, F1.0",
+                    ["worker 1, at the end: x.0 is never freed"]),
+    "unknown value": ("F0.0, send x.0 to 1, send y.0 to 1 | receive x.0 from 0, receive y.0 from 0, F1.0",
+                      ["worker 0, send y.0 to 1: no edge of the program is called y",
+                       "worker 1, receive y.0 from 0: no edge of the program is called y"]),
+    "to a stranger": ("F0.0, send x.0 to 1, send x.0 to 7 | receive x.0 from 0, F1.0",
+                      ["worker 0, send x.0 to 7: x is not needed on worker 7; 1 needs it",
+                       "worker 0, send x.0 to 7: is never received by worker 7"]),
+    "from a stranger": ("F0.0, send x.0 to 1 | receive x.0 from 0, receive x.0 from 3, F1.0",
+                        ["worker 1, receive x.0 from 3: x is made on worker 0",
+                         "worker 1, receive x.0 from 3: is never sent by worker 3"]),
+    "no such micro-batch": ("F0.0, send x.0 to 1, send x.1 to 1 | receive x.0 from 0, receive x.1 from 0, F1.0",
+                            ["worker 0, send x.1 to 1: there is no micro-batch 1; the program has 1",
+                             "worker 1, receive x.1 from 0: there is no micro-batch 1; the program has 1"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LOWERED)
+def test_sends_and_receives(case):
+    orders, found = LOWERED[case]
+    assert faults(build(orders, (0, 1), backward=(), edges=edges("x F0 -> F1"))) == found
+
+
+TWO = edges("x F0 -> F1", "y F1 -> F2")
+
+
+def test_a_receive_that_waits_for_what_comes_after_it():
+    orders = "receive y.0 from 1, F0.0, send x.0 to 1, F2.0 | receive x.0 from 0, F1.0, send y.0 to 0"
+    (fault,) = faults(build(orders, (0, 1, 0), backward=(), edges=TWO))
+    assert fault == (
+        "circular wait:\n"
+        "    worker 0 at receive y.0 from 1 waits for worker 1 to do send y.0 to 0\n"
+        "    worker 1 at receive x.0 from 0 waits for worker 0 to do send x.0 to 1"
+    )
+
+
+def test_receives_follow_the_order_of_their_channel():
+    orders = "F0.0, send x.0 to 1, F0.1, send x.1 to 1 | receive x.1 from 0, receive x.0 from 0, F1.0, F1.1"
+    program = build(orders, (0, 1), chunks=2, backward=(), edges=edges("x F0 -> F1"))
+    assert faults(program) == ["worker 1, receive x.1 from 0: comes out of order: worker 0 sends x.0 first"]
+
+
+def test_a_channel_with_few_slots_jams():
+    both = edges("x F0 -> F1", "y F2 -> F3")
+    orders = (
+        "F0.0, send x.0 to 1, F0.1, send x.1 to 1, receive y.0 from 1, F3.0, receive y.1 from 1, F3.1 | "
+        "F2.0, send y.0 to 0, F2.1, send y.1 to 0, receive x.0 from 0, F1.0, receive x.1 from 0, F1.1"
+    )
+    program = build(orders, (0, 1, 1, 0), chunks=2, backward=(), edges=both)
+    assert faults(program) == faults(program, buffer=2) == []
+    assert faults(program, buffer=1) == [
+        "circular wait:\n"
+        "    worker 0 at send x.1 to 1 waits for worker 1 to do receive x.0 from 0\n"
+        "    worker 1 at send y.1 to 0 waits for worker 0 to do receive y.0 from 1"
+    ]
+
+
+COPIES = (Replicated("emb.weight", (0, 1)),)
+
+
+@pytest.mark.parametrize(
+    ("orders", "found"),
+    [
+        ("F0.0, B0.0, reduce emb.weight | F1.0, B1.0, reduce emb.weight", []),
+        ("F0.0, I0.0, W0.0, reduce emb.weight | F1.0, B1.0, reduce emb.weight", []),
+        ("F0.0, B0.0 | F1.0, B1.0, reduce emb.weight", ["worker 0, at the end: reduce emb.weight is missing"]),
+        (
+            "F0.0, reduce emb.weight, B0.0 | F1.0, B1.0, reduce emb.weight",
+            ["worker 0, reduce emb.weight: comes before B0.0"],
+        ),
+        (
+            "F0.0, B0.0, reduce emb.weight, reduce emb.weight | F1.0, B1.0, reduce emb.weight",
+            ["worker 0, reduce emb.weight: is reduced twice"],
+        ),
+        (
+            "F0.0, B0.0, reduce emb.weight, reduce other | F1.0, B1.0, reduce emb.weight",
+            ["worker 0, reduce other: no backward on worker 0 has to do with other"],
+        ),
+    ],
+)
+def test_reductions(orders, found):
+    assert faults(build(orders, (0, 1), edges=(), replicated=COPIES)) == found
+
+
+def test_all_faults_are_in_one_error():
+    program = make_schedule("1f1b", workers=4, chunks=8)
+    found = faults(program.with_orders(order[1:] for order in program.orders))
+    assert len([fault for fault in found if "is missing" in fault]) == 4
+    assert len([fault for fault in found if "comes before" in fault]) == 4
+
+
+def test_a_long_program_is_shown_around_its_faults():
+    program = make_schedule("1f1b", workers=8, chunks=64)
+    with pytest.raises(ProgramError) as caught:
+        validate(program.with_orders([program.orders[0][:-1], *program.orders[1:]]))
+    text = str(caught.value)
+    assert "(end)    <-- B0.63 is missing" in text
+    assert "  ..." in text
+    assert len(text.splitlines()) < 60
+
+
+@pytest.mark.parametrize("buffer", [0, -1, 1.5, True])
+def test_a_buffer_that_cannot_be_is_refused(buffer):
+    with pytest.raises(ArgumentError, match=r"buffer=.* must be a whole number of at least 1"):
+        validate(make_schedule("1f1b", workers=1, chunks=1), buffer)
+
+
+NEEDED = {"1f1b": 1, "eager_1f1b": 1, "interleaved_1f1b": 1, "zb_v": 2, "v_half": 1, "v_min": 1, "dualpipe_v": 2}
+
+
+@pytest.mark.parametrize(("name", "buffer"), NEEDED.items())
+def test_what_channels_the_schedules_need(name, buffer):
+    stages = 2 if name == "interleaved_1f1b" else None
+    validate(add_communication(make_schedule(name, workers=4, chunks=12, stages_per_worker=stages)), buffer)
+
+
+def test_ctrl_c_is_not_dropped_by_the_library_of_graphs():
+    """It comes at each call in turn that networkx makes while a program is validated."""
+    program, calls = make_schedule("1f1b", workers=2, chunks=2), 0
+
+    def raised_at(number):
+        left = number
+
+        def count(frame, event, argument):
+            nonlocal left
+            if event == "call" and "networkx" in frame.f_code.co_filename:
+                left -= 1
+                if not left:
+                    raise KeyboardInterrupt
+
+        sys.setprofile(count)
+        try:
+            validate(program)
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.setprofile(None)
+        assert left > 0  # it was not dropped
+        return False
+
+    while raised_at(calls + 1):
+        calls += 1
+    assert calls > 3

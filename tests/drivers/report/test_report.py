@@ -1,0 +1,604 @@
+"""What is made of recorded steps: sentences, trace events, a picture, a page."""
+
+import html
+import json
+import re
+from base64 import b64decode
+from collections import defaultdict
+from dataclasses import replace
+from gzip import decompress
+from html.parser import HTMLParser
+from itertools import pairwise
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from torch import nn
+
+from pippy import PipelineDriver, pipe_split, pipeline
+from pippy.drivers.base.errors import DriverError
+from pippy.drivers.plan import add_communication, make_schedule
+from pippy.drivers.plan.language.instructions import Compute, Receive, Send
+from pippy.drivers.report import steps_strip
+from pippy.drivers.report.findings import off_cores
+from pippy.drivers.report.rates import BatchSize
+from pippy.drivers.report.record import Recording
+from pippy.drivers.report.steps_strip import packed_steps
+from pippy.drivers.report.svg import ticks
+from pippy.drivers.report.units import duration, percent
+from tests.drivers.models import Chain, TiedLanguage
+from tests.drivers.report.browser import needs_browser, opened
+from tests.drivers.synthetic_steps import BYTES, slow_stage, stepped
+from tests.drivers.thread_cluster import thread_cluster
+
+SVG = "{http://www.w3.org/2000/svg}"
+NASTY = "</script><script>document.documentElement.dataset.error='escaped'</script><b>&\"'"
+
+
+@pytest.fixture(scope="module")
+def real():
+    """A recording of real steps."""
+    with thread_cluster(4) as cluster:
+        driver = PipelineDriver(pipeline(Chain(4), nn.MSELoss()), cluster, schedule="zb_h1")
+        x = torch.randn(8, 8)
+        driver.run(4, x, x)
+        with driver.record(limit=3) as recording:
+            for _ in range(5):
+                driver.run(4, x, x)
+        driver.close()
+    return recording
+
+
+# Sentences
+
+
+def test_uneven_stages_lead_where_they_lose_most_and_what_is_promised_is_of_the_measured_step():
+    now = slow_stage(9.0, flight=0.5)
+    said = now.findings()[0]
+    assert said.startswith("The largest loss is uneven stages: ")
+    assert "Stage 2 on worker 2 is the slowest: 18 s for a micro-batch (F 9 s + B 9 s)" in said
+    assert "6 s on average" in said
+    even = stepped(now.program, lambda each: 3.0 * isinstance(each, Compute)).makespan
+    then = now.makespan - (slow_stage(9.0).makespan - even)
+    assert f"would take about {then:.3g} s in place of {now.makespan:.3g} s" in said
+    assert sum("is the slowest" in each for each in now.findings()) == 1
+
+
+def test_what_loses_most_comes_first_and_the_slowest_stage_later():
+    """The stages are uneven, and much more is lost to starting: what even stages save is said of the step as it was."""
+    lead, stage, _ = slow_stage(3.0, starting=100.0).findings()
+    assert lead.startswith(
+        "The largest loss is starting the step: 100 s of the 128 s of the step (78 %). The step had yet to"
+    )
+    assert "would take about 121 s in place of 128 s" in stage
+
+
+def test_even_stages_are_said_to_be_even():
+    lead, stage, _ = slow_stage(1.01).findings()
+    assert lead.startswith("The largest loss is the order of the schedule: ")
+    assert "More micro-batches, a zero-bubble schedule (zb_h1, zb_v) or several stages on each worker" in lead
+    assert "even enough" in stage
+    assert "Move layers" not in stage
+
+
+def test_one_slow_computation_does_not_make_a_stage_slow():
+    program = add_communication(make_schedule("1f1b", workers=3, chunks=5))
+    step = stepped(program, lambda each: {"F0.1": 100.0, "F2.1": 3.0}.get(str(each), float(isinstance(each, Compute))))
+    assert step.findings()[0].startswith("The largest loss is passes slower than their median: ")
+    assert "even enough" in step.findings()[1]
+
+
+def test_one_stage_has_no_slowest():
+    step = stepped(add_communication(make_schedule("1f1b", workers=1, chunks=2)))
+    assert step.findings()[:2] == [
+        "No large loss: 100 % of the step of 4 s was computing.",
+        "There is one stage, on worker 0: 2 s for a micro-batch (F 1 s + B 1 s).",
+    ]
+    assert step.findings()[2].startswith("100 % of the workers' time was computing.")
+
+
+def test_another_schedule_is_advised_only_if_it_is_another():
+    zero_bubble = stepped(add_communication(make_schedule("zb_v", workers=2, chunks=2)))
+    assert zero_bubble.findings()[0].endswith("More micro-batches make that a smaller share.")
+    inference = stepped(add_communication(make_schedule("forward_only", workers=2, chunks=2)))
+    assert inference.findings()[0].endswith("More micro-batches make that a smaller share.")
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        ({"starting": 100.0}, "starting the step: 100 s of the 114 s of the step (88 %). The step had yet to reach"),
+        ({"adding": 100.0}, "adding up: 100 s of the 114 s of the step (88 %). The gradients of replicated parameters"),
+        ({"ending": 100.0}, "Python: 100 s of the 114 s of the step (88 %). It passes between the instructions"),
+        ({"flight": 10.0}, "transfer: 100 s of the 114 s of the step (88 %). Values were on their way"),
+    ],
+)
+def test_the_largest_loss_is_named_with_a_remedy(options, cause):
+    assert slow_stage(1.0, **options).findings()[0].startswith(f"The largest loss is {cause}")
+
+
+def test_sending_is_named_where_it_takes_longest():
+    program = add_communication(make_schedule("forward_only", workers=2, chunks=4))
+    step = stepped(program, lambda each: {Compute: 1.0, Send: 5.0}.get(type(each), 0.0))
+    assert step.findings()[0].startswith(
+        "The largest loss is sending: 19 s of the 24 s of the step (79 %). Handing over"
+    )
+
+
+def test_time_without_a_core_is_said():
+    """Each worker computes for 8 seconds, and had a core for 6."""
+    step = slow_stage(1.0, cpu=6.0)
+    assert off_cores(step) == pytest.approx(0.25)
+    assert "For 25 % or more" in step.findings()[1]
+    assert len(slow_stage(1.0, cpu=7.9).findings()) == len(slow_stage(1.0, cpu=None).findings()) == 3
+
+
+def test_without_cores_no_cause_is_blamed_alone():
+    lead, cores, *_ = slow_stage(1.0, cpu=6.0, flight=0.5, starting=6.0).findings()
+    assert lead.startswith("The largest loss is outside the computations: 11 s of the 25 s of the step (44 %)")
+    assert "no core" in cores
+
+
+# Trace events
+
+
+def test_trace_events_are_what_perfetto_reads(real):
+    """The fields of the trace event format: complete events, metadata, and the two ends of flows."""
+    step = real.steps[-1]
+    document = json.loads(step.trace())
+    assert document["displayTimeUnit"] == "ms"
+    events = document["traceEvents"]
+    assert {each["ph"] for each in events} == {"X", "M", "s", "f"}
+    for each in events:
+        assert isinstance(each["pid"], int)
+        assert isinstance(each["tid"], int)
+        assert isinstance(each["name"], str)
+        if each["ph"] != "M":
+            assert each["ts"] >= 0
+            assert isinstance(each["cat"], str)
+        if each["ph"] == "X":
+            assert each["dur"] >= 0
+    names = {(each["pid"], each["tid"]): each["args"]["name"] for each in events if each["name"] == "thread_name"}
+    assert names == {(process, worker): f"worker {worker}" for process in (0, 1) for worker in range(4)}
+
+
+def test_tracks_do_not_overlap_and_hold_all_computations(real, tmp_path):
+    step = real.steps[-1]
+    step.save_trace(tmp_path / "step.json")
+    real.save_trace(tmp_path / "steps.json")
+    for file, steps in [("step.json", 1), ("steps.json", 3)]:
+        tracks = defaultdict(list)
+        for each in json.loads((tmp_path / file).read_text())["traceEvents"]:
+            if each["ph"] == "X":
+                tracks[each["pid"], each["tid"]].append(each)
+        for (_, worker), track in tracks.items():
+            track.sort(key=lambda each: each["ts"])
+            assert all(one["ts"] + one["dur"] <= other["ts"] + 1e-3 for one, other in pairwise(track))
+            computed = [each["name"] for each in track if re.fullmatch(r"[FBIW]\d+\.\d+", each["name"])]
+            expected = list(map(str, step.program.computations[worker]))
+            assert computed == expected * steps
+
+
+def test_every_value_has_an_arrow_from_its_send_to_its_receive():
+    """Both ends lie within slices of the right tracks; Perfetto draws no arrow else."""
+    step = stepped(seconds=lambda each: 1.0 if isinstance(each, Compute) else 0.01, flight=0.25)
+    events = json.loads(step.trace())["traceEvents"]
+    begins = {each["id"]: each for each in events if each["ph"] == "s"}
+    ends = {each["id"]: each for each in events if each["ph"] == "f"}
+    receives = [each for order in step.program.orders for each in order if isinstance(each, Receive)]
+    assert len(begins) == len(ends) == len(receives)
+    for name, end in ends.items():
+        assert end["bp"] == "e"
+        assert begins[name]["ts"] <= end["ts"]
+        inside = [
+            each
+            for each in events
+            if each["ph"] == "X" and each["pid"] == 0 and each["tid"] == end["tid"]
+            if each["ts"] <= end["ts"] < each["ts"] + each["dur"]
+        ]
+        assert [each["cat"] for each in inside] == ["TRANSFER"]
+
+
+def test_sends_say_their_bytes():
+    step = stepped(seconds=lambda instruction: 0.5)
+    sends = [each for each in json.loads(step.trace())["traceEvents"] if each.get("cat") == "SENDING"]
+    assert {each["args"]["bytes"] for each in sends} == {BYTES}
+    assert len(sends) == sum(isinstance(each, Send) for order in step.program.orders for each in order)
+
+
+# The picture
+
+
+def test_the_picture_is_xml_with_a_box_for_each_computation(real, tmp_path):
+    step = real.steps[-1]
+    step.save_svg(tmp_path / "step.svg")
+    root = ElementTree.parse(tmp_path / "step.svg").getroot()
+    assert root.tag == f"{SVG}svg"
+    titles = [title.text.splitlines()[0] for title in root.iter(f"{SVG}title")]
+    for order in step.program.computations:
+        for compute in order:
+            assert titles.count(str(compute)) == titles.count(f"{compute} as predicted") == 1
+
+
+def test_boxes_lie_where_their_times_say():
+    step = slow_stage(1.0)
+    boxes = {
+        group.find(f"{SVG}title").text.splitlines()[0]: group.find(f"{SVG}rect").attrib
+        for group in ElementTree.fromstring(step.svg()).iter(f"{SVG}g")
+        if group.find(f"{SVG}title") is not None
+    }
+    spans = {str(span.compute): span for spans in step.timeline.spans for span in spans}
+    scale = float(boxes["F0.0"]["width"])
+    for name, span in spans.items():
+        assert float(boxes[name]["x"]) - float(boxes["F0.0"]["x"]) == pytest.approx(float(span.start) * scale, abs=0.2)
+        assert boxes[name]["y"] == boxes[f"F{name[1]}.0"]["y"]
+
+
+@pytest.mark.parametrize("span", [1e-7, 0.0123, 1.0, 99.0, 1e5])
+def test_ticks_are_few_and_reach_the_end(span):
+    found = list(ticks(span))
+    assert 4 <= len(found) <= 11
+    assert found[0] == 0
+    assert found[-1] <= span * 1.001 <= found[-1] + 2 * found[1]
+
+
+# The page
+
+
+class Reader(HTMLParser):
+    """Checks that elements are closed in order, and keeps what a test asks for."""
+
+    VOID = {"meta", "br"}
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.attributes, self.text = [], [], defaultdict(str)
+
+    def handle_starttag(self, tag, attrs):
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text[self.open[-1] if self.open else ""] += data
+
+
+def read(path):
+    reader = Reader()
+    reader.feed(path.read_text())
+    reader.close()
+    assert reader.open == []
+    return reader
+
+
+class Positions(nn.Module):
+    """An embedding of what is no input."""
+
+    def __init__(self):
+        super().__init__()
+        self.position, self.last = nn.Embedding(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = x + self.position(torch.arange(8)).sum(0)
+        pipe_split()
+        return self.last(y)
+
+
+def language_batch():
+    tokens = torch.randint(0, 12, (6, 4))
+    return tokens, tokens
+
+
+def recorded(*steps, dropped=0):
+    return Recording(steps=list(steps), dropped=dropped)
+
+
+def test_the_page_needs_nothing_from_elsewhere(real, tmp_path):
+    real.report(tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    text = "".join([re.sub("<template.*?</template>", "", text), *unpacked(tmp_path / "report.html").values()])
+    assert not re.search(r"https?:|//[a-z]|@import|url\((?!#(plot0|hatch|head)\))", text)
+    reader = read(tmp_path / "report.html")
+    assert [name for name, _ in reader.attributes if name in ("src", "href", "srcset")] == []
+    assert "3 steps kept, and 2 earlier ones dropped" in text
+
+
+def test_what_users_name_is_text_on_the_page(tmp_path):
+    step = slow_stage(2.0, names=[NASTY, "worker1", "worker2", "worker3"])
+    recorded(step).report(tmp_path / "report.html", title=NASTY)
+    reader = read(tmp_path / "report.html")
+    assert reader.text["h1"] == reader.text["title"].split("F0.0")[0] == NASTY
+    assert (tmp_path / "report.html").read_text().count("<script>") == 1
+    ElementTree.fromstring(step.svg())
+
+
+def test_the_page_says_what_was_found(tmp_path):
+    recorded(slow_stage(3.0, flight=0.5, adding=0.25)).report(tmp_path / "report.html")
+    text = re.sub(r"<[^>]+>", " ", (tmp_path / "report.html").read_text().split("</svg>")[1].split("<script>")[0])
+    text = " ".join(text.split())
+    assert "stage 2 slowest" in text
+    assert "gradient_1 worker 2 → worker 1 4 1000 B 3.91 KiB 500 ms" in text
+    assert "23.4 KiB in all" in text
+    assert "worker 3 stage 3 1 MiB resident 1" in text
+    assert "several hosts" not in text
+
+
+class Cells(HTMLParser):
+    """The cells of all tables: what is shown, and the words behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables, self.inside = [], None
+
+    def handle_starttag(self, tag, attrs):
+        if tag in ("table", "tr"):
+            (self.tables if tag == "table" else self.tables[-1]).append([])
+        elif tag in ("th", "td"):
+            self.tables[-1][-1].append(["", ""])
+            self.inside = self.tables[-1][-1][-1]
+        elif tag == "span" and self.inside:
+            self.inside[1] += dict(attrs).get("title", "")
+
+    def handle_endtag(self, tag):
+        if tag in ("th", "td"):
+            self.inside = None
+
+    def handle_data(self, data):
+        if self.inside:
+            self.inside[0] += data
+
+
+def tables(path):
+    reader = Cells()
+    reader.feed(path.read_text())
+    return reader.tables
+
+
+def test_the_table_of_causes_shows_shares_and_tells_the_rest_on_pointing(tmp_path):
+    step = slow_stage(3.0, flight=0.5)
+    recorded(step).report(tmp_path / "report.html")
+    (head, *rows), *_ = tables(tmp_path / "report.html")
+    assert [shown for shown, _ in head] == ["worker", "idle", "computing", "fill", "waiting", "transfer", "drain"]
+    assert len(rows) == 4
+    for worker, (row, spent) in enumerate(zip(rows, step.spent())):
+        cells = dict(zip((shown for shown, _ in head), row))
+        for cause in ("computing", "fill", "waiting", "transfer", "drain"):
+            seconds = sum(each for name, each in spent.items() if name.startswith(cause))
+            shown, told = cells[cause]
+            assert shown == (percent(seconds / step.makespan) if seconds else "–")
+            assert (f"worker {worker}, {cause}: {duration(seconds)}" in told) == bool(seconds)
+        assert cells["idle"][0] == percent(1 - spent["computing"] / step.makespan)
+        assert "predicted: " in cells["idle"][1]
+    assert "waiting: 20 s\nfor worker 1: 20 s\npredicted: 20 s" in rows[0][4][1]
+
+
+def test_stages_and_values_have_the_names_of_the_modules(real, tmp_path):
+    real.report(tmp_path / "report.html")
+    _, stages, values, memory = tables(tmp_path / "report.html")
+    assert [row[0][0].replace(" slowest", "") for row in stages[1:]] == [
+        f"stage {each}layers.{each}" for each in range(4)
+    ]
+    assert {row[0][0] for row in values[1:]} >= {"tanh", "gradient of tanh"}
+    assert {row[0][1] for row in values[1:]} >= {"tanh_grad_from_submod_1, as the program calls it"}
+    assert [row[1][0] for row in memory[1:]] == [f"stage {each} (layers.{each})" for each in range(4)]
+    step = real.steps[-1]
+    assert re.search(r"Stage (\d) \(layers\.\1\) on worker \1 is the slowest", " ".join(step.findings()))
+    titles = [each.text for each in ElementTree.fromstring(step.svg()).iter(f"{SVG}title")]
+    assert sum("\nforward of stage 2 (layers.2), micro-batch 3\n" in each for each in titles) == 1
+    assert any("\ngradient of tanh\n" in each for each in titles)
+
+
+def test_the_page_has_an_arrow_for_each_value_hidden_until_it_is_asked_for(tmp_path):
+    step = slow_stage(2.0, flight=0.25)
+    recorded(step).report(tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    drawing = ElementTree.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
+    lines = [each.attrib for each in drawing.iter("line") if "data-v" in each.attrib]
+    receives = [(each, worker) for worker, order in enumerate(step.program.orders) for each in order]
+    receives = [(each, worker) for each, worker in receives if isinstance(each, Receive)]
+    assert {each["data-v"] for each in lines} == {f"{r.value}.{r.microbatch}/{worker}" for r, worker in receives}
+    assert len(lines) == len(receives) == 24
+    assert {each["visibility"] for each in lines} == {"hidden"}
+    for receive, worker in receives:
+        line = next(each for each in lines if each["data-v"] == f"{receive.value}.{receive.microbatch}/{worker}")
+        assert float(line["data-s"]) == pytest.approx(step.send_times[receive.value, receive.microbatch, worker])
+        assert float(line["data-e"]) >= float(line["data-s"]) + 0.25 - 1e-6
+        assert float(line["y2"]) - float(line["y1"]) == 31 * (worker - receive.source)
+
+
+def test_the_page_says_how_good_the_clocks_are(tmp_path):
+    step = slow_stage(1.0, flight=0.5, ahead=[0, 0, 7.0, 7.0], clocks=["a", "a", "b", "b"])
+    recorded(step).report(tmp_path / "report.html")
+    assert f"may be off by {step.clock_errors[2] * 1e3:.3g} ms" in (tmp_path / "report.html").read_text()
+
+
+def test_the_step_of_middle_length_is_shown(tmp_path):
+    lengths = [slow_stage(each) for each in (3.0, 1.0, 2.0)]
+    recorded(*lengths).report(tmp_path / "report.html")
+    assert "shows step 2," in (tmp_path / "report.html").read_text()
+    recorded(*lengths).report(tmp_path / "report.html", step=-2)
+    assert "shows step 1," in (tmp_path / "report.html").read_text()
+
+
+def test_memory_over_time_is_drawn_to_one_scale_and_to_the_time_of_the_step(tmp_path):
+    """Worker 2 holds most, in its third instruction; the count has half of everything."""
+    step = slow_stage(2.0, starting=1.0)
+    most = [[10 * (worker + 1) + (17 if (worker, at) == (2, 2) else 0) for at in range(len(order) + 1)]
+            for worker, order in enumerate(step.program.orders)]  # fmt: skip
+    noted = tuple(replace(each, held=(its, its)) for each, its in zip(step.noted, most))
+    counted = tuple(SimpleNamespace(most=[each // 2 for each in its]) for its in most)
+    measured = recorded(replace(step, noted=noted))
+    measured.report(tmp_path / "report.html", memory=SimpleNamespace(program=step.program, workers=counted))
+    text = (tmp_path / "report.html").read_text()
+    drawn = re.findall(r'<g class="held-(\w+)">.*?<polyline [^>]*points="([^"]*)"', text)
+    assert [name for name, _ in drawn] == ["measured", "counted"] * 4
+    for at, (_, points) in enumerate(drawn):
+        worker, its = at // 2, [each // (1 + at % 2) for each in most[at // 2]]
+        places = [tuple(map(float, each.split(","))) for each in points.split()]
+        assert places[0][0] == pytest.approx(900 * 1.0 / step.makespan, abs=0.1)
+        assert min(y for _, y in places) == pytest.approx(2 + 78 * (1 - max(its) / 47), abs=0.1)
+        if worker == 2:
+            start, end = step.records[2].spans()[2]
+            high = [x for x, y in places if y == min(y for _, y in places)]
+            assert high == pytest.approx([900 * start / step.makespan, 900 * end / step.makespan], abs=0.1)
+    assert "worker 2: at its peak measured 47 B, counted 23 B (-51.1 %)" in text
+    recorded(step).report(tmp_path / "report.html")
+    assert "<polyline" not in (tmp_path / "report.html").read_text()
+    assert "driver.record(memory=True)" in (tmp_path / "report.html").read_text()
+
+
+def unpacked(path):
+    found = re.findall(r'<template id="step-(\d+)">([^<]*)</template>', path.read_text())
+    return {int(number): decompress(b64decode(text)).decode() for number, text in found}
+
+
+def test_the_page_has_the_other_steps_packed(tmp_path):
+    steps = [slow_stage(each) for each in (3.0, 1.0, 2.0)]
+    recorded(*steps).report(tmp_path / "report.html")
+    others = unpacked(tmp_path / "report.html")
+    assert sorted(others) == [0, 1]
+    for number, text in others.items():
+        recorded(*steps).report(tmp_path / "other.html", step=number)
+        other = (tmp_path / "other.html").read_text()
+        assert text in other
+        assert f'data-step="{number}" title="step {number}: {duration(steps[number].makespan)}" aria-current' in other
+    recorded(steps[0]).report(tmp_path / "report.html")
+    assert "data-step" not in re.sub("<script>.*", "", (tmp_path / "report.html").read_text(), flags=re.S)
+
+
+def test_a_page_stays_small_and_has_the_longest_step_and_the_shortest(tmp_path, monkeypatch):
+    steps = [slow_stage(2.0 + (number == 3) - (number == 5) + number / 1000) for number in range(40)]
+    assert packed_steps(20, steps) == [3, 5, 20, *range(31, 40)]
+    recorded(*steps).report(tmp_path / "report.html", step=20)
+    text = (tmp_path / "report.html").read_text()
+    assert sorted(unpacked(tmp_path / "report.html")) == [3, 5, *range(31, 40)]
+    assert len(re.findall(r"<button data-step=[^>]*disabled>", text)) == 28
+    assert "Grey bars are not on this page" in text
+    monkeypatch.setattr(steps_strip, "MOST_INSTRUCTIONS", 2 * sum(map(len, steps[0].program.orders)))
+    assert packed_steps(20, steps) == [3, 5, 20]
+
+
+def test_the_typical_step_is_the_one_that_a_report_shows(tmp_path):
+    others = [replace(slow_stage(each), batch=BatchSize(64, 1024)) for each in (3.0, 1.0, 2.0)]
+    assert recorded(slow_stage(9.0, chunks=8), *others).typical is others[2]
+    recorded(*others).report(tmp_path / "report.html")
+    what = f"20 s · {64 / 20:.3g} samples/s · {1024 / 20:.3g} tokens/s</p>"
+    assert what in (tmp_path / "report.html").read_text()
+    with pytest.raises(DriverError, match="nothing was recorded"):
+        _ = Recording().typical
+
+
+def test_samples_and_tokens_are_those_of_the_mini_batch(threads):
+    """The rows of both micro-batches, and the whole numbers that a model with an embedding takes; the target is none."""
+    x = torch.randn(8, 8)
+    sizes = []
+    labels = torch.randint(0, 12, (8, 3))
+    for model, args in [(Chain(2), (x, x)), (TiedLanguage(), language_batch()), (Positions(), (x, labels))]:
+        driver = PipelineDriver(pipeline(model, lambda y, t: y.float().mean() + 0.0 * t.float().mean()), threads)
+        with driver.record() as recording:
+            driver.run(2, *args)
+        sizes.append((recording.steps[0].batch.samples, recording.steps[0].batch.tokens))
+        driver.close()
+    assert sizes == [(8, None), (6, 24), (8, None)]
+
+
+def test_a_report_of_nothing_is_refused(tmp_path):
+    for act in (Recording().report, Recording().save_trace):
+        with pytest.raises(DriverError, match="nothing was recorded; run steps inside"):
+            act(tmp_path / "nothing")
+    with pytest.raises(DriverError, match="step=1: 1 steps were kept"):
+        recorded(slow_stage(1.0)).report(tmp_path / "nothing", step=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+ACTS = """
+const data = document.documentElement.dataset, timeline = document.querySelector(".view");
+const press = (name) => document.querySelector(`[data-do="${name}"]`).click();
+data.first = data.view;
+press("in");
+data.in = data.view;
+timeline.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight"}));
+data.moved = data.view;
+press("all");
+data.all = data.view;
+const first = document.querySelector("g.k-F");
+first.scrollIntoView();
+const box = first.querySelector("rect").getBoundingClientRect();
+const at = {clientX: box.left + box.width / 2, clientY: box.top + box.height / 2, bubbles: true};
+timeline.dispatchEvent(new PointerEvent("pointermove", at));
+data.tip = document.getElementById("tip").textContent;
+const wheel = () => timeline.dispatchEvent(new WheelEvent("wheel", {...at, deltaY: -500, cancelable: true}));
+document.activeElement.blur();
+data.scrolled = String(wheel()) + " " + data.view;
+timeline.focus();
+data.zoomed = String(wheel());
+data.wheeled = data.view;
+timeline.dispatchEvent(new KeyboardEvent("keydown", {key: "Escape"}));
+data.left = String(wheel());
+const share = document.querySelector("td [tabindex]");
+share.dispatchEvent(new PointerEvent("pointermove", {bubbles: true}));
+data.share = document.getElementById("tip").textContent;
+const arrows = () => document.querySelectorAll(".arrows line[visibility=visible]").length;
+press("all");
+const transfer = document.querySelector("g.k-transfer");
+const its = transfer.querySelector("rect").getBoundingClientRect();
+data.hidden = arrows();
+const there = {clientX: its.left + its.width / 2, clientY: its.top + 5, bubbles: true};
+timeline.dispatchEvent(new PointerEvent("pointermove", there));
+data.pointed = arrows();
+press("arrows");
+data.asked = arrows();
+press("arrows");
+timeline.dispatchEvent(new PointerEvent("pointerleave"));
+data.again = arrows();
+data.wide = document.documentElement.scrollWidth - innerWidth;
+press("all");
+document.body.style.width = "460px";
+dispatchEvent(new Event("resize"));
+const boxes = [...document.querySelectorAll(".box")].map(each => each.getBoundingClientRect());
+const inside = timeline.getBoundingClientRect();
+data.letters = document.querySelector(".row").getBoundingClientRect().height;
+data.outside = boxes.filter(each => each.right > inside.right || each.left < inside.left).length;
+data.ticks = [...document.querySelectorAll(".axis text")].map(each => each.textContent).join();
+data.narrow = Math.max(...[...document.querySelectorAll("section > *")].map(each => each.getBoundingClientRect().right)) - 460;
+data.before = document.getElementById("shown").textContent;
+document.querySelector("[data-go='1']").click();
+"""
+
+
+@needs_browser
+def test_the_page_works_in_a_browser(tmp_path):
+    """Its script runs without an error, zooms and moves, and names what is pointed at. There is no network to ask."""
+    page = tmp_path / "report.html"
+    names = [NASTY, "worker1", "worker2", "worker3"]
+    steps = [slow_stage(seconds, flight=0.1, names=names) for seconds in (2.0, 5.0)]
+    recorded(*steps).report(page, title=NASTY)
+    text, found = opened(page, ACTS, "#view=2,6")
+    assert found.get("error") is None
+    assert int(found["ready"]) == text.count('<g class="box')
+    views = {name: tuple(map(float, found[name].split())) for name in ("first", "in", "moved", "all", "wheeled")}
+    assert views["first"] == (2.0, 6.0)
+    assert views["in"] == (3.0, 5.0)
+    assert views["moved"] == pytest.approx((3.4, 5.4))
+    assert views["all"][0] == 0
+    assert views["wheeled"][1] - views["wheeled"][0] == pytest.approx(views["all"][1] / 2.71828, rel=1e-3)
+    assert found["tip"].startswith("F0.0\nforward of stage 0, micro-batch 0\n1 s, from")
+    assert int(found["wide"]) <= 0
+    assert found["scrolled"] == f"true {found['all']}", "the wheel is the page's until the timeline has the focus"
+    assert (found["zoomed"], found["left"]) == ("false", "true")
+    assert "(worker 0), idle: 12.8 s\npredicted: 12 s, 60 %" in found["share"]
+    assert (found["before"], found["step"]) == (f"This page shows step 0, of {duration(steps[0].makespan)}.", "1")
+    assert f"This page shows step 1, of {duration(steps[1].makespan)}." in text
+    assert html.escape(steps[1].findings()[0], quote=False).split(". ", 1)[1] in text.split("<main")[1]
+    assert [found[each] for each in ("hidden", "pointed", "asked", "again")] == ["0", "1", "24", "0"]
+    assert float(found["letters"]) > 11, "letters of a narrow page are as large as those of a wide one"
+    assert int(found["outside"]) == 0
+    assert found["ticks"] == "0 s,10 s,20 s"
+    assert float(found["narrow"]) < 450

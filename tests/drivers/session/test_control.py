@@ -1,0 +1,92 @@
+"""What a call that failed says of its worker: a worker that answers a ping after it lives."""
+
+import time
+
+import pytest
+import torch
+
+from pippy.drivers.base.errors import ClusterError, WorkerLostError
+from pippy.drivers.session.control import Address, Control, PendingCall
+from pippy.drivers.wire.messages.controller_connections import ControllerConnections
+from pippy.drivers.wire.pickling import pickle_message
+
+
+class Pings(Control):
+    """A controller without workers, whose pings end as given: with an error, an answer, or not at all."""
+
+    def __init__(self, end):
+        super().__init__([Address("worker0", "rpc0", "here", 1)], timeout=0.05)
+        self.end = end
+
+    def ping(self, worker):
+        future = torch.futures.Future()
+        if isinstance(self.end, Exception):
+            future.set_exception(self.end)
+        elif self.end is not None:
+            future.set_result(pickle_message(self.end))
+        return PendingCall(worker, "ping", future)
+
+
+ENDS = [
+    ("pong", ClusterError, "^a call to worker 0 .Step. failed:\nthe call broke$"),
+    (RuntimeError("refused\nby the peer"), WorkerLostError, "the call broke, and a ping failed: by the peer"),
+    (None, WorkerLostError, "the call broke, and it left a ping unanswered for 0.05 s"),
+]
+
+
+@pytest.mark.parametrize(("end", "kind", "words"), ENDS)
+def test_a_call_that_failed(end, kind, words):
+    """Whatever a ping raised was dropped, so nobody could see why its worker was taken for lost."""
+    control, future = Pings(end), torch.futures.Future()
+    future.set_exception(RuntimeError("the call broke"))
+    with pytest.raises(kind, match=words) as caught:
+        control.wait(PendingCall(0, "Step", future))
+    assert type(caught.value) is kind
+    assert bool(control.broken) is (kind is WorkerLostError)
+
+
+class LostMeanwhile(ControllerConnections):
+    """Another thread finds that a worker is lost, while this one waits for it."""
+
+    def wait(self, wakeup, timeout):
+        self.control.mark_lost(0, "killed by SIGKILL")
+
+
+def test_a_wait_says_which_worker_is_lost_though_another_thread_has_found_it():
+    """It raised a ClusterError of no worker, so that a script which looks for a lost worker did not find it."""
+    messages = LostMeanwhile()
+    messages.control = control = Control([Address("worker0", "rpc0", "here", 1)], messages=messages)
+    with pytest.raises(WorkerLostError, match=r"worker0.*killed by SIGKILL"):
+        control.wait(PendingCall(0, "Step", torch.futures.Future()))
+    with pytest.raises(ClusterError, match="lost a worker and cannot go on") as later:
+        control.check()
+    assert type(later.value) is ClusterError
+
+
+class Lid(ControllerConnections):
+    """A worker answers a ping once both run again: they are stopped in the wait after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits = []
+        self.ping = torch.futures.Future()
+
+    def urgent(self, worker, pickled):
+        return self.ping
+
+    def wait(self, wakeup, timeout):
+        self.waits.append(timeout)
+        time.sleep(0.5 if len(self.waits) == 2 else timeout if len(self.waits) == 1 else 0)
+        if len(self.waits) == 3:
+            self.ping.set_result(pickle_message("pong"))
+
+
+def test_time_in_which_the_controller_was_stopped_too_does_not_count():
+    """As after the lid of a laptop was closed: the workers have had no time to answer the ping either."""
+    lid = Lid()
+    control = Control([Address("worker0", "rpc0", "here", 1)], timeout=0.1, interval=0.05, messages=lid)
+    calls = [PendingCall(0, "Step", torch.futures.Future())]
+    waiting = control.completed(calls, timeout=0.3)
+    lid.ping.add_done_callback(lambda _: calls[0].future.set_result(pickle_message("done")))
+    assert next(waiting).answer == "done"
+    assert not control.broken

@@ -1,0 +1,208 @@
+"""Messages over connections: in order, whatever way each takes; large ones, and ends that are gone."""
+
+import select
+import socket
+import threading
+
+import pytest
+import torch
+
+from pippy.drivers.wire.messages.controller_connections import ControllerConnections
+from pippy.drivers.wire.messages.message_connection import LIMIT, MessageConnection, WorkerMessageConnection
+from pippy.drivers.wire.messages.message_queue import DeliveryFailure, MessageQueue
+from pippy.drivers.wire.messages.urgent import UrgentConnection
+from pippy.drivers.wire.pickling import pickle_message, unpickle
+from pippy.drivers.wire.pollable_event import PollableEvent
+from pippy.drivers.wire.shared_memory_transport import SharedMemoryTransport
+
+
+@pytest.fixture
+def wakeup():
+    wakeup = PollableEvent()
+    yield wakeup
+    wakeup.close()
+
+
+@pytest.fixture
+def ends():
+    """The controller's connections to two workers, and the workers' ends with their queues."""
+    pairs, urgent = ([socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)] for _ in range(2))
+    connections = ControllerConnections(
+        *({worker: ours for worker, (ours, _) in enumerate(each)} for each in (pairs, urgent))
+    )
+    workers = []
+    for _, theirs in pairs:
+        messages = MessageQueue()
+        workers.append((WorkerMessageConnection(theirs, messages), messages))
+    threads = [UrgentConnection(theirs, int).start() for _, theirs in urgent]
+    yield connections, workers
+    connections.close()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    for end, messages in workers:
+        end.connection.close()
+        messages.close()
+
+
+def serve(worker, times=1):
+    """A worker takes so many messages and answers each with itself."""
+    end, messages = worker
+    for _ in range(times):
+        while not len(messages):
+            end.connection.step()
+        message, reply = messages.get()
+        reply(message)
+    while end.connection.queue or end.connection.socket_full:  # as the transport does when the socket has room
+        select.select([], [end.connection.fd], [], 10)
+        end.connection.flush()
+
+
+def answer(connections, wakeup, future):
+    while not future.done():
+        connections.wait(wakeup, 5.0)
+    return unpickle(future.value())
+
+
+def test_answers_find_their_questions(ends, wakeup):
+    connections, workers = ends
+    futures = {
+        (w, n): connections.post(w, n, pickle_message((w, n, torch.full((3,), float(n)))))
+        for n in range(50)
+        for w in range(2)
+    }
+    for worker in reversed(workers):
+        serve(worker, 50)
+    for (worker, number), future in futures.items():
+        back = answer(connections, wakeup, future)
+        assert back[:2] == (worker, number) and torch.equal(back[2], torch.full((3,), float(number)))
+
+
+def test_a_message_that_came_another_way_keeps_its_place(ends, wakeup):
+    connections, workers = ends
+    end, messages = workers[0]
+    late = connections.post(0, 1, pickle_message("second"))
+    while end.connection.step():
+        pass
+    assert len(messages) == 0  # it waits for the first
+    messages.put(0, "first", lambda value: None)
+    assert [messages.get().message for _ in range(2)] == ["first", "second"]
+    assert not late.done()
+
+
+def test_a_large_message_has_memory_of_its_own_which_is_not_kept(ends, wakeup):
+    connections, workers = ends
+    sizes = [1000, LIMIT // 4 + 1, 2000, LIMIT // 4 + 1, LIMIT // 4 + 2, 3000]
+    futures = [connections.post(0, n, pickle_message(torch.full((size,), n))) for n, size in enumerate(sizes)]
+    serve(workers[0], len(sizes))
+    for n, (size, future) in enumerate(zip(sizes, futures)):
+        back = answer(connections, wakeup, future)
+        assert back.shape == (size,) and (back == n).all()
+    for connection in (connections._ends[0].connection, workers[0][0].connection):
+        assert connection._out.size < LIMIT and connection._in.size < LIMIT
+
+
+def test_urgent_messages_are_answered_beside_the_others(ends, wakeup):
+    connections, workers = ends
+    late = connections.post(1, 0, pickle_message("nobody takes it"))
+    futures = [connections.urgent(1, pickle_message(str(n))) for n in range(3)]
+    assert [answer(connections, wakeup, future) for future in futures] == [0, 1, 2]
+    failure = answer(connections, wakeup, connections.urgent(1, pickle_message("x")))
+    assert isinstance(failure, DeliveryFailure) and "ValueError" in failure.text
+    assert not late.done()
+
+
+def test_more_than_the_socket_holds_is_sent_on_while_waiting(ends, wakeup):
+    connections, workers = ends
+    futures = [
+        connections.post(0, n, pickle_message((n, torch.zeros(2000)))) for n in range(2000)
+    ]  # 16 MB in packets of a ring
+    thread = threading.Thread(target=serve, args=(workers[0], 2000))
+    thread.start()
+    assert [answer(connections, wakeup, future)[0] for future in futures] == list(range(2000))
+    thread.join()
+
+
+def test_what_cannot_be_read_is_answered_and_does_not_stop_the_rest(ends, wakeup):
+    connections, workers = ends
+    bad, good = connections.post(0, 0, (b"no pickle", [])), connections.post(0, 1, pickle_message("good"))
+    serve(workers[0])
+    failure = answer(connections, wakeup, bad)
+    assert isinstance(failure, DeliveryFailure) and "UnpicklingError" in failure.text
+    assert answer(connections, wakeup, good) == "good"
+
+
+def test_an_end_that_is_gone(ends, wakeup):
+    connections, workers = ends
+    future, other = connections.post(0, 0, pickle_message("lost")), connections.post(1, 0, pickle_message("kept"))
+    workers[0][0].connection.close()
+    with pytest.raises(ConnectionError, match="closed its end"):
+        answer(connections, wakeup, future)
+    with pytest.raises(ConnectionError):
+        connections.post(0, 1, pickle_message("too late"))
+    serve(workers[1])
+    assert answer(connections, wakeup, other) == "kept"
+    connections.wait(wakeup, 0.0)  # what is gone is not looked at again
+
+
+def test_an_event_ends_the_wait(ends, wakeup):
+    connections, _ = ends
+    threading.Timer(0.05, wakeup.set).start()
+    connections.wait(wakeup, 30.0)
+
+
+def test_a_connection_carries_numbers_both_ways():
+    got = []
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    here, there = (
+        MessageConnection(end, lambda number, pickled: got.append((number, unpickle(pickled)))) for end in ends
+    )
+    here.send(3, pickle_message(None))
+    there.send(4, pickle_message("x"))
+    for end in (there, here):
+        while end.connection.step():
+            pass
+    assert got == [(3, None), (4, "x")]
+    here.connection.close()
+    there.connection.close()
+
+
+def test_answers_that_wait_for_room_outlive_a_step_that_is_given_up():
+    """Messages have numbers of their own, and not those of steps."""
+    got, ends = [], socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    controller, worker = (MessageConnection(end, lambda number, pickled: got.append(number)) for end in ends)
+    transport = SharedMemoryTransport(0, {}, controller=worker.connection)
+    sent = 0
+    while not worker.connection.queue:
+        worker.send(sent, pickle_message(bytes(3000)))
+        sent += 1
+    transport.discard_before(1000000)
+    while controller.connection.step() or worker.connection.queue:
+        worker.connection.flush()
+    assert got == list(range(sent))
+    controller.connection.close()
+    transport.close()
+
+
+def test_answers_that_are_given_while_others_wait_for_room_are_given_once():
+    """To make room is to read what has arrived, and that may be answered at once: in the middle of sending the queue."""
+    got, ends = [], socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    here = MessageConnection(ends[0], lambda number, pickled: got.append(number))
+    there = MessageConnection(ends[1], lambda number, pickled: there.send(number, pickled))
+    there.connection.limit = 1 << 20  # three answers
+    there.connection._send_alone = lambda *_: False  # as without memory for those that have no room
+    for number in range(4):
+        here.send(number, pickle_message(bytes(300_000)))
+    while not there.connection.queue:
+        there.connection.step()
+    while here.connection.step():
+        pass
+    here.send(4, pickle_message(bytes(300_000)))
+    while len(got) < 5 or there.connection.queue:
+        for end in (there, here):
+            end.connection.flush()
+            while end.connection.step():
+                pass
+    assert sorted(got) == list(range(5))
+    here.connection.close()
+    there.connection.close()

@@ -1,0 +1,489 @@
+"""What forward may ask of a traced value: the answer is a tensor's and is checked, or the question is refused with its line."""
+
+import builtins
+import copy
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from pippy import PipeTracer, SplitPoint, annotate_split_points, is_recomputing, pipe_split, pipeline
+from pippy.ir.base.errors import InputError, StageError, TracingError
+
+asks = isinstance
+SENTINEL = object()
+
+
+class Asks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x, flag=True):
+        x = self.lin(x)
+        pipe_split()
+        return self.answer(x, flag)
+
+
+class HasAttribute(Asks):
+    def answer(self, x, flag):
+        return x * 2 if hasattr(x, "mask") or getattr(x, "keys", None) is not None else x * 3
+
+
+class HasShape(Asks):
+    def answer(self, x, flag):
+        return x * 2 if hasattr(x, "shape") and not hasattr(x, "keys") else x * 3
+
+
+class AliasOfIsinstance(Asks):
+    def answer(self, x, flag):
+        return x * 2 if asks(x, torch.Tensor) else x * 3
+
+
+class IsinstanceByAttribute(Asks):
+    def answer(self, x, flag):
+        return x * 2 if builtins.isinstance(x, torch.Tensor) else x * 3
+
+
+class IsinstanceOfParameter(Asks):
+    def answer(self, x, flag):
+        return (
+            x * 2 if isinstance(self.lin.weight, nn.Parameter) and isinstance(self.lin.weight, torch.Tensor) else x * 3
+        )
+
+
+class MatchesClass(Asks):
+    def answer(self, x, flag):
+        match x:
+            case int():
+                return x * 3
+            case torch.Tensor():
+                return x * 2
+        return x
+
+
+class AsksForClass(Asks):
+    def answer(self, x, flag):
+        return x * 2 if issubclass(x.__class__, torch.Tensor) else x * 3
+
+
+@functools.singledispatch
+def scaled(x):
+    return x * 3
+
+
+@scaled.register
+def _(x: torch.Tensor):
+    return x * 2
+
+
+class SingleDispatch(Asks):
+    def answer(self, x, flag):
+        return scaled(x)
+
+
+class GradMode(Asks):
+    def answer(self, x, flag):
+        with torch.no_grad():
+            off = not torch.is_grad_enabled()
+        return x * 2 if off else x * 3
+
+
+ANSWERED = [
+    HasAttribute,
+    HasShape,
+    AliasOfIsinstance,
+    IsinstanceByAttribute,
+    IsinstanceOfParameter,
+    MatchesClass,
+    AsksForClass,
+    SingleDispatch,
+    GradMode,
+]
+
+
+@pytest.mark.parametrize("model", ANSWERED)
+def test_questions_that_are_answered_as_for_a_tensor(model):
+    model, x = model(), torch.randn(2, 4)
+    assert torch.equal(pipeline(model, concrete_args={"flag": True})(x), model(x))
+
+
+class Sized(nn.Module):
+    """What is asked is a number, which has no `mask` either, but that is not known."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, x):
+        pipe_split()
+        return self.lin(x) * (2 if hasattr(x.size(0), "numerator") else 3)
+
+
+def test_an_answer_for_a_tensor_is_checked_when_the_pipe_runs():
+    class First(nn.Sequential):
+        pass
+
+    with pytest.raises(StageError, match="tracing took it for a tensor"):
+        pipeline(First(nn.ReLU(), Sized()))(torch.randn(2, 4))
+
+
+class Callable(Asks):
+    def answer(self, x, flag):
+        return x * 2 if callable(x) else x * 3
+
+
+class LooksUp(Asks):
+    def answer(self, x, flag):
+        return x * {torch.float32: 1.0}.get(x.dtype, 2.0)
+
+
+class RequiresGrad(Asks):
+    def answer(self, x, flag):
+        return x * 2 if x.requires_grad is False else x * 3
+
+
+class DtypeIs(Asks):
+    def answer(self, x, flag):
+        return x * 2 if x.dtype is torch.float32 else x * 3
+
+
+class DtypeIsByName(Asks):
+    def answer(self, x, flag):
+        dtype = x.dtype
+        return x * 2 if torch.float32 is dtype else x * 3
+
+
+class GradIsNone(Asks):
+    def answer(self, x, flag):
+        return x * 2 if x.grad is None else x * 3
+
+
+class CatchesLen(Asks):
+    def answer(self, x, flag):
+        try:
+            return x * len(x)
+        except Exception:
+            return x
+
+
+class CatchesBool(Asks):
+    def answer(self, x, flag):
+        try:
+            return x if x.sum() > 0 else x + 1
+        except Exception:
+            return x
+
+
+class CatchesInt(Asks):
+    def answer(self, x, flag):
+        try:
+            return x * int(x.size(0))
+        except Exception:
+            return x
+
+
+class CatchesLoop(Asks):
+    def answer(self, x, flag):
+        try:
+            return sum(row for row in x)
+        except Exception:
+            return x
+
+
+class FlagIsTrue(Asks):
+    def answer(self, x, flag):
+        return x * 2 if flag is True else x * 3
+
+
+class FlagIsNotTrue(Asks):
+    def answer(self, x, flag):
+        return x * 2 if True is not flag else x * 3
+
+
+class FlagIsSentinel(Asks):
+    def answer(self, x, flag):
+        return x * 2 if flag is SENTINEL else x * 3
+
+
+class TypeIs(Asks):
+    def answer(self, x, flag):
+        return x * 2 if type(x) is torch.Tensor else x * 3
+
+
+class TypeInAClosure(Asks):
+    def answer(self, x, flag):
+        return (lambda: x * 2 if type(x) is torch.Tensor else x * 3)()
+
+
+class MatchesSequence(Asks):
+    def answer(self, x, flag):
+        match flag:
+            case [_, _]:
+                return x
+        return x * 2
+
+
+class MatchesMapping(Asks):
+    def answer(self, x, flag):
+        match flag:
+            case None:
+                return x
+            case {"a": _}:
+                return x + 1
+        return x * 2
+
+
+class MatchesTrue(Asks):
+    def answer(self, x, flag):
+        match flag:
+            case True:
+                return x
+        return x * 2
+
+
+class AsksForGradMode(Asks):
+    def answer(self, x, flag):
+        return x * 2 if torch.is_grad_enabled() else x * 3
+
+
+class AsksWhetherAgain(Asks):
+    def answer(self, x, flag):
+        return x * 2 if is_recomputing() else x * 3
+
+
+REFUSED = [
+    (Callable, "if callable(x)"),
+    (LooksUp, "{torch.float32: 1.0}.get"),
+    (RequiresGrad, "x.requires_grad is False"),
+    (DtypeIs, "x.dtype is torch.float32"),
+    (DtypeIsByName, "torch.float32 is dtype"),
+    (GradIsNone, "x.grad is None"),
+    (CatchesLen, "return x * len(x)"),
+    (CatchesBool, "if x.sum() > 0"),
+    (CatchesInt, "int(x.size(0))"),
+    (CatchesLoop, "row for row in x"),
+    (TypeIs, "type(x) is torch.Tensor"),
+    (TypeInAClosure, "type(x) is torch.Tensor"),
+    (AsksForGradMode, "if torch.is_grad_enabled()"),
+    (AsksWhetherAgain, "if is_recomputing()"),
+]
+
+
+@pytest.mark.parametrize(("model", "line"), REFUSED)
+def test_questions_that_are_refused(model, line):
+    with pytest.raises(TracingError) as caught:
+        pipeline(model())
+    assert line in str(caught.value)
+    assert "What to do:" in str(caught.value)
+
+
+class KeepsAsks(PipeTracer):
+    def is_leaf_module(self, m, module_qualified_name):
+        return module_qualified_name == "1" or super().is_leaf_module(m, module_qualified_name)
+
+
+class Second(nn.Module):
+    def __init__(self, asking):
+        super().__init__()
+        self.add_module("0", nn.Linear(4, 4))
+        self.add_module("1", asking)
+
+    def forward(self, x):
+        x = self.get_submodule("0")(x)
+        pipe_split()
+        return self.get_submodule("1")(x, True)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("asking", [model for model, _ in REFUSED])
+def test_the_advice_to_keep_the_module_whole(asking):
+    model, x = Second(asking()), torch.randn(2, 4)
+    plain = copy.deepcopy(model)
+    assert torch.equal(pipeline(model, tracer=KeepsAsks)(x), plain(x))
+
+
+class ComparesWithNone(Asks):
+    def answer(self, x, flag):
+        query = key = x
+        return x * 2 if x is not None and query is key and None is not query and int is int else x * 3
+
+
+def test_questions_that_are_none():
+    model, x = ComparesWithNone(), torch.randn(2, 4)
+    assert torch.equal(pipeline(model)(x), model(x))
+
+
+class Unpacks(nn.Module):
+    def forward(self, x):
+        first, second = x.chunk(2, -1)
+        return torch.cat([second, first], -1)
+
+
+@pytest.mark.filterwarnings("ignore:Sequential has no mark")
+def test_values_are_unpacked_without_an_example():
+    pipe = pipeline(nn.Sequential(*(Unpacks() for _ in range(4))))
+    assert torch.equal(pipe(torch.tensor([[1.0, 2.0]])), torch.tensor([[1.0, 2.0]]))
+
+
+FLAGS = [
+    FlagIsTrue,
+    FlagIsNotTrue,
+    FlagIsSentinel,
+    MatchesSequence,
+    MatchesMapping,
+    MatchesTrue,
+]
+
+
+@pytest.mark.parametrize("kind", FLAGS)
+@pytest.mark.filterwarnings("ignore:.* has no mark that cuts it")
+def test_a_flag_is_known_by_its_default_and_another_value_is_refused_or_right(kind):
+    """Stand-ins for flags were never True: without a look at the bytecode of forward they took the other branch."""
+    model, x = kind(), torch.randn(2, 4)
+    pipe = pipeline(model)
+    assert torch.equal(pipe(x), model(x)) and torch.equal(pipe(x, True), model(x, True))
+    for flag in (False, SENTINEL, [1, 2], {"a": 1}, None):
+        try:
+            found = pipe(x, flag)
+        except InputError:
+            continue
+        assert torch.equal(found, model(x, flag)), flag
+    if kind in (FlagIsTrue, FlagIsNotTrue, MatchesTrue):
+        with pytest.raises(InputError, match="went on for True; now it is False"):
+            pipe(x, False)
+    else:
+        assert torch.equal(pipe(x, False), model(x, False))
+
+
+class AsksInTheLibrary(Asks):
+    def answer(self, x, flag):
+        return copy.deepcopy([x])[0] * 2
+
+
+def test_what_the_standard_library_asks_for_the_model_is_refused_too():
+    with pytest.raises(TracingError, match="asks what a traced value is"):
+        pipeline(AsksInTheLibrary())
+
+
+class Gives(nn.Module):
+    """A leaf that gives a pair, with None for its second part if it gives less."""
+
+    def __init__(self, all_of_it):
+        super().__init__()
+        self.all_of_it = all_of_it
+
+    def forward(self, x):
+        return x + 1, x * 2 if self.all_of_it else None
+
+
+class KeepsGives(PipeTracer):
+    def is_leaf_module(self, m, module_qualified_name):
+        return isinstance(m, Gives) or super().is_leaf_module(m, module_qualified_name)
+
+
+class ComparesPart(nn.Module):
+    def __init__(self, all_of_it):
+        super().__init__()
+        self.lin, self.gives, self.decides = nn.Linear(4, 4), Gives(all_of_it), Decides()
+        self.attention = nn.MultiheadAttention(4, 2)
+
+    def forward(self, x):
+        x = self.lin(x)
+        pipe_split()
+        y, mask = self.gives(x)
+        if mask is None:
+            return y
+        return y * 3
+
+
+class ComparesCall(ComparesPart):
+    def forward(self, x):
+        x = self.lin(x)
+        pipe_split()
+        return x if self.gives(x)[1] is None else x * 3
+
+
+class HandsOnPart(ComparesPart):
+    def forward(self, x):
+        given = self.gives(self.lin(x))
+        pipe_split()
+        return self.decides(given[0], given[1])
+
+
+class Decides(nn.Module):
+    def forward(self, y, mask):
+        given = None is not mask
+        return y * 3 if given else y
+
+
+class ComparesWeights(ComparesPart):
+    def forward(self, x):
+        x = self.lin(x)
+        pipe_split()
+        y, weights = self.attention(x, x, x, need_weights=self.gives.all_of_it)
+        return y if weights is None else y * 3
+
+
+class ComparesItem(ComparesPart):
+    def forward(self, x):
+        x = {"x": self.lin(x["x"]), "mask": x["mask"]}
+        pipe_split()
+        mask = x["mask"]
+        return x["x"] * 2 if mask is None else x["x"] * 3
+
+
+COMPARING = [
+    (ComparesPart, "y, mask = self.gives(x)"),
+    (ComparesCall, "self.gives(x)[1] is None"),
+    (HandsOnPart, "self.decides(given[0], given[1])"),
+    (ComparesWeights, "y, weights = self.attention"),
+    (ComparesItem, '"mask": x["mask"]'),
+]
+
+
+@pytest.mark.parametrize(("kind", "line"), COMPARING)
+def test_what_a_call_gives_is_taken_for_not_none_and_checked(kind, line):
+    """It was taken for not None, and nobody checked it: where only the comparison used it, the numbers were wrong."""
+    for all_of_it in (True, False):
+        model, x = kind(all_of_it), torch.randn(2, 4)
+        given = {"x": x, "mask": x if all_of_it else None} if kind is ComparesItem else x
+        pipe = pipeline(model, tracer=KeepsGives)
+        if all_of_it:
+            assert torch.equal(pipe(given), model(given))
+            continue
+        with pytest.raises(StageError) as caught:
+            pipe(given)
+        assert "took it for one that is not" in str(caught.value) and line in str(caught.value)
+
+
+class GivesAndDecides(Gives):
+    def forward(self, x):
+        y, mask = super().forward(x)
+        return y if mask is None else y * 3
+
+
+def test_the_advice_to_let_what_gives_the_value_decide():
+    model, x = nn.Sequential(nn.Linear(4, 4), GivesAndDecides(False)), torch.randn(2, 4)
+    annotate_split_points(model, {"1": SplitPoint.BEGINNING})
+    assert torch.equal(pipeline(model, tracer=KeepsGives)(x), model(x))
+
+
+class ComparesAttribute(ComparesPart):
+    """As the items of a batch: what has the attributes is an object of the user's."""
+
+    def forward(self, batch):
+        x = self.lin(batch.x)
+        pipe_split()
+        return x * (2 if batch.mask is None else 3)
+
+
+def test_an_attribute_of_an_input_is_taken_for_not_none_and_checked():
+    model, x = ComparesAttribute(True), torch.randn(2, 4)
+    pipe = pipeline(model)
+    batch = SimpleNamespace(x=x, mask=x)
+    assert torch.equal(pipe(batch), model(batch))
+    with pytest.raises(StageError, match="took it for one that is not"):
+        pipe(SimpleNamespace(x=x, mask=None))
