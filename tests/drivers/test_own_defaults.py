@@ -63,7 +63,9 @@ def test_the_advice_to_give_it_in_the_example_works(threads):
         PipelineDriver1F1B(pipeline(net(object()), nn.MSELoss()), threads).run(2, X, target=TARGET, mask=MASK)
 
 
-@pytest.mark.parametrize("missing", [..., torch.float32, Missing, torch.relu], ids=str)
+@pytest.mark.parametrize(
+    "missing", [..., torch.float32, Missing, torch.relu], ids=["ellipsis", "dtype", "class", "function"]
+)
 def test_other_defaults_that_exist_once(missing):
     """With `...` or a dtype for its default, the Pipe computed as if the mask were given."""
     model = net(missing)
