@@ -40,6 +40,14 @@ _NEARLY = 1e-3  # of a loss: reductions that give it otherwise are not tried
 
 
 @dataclass(frozen=True)
+class Way:
+    """How the losses of micro-batches are said to add up: by a reduction, or ``single``, as one loss over all."""
+
+    how: str | Callable[..., Any] | None
+    single: bool = False
+
+
+@dataclass(frozen=True)
 class Found:
     """What the comparison of one set of rows found: the reference, two micro-batches, and what differs."""
 
@@ -111,6 +119,10 @@ class FirstStep:
         """How the losses of micro-batches add up, as far as it was given or found."""
         return self.found.how if self.found is not None else self.reduction
 
+    @property
+    def _way(self) -> Way:
+        return Way(self.how, self.single_loss)
+
     def check(self, division: Division, columns: Sequence[Column]) -> "Unchecked | None":
         """Check a step that is to be run, if it is of another kind than those before. Raises if its numbers would be wrong.
 
@@ -165,7 +177,7 @@ class FirstStep:
         asked = self._asked(rows, sets[0])
         for other in edited(rows, asked, self.compiled.target_name):
             try:
-                sets.append(self._compared(other, watch=True))
+                sets.append(self._compared(self._counting(other), watch=True))
             except Unlike:  # the model does not take such targets
                 continue
         if not all(each.agrees(self.buffers) for each in sets):
@@ -194,10 +206,10 @@ class FirstStep:
             reason = reason or f"{sum(rows.sizes)} rows as one micro-batch, and fewer, do not fit into memory="
         raise Unlike(reason)
 
-    def _counting(self, rows: TriedRows) -> TriedRows:
+    def _counting(self, rows: TriedRows, way: Way | None = None) -> TriedRows:
         """The rows in an order in which both micro-batches count, if there is one: else nothing would be compared."""
         turned = (rows.rotated(by) for by in range(sum(rows.sizes)))
-        return next((each for each in turned if all(self._weights(each.divided(2), self.how, self.single_loss))), rows)
+        return next((each for each in turned if all(self._weights(each.divided(2), way or self._way))), rows)
 
     def _asked(self, rows: TriedRows, found: Found) -> Asked:
         """What is asked of the rows, by the model and by a reduction that was given."""
@@ -205,7 +217,7 @@ class FirstStep:
         if callable(self.reduction):
             division = rows.divided(1)
             with Watch(division) as watch:
-                self._weights(division, self.reduction, False)
+                self._weights(division, Way(self.reduction))
             asked = replace(asked, questions=(*asked.questions, *watch.asked().questions))
         return asked
 
@@ -218,33 +230,27 @@ class FirstStep:
 
     # Comparing
 
-    def _weights(self, division: Division, how: str | Callable[..., Any] | None, single: bool) -> tuple[float, ...]:
-        if single:
+    def _weights(self, division: Division, way: Way) -> tuple[float, ...]:
+        if way.single:
             return (1.0,) * division.chunks
-        return loss_weights(self._loss, division, self.compiled.target_name, how)
+        return loss_weights(self._loss, division, self.compiled.target_name, way.how)
 
     @property
     def _loss(self) -> Any:
         """The loss's module; None if the model returns its loss."""
         return self.compiled.stage(LOSS) if LOSS in self.compiled.split_gm._modules else None
 
-    def _compared(
-        self,
-        rows: TriedRows,
-        how: str | Callable[..., Any] | None = None,
-        single: bool | None = None,
-        watch: bool = False,
-    ) -> Found:
-        """Compare the rows as one micro-batch with the same as two, whose losses add up as is said, or as is known."""
-        how, single = self.how if how is None else how, self.single_loss if single is None else single
+    def _compared(self, rows: TriedRows, way: Way | None = None, watch: bool = False) -> Found:
+        """Compare the rows as one micro-batch with the same as two, whose losses add up in this way, or in the known one."""
+        way = way or self._way
         tried: list[Tried] = []
         purposes = [Purpose.REFERENCE, Purpose.NOISE, Purpose.COMPARED]
         for purpose in purposes:
             division = rows.divided(2 if purpose is Purpose.COMPARED else 1, turned=purpose is Purpose.NOISE)
-            weights = self._weights(division, how, single)
+            weights = self._weights(division, way)
             asks = watch and purpose is Purpose.REFERENCE
             try:
-                tried.append(self.trials.run(division, weights, purpose, asks, single))
+                tried.append(self.trials.run(division, weights, purpose, asks, way.single))
             except ClusterError:
                 raise
             except PippyError as error:
@@ -265,12 +271,12 @@ class FirstStep:
         dtypes = [each.dtype for _, stage in self.compiled.stages() for each in stage.parameters()]
         return max(LEAST, floor_of(tried.dtype, *casts, *dtypes))
 
-    def _cut_elsewhere(self, found: Found) -> Found:
+    def _cut_elsewhere(self, found: Found, way: Way | None = None) -> Found:
         """Compare what was just compared with two other micro-batches: the first two may agree by chance."""
-        rows = self._counting(found.rows.cut_elsewhere())
+        way = way or self._way
+        rows = self._counting(found.rows.cut_elsewhere(), way)
         division = rows.divided(2)
-        weights = self._weights(division, self.how, self.single_loss)
-        parts = self.trials.run(division, weights, Purpose.COMPARED, single_loss=self.single_loss)
+        parts = self.trials.run(division, self._weights(division, way), Purpose.COMPARED, single_loss=way.single)
         return replace(found, rows=rows, parts=parts)
 
     # What is said
@@ -300,7 +306,7 @@ class FirstStep:
                 "how they add up. Give the driver loss_reduction='mean' if it is a mean over rows, or run one micro-batch, "
                 "chunks=1"
             )
-        fitting = (each for each in self._candidates(sets, asked) if self._fits(rows, each.how, False))
+        fitting = (each for each in self._candidates(sets, asked) if self._fits(rows, Way(each.how)))
         candidate = next(fitting, None)
         if candidate is not None and candidate.counted and self.reduction is None:
             self.found = candidate
@@ -330,7 +336,7 @@ class FirstStep:
     def _draws(self, rows: TriedRows, found: Found) -> bool:
         """Whether the same rows give something else when they are computed again."""
         division = rows.divided(1)
-        weights = self._weights(division, self.how, self.single_loss)
+        weights = self._weights(division, self._way)
         self.trials.run(division, weights, Purpose.REFERENCE, single_loss=self.single_loss)
         again = self.trials.run(division, weights, Purpose.COMPARED, single_loss=self.single_loss, number=1)
         return bool(again.differences) or not abs(again.loss - found.whole.loss) <= found.allowed
@@ -344,25 +350,29 @@ class FirstStep:
 
     def _misses(self, found: Found, candidate: Candidate) -> float:
         try:
-            return found.misses(self._weights(found.rows.divided(2), candidate.how, False))
+            return found.misses(self._weights(found.rows.divided(2), Way(candidate.how)))
         except (PippyError, RuntimeError, IndexError, TypeError, ValueError):  # it does not count such targets
             return math.inf
 
-    def _fits(self, rows: Sequence[TriedRows], how: str | Callable[..., Any] | None, single: bool) -> bool:
+    def _fits(self, rows: Sequence[TriedRows], way: Way) -> bool:
         try:
-            return all(self._compared(each, how, single).agrees(self.buffers) for each in rows)
+            for each in rows:
+                found = self._compared(self._counting(each, way), way)
+                if not (found.agrees(self.buffers) and self._cut_elsewhere(found, way).agrees(self.buffers)):
+                    return False
         except (Unlike, PippyError):
             return False
+        return True
 
     def _other_advice(self, rows: Sequence[TriedRows]) -> Iterator[str]:
-        if self.may_be_single and not self.single_loss and self._fits(rows, None, True):
+        if self.may_be_single and not self.single_loss and self._fits(rows, Way(None, single=True)):
             yield (
                 "Compute the loss once, over all: PipelineDriverFillDrain(pipe, single_loss=True); or run one micro-batch, "
                 "chunks=1"
             )
         users = {name: user for user, name in rows[0].division.names.items()}
         for name, value in rows[0].division.arguments.items():
-            if isinstance(value, CutTensor) and self._fits([rows[0].with_argument(name, _same_for_all)], None, False):
+            if isinstance(value, CutTensor) and self._fits([rows[0].with_argument(name, _same_for_all)], Way(self.how)):
                 yield (
                     f"They do if {users.get(name, name)!r} is no part of the batch: give the driver "
                     f"chunk_spec={{{users.get(name, name)!r}: Replicate()}}"

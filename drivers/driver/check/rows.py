@@ -77,6 +77,7 @@ class TriedRows:
             raise NoRows("there is a single row")
         spread = [self.first + at * (rows - 1) // (few - 1) for at in range(few)]
         self.chosen = _in_halves(spread if pieces else _varied(division, spread, range(rows)))
+        self.order = list(range(few))  # in which they are taken, once they are edited
         self.edits: Mapping[Place, Edit] = {}
 
     @property
@@ -99,7 +100,7 @@ class TriedRows:
     def rotated(self, by: int) -> "TriedRows":
         """The same rows, of which others come first."""
         found = copy.copy(self)
-        found.chosen = [*self.chosen[by:], *self.chosen[:by]]
+        found.order = [*self.order[by:], *self.order[:by]]
         return found
 
     def cut_elsewhere(self) -> "TriedRows":
@@ -128,7 +129,7 @@ class TriedRows:
             found = _rows_of(leaf.value, leaf.dim, self.chosen)
             if place in self.edits:
                 found = self.edits[place].put(found.movedim(leaf.dim, 0).clone()).movedim(0, leaf.dim)
-            return replace(leaf, value=_rows_of(found, leaf.dim, range(len(self.chosen))[::-1]) if turned else found)
+            return replace(leaf, value=_rows_of(found, leaf.dim, self.order[::-1] if turned else self.order))
         if isinstance(leaf, LoadedColumn):
             indices = [index for batch in leaf.batches for index in batch.indices]
             chosen = [indices[row] for row in self._in_order(turned)]
@@ -145,7 +146,7 @@ class TriedRows:
         return leaf
 
     def _in_order(self, turned: bool) -> list[int]:
-        return self.chosen[::-1] if turned else self.chosen
+        return [self.chosen[at] for at in (self.order[::-1] if turned else self.order)]
 
 
 def places_of(division: Division) -> Iterator[tuple[Place, DividedValue]]:

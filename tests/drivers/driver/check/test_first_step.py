@@ -439,29 +439,30 @@ def test_a_function_of_one_argument_gets_the_target_or_is_refused(threads):
 # Which rows are tried, and how they are cut
 
 
-class Centred(nn.Module):
-    """It subtracts what comes from the rows above, and returns its loss: a sum, which leaves padding out."""
+class Cumulated(nn.Module):
+    """It adds up what comes from the rows above, and returns its loss, which leaves padding out."""
 
-    def __init__(self):
+    def __init__(self, reduction):
         super().__init__()
-        self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 4)
+        self.a, self.b, self.reduction = nn.Linear(4, 6), nn.Linear(6, 4), reduction
 
     def forward(self, x, target):
         x = torch.tanh(self.a(x))
         pipe_split()
         x = self.b(x.cumsum(0)).flatten(0, -2)
-        return F.cross_entropy(x, target.flatten(), reduction="sum")
+        return F.cross_entropy(x, target.flatten(), reduction=self.reduction)
 
 
+@pytest.mark.parametrize(("reduction", "said"), [("sum", "sum"), ("mean", None)])
 @pytest.mark.parametrize("chunks", [2, 4])
 @pytest.mark.parametrize("padded_rows", [[1, 3, 4], [1, 4, 5], [0, 3, 5], [3, 5], [0, 1, 2]])
-def test_rows_that_are_all_padding_do_not_hide_others(threads, padded_rows, chunks):
+def test_rows_that_are_all_padding_do_not_hide_others(threads, padded_rows, chunks, reduction, said):
     """The second micro-batch of the tried rows had padding alone: what it mixed had no loss."""
-    pipe = pipeline(Centred(), output_loss_value_spec=True)
+    pipe = pipeline(Cumulated(reduction), output_loss_value_spec=True)
     x, target = torch.randn(6, 3, 4), torch.randint(4, (6, 3))
     target[padded_rows] = -100
     with pytest.raises(MicrobatchError, match="numbers of several rows are put together"):
-        PipelineDriver1F1B(pipe, threads, loss_reduction="sum").run(chunks, x, target)
+        PipelineDriver1F1B(pipe, threads, loss_reduction=said).run(chunks, x, target)
 
 
 def test_rows_that_are_alike_do_not_hide_others(threads):
