@@ -12,7 +12,7 @@ Command:  python -m exps.models                               (from the root of 
 Method:   tiny sizes with random weights, in float64. Each model is tried in a process of its own, with a time limit. It is
           cut into four stages of like parameters (into fewer, if it has fewer places to cut). Two training steps and one in
           evaluation run on the reference, and one more on a batch of another size where the model allows that; gradients
-          add up over the steps. The front end is torch.fx, and torch.export where the first cannot follow the model.
+          add up over the steps.
 Finding:  docs/models.md
 """
 
@@ -51,7 +51,6 @@ class Outcome:
     kind: str
     name: str
     stages: int = 0
-    front_end: str = ""
     seconds: float = 0.0
     kept_whole: list[str] = field(default_factory=list)
     works: list[str] = field(default_factory=list)
@@ -114,7 +113,7 @@ def try_model(candidate: Candidate, outcome: Outcome) -> Outcome:
     try:
         pipe = cut_in_four(candidate, model, arguments)
         outcome.seconds = time.perf_counter() - begin
-        outcome.stages, outcome.front_end, outcome.kept_whole = pipe.num_stages, pipe.front_end, list(pipe.kept_whole)
+        outcome.stages, outcome.kept_whole = pipe.num_stages, list(pipe.kept_whole)
         for _ in range(2):
             compare_step(candidate, pipe, model, plain, arguments)
         outcome.works.append("training")
@@ -193,15 +192,15 @@ def table(outcomes: list[Outcome]) -> str:
     """The page's part: a line of numbers for each kind, and a row for each model."""
     kinds = list(dict.fromkeys(each.kind for each in outcomes))
     lines = [
-        "| kind | models | work | by torch.export | seconds of `pipeline()`: median, most |",
-        "|---|---:|---:|---:|---:|",
+        "| kind | models | work | seconds of `pipeline()`: median, most |",
+        "|---|---:|---:|---:|",
     ]
     for kind in kinds:
         lines.append(_numbers(kind, [each for each in outcomes if each.kind == kind]))
     lines += [_numbers("all", outcomes), ""]
     for kind in kinds:
-        lines += [f"## {kind[0].upper()}{kind[1:]}", "", "| model | stages | front end | seconds | another batch | |"]
-        lines.append("|---|---:|---|---:|---|---|")
+        lines += [f"## {kind[0].upper()}{kind[1:]}", "", "| model | stages | seconds | another batch | |"]
+        lines.append("|---|---:|---:|---|---|")
         lines += [_row(each) for each in outcomes if each.kind == kind] + [""]
     return "\n".join(lines)
 
@@ -210,11 +209,7 @@ def _numbers(kind: str, outcomes: list[Outcome]) -> str:
     working = [each for each in outcomes if not each.reason]
     seconds = sorted(each.seconds for each in working) or [0.0]
     share = f" ({len(working) / len(outcomes):.0%})" if kind == "all" else ""
-    exported = sum(each.front_end == "export" for each in working)
-    return (
-        f"| {kind} | {len(outcomes)} | {len(working)}{share} | {exported} "
-        f"| {seconds[len(seconds) // 2]:.1f}, {seconds[-1]:.1f} |"
-    )
+    return f"| {kind} | {len(outcomes)} | {len(working)}{share} | {seconds[len(seconds) // 2]:.1f}, {seconds[-1]:.1f} |"
 
 
 _FREE = {"another batch": "yes", "one batch": "not tried", "refused": "refused"}
@@ -226,9 +221,9 @@ def _row(outcome: Outcome) -> str:
         kept += f" and {len(outcome.kept_whole) - 2} more"
     remark = outcome.reason.replace("|", "\\|") or kept
     if outcome.reason:
-        return f"| {outcome.name} | | | | | {', '.join(outcome.works)} {remark} |"
+        return f"| {outcome.name} | | | | {', '.join(outcome.works)} {remark} |"
     free = next((each for each in ("another batch", "one batch") if each in outcome.works), "refused")
-    return f"| {outcome.name} | {outcome.stages} | {outcome.front_end} | {outcome.seconds:.1f} | {_FREE[free]} | {remark} |"
+    return f"| {outcome.name} | {outcome.stages} | {outcome.seconds:.1f} | {_FREE[free]} | {remark} |"
 
 
 def write_page(page: Path, outcomes: list[Outcome]) -> None:

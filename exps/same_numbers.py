@@ -6,7 +6,7 @@ wrong as simple as it can be.
 Finding: before steps checked themselves, 41 of 100 (seeds 300 to 399) were silently wrong. Since then 1 of seeds 1 to 100
 was, 58: of the rows that were tried, the second micro-batch had nothing that counts; now they are put in another order. Others
 found a loss_reduction= that asks for padding where the loss does not, a single loss of a term without rows, and a buffer that
-torch.export loses. The campaign of 2,000 is still to be run.
+torch.export, which could trace models then, lost. The campaign of 2,000 is still to be run.
 
 A model is a list of parts (exps/habits/parts.py): layers that mix rows, keep buffers, have hooks, share parameters, or add a
 term to the loss from their own stage. Its loss (exps/habits/losses.py) is a function or what the model returns; its batches

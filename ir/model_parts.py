@@ -93,14 +93,14 @@ def check_still_shared(pipe: nn.Module, compiled: Compiled) -> None:
 
 
 def check_dtypes(compiled: Compiled) -> None:
-    """Raise if the model has other dtypes than when it was traced with an example, which has written them into the graph."""
+    """Raise if a program that torch.export made, into which the dtypes are written, has others now."""
     for name, dtype in compiled.guards.dtypes.items():
         places = compiled.qualnames.places.get(name, ())
         if places and get_tensor(compiled.split_gm, places[0]).dtype is not dtype:
             raise ModeError(
-                f"{name!r} was {dtype} when the model was traced, and torch.export has written the dtypes of the example into "
-                f"the graph; it is {get_tensor(compiled.split_gm, places[0]).dtype} now. Convert the model and the example "
-                "first, and make the Pipe then"
+                f"{name!r} was {dtype} when the program was exported, and torch.export has written that into its operations; "
+                f"it is {get_tensor(compiled.split_gm, places[0]).dtype} now. Convert the model first, export it and make the "
+                "Pipe then"
             )
 
 

@@ -15,7 +15,6 @@ from pippy.ir.base.trees import map_tensors, tensors
 from pippy.ir.call.signature import bind, check_guards
 from pippy.ir.compiler import Cut, check_loss, compile_traced
 from pippy.ir.cut.params import MultiUseParamSpec
-from pippy.ir.front_ends import ModelCall, trace_and_compile
 from pippy.ir.loss.returned_loss import LossSpec
 from pippy.ir.model_parts import (
     all_tensors,
@@ -35,9 +34,10 @@ from pippy.ir.show.content import content_of
 from pippy.ir.show.drawing import Drawing
 from pippy.ir.state import load_state
 from pippy.ir.trace.arguments import Example
+from pippy.ir.trace.exported import module_of
 from pippy.ir.trace.layers import Layers
 from pippy.ir.trace.sequential import trace_sequential
-from pippy.ir.trace.trace import Traced, TracerLike
+from pippy.ir.trace.trace import Traced, TracerLike, trace
 from pippy.ir.trace.untraceable import check_model
 from pippy.ir.training_flags import TrainingFlags
 from pippy.ir.verify.verify import check_rules
@@ -97,24 +97,19 @@ class Pipe(nn.Module):
         example_kwargs: Mapping[str, Any] | None = None,
         deep_copy_module: bool = False,
         cut: Cut | None = None,
-        front_end: str | None = None,
     ) -> "Pipe":
         """Trace a model and cut it at its marks. `pippy.pipeline` is this, and says what the arguments mean.
 
         ``cut`` may mark the traced graph itself; what it gives becomes ``balance`` of the Pipe.
         """
-        model, loss_fn = uncompiled(model), uncompiled(loss_fn)
+        model, loss_fn = module_of(uncompiled(model)), uncompiled(loss_fn)
         check_model(model)
         check_loss(loss_fn, output_loss_value_spec)
         with heard(), torch.inference_mode(False):
             model = deep_copy(model) if deep_copy_module else model
             example = Example.of(model, example_args, example_kwargs, loss_fn is not None)
-            call = ModelCall(model, tracer, concrete_args, example)
-
-            def compiled(traced: Traced) -> Compiled:
-                return compile_traced(traced, multi_use_param_spec, loss_fn, output_loss_value_spec, cut)
-
-            pipe = Pipe(*trace_and_compile(call, front_end, compiled))
+            traced = trace(model, tracer, concrete_args, example)
+            pipe = Pipe(traced, compile_traced(traced, multi_use_param_spec, loss_fn, output_loss_value_spec, cut))
             pipe.__dict__[_EXAMPLE] = None if example is None else _without_numbers(example)
             return pipe
 
@@ -238,10 +233,7 @@ class Pipe(nn.Module):
         return self
 
     def __str__(self) -> str:
-        compiled = compiled_of(self)
-        why = f", since torch.fx could not: {compiled.why_export}" if compiled.why_export else ""
-        note = f"\n# traced by torch.export{why}\n" if compiled.front_end == "export" else ""
-        return f"{compiled.split_gm}{note}"
+        return str(compiled_of(self).split_gm)
 
     def __repr__(self) -> str:
         """

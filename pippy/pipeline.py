@@ -33,7 +33,6 @@ def pipeline(
     param_scale: float | None = None,
     in_flight: int | None = None,
     progress: bool | None = None,
-    front_end: str | None = None,
 ) -> Pipe:
     """Trace ``model``, cut it into stages, and write its backward pass into the same graph.
 
@@ -69,10 +68,6 @@ def pipeline(
         in_flight: how many micro-batches a stage holds at a time. By default as many as under 1F1B, which is 1 in the last
             stage and one more in each before it.
         progress: whether to show on stderr how far the measurement is; by default where that is a terminal.
-        front_end: what traces the model: "fx" is `torch.fx`; "export" is `torch.export`, which needs example arguments, and
-            follows some models that `torch.fx` cannot. By default, or with "auto", it is `torch.fx`, and `torch.export` where
-            that cannot follow the model and there are example arguments. ``pipe.front_end`` says which it was, and
-            ``pipe.why_export`` why.
 
     >>> import torch
     >>> from pippy import pipe_split
@@ -135,7 +130,6 @@ def pipeline(
         example_kwargs=example_kwargs,
         deep_copy_module=deep_copy_module,
         cut=balancer,
-        front_end=front_end,
     )
 
 

@@ -26,7 +26,7 @@ SUITE = (
     "tests/ir/trace/test_questions.py",
     "tests/ir/trace/test_trace.py",
     "tests/ir/trace/test_values.py",
-    "tests/ir/export/test_export.py",
+    "tests/ir/trace/test_exported.py",
     "tests/ir/run/test_checkpointed_parts.py",
     "tests/ir/loss/test_loss.py",
     "tests/drivers/test_driver.py",

@@ -8,8 +8,6 @@ class PippyError(Exception):
     True
     """
 
-    another_front_end_may = False  # it is a limit of the front end that traced the model, and no fault of the model's
-
 
 class MarkError(PippyError, ValueError):
     """A split point that names no module, or a mark that cuts nothing off."""

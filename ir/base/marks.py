@@ -11,7 +11,8 @@ from enum import Enum
 from types import CodeType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import fx, nn
 
 from pippy.ir.base.brief import brief
 from pippy.ir.base.compiled_modules import uncompiled
@@ -20,6 +21,13 @@ from pippy.ir.base.near_names import did_you_mean
 from pippy.ir.base.public_calls import placing_words
 
 _ATTRIBUTE = "_pippy_split_points"
+_OPERATOR = "pippy_marks::pipe_split"
+torch.library.define(_OPERATOR, "() -> ()")
+torch.library.impl(_OPERATOR, "BackendSelect")(lambda: None)
+EXPORTED_MARK = torch.ops.pippy_marks.pipe_split.default
+"""What `pipe_split()` is in a program of `torch.export`."""
+fx.node.has_side_effect(EXPORTED_MARK)  # so that it stays, though nobody uses its result
+
 _on_split: ContextVar[Callable[[], None] | None] = ContextVar("on_split", default=None)
 
 
@@ -37,7 +45,8 @@ class SplitPoint(Enum):
 def pipe_split() -> None:
     """Cut the model here: the operations before this call and those after it are in different stages.
 
-    Outside of `pipeline()` the call does nothing, so a marked model stays an ordinary model.
+    Outside of `pipeline()` the call does nothing, so a marked model stays an ordinary model. A program of `torch.export`
+    keeps the mark.
 
     >>> import torch
     >>> class Net(torch.nn.Module):
@@ -48,8 +57,9 @@ def pipe_split() -> None:
     >>> Net()(torch.tensor([-1.0, 1.0]))
     tensor([1., 2.])
     """
-    record = _on_split.get()
-    if record is not None:
+    if torch.compiler.is_exporting():
+        EXPORTED_MARK()
+    elif (record := _on_split.get()) is not None:
         record()
 
 

@@ -1,7 +1,7 @@
 """Of what kind a value is: a tensor with so many dimensions, a container of such, a number. Forward is traced for one kind.
 
-The kind of an example's argument says more if torch.export made the graph: the dtypes of its tensors, the sizes that are not
-free, and its numbers.
+The kind of an argument of an exported program says more: the dtypes of its tensors, the sizes that are not free, and its
+numbers.
 """
 
 import dataclasses
@@ -35,16 +35,16 @@ class Difference:
 
 @dataclass(frozen=True)
 class TensorKind:
-    """A tensor. ``sizes`` has a name for each size that is free, and the others as numbers."""
+    """A tensor. ``sizes`` has None for each size that is free; it is empty if all are."""
 
     dims: int
     dtype: torch.dtype | None = None
-    sizes: tuple[int | str, ...] = ()
+    sizes: tuple[int | None, ...] = ()
 
     def __str__(self) -> str:
         if self.dtype is None:
             return f"a tensor of {self.dims} dimension{'s' * (self.dims != 1)}"
-        sizes = ", ".join("any" if isinstance(size, str) else str(size) for size in self.sizes)
+        sizes = ", ".join("any" if size is None else str(size) for size in self.sizes)
         return f"{str(self.dtype).removeprefix('torch.')}[{sizes}]"
 
     def differences(self, value: Any, path: str) -> Iterator[Difference]:

@@ -66,5 +66,5 @@ def _name(node: fx.Node) -> str:
 def _name_of_function(node: fx.Node) -> str:
     if isinstance(node.target, str):
         return node.target
-    schema = getattr(node.target, "_schema", None)  # of an operator of torch, as torch.export has it
+    schema = getattr(node.target, "_schema", None)  # of an operator of torch
     return schema.name.partition("::")[2] if schema else getattr(node.target, "__name__", type(node.target).__name__)

@@ -40,8 +40,6 @@ class Compiled:
     has the inputs that each stage must not change in place: their numbers and names. ``guards`` are those of the traced
     graph, and are checked in each call; ``kept_whole`` is its, too. ``row_sizes`` says of the values between stages, by their
     names, how they depend on the number of rows; ``without_gradient`` has the names of those that can have no gradient.
-    ``front_end`` says what traced the model: "fx" for
-    `torch.fx`, "export" for `torch.export`; ``why_export`` why it was that, if nobody asked for it.
     """
 
     split_gm: PipeGraphModule
@@ -60,8 +58,6 @@ class Compiled:
     kept_whole: dict[str, str] = field(default_factory=dict)
     row_sizes: dict[str, Any] = field(default_factory=dict)
     without_gradient: frozenset[str] = frozenset()
-    front_end: str = "fx"
-    why_export: str = ""
 
     def __post_init__(self) -> None:
         self.split_gm.__dict__["replicated_params"] = self.replicated_params

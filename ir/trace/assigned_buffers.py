@@ -110,7 +110,7 @@ def _write(graph: fx.Graph, name: str, value: fx.Node) -> None:
 def _read_copy(graph: fx.Graph, buffer: fx.Node) -> None:
     readers = [user for user in buffer.users if user.target is not assign_ or user.args[1] is buffer]
     if readers:
-        with graph.inserting_after(buffer):
+        with graph.inserting_before(next(each for each in graph.nodes if each in buffer.users)):
             copy = graph.call_function(own_copy, (buffer,))
         copy.meta.update(buffer.meta)
         for user in readers:  # of these, one may assign it to another buffer

@@ -34,7 +34,6 @@ from pippy.ir.run.transformed_functions import TransformedFunction, call_transfo
 from pippy.ir.trace.refusals import refused
 from pippy.ir.trace.replaced import replaced
 from pippy.ir.trace.tracing_thread import patched_here
-from pippy.ir.trace.untraceable import limited
 from pippy.ir.trace.values import UNKNOWN, Values
 
 _torchs: Any = eager_transforms
@@ -111,7 +110,7 @@ def is_in_function(tracer: fx.Tracer) -> bool:
 def _refuse(what: str) -> NoReturn:
     where = source.of_frame(sys._getframe(2))
     lines = [what, *([where.excerpt()] if where else []), _ADVICE]
-    raise refused(limited(TracingError("\n".join(lines))))
+    raise refused(TracingError("\n".join(lines)))
 
 
 class _Captured(Exception):

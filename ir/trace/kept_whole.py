@@ -17,7 +17,7 @@ from typing import Any
 from torch import fx, nn
 
 from pippy.ir.base import source
-from pippy.ir.base.errors import InputError, MarkError, PippyError
+from pippy.ir.base.errors import InputError, MarkError
 from pippy.ir.base.marks import has_marks_inside, pipe_split
 from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.trace.assigned_buffers import assigned_in, check_fitting
@@ -34,7 +34,6 @@ class KeptWhole:
     def __init__(self, tracer: fx.Tracer, attributes: Attributes, known: Mapping[str, str]) -> None:
         self.tracer, self.attributes = tracer, attributes
         self.reasons = dict(known)
-        self.another_front_end_may = True  # follow all of them, for none was refused on purpose
         self._made: list[fx.Node] = []
         self._abandoned: list[fx.Node] = []
 
@@ -81,13 +80,10 @@ class KeptWhole:
                 while len(self.tracer.module_stack) > depth:  # torch.fx does not, after an error
                     self.tracer.module_stack.popitem()
                 self.reasons[path] = reason_of(error)
-                self.another_front_end_may &= not isinstance(error, PippyError) or error.another_front_end_may
         try:
             return self._record(path, args, kwargs)
         except MarkError as error:
-            told = MarkError(f"{error}. {path!r} cannot be traced: {self.reasons[path]}")
-            told.another_front_end_may = self.another_front_end_may
-            raise told from None
+            raise MarkError(f"{error}. {path!r} cannot be traced: {self.reasons[path]}") from None
 
     def _has_assigned(self, module: nn.Module, path: str) -> bool:
         inside = ((f"{path}.{name}".rstrip("."), each) for name, each in module.named_modules())

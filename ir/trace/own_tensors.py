@@ -29,12 +29,11 @@ class OwnTensors:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # While torch.export runs, a module may be another object, which shares its dictionary.
-        self._before = {id(each.__dict__): list(_tensors(each)) for each in model.modules()}
+        self._before = {id(each): list(_tensors(each)) for each in model.modules()}
 
     def are_others(self, module: nn.Module) -> bool:
         """Whether the module, or one inside of it, has others now."""
-        return any(not _same(self._before.get(id(each.__dict__)), list(_tensors(each))) for each in module.modules())
+        return any(not _same(self._before.get(id(each)), list(_tensors(each))) for each in module.modules())
 
 
 def letting_proxies_be_tensors() -> AbstractContextManager[None]:

@@ -104,15 +104,8 @@ def _restore(module: nn.Module, before: _Attributes) -> list[str]:
         now = module.__dict__ if table == "" else module.__dict__[table]
         names = [name for name in now if not (table == "" and name in _TABLES)]
         stale = [name for name in names if name not in old or now[name] is not old[name]]
-        # `self.count += 1` changes a buffer in place, which is recorded, and then assigns the result. Tracing refuses
-        # any other assignment to a buffer. `torch.export` puts copies in place of containers.
-        changed += [
-            name
-            for name in stale
-            if not name.startswith(_OF_TRACING)
-            and table != "_buffers"
-            and not _holds_the_same(now[name], old.get(name))
-        ]
+        # What forward assigns to buffers is recorded, or refused.
+        changed += [name for name in stale if not name.startswith(_OF_TRACING) and table != "_buffers"]
         if table == "":
             for name in stale:
                 del now[name]
@@ -121,19 +114,6 @@ def _restore(module: nn.Module, before: _Attributes) -> list[str]:
             now.clear()
             now.update(old)
     return [] if is_of_torch else changed
-
-
-def _holds_the_same(value: Any, other: Any) -> bool:
-    """Whether two containers have the same objects in them."""
-    if value is other:
-        return True
-    if type(value) is not type(other):
-        return False
-    if type(value) is dict:
-        return list(value) == list(other) and all(map(_holds_the_same, value.values(), other.values()))
-    if type(value) in (list, tuple):
-        return len(value) == len(other) and all(map(_holds_the_same, value, other))
-    return type(value) in (set, str) and value == other
 
 
 def _restore_contents(before: _Attributes) -> list[str]:

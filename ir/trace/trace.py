@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -39,6 +39,8 @@ from pippy.ir.trace.assigned_buffers import finish_assigned, record_assigned, va
 from pippy.ir.trace.attributes import lookup_attribute
 from pippy.ir.trace.checkpointing import finish_parts
 from pippy.ir.trace.compare_graphs import Recorded, first_difference, paths_that_differ
+from pippy.ir.trace.exported import ExportedModel
+from pippy.ir.trace.exported_guards import check_example, guards_of, modes_of
 from pippy.ir.trace.identities import Identities
 from pippy.ir.trace.kept_whole import KeptWhole
 from pippy.ir.trace.left_as_it_was import tracing
@@ -47,6 +49,7 @@ from pippy.ir.trace.recording import recording
 from pippy.ir.trace.refusals import raising_refusals, refused
 from pippy.ir.trace.replaced import replaced
 from pippy.ir.trace.restore_attributes import Attributes, restoring_attributes
+from pippy.ir.trace.returned_caches import CacheReturnedError, calls_without_cache
 from pippy.ir.trace.suppositions import Asked as AskedByIs
 from pippy.ir.trace.suppositions import supposing
 from pippy.ir.trace.tracer import PipeTracer
@@ -63,9 +66,8 @@ class Traced:
     ``attributes`` has the value of each target of a `get_attr` or `call_module` node. ``required_inputs`` names
     the inputs that must not be None, because forward does something else without them. ``balanced`` is True if a pass has
     placed the marks, or has decided that there are none. ``guards`` say what is fixed. ``kept_whole`` has the
-    reason for each module that the graph calls because it could not be traced; ``another_front_end_may`` is True if there are
-    such, and all of them could be traced otherwise. ``differing`` has the paths of modules that call something else in the
-    other mode.
+    reason for each module that the graph calls because it could not be traced. ``differing`` has the paths of modules that
+    call something else in the other mode.
     """
 
     model: nn.Module
@@ -79,7 +81,6 @@ class Traced:
     guards: Guards = field(default_factory=Guards)
     kept_whole: dict[str, str] = field(default_factory=dict)
     differing: set[str] = field(default_factory=set)
-    another_front_end_may: bool = False
 
     def recorded(self) -> Recorded:
         """The graph with its names, for a comparison."""
@@ -100,6 +101,31 @@ def trace(
     With an example, Python may ask for sizes (`values.py`).
     """
     check_model(model)
+    if not isinstance(model, ExportedModel):
+        return _trace_without_cache(model, tracer, concrete_args, example)
+    guards = guards_of(model)
+    check_example(model, guards, example)
+    traced = _trace_without_cache(model, tracer, concrete_args, example)
+    traced.guards, traced.modes = guards, modes_of(model)
+    return traced
+
+
+def _trace_without_cache(
+    model: nn.Module, tracer: TracerLike | None, concrete_args: Mapping[str, Any] | None, example: Example | None
+) -> Traced:
+    first, *others = calls_without_cache(model, example, concrete_args)
+    try:
+        return _trace_example(model, tracer, concrete_args, first)
+    except CacheReturnedError:
+        for other in others:
+            with suppress(PippyError):  # a forward that takes no such argument after all
+                return _trace_example(model, tracer, concrete_args, other)
+        raise
+
+
+def _trace_example(
+    model: nn.Module, tracer: TracerLike | None, concrete_args: Mapping[str, Any] | None, example: Example | None
+) -> Traced:
     call = call_of(model, concrete_args, example)
     with tracing(model):
         return _trace(model, tracer, call)
@@ -129,7 +155,6 @@ def _trace(
         note_missing_gradients(recorded.values, recorded.graph)
     traced = Traced(model, recorded.graph, attributes, call.concrete, signature=call.signature)
     traced.kept_whole = recorded.kept_whole.reasons
-    traced.another_front_end_may = bool(traced.kept_whole) and recorded.kept_whole.another_front_end_may
     kinds = {name: kind_of(value) for name, value in call.given.items()} if call.is_example else {}
     flags = {} if call.is_example else {name: value for name, value in call.given.items() if type(value) is bool}
     traced.guards = Guards(
@@ -212,11 +237,7 @@ def _record(
 
     def record() -> _Recorded:
         parts = KeptWhole(tracer, before, kept_whole or {})
-        try:
-            return _record_calls(model, tracer, call, _Calls(model, tracer, parts))
-        except PippyError as error:
-            error.another_front_end_may &= parts.another_front_end_may
-            raise
+        return _record_calls(model, tracer, call, _Calls(model, tracer, parts))
 
     def again() -> None:
         before.restore()
@@ -380,39 +401,11 @@ def _retrace(traced: Traced, tracer: TracerLike | None, call: Call) -> Recorded:
         return Recorded(recorded.graph, recorded.attributes)
 
 
-def _follow_modes(traced: Traced, tracer: TracerLike | None, call: Call, reads: list[nn.Module]) -> None:
-    modules = dict(traced.model.named_modules())
-
-    def again(flags: Mapping[str, bool]) -> Retraced:
-        with recording_training_reads({modules[path]: flag for path, flag in flags.items()}) as reads:
-            other = _retrace(traced, tracer, call)
-        return Retraced(other, paths_of(traced.model, reads))
-
-    follow_modes(traced, paths_of(traced.model, reads), again)
-
-
-def paths_of(model: nn.Module, reads: Sequence[nn.Module]) -> set[str]:
-    """The paths of modules, of which torch.export may have made others that share their dictionaries."""
-    paths = {id(module.__dict__): path for path, module in model.named_modules()}
-    return {paths[id(module.__dict__)] for module in reads if id(module.__dict__) in paths}
-
-
-@dataclass
-class Retraced:
-    """The model in another mode, and the modules whose flags forward has read in it.
-
-    ``accept`` is called if the Pipe follows that mode.
-    """
-
-    recorded: Recorded
-    reads: set[str]
-    accept: Callable[[], None] = lambda: None
-
-
-def follow_modes(traced: Traced, reads: set[str], again: Callable[[Mapping[str, bool]], Retraced]) -> None:
+def _follow_modes(traced: Traced, tracer: TracerLike | None, call: Call, read: list[nn.Module]) -> None:
     """Trace again with the flags of each mode, and do what the table in `training_flag.py` says."""
     modules = dict(traced.model.named_modules())
     before = {path: module.training for path, module in modules.items()}
+    reads = _paths_of(modules, read)
     graphs: list[tuple[Mapping[str, bool], fx.Graph]] = [(before, traced.graph)]
     for mode in (True, False):
         flags = {path: traced.modes.flag(path, mode) for path in modules}
@@ -420,19 +413,24 @@ def follow_modes(traced: Traced, reads: set[str], again: Callable[[Mapping[str, 
             graphs.append((flags, traced.graph))
             continue
         try:
-            other = again(flags)
+            with recording_training_reads({modules[path]: flag for path, flag in flags.items()}) as also_read:
+                other = _retrace(traced, tracer, call)
         except PippyError as error:  # this mode cannot be traced, or not cut as it is marked
             traced.modes.refused[mode] = f"  {error}"
             continue
-        difference = first_difference(traced.recorded(), other.recorded)
+        difference = first_difference(traced.recorded(), other)
         if difference is not None:  # in more than constants
             traced.modes.refused[mode] = source.excerpt_of(difference)
-            traced.differing |= paths_that_differ(traced.graph, other.recorded.graph)
+            traced.differing |= paths_that_differ(traced.graph, other.graph)
             continue
-        other.accept()
-        graphs.append((flags, other.recorded.graph))
-        reads |= other.reads
+        graphs.append((flags, other.graph))
+        reads |= _paths_of(modules, also_read)
     paths = [path for path in modules if path in reads]
     follow_training([Setting({path: flags[path] for path in paths}, graph) for flags, graph in graphs])
     traced.attributes.update({f"{path}.training".lstrip("."): before[path] for path in paths})
     traced.modes.traced = {path: before[path] for path in paths}
+
+
+def _paths_of(modules: Mapping[str, nn.Module], read: Sequence[nn.Module]) -> set[str]:
+    ids = set(map(id, read))
+    return {path for path, module in modules.items() if id(module) in ids}

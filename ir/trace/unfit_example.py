@@ -11,7 +11,6 @@ then, and would fail only when the Pipe runs. So layers of torch's are looked at
     anything                any, under autocast                     nothing
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,12 +61,6 @@ def _takes(module: nn.Module, dtype: torch.dtype) -> bool:
     return isinstance(module, _NORMS) and dtype in (torch.float16, torch.bfloat16)
 
 
-def is_unfit(error: Exception, model: nn.Module, example: Mapping[str, Any]) -> bool:
-    """Whether an operation has failed since the example is on another device, or in another dtype, than the model."""
-    about = _ABOUT_DEVICES_AND_DTYPES.search(str(error)) is not None
-    return isinstance(error, RuntimeError) and about and bool(_advice(model, example, _dtypes(example)))
-
-
 def unfit_example(
     line: str, error: Exception, model: nn.Module, example: Mapping[str, Any], inputs: Mapping[str, Any] | None = None
 ) -> InputError:
@@ -81,7 +74,6 @@ def unfit_example(
 
 
 _ADVICE = "What to do: give example_args and example_kwargs that the model itself can be called with, on its device"
-_ABOUT_DEVICES_AND_DTYPES = re.compile(r"device|dtype|scalar type|Input type|its parameters are")
 
 
 def _advice(model: nn.Module, example: Mapping[str, Any], used: set[torch.dtype]) -> str:

@@ -1,12 +1,10 @@
 """Refuses what symbolic tracing cannot follow, or would silently leave out. Each error has the line and a remedy."""
 
-from typing import TypeVar
-
 import torch
 from torch import nn
 
 from pippy.ir.base import source
-from pippy.ir.base.errors import PippyError, TracingError
+from pippy.ir.base.errors import TracingError
 from pippy.ir.base.surroundings import global_hooks
 from pippy.ir.record.compiled import Compiled
 from pippy.ir.record.module_hooks import hooks_of
@@ -51,16 +49,7 @@ def explained(error: Exception, model: nn.Module, with_example: bool) -> Tracing
     lines += [where.excerpt()] if where else []
     lines += [f"Why: {reason}." for reason in reasons[:1]]
     lines += [] if isinstance(error, NotImplementedError) else [advice]
-    return limited(TracingError("\n".join(lines)))
-
-
-_Error = TypeVar("_Error", bound=PippyError)
-
-
-def limited(error: _Error) -> _Error:
-    """``error``, which says what this front end cannot follow; another may. All other errors are of the model or the call."""
-    error.another_front_end_may = True
-    return error
+    return TracingError("\n".join(lines))
 
 
 def check_model(model: object) -> None:
@@ -73,6 +62,10 @@ def check_model(model: object) -> None:
         )
     if any(isinstance(value, Compiled) for value in model.__dict__.values()):
         raise TracingError("this is a Pipe already; give the model that it was made from")
+    if hasattr(model, "validate_inputs") and type(model).__mro__[1].__module__.startswith("torch.export."):
+        raise TracingError(
+            f"this {type(model).__name__} was made by torch.export; give the ExportedProgram itself: pipeline(program, loss_fn)"
+        )
     if isinstance(model, torch.jit.ScriptModule):
         raise TracingError(
             f"this {type(model).__name__} was made by torch.jit, and its code is no Python that could be cut; give the module "

@@ -183,12 +183,10 @@ def _begin(
     at = begins.get(first_name[id(modules[name])])
     around = next((path for path in traced.kept_whole if name.startswith(f"{path}.")), None)
     if at is None and around is not None:
-        error = BalanceError(
+        raise BalanceError(
             f"split: {name!r} lies inside of {around!r}, which cannot be traced and is kept whole: {traced.kept_whole[around]}"
             f". Name {around!r} or a module outside of it, or write that line with torch functions (torch.where)"
         )
-        error.another_front_end_may = traced.another_front_end_may
-        raise error
     if at is None:
         raise BalanceError(
             f"split: tracing saw no operation of {name!r}. Either forward does not call it, or it lies inside a module that is "

@@ -161,9 +161,7 @@ class Weighing:
         kept = self.traced.kept_whole
         parts = "".join(f"\n  {path}: {why}" for path, why in list(kept.items())[:_REASONS_SHOWN])
         note = f"\nNo cut can be inside of these parts, which cannot be traced:{parts}" if kept else ""
-        error = BalanceError(self._why_not(memory_limit, least) + note)
-        error.another_front_end_may = self.traced.another_front_end_may
-        return error
+        return BalanceError(self._why_not(memory_limit, least) + note)
 
     def _why_not(self, memory_limit: int | None, least: int | None) -> str:
         row, counts = self._row(), list(self.policy.counts)

@@ -49,16 +49,13 @@ class Assigned(Net):
         return self.layer(x)
 
 
-@pytest.mark.parametrize("front_end", ["fx", "export"])
 @pytest.mark.parametrize("kind", [WithAnothers, BlockWithAnothers, WithMade, Assigned])
-def test_a_layer_that_is_called_with_other_tensors(kind, front_end, threads):
-    if (kind, front_end) in ((WithMade, "fx"), (Assigned, "export")):
-        front_end = None  # what the other cannot follow
+def test_a_layer_that_is_called_with_other_tensors(kind, threads):
     model, x, target = kind(), torch.randn(6, 4), torch.randn(6, 4)
     plain = copy.deepcopy(model)
     nn.functional.mse_loss(plain(x), target).backward()
     example = (x[:2], target[:2])
-    pipe = pipeline(model, nn.MSELoss(), num_stages=2, split="parameters", example_args=example, front_end=front_end)
+    pipe = pipeline(model, nn.MSELoss(), num_stages=2, split="parameters", example_args=example)
     driver = PipelineDriver1F1B(pipe, threads)
     driver.run(2, x, target)
     for name, parameter in plain.named_parameters():

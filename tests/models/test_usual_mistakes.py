@@ -69,10 +69,9 @@ def test_the_advice_for_arguments_is_right(more):
         torch.testing.assert_close(found.loss, expected.loss.detach())
 
 
-@pytest.mark.parametrize("front_end", [None, "export"])
-def test_a_cache_that_only_the_config_asks_for_is_left_out(front_end):
+def test_a_cache_that_only_the_config_asks_for_is_left_out():
     model = gpt2(use_cache=True)
-    expected, pipe = model(**CALL), made(model, example_kwargs=EXAMPLE, front_end=front_end)
+    expected, pipe = model(**CALL), made(model, example_kwargs=EXAMPLE)
     found = pipe(**CALL)
     assert set(found) == set(expected) - {"past_key_values"}
     torch.testing.assert_close(found.loss, expected.loss.detach())
@@ -94,12 +93,11 @@ def test_a_cache_that_a_wrapper_returns_is_left_out():
     torch.testing.assert_close(pipe(**CALL).loss, gpt2()(**CALL).loss.detach())
 
 
-@pytest.mark.parametrize("front_end", [None, "export"])
-def test_a_cache_that_the_call_asks_for_is_refused_with_two_ways_out(front_end):
+def test_a_cache_that_the_call_asks_for_is_refused_with_two_ways_out():
     with pytest.raises(
         TracingError, match=r"(?s)Cache.*model.config.use_cache = False.*'use_cache': False in example_kwargs"
     ):
-        made(gpt2(n_layer=1), example_kwargs={**EXAMPLE, "use_cache": True}, front_end=front_end)
+        made(gpt2(n_layer=1), example_kwargs={**EXAMPLE, "use_cache": True})
 
 
 def test_an_optimizer_of_a_pipe_without_a_loss_is_refused(driver):

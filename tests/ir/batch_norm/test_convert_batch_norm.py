@@ -118,12 +118,12 @@ def test_what_has_no_running_statistics_is_left():
     assert [type(each) for each in model] == [Own, nn.InstanceNorm1d]
 
 
-@pytest.mark.parametrize("options", [{}, {"tracer": fx.Tracer}, {"front_end": "export"}, {"example": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"tracer": fx.Tracer}, {"example": True}], ids=str)
 def test_a_stage_calls_the_module(options):
     """Whatever traces it. An operation in place after it may be in another stage, as after a batch norm of torch."""
     x, model, plain = torch.randn(6, 4), convert_deferred_batch_norm(Net()), Net()
     plain.load_state_dict(model.state_dict())
-    if options.pop("example", False) or options.get("front_end"):
+    if options.pop("example", False):
         options["example_args"] = (x,)
     pipe = pipeline(model, **options)
     assert [each.name for each in pipe.split_gm.submod_0.graph.nodes if each.op == "call_module"] == ["first", "norm"]

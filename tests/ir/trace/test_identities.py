@@ -88,7 +88,7 @@ QUESTIONS = {
 def test_what_is_known_is_answered_as_in_plain_python(name):
     model = asking(QUESTIONS[name])()
     plain = twin(model)
-    pipe = pipeline(model, example_args=(X,), front_end="fx")
+    pipe = pipeline(model, example_args=(X,))
     for x in (X, X[:3]):
         assert torch.equal(pipe(x), plain(x))
 
@@ -96,11 +96,11 @@ def test_what_is_known_is_answered_as_in_plain_python(name):
 def test_the_answer_is_checked_where_it_can_change():
     """In training the dropout does not return what it is given."""
     model = asking(QUESTIONS["modules"])()
-    pipe = pipeline(model, example_args=(X,), front_end="fx")
+    pipe = pipeline(model, example_args=(X,))
     with pytest.raises(PippyError):
         pipe.train()(X)
     model = asking(QUESTIONS["dtype"])()
-    pipe = pipeline(model, example_args=(X,), front_end="fx").float()
+    pipe = pipeline(model, example_args=(X,)).float()
     with pytest.raises(PippyError, match=r"went on for torch\.float64; now it is torch\.float32"):
         pipe(X.float())
 
@@ -114,7 +114,7 @@ def test_nothing_is_fixed_that_is_not_asked():
             return True
 
     model = Casts().double()
-    pipe = pipeline(model, example_args=(X,), front_end="fx").float()
+    pipe = pipeline(model, example_args=(X,)).float()
     assert pipe.eval()(X.float()).dtype is torch.float32
     assert "check_" not in "".join(str(stage) for _, stage in pipe.stages())
 
@@ -126,7 +126,7 @@ def test_without_an_example_it_is_refused_with_the_line_and_what_to_do(name):
     with pytest.raises(TracingError, match="What to do") as caught:
         pipeline(asking(QUESTIONS[name])())
     assert "test_identities.py" in str(caught.value)
-    pipeline(asking(QUESTIONS[name])(), example_args=(X,), front_end="fx")  # the advice
+    pipeline(asking(QUESTIONS[name])(), example_args=(X,))  # the advice
 
 
 class Attends(nn.Module):
@@ -175,7 +175,7 @@ class Asserts(nn.Module):
 def test_assertions_are_recorded(kind):
     """`assert` was known by its bytecode, which is another one on Python 3.13: a legal one was refused."""
     model = Asserts().double()
-    pipe = pipeline(model, front_end="fx", **kind)
+    pipe = pipeline(model, **kind)
     assert torch.equal(pipe(X), model(X))
     for wrong in (X + 1000, X - 1000, X * torch.nan):
         with pytest.raises(PippyError, match="an assertion in forward failed"):
@@ -199,7 +199,7 @@ class Branches(Asserts):
 @pytest.mark.parametrize("kind", [{}, {"example_args": (X,)}], ids=["without", "example"])
 def test_branches_are_refused_with_the_line_as_ever(kind):
     with pytest.raises(TracingError, match=r"(?s)control flow.*if h.sum\(\) > 0"):
-        pipeline(Branches().double(), front_end="fx", **kind)
+        pipeline(Branches().double(), **kind)
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="cProfile does not use sys.setprofile there")

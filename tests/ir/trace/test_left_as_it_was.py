@@ -142,18 +142,18 @@ def forget():
     Tables.table = LAST = None
 
 
-@pytest.mark.parametrize("front_end", ["fx", "fx without an example", "export"])
+@pytest.mark.parametrize("with_example", [True, False])
 @pytest.mark.parametrize("is_refused", [False, True], ids=["traced", "refused"])
 @pytest.mark.parametrize("table", CACHING, ids=NAMES)
 @pytest.mark.filterwarnings("ignore")
-def test_the_plain_model_computes_with_real_tensors_afterwards(table, is_refused, front_end):
+def test_the_plain_model_computes_with_real_tensors_afterwards(table, is_refused, with_example):
     """A cached function kept a fake tensor, or a proxy, and the plain model gave fakes from then on."""
     forget()
     model = Adds(table, is_refused)
     expected = model.lin(X) + torch.arange(4)
-    kind = {} if "without" in front_end else {"example_args": (X,)}
+    kind = {"example_args": (X,)} if with_example else {}
     try:
-        pipe = pipeline(model, front_end=front_end.split()[0], **kind)
+        pipe = pipeline(model, **kind)
         assert torch.equal(pipe(X), expected * 3)
     except PippyError:
         assert is_refused
@@ -198,9 +198,9 @@ def test_what_the_user_had_cached_stays():
     forget()
     mine, other = limited(4), in_a_global(3)
     with pytest.raises(PippyError):
-        pipeline(Adds(in_a_global, True), example_args=(X,), front_end="fx")
+        pipeline(Adds(in_a_global, True), example_args=(X,))
     assert limited(4) is mine and TABLES[3] is other and len(TABLES) == 1 and not CALLS
-    pipeline(Adds(in_a_list, False), example_args=(X,), front_end="fx")
+    pipeline(Adds(in_a_list, False), example_args=(X,))
     assert CALLS and not LIST  # a counter that holds no stand-in is the user's
 
 
@@ -260,14 +260,13 @@ def state():
     )
 
 
-@pytest.mark.parametrize("front_end", ["fx", "export", "auto"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.filterwarnings("ignore")
-def test_torch_is_as_it_was(name, front_end):
+def test_torch_is_as_it_was(name):
     """A model with a torch.vmap that was refused left a level of torch.func: requires_grad_() raised from then on."""
     before = state()
     with contextlib.suppress(PippyError):
-        pipeline(Mapped(FUNCTIONS[name]), example_args=(X,), front_end=front_end)
+        pipeline(Mapped(FUNCTIONS[name]), example_args=(X,))
     assert state() == before
     x = torch.randn(3, 3).requires_grad_()
     torch.vmap(torch.sin)(x).sum().backward()

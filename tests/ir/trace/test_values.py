@@ -641,21 +641,20 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("front_end", ["fx", "export"])
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("other", OTHERS)
-def test_an_example_in_another_dtype_or_on_another_device_is_refused_with_its_name(front_end, layer, other):
+def test_an_example_in_another_dtype_or_on_another_device_is_refused_with_its_name(layer, other):
     model = Takes(LAYERS[layer]).double()
     x, why, remedy = OTHERS[other]
     x, right = (each[..., None] if layer == "convolution" else each for each in (x[:, :4], X[:, :4]))
     if layer == "convolution":
         model.last = nn.Identity()
     with pytest.raises(InputError, match="with the example arguments") as caught:
-        pipeline(model, front_end=front_end, example_args=(x,))
+        pipeline(model, example_args=(x,))
     text = str(caught.value)
     assert f"'x' is {why}" in text and f"give {remedy} in the example" in text and "self.layer(x)" in text
     x = x if other == "dtype" else right
-    pipe = pipeline(model, front_end=front_end, example_args=(eval(remedy),))
+    pipe = pipeline(model, example_args=(eval(remedy),))
     assert torch.equal(pipe(right), model(right))
 
 

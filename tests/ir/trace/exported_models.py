@@ -9,18 +9,6 @@ from torch.nn import functional as F
 from pippy import pipe_split
 
 
-class Rounding(torch.autograd.Function):
-    """A straight-through estimator: export would trace its forward, and take the gradient of that, which is zero."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return (x * 4).round() / 4
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
 class Language(nn.Module):
     """A dict goes in and out; tied weights, a parameter that is read by name, constants, and questions about sizes."""
 
@@ -33,13 +21,13 @@ class Language(nn.Module):
         self.first = self.second = nn.Linear(4, 4)
         self.offset = torch.ones(4)
 
-    def forward(self, batch, bonus=True):
+    def forward(self, batch, *, bonus=True):
         x = self.embedding(batch["ids"])
         if x.shape[1] > 3:
             x = x * 2
         x = self.first(x) * self.scale + torch.arange(x.shape[-1], device=x.device) + self.offset
         pipe_split()
-        x = Rounding.apply(self.second(x))
+        x = self.second(x) if bonus else x
         first, second = x.chunk(2, -1)
         x = torch.cat([second, first], -1).view(x.shape[0], -1, 4) * self.scale
         logits = self.head(x)
@@ -67,6 +55,31 @@ class Normed(nn.Module):
         with torch.no_grad():
             self.smooth = self.smooth * 0.5 + x.mean()
         return self.out(x - self.smooth.detach())
+
+
+class Counted(nn.Module):
+    """Inner modules count their calls, one before the mark and one after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.out = Counts(), Counts(), nn.Linear(4, 1)
+
+    def forward(self, x):
+        x = self.first(x)
+        pipe_split()
+        return self.out(self.second(x))
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("count", torch.ones(()))
+
+    def forward(self, x):
+        x = self.linear(x) * self.count.clone()  # autograd keeps it, and it changes
+        self.count.copy_(self.count + 1)
+        return x + self.count
 
 
 @dataclasses.dataclass
