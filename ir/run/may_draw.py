@@ -195,8 +195,9 @@ def _is_known(value: Any, depth: int) -> bool:
         return True
     if isinstance(value, types.FunctionType) and not value.__module__.startswith("torch."):
         return _draws_nothing(value, depth - 1)
-    if isinstance(value, nn.Module):
-        return module_draws(value) is Draws.NOTHING
+    if isinstance(value, nn.Module):  # a hook may hold the module that has the hook
+        hooked = any(each._forward_hooks or each._forward_pre_hooks for each in value.modules())
+        return not hooked and module_draws(value) is Draws.NOTHING
     return callable(value) and not isinstance(value, type) and function_draws(value) is Draws.NOTHING
 
 

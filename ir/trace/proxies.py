@@ -196,7 +196,9 @@ class RecordingProxy(fx.Proxy):
         if trials_of(self.tracer).is_trying:
             return answer
         held = self if answer else self.tracer.create_proxy("call_function", operator.not_, (self,), {})
-        self.tracer.create_proxy("call_function", torch._assert, (held, "an assertion in forward failed"), {})
+        error = trials_of(self.tracer).error
+        text = "an assertion in forward failed" if error == "AssertionError" else f"forward raises a {error} here"
+        self.tracer.create_proxy("call_function", torch._assert, (held, text), {})
         return answer
 
     def __copy__(self) -> Any:

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -52,7 +52,7 @@ from pippy.ir.trace.restore_attributes import Attributes, restoring_attributes
 from pippy.ir.trace.returned_caches import CacheReturnedError, calls_without_cache
 from pippy.ir.trace.suppositions import Asked as AskedByIs
 from pippy.ir.trace.suppositions import supposing
-from pippy.ir.trace.tracer import PipeTracer
+from pippy.ir.trace.tracer import FROM_OUTSIDE, PipeTracer
 from pippy.ir.trace.training_flag import Setting, flags_after_train, follow_training, recording_training_reads
 from pippy.ir.trace.untraceable import check_model, explained
 from pippy.ir.trace.users_caches import forgetting_one_trace
@@ -237,13 +237,33 @@ def _record(
 
     def record() -> _Recorded:
         parts = KeptWhole(tracer, before, kept_whole or {})
-        return _record_calls(model, tracer, call, _Calls(model, tracer, parts))
+        with _following_hooks(tracer) if call.trials.follows_hooks else nullcontext():
+            found = _record_calls(model, tracer, call, _Calls(model, tracer, parts))
+        call.trials.check_stale(sum(name.startswith(FROM_OUTSIDE) for name in found.attributes))
+        return found
 
     def again() -> None:
         before.restore()
         tracer.module_stack.clear()  # torch.fx does not, after an error
 
+    call.trials.has_hooks = any(
+        (each._forward_hooks or each._forward_pre_hooks) and tracer.is_leaf_module(each, path)
+        for path, each in model.named_modules()
+        if path
+    )
     return call.trials.until_known(record, again)
+
+
+@contextmanager
+def _following_hooks(tracer: fx.Tracer) -> Iterator[None]:
+    """A context in which modules with hooks are traced through."""
+    is_leaf = tracer.is_leaf_module
+
+    def has_no_hooks(module: nn.Module, path: str) -> bool:
+        return is_leaf(module, path) and not (module._forward_hooks or module._forward_pre_hooks)
+
+    with replaced(tracer, "is_leaf_module", has_no_hooks):
+        yield
 
 
 def _record_calls(model: nn.Module, tracer: fx.Tracer, call: Call, calls: "_Calls") -> _Recorded:

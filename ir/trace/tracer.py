@@ -15,6 +15,9 @@ from pippy.ir.trace.proxies import RecordingProxy, StateProxy, is_made_in_forwar
 from pippy.ir.trace.transformers import TRACED_THROUGH
 from pippy.ir.trace.values import has_example
 
+FROM_OUTSIDE = "_tensor_from_outside"
+"""How the names of attributes begin that stand for tensors which are none of the model's."""
+
 _DTYPES = {
     int: torch.int64,
     float: torch.float64,
@@ -101,7 +104,7 @@ class PipeTracer(fx.Tracer):
         """
         known = id(tensor) in self._state_names or tensor in self.tensor_attrs
         if not known and not is_made_in_forward(self, tensor):
-            name = self.get_fresh_qualname("_tensor_from_outside")
+            name = self.get_fresh_qualname(FROM_OUTSIDE)
             setattr(self.root, name, tensor)
             self.tensor_attrs[tensor] = name
 
