@@ -42,7 +42,7 @@ class ReceivedValues:
         self.when_woken: Callable[[], None] | None = (
             None  # called by the transport's thread, for a thread that has woken it
         )
-        self._interrupted = False
+        self.interrupted = False
         self._delivered: deque[tuple[ValueKey, Any]] = deque()
         self._lost: set[int] = set()
 
@@ -65,7 +65,7 @@ class ReceivedValues:
 
     def has_now(self, key: ValueKey) -> bool:
         """Whether the value has arrived. Raises Interrupted if its step was given up."""
-        if self._interrupted or key[0] < self.first_step:
+        if self.interrupted or key[0] < self.first_step:
             self.check(key)
         return key in self.values or (len(self._delivered) > 0 and self.has(key))
 
@@ -82,7 +82,7 @@ class ReceivedValues:
 
     def check(self, key: ValueKey) -> None:
         """Raise Interrupted if the step of this key was given up."""
-        if self._interrupted or key[0] < self.first_step:
+        if self.interrupted or key[0] < self.first_step:
             raise Interrupted(f"step {key[0]} was given up while value {key[1]} of micro-batch {key[2]} was waited for")
 
     def has_any(self, wanted: Sequence[tuple[ValueKey, int]]) -> bool:
@@ -129,12 +129,12 @@ class ReceivedValues:
 
     def interrupt(self) -> None:
         """Let ``check`` raise until ``clear_interrupt``. From any thread."""
-        self._interrupted = True
+        self.interrupted = True
         self.wakeup.set()
 
     def clear_interrupt(self) -> None:
         """Let receives wait again."""
-        self._interrupted = False
+        self.interrupted = False
 
     def close(self) -> None:
         """Drop all values. Later calls of other threads do nothing."""

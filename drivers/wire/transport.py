@@ -37,6 +37,7 @@ class Transport(ABC):
     SentCount(values=1, bytes=8)
     """
 
+    index: int  # of this worker
     sent: dict[int, SentCount]
     received: ReceivedValues
 

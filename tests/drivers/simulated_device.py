@@ -5,10 +5,12 @@ somebody waits for an event in them. Memory that nothing has been copied to has 
 has none either if its source was freed before it was made, or if its stream did not wait for what made its source.
 What cannot show in the numbers of a run on the CPU is noted in ``faults``.
 
-A block that two devices use is a file in memory, so they may be in two processes. What a device copies to a block, and what it
-writes to words, it does when somebody waits for it: the other device, if both are in this process, or the host.
+Memory that two devices use is a file in memory, and so is an event that two processes know, so the devices may be in two
+processes. What a device copies to such memory, and that it has reached such an event, it does when somebody waits for it: the
+other device, if both are in this process, or the host.
 """
 
+import itertools
 import os
 import threading
 import time
@@ -18,8 +20,7 @@ from contextlib import contextmanager
 
 import torch
 
-from pippy.drivers.wire.gpu.accelerator import Accelerator
-from pippy.drivers.wire.gpu.cuda_driver import NotShared
+from pippy.drivers.wire.gpu.accelerator import Accelerator, NotShared
 from pippy.drivers.wire.memory import create_shared, map_shared
 
 
@@ -96,7 +97,9 @@ class SimulatedStream:
             self.do_all()
 
     def wait_event(self, event):
-        if self.computes:
+        if type(event) is SharedEvent:
+            self.do(event.reaching())
+        elif self.computes:
             event.reach()
         else:
             self.seen = max(self.seen, event.moment)
@@ -105,11 +108,12 @@ class SimulatedStream:
 class SimulatedDevice(Accelerator):
     device = torch.device("cpu")
     lock = threading.RLock()  # one for all devices, as each may have to do what another one waits for
-    writing: dict = {}  # by words and index: the streams that will write there, in order
+    recording: dict = {}  # by the handle of an event: the streams that will reach it, in order
 
     def __init__(self, late=True, shares=True):
         self.late, self.shares, self.own = late, shares, threading.local()
         self.copied = self.host_waits = 0
+        self.let_go = False  # in place of the end of its process, which ends what it waits for
         self._blocks = {}
         self.computing = SimulatedStream(self, computes=True)
         self.faults, self.waits, self.freed_caches = [], [], 0
@@ -195,19 +199,24 @@ class SimulatedDevice(Accelerator):
     def share(self, size):
         if not self.shares:
             raise NotShared("it shares no memory")
-        fd, memory = create_shared(size)
-        return SimulatedBlock(self, fd, memory, f"/proc/{os.getpid()}/fd/{fd}".encode())
+        memory, fd, handle = shared_file(size)
+        tensor = self._known(memory)
+        weakref.finalize(tensor, os.close, fd)
+        return tensor, handle
 
-    def open(self, handle, size):
+    def open(self, handle):
         if not self.shares:
-            raise NotShared("it maps no memory")
-        fd = os.open(handle, os.O_RDWR)
-        memory = map_shared(fd)
-        assert memory.size == size
-        return SimulatedBlock(self, fd, memory, handle)
+            raise NotShared("it opens no memory")
+        return self._known(opened_file(handle))
 
-    def words(self, host):
-        return SimulatedWords(self, host)
+    def shared_event(self):
+        memory, fd, handle = shared_file(4096)
+        event = SharedEvent(self, memory, handle)
+        weakref.finalize(event, os.close, fd)
+        return event, handle
+
+    def open_event(self, handle):
+        return SharedEvent(self, opened_file(handle), handle)
 
     # -- what tests ask for
 
@@ -234,20 +243,31 @@ class SimulatedDevice(Accelerator):
         if threading.get_ident() not in self._threads:
             self.faults.append(f"it is not the current device of thread {threading.current_thread().name!r}")
 
+    def _known(self, memory):
+        """Shared memory as a tensor of this device. It is there until the tensor is freed."""
+        tensor = torch.frombuffer(memory.bytes, dtype=torch.uint8)
+        block = self._blocks[tensor.data_ptr()] = SharedBlock()
+        weakref.finalize(tensor, self._free_block, tensor.data_ptr(), block)
+        return tensor
+
+    def _free_block(self, address, block):
+        block.freed = True
+        del self._blocks[address]
+
     def _block_of(self, tensor):
         return self._blocks.get(tensor.untyped_storage().data_ptr())
 
     def _copy_shared(self, target, source, stream):
         block, plain = self._block_of(source) or self._block_of(target), target.detach()
         if self._block_of(target):
-            assert stream.computes, "a copy to a block is the value's own"
+            assert stream.computes, "a copy to shared memory is the value's own"
             source = source.clone()
         elif self._stream_of.get(id(target)) is not stream:
             self.faults.append("a copy into memory of another stream, which may still be in use there")
 
         def copy():
-            if block.closed:
-                self.faults.append("a block is used that is not there any more")
+            if block.freed:
+                self.faults.append("shared memory is used that is not there any more")
             plain.copy_(source)
 
         stream.do(copy)
@@ -268,42 +288,45 @@ class SimulatedDevice(Accelerator):
         self._stream_of.pop(number, None)
 
 
-class SimulatedBlock:
-    def __init__(self, device, fd, memory, handle):
-        self.device, self.fd, self.handle, self.closed = device, fd, handle, False
-        self.memory = torch.frombuffer(memory.bytes, dtype=torch.uint8)
-        device._blocks[self.memory.data_ptr()] = self
-
-    def close(self):
-        assert not self.closed
-        self.closed = True
-        del self.device._blocks[self.memory.data_ptr()]
-        os.close(self.fd)
+class SharedBlock:
+    freed = False
 
 
-class SimulatedWords:
-    def __init__(self, device, host):
-        self.device, self.closed = device, False
-        self.words = memoryview(host.numpy()).cast("I")
-        self.token = bytes(host[224:240].tolist())  # the same in all processes that see these words
+class SharedEvent:
+    """An event that two processes know: a page has how often it was recorded, and which of these were reached.
 
-    def write(self, index, value):
-        stream, key = self.device.current_stream(), (self.token, index)
-        coming = self.device.writing.setdefault(key, deque())
+    To wait for it is to wait for the last one that was recorded by then.
+    """
 
-        def write():
-            assert not self.closed
-            self.words[index] = value
+    def __init__(self, device, memory, handle):
+        self.device, self.handle = device, handle
+        self.words = memory.bytes.cast("I")
+
+    def record(self, stream):
+        self.device.check_current()
+        coming = self.device.recording.setdefault(self.handle, deque())
+        number = self.words[0] + 1
+
+        def reach():
+            self.words[1] = number
             coming.remove(stream)
 
         with self.device.lock:
+            self.words[0] = number
             coming.append(stream)
-            stream.do(write)
+            stream.do(reach)
 
-    def wait(self, index, value):
+    def query(self):
+        self.device.check_current()
+        return self.words[1] >= self.words[0]
+
+    def reaching(self):
+        """What a stream does that waits for it."""
+        number = self.words[0]
+
         def wait():
-            coming, end = self.device.writing.get((self.token, index)), time.monotonic() + 20
-            while self.words[index] < value:
+            coming, end = self.device.recording.get(self.handle), time.monotonic() + 20
+            while self.words[1] < number and not self.device.let_go:
                 if coming:
                     coming[0].do_next()
                     continue
@@ -312,11 +335,24 @@ class SimulatedWords:
                 time.sleep(1e-3)  # another process's device
                 self.device.lock.acquire()
 
-        self.device.current_stream().do(wait)
+        return wait
 
-    def close(self):
-        assert not self.closed
-        self.closed = True
+
+def shared_file(size):
+    """Memory that another process can open while this descriptor is open, and how."""
+    fd, memory = create_shared(size)
+    return memory, fd, f"/proc/{os.getpid()}/fd/{fd}#{next(_numbers)}".encode()
+
+
+def opened_file(handle):
+    fd = os.open(handle.partition(b"#")[0], os.O_RDWR)
+    try:
+        return map_shared(fd)
+    finally:
+        os.close(fd)
+
+
+_numbers = itertools.count()
 
 
 def _put_in(known, tensor):

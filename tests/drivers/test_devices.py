@@ -1,13 +1,15 @@
 """Stages on devices that compute beside the host: GPUs, where there are some, and simulated ones."""
 
 import copy
+import inspect
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
-from unittest.mock import create_autospec
+from unittest.mock import Mock, create_autospec
 
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing import reductions
 from torch.nn import functional as F
 
 from pippy import (
@@ -19,7 +21,8 @@ from pippy import (
     pipe_split,
     pipeline,
 )
-from pippy.drivers.wire.gpu.accelerator import TorchAccelerator
+from pippy.drivers.wire.gpu import links
+from pippy.drivers.wire.gpu.accelerator import Accelerator, NotShared
 from pippy.drivers.wire.gpu.device_transport import DeviceTransport
 from pippy.drivers.worker.executor import Executor
 from pippy.errors import StepError
@@ -179,8 +182,9 @@ def steps_of(monkeypatch, devices, count=4):
     return found
 
 
-def test_values_stay_on_devices_from_the_third_step_on(monkeypatch, simulated):
+def test_values_stay_on_devices_from_the_fourth_step_on(monkeypatch, simulated):
     """A value is copied once on each of the two devices, and nobody waits for that inside a step."""
+    monkeypatch.setattr(links, "_FIRST", 12)  # values in a step, from one worker to another
     losses, gradients, copied, routes, html = steps_of(monkeypatch, simulated)
     assert str(routes).splitlines()[1:] == [
         "from worker0 to worker1: memory of worker0's GPU, which worker1 maps",
@@ -296,11 +300,11 @@ def test_what_a_driver_frees_is_given_back_to_other_workers_of_the_device(simula
 
 def test_names_and_arguments_are_those_of_torch_cuda(monkeypatch):
     """What can be seen without a GPU of what a GPU is asked for."""
-    names = ("set_device", "Stream", "current_stream", "stream", "Event", "empty_cache")
-    cuda = SimpleNamespace(**{name: create_autospec(getattr(torch.cuda, name)) for name in names})
+    names = ("set_device", "Stream", "current_stream", "stream", "empty_cache")
+    cuda = SimpleNamespace(**{name: create_autospec(getattr(torch.cuda, name)) for name in names}, Event=cuda_event())
     monkeypatch.setattr(torch, "get_device_module", lambda device: cuda)
     second = torch.device("cuda:1")
-    accelerator = TorchAccelerator(second)
+    accelerator = Accelerator(second)
     accelerator.set_current()
     accelerator.free_cache()
     with accelerator.using(accelerator.new_stream()):
@@ -312,3 +316,61 @@ def test_names_and_arguments_are_those_of_torch_cuda(monkeypatch):
     here, host = torch.ones(2, device="meta"), torch.ones(2)
     assert [accelerator.is_on_host(each) for each in (here, host)] == [False, True]
     assert not accelerator.is_here(here) and not accelerator.is_here(host) and not accelerator.is_pinned(host)
+
+
+def cuda_event():
+    """A stand-in for torch.cuda.Event, which takes what that takes."""
+    takes = inspect.signature(torch.cuda.Event.__new__).bind_partial
+    event = Mock(
+        side_effect=lambda **given: (
+            takes(torch.cuda.Event, **given) and create_autospec(torch.cuda.Event, instance=True)
+        )
+    )
+    event.from_ipc_handle = create_autospec(torch.cuda.Event.from_ipc_handle)
+    return event
+
+
+def test_memory_and_events_are_shared_as_torch_multiprocessing_does(monkeypatch):
+    """What one call gives, the other takes: all but the device, which is the receiver's own."""
+    cuda = SimpleNamespace(Event=cuda_event())
+    monkeypatch.setattr(torch, "get_device_module", lambda device: cuda)
+    storage, opened = torch.empty(4096, dtype=torch.uint8).untyped_storage(), []
+    given = 0, b"handle", 4096, 512, b"counter", 3, b"event", True
+    asked = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
+    assert asked[6:10] + asked[11:] == [
+        "storage_device", "storage_handle", "storage_size_bytes", "storage_offset_bytes",
+        "ref_counter_handle", "ref_counter_offset", "event_handle", "event_sync_required",
+    ]  # fmt: skip
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", lambda storage: given, raising=True)
+    monkeypatch.setattr(
+        torch.UntypedStorage, "_new_shared_cuda", lambda *given: opened.append(given) or storage, raising=True
+    )
+    accelerator = Accelerator(torch.device("cuda:1"))
+    accelerator.device = SimpleNamespace(type="cuda", index=1)
+    monkeypatch.setattr(torch, "empty", lambda *size, device, inner=torch.empty, **kind: inner(*size, **kind))
+    memory, handle = accelerator.share(4096)
+    assert memory.dtype is torch.uint8 and memory.nbytes == 4096
+    assert accelerator.open(handle).data_ptr() == storage.data_ptr()
+    assert opened == [(1, *given[1:])]
+    event, handle = accelerator.shared_event()
+    cuda.Event.assert_called_once_with(interprocess=True)
+    assert handle is event.ipc_handle.return_value
+    accelerator.open_event(b"of the other process")
+    cuda.Event.from_ipc_handle.assert_called_once_with(accelerator.device, b"of the other process")
+
+    def fails(storage):
+        raise RuntimeError("CUDA error: peer access is not supported\nwhat may help")
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", fails)
+    with pytest.raises(NotShared, match=r"^CUDA error: peer access is not supported$"):
+        accelerator.share(64)
+
+
+@pytest.mark.parametrize(("kind", "hip", "said"), [("xpu", None, "'xpu'"), ("cuda", "6.4", "AMD")])
+def test_other_devices_share_nothing(monkeypatch, kind, hip, said):
+    monkeypatch.setattr(torch, "get_device_module", lambda device: None)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    other = Accelerator(torch.device(f"{kind}:0"))
+    for call in (lambda: other.share(64), lambda: other.open(b""), other.shared_event, lambda: other.open_event(b"")):
+        with pytest.raises(NotShared, match=said):
+            call()

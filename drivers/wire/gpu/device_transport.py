@@ -13,7 +13,9 @@ transport takes a note of where the value is:
     send ──▶ DeviceLinks.note ──────────────────────────▶ the other transport ──▶ DeviceLinks.take ──▶ receive
 """
 
+import os
 import queue
+import sys
 import threading
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -22,8 +24,8 @@ from typing import Any
 
 from pippy.drivers.wire.gpu.accelerator import accelerator_of
 from pippy.drivers.wire.gpu.copies import DeviceCopies, HostCopy
-from pippy.drivers.wire.gpu.links import DeviceLinks, Note, Offering
-from pippy.drivers.wire.received_values import Interrupted, ValueKey
+from pippy.drivers.wire.gpu.links import DeviceLinks, Note
+from pippy.drivers.wire.received_values import ValueKey
 from pippy.drivers.wire.transport import SentCount, Transport
 from pippy.drivers.wire.value_layout import layout_of
 from pippy.ir.base.errors import StageError
@@ -40,7 +42,9 @@ class _Leaving:
     error: Exception | None = None
 
 
-GRACE = 5.0  # seconds that a device has to do what a command gave it that was given up
+GRACE = (
+    20.0  # seconds in which a device that waits for others gets on, when a command was given up, unless they are gone
+)
 
 
 def for_device(device: str, carrier: Transport, near: Collection[int] = ()) -> tuple[Transport, DeviceCopies | None]:
@@ -64,10 +68,9 @@ class DeviceTransport(Transport):
     """The transport of a worker that computes on a device: ``carrier`` takes values, or notes of them, from host to host."""
 
     def __init__(self, carrier: Transport, copies: DeviceCopies, near: Collection[int] = ()) -> None:
-        self.carrier, self.copies, self.received = carrier, copies, carrier.received
-        self.links = DeviceLinks(copies, near)
-        self._released = False  # a device was let go on before what it waited for was there
-        self._over: threading.Event | None = None  # set when what was given up is cleaned up
+        self.carrier, self.copies, self.received, self.index = carrier, copies, carrier.received, carrier.index
+        self.links = DeviceLinks(carrier, copies, near)
+        self._closed = threading.Event()
         self.sent: dict[int, SentCount] = {}
         self._leaving: deque[_Leaving] = deque()
         self._awaited: queue.SimpleQueue[_Leaving | None] = queue.SimpleQueue()
@@ -77,8 +80,9 @@ class DeviceTransport(Transport):
     def send(self, to: int, key: ValueKey, value: Any) -> None:
         sent = self.sent.setdefault(to, SentCount())
         sent.values += 1
-        sent.bytes += layout_of(value).payload
-        note = self.links.note(to, key[0], value)
+        layout = layout_of(value)
+        sent.bytes += layout.payload
+        note = self.links.note(to, key[0], value, layout)
         if note is not None:
             self.carrier.send(to, key, note)
             return
@@ -94,9 +98,7 @@ class DeviceTransport(Transport):
         self._send_copied()
         value = self.carrier.receive(key, source)
         if type(value) is Note:
-            return self.links.take(source, value)
-        if type(value) is Offering:
-            value = self.links.without_offers(source, value)
+            return self.links.take(source, key[0], value)
         return self.copies.to_device(value)
 
     def ready(self, key: ValueKey) -> bool:
@@ -115,21 +117,12 @@ class DeviceTransport(Transport):
             leaving.copy.wait()
             leaving.there = True
         self._send_copied()
-        if self._released:
-            raise Interrupted("the command was given up while this device waited for another one")
         self.links.settle()
 
     def interrupt(self) -> None:
         super().interrupt()
-        if self.links.near and self._over is None:
-            self._over = threading.Event()
-            threading.Thread(target=self._release_later, args=(self._over,), name="pippy release", daemon=True).start()
-
-    def clear_interrupt(self) -> None:
-        if self._over is not None:
-            self._over.set()
-        self._over, self._released = None, False
-        super().clear_interrupt()
+        if self.links.near:
+            threading.Thread(target=self._watch, name="pippy watch", daemon=True).start()
 
     def drop_unsent(self) -> None:
         self._leaving.clear()
@@ -153,9 +146,7 @@ class DeviceTransport(Transport):
     def close(self) -> None:
         self._leaving.clear()
         self._awaited.put(None)
-        if self._over is not None:
-            self._over.set()
-        self.links.close()
+        self._closed.set()
         self.carrier.close()
 
     def _wait_for_traffic(self, seconds: float | None) -> None:
@@ -169,21 +160,21 @@ class DeviceTransport(Transport):
             try:
                 if leaving.error is not None:
                     raise leaving.error
-                self.carrier.send(leaving.to, leaving.key, self.links.with_offers(leaving.to, leaving.copy.wait()))
+                self.carrier.send(leaving.to, leaving.key, leaving.copy.wait())
             except Exception as error:
                 raise StageError(
                     f"value {number} of micro-batch {microbatch} of step {step} could not be sent to worker {leaving.to}: "
                     f"{type(error).__name__}: {error}"
                 ) from error
 
-    def _release_later(self, over: threading.Event) -> None:
-        """Let this device go on without one that has failed: its worker sleeps until the device is done, and must answer."""
-        for _ in range(2):  # it may have begun to wait meanwhile
-            if over.wait(GRACE):
-                return
-            if self.links.is_held:
-                self._released = True
-                self.links.release()
+    def _watch(self) -> None:
+        """End this process if its device waits for one that is gone: nothing else ends that, and its worker must answer."""
+        self.copies.accelerator.set_current()
+        held, before = self.links.held(), None
+        while (held or self.received.interrupted) and not self._closed.wait(GRACE):
+            held, before = self.links.held(), held
+            if held and held == before:
+                end_process(sorted({peer for peer, *_ in held}))
 
     def _await_copies(self) -> None:
         self.copies.accelerator.set_current()
@@ -194,3 +185,13 @@ class DeviceTransport(Transport):
                 leaving.error = error
             leaving.there = True
             self.received.wakeup.set()
+
+
+def end_process(peers: Sequence[int]) -> None:
+    """End this process, whose device waits for those of these workers."""
+    who = ", ".join(map(str, peers))
+    sys.stderr.write(
+        f"pippy: this worker ends: for {GRACE:g} s its GPU has waited for what worker {who} may never do\n"
+    )
+    sys.stderr.flush()
+    os._exit(1)

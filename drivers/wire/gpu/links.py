@@ -1,237 +1,193 @@
 """Values that go from device to device of a host, past the host's memory; which do, and why others do not.
 
-    sends a value without a place ──▶ at the end of the command: shares a block, tries it
-    sends the next by the host, with the offer ──▶ at the end of its command: maps the block, tries it, answers
-    has seen the answer: copies values to the block, sends notes ──▶ copies them out
-
-So a worker maps and tries blocks at the ends of commands only, where it waits for its device anyway. Whatever fails there is
-the reason why values to that worker go on through the host's memory. A worker has several blocks for another one, if the
-first is too small: up to ``LIMIT`` bytes. They are given back when a driver is dropped.
+A value that finds no place goes by the host. At the end of that command its sender makes a place for another such value, puts
+random bytes there, and tells the receiver, which opens the place at the end of the next command and answers whether it sees
+those bytes. From then on one value after another uses it. Whatever fails is the reason why values to that worker go on
+through the host's memory. So memory and events are opened and freed at the ends of commands, where a worker waits anyway.
 """
 
+import itertools
+import os
 import pickle
-import struct
-from collections.abc import Collection, Hashable
-from contextlib import suppress
+from collections import defaultdict
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
 
-from pippy.drivers.wire.gpu.blocks import BlockOffer, IncomingBlock, OutgoingBlock, place_size
+from pippy.drivers.wire.gpu.accelerator import NotShared
 from pippy.drivers.wire.gpu.copies import DeviceCopies
-from pippy.drivers.wire.gpu.cuda_driver import NotShared
-from pippy.drivers.wire.gpu.shared_words import NOT_MAPPED
+from pippy.drivers.wire.gpu.places import TRIED, Place
 from pippy.drivers.wire.pickling import pickle_to_bytes
-from pippy.drivers.wire.value_layout import (
-    ValueLayout,
-    layout_of,
-    rebuild,
-    rest_from_bytes,
-    rest_to_bytes,
-    take_apart,
-)
+from pippy.drivers.wire.transport import Transport
+from pippy.drivers.wire.value_layout import ValueLayout, aligned, rebuild, take_apart
 
 LIMIT = 1 << 28  # bytes of a device's memory for what one worker sends to another
-_SMALLEST = 1 << 21  # a device hands out no less
-_VALUES = 4  # places in the first block
-_LAYOUTS = 1024
-_NOTE = struct.Struct("<IIQI")  # the block, the value's number in it, its place, the size of its layout
+_FIRST = 4  # places with which that begins; it grows by one for each value that found none
+_WORD = 1 << 62  # in place of a step, in the keys of what two workers tell each other of their places
 
 
 class Note(NamedTuple):
-    """Stands for a value that is in a block: where it is, and its layout."""
+    """Stands for a value that is in a place: the place, the value's number there, its layout, its leaves without tensors."""
 
     data: bytes
 
 
-class Offering(NamedTuple):
-    """A value that goes by the host, and the blocks that its sender offers."""
-
-    value: Any
-    offers: bytes
-
-
 class DeviceLinks:
-    """The blocks of one worker, with those of the workers ``near`` that compute on devices of this host.
+    """The places that one worker shares with the workers ``near``, which compute on devices of this host.
 
-    All but `release` is called by the thread that computes.
+    ``carrier`` takes notes and words to them. All but `held` and `ways` is called by the thread that computes.
     """
 
-    def __init__(self, copies: DeviceCopies, near: Collection[int]) -> None:
-        self.copies, self.near = copies, frozenset(near)
+    def __init__(self, carrier: Transport, copies: DeviceCopies, near: Collection[int]) -> None:
+        self.carrier, self.copies, self.near = carrier, copies, frozenset(near)
         self.reasons: dict[int, str] = {}  # why values to a worker do not go this way
-        self._outgoing: dict[int, list[OutgoingBlock]] = {}
-        self._incoming: dict[tuple[int, int], IncomingBlock] = {}  # by sender and number
-        self._offered: dict[tuple[int, int], BlockOffer] = {}
-        self._wanted: dict[int, int] = {}  # the largest value to a worker that found no place
-        self._made = 0
-        self._layouts: dict[Hashable, tuple[ValueLayout, bytes]] = {}
-        self._known: dict[bytes, ValueLayout] = {}  # by their bytes
+        self._outgoing: dict[tuple[int, int], Place] = {}  # by receiver and number
+        self._incoming: dict[tuple[int, int], Place] = {}  # by sender and number
+        self._wanted = defaultdict[int, list[int]](list)  # the sizes of the values to a worker that found no place
+        self._numbers = itertools.count()  # of places and words
 
-    # -- the sender
-
-    def note(self, to: int, step: int, value: Any) -> Note | None:
-        """Let the device copy a value to a block. Returns the note to send; None if the value has to go by the host."""
-        if to not in self.near:
+    def note(self, to: int, step: int, value: Any, layout: ValueLayout) -> Note | None:
+        """Let the device copy a value to a place. Returns the note to send; None if the value has to go by the host."""
+        parts, on_host = take_apart(value), self.copies.accelerator.is_on_host
+        opaque = any(isinstance(leaf, torch.Tensor) for leaf in parts.rest)
+        if to not in self.near or opaque or not parts.tensors or any(map(on_host, parts.tensors)):
             return None
-        parts = take_apart(value)
-        on_host = self.copies.accelerator.is_on_host
-        if not parts.tensors or any(map(on_host, parts.tensors)) or any(map(_is_tensor, parts.rest)):
+        size = max(aligned(layout.size), 2 * TRIED)
+        fits = [
+            (place.memory.nbytes, place.values, number)
+            for number, place in self._places(to).items()
+            if place.memory.nbytes >= size and not place.leaves and self._is_free(number, place)
+        ]
+        if not fits:
+            self._wanted[to].append(size)
             return None
-        layout, code = self._layouts.get(parts.signature) or self._add_layout(parts.signature, value)
-        size = place_size(layout.size)
-        for block in self._outgoing.get(to, ()):
-            start = block.find_place(size, step)
-            if start is not None:
-                number = block.write(start, layout.tensors, parts.tensors)
-                head = _NOTE.pack(block.number, number, start, len(code))
-                return Note(head + code + rest_to_bytes(parts.rest))
-        self._wanted[to] = max(self._wanted.get(to, 0), size)
-        return None
+        *_, number = min(fits)  # of the smallest, the one that has had fewest values
+        place = self._outgoing[to, number]
+        place.fill(layout.tensors, parts.tensors)
+        place.step = step
+        return Note(pickle_to_bytes((number, place.values, layout, parts.rest)))
 
-    def with_offers(self, to: int, value: Any) -> Any:
-        """A value that goes by the host, and beside it the blocks that the receiver has not answered for."""
-        offers = [block.offer.pack() for block in self._outgoing.get(to, ()) if not block.answer]
-        return Offering(value, pickle.dumps(offers)) if offers else value
-
-    # -- the receiver
-
-    def take(self, source: int, note: Note) -> Any:
-        """The value for which a note has come."""
-        number, value, start, size = _NOTE.unpack_from(note.data)
-        code = note.data[_NOTE.size : _NOTE.size + size]
-        layout = self._known.get(code)
-        if layout is None:
-            if len(self._known) == _LAYOUTS:
-                self._known.clear()
-            layout = self._known[code] = pickle.loads(code)
-        own = self._incoming[source, number].take(value, start, layout.tensors)
+    def take(self, source: int, step: int, note: Note) -> Any:
+        """The value of a step for which a note has come."""
+        number, value, layout, rest = pickle.loads(note.data)
+        own = self._incoming[source, number].take(layout.tensors)
+        self.carrier.send(source, (step, ~number, value), None)  # the place is free, unless the step was given up
         for part, tensor in zip(layout.tensors, own):
             tensor.requires_grad_(part.requires_grad)
-        return rebuild(layout, own, rest_from_bytes(layout, memoryview(note.data)[_NOTE.size + size :]))
-
-    def without_offers(self, source: int, offering: Offering) -> Any:
-        """The value; what is offered beside it is looked at when the command ends."""
-        for each in pickle.loads(offering.offers):
-            offer = BlockOffer(*pickle.loads(each))
-            if (source, offer.number) not in self._incoming:
-                self._offered[source, offer.number] = offer
-        return offering.value
-
-    # -- both
+        return rebuild(layout, own, rest)
 
     def settle(self) -> None:
-        """Offer blocks, and answer for those that are offered. The device has done all that it was given."""
-        for key, offer in self._offered.items():
-            with suppress(NotShared):  # the sender is told
-                self._incoming[key] = IncomingBlock(self.copies, offer)
-        self._offered.clear()
-        for key in [key for key, block in self._incoming.items() if block.closed()]:
-            del self._incoming[key]
-        for to, blocks in self._outgoing.items():
-            self._review(to, blocks)
-        for to, size in self._wanted.items():
-            if to not in self.reasons:
-                self._add_block(to, size)
+        """Make, open and close places. The device has done all that it was given."""
+        awaited = {to for (to, _), place in self._outgoing.items() if place.theirs is None}
+        for peer, word, given in self._words(self.near):
+            word(self, peer, *given)
+        for (to, number), place in self._outgoing.items():
+            if place.leaves and self._is_free(number, place):
+                place.theirs = None
+                self._tell(to, DeviceLinks._close, number)
+        for to, sizes in self._wanted.items():
+            count = len(self._places(to))
+            for size in (sizes if count else sizes * _FIRST)[: max(_FIRST, count)] if to not in awaited else ():
+                self._add_place(to, size)
         self._wanted.clear()
 
     def trim(self) -> None:
-        """Give back all blocks of this worker, as soon as those that have mapped them let go."""
-        for blocks in self._outgoing.values():
-            for block in blocks:
-                block.retire()
+        """Give back the places of this worker, as soon as those that have opened them let go."""
+        for place in self._outgoing.values():
+            place.leaves = True
         self.reasons.clear()
-        self.settle()
 
     def discard_before(self, step: int) -> None:
-        """Drop the values of earlier steps."""
-        for blocks in self._outgoing.values():
-            for block in blocks:
-                block.discard_before(step)
+        """Drop the values of earlier steps: nobody takes them any more."""
+        for place in self._outgoing.values():
+            if place.step is not None and place.step < step:
+                place.step = None
 
     def forget(self, peers: Collection[int]) -> None:
         """Other processes are in the places of these peers: free what was shared with those that were there."""
-        mine = [block for to in peers for block in self._outgoing.get(to, ())]
-        theirs = [key for key in self._incoming if key[0] in peers]
-        if mine or theirs:
-            for block in mine:
-                block.release()
-            for key in theirs:
-                self._incoming[key].release()
+        if any(to in peers for to, _ in [*self._outgoing, *self._incoming]):
             self.copies.wait()
-        for key in theirs:
-            self._incoming.pop(key).closed(at_once=True)
-        for block in mine:
-            block.free()
+        for known in (self._outgoing, self._incoming):
+            for key in [key for key in known if key[0] in peers]:
+                del known[key]
         for peer in peers:
-            self._outgoing.pop(peer, None)
             self.reasons.pop(peer, None)
             self._wanted.pop(peer, None)
+        self._words(peers)
 
-    def release(self) -> None:
-        """Let the device go on, whatever other devices do. From any thread."""
-        for block in self._all():
-            block.release()
-
-    @property
-    def is_held(self) -> bool:
-        """Whether the device may wait for another one."""
-        return any(block.is_held for block in self._all())
+    def held(self) -> frozenset[tuple[int, int, int]]:
+        """Where this device waits for another one, or will: the worker, the place, how many values were there."""
+        places = [*self._outgoing.items(), *self._incoming.items()]
+        return frozenset((*key, place.values) for key, place in places if place.is_held)
 
     def ways(self) -> dict[int, str]:
         """To which workers values go past the host; and to which they do not, with the reason."""
-        return {
-            to: "" for to, blocks in [*self._outgoing.items()] if any(block.works for block in blocks)
-        } | self.reasons
+        places = [*self._outgoing.items()]
+        return self.reasons | {to: "" for (to, _), place in places if place.theirs is not None and not place.leaves}
 
-    def close(self) -> None:
-        """Unmap what is mapped. What is shared ends with this process, or is freed if nobody has it mapped."""
-        for incoming in self._incoming.values():
-            incoming.closed(at_once=True)
-        for blocks in self._outgoing.values():
-            for block in blocks:
-                if block.answer == NOT_MAPPED:
-                    block.free()
-        self._incoming.clear()
-        self._outgoing.clear()
+    def _places(self, to: int) -> dict[int, Place]:
+        return {number: place for (receiver, number), place in self._outgoing.items() if receiver == to}
 
-    def _all(self) -> list[OutgoingBlock | IncomingBlock]:
-        found: list[OutgoingBlock | IncomingBlock] = [*self._incoming.values()]
-        for blocks in [*self._outgoing.values()]:
-            found.extend(blocks)
-        return found
+    def _is_free(self, number: int, place: Place) -> bool:
+        """Whether the receiver has opened a place, and taken the last value."""
+        if place.step is not None and self.carrier.ready(key := (place.step, ~number, place.values)):
+            self.carrier.received.take(key)
+            place.step = None
+        return place.theirs is not None and place.step is None
 
-    def _add_layout(self, signature: Hashable, value: Any) -> tuple[ValueLayout, bytes]:
-        if len(self._layouts) == _LAYOUTS:
-            self._layouts.clear()
-        layout = layout_of(value)
-        found = self._layouts[signature] = layout, pickle_to_bytes(layout)
-        return found
-
-    def _review(self, to: int, blocks: list[OutgoingBlock]) -> None:
-        """Retire the blocks that cannot be used any more, and free those that the receiver has unmapped."""
-        for block in blocks:
-            if block.fault and not block.leaves:
-                self.reasons[to] = block.fault
-            if block.fault or block.is_spent:
-                block.retire()
-        blocks[:] = [block for block in blocks if not block.closed()]
-
-    def _add_block(self, to: int, value: int) -> None:
-        """Share another block for values to a worker, unless it has not answered for the last one."""
-        blocks = self._outgoing.setdefault(to, [])
-        if not all(block.works or block.leaves for block in blocks):
-            return
-        before = sum(block.size for block in blocks)
-        size = min(max(_SMALLEST, _VALUES * value if not before else max(before, value)), LIMIT - before)
-        if size < value:
+    def _add_place(self, to: int, size: int) -> None:
+        accelerator, trial = self.copies.accelerator, os.urandom(2 * TRIED)
+        if to in self.reasons or size > LIMIT - sum(place.memory.nbytes for place in self._places(to).values()):
             return
         try:
-            blocks.append(OutgoingBlock(self.copies, self._made, size))
-            self._made += 1
+            (memory, handle), (filled, event_handle) = accelerator.share(size), accelerator.shared_event()
         except NotShared as error:
             self.reasons[to] = str(error)
+            return
+        number = next(self._numbers)
+        place = self._outgoing[to, number] = Place(self.copies, memory, filled)
+        given = torch.frombuffer(bytearray(trial), dtype=torch.uint8).view(2, TRIED)
+        place.fill([place.ends], [self.copies.to_device(given)])
+        self._tell(to, DeviceLinks._open, number, handle, event_handle, trial)
 
+    # -- words: what a worker tells another to do at the end of a command
 
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor)
+    def _tell(self, peer: int, word: Callable[..., None], *given: Any) -> None:
+        self.carrier.send(peer, (_WORD, self.carrier.index, next(self._numbers)), pickle.dumps((word, given)))
+
+    def _words(self, peers: Collection[int]) -> list[Any]:
+        """Take what these workers have told, in their order."""
+        self.carrier.ready((_WORD, -1, 0))  # takes in what is there
+        values = self.carrier.received.values
+        keys = sorted(key for key in values if key[0] == _WORD and key[1] in peers)
+        return [(key[1], *pickle.loads(values.pop(key))) for key in keys]
+
+    def _open(self, source: int, number: int, handle: bytes, event_handle: bytes, trial: bytes) -> None:
+        accelerator = self.copies.accelerator
+        try:
+            memory, filled = accelerator.open(handle), accelerator.open_event(event_handle)
+            taken, event_handle = accelerator.shared_event()
+            place = self._incoming[source, number] = Place(self.copies, memory, taken, filled)
+            (seen,) = self.copies.to_host(place.take([place.ends])).wait()
+            if bytes(seen.flatten().tolist()) != trial:
+                raise NotShared("the receiver's device does not see what the sender's has written")
+            self._tell(source, DeviceLinks._was_opened, number, event_handle)
+        except NotShared as error:
+            self._close(source, number, str(error))
+
+    def _was_opened(self, to: int, number: int, event_handle: bytes) -> None:
+        try:
+            self._outgoing[to, number].theirs = self.copies.accelerator.open_event(event_handle)
+        except NotShared as error:
+            self.reasons[to] = str(error)
+            self._tell(to, DeviceLinks._close, number)
+
+    def _close(self, source: int, number: int, why: str = "") -> None:
+        self._incoming.pop((source, number), None)
+        self._tell(source, DeviceLinks._was_closed, number, why)
+
+    def _was_closed(self, to: int, number: int, why: str) -> None:
+        del self._outgoing[to, number]
+        if why:
+            self.reasons[to] = why

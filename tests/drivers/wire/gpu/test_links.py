@@ -1,8 +1,10 @@
 """Values go from device to device past the host, and are those that go through it; whatever fails, they go through it."""
 
+import faulthandler
 import os
 import signal
 import socket
+import sys
 import threading
 from contextlib import suppress
 
@@ -12,17 +14,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pippy.drivers.base.errors import PeerLost
-from pippy.drivers.wire.gpu import blocks, device_transport, links
+from pippy.drivers.wire.gpu import device_transport, links
+from pippy.drivers.wire.gpu.accelerator import NotShared
 from pippy.drivers.wire.gpu.copies import DeviceCopies
-from pippy.drivers.wire.gpu.cuda_driver import NotShared
 from pippy.drivers.wire.gpu.device_transport import DeviceTransport
-from pippy.drivers.wire.gpu.shared_words import SharedWords
+from pippy.drivers.wire.gpu.places import Place
 from pippy.drivers.wire.in_process import in_process
-from pippy.drivers.wire.received_values import Interrupted
 from pippy.drivers.wire.shared_memory_transport import SharedMemoryTransport
-from tests.drivers.simulated_device import SimulatedDevice, SimulatedWords
+from tests.drivers.simulated_device import SharedEvent, SimulatedDevice
 
-SMALL = 4 * blocks.TRIED
+SIZE = 4032  # bytes of a value of 1000 numbers, aligned
+
+
+@pytest.fixture(autouse=True)
+def no_threads_are_left():
+    """Some tests fork."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name.startswith("pippy "):
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 @pytest.fixture
@@ -30,16 +41,22 @@ def devices():
     return [SimulatedDevice() for _ in range(2)]
 
 
-@pytest.fixture
-def two(monkeypatch, devices):
-    """Two transports of one thread, whose blocks hold a few values."""
-    monkeypatch.setattr(links, "_SMALLEST", SMALL)
+def pair(devices):
     for device in devices:
         device.set_current()
-    transports = [
+    return [
         DeviceTransport(carrier, DeviceCopies(device), near=[1 - index])
         for index, (carrier, device) in enumerate(zip(in_process(2), devices))
     ]
+
+
+@pytest.fixture
+def two(monkeypatch, devices):
+    """Two transports of one thread, which begin with one place."""
+    monkeypatch.setattr(links, "_FIRST", 1)
+    transports = pair(devices)
+    for each in transports:
+        each.received.first_step = -10
     yield transports
     for each in transports:
         each.close()
@@ -50,23 +67,33 @@ def value(number, elements=1000):
     return torch.full((elements,), float(number))
 
 
-def commands(two, count=2, elements=1000):
-    """So many commands in which the first sends a value to the second; none is in a block before the third."""
+def command(two, step, elements=1000, values=1):
+    """A command in which the first sends values to the second."""
     here, there = two
-    for number in range(-count, 0):
-        here.send(1, (number, 0, 0), value(number, elements))
-        here.finish()
-        there.clear_interrupt()
-        assert torch.equal(there.receive((number, 0, 0), 0), value(number, elements))
-        there.finish()
+    for number in range(values):
+        here.send(1, (step, number, 0), value(number + step, elements))
+    here.finish()
+    there.clear_interrupt()
+    for number in range(values):
+        assert torch.equal(there.receive((step, number, 0), 0), value(number + step, elements))
+    there.finish()
+
+
+def commands(two, count=2):
+    """So many; the second one ends with the answer to the first place."""
+    for step in range(-count, 0):
+        command(two, step)
+    two[0].finish()
 
 
 @pytest.fixture
 def linked(two):
-    for each in two:
-        each.received.first_step = -10
     commands(two)
     return two
+
+
+def sizes(transport):
+    return [place.memory.nbytes for place in transport.links._outgoing.values()]
 
 
 def test_a_value_is_copied_twice_on_devices_and_nobody_waits(linked, devices):
@@ -90,24 +117,14 @@ def test_a_value_is_copied_twice_on_devices_and_nobody_waits(linked, devices):
     assert [each.ways() for each in (here.links, there.links)] == [{1: ""}, {}]
 
 
-def sizes(links):
-    return [block.size for blocks in links._outgoing.values() for block in blocks]
-
-
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_values_of_any_size_and_order_are_whole(data):
     """Places are used again, some values find none, and what the sender changes afterwards does not arrive."""
     devices = [SimulatedDevice() for _ in range(2)]
-    for device in devices:
-        device.set_current()
-    two = here, there = [
-        DeviceTransport(carrier, DeviceCopies(device), near=[1 - index])
-        for index, (carrier, device) in enumerate(zip(in_process(2), devices))
-    ]
+    two = here, there = pair(devices)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(links, "_SMALLEST", SMALL)
-        patched.setattr(links, "LIMIT", 4 * SMALL)
+        patched.setattr(links, "LIMIT", 5 * SIZE)
         on_their_way: dict[int, torch.Tensor] = {}
         for number, what in enumerate(data.draw(st.lists(st.integers(0, 20), max_size=60))):
             if what < 11:
@@ -125,7 +142,7 @@ def test_values_of_any_size_and_order_are_whole(data):
         for number, expected in on_their_way.items():
             assert torch.equal(there.receive((0, number, 0), 0), expected)
         there.finish()
-    assert sum(sizes(here.links)) <= 4 * SMALL
+    assert sum(sizes(here)) <= 5 * SIZE
     for each in two:
         each.close()
     assert [device.faults for device in devices] == [[], []]
@@ -152,40 +169,54 @@ def test_a_place_is_used_again_behind_the_copy_out_of_it(linked, monkeypatch, la
     assert len(found) == 40
     for number, each in enumerate(found):
         assert torch.equal(each, value(number))
-    assert sizes(linked[0].links) == [SMALL] and not linked[0].links._wanted, "it was enough"
+    assert sizes(linked[0]) == [SIZE] and not linked[0].links._wanted, "it was enough"
 
 
 @pytest.mark.parametrize("skipping", [0, 1])
 def test_a_wait_that_is_left_out_is_wrong_numbers(linked, monkeypatch, skipping):
     """Of the sender for the place, or of the receiver for the value. Else these tests would see nothing."""
-    device, inner = linked[skipping].copies.accelerator, SimulatedWords.wait
+    device, inner = linked[skipping].copies.accelerator, SharedEvent.reaching
     linked[0].copies.accelerator.late = skipping == 1
-    monkeypatch.setattr(SimulatedWords, "wait", lambda words, *given: words.device is device or inner(words, *given))
+    monkeypatch.setattr(
+        SharedEvent, "reaching", lambda event: (lambda: None) if event.device is device else inner(event)
+    )
     found = with_late_receiver(linked, monkeypatch)
     assert any(not torch.equal(each, value(number)) for number, each in enumerate(found))
 
 
-def test_a_block_that_is_full_sends_values_by_the_host_and_another_one_is_added(linked):
-    here, there = linked
-    for command in range(4):
-        for number in range(8):
-            here.send(1, (command, number, 0), value(number))
-        here.finish()
-        for number in range(8):
-            assert torch.equal(there.receive((command, number, 0), 0), value(number))
-        there.finish()
-    assert sizes(here.links) == [SMALL, SMALL]
+def test_a_value_that_finds_no_place_goes_by_the_host_and_places_are_added(two, monkeypatch):
+    """Four at first, also where one value has come; then one for each that found none, and no more than there are."""
+    here, _ = two
+    monkeypatch.setattr(links, "_FIRST", 4)
+    commands(two)
+    assert sizes(here) == 4 * [SIZE]
+    found = []
+    for step in range(8):
+        command(two, step, values=12)
+        found.append(len(sizes(here)))
+    here.finish()
+    assert found == [8, 8, 12, 12, 12, 12, 12, 12] and set(sizes(here)) == {SIZE}
+    here.copies.accelerator.copied = 0
+    command(two, 8, values=12)
+    assert here.copies.accelerator.copied == 12, "none went by the host"
 
 
-def test_a_value_larger_than_all_blocks_may_be_goes_by_the_host(linked, monkeypatch):
+def test_a_value_larger_than_all_places_may_be_goes_by_the_host(linked, monkeypatch):
+    monkeypatch.setattr(links, "LIMIT", 2 * SIZE)
+    for step in range(3):
+        command(linked, step, elements=2000)
+    assert sizes(linked[0]) == [SIZE]
+
+
+def test_a_small_value_leaves_the_large_place_to_a_large_one(linked):
     here, there = linked
-    monkeypatch.setattr(links, "LIMIT", 2 * SMALL)
-    for command in range(3):
-        here.send(1, (command, 0, 0), value(command, 2 * SMALL))
-        here.finish()
-        assert torch.equal(there.receive((command, 0, 0), 0), value(command, 2 * SMALL))
-        there.finish()
-    assert sizes(here.links) == [SMALL]
+    for step in range(3):
+        command(linked, step, elements=2000)
+    here.finish()
+    here.send(1, (3, 0, 0), value(0))
+    here.send(1, (3, 1, 0), value(1, 2000))
+    assert [torch.equal(there.receive((3, at, 0), 0), value(at, 1000 * (1 + at))) for at in (0, 1)] == [True] * 2
+    assert sizes(here) == [SIZE, 8000] and not here.links._wanted
 
 
 class Opaque(torch.Tensor):
@@ -196,72 +227,57 @@ def test_what_is_not_plain_or_on_the_host_goes_by_the_host(linked):
     here, there = linked
     pinned = here.copies.accelerator.empty_pinned((2,), (1,), torch.float32).fill_(1)
     sparse = torch.eye(2).to_sparse()
-    for number, sent in enumerate(
-        [pinned, [torch.ones(2), pinned], 7, [torch.ones(2), torch.ones(2).as_subclass(Opaque)]]
-    ):
-        assert here.links.note(1, 0, sent) is None, number
+    sent = [pinned, [torch.ones(2), pinned], 7, [torch.ones(2), torch.ones(2).as_subclass(Opaque)]]
+    here.copies.accelerator.copied = 0
+    for number, each in enumerate(sent):
+        assert here.links.note(1, 0, each, device_transport.layout_of(each)) is None, number
     here.send(1, (0, 9, 0), sparse)
     assert torch.equal(there.receive((0, 9, 0), 0).to_dense(), torch.eye(2))
 
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_device_that_cannot_leaves_values_to_the_host_and_says_why(two, devices, which):
-    for each in two:
-        each.received.first_step = -10
     devices[which].shares = False
     commands(two, count=5)
-    assert two[0].links.ways() == {1: ["it shares no memory", "it maps no memory"][which]}
-    assert sizes(two[0].links) == []
+    assert two[0].links.ways() == {1: ["it shares no memory", "it opens no memory"][which]}
+    assert sizes(two[0]) == [] and [device._blocks for device in devices] == [{}, {}]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_event_that_cannot_be_opened_leaves_values_to_the_host_and_says_why(two, devices, monkeypatch, which):
+    def open_event(handle):
+        raise NotShared("it opens no event")
+
+    monkeypatch.setattr(devices[which], "open_event", open_event)
+    commands(two, count=5)
+    two[0].finish()
+    assert two[0].links.ways() == {1: "it opens no event"}
+    assert sizes(two[0]) == [] and [device._blocks for device in devices] == [{}, {}]
 
 
 def test_bytes_that_do_not_arrive_are_seen_before_values_go_there(two, monkeypatch):
     """As where a switch between two GPUs spoils what goes through it."""
-    for each in two:
-        each.received.first_step = -10
     inner = two[1].copies.accelerator.open
+    two[0].copies.accelerator.late = False  # else it would put the bytes there after this has spoiled them
 
-    def spoiled(handle, size):
-        block = inner(handle, size)
-        block.memory[-1] ^= 1
-        return block
+    def spoiled(handle):
+        memory = inner(handle)
+        memory[-1] ^= 1
+        return memory
 
     monkeypatch.setattr(two[1].copies.accelerator, "open", spoiled)
     commands(two, count=5)
     assert two[0].links.ways() == {1: "the receiver's device does not see what the sender's has written"}
-
-
-@pytest.mark.parametrize("which", [0, 1])
-def test_words_that_do_not_arrive_are_seen_before_values_go_there(two, monkeypatch, which):
-    for each in two:
-        each.received.first_step = -10
-    inner = SimulatedWords.write
-    device = two[which].copies.accelerator
-    monkeypatch.setattr(SimulatedWords, "write", lambda words, *given: words.device is device or inner(words, *given))
-    commands(two, count=5)
-    said = "receiver's device" if which else "device"
-    assert two[0].links.ways() == {1: f"the host does not see what the {said} writes to its memory"}
-    assert sizes(two[0].links) == []
+    assert sizes(two[0]) == []
 
 
 def test_an_answer_that_never_comes_leaves_values_to_the_host(two, monkeypatch):
-    for each in two:
-        each.received.first_step = -10
     monkeypatch.setattr(two[1].links, "settle", lambda: None)
     commands(two, count=5)
-    assert two[0].links.ways() == {} and sizes(two[0].links) == [SMALL], "one is offered again and again"
+    assert two[0].links.ways() == {} and sizes(two[0]) == [SIZE], "no second one is made meanwhile"
 
 
-def test_the_page_of_another_container_is_not_taken_for_the_senders():
-    page, other = SharedWords.create(), SharedWords.create()
-    with pytest.raises(NotShared, match="another container"):
-        SharedWords.find(page.name._replace(token=other.name.token))
-    with pytest.raises(NotShared, match="not to be seen"):
-        SharedWords.find(page.name._replace(path="/proc/self/fd/99999"))
-    page.close()
-    other.close()
-
-
-def test_blocks_are_given_back_when_nothing_needs_them(linked, devices):
+def test_places_are_given_back_when_nothing_needs_them(linked, devices):
     here, there = linked
     here.send(1, (0, 0, 0), value(1))
     here.trim()
@@ -269,10 +285,12 @@ def test_blocks_are_given_back_when_nothing_needs_them(linked, devices):
     there.finish()
     assert len(there.links._incoming) == 1, "a value is in it"
     assert torch.equal(there.receive((0, 0, 0), 0), value(1))
-    for each in (there, here, there, here):
-        each.finish()
-    assert sizes(here.links) == [] and there.links._incoming == {}
-    assert [device._blocks for device in devices] == [{}, {}]
+    here.finish()
+    assert sizes(here) == [SIZE], "the receiver still has it open"
+    there.finish()
+    assert there.links._incoming == {} and sizes(here) == [SIZE]
+    here.finish()
+    assert sizes(here) == [] and [device._blocks for device in devices] == [{}, {}]
     commands(linked, count=3)
     assert here.links.ways() == {1: ""}, "and made again"
 
@@ -280,43 +298,85 @@ def test_blocks_are_given_back_when_nothing_needs_them(linked, devices):
 def test_the_places_of_a_step_that_was_given_up_are_free_again(linked):
     here, there = linked
     for step in range(3):
-        for number in range(3):
-            here.send(1, (step, number, 0), value(number))
+        here.send(1, (step, 0, 0), value(7))
         for each in linked:
             each.interrupt()
             each.clear_interrupt()
             each.discard_before(step + 1)
     here.send(1, (9, 0, 0), value(5))
     assert torch.equal(there.receive((9, 0, 0), 0), value(5))
-    assert sizes(here.links) == [SMALL] and not here.links._wanted
+    assert sizes(here) == [SIZE] and not here.links._wanted
 
 
-@pytest.mark.parametrize("given_up", ["while it waits", "before it waits"])
-def test_a_device_whose_sender_has_failed_is_let_go_on_when_the_step_is_given_up(linked, monkeypatch, given_up):
-    """The sender's device never writes that the value is there. The receiver sleeps until its device is done."""
+def test_word_that_a_value_was_taken_frees_no_place_of_a_later_one(linked):
+    """The sender has cleaned up after a step that was given up, and uses the place again; the receiver has not."""
     here, there = linked
-    monkeypatch.setattr(device_transport, "GRACE", 0.05)
-    sender, inner = here.copies.accelerator, SimulatedWords.write
-    monkeypatch.setattr(SimulatedWords, "write", lambda words, *given: words.device is sender or inner(words, *given))
     here.send(1, (0, 0, 0), value(1))
-    timer = threading.Timer(0.05 if given_up == "while it waits" else 0, there.interrupt)
-    timer.start()
-    with pytest.raises(Interrupted):
-        there.receive((0, 0, 0), 0)
-        there.finish()
-    timer.join()
-    there.clear_interrupt()
-    monkeypatch.setattr(SimulatedWords, "write", inner)
-    for each in linked:
-        each.discard_before(1)
+    here.discard_before(1)
     here.send(1, (1, 0, 0), value(2))
+    there.receive((0, 0, 0), 0)  # whatever it is
     here.send(1, (1, 1, 0), value(3))
-    assert torch.equal(there.receive((1, 1, 0), 0), value(3))
-    assert torch.equal(there.receive((1, 0, 0), 0), value(2))
+    there.discard_before(1)
+    here.finish()
+    assert torch.equal(there.receive((1, 0, 0), 0), value(2)) and torch.equal(there.receive((1, 1, 0), 0), value(3))
+
+
+def before(monkeypatch, where, name, act):
+    """Let something happen before each call of a function."""
+    inner = getattr(where, name)
+
+    def called(*given):
+        act()
+        return inner(*given)
+
+    monkeypatch.setattr(where, name, called)
+
+
+@pytest.mark.parametrize("given_up", ["before it waits", "while it waits"])
+def test_a_worker_whose_device_waits_for_one_that_is_gone_ends(linked, monkeypatch, given_up):
+    """The sender's device never reaches its event. The receiver sleeps until its device is done."""
+    here, there = linked
+    ended, receiver = [], there.copies.accelerator
+    monkeypatch.setattr(device_transport, "GRACE", 0.05)
+
+    def end_process(peers):
+        ended.append(peers)
+        receiver.let_go = True
+
+    monkeypatch.setattr(device_transport, "end_process", end_process)
+    here.send(1, (0, 0, 0), value(1))
+    here.copies.accelerator.computing.waiting.clear()
+    receiver.recording.clear()
+    where = (Place, "take") if given_up == "before it waits" else (there.copies, "has_arrived")
+    before(monkeypatch, *where, there.interrupt)
+    there.receive((0, 0, 0), 0)
+    there.clear_interrupt()
+    assert ended[0] == [0]
+
+
+def test_a_worker_whose_device_gets_on_does_not_end(linked, monkeypatch):
+    """Slowly, and long after the step was given up."""
+    here, there = linked
+    looked, ended = threading.Semaphore(0), []
+    monkeypatch.setattr(device_transport, "GRACE", 0.01)
+    monkeypatch.setattr(device_transport, "end_process", ended.append)
+    inner, turn = there.links.held, iter(range(10))
+
+    def held():
+        looked.release()
+        at = next(turn, None)
+        return frozenset() if at is None else inner() | {(0, 0, at)}
+
+    monkeypatch.setattr(there.links, "held", held)
+    there.interrupt()
+    there.clear_interrupt()
+    for _ in range(11):
+        assert looked.acquire(timeout=10)
+    assert ended == []
 
 
 def test_what_was_shared_with_a_process_that_is_gone_is_freed(linked, devices):
-    """A value for it is in the block, and one of its own never came."""
+    """A value for it is in the place, and one of its own never came."""
     here, there = linked
     here.send(1, (0, 0, 0), value(1))
     here.forget([1])
@@ -325,22 +385,31 @@ def test_what_was_shared_with_a_process_that_is_gone_is_freed(linked, devices):
     assert here.links.ways() == {}
 
 
-def test_a_block_is_replaced_before_its_numbers_end(linked, monkeypatch):
-    here, _ = linked
-    monkeypatch.setattr(blocks, "LAST", 4)
-    for step in range(1, 4):
-        here.received.first_step = linked[1].received.first_step = -10
-        commands(linked, count=step)
-    numbers = [block.number for block in here.links._outgoing[1]]
-    assert numbers and 0 not in numbers
+def test_words_of_a_process_that_is_gone_are_not_taken_for_those_of_the_next(two, devices):
+    here, there = two
+    command(two, -2)
+    there.received.first_step = 0
+    there.forget([0])
+    there.finish()
+    assert there.links._incoming == {} and here.links._outgoing
+    here.forget([1])
+    two[0].received.first_step = two[1].received.first_step = -10
+    commands(two)
+    assert here.links.ways() == {1: ""}
 
 
 def end_of(socket_end, index):
     """A transport of a process of its own, whose device does everything at once."""
+    faulthandler.dump_traceback_later(50, exit=True, file=sys.__stderr__)  # if it hangs
     device = SimulatedDevice(late=False)
     device.set_current()
     carrier = SharedMemoryTransport(index, {1 - index: socket_end})
     return DeviceTransport(carrier, DeviceCopies(device), near=[1 - index])
+
+
+def await_value(transport, key, source):
+    while not transport.ready(key):
+        transport.carrier.wait_any([(key, source)], 20)
 
 
 def test_two_processes_and_one_that_is_killed():
@@ -357,11 +426,11 @@ def test_two_processes_and_one_that_is_killed():
     try:
         theirs.close()
         here = end_of(mine, 0)
+        faulthandler.cancel_dump_traceback_later()
         for step in range(5):
             here.send(1, (step, 0, 0), value(step))
             here.copies.wait()
-            while not here.ready((step, 1, 0)):
-                here.carrier.wait_any([((step, 1, 0), 1)], 20)
+            await_value(here, (step, 1, 0), 1)
             assert torch.equal(here.receive((step, 1, 0), 1), value(2 * step))
             here.finish()
         assert here.links.ways() == {1: ""} and here.links._incoming
@@ -374,3 +443,48 @@ def test_two_processes_and_one_that_is_killed():
     here.forget([1])
     assert here.copies.accelerator._blocks == {} and here.copies.accelerator.faults == []
     here.close()
+
+
+def test_a_process_that_waits_for_a_killed_one_ends_and_says_so(monkeypatch):
+    """The sender is killed before its device has copied the value."""
+    monkeypatch.setattr(device_transport, "GRACE", 0.05)
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    reading, writing = os.pipe()
+    sender = os.fork()
+    if sender == 0:
+        mine.close()
+        with suppress(BaseException):
+            here = end_of(theirs, 1)
+            for step in range(3):
+                here.send(0, (step, 0, 0), value(step))
+                here.finish()
+                here.carrier.receive((step, 1, 0), 0)
+            here.copies.accelerator.late = True  # it starts to copy the next value, and does not get there
+            here.send(0, (3, 0, 0), value(3))
+            here.carrier.receive((3, 1, 0), 0)
+        os._exit(1)
+    waiting = os.fork()
+    if waiting == 0:
+        theirs.close()
+        with suppress(BaseException), open(writing, "w") as stderr:
+            monkeypatch.setattr(sys, "stderr", stderr)
+            there = end_of(mine, 0)
+            for step in range(4):
+                await_value(there, (step, 0, 0), 1)
+                if step == 3:
+                    there.copies.accelerator.late = True  # its host goes on
+                    before(monkeypatch, there.copies, "has_arrived", lambda: os.kill(sender, signal.SIGKILL))
+                    before(monkeypatch, there.copies, "has_arrived", there.interrupt)
+                there.receive((step, 0, 0), 1)
+                there.finish()
+                there.carrier.send(1, (step, 1, 0), None)
+        os._exit(0)
+    for end in (writing, mine.detach(), theirs.detach()):
+        os.close(end)
+    try:
+        with open(reading) as said:
+            assert "its GPU has waited for what worker 1 may never do" in said.read()
+        assert os.waitstatus_to_exitcode(os.waitpid(waiting, 0)[1]) == 1
+    finally:
+        os.kill(sender, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(sender, 0)[1]) == -signal.SIGKILL
