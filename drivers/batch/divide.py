@@ -202,6 +202,19 @@ class Divider:
             f"{path!r}: {text}" for path, value in values.items() if (text := _replicating(value, path, odd)) != "None"
         )
         lines = [f"  {path}: {rows} rows, {what}" for path, what, rows in self.rows]
+        flat = next(
+            (path for path in odd if any(_are_offsets(each, values.get(path)) for each in values.values())), None
+        )
+        if flat is not None:
+            return "\n".join(
+                [
+                    f"what is cut into {self.chunks} micro-batches has different numbers of rows:",
+                    *lines,
+                    f"{flat!r} has all rows one behind the other, and offsets say where each begins, so it cannot be cut. "
+                    "Give it with two dimensions, a row for each, filled up with the padding_idx of nn.EmbeddingBag, and "
+                    "no offsets; or chunks=1",
+                ]
+            )
         return "\n".join(
             [
                 f"what is cut into {self.chunks} micro-batches has different numbers of rows:",
@@ -210,6 +223,16 @@ class Divider:
                 f"for example chunk_spec={{{example}}}",
             ]
         )
+
+
+def _are_offsets(value: Any, flat: Any) -> bool:
+    """Whether a value says where each row begins in ``flat``, as nn.EmbeddingBag takes them."""
+    both = all(
+        isinstance(each, torch.Tensor) and each.dim() == 1 and not each.is_floating_point() for each in (value, flat)
+    )
+    if not both or value is flat or not len(value) or value.dtype == torch.bool:
+        return False
+    return bool(value[0] == 0 and (value.diff() >= 0).all() and value[-1] <= len(flat))
 
 
 def _replicating(value: Any, path: str, odd: set[str]) -> str:
