@@ -12,6 +12,7 @@ Python, layers of C++, a forward that is run again in the backward. Forward and 
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -72,15 +73,22 @@ def _still(
 class _DrawnAlike(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        names = [each.name for each in func._schema.arguments]
-        dropped = next((name for name in names if name in ("dropout_p", "dropout")), None)
-        if dropped is not None:  # attention and recurrent layers, and their backwards
-            return func(**{**dict(zip(names, args)), **kwargs, dropped: 0.0})
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        names, dropped = _arguments_if_random(func)
+        if not names:
             return func(*args, **kwargs)
         given = {**dict(zip(names, args)), **kwargs}
+        if dropped is not None:  # attention and recurrent layers, and their backwards
+            return func(**{**given, dropped: 0.0})
         left_out = {each.name: each.default_value for each in func._schema.arguments if each.has_default_value()}
         return _drawn(func, given, {**left_out, **given})
+
+
+@cache
+def _arguments_if_random(func: Any) -> tuple[tuple[str, ...], str | None]:
+    """The names of an operation's arguments, and that of its rate of dropout; no names if it draws nothing."""
+    names = tuple(each.name for each in func._schema.arguments)
+    dropped = next((name for name in names if name in ("dropout_p", "dropout")), None)
+    return (names if dropped is not None or torch.Tag.nondeterministic_seeded in func.tags else ()), dropped
 
 
 def _drawn(func: Any, given: Mapping[str, Any], every: Mapping[str, Any]) -> Any:

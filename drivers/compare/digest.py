@@ -59,8 +59,10 @@ def _of_sparse(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def size_of(found: torch.Tensor | None) -> float:
-    """The largest number of a digest; 0 for None, which stands for zeros."""
-    return max(map(abs, found.aminmax())).item() if found is not None and found.numel() else 0.0
+    """The largest finite number of a digest; 0 for None, which stands for zeros."""
+    if found is None or not found.numel():
+        return 0.0
+    return max(map(abs, found.masked_fill(~found.isfinite(), 0).aminmax())).item()
 
 
 def distance(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
@@ -75,4 +77,4 @@ def distance(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
         return float("inf")
     off = (one.double() - other).abs_()
     same = (one == other) | (one.isnan() & other.isnan())  # infinities, and what is no number in both
-    return size_of(off.nan_to_num_(float("inf")).masked_fill_(same, 0.0))
+    return float(off.nan_to_num_(float("inf")).masked_fill_(same, 0.0).max()) if off.numel() else 0.0

@@ -69,7 +69,8 @@ class Trials:
                 differences = self._taken(dict(self._digests(changed)), trial.purpose)
             if trial.follow_buffers:
                 self.step_buffers.follow({(each.call, each.name) for each in differences if each.kind == "buffer"})
-        asked, is_finite = Asked() if watch is None else watch.asked(), all(map(_is_finite, self.reference.values()))
+        asked = Asked() if watch is None else watch.asked()
+        is_finite = all(_is_finite(found) for (_, kind, _), found in self.reference.items() if kind == "gradient")
         return TrialResult(result.values, differences, asked, is_finite)
 
     def _taken(self, found: Digests, purpose: Purpose) -> tuple[Difference, ...]:

@@ -64,8 +64,12 @@ class TrialSteps:
         watch: bool = False,
         single_loss: bool = False,
         number: int = 0,
+        follow: bool = False,
     ) -> Tried:
-        """Run a trial with these rows, divided as they are. ``number`` is what random numbers are keyed by."""
+        """Run a trial with these rows, divided as they are. ``number`` is what random numbers are keyed by.
+
+        With ``follow``, buffers that differ are those that change once in a step from now on.
+        """
         sent = self.programs.for_trial(division.chunks, single_loss)
         ranks = list(dict.fromkeys(self.placed.ranks[stage] for stage in _first_stages(sent.lowered.program.placement)))
         name, call = self.placed.loss_call(sent.lowered)
@@ -88,7 +92,7 @@ class TrialSteps:
                 ),
                 purpose,
                 watch,
-                self.follow_buffers,
+                self.follow_buffers and follow,
             )
             for rank in ranks
         }

@@ -356,6 +356,16 @@ def test_a_running_mean_is_refused_or_of_each_micro_batch(threads):
     torch.testing.assert_close(driver.state_dict()["seen"], expected)
 
 
+def test_an_infinite_buffer_does_not_switch_the_check_off(threads):
+    """A running minimum begins at infinity; what is infinite in it was taken for a loss that is no number."""
+    change = lambda seen, x: seen[:2].copy_(torch.minimum(seen[:2], x.amin(0)[:2]))  # noqa: E731
+    model = WithBuffer(change)
+    model.seen.fill_(math.inf)
+    loss_fn = lambda o, t: (o - t).square().sum()  # noqa: E731
+    with pytest.raises(MicrobatchError, match="loss_reduction='sum'"):
+        PipelineDriver1F1B(pipeline(model, loss_fn), threads).run(2, torch.randn(8, 4), torch.randn(8, 4))
+
+
 def test_a_buffer_that_depends_on_rows_in_a_later_step_is_refused_there(threads):
     model, x = WithBuffer(lambda seen, x: seen.add_(1 + (x.abs() > 0.999).sum())), torch.randn(8, 4)
     driver = PipelineDriver1F1B(pipeline(model, nn.MSELoss()), threads)
