@@ -99,7 +99,7 @@ class ClusterError(PippyError, RuntimeError):
     """
 
 
-GO_ON = "; call driver.recover(), or close this cluster and open another"
+RECOVERY_ADVICE = "; call driver.recover(), or close this cluster and open another"
 
 
 class WorkerLostError(ClusterError):
@@ -109,9 +109,9 @@ class WorkerLostError(ClusterError):
     worker 'stage-host' (number 1, pid 4711 on localhost) is lost: killed by SIGKILL; call driver.recover(), or close ...
     """
 
-    def __init__(self, worker: str, index: int, host: str, pid: int, how: str, go_on: str = GO_ON) -> None:
-        super().__init__(f"worker {worker!r} (number {index}, pid {pid} on {host}) is lost: {how}{go_on}")
-        self.worker, self.index, self.host, self.pid, self.how, self.go_on = worker, index, host, pid, how, go_on
+    def __init__(self, worker: str, index: int, host: str, pid: int, how: str, advice: str = RECOVERY_ADVICE) -> None:
+        super().__init__(f"worker {worker!r} (number {index}, pid {pid} on {host}) is lost: {how}{advice}")
+        self.worker, self.index, self.host, self.pid, self.how, self.advice = worker, index, host, pid, how, advice
 
     def __reduce__(self) -> tuple[type["WorkerLostError"], tuple[str, int, str, int, str, str]]:
-        return WorkerLostError, (self.worker, self.index, self.host, self.pid, self.how, self.go_on)
+        return WorkerLostError, (self.worker, self.index, self.host, self.pid, self.how, self.advice)

@@ -1,40 +1,26 @@
-"""The workers that a controller drives. Other files open clusters: local_cluster.py, torchrun.py and lazy_cluster.py."""
+"""The workers that a controller drives, on an engine. Other files open clusters: those of the engines, and lazy_cluster.py."""
 
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from html import escape
 from types import TracebackType
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.base.interrupts import put_off
+from pippy.drivers.engines.engine import Engine
 from pippy.drivers.engines.routes import Routes
 from pippy.drivers.engines.topology import ClusterTopology, DriverPlaces, WorkerPlace
-from pippy.drivers.session.control import Address, Control
+from pippy.drivers.session.control import Control
 from pippy.drivers.session.dispatch import Dispatch
 from pippy.ir.show.html_table import html_table
 from pippy.ir.show.readable import shortened
 
 # The thread and the cluster of each `with` block, the innermost last.
 entered_clusters: list[tuple[threading.Thread, "Cluster"]] = []
-
-
-class Processes(Protocol):
-    """The processes of a cluster. ``fixed`` is why a worker cannot be replaced; None if it can."""
-
-    @property
-    def fixed(self) -> str | None: ...
-
-    def deaths(self) -> Mapping[int, str]:
-        """The workers that have died, and how."""
-
-    def replace(self, workers: Iterable[int]) -> Mapping[int, Address]:
-        """End what is left of some workers, and start others in their places. Gives where those are."""
-
-    def close(self) -> None:
-        """End them; a second call does nothing."""
 
 
 class Cluster:
@@ -56,19 +42,19 @@ class Cluster:
         self,
         names: Sequence[str],
         control: Control,
-        processes: Processes,
+        engine: Engine,
         device_type: str = "cpu",
         routes: Routes | None = None,
     ) -> None:
         self.workers, self.device_type = tuple(names), device_type
         self._routes = routes or Routes.of_host(names, "this host", shares_memory=True)
-        self.control, self.processes = control, processes
-        self.dispatch = Dispatch(control, end=processes.close)
+        self.control, self.engine = control, engine
+        self.dispatch = Dispatch(control, end=partial(_end_engine, control, engine))
         self._drivers = itertools.count()
         self.open_drivers = weakref.WeakValueDictionary[int, DriverPlaces]()  # by number
         self.closed = False
         self.unfinished: list[Callable[[], None]] = []  # what waits for work that goes on beside commands
-        self._finalizer = weakref.finalize(self, _close, processes)
+        self._finalizer = weakref.finalize(self, _end_unclosed, control, engine)
 
     def close(self) -> None:
         """End all workers, when checkpoints that are being written are whole. A second call does nothing."""
@@ -83,7 +69,7 @@ class Cluster:
         self.control.broken = self.control.broken or "this cluster is closed; open another"
         entered_clusters[:] = [each for each in entered_clusters if each[1] is not self]
         self._finalizer.detach()
-        self.processes.close()
+        _end_engine(self.control, self.engine)
 
     @property
     def routes(self) -> Routes:
@@ -155,7 +141,11 @@ class Cluster:
         )
 
 
-def _close(processes: Processes) -> None:
-    """End the processes of a cluster that nobody has closed, and to which nothing refers any more."""
+def _end_engine(control: Control, engine: Engine) -> None:
+    engine.close(control.lost)
+
+
+def _end_unclosed(control: Control, engine: Engine) -> None:
+    """End the workers of a cluster that nobody has closed, and to which nothing refers any more."""
     with put_off():
-        processes.close()
+        _end_engine(control, engine)

@@ -11,7 +11,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from pippy.drivers.base.errors import GO_ON, ClusterError, WorkerLostError
+from torch.futures import Future
+
+from pippy.drivers.base.errors import RECOVERY_ADVICE, ClusterError, WorkerLostError
 from pippy.drivers.base.interrupts import uninterrupted
 from pippy.drivers.protocol.urgent import Connect, Ping
 from pippy.drivers.wire.messages.controller_connections import ControllerConnections
@@ -22,14 +24,13 @@ from pippy.drivers.wire.pollable_event import PollableEvent
 
 @dataclass(frozen=True)
 class Address:
-    """Where a worker is: its name for people, its name for RPC, its host and its process.
+    """Where a worker is: its name, its host and its process.
 
-    >>> Address("first", "worker0", "localhost", 4711).name
+    >>> Address("first", "localhost", 4711).name
     'first'
     """
 
     name: str
-    rpc_name: str
     host: str
     pid: int
 
@@ -70,10 +71,10 @@ class PendingCall:
 class Messages(Protocol):
     """Carries messages to workers. A call for a worker that is known to be gone raises a ConnectionError."""
 
-    def post(self, worker: int, number: int, pickled: Pickled) -> Any:
+    def post(self, worker: int, number: int, pickled: Pickled) -> "Future[Pickled]":
         """Put a message into a worker's queue; the future has what its main thread answers."""
 
-    def urgent(self, worker: int, pickled: Pickled) -> Any:
+    def urgent(self, worker: int, pickled: Pickled) -> "Future[Pickled]":
         """Send a message that is answered even while the worker computes."""
 
     def connect(self, one: int, other: int) -> int | None:
@@ -98,6 +99,7 @@ class Control:
     within milliseconds, and one that is stopped, or out of reach, within ``interval + timeout``.
 
     ``deaths`` returns the workers that the operating system says have died, and how. ``messages`` carries all that is sent.
+    The error for a lost worker ends with ``recovery_advice``.
     """
 
     def __init__(
@@ -107,13 +109,14 @@ class Control:
         interval: float = 1.0,
         deaths: Callable[[float], Mapping[int, str]] = lambda wait: {},
         messages: Messages | None = None,
+        recovery_advice: str = RECOVERY_ADVICE,
     ) -> None:
         self.workers = tuple(workers)
         self.timeout, self.interval = timeout, interval
         self.counts = [0] * len(self.workers)
         self._broken: str | None = None
         self._lost: WorkerLostError | None = None
-        self.go_on = GO_ON  # what the script can do then
+        self.recovery_advice = recovery_advice
         self.lost: str | None = None  # which worker, and how, once one is lost
         self._waits: set[weakref.ref[_Wait]] = set()  # of all threads; one that Ctrl-C has left is soon gone
         self._reports: deque[tuple[int, int, str]] = deque()
@@ -221,7 +224,7 @@ class Control:
         address = self.workers[worker]
         self.to_replace.add(worker)
         how = self._deaths(0.2).get(worker, how)
-        error = WorkerLostError(address.name, worker, address.host, address.pid, how, self.go_on)
+        error = WorkerLostError(address.name, worker, address.host, address.pid, how, self.recovery_advice)
         self.lost = self.lost or str(error)
         self._lost = self._lost if self.broken else error
         self.broken = self.broken or f"this cluster lost a worker and cannot go on ({error})"

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Any
 
-from pippy.drivers.protocol.urgent import Dump, Ping
+from pippy.drivers.protocol.urgent import Dump, GiveUp, Ping
 from pippy.drivers.worker.worker_context import WorkerContext
 
 
@@ -29,7 +29,7 @@ class Worker:
             self.now = "waits for a message"
 
     def urgent(self, message: Any) -> Any:
-        if isinstance(message, Ping):
+        if isinstance(message, (Ping, GiveUp)):
             return None
         return self.now if isinstance(message, Dump) else self.do(*message)
 

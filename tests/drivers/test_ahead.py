@@ -43,7 +43,7 @@ def test_the_next_step_is_in_every_inbox_before_this_one_is_answered(threads, ga
     running = driver.run_async(2, x, x)
     assert BEGUN.wait(30)  # worker 0 has taken its message, and is at its first forward
     ahead = [driver.run_async(2, x, x) for _ in range(3)]
-    queues = [worker.context.messages for worker in threads.control.threads[:2]]
+    queues = [worker.context.messages for worker in threads.engine.workers[:2]]
     assert len(queues[0]) == 3 and len(queues[1]) in (3, 4)  # worker 1 may not have taken the first yet
     pending = running._posted.calls
     assert not any(pending[worker].done for worker in (0, 1)) and not RELEASED.is_set()

@@ -60,7 +60,7 @@ def test_every_value_crosses_once_to_every_worker_that_needs_it(threads):
     driver = PipelineDriver1F1B(pipe, threads)
     x, target = torch.randint(13, (6, 5)), torch.randint(13, (6, 5))
     driver.run(3, x, target)
-    transports = [worker.context.transport for worker in threads.control.threads]
+    transports = [worker.context.transport for worker in threads.engine.workers]
     before = [{to: (sent.values, sent.bytes) for to, sent in each.sent.items()} for each in transports]
     driver.run(3, x, target)
     program = driver.program(3)
@@ -209,7 +209,7 @@ def test_the_sums_of_replicated_gradients_begin_while_others_drain(threads, monk
     plain = TiedEnds()
     pipe = pipeline(copy.deepcopy(plain), nn.MSELoss(), multi_use_param_spec=MultiUseParameterConfig.REPLICATE)
     driver = PipelineDriver1F1B(pipe, threads)
-    transport, arrived, backwards = threads.control.threads[0].context.transport, [], []
+    transport, arrived, backwards = threads.engine.workers[0].context.transport, [], []
 
     def wait_for_the_part():
         backwards.append(1)

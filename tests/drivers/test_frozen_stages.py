@@ -51,7 +51,7 @@ class Stages(nn.Module):
 
 def sent(cluster):
     """How many bytes the workers have sent to each other."""
-    transports = [worker.context.transport for worker in cluster.control.threads]
+    transports = [worker.context.transport for worker in cluster.engine.workers]
     return sum(to.bytes for each in transports for to in each.sent.values())
 
 

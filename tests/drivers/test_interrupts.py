@@ -52,7 +52,7 @@ class AsTorch:
 
 
 def test_ctrl_c_as_a_wait_begins_is_not_lost_and_the_answer_neither():
-    control = Control([Address("worker0", "rpc0", "here", 1)], timeout=0.05)
+    control = Control([Address("worker0", "here", 1)], timeout=0.05)
     call = PendingCall(0, "Step", AsTorch())
     with pytest.raises(KeyboardInterrupt):
         control.wait(call)
@@ -234,7 +234,7 @@ def test_ctrl_c_leaves_no_descriptor_open_wherever_it_comes():
 
 def test_ctrl_c_leaves_no_descriptor_open_while_the_controller_waits():
     """After six Ctrl-C a controller had one more: a wait that began to end stayed in the list of waits, with its event."""
-    call, control = PendingCall(0, "Ping", torch.futures.Future()), Control([Address("worker0", "rpc0", "here", 1)])
+    call, control = PendingCall(0, "Ping", torch.futures.Future()), Control([Address("worker0", "here", 1)])
     call.future.set_result(pickle_message("an answer"))
     assert leaks(lambda: control.wait(call), "drivers/session/control.py", "pollable_event.py") == []
     control.wait(call)
@@ -285,7 +285,7 @@ class Interrupting:
     def __init__(self):
         self.ended = []
 
-    def close(self):
+    def close(self, lost=None):
         self.ended.append("begun")
         ctrl_c()
         self.ended.append("over")
@@ -294,7 +294,7 @@ class Interrupting:
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_while_a_cluster_ends_that_nobody_closed_is_not_dropped_and_all_of_it_ends():
     processes = Interrupting()
-    cluster = Cluster(["worker0"], Control([Address("worker0", "rpc0", "here", 1)]), processes)
+    cluster = Cluster(["worker0"], Control([Address("worker0", "here", 1)]), processes)
     with pytest.raises(KeyboardInterrupt):
         del cluster
         gc.collect()

@@ -108,7 +108,7 @@ def test_they_train_as_the_plain_model(threads, counts):
 def test_a_tied_layer_is_one_storage_on_a_worker(threads):
     driver = driver_of(threads, [8])
     driver.initialize()
-    (held,) = threads.control.threads[0].drivers.values()
+    (held,) = threads.engine.workers[0].drivers.values()
     stage = held.modules["submod_0"]
     assert stage.get_parameter("7.layer.weight") is stage.get_parameter("0.weight")
 

@@ -122,7 +122,7 @@ def test_what_a_layer_draws_counts_and_keeps_is_as_in_the_first_run(threads, sch
         driver = PipelineDriver(pipe, threads, world_size=1, check=False, **options)
         torch.manual_seed(4)
         losses = [driver.run(3, x, target) for _ in range(3)]
-        (modules,) = [worker.drivers[driver.number].modules for worker in threads.control.threads[:1]]
+        (modules,) = [worker.drivers[driver.number].modules for worker in threads.engine.workers[:1]]
         layers = [each for module in modules.values() for each in module.modules() if type(each).__name__ == "Layer"]
         states.append((losses, driver.gradients(), driver.state_dict(), torch.rand(1), random.random()))
         assert [(layer.calls, layer.seen) for layer in layers] == [(9, [3] * 9)] * 2
@@ -269,7 +269,7 @@ def test_no_message_more_and_each_value_once(threads):
     for checkpoint in ("never", "always"):
         driver = PipelineDriver1F1B(pipe, threads, checkpoint=checkpoint)
         driver.run(3, *given)
-        counts, transports = list(threads.control.counts), [each.context.transport for each in threads.control.threads]
+        counts, transports = list(threads.control.counts), [each.context.transport for each in threads.engine.workers]
         before = [{to: (each.values, each.bytes) for to, each in transport.sent.items()} for transport in transports]
         driver.run(3, *given)
         assert [now - was for now, was in zip(threads.control.counts, counts)] == [1] * 4

@@ -58,7 +58,7 @@ def test_what_pippy_sends_for_both_forms(pipes, expected):
 
 def counted(cluster):
     """Messages to each worker, then the values and bytes that each has sent to the other."""
-    sent = [worker.context.transport.sent for worker in cluster.control.threads]
+    sent = [worker.context.transport.sent for worker in cluster.engine.workers]
     values = [sent[rank][1 - rank] for rank in range(2)]
     return [*cluster.control.counts[:2], *(number for each in values for number in (each.values, each.bytes))]
 

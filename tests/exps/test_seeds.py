@@ -74,7 +74,7 @@ def test_skips_across_four_stages_leave_the_numbers_as_they_are_and_send_the_byt
 
 def bytes_sent(cluster):
     """What each worker has sent to each other."""
-    wires = enumerate(worker.context.transport.sent for worker in cluster.control.threads)
+    wires = enumerate(worker.context.transport.sent for worker in cluster.engine.workers)
     return Counter({(source, to): count.bytes for source, sent in wires for to, count in sent.items()})
 
 

@@ -141,7 +141,7 @@ def caches_with_keys():
 def test_each_value_crosses_once_and_the_controller_sends_one_message(threads, driver):
     ids, _ = prompts()
     driver.generate(ids, max_new_tokens=2)
-    first, second = (worker.context.transport for worker in threads.control.threads[:2])
+    first, second = (worker.context.transport for worker in threads.engine.workers[:2])
     before, posted = (first.sent[1].values, second.sent[0].values), list(threads.control.counts)
     driver.generate(ids, max_new_tokens=6, chunks=2, eos_token_id=[])
     assert first.sent[1].values - before[0] == 6 * 2
@@ -153,7 +153,7 @@ def test_each_value_crosses_once_and_the_controller_sends_one_message(threads, d
 
 def test_a_chunk_that_has_ended_sends_nothing_more(threads, driver):
     ids, _ = prompts()
-    first = threads.control.threads[0].context.transport
+    first = threads.engine.workers[0].context.transport
     before = first.sent[1].values
     made = driver.generate(ids, max_new_tokens=15, chunks=2, eos_token_id=list(range(WORDS)))
     assert made.shape == (ROWS, LENGTH + 1)

@@ -24,11 +24,11 @@ from pippy.drivers.engines.arguments import (
 )
 from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.engines.current_cluster import check_none_open, opened, opening
+from pippy.drivers.engines.engine import start
 from pippy.drivers.engines.lazy_cluster import note_local_cluster
 from pippy.drivers.engines.local.launch_config import LaunchConfig
-from pippy.drivers.engines.local.local_processes import LocalProcesses
+from pippy.drivers.engines.local.local_engine import LocalEngine
 from pippy.drivers.engines.routes import Routes
-from pippy.drivers.session.control import Control
 from pippy.drivers.wire.messages import rpc
 from pippy.ir.base.public_calls import placing_words
 from pippy.ir.base.source import warn
@@ -108,27 +108,26 @@ def local_cluster(
 
 
 def _started(config: LaunchConfig, timeout: float, start_timeout: float) -> Cluster:
-    processes = None
+    engine = None
     try:
         with uninterrupted():  # or processes would run that nobody knows of
-            processes = _begun(config)
-        addresses = processes.start(start_timeout)
-        control = Control(addresses, timeout, deaths=processes.deaths, messages=processes.messages)
+            engine = _begun(config)
+        control = start(engine, timeout, start_timeout)
         if config.uses_rpc:
             rpc.take_reports(control.report_lost)
         routes = Routes.of_host(config.names, socket.gethostname(), not config.uses_rpc, config.devices)
         return opened(
-            Cluster(config.names, control, processes, torch.device(config.devices[0]).type, routes), config.uses_rpc
+            Cluster(config.names, control, engine, torch.device(config.devices[0]).type, routes), config.uses_rpc
         )
     except BaseException:
-        if processes is not None:
-            processes.close()
+        if engine is not None:
+            engine.close()
         raise
 
 
-def _begun(config: LaunchConfig) -> LocalProcesses:
+def _begun(config: LaunchConfig) -> LocalEngine:
     try:
-        return LocalProcesses(config)
+        return LocalEngine(config)
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise

@@ -103,7 +103,7 @@ def meet(
             f'transport="shared_memory" cannot be had for all workers; leave out transport, and they use RPC where they must:\n'
             f"{routes}"
         )
-    addresses = [Address(name, rank_info.rpc_name(i), *at[i][:2]) for i, name in enumerate(names)]
+    addresses = [Address(name, *at[i][:2]) for i, name in enumerate(names)]
     meeting = Meeting(addresses, routes, link=link, number=meeting_number)
     if transport != "rpc":
         _connect(meeting, rank_info, neighbours)

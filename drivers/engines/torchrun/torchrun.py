@@ -28,6 +28,7 @@ from pippy.drivers.engines.arguments import (
 )
 from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.engines.current_cluster import check_none_open, opened
+from pippy.drivers.engines.engine import start
 from pippy.drivers.engines.kept_memory import keep_freed_memory
 from pippy.drivers.engines.lazy_cluster import current_lazy_cluster
 from pippy.drivers.engines.local.launch_config import CONTROLLER
@@ -36,13 +37,9 @@ from pippy.drivers.engines.routes import on_devices
 from pippy.drivers.engines.torchrun.interfaces import Link, link_of_rank
 from pippy.drivers.engines.torchrun.meeting import Meeting, meet
 from pippy.drivers.engines.torchrun.rank_info import RankInfo
-from pippy.drivers.engines.torchrun.torchrun_processes import TorchrunProcesses
+from pippy.drivers.engines.torchrun.torchrun_engine import TorchrunEngine
 from pippy.drivers.engines.torchrun.torchrun_worker import TorchrunWorker
-from pippy.drivers.session.control import Control
 from pippy.drivers.wire.messages import rpc
-from pippy.drivers.wire.messages.mixed_messages import MixedMessages
-from pippy.drivers.wire.messages.own_messages import OwnMessages
-from pippy.drivers.wire.messages.rpc_messages import RpcMessages
 from pippy.ir.base.brief import brief
 from pippy.ir.base.public_calls import placing_words
 from pippy.ir.base.source import warn
@@ -240,25 +237,16 @@ def _control(
     device_type: str,
     connects_hosts: bool,
 ) -> Cluster:
-    if worker is None:
-        rpc.serve_nothing()
-    _join(rank_info, start_timeout, met.link, met.number)
+    engine = TorchrunEngine(
+        rank_info, worker, met, timeout, lambda within: _join(rank_info, within, met.link, met.number), connects_hosts
+    )
+    control = start(engine, timeout, start_timeout)
     global _was_open
     _was_open = True
-    if worker is not None:
-        worker.start()
-    rpc_names = [address.rpc_name for address in met.addresses]
-    first = {worker: group[0] for group in met.routes.groups for worker in group}
-    own = {} if worker is None else {rank_info.index: OwnMessages(worker.messages, worker.urgent)}
-    messages = MixedMessages(met.near, met.connections, RpcMessages(rpc_names), first, connects_hosts, own)
-    control = Control(met.addresses, timeout, messages=messages)
-    others = [name for name in rpc_names if name != CONTROLLER]
-    control.go_on = f"; {TorchrunProcesses.fixed}"
-    joined = TorchrunProcesses(worker, others, timeout, control, met.connections)
     rpc.take_reports(control.report_lost)
     for at, why in met.routes.reasons.items():
         warn(
             f"worker {met.routes.names[at]!r} shares no memory with the others of its host, and passes values as to another "
             f"host, which is slower ({met.routes.far}): {why}"
         )
-    return opened(Cluster(met.routes.names, control, joined, device_type, met.routes), by_rpc=True)
+    return opened(Cluster(met.routes.names, control, engine, device_type, met.routes), by_rpc=True)

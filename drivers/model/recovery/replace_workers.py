@@ -27,21 +27,21 @@ def replace_lost_workers(cluster: Cluster, limit: float | None = None) -> tuple[
         if not control.broken:
             with suppress(Exception):  # a step may have failed; if a worker is lost, this finds it
                 dispatch.wait_all()
-            for worker in list(cluster.processes.deaths())[:1]:
+            for worker in list(cluster.engine.deaths())[:1]:
                 control.mark_lost(worker, "it died")
         if not control.broken:
             return ()
-        why = cluster.processes.fixed
+        why = cluster.engine.fixed
         if control.lost is None:
             raise ClusterError(control.broken)
         if why is not None:
             raise ClusterError(
-                f"{control.lost.removesuffix(control.go_on)}; no other process can take its place: {why}"
+                f"{control.lost.removesuffix(control.recovery_advice)}; no other process can take its place: {why}"
             )
         dispatch.give_up(ClusterError(control.broken))
         control.to_replace |= control.lost_workers()
         try:
-            replaced = cluster.processes.replace(sorted(control.to_replace))
+            replaced = cluster.engine.replace(sorted(control.to_replace))
         except OSError as error:
             raise ClusterError(_not_replaced(cluster, error)) from error
         except ClusterError as error:

@@ -68,7 +68,7 @@ def test_a_controller_without_a_descriptor_says_so_and_connects_two_workers_late
     connections = ControllerConnections({worker: ours for worker, (ours, _) in enumerate(pairs)})
     ends = [WorkerMessageConnection(theirs, MessageQueue()).connection for _, theirs in pairs]
     first, second = (SharedMemoryTransport(index, {}, controller=end) for index, end in enumerate(ends))
-    control = Control([Address(name, name, "here", 1) for name in "ab"], messages=connections)
+    control = Control([Address(name, "here", 1) for name in "ab"], messages=connections)
     for free in (0, 1):
         with (
             few_descriptors(free),

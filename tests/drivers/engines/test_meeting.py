@@ -16,7 +16,7 @@ from pippy.drivers.engines.torchrun import meeting, rank_terms
 from pippy.drivers.engines.torchrun.interfaces import Link
 from pippy.drivers.engines.torchrun.neighbours import close_all, two_pairs
 from pippy.drivers.engines.torchrun.rank_info import RankInfo
-from pippy.drivers.engines.torchrun.torchrun_processes import TorchrunProcesses
+from pippy.drivers.engines.torchrun.torchrun_engine import TorchrunEngine
 from pippy.drivers.engines.torchrun.torchrun_worker import TorchrunWorker
 from pippy.drivers.protocol.urgent import Connect
 from pippy.drivers.session.control import Address, Control
@@ -141,9 +141,9 @@ class Asked:
         return future
 
 
-def control(by_rpc):
+def control(by_rpc, **options):
     messages = MixedMessages([0, 1], ControllerConnections(), by_rpc, {0: 0, 1: 0, 2: 2, 3: 2, 4: 2, 5: 5})
-    return Control([Address(f"w{i}", f"w{i}", "there", 1) for i in range(6)], messages=messages)
+    return Control([Address(f"w{i}", "there", 1) for i in range(6)], messages=messages, **options)
 
 
 def test_the_first_worker_of_another_host_is_asked_once_to_connect_two_others():
@@ -195,8 +195,7 @@ def test_a_lost_worker_is_followed_by_what_can_be_done():
     assert str(here.mark_lost(2, "killed")).endswith(
         "is lost: killed; call driver.recover(), or close this cluster and open another"
     )
-    under = control(Asked())
-    under.go_on = f"; {TorchrunProcesses.fixed}"
+    under = control(Asked(), recovery_advice=TorchrunEngine.recovery_advice)
     error = under.mark_lost(2, "killed")
     assert "recover" not in str(error) and "torchrun --max-restarts 3" in str(error)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)

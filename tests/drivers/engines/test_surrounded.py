@@ -13,7 +13,7 @@ from pippy.drivers.base.errors import ClusterError, WorkerLostError
 from pippy.drivers.engines.local import fork_server
 from pippy.drivers.engines.local.launch_reports import Died
 from pippy.drivers.engines.local.local_cluster import local_cluster
-from pippy.drivers.engines.local.local_processes import _directory
+from pippy.drivers.engines.local.local_engine import _directory
 
 STAND_IN = "tests.drivers.scripted_worker:Worker"
 
@@ -68,7 +68,7 @@ def test_a_fork_of_the_script_is_refused_its_cluster_and_keeps_nothing_alive(tmp
     cluster.close()
     os.close(writing)
     ended_well(pid, tmp_path / "complaint")
-    assert cluster.processes.fork_server.returncode == 0  # nobody had to kill it
+    assert cluster.engine.fork_server.returncode == 0  # nobody had to kill it
 
 
 def test_a_cluster_of_a_fork_without_streams_whose_signals_are_blocked_beside_files_named_as_modules(

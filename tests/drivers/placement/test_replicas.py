@@ -305,7 +305,7 @@ def test_memory_and_recordings_have_all_replicas(cluster):
 def sent_to_twins(threads, driver, optimizer, steps):
     """For each step, how many values and bytes each worker sends to the one with its stage in the other replica."""
     x, target = batch(8)
-    sent = [each.context.transport.sent for each in threads.control.threads]
+    sent = [each.context.transport.sent for each in threads.engine.workers]
     for _ in range(steps):
         before = [{peer: (count.values, count.bytes) for peer, count in each.items()} for each in sent]
         driver.run(4, x, target)
@@ -338,7 +338,7 @@ def test_the_gradients_of_a_stage_leave_while_others_still_compute(threads, monk
     driver = PipelineDriver(pipe, threads, schedule="interleaved_1f1b", replicas=2, out_of_order=out_of_order)
     optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
     sent = []
-    for worker in threads.control.threads:
+    for worker in threads.engine.workers:
 
         def send(to, key, value, worker=worker, inner=worker.context.transport.send):
             if key[1] >= FIRST_NUMBER and (executor := worker.drivers[driver.number].running):
@@ -480,7 +480,7 @@ def test_workers_that_take_their_instructions_out_of_order(cluster, out_of_order
 def states(cluster, driver):
     """The bytes of optimizer states on each worker."""
     held = []
-    for thread in cluster.control.threads:
+    for thread in cluster.engine.workers:
         of_driver = thread.drivers.get(driver.number)
         own = of_driver.optimizers.values() if of_driver else ()
         held.append(sum(tensor.nbytes for each in own for state in each.held() for tensor in state.values()))

@@ -155,7 +155,7 @@ def test_other_steps_are_not_recorded(threads):
     step._note = results.update
     step.result()
     assert [each.record for each in results.values()] == [None, None, None]
-    states = [worker.drivers[driver.number] for worker in threads.control.threads[:3]]
+    states = [worker.drivers[driver.number] for worker in threads.engine.workers[:3]]
     assert not any("recorder" in vars(executor) for each in states for executor in each.programs.values())
     driver.close()
 

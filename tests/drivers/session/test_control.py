@@ -15,7 +15,7 @@ class Pings(Control):
     """A controller without workers, whose pings end as given: with an error, an answer, or not at all."""
 
     def __init__(self, end):
-        super().__init__([Address("worker0", "rpc0", "here", 1)], timeout=0.05)
+        super().__init__([Address("worker0", "here", 1)], timeout=0.05)
         self.end = end
 
     def ping(self, worker):
@@ -55,7 +55,7 @@ class LostMeanwhile(ControllerConnections):
 def test_a_wait_says_which_worker_is_lost_though_another_thread_has_found_it():
     """It raised a ClusterError of no worker, so that a script which looks for a lost worker did not find it."""
     messages = LostMeanwhile()
-    messages.control = control = Control([Address("worker0", "rpc0", "here", 1)], messages=messages)
+    messages.control = control = Control([Address("worker0", "here", 1)], messages=messages)
     with pytest.raises(WorkerLostError, match=r"worker0.*killed by SIGKILL"):
         control.wait(PendingCall(0, "Step", torch.futures.Future()))
     with pytest.raises(ClusterError, match="lost a worker and cannot go on") as later:
@@ -84,7 +84,7 @@ class Lid(ControllerConnections):
 def test_time_in_which_the_controller_was_stopped_too_does_not_count():
     """As after the lid of a laptop was closed: the workers have had no time to answer the ping either."""
     lid = Lid()
-    control = Control([Address("worker0", "rpc0", "here", 1)], timeout=0.1, interval=0.05, messages=lid)
+    control = Control([Address("worker0", "here", 1)], timeout=0.1, interval=0.05, messages=lid)
     calls = [PendingCall(0, "Step", torch.futures.Future())]
     waiting = control.completed(calls, timeout=0.3)
     lid.ping.add_done_callback(lambda _: calls[0].future.set_result(pickle_message("done")))

@@ -296,7 +296,7 @@ def test_a_check_leaves_nothing_behind(threads):
     before, random_state = torch.get_rng_state(), driver.random_state
     driver.run(3, x, x)
     state = next(
-        state for worker in threads.control.threads for state in worker.drivers.values() if "_loss" in state.modules
+        state for worker in threads.engine.workers for state in worker.drivers.values() if "_loss" in state.modules
     )
     assert state.modules["_loss"].times == 3 and state.modules["_loss"].dropout.training
     assert torch.equal(torch.get_rng_state(), before)

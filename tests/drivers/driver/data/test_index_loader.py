@@ -199,7 +199,7 @@ def test_specs_are_those_of_the_call(threads):
 
 def loads(driver, number):
     """For each worker what it has of a dataset: the keys of its columns, or None for whole rows."""
-    readers = [worker.drivers[driver.number].datasets for worker in driver.dispatch.control.threads]
+    readers = [worker.drivers[driver.number].datasets for worker in driver.cluster.engine.workers]
     held = [reader.datasets.get(number) for reader in readers]
     return [each and (None if each.columns is None else set(each.columns)) for each in held]
 
@@ -215,7 +215,7 @@ def test_only_those_load_that_use_it(threads, make, wanted):
         driver.run(2, *loader.batch(range(8)))
     driver.run(2, *loader.batch(range(8, 16)))
     assert loads(driver, loader.source.number) == wanted
-    held = [worker.drivers[driver.number].datasets.datasets for worker in threads.control.threads]
+    held = [worker.drivers[driver.number].datasets.datasets for worker in threads.engine.workers]
     assert [len(each) for each in held] == [1, 0, 1]  # the worker in the middle has none
     number = loader.source.number
     del loader
@@ -330,7 +330,7 @@ def test_each_replica_loads_its_own_rows(four, kind, options, own):
     loader = IndexLoader(kind(*columns), batch_size=10, **options)
     for at, batch in enumerate(loader):
         assert_same(step(driver, 4, *batch), step(driver, 4, x[10 * at : 10 * at + 10], target[10 * at : 10 * at + 10]))
-    readers = [worker.drivers[driver.number].datasets.datasets for worker in four.control.threads]
+    readers = [worker.drivers[driver.number].datasets.datasets for worker in four.engine.workers]
     for worker, datasets in enumerate(readers):
         (opened_dataset,) = datasets.values()
         held = [opened_dataset.whole] if opened_dataset.columns is None else list(opened_dataset.columns.values())
@@ -636,7 +636,7 @@ def test_mini_batches_that_are_run_as_one(threads):
 
 def ahead(driver, worker=0):
     """What a worker loads, or has loaded, for steps to come: by the position of the mini-batch."""
-    reader = driver.dispatch.control.threads[worker].drivers[driver.number].datasets
+    reader = driver.cluster.engine.workers[worker].drivers[driver.number].datasets
     return {draws[-1]: each for (_, draws), each in reader.ahead.items()}
 
 
@@ -653,7 +653,7 @@ def test_the_next_mini_batches_are_loaded_beside_the_steps(threads, count):
     assert losses == plain
     held = [
         worker.drivers[driver.number].datasets.datasets[loader.source.number].whole
-        for worker in threads.control.threads[:2]
+        for worker in threads.engine.workers[:2]
     ]
     assert [sorted(each.seen) for each in held] == [list(range(ROWS))] * 2  # each row once
     driver.run(2, *next(iter(loader)))

@@ -147,7 +147,7 @@ def test_only_first_steps_run_a_stage_once_more(threads):
     model = Returning(lambda y, rows: y)
     pipe = pipeline(model, nn.MSELoss())
     driver, x = PipelineDriver1F1B(pipe, threads, check=False), torch.randn(8, 4)
-    for state in [each for worker in threads.control.threads for each in worker.drivers.values()]:
+    for state in [each for worker in threads.engine.workers for each in worker.drivers.values()]:
         for module in state.modules.values():
             module.register_forward_hook(note_run)
     driver.run(2, x, x)

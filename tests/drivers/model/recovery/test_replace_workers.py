@@ -112,7 +112,7 @@ def test_an_update_that_was_under_way_as_a_worker_was_lost_may_be_done_by_half(w
 def test_a_worker_is_lost_while_another_is_replaced(workers, monkeypatch):
     training = Training(workers)
     lose(workers, training, 1)
-    replace = workers.processes.replace
+    replace = workers.engine.replace
 
     def replace_and_lose(which):
         monkeypatch.undo()
@@ -120,7 +120,7 @@ def test_a_worker_is_lost_while_another_is_replaced(workers, monkeypatch):
         os.kill(pids(workers)[2], signal.SIGKILL)
         return found
 
-    monkeypatch.setattr(workers.processes, "replace", replace_and_lose)
+    monkeypatch.setattr(workers.engine, "replace", replace_and_lose)
     with pytest.raises(WorkerLostError, match="'worker2'"):
         replace_lost_workers(workers)
     assert replace_lost_workers(workers) == (1, 2)
@@ -146,7 +146,7 @@ def interrupted_in(monkeypatch, where, name):
 def test_ctrl_c_while_a_worker_is_replaced_can_be_followed_by_another_try(workers, monkeypatch):
     training = Training(workers)
     lose(workers, training, 1)
-    for where, name in ((workers.processes, "_await"), (workers.dispatch, "mend")):
+    for where, name in ((workers.engine, "_await"), (workers.dispatch, "mend")):
         with interrupted_in(monkeypatch, where, name):
             replace_lost_workers(workers)
         with pytest.raises(ClusterError, match="lost a worker"):
@@ -197,7 +197,7 @@ def test_a_process_that_cannot_be_forked_is_an_error_and_can_be_tried_again():
 def test_without_the_process_that_workers_are_forked_from_none_can_be_replaced():
     with local_cluster(2, threads=1) as cluster:
         training = Training(cluster, stages=2)
-        os.killpg(cluster.processes.fork_server.pid, signal.SIGKILL)
+        os.killpg(cluster.engine.fork_server.pid, signal.SIGKILL)
         with pytest.raises(WorkerLostError):
             training.step()
         with pytest.raises(ClusterError, match="forked from has ended; open another cluster"):

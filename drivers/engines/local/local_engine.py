@@ -1,4 +1,4 @@
-"""The processes of a local cluster, as the controller sees them: started, watched and ended."""
+"""The engine of a local cluster: processes of this host, started, watched and ended."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
 
-from pippy.drivers.base.errors import ClusterError
+from pippy.drivers.base.errors import RECOVERY_ADVICE, ClusterError
 from pippy.drivers.base.interrupts import uninterrupted
 from pippy.drivers.engines.local.fork_server import BOOT
 from pippy.drivers.engines.local.launch_config import CONTROLLER, LaunchConfig, Replace
@@ -37,7 +37,7 @@ MEMORY = {
 }
 
 
-class LocalProcesses:
+class LocalEngine:
     """The fork server and, through it, the workers. ``close()`` ends them all, and may be called twice."""
 
     def __init__(self, config: LaunchConfig) -> None:
@@ -73,6 +73,8 @@ class LocalProcesses:
             self.socket.send(pickle.dumps(sys.path), socket.MSG_NOSIGNAL)
             self.socket.send(pickle.dumps(config), socket.MSG_NOSIGNAL)
 
+    recovery_advice = RECOVERY_ADVICE
+
     def start(self, timeout: float) -> list[Address]:
         """Wait for the workers and join them."""
         self.timeout = timeout
@@ -86,7 +88,7 @@ class LocalProcesses:
         return [self._address(index) for index in range(len(self.config.names))]
 
     def _address(self, index: int) -> Address:
-        return Address(self.config.names[index], self.config.rpc_name(index), socket.gethostname(), self.pids[index])
+        return Address(self.config.names[index], socket.gethostname(), self.pids[index])
 
     @property
     def fixed(self) -> str | None:
@@ -102,6 +104,8 @@ class LocalProcesses:
 
         If that fails it can be tried again; a process that was started meanwhile is ended then.
         """
+        if self.fixed is not None:
+            raise ClusterError(self.fixed)
         deadline, ends = time.monotonic() + self.timeout, {}
         with ExitStack() as undo, self._reading:
             for index in workers:
@@ -156,7 +160,7 @@ class LocalProcesses:
         except OSError:
             return b""
 
-    def close(self) -> None:
+    def close(self, lost: str | None = None) -> None:
         """Leave the group, and end every process. In a process that was forked from the controller it does nothing."""
         if os.getpid() != self.owner or self.socket.fileno() == -1:
             return

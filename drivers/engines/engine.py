@@ -1,0 +1,58 @@
+"""What a cluster asks of its engine, which starts the workers where they are asked for, and ends them.
+
+    local/        processes of this host, which a fork server starts and watches
+    torchrun/     processes that torchrun has started, on one host or several
+    threads.py    threads of this process
+
+What workers send each other goes by the wire, of which an engine knows nothing but who may be connected with whom. All
+engines pass the tests of tests/drivers/engines/contract.py.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from pippy.drivers.session.control import Address, Control, Messages
+
+
+class Engine(Protocol):
+    """The workers of one cluster, as the operating system, or another program, has them.
+
+    ``fixed`` is why a worker cannot be replaced; None if it can. ``recovery_advice`` ends the error for a lost worker.
+    ``messages``, once the workers are started, carries the controller's messages to them.
+    """
+
+    @property
+    def fixed(self) -> str | None: ...
+
+    @property
+    def recovery_advice(self) -> str: ...
+
+    @property
+    def messages(self) -> Messages: ...
+
+    def start(self, timeout: float) -> Sequence[Address]:
+        """Start the workers, and wait until each can take messages. Gives where they are, in their order."""
+
+    def deaths(self, wait: float = 0.0) -> Mapping[int, str]:
+        """The workers that have died, and how, as far as that is told here. Waits up to so many seconds for the first."""
+
+    def replace(self, workers: Iterable[int]) -> Mapping[int, Address]:
+        """End what is left of some workers, and start others in their places. Gives where those are.
+
+        Raises ClusterError where workers are fixed.
+        """
+
+    def close(self, lost: str | None = None) -> None:
+        """End all workers; ``lost`` says which the cluster has lost, if it has. A second call does nothing."""
+
+
+def start(engine: Engine, timeout: float, start_timeout: float) -> Control:
+    """Start the workers of an engine. Returns what calls them."""
+    addresses = engine.start(start_timeout)
+    return Control(
+        addresses,
+        timeout,
+        deaths=engine.deaths,
+        messages=engine.messages,
+        recovery_advice=engine.recovery_advice,
+    )

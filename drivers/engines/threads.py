@@ -1,0 +1,142 @@
+"""The engine whose workers are threads of this process: nothing is started, sent or listened to, and all can be looked into.
+
+It is for tests, and for looking into workers with a debugger. Python's lock lets one thread run at a time, and all share the
+generators of random numbers of torch.
+"""
+
+import os
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from pippy.drivers.base.errors import RECOVERY_ADVICE, ClusterError
+from pippy.drivers.engines.arguments import worker_names
+from pippy.drivers.engines.cluster import Cluster
+from pippy.drivers.engines.engine import start
+from pippy.drivers.engines.routes import Routes
+from pippy.drivers.protocol.urgent import GiveUp
+from pippy.drivers.session.control import Address
+from pippy.drivers.wire.gpu.accelerator import Accelerator
+from pippy.drivers.wire.gpu.copies import DeviceCopies
+from pippy.drivers.wire.gpu.device_transport import DeviceTransport
+from pippy.drivers.wire.in_process import in_process
+from pippy.drivers.wire.messages.message_queue import Ended, MessageQueue
+from pippy.drivers.wire.messages.own_messages import OwnMessages
+from pippy.drivers.wire.pickling import Pickled
+from pippy.drivers.wire.pollable_event import PollableEvent
+from pippy.drivers.worker.worker import Worker
+from pippy.drivers.worker.worker_context import WorkerContext
+
+_EVERYTHING = GiveUp(first=0, last=1 << 62)
+_ENDS_WITHIN = 10.0  # seconds
+
+
+class ThreadMessages:
+    """Messages to workers of this process; each is copied on its way, as between processes."""
+
+    def __init__(self, own: Sequence[OwnMessages]) -> None:
+        self.own = own
+
+    def post(self, worker: int, number: int, pickled: Pickled) -> "torch.futures.Future[Pickled]":
+        """Put a message into a worker's queue; the future has its answer."""
+        return self.own[worker].post(number, pickled)
+
+    def urgent(self, worker: int, pickled: Pickled) -> "torch.futures.Future[Pickled]":
+        """Have a message answered now, on this thread."""
+        return self.own[worker].urgent(pickled)
+
+    def connect(self, one: int, other: int) -> int | None:
+        """Threads of one process need no connection."""
+
+    def wait(self, wakeup: PollableEvent, timeout: float) -> None:
+        """Sleep until the event is set, or the time is up."""
+        if select.select([wakeup], [], [], timeout)[0]:
+            wakeup.clear()
+
+
+class ThreadEngine:
+    """Workers with these names, each on a thread. Each computes on its accelerator, if some are given."""
+
+    fixed = "the workers are threads of this process, which do not die alone"
+    recovery_advice = RECOVERY_ADVICE
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        accelerators: Sequence[Accelerator | None] | None = None,
+        worker: Callable[[WorkerContext], Any] = Worker,
+    ) -> None:
+        self.names = tuple(names)
+        copies = [DeviceCopies(each) if each else None for each in accelerators or [None] * len(names)]
+        self.devices = tuple("simulated" if each else "cpu" for each in copies)
+        near = {index for index, each in enumerate(copies) if each}
+        transports = [
+            carrier if own is None else DeviceTransport(carrier, own, near - {index})
+            for index, (carrier, own) in enumerate(zip(in_process(len(names)), copies))
+        ]
+        self.contexts = [
+            WorkerContext(index, self.names, MessageQueue(), transport, "cpu", 1, True, own)
+            for index, (transport, own) in enumerate(zip(transports, copies))
+        ]
+        self.workers = [worker(context) for context in self.contexts]
+        self.messages = ThreadMessages(
+            [OwnMessages(context.messages, each.urgent) for context, each in zip(self.contexts, self.workers)]
+        )
+        self._threads = [
+            threading.Thread(target=_run, args=(each,), name=f"pippy {name}", daemon=True)
+            for name, each in zip(names, self.workers)
+        ]
+
+    def start(self, timeout: float) -> Sequence[Address]:
+        """Start the threads."""
+        for each in self._threads:
+            each.start()
+        return [Address(name, socket.gethostname(), os.getpid()) for name in self.names]
+
+    def deaths(self, wait: float = 0.0) -> Mapping[int, str]:
+        """The workers whose threads have ended before their time."""
+        ended = {index for index, each in enumerate(self._threads) if each.ident is not None and not each.is_alive()}
+        return {index: "its thread has ended" for index in ended if not self.contexts[index].messages.ended}
+
+    def replace(self, workers: Iterable[int]) -> Mapping[int, Address]:
+        """Raises."""
+        raise ClusterError(self.fixed)
+
+    def close(self, lost: str | None = None) -> None:
+        """Give up what the workers do, and end their threads. Raises if one goes on computing."""
+        contexts, self.contexts = self.contexts, []
+        for worker, context in zip(self.workers, contexts):
+            worker.urgent(_EVERYTHING)
+            context.messages.end()
+        for each, context in zip(self._threads, contexts):
+            each.join(_ENDS_WITHIN)
+            if each.is_alive():
+                raise ClusterError(
+                    f"the thread of worker {context.name!r} goes on {_ENDS_WITHIN:g} s after its cluster was closed"
+                )
+            context.transport.close()
+            context.messages.close()
+
+
+def thread_cluster(
+    n: int, names: Sequence[str] | None = None, accelerators: Sequence[Accelerator | None] | None = None
+) -> Cluster:
+    """A cluster whose ``n`` workers are threads of this process.
+
+    >>> with thread_cluster(2) as workers:
+    ...     workers
+    <Cluster of 2 workers, open: worker0, worker1>
+    """
+    engine = ThreadEngine(worker_names(n, names), accelerators)
+    control = start(engine, 5.0, 60.0)
+    return Cluster(engine.names, control, engine, routes=Routes.of_host(engine.names, "here", True, engine.devices))
+
+
+def _run(worker: Any) -> None:
+    with suppress(Ended):
+        worker.run()

@@ -1,0 +1,118 @@
+"""What every engine does, tried on workers that run scripted commands (see scripted_worker.py).
+
+Under torchrun all of it runs in the script of a job: so these are functions, and each takes a cluster of two such workers.
+"""
+
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from pippy.drivers.base.errors import ClusterError, WorkerLostError
+from pippy.drivers.protocol.urgent import Ping
+
+
+def ask(control, worker, *message):
+    """What the worker's main thread answers."""
+    return control.wait(control.post(worker, message))
+
+
+@contextmanager
+def within(seconds):
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < seconds
+
+
+def the_workers_are_where_their_addresses_say(cluster):
+    control = cluster.control
+    assert [each.name for each in control.workers] == list(cluster.workers)
+    assert [ask(control, worker, "pid") for worker in range(2)] == [each.pid for each in control.workers]
+
+
+def messages_are_answered_in_their_order(cluster):
+    control = cluster.control
+    calls = [control.post(0, ("note", number)) for number in range(50)]
+    assert len(list(control.completed(calls))) == 50
+    assert ask(control, 0, "noted")[-50:] == list(range(50))
+
+
+def a_message_shares_nothing_with_the_controller(cluster):
+    import torch
+
+    given = torch.ones(3)
+    answer = ask(cluster.control, 1, "echo", given)
+    given.zero_()
+    assert answer.sum() == 3
+
+
+def urgent_messages_are_answered_while_a_worker_computes(cluster):
+    control = cluster.control
+    busy = control.post(0, ("hold",))
+    with within(10):
+        assert control.wait(control.urgent(0, ("await_begun",)))
+        control.wait(control.urgent(0, Ping()))
+        assert not busy.done
+        control.wait(control.urgent(0, ("release",)))
+        assert control.wait(busy) == "released"
+
+
+def one_worker_is_answered_while_another_computes(cluster):
+    control = cluster.control
+    busy = control.post(0, ("hold",))
+    control.wait(control.urgent(0, ("await_begun",)))
+    assert ask(control, 1, "echo", 4) == 4
+    control.wait(control.urgent(0, ("release",)))
+    control.wait(busy)
+
+
+def nobody_has_died(cluster):
+    assert cluster.engine.deaths() == {}
+
+
+def a_worker_is_replaced_or_the_reason_is_given(cluster):
+    """After this, the workers are new, or as they were."""
+    engine, control = cluster.engine, cluster.control
+    if engine.fixed is not None:
+        with pytest.raises(ClusterError) as refused:
+            engine.replace([1])
+        assert str(refused.value) == engine.fixed
+        return
+    before = control.workers
+    control.urgent(1, ("exit", 3))
+    with within(control.timeout + control.interval + 1), pytest.raises(WorkerLostError) as lost:
+        ask(control, 1, "echo", 1)
+    assert lost.value.index == 1 and str(lost.value).endswith(engine.recovery_advice)
+    assert list(engine.deaths(2.0)) == [1]
+    control.mend(engine.replace([1]))
+    assert control.workers[0] == before[0] and control.workers[1].pid != before[1].pid
+    assert engine.deaths() == {} and ask(control, 1, "pid") == control.workers[1].pid
+
+
+def all_end_and_once_is_enough(cluster):
+    """The last one: after this nothing can be sent."""
+    with within(10):
+        cluster.close()
+        cluster.close()
+        cluster.engine.close()
+    with pytest.raises(ClusterError, match="this cluster is closed"):
+        cluster.control.post(0, ("echo", 1))
+
+
+CONTRACT = [
+    the_workers_are_where_their_addresses_say,
+    messages_are_answered_in_their_order,
+    a_message_shares_nothing_with_the_controller,
+    urgent_messages_are_answered_while_a_worker_computes,
+    one_worker_is_answered_while_another_computes,
+    nobody_has_died,
+    a_worker_is_replaced_or_the_reason_is_given,
+    messages_are_answered_in_their_order,
+    all_end_and_once_is_enough,
+]
+
+
+def keep(cluster):
+    """Try all of it on one cluster, in this order."""
+    for each in CONTRACT:
+        each(cluster)
