@@ -55,7 +55,9 @@ class ThreadMessages:
 
     def wait(self, wakeup: PollableEvent, timeout: float) -> None:
         """Sleep until the event is set, or the time is up."""
-        if select.select([wakeup], [], [], timeout)[0]:
+        poll = select.poll()  # which takes descriptors of any number
+        poll.register(wakeup, select.POLLIN)
+        if poll.poll(timeout * 1000):
             wakeup.clear()
 
 

@@ -148,6 +148,7 @@ class DeviceTransport(Transport):
         self._awaited.put(None)
         self._closed.set()
         self.carrier.close()
+        self.links.close()
 
     def _wait_for_traffic(self, seconds: float | None) -> None:
         self.carrier._wait_for_traffic(seconds)

@@ -116,6 +116,11 @@ class DeviceLinks:
             self._wanted.pop(peer, None)
         self._words(peers)
 
+    def close(self) -> None:
+        """Free all places: this worker sends and takes nothing any more, and its process may go on."""
+        self._outgoing.clear()
+        self._incoming.clear()
+
     def held(self) -> frozenset[tuple[int, int, int]]:
         """Where this device waits for another one, or will: the worker, the place, how many values were there."""
         places = [*self._outgoing.items(), *self._incoming.items()]

@@ -161,8 +161,10 @@ def test_a_loss_that_only_its_author_can_read_is_checked_where_the_targets_are(t
     for batch in ((x[20:35], labels[20:35]), loader.batch(range(20, 35))):
         with pytest.raises(MicrobatchError, match="do not add up") as raised:
             PipelineDriver1F1B(pipe, threads).run(4, *batch)
-        refused.append(str(raised.value))
-    assert refused[0] == refused[1]
+        refused.append(
+            str(raised.value).partition("They do if")[2]
+        )  # other rows are tried, as here only indices are known
+    assert refused[0] == refused[1] != ""
 
 
 def test_arguments_by_name_and_what_is_given_beside_them(threads):
