@@ -14,7 +14,7 @@ from pippy.ir.loss.backward import attach_backward
 from pippy.ir.loss.loss_function import attach_loss_function, check_loss_function
 from pippy.ir.loss.returned_loss import LossSpec, default_loss_spec, find_returned_loss
 from pippy.ir.record.compiled import Compiled
-from pippy.ir.trace.trace import Traced
+from pippy.ir.record.traced import Traced
 from pippy.ir.verify.verify import check_rules
 
 Cut = Callable[[Traced], Any]

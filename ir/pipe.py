@@ -27,6 +27,7 @@ from pippy.ir.model_parts import (
 )
 from pippy.ir.record.compiled import Compiled
 from pippy.ir.record.module_hooks import ModuleHooks
+from pippy.ir.record.traced import Traced
 from pippy.ir.reference import run_reference
 from pippy.ir.run.copies import follow_owners
 from pippy.ir.run.gradient_hooks import deep_copy
@@ -37,7 +38,7 @@ from pippy.ir.trace.arguments import Example
 from pippy.ir.trace.exported import module_of
 from pippy.ir.trace.layers import Layers
 from pippy.ir.trace.sequential import trace_sequential
-from pippy.ir.trace.trace import Traced, TracerLike, trace
+from pippy.ir.trace.trace import TracerLike, trace
 from pippy.ir.trace.untraceable import check_model
 from pippy.ir.training_flags import TrainingFlags
 from pippy.ir.verify.verify import check_rules

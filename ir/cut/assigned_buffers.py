@@ -1,8 +1,8 @@
 """Moves the writing of buffers that forward assigns to where their values are made, so that it is in the same stage."""
 
 from pippy.ir.cut.effects import find_mutations
+from pippy.ir.record.traced import Traced
 from pippy.ir.run.functions import assign_
-from pippy.ir.trace.trace import Traced
 
 
 def write_early(traced: Traced) -> None:

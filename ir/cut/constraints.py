@@ -30,9 +30,9 @@ from pippy.ir.base.source import excerpt_of
 from pippy.ir.cut.effects import Mutation, find_mutations
 from pippy.ir.cut.params import MultiUseParameterConfig, MultiUseParamSpec, config_by_tensor
 from pippy.ir.cut.uses import TensorUses, is_constant, operations, uses_of_tensors
+from pippy.ir.record.traced import Traced
 from pippy.ir.run.checkpointed_parts import Part, parts_of
 from pippy.ir.run.shared_tensors import memory_of
-from pippy.ir.trace.trace import Traced
 
 OUT_OF_FORWARD = (
     "; or take the change out of forward, and make it between steps, in this process: driver.copy_to(model), the change, "

@@ -14,7 +14,7 @@ from pippy.ir.base.names import stage_index
 from pippy.ir.cut.cuts import mark
 from pippy.ir.cut.uses import TensorUses, operations, uses_of_tensors
 from pippy.ir.record.compiled import Compiled
-from pippy.ir.trace.trace import Traced
+from pippy.ir.record.traced import Traced
 
 
 def holders(compiled: Compiled, name: str) -> dict[int, str]:

@@ -10,7 +10,7 @@ from pippy.ir.base.marks import pipe_split
 from pippy.ir.base.trees import nbytes
 from pippy.ir.cut.params import MultiUseParamSpec, config_by_tensor, is_to_replicate
 from pippy.ir.cut.uses import operations, uses_of_tensors
-from pippy.ir.trace.trace import Traced
+from pippy.ir.record.traced import Traced
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 

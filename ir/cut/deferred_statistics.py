@@ -6,7 +6,7 @@ from pippy.ir.base.errors import SharedParameterError
 from pippy.ir.base.source import excerpt_of
 from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.cut.uses import TensorUses, operations, uses_of_tensors
-from pippy.ir.trace.trace import Traced
+from pippy.ir.record.traced import Traced
 
 
 def check_deferred_statistics(traced: Traced) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import fx
 
+from pippy.ir.record.traced import Traced
 from pippy.ir.run.checkpointed_parts import is_begin, is_end
 from pippy.ir.run.may_draw import Draws, function_draws, method_draws, module_draws
-from pippy.ir.trace.trace import Traced
 
 # The arguments that are the probability of a dropout: their names and numbers.
 _PROBABILITIES = {

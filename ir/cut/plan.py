@@ -21,7 +21,7 @@ from pippy.ir.cut.deferred_statistics import check_deferred_statistics
 from pippy.ir.cut.effects import Mutation, Roots, find_mutations
 from pippy.ir.cut.params import MultiUseParamSpec, SharedTensor, Sharing, decide
 from pippy.ir.cut.uses import is_constant, is_operation, operations, uses_of_tensors
-from pippy.ir.trace.trace import Traced
+from pippy.ir.record.traced import Traced
 
 
 @dataclass

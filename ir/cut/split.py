@@ -14,12 +14,12 @@ from pippy.ir.cut.params import MultiUseParamSpec, replicas, replicated_names
 from pippy.ir.cut.plan import CutPlan, StagePlan, make_plan
 from pippy.ir.cut.seen_inputs import seen_inputs
 from pippy.ir.record.compiled import Compiled
+from pippy.ir.record.traced import Traced
 from pippy.ir.record.wiring import ValueName, Wiring
 from pippy.ir.run.checkpointed_parts import fetch_before_parts, is_begin, is_end
 from pippy.ir.run.functions import own_copy, set_grad_mode
 from pippy.ir.run.graph_module import KEPT_META, PipeGraphModule, empty_graph_module, install
 from pippy.ir.run.keyed_draws import draw_key, seed_draws
-from pippy.ir.trace.trace import Traced
 
 
 def split(traced: Traced, spec: MultiUseParamSpec = None) -> Compiled:

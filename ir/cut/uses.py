@@ -8,7 +8,7 @@ from torch import fx, nn
 
 from pippy.ir.base.marks import pipe_split
 from pippy.ir.base.names import first_names, named_state
-from pippy.ir.trace.trace import Traced
+from pippy.ir.record.traced import Traced
 
 
 @dataclass

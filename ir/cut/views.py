@@ -18,8 +18,8 @@ from pippy.ir.base.names import named_state
 from pippy.ir.base.source import excerpt_of
 from pippy.ir.cut.effects import find_mutations
 from pippy.ir.cut.uses import is_constant
+from pippy.ir.record.traced import Traced
 from pippy.ir.run.shared_tensors import memory_of
-from pippy.ir.trace.trace import Traced
 
 
 def connect_views(traced: Traced) -> None:

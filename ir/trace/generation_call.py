@@ -20,9 +20,10 @@ import torch
 from torch import nn
 
 from pippy.ir.base.errors import GenerationError
+from pippy.ir.record.traced import Traced
 from pippy.ir.run.key_value_cache import KeysAndValues, KeyValueCache, extended_cache, using_cache
 from pippy.ir.trace.arguments import Call, signature_of
-from pippy.ir.trace.trace import Traced, trace_call
+from pippy.ir.trace.trace import trace_call
 
 _NEEDED = ("input_ids", "attention_mask", "past_key_values", "use_cache")
 _STAR = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

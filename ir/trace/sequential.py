@@ -7,8 +7,8 @@ from torch import fx, nn
 from pippy.ir.base.errors import SplitError, TracingError
 from pippy.ir.base.marks import pipe_split
 from pippy.ir.record.module_hooks import hooks_of
+from pippy.ir.record.traced import Traced
 from pippy.ir.trace.layers import Layers, sequential_of
-from pippy.ir.trace.trace import Traced
 
 
 def trace_sequential(model: nn.Sequential | Layers, marked: bool = True) -> Traced:

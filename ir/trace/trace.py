@@ -1,6 +1,5 @@
 """Tracing: from an `nn.Module` to a marked graph, which has the model's operations and a `pipe_split` node for each cut."""
 
-import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -20,11 +19,11 @@ from pippy.ir.base.marks import (
     recording_splits,
     split_points,
 )
-from pippy.ir.base.modes import Modes
 from pippy.ir.base.names import named_state
 from pippy.ir.call.asked import Asked
 from pippy.ir.call.guards import Guards
 from pippy.ir.call.kinds import kind_of
+from pippy.ir.record.traced import Traced
 from pippy.ir.trace.arguments import (
     Call,
     Example,
@@ -57,35 +56,6 @@ from pippy.ir.trace.training_flag import Setting, flags_after_train, follow_trai
 from pippy.ir.trace.untraceable import check_model, explained
 from pippy.ir.trace.users_caches import forgetting_one_trace
 from pippy.ir.trace.values import Values, find_row_sizes, knowing_values, none_if_known, note_missing_gradients
-
-
-@dataclass
-class Traced:
-    """A marked graph, and what the names in it stand for.
-
-    ``attributes`` has the value of each target of a `get_attr` or `call_module` node. ``required_inputs`` names
-    the inputs that must not be None, because forward does something else without them. ``balanced`` is True if a pass has
-    placed the marks, or has decided that there are none. ``guards`` say what is fixed. ``kept_whole`` has the
-    reason for each module that the graph calls because it could not be traced. ``differing`` has the paths of modules that
-    call something else in the other mode.
-    """
-
-    model: nn.Module
-    graph: fx.Graph
-    attributes: dict[str, Any] = field(default_factory=dict)
-    concrete_args: dict[str, Any] = field(default_factory=dict)
-    required_inputs: tuple[str, ...] = ()
-    signature: inspect.Signature = field(default_factory=inspect.Signature)
-    modes: Modes = field(default_factory=Modes)
-    balanced: bool = False
-    guards: Guards = field(default_factory=Guards)
-    kept_whole: dict[str, str] = field(default_factory=dict)
-    differing: set[str] = field(default_factory=set)
-
-    def recorded(self) -> Recorded:
-        """The graph with its names, for a comparison."""
-        return Recorded(self.graph, self.attributes)
-
 
 TracerLike = fx.Tracer | Callable[[], fx.Tracer]
 
@@ -410,7 +380,11 @@ def _differs_without(traced: Traced, tracer: TracerLike | None, names: list[str]
         without = _retrace(traced, tracer, call_of(traced.model, concrete))
     except PippyError:
         return True
-    return first_difference(traced.recorded(), without, frozenset(names), constants=True) is not None
+    return first_difference(_recorded_in(traced), without, frozenset(names), constants=True) is not None
+
+
+def _recorded_in(traced: Traced) -> Recorded:
+    return Recorded(traced.graph, traced.attributes)
 
 
 def _retrace(traced: Traced, tracer: TracerLike | None, call: Call) -> Recorded:
@@ -438,7 +412,7 @@ def _follow_modes(traced: Traced, tracer: TracerLike | None, call: Call, read: l
         except PippyError as error:  # this mode cannot be traced, or not cut as it is marked
             traced.modes.refused[mode] = f"  {error}"
             continue
-        difference = first_difference(traced.recorded(), other)
+        difference = first_difference(_recorded_in(traced), other)
         if difference is not None:  # in more than constants
             traced.modes.refused[mode] = source.excerpt_of(difference)
             traced.differing |= paths_that_differ(traced.graph, other.graph)

@@ -39,8 +39,8 @@ from pippy.ir.cut.cuts import crossing, mark, marks
 from pippy.ir.cut.params import MultiUseParamSpec
 from pippy.ir.loss.loss_function import TARGET, check_loss_function
 from pippy.ir.loss.returned_loss import LossSpec
+from pippy.ir.record.traced import Traced
 from pippy.ir.trace.arguments import check_examples
-from pippy.ir.trace.trace import Traced
 
 PARAM_SCALE = 4.0  # a parameter, its gradient, and the two moments of Adam
 

@@ -19,7 +19,7 @@ from pippy.ir.cut.cuts import mark, marks
 from pippy.ir.cut.params import MultiUseParamSpec
 from pippy.ir.loss.returned_loss import LossSpec
 from pippy.ir.pipe import Pipe, compiled_of
-from pippy.ir.trace.trace import Traced
+from pippy.ir.record.traced import Traced
 
 
 @dataclass

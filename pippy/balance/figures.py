@@ -13,8 +13,8 @@ from pippy.ir.cut.constraints import Constraint, constraints
 from pippy.ir.cut.cuts import crossing, inside_lists
 from pippy.ir.cut.params import MultiUseParamSpec
 from pippy.ir.cut.uses import operations, uses_of_tensors
+from pippy.ir.record.traced import Traced
 from pippy.ir.run.checkpointed_parts import is_begin, is_end
-from pippy.ir.trace.trace import Traced
 
 
 @dataclass

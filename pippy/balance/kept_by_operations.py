@@ -10,8 +10,8 @@ from pippy.ir.base.trees import nbytes
 from pippy.ir.cut.cuts import travelling_parameters
 from pippy.ir.cut.params import MultiUseParamSpec
 from pippy.ir.cut.uses import operations
+from pippy.ir.record.traced import Traced
 from pippy.ir.run.checkpointed_parts import is_begin
-from pippy.ir.trace.trace import Traced
 
 INPUT = -1  # what makes the inputs of the model
 

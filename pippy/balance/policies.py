@@ -15,7 +15,7 @@ from pippy.ir.base.names import unknown_name
 from pippy.ir.base.near_names import did_you_mean
 from pippy.ir.cut.constraints import Constraint
 from pippy.ir.cut.cuts import scopes
-from pippy.ir.trace.trace import Traced
+from pippy.ir.record.traced import Traced
 
 Split = str | Sequence[str] | Sequence[int] | None
 

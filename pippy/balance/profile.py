@@ -33,9 +33,9 @@ from pippy.ir.base.trees import map_tensors, nbytes, tensors
 from pippy.ir.cut.effects import find_mutations
 from pippy.ir.cut.uses import is_operation, operations
 from pippy.ir.record.nodes import map_nodes
+from pippy.ir.record.traced import Traced
 from pippy.ir.run.checkpointed_parts import is_end, parts_of
 from pippy.ir.run.stage_run import as_leaf
-from pippy.ir.trace.trace import Traced
 
 
 @dataclass
