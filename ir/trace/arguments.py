@@ -219,9 +219,8 @@ def calling_forward(tracer: fx.Tracer, call: Call) -> Iterator[dict[str, Any] | 
 
     def create_args(function: Callable[..., Any], is_module: bool, concrete_args: Any = None) -> Any:
         model = tracer.root
-        inputs = {
-            each.name: tracer.create_proxy("placeholder", each.name, _default(each), {}) for each in call.inputs()
-        }
+        defaults = _defaults(call.inputs())
+        inputs = {name: tracer.create_proxy("placeholder", name, default, {}) for name, default in defaults.items()}
         positional, named = call.arguments(inputs)
 
         @functools.wraps(function)
@@ -234,8 +233,12 @@ def calling_forward(tracer: fx.Tracer, call: Call) -> Iterator[dict[str, Any] | 
         yield None
 
 
-def _default(parameter: inspect.Parameter) -> tuple[Any, ...]:
-    return () if parameter.default is _EMPTY else (parameter.default,)
+def _defaults(inputs: list[inspect.Parameter]) -> dict[str, tuple[Any, ...]]:
+    """The default of each placeholder, if it has one. One without a default cannot come after one with a default."""
+    last = max((at for at, each in enumerate(inputs) if not _is_of_graphs(each.default)), default=-1)
+    return {
+        each.name: () if at <= last or each.default is _EMPTY else (each.default,) for at, each in enumerate(inputs)
+    }
 
 
 def check_concrete_args(model: nn.Module, concrete_args: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -151,8 +151,8 @@ def stopping():
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGALRM, signal.SIGCHLD)}
     yield stop
-    for number, handler in before.items():
-        assert signal.signal(number, handler) is stop
+    found = [signal.signal(number, handler) for number, handler in before.items()]
+    assert found == [stop] * len(before)
 
 
 def test_a_handler_that_raises_breaks_nothing_wherever_its_signal_comes(cluster, stopping):

@@ -89,3 +89,22 @@ def test_an_argument_after_such_a_default():
 
     model = Net()
     torch.testing.assert_close(pipeline(model)(X, scale=3.0), model(X, scale=3.0))
+
+
+def test_a_default_before_one_that_no_graph_can_have():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x, scale=2.0, mask=Missing, other=Missing(), *, shift=1.0):  # noqa: B008
+            x = x.relu() + other
+            pipe_split()
+            return self.layer(x) * scale * mask + shift
+
+    model = Net()
+    pipe = pipeline(model, example_args=(X,), example_kwargs={"mask": MASK, "other": MASK})
+    torch.testing.assert_close(pipe(X, mask=MASK, other=MASK + 1), model(X, mask=MASK, other=MASK + 1))
+    pipe = pipeline(model, example_args=(X, MASK, MASK, MASK), example_kwargs={"shift": MASK})
+    given = {"mask": MASK, "other": MASK + 1, "shift": MASK + 2}
+    torch.testing.assert_close(pipe(X, MASK, **given), model(X, MASK, **given))
