@@ -7,7 +7,6 @@ from pippy.drivers.base.errors import DriverError
 from pippy.drivers.batch.items import Call, call_of
 from pippy.drivers.driver.steps.driver_arguments import check_chunks
 from pippy.drivers.model.model_on_workers import ModelOnWorkers
-from pippy.ir.base.names import LOSS
 from pippy.ir.base.trees import describe
 
 
@@ -38,4 +37,4 @@ def next_call(data_iter: Iterator[Any], chunks: Any, method: str) -> Call:
 
 def loss_alone(driver: ModelOnWorkers) -> dict[str, Any]:
     """What to give `run` for the loss alone: what a model returns beside its loss stays on the workers."""
-    return {} if LOSS in driver.compiled.split_gm._modules or driver.compiled.loss is None else {"outputs": False}
+    return {} if driver.compiled.loss_module is not None or driver.compiled.loss is None else {"outputs": False}

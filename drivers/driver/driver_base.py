@@ -78,7 +78,6 @@ from pippy.drivers.session.step_numbers import first_numbers
 from pippy.drivers.worker.compiling import compile_options
 from pippy.ir.base import source
 from pippy.ir.base.brief import brief
-from pippy.ir.base.names import LOSS
 from pippy.ir.base.public_calls import placing_words
 from pippy.ir.base.surroundings import Surroundings, refused_here
 from pippy.ir.pipe import Pipe, compiled_of, example_of, follow_parameters, follow_training_flags, module_hooks_of
@@ -414,9 +413,9 @@ class PipelineDriverBase(ModelOnWorkers):
     def _made_first_step(self) -> FirstStep:
         by_step = self.buffers != "per_microbatch"
         given = self.placed, self.programs, self.commands, self.datasets, self.step_timeout, self.cluster.device_type
-        may_be_single = LOSS in self.compiled.split_gm._modules and self.replicas == 1
+        may_be_single = self.compiled.loss_module is not None and self.replicas == 1
         trials = TrialSteps(*given, by_step)
-        return FirstStep(trials, self.loss_reduction, self.single_loss, by_step, may_be_single, self._fits)
+        return FirstStep(trials, self.loss_reduction, self.single_loss, may_be_single, self._fits)
 
     def _trial_bytes(self, rows: Division, states: Sequence[CountedOptimizer]) -> tuple[int, ...]:
         return trial_bytes(self.pipe, rows, self.placement, torch.device(self.cluster.device_type), states)

@@ -84,6 +84,11 @@ class Compiled:
             raise NameLookupError(f"the Pipe has no stage {brief(name)}; it has {', '.join(self.split_gm._modules)}")
         return self.split_gm._modules[wanted]
 
+    @property
+    def loss_module(self) -> Any:
+        """The loss's module; None if the model returns its loss, or has none."""
+        return self.split_gm._modules.get(LOSS)
+
     def stage_outputs(self, name: str) -> Any:
         """The node in a stage's graph that makes its output, or the tuple of them."""
         return self.stage(name).graph.output_node().args[0]

@@ -63,7 +63,7 @@ def check_calls(subject: Subject) -> Faults:
         yield Fault(None, f"the calls are {called}; they must be {wanted}")
     if loss is not None and subject.loss_node is None:
         yield Fault(None, f"the loss is the value of {loss.value!r}, which the graph does not have")
-    if (LOSS in subject.compiled.split_gm._modules) != (LOSS in wanted):
+    if (subject.compiled.loss_module is not None) != (LOSS in wanted):
         yield Fault(None, "the module _loss is there if and only if the Pipe was made with a loss function")
 
 

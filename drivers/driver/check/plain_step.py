@@ -79,7 +79,7 @@ class PlainModel:
 
     def __init__(self, model: nn.Module, compiled: Compiled, numbers: Mapping[str, torch.Tensor]) -> None:
         self.compiled = compiled
-        losses = [compiled.stage(LOSS)] if LOSS in compiled.split_gm._modules else []
+        losses = [] if compiled.loss_module is None else [compiled.loss_module]
         try:
             self.model, *copied = deep_copy([model, *losses])
         except Exception as error:

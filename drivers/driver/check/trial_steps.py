@@ -40,7 +40,10 @@ class Tried:
 
 
 class TrialSteps:
-    """The trials of one driver. ``limit`` is how many seconds each may take."""
+    """The trials of one driver. ``limit`` is how many seconds each may take.
+
+    With ``buffers``, those that forward changes are compared, too.
+    """
 
     def __init__(
         self,
@@ -50,10 +53,10 @@ class TrialSteps:
         datasets: SentDatasets,
         limit: float | None,
         device_type: str,
-        follow_buffers: bool,
+        buffers: bool,
     ) -> None:
         self.placed, self.programs, self.commands, self.datasets = placed, programs, commands, datasets
-        self.limit, self.device_type, self.follow_buffers = limit, device_type, follow_buffers
+        self.limit, self.device_type, self.buffers = limit, device_type, buffers
         self._remembered = False
 
     def run(
@@ -92,7 +95,7 @@ class TrialSteps:
                 ),
                 purpose,
                 watch,
-                self.follow_buffers and follow,
+                self.buffers and follow,
             )
             for rank in ranks
         }
@@ -103,7 +106,9 @@ class TrialSteps:
             tuple(float(each) for each in losses),
             tuple(weights),
             losses[0].dtype,
-            tuple(each for rank in ranks for each in answers[rank].differences),
+            tuple(
+                each for rank in ranks for each in answers[rank].differences if self.buffers or each.kind != "buffer"
+            ),
             Asked(
                 tuple(dict.fromkeys(each for rank in ranks for each in answers[rank].asked.questions)),
                 tuple(each for rank in ranks for each in answers[rank].asked.chosen),

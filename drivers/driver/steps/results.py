@@ -13,7 +13,6 @@ from pippy.drivers.batch.division import Division, SameForAll
 from pippy.drivers.batch.loss_weights import loss_weights, reduction_of, weighing_inputs
 from pippy.drivers.batch.merge import LOSS_PLACE, check_leaves_loss_alone, merge_outputs
 from pippy.drivers.driver.steps.asked_outputs import LossAndOutputs, model_output
-from pippy.ir.base.names import LOSS
 from pippy.ir.base.trees import children, leaves, with_children
 from pippy.ir.call.row_sizes import UNSURE, dims_of
 from pippy.ir.record.compiled import Compiled
@@ -42,7 +41,7 @@ class Results:
         self.trains, self.outputs, self.loss_reduction = trains, outputs, loss_reduction
         self.compiled, self.names, self.division = compiled, names, division
         self.output_spec, self.single_loss = output_spec, single_loss
-        self.reduction = reduction_of(self._loss())
+        self.reduction = reduction_of(compiled.loss_module)
         self.assumes = compiled.loss is not None and not (single_loss or loss_reduction or self.reduction.known)
         self.weighs_elsewhere = compiled.loss is not None and not single_loss and self._weighs_elsewhere()
         self.weights = self._weights()
@@ -53,14 +52,10 @@ class Results:
         if self.compiled.loss is not None and output_spec is not None:
             check_leaves_loss_alone(output_spec, map_nodes(self._loss_in, self.output))
 
-    def _loss(self) -> Any:
-        """The loss's module; None if the model returns its loss."""
-        return self.compiled.stage(LOSS) if LOSS in self.compiled.split_gm._modules else None
-
     def _weights(self) -> tuple[float, ...]:
         if self.compiled.loss is None or self.single_loss or self.weighs_elsewhere:
             return (1.0,) * self.division.chunks
-        return loss_weights(self._loss(), self.division, self.compiled.target_name, self.loss_reduction)
+        return loss_weights(self.compiled.loss_module, self.division, self.compiled.target_name, self.loss_reduction)
 
     def _weighs_elsewhere(self) -> bool:
         """Whether a worker finds the weights of the losses, as it has loaded what they are found by."""

@@ -1,0 +1,183 @@
+"""Compares a few rows as one micro-batch with the same rows as two: in one way in which losses add up, and cut in two places.
+
+    begun        reference · two micro-batches
+    by           two micro-batches, whose losses add up in another way
+    measured     noise · two micro-batches              if what differs may be rounding, or a buffer that changes once in a step
+    elsewhere    two other micro-batches                the first two may agree by chance
+
+Each is compared with the reference that was run last.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from pippy.drivers.base.errors import ClusterError
+from pippy.drivers.batch.division import Division
+from pippy.drivers.batch.loss_weights import loss_weights
+from pippy.drivers.compare.tolerance import LEAST, Tolerance, floor_of
+from pippy.drivers.driver.check.rows import TriedRows
+from pippy.drivers.driver.check.trial_steps import TrialSteps, Tried
+from pippy.drivers.protocol.trials import Difference, Purpose
+from pippy.ir.base.errors import PippyError
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the losses of micro-batches are said to add up: by a reduction, or ``single``, as one loss over all."""
+
+    how: str | Callable[..., Any] | None
+    single: bool = False
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the comparison of some rows found: the reference, two micro-batches, and what differs.
+
+    ``elsewhere`` is the same for two other micro-batches, if these agree.
+    """
+
+    rows: TriedRows
+    way: Way
+    whole: Tried
+    parts: Tried
+    allowed: float  # of the loss
+    elsewhere: "Found | None" = None
+
+    @property
+    def loss_differs(self) -> bool:
+        return not abs(self.parts.loss - self.whole.loss) <= self.allowed
+
+    @property
+    def buffers_differ(self) -> bool:
+        return any(each.kind == "buffer" for each in self.parts.differences)
+
+    @property
+    def differences(self) -> list[Difference]:
+        """What differs, worst first."""
+        return sorted(self.parts.differences, key=lambda each: -each.share)
+
+    @property
+    def agrees(self) -> bool:
+        return self.wrong is None
+
+    @property
+    def wrong(self) -> "Found | None":
+        """The comparison that does not agree: this one, or that of two other micro-batches."""
+        if self.loss_differs or self.parts.differences:
+            return self
+        return None if self.elsewhere is None else self.elsewhere.wrong
+
+    def both(self) -> "Iterator[Found]":
+        """The comparison, and that of two other micro-batches if there is one."""
+        yield self
+        if self.elsewhere is not None:
+            yield self.elsewhere
+
+    def misses(self, weights: Sequence[float]) -> float:
+        """By how much of the loss the losses of the micro-batches do not add up with these weights; 0 if they do."""
+        total = sum(weight * loss for weight, loss in zip(weights, self.parts.losses) if weight)
+        off = abs(total - self.whole.loss)
+        return 0.0 if off <= self.allowed else off / max(abs(self.whole.loss), self.allowed)
+
+
+class Unlike(Exception):
+    """Nothing can be compared; the message says why."""
+
+
+class NotFinite(Unlike):
+    """The loss is no number: another step may show more."""
+
+
+class Comparisons:
+    """The comparisons of one driver."""
+
+    def __init__(self, trials: TrialSteps) -> None:
+        self.trials, self.compiled = trials, trials.placed.compiled
+
+    def weights(self, division: Division, way: Way) -> tuple[float, ...]:
+        """The weights of micro-batches' losses."""
+        if way.single:
+            return (1.0,) * division.chunks
+        return loss_weights(self.compiled.loss_module, division, self.compiled.target_name, way.how)
+
+    def counting(self, rows: TriedRows, way: Way) -> TriedRows:
+        """The rows in an order in which both micro-batches count, if there is one: else nothing would be compared."""
+        turned = (rows.rotated(by) for by in range(sum(rows.sizes)))
+        return next((each for each in turned if all(self.weights(each.divided(2), way))), rows)
+
+    def begun(self, rows: TriedRows, way: Way, watch: bool = False) -> Found:
+        """Compare once. With ``watch``, what the model asks is noted. Raises `Unlike` if there is nothing to compare."""
+        rows = self.counting(rows, way)
+        whole = self._tried(rows, way, Purpose.REFERENCE, watch)
+        if not (math.isfinite(whole.loss) and whole.is_finite):
+            raise NotFinite(f"the loss of a few rows is {whole.loss}, or a gradient is no number")
+        return Found(rows, way, whole, self._tried(rows, way, Purpose.COMPARED), self._allowed(whole, 0.0))
+
+    def by(self, found: Found, way: Way) -> Found:
+        """The comparison that was just begun, in another way."""
+        return replace(found, way=way, parts=self._tried(found.rows, way, Purpose.COMPARED))
+
+    def measured(self, found: Found) -> Found:
+        """The same once it is known how much rounding moves, which is measured only where it may matter."""
+        off = abs(found.parts.loss - found.whole.loss)
+        if found.agrees or (off > self._allowed(found.whole, math.inf) and not found.buffers_differ):
+            return found
+        turned = self._tried(found.rows, found.way, Purpose.NOISE)
+        parts = self._tried(found.rows, found.way, Purpose.COMPARED, follow=True)
+        if any(each.kind == "buffer" for each in parts.differences):
+            parts = self._tried(found.rows, found.way, Purpose.COMPARED, follow=True)  # they change once in a step now
+        allowed = self._allowed(found.whole, abs(turned.loss - found.whole.loss))
+        return replace(found, parts=parts, allowed=allowed)
+
+    def cut_elsewhere(self, found: Found) -> Found:
+        """Compare what was just found to agree with two other micro-batches, too."""
+        if not found.agrees or sum(found.rows.sizes) == 2:
+            return found
+        rows = self.counting(found.rows.cut_elsewhere(), found.way)
+        other = replace(found, rows=rows, parts=self._tried(rows, found.way, Purpose.COMPARED))
+        return replace(found, elsewhere=self.measured(other))
+
+    def compared(self, rows: TriedRows, way: Way) -> Found:
+        """Compare, cut in two places."""
+        return self.cut_elsewhere(self.measured(self.begun(rows, way)))
+
+    def fit(self, every: Sequence[TriedRows], way: Way) -> bool:
+        """Whether rows agree in this way, all of them."""
+        try:
+            return all(self.compared(rows, way).agrees for rows in every)
+        except (Unlike, PippyError):
+            return False
+
+    def draws(self, found: Found) -> bool:
+        """Whether the same rows give something else when they are computed again."""
+        division = found.rows.divided(1)
+        weights = self.weights(division, found.way)
+        self.trials.run(division, weights, Purpose.REFERENCE, single_loss=found.way.single)
+        again = self.trials.run(division, weights, Purpose.COMPARED, single_loss=found.way.single, number=1)
+        return bool(again.differences) or not abs(again.loss - found.whole.loss) <= found.allowed
+
+    def _tried(self, rows: TriedRows, way: Way, purpose: Purpose, watch: bool = False, follow: bool = False) -> Tried:
+        """Run a trial. Raises `Unlike` if it cannot be computed."""
+        division = rows.divided(2 if purpose is Purpose.COMPARED else 1, turned=purpose is Purpose.NOISE)
+        weights = self.weights(division, way)
+        try:
+            return self.trials.run(division, weights, purpose, watch, way.single, follow=follow)
+        except ClusterError:
+            raise
+        except PippyError as error:
+            part = "a part" if purpose is Purpose.COMPARED else "a few"
+            raise Unlike(f"{part} of the rows cannot be computed alone: {error}") from error
+
+    def _allowed(self, whole: Tried, noise: float) -> float:
+        size = abs(whole.loss)
+        return Tolerance(size, noise, size, self._floor(whole)).allowed
+
+    def _floor(self, tried: Tried) -> float:
+        device = self.trials.device_type
+        casts = [torch.get_autocast_dtype(device)] if torch.is_autocast_enabled(device) else []
+        dtypes = [each.dtype for _, stage in self.compiled.stages() for each in stage.parameters()]
+        return max(LEAST, floor_of(tried.dtype, *casts, *dtypes))

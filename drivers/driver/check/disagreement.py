@@ -1,0 +1,63 @@
+"""What the error says of rows that do not agree: which rows, what their losses are, and what else differs."""
+
+from collections.abc import Sequence
+
+from pippy.drivers.batch.loss_weights import reduction_of
+from pippy.drivers.driver.check.comparisons import Found
+from pippy.drivers.driver.check.rows import TriedRows
+from pippy.drivers.protocol.trials import Difference
+from pippy.ir.base.names import LOSS
+from pippy.ir.record.compiled import Compiled
+
+_SHOWN = 5  # differences
+
+
+def disagreement(compiled: Compiled, found: Found) -> str:
+    """The beginning of an error, which is followed by advice."""
+    one, two = found.rows.sizes
+    count = one + two
+    text = (
+        f"{count} of the rows{_edits_of(found.rows)} as one micro-batch and the same as two, of {one} and {two} rows, "
+        "do not give the same numbers, so the step would not be the plain model's. The losses of the micro-batches "
+    )
+    kind = _spelled(compiled, found)
+    if found.loss_differs:
+        parts = " and ".join(f"{loss:.6g}" for loss in found.parts.losses)
+        text += (
+            f"do not add up to the loss of the whole as {kind}: they are {parts}, together "
+            f"{found.parts.loss:.6g}, and the whole is {found.whole.loss:.6g}. "
+        )
+    else:
+        text += f"add up as {kind}, but not all else does. "
+    differences = found.differences
+    text = text.rstrip() if differences else text
+    for each in differences[:_SHOWN]:
+        text += f"\n  {each.kind} of {_user_name(compiled, each)}: off by {each.share:.2g} of its size"
+    more = len(differences) - _SHOWN
+    return text + (f"\n  and {more} more" if more > 0 else "") + "\n" * bool(differences)
+
+
+def _edits_of(rows: TriedRows) -> str:
+    """Which numbers were put into the rows, as later batches may have them."""
+    users = {name: user for user, name in rows.division.names.items()}
+    said = [f"{users.get(place[0], place[0])!r} is {_listed(edit.values)}" for place, edit in rows.edits.items()]
+    return f", in some of which {' and '.join(said)}," if said else ""
+
+
+def _spelled(compiled: Compiled, found: Found) -> str:
+    if found.way.single:
+        return "one loss over all"
+    if callable(found.way.how):
+        return "loss_reduction counts"
+    kind = found.way.how or reduction_of(compiled.loss_module).kind
+    return "a sum" if kind == "sum" else "a mean over rows"
+
+
+def _user_name(compiled: Compiled, each: Difference) -> str:
+    if each.call == LOSS:
+        return repr(f"{LOSS}.{each.name}")
+    return f"{compiled.remap_qualname(f'{each.call}.{each.name}')!r} ({each.call})"
+
+
+def _listed(values: Sequence[float]) -> str:
+    return " or ".join(dict.fromkeys(f"{value:g}" if isinstance(value, float) else str(value) for value in values))

@@ -1,0 +1,74 @@
+"""Finds what to do about rows that do not agree: another reduction, a single loss, an input that is not cut. All is tried."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from pippy.drivers.batch.division import CutTensor, DividedValue, SameForAll
+from pippy.drivers.compare.asked import Asked
+from pippy.drivers.driver.check.comparisons import Comparisons, Found, Way
+from pippy.drivers.driver.check.reductions import Candidate, candidates
+from pippy.drivers.driver.check.rows import TriedRows
+from pippy.ir.base.errors import PippyError
+
+_TRIED = 4  # reductions, in trials
+_NEARLY = 1e-3  # of a loss: reductions that give it otherwise are not tried
+
+
+class Remedies:
+    """What to do about the rows that a driver compares. ``may_be_single`` says whether it can have a single loss."""
+
+    def __init__(self, comparisons: Comparisons, may_be_single: bool) -> None:
+        self.comparisons, self.may_be_single = comparisons, may_be_single
+
+    def counts(self, found: Found) -> Iterator[Way]:
+        """The ways that a loss of torch asks for itself and with which the losses add up, if they are others."""
+        for candidate in self._candidates(found, found.whole.asked):
+            if candidate.counted and not self._misses([found], candidate):
+                way = Way(candidate.how)
+                if self.comparisons.weights(found.rows.divided(2), way) != found.parts.weights:
+                    yield way
+
+    def reduction(self, sets: Sequence[Found], asked: Asked) -> Candidate | None:
+        """The first reduction with which all sets of rows agree."""
+        missing = [(self._misses(sets, each), each) for each in self._candidates(sets[0], asked)]
+        best = sorted((each for each in missing if each[0] <= _NEARLY), key=lambda each: (each[0], not each[1].counted))
+        rows = [each.rows for each in sets]
+        return next((each for _, each in best[:_TRIED] if self.comparisons.fit(rows, Way(each.how))), None)
+
+    def other_advice(self, rows: Sequence[TriedRows], way: Way) -> str:
+        """What to do where no reduction helps."""
+        fit = self.comparisons.fit
+        if self.may_be_single and not way.single and fit(rows, Way(None, single=True)):
+            return (
+                "Compute the loss once, over all: PipelineDriverFillDrain(pipe, single_loss=True); or run one micro-batch, "
+                "chunks=1"
+            )
+        users = {name: user for user, name in rows[0].division.names.items()}
+        for name, value in rows[0].division.arguments.items():
+            if isinstance(value, CutTensor) and fit([rows[0].with_argument(name, _same_for_all)], way):
+                return (
+                    f"They do if {users.get(name, name)!r} is no part of the batch: give the driver "
+                    f"chunk_spec={{{users.get(name, name)!r}: Replicate()}}"
+                )
+        return (
+            "No other known reduction fits either: numbers of several rows are put together. Run one micro-batch, "
+            "chunks=1. If you know that the difference does not matter, give the driver check=False"
+        )
+
+    def _candidates(self, found: Found, asked: Asked) -> Iterator[Candidate]:
+        return candidates(found.rows.divided(1), asked, self.comparisons.compiled.target_name)
+
+    def _misses(self, sets: Sequence[Found], candidate: Candidate) -> float:
+        """By how much the losses do not add up, at most."""
+        try:
+            return max(
+                each.misses(self.comparisons.weights(each.rows.divided(2), Way(candidate.how)))
+                for found in sets
+                for each in found.both()
+            )
+        except (PippyError, RuntimeError, IndexError, TypeError, ValueError):  # it does not count such targets
+            return math.inf
+
+
+def _same_for_all(leaf: DividedValue) -> DividedValue:
+    return SameForAll(leaf.value, leaf.requires_grad) if isinstance(leaf, CutTensor) else leaf
