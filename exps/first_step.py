@@ -7,11 +7,11 @@ Method:   two workers, pinned, one intra-op thread each, 1F1B, 8 micro-batches: 
           ``check=False``, in random order. Timed are the first step, and ``--steps`` steps after it. Figures are medians over
           rounds, and in brackets the quarter and three quarters. ``trials`` are the steps of a few rows that the check sends,
           one message to each worker, and one more to drop what was compared.
-Finding:  two cores that other work kept busy (--rounds 5). Perceptron: 3 trials, first step 448 ms (359 to 516) checked and 113
-          not, a later step 66: the check takes 5 of those. Decoder, tiny: 20 trials, 2,960 ms (2,500 to 3,930), 136 and 103:
-          27 of them; small: 6,240 ms (6,120 to 6,900), 464 and 345: 17. Their loss is a function that calls torch's cross
-          entropy: padding is tried, disagrees, and so does the count that is found. Before rounding was measured only where it
-          may matter, there were 4 and 28 trials, and the check took 5, 52 and 23 later steps.
+Finding:  two cores that other work kept busy (--rounds 3 --steps 6). Perceptron: 3 trials, first step 129 ms (109 to 175)
+          checked and 50 not, a later step 22: the check takes 4 of those. Decoder, tiny: 10 trials, 806 ms (777 to 901), 91
+          and 61: 12 of them; small: 2,474 ms (2,209 to 2,670), 307 and 263: 8. Their loss is a function that calls torch's
+          cross entropy: padding is tried, and the count that torch takes fits. Before that was tried first there were 20
+          trials, which took 27 and 17 later steps; before rounding was measured only where it may matter 28: 52 and 23.
 """
 
 import argparse

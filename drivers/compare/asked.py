@@ -46,11 +46,15 @@ class Question:
 
 @dataclass(frozen=True)
 class Chosen:
-    """How many of ``of`` numbers were chosen by a mask that was computed, on the way to a mean; at which line of the model."""
+    """How many of ``of`` numbers were chosen by a mask that was computed, on the way to a mean; at which line of the model.
+
+    With ``ranked``, as by argmax, ``count`` of ``of`` rows choose as the first one, and the choices are averaged over rows.
+    """
 
     where: str
     count: float
     of: float
+    ranked: bool = False
 
     @property
     def are_all(self) -> bool:

@@ -206,7 +206,7 @@ class FirstStep:
                 check_guards(self.compiled, {name: division.take(name, chunk) for name in names})
 
     def _check_choices(self, sets: Sequence[Found]) -> None:
-        """Raise if the loss is a mean over what a mask chooses that chose all numbers in all rows that were tried."""
+        """Raise if the loss is a mean that depends on what is chosen, and that was the same in all rows that were tried."""
         chosen = [each.whole.asked.chosen for each in sets]
         for untried in (each for each in chosen[0] if each.are_all):
             if all(other.are_all for others in chosen for other in others if other.where == untried.where):
@@ -262,6 +262,13 @@ _UNKNOWN_DRAWS = (
 
 
 def _unknown_choice(chosen: Chosen) -> str:
+    if chosen.ranked:
+        return (
+            "the loss has a mean over rows of what each row chooses, as a loss that balances experts has. All rows that were "
+            "tried choose alike, so whether the losses of micro-batches add up when rows do not cannot be seen:\n"
+            f"  {chosen.where}\nThe plain model's mean is over all rows: run one micro-batch, chunks=1; or give the driver "
+            "loss_reduction='mean', if rows always choose alike, or if the mean may be over each micro-batch"
+        )
     return (
         "the loss is a mean over what a mask chooses. It has chosen all in the rows that were tried, so how the losses of "
         f"micro-batches add up when it does not cannot be seen:\n  {chosen.where}\nSay it with loss_reduction=: a function "

@@ -4,6 +4,8 @@ labels ── pad, [:, 1:], view, to ──▶ shifted == -100      a question, 
                                           │
 logits[shifted != -100].mean()   ◀────────┘               chosen by a mask: so many of so many
 (losses * mask).sum() / mask.sum()                        divided by a count: so many of so many
+
+one_hot(p.argmax(-1)).mean(0) * p.mean(0)                 a mean of choices: so many of so many rows choose alike
 """
 
 import inspect
@@ -33,6 +35,9 @@ _MEANS = frozenset("mean cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss 
     "binary_cross_entropy",
     "binary_cross_entropy_with_logits",
 }
+_RANKS = frozenset("argmax argmin topk sort argsort".split())
+_SAME_CHOICES = _SAME_NUMBERS | frozenset("one_hot scatter eq ne lt le gt ge mul sum mean amax any".split())
+_OVER_ROWS = frozenset({"sum", "mean"})
 _SUMS = frozenset({"sum", "count_nonzero", "mean"})
 _MOST_VALUES = 8  # of a table that targets are looked up in
 _MOST_CLASSES = 64  # whose weights travel to the controller
@@ -62,6 +67,8 @@ class Watch(TorchFunctionMode):
         }
         self._derived: Any = WeakTensorKeyDictionary()
         self._masks: Any = WeakTensorKeyDictionary()  # how many of how many are True, or for a count, are counted
+        self._choices: Any = WeakTensorKeyDictionary()  # what is computed from the choice of each row
+        self._means: Any = WeakTensorKeyDictionary()  # and over rows
         self._questions: dict[Question, None] = {}
         self._chosen: list[Chosen] = []
 
@@ -86,6 +93,7 @@ class Watch(TorchFunctionMode):
             self._masks[made] = float(made.sum()), float(made.numel())
         elif isinstance(made, torch.Tensor):
             self._follow(name, first, args, made)
+        self._follow_choices(name, args, kwargs, made)
         if name in _MEANS and isinstance(made, torch.Tensor) and made.numel() == 1:
             if name in ("cross_entropy", "nll_loss"):
                 self._note_entropy(getattr(F, name), args, kwargs)
@@ -109,6 +117,27 @@ class Watch(TorchFunctionMode):
         as_many = made.numel() in (1, first.numel())
         if (name in _SUMS and made.numel() == 1) or (name in _SAME_COUNT and as_many):
             self._masks[made] = counted
+
+    def _follow_choices(self, name: str, args: Any, kwargs: Mapping[str, Any], made: Any) -> None:
+        """Follow which of its numbers each row chooses, to a mean over rows that what is trained depends on."""
+        first = args[0]
+        if name in _RANKS and first.is_floating_point() and first.dim() > 1:
+            self._choices[made if isinstance(made, torch.Tensor) else made[1]] = True
+            return
+        if not isinstance(made, torch.Tensor):
+            return
+        given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+        means = [self._means[each] for each in given if each in self._means]
+        if means and made.requires_grad:
+            self._chosen += [each for each in means if each not in self._chosen]
+        elif means:
+            self._means[made] = means[0]
+        elif not made.requires_grad and name in _SAME_CHOICES and any(each in self._choices for each in given):
+            if name in _OVER_ROWS and _is_over_rows(first, args, kwargs):
+                alike = (first == first[:1]).flatten(1).all(1) if first.dim() > 1 else first == first[0]
+                self._means[made] = Chosen(_here(), float(alike.sum()), float(len(first)), ranked=True)
+            else:
+                self._choices[made] = True
 
     def _compared(self, name: str, operands: Any) -> Iterator[Question]:
         first, other = operands[0], operands[1] if len(operands) > 1 else None
@@ -144,6 +173,13 @@ class Watch(TorchFunctionMode):
 
 def _is_index(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
+def _is_over_rows(tensor: torch.Tensor, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a sum or mean of a tensor goes over its first dimension."""
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    dims = range(tensor.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
+    return any(each in (0, -tensor.dim()) for each in dims)
 
 
 def _chosen_for(mean: torch.Tensor) -> Iterator[Chosen]:

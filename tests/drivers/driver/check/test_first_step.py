@@ -250,6 +250,64 @@ def test_a_choice_by_computed_numbers_asks_for_a_reduction(threads):
     PipelineDriver1F1B(pipe, threads, loss_reduction="mean").run(4, x, target)
 
 
+def alike(model, expert):
+    """The model, all of whose rows choose this expert: a few rows do not show what becomes of others."""
+    with torch.no_grad():
+        model.a.bias[expert] = 9.0
+    return model
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        lambda p: F.one_hot(p.argmax(-1), 6).to(p.dtype).mean(0),
+        lambda p: F.one_hot(p.topk(1, -1).indices, 6).double().sum(1).sum(dim=0) / p.size(0),
+        lambda p: torch.zeros_like(p.detach()).scatter(1, p.argmax(1, keepdim=True), 1.0).mean((0,)),
+        lambda p: (p.argmax(1, keepdim=True) == torch.arange(6)).double().mean(0, keepdim=True),
+    ],
+)
+def test_a_mean_of_choices_that_are_alike_asks_for_a_reduction(threads, chosen):
+    model = alike(WithPenalty(lambda x: (chosen(x.softmax(-1)) * x.softmax(-1).mean(0)).sum()), 2)
+    pipe = pipeline(model, output_loss_value_spec=True)
+    x, labels = torch.randn(8, 4), torch.tensor([0, 1, 2, 3] * 2)
+    with pytest.raises(MicrobatchError, match=r"what each row chooses(.|\n)*mean(.|\n)*loss_reduction='mean'"):
+        PipelineDriver1F1B(pipe, threads).run(4, x, labels)
+    driver = PipelineDriver1F1B(pipe, threads, loss_reduction="mean")
+    loss = driver.run(4, x, labels)
+    torch.testing.assert_close(loss, model(x, labels).detach())
+    torch.testing.assert_close(PipelineDriver1F1B(pipe, threads).run(1, x, labels), loss)
+
+
+class Chooses(nn.Module):
+    """Experts that are chosen by each row, and how many labels are met: no choice is averaged in what is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 4)
+        self.experts = nn.Parameter(torch.randn(6, 6, 6))
+
+    def forward(self, x, labels):
+        p = self.a(x).softmax(-1)
+        top = p.topk(2, -1)
+        mean = p.mean(0, keepdim=True).detach() * 0
+        x = (self.experts[top.indices].sum(-1) * top.values.unsqueeze(-1)).sum(1) * F.one_hot(p.argmax(-1), 6) + mean
+        pipe_split()
+        logits = self.b(x)
+        return {"loss": F.cross_entropy(logits, labels), "met": (logits.argmax(-1) == labels).double().mean()}
+
+
+def test_choices_of_each_row_are_not_refused(threads):
+    model = alike(Chooses(), 2)
+    x, labels = torch.randn(8, 4), torch.tensor([0, 1, 2, 3] * 2)
+    driver = PipelineDriver1F1B(pipeline(copy.deepcopy(model)), threads)
+    loss = driver.run(4, x, labels, outputs=False)
+    expected = model(x, labels)["loss"]
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    for name, gradient in driver.gradients().items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad)
+
+
 def test_what_matters_not_is_not_refused(threads):
     loss_fn = lambda o, t: (o.square().sum(1) * torch.where(t == 7, 2.0, 1.0)).mean()  # noqa: E731
     model, x = Net(), torch.randn(4, 4)
