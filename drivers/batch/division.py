@@ -110,6 +110,11 @@ class Division:
     starts: tuple[int, ...] = ()
     share: range | None = None
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether each micro-batch has a part of the rows."""
+        return self.chunks > 1 and not self.mask
+
     def take(self, name: str, microbatch: int) -> Any:
         """The value of an input for one micro-batch. Tensors are views of the whole; do not write into them."""
         return map_divided(lambda leaf: leaf.take(microbatch, self), self.arguments[name])

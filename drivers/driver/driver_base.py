@@ -20,27 +20,24 @@ from typing import Any
 import torch
 
 from pippy.drivers.base.errors import DriverError, MicrobatchError
-from pippy.drivers.batch.columns import Column
 from pippy.drivers.batch.divide_call import divide_call
 from pippy.drivers.batch.division import Division
 from pippy.drivers.batch.refused_inputs import refuse_inputs
 from pippy.drivers.choice.auto import Auto
 from pippy.drivers.choice.auto_memory import AutoWithinMemory
-from pippy.drivers.choice.measurements import UNMEASURED, StepPurpose
 from pippy.drivers.choice.memory_fit import Call
 from pippy.drivers.choice.stage_estimates import call_to_fit
 from pippy.drivers.count.driver_memory import DriverMemory
-from pippy.drivers.count.optimizer_bytes import CountedOptimizer, counted_optimizer
+from pippy.drivers.count.optimizer_bytes import counted_optimizer
 from pippy.drivers.count.pipe_bytes import count_pipe
 from pippy.drivers.driver.check.check_step import StepAside, StepCheck, checked_model
 from pippy.drivers.driver.check.first_step import FirstStep, Unchecked
 from pippy.drivers.driver.check.report import CheckReport
-from pippy.drivers.driver.check.rows import NoRows, TriedRows
-from pippy.drivers.driver.check.trial_bytes import trial_bytes
+from pippy.drivers.driver.check.trial_bytes import TrialBytes
 from pippy.drivers.driver.check.trial_steps import TrialSteps
 from pippy.drivers.driver.data.sent_datasets import SentDatasets, check_no_columns, columns_in
 from pippy.drivers.driver.data_iterators import loss_alone, next_call
-from pippy.drivers.driver.steps.asked_outputs import asked_outputs, values_to_return
+from pippy.drivers.driver.steps.asked_outputs import asked_outputs
 from pippy.drivers.driver.steps.driver_arguments import (
     check_chunks,
     check_options,
@@ -53,6 +50,7 @@ from pippy.drivers.driver.steps.driver_arguments import (
 )
 from pippy.drivers.driver.steps.evaluating import evaluating
 from pippy.drivers.driver.steps.local_optimizers import watch
+from pippy.drivers.driver.steps.prepared_step import StepCall, prepare
 from pippy.drivers.driver.steps.programs import DriverPrograms, RequestedSchedule, SentProgram, check_single_loss
 from pippy.drivers.driver.steps.results import Results
 from pippy.drivers.driver.steps.running_step import RunningStep
@@ -68,11 +66,12 @@ from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.placement.replicas import RunningStatistics, Topology
 from pippy.drivers.plan import Program
 from pippy.drivers.plan.passes.halves import has_halves
-from pippy.drivers.protocol.steps import Step, StepResult, StepReturning
+from pippy.drivers.protocol.steps import Step, StepResult
 from pippy.drivers.report.model_names import model_names
 from pippy.drivers.report.rates import batch_size
 from pippy.drivers.report.record import Recording
 from pippy.drivers.session.commands import Commands, Hooks, in_turn
+from pippy.drivers.session.dispatch import PendingCommand
 from pippy.drivers.session.nonfinite_gradients import NonFiniteGradients
 from pippy.drivers.session.step_numbers import first_numbers
 from pippy.drivers.worker.compiling import compile_options
@@ -175,6 +174,7 @@ class PipelineDriverBase(ModelOnWorkers):
         super().__init__(pipe, placed, commands, self.cluster)
         self.programs = DriverPrograms(pipe, schedule, placed, commands, workers, single_loss, self.out_of_order)
         self.datasets = SentDatasets(compiled, commands, self.cluster.workers, loss_reduction)
+        self._trial_bytes = TrialBytes(pipe, self.placement, torch.device(self.cluster.device_type))
         self._first_step = self._made_first_step() if check and compiled.loss is not None else None
         self.hooks = ParameterHooks(pipe, placed)
         self._generation = Generation(pipe, placed, commands, workers)
@@ -285,15 +285,13 @@ class PipelineDriverBase(ModelOnWorkers):
         args = args[len(given) :]
         check_chunks(chunks, None)
         self.filling.check("check()")
-        surroundings, trains = _surroundings("check"), self.trains
+        surroundings = _surroundings("check")
         follow_training_flags(self.pipe)
-        refuse_inputs([*args, *kwargs.values()], trains)
         self.commands.wait()
-        division = divide_call(self.compiled, chunks, args, kwargs, self.chunk_spec, self.batch_dims, self.mask)
-        columns, plain = columns_in(args, kwargs), checked_model(self, model)
-        rows = self.datasets.loaded_here(division, columns, trains)
-        step = partial(self._step_aside, surroundings, trains, division, columns)
-        return StepCheck(self, plain, rows, trains, step).report()
+        call = self._call(surroundings, chunks, args, kwargs, None)
+        plain = checked_model(self, model)
+        rows = self.datasets.loaded_here(call.division, call.columns, call.trains)
+        return StepCheck(self, plain, rows, call.trains, partial(self._step_aside, call)).report()
 
     def _adds_up(self, hooks: Hooks) -> bool:
         """Whether the next step adds up the gradients of copies at its end."""
@@ -306,39 +304,17 @@ class PipelineDriverBase(ModelOnWorkers):
         workers = self.placement.workers
         return self.programs.schedule.example(chunks=max(2, workers), workers=workers).chunks
 
-    def _step_aside(
-        self,
-        surroundings: Surroundings,
-        trains: bool,
-        division: Division,
-        columns: Sequence[Column],
-        outputs: bool,
-        see: bool,
-    ) -> StepAside:
+    def _step_aside(self, call: StepCall, outputs: bool, see: bool) -> StepAside:
         """A step of which nothing is to remain: random numbers and batch norms are the same for every row."""
-        spec = self.output_spec if outputs else None
-        if self._first_step is not None and trains:
+        call = replace(call, outputs=outputs)
+        if self._first_step is not None and call.trains:
             with suppress(MicrobatchError):  # the report says what differs
-                self._first_step.check(division, columns)
-        results = self._results(division, trains, outputs, spec)
-        sent = self.programs.next(division.chunks, trains)
-        scale = self._grad_scaler.scale_of_steps if self._grad_scaler is not None and trains else None
-        self._module_hooks.check()
-        hooks = self.hooks.now() if trains else self.commands.hooks
-        reduce = trains and self._adds_up(hooks)
-        weigher = self.ranks.index(self._loss_call(sent)[0]) if results.weighs_elsewhere else None
-        divisions = self.datasets.divisions(division, sent.lowered, self.ranks, weigher)
-        self.datasets.send(columns, divisions)
-        steps = self._steps(sent, UNMEASURED, divisions, results.weights, trains, reduce, scale, False, hooks)
-        steps = {rank: replace(step, record=False, alike=True, see=see) for rank, step in steps.items()}
-        returned = values_to_return(self.compiled, outputs)
-        if returned is not None:
-            returns = self.placed.returns(returned)
-            steps = {rank: StepReturning(**vars(step), returns=returns[rank]) for rank, step in steps.items()}
+                self._first_step.check(call.division, call.columns)
+        results = self._results(call, self.output_spec if outputs else None)
+        sent = self.programs.next(call.division.chunks, call.trains)
         answers: list[Mapping[int, StepResult]] = []
         running = RunningStep(self.dispatch, results, lambda: None)
-        accept = running.accept if scale is None else self.commands.nonfinite.step(running.accept)
-        posted = self.commands.post_step(steps, trains, reduce, self.step_timeout, surroundings, accept)
+        posted = self._post(self._prepared(call, sent, results, alike=True, see=see), call, running)
         result = running.posted(posted, answers.append).result()
         seen = [each for answer in answers[0].values() for each in answer.seen]
         return StepAside(result, results.weights, seen)
@@ -354,53 +330,78 @@ class PipelineDriverBase(ModelOnWorkers):
         follow_training_flags(self.pipe)
         if self._statistics is not None:
             self._statistics.check()
-        trains = self.trains
-        refuse_inputs([*args, *kwargs.values()], trains)
-        self._module_hooks.check()
-        hooks = self.hooks.now() if trains else self.commands.hooks
-        call = None
+        fitted = None
         if self._auto is not None and self._auto.counts_bytes:
-            call = self._call(args, kwargs)
-            chunks = self.programs.count_of_chunks(call, trains) if chunks is None else chunks
+            fitted = self._fitted(args, kwargs)
+            chunks = self.programs.count_of_chunks(fitted, self.trains) if chunks is None else chunks
         assert chunks is not None
-        division = divide_call(self.compiled, chunks, args, kwargs, self.chunk_spec, self.batch_dims, self.mask)
-        columns = columns_in(args, kwargs)
-        results = self._results(division, trains, outputs, self.output_spec)
-        purpose, sent = self.programs.for_step(chunks, trains, call)
-        program = sent.lowered.program
-        reduce = trains and self._adds_up(hooks)
+        call = self._call(surroundings, chunks, args, kwargs, outputs)
+        results = self._results(call, self.output_spec)
+        purpose, sent = self.programs.for_step(chunks, call.trains, fitted)
         unchecked = None
-        if self._first_step is not None and trains:
-            unchecked = self._first_step.check(division, columns)
+        if self._first_step is not None and call.trains:
+            unchecked = self._first_step.check(call.division, call.columns)
             if self._first_step.found is not None:
-                results = self._results(division, trains, outputs, self.output_spec)
-        weigher = self.ranks.index(self._loss_call(sent)[0]) if results.weighs_elsewhere else None
-        scale = self._grad_scaler.scale_of_steps if self._grad_scaler is not None and trains else None
-        unprobed = (chunks, trains, outputs is not None)
-        probe = results.merges and division.chunks > 1 and not division.mask and unprobed not in self._probed
-        divisions = self.datasets.divisions(division, sent.lowered, self.ranks, weigher)
-        self.datasets.send(columns, divisions)
-        steps = self._steps(sent, purpose, divisions, results.weights, trains, reduce, scale, probe, hooks)
-        returned = values_to_return(self.compiled, outputs)
-        if returned is not None:
-            returns = self.placed.returns(returned)
-            steps = {rank: StepReturning(**vars(step), returns=returns[rank]) for rank, step in steps.items()}
+                results = self._results(call, self.output_spec)
+        unprobed = (chunks, call.trains, outputs is not None)
+        record = self._recording
+        steps = self._prepared(
+            call,
+            sent,
+            results,
+            record=record is not None or purpose.record,
+            weigh=purpose.weigh,
+            count_memory=record is not None and record.memory,
+            probe_outputs=results.merges
+            and call.division.chunks > 1
+            and not call.division.mask
+            and unprobed not in self._probed,
+        )
         running = RunningStep(self.dispatch, results, partial(self._accepted, unprobed, unchecked))
         self.dispatch.wait_given_up(self.step_timeout)
-        note = None
-        if self._recording is not None:
+        program = sent.lowered.program
+        note = measured = None
+        if record is not None:
             names = [self.cluster.workers[rank] for rank in self.ranks]
-            note = self._recording.begin(program, self.ranks, names, batch_size(division, self.compiled))
-        measured = None
-        if self._auto is not None and trains:
+            note = record.begin(program, self.ranks, names, batch_size(call.division, self.compiled))
+        if self._auto is not None and call.trains:
             measured = self._auto.begin(chunks, program, self.ranks)
-        accept = running.accept if scale is None else self.commands.nonfinite.step(running.accept)
-        posted = self.commands.post_step(steps, trains, reduce, self.step_timeout, surroundings, accept)
+        posted = self._post(steps, call, running)
         if measured is not None:
             measured(partial(self.dispatch.wait, posted))
         return running.posted(posted, note)
 
-    def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    def _call(
+        self,
+        surroundings: Surroundings,
+        chunks: int,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        outputs: bool | None,
+    ) -> StepCall:
+        """What a step is asked to do. Raises if an argument cannot be cut, or cannot be sent."""
+        trains = self.trains
+        refuse_inputs([*args, *kwargs.values()], trains)
+        division = divide_call(self.compiled, chunks, args, kwargs, self.chunk_spec, self.batch_dims, self.mask)
+        self._module_hooks.check()
+        hooks = self.hooks.now() if trains else self.commands.hooks
+        scale = self._grad_scaler.scale_of_steps if self._grad_scaler is not None and trains else None
+        return StepCall(division, columns_in(args, kwargs), trains, outputs, surroundings, hooks, scale)
+
+    def _prepared(self, call: StepCall, sent: SentProgram, results: Results, **how: Any) -> dict[int, Step]:
+        """The message for each worker, and before it the datasets that the worker loads from. ``how`` are fields of `Step`."""
+        message = replace(call.message(sent, results.weights, call.trains and self._adds_up(call.hooks)), **how)
+        told = self.commands.flags_to_send(self.placed.flags(), call.hooks)
+        steps = prepare(call, message, sent, results, self.placed, self.ranks, self.datasets, told)
+        self.datasets.send(call.columns, {rank: step.inputs for rank, step in steps.items()})
+        return steps
+
+    def _post(self, steps: Mapping[int, Step], call: StepCall, running: RunningStep) -> PendingCommand:
+        accept = running.accept if call.scale is None else self.commands.nonfinite.step(running.accept)
+        reduce = any(step.reduce for step in steps.values())
+        return self.commands.post_step(steps, call.trains, reduce, self.step_timeout, call.surroundings, accept)
+
+    def _fitted(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """What is to fit into the memory of the workers, and is counted if it was not."""
         check_no_columns((args, kwargs), f"schedule={self.schedule!r} with memory=")
 
@@ -415,31 +416,18 @@ class PipelineDriverBase(ModelOnWorkers):
         given = self.placed, self.programs, self.commands, self.datasets, self.step_timeout, self.cluster.device_type
         may_be_single = self.compiled.loss_module is not None and self.replicas == 1
         trials = TrialSteps(*given, by_step)
-        return FirstStep(trials, self.loss_reduction, self.single_loss, may_be_single, self._fits)
+        return FirstStep(trials, self.loss_reduction, self.single_loss, may_be_single, self._trial_fits)
 
-    def _trial_bytes(self, rows: Division, states: Sequence[CountedOptimizer]) -> tuple[int, ...]:
-        return trial_bytes(self.pipe, rows, self.placement, torch.device(self.cluster.device_type), states)
-
-    def _fits(self, rows: Division) -> bool:
+    def _trial_fits(self, rows: Division) -> bool:
         """Whether a trial with these rows stays within ``memory=``."""
-        if not isinstance(self._auto, AutoWithinMemory):
-            return True
-        counted = self._trial_bytes(rows, [each.counted() for each in self._optimizers])
-        return all(map(int.__le__, counted, self._auto.memory.limits(self.placement)))
+        return not isinstance(self._auto, AutoWithinMemory) or self._trial_bytes.fit(
+            rows, self._auto.memory.limits(self.placement), [each.counted() for each in self._optimizers]
+        )
 
-    def _check_bytes(self, division: Division, states: Sequence[CountedOptimizer]) -> tuple[int, ...]:
-        """What each worker holds while the first step checks itself; nothing if it does not."""
-        if self._first_step is None or division.chunks == 1 or division.mask:
-            return ()
-        try:
-            return self._trial_bytes(TriedRows(division).divided(1), states)
-        except NoRows:
-            return ()
-
-    def _results(self, division: Division, trains: bool, outputs: bool | None, output_spec: Any) -> Results:
+    def _results(self, call: StepCall, output_spec: Any) -> Results:
         how = self.loss_reduction if self._first_step is None else self._first_step.how
-        given = output_spec, how, self.single_loss, trains, outputs
-        return Results(self.compiled, self.placed.value_names, division, *given)
+        given = output_spec, how, self.single_loss, call.trains, call.outputs
+        return Results(self.compiled, self.placed.value_names, call.division, *given)
 
     def _accepted(self, unprobed: tuple[int, bool, bool], unchecked: Unchecked | None) -> None:
         """A step was run, and its answers were not refused. ``unchecked`` says why it could not be checked before."""
@@ -450,44 +438,6 @@ class PipelineDriverBase(ModelOnWorkers):
                 f"it could not be checked whether micro-batches give the plain model's numbers: {unchecked.reason}. Compare a "
                 "step with the plain model, driver.check(...); without this warning: check=False of the driver"
             )
-
-    def _loss_call(self, sent: SentProgram) -> tuple[int, str, Sequence[str]]:
-        """The worker that computes the loss, the name of the value that it is in, and what it is computed from."""
-        name, call = self.placed.loss_call(sent.lowered)
-        return self.placed.worker_of(call.call), name, call.takes
-
-    def _steps(
-        self,
-        sent: SentProgram,
-        purpose: StepPurpose,
-        divisions: Mapping[int, Division],
-        weights: tuple[float, ...],
-        trains: bool,
-        reduce: bool,
-        scale: float | None,
-        probe: bool,
-        hooks: Hooks,
-    ) -> dict[int, Step]:
-        """The message for each worker."""
-        told = self.commands.flags_to_send(self.placed.flags(), hooks)
-        flags, hooks = told or ({}, {})
-        return {
-            rank: Step(
-                sent.number,
-                trains,
-                divisions[rank],
-                weights,
-                flags.get(rank),
-                hooks.get(rank),
-                reduce,
-                self._recording is not None or purpose.record,
-                purpose.weigh,
-                scale,
-                probe,
-                self._recording is not None and self._recording.memory,
-            )
-            for rank in self.ranks
-        }
 
     def train_batch(
         self,
@@ -602,7 +552,8 @@ class PipelineDriverBase(ModelOnWorkers):
         program, trains = self.program(chunks), self.trains
         sizes = count_pipe(self.pipe, division, device, trains, states, has_halves(program))
         sizes = replace(sizes, divided={self.ranks.index(rank): count for rank, count in sizes.divided.items()})
-        check = partial(self._check_bytes, division, states) if trains else tuple
+        checks = trains and self._first_step is not None
+        check = partial(self._trial_bytes.of_first_step, division, states) if checks else tuple
         return DriverMemory(program, sizes, bool(states) or not trains, check)
 
     def train(self, mode: bool = True) -> "PipelineDriverBase":

@@ -84,7 +84,7 @@ class FirstStep:
         """
         kind = self._kind(division)
         held = self._holds_awaited(division)
-        if division.chunks == 1 or division.mask or (kind in self._checked and not held):
+        if not division.is_cut or (kind in self._checked and not held):
             return None
         unchecked = None
         try:

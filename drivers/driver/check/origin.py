@@ -143,7 +143,7 @@ class OriginSearch:
 
     def _mixed(self, work: Work) -> str | None:
         """What is wrong if the call is not the same for all rows at once."""
-        if self.division.sizes is None or self.division.chunks == 1 or self.division.mask:
+        if self.division.sizes is None or not self.division.is_cut:
             return None
         calls = [self.seen["F", work.call, microbatch] for microbatch in range(self.division.chunks)]
         try:

@@ -8,6 +8,7 @@ from pippy.drivers.batch.division import Division
 from pippy.drivers.compare.digest import KEPT, bytes_of_digest
 from pippy.drivers.count.optimizer_bytes import CountedOptimizer
 from pippy.drivers.count.pipe_bytes import count_pipe
+from pippy.drivers.driver.check.rows import NoRows, TriedRows
 from pippy.drivers.lowering.lower import lower
 from pippy.drivers.plan import make_schedule
 from pippy.drivers.plan.cost.held_bytes import peak_bytes
@@ -18,32 +19,44 @@ _DIGESTS = 2  # of the reference, and of what is compared with it
 _COMPARING = 3  # numbers of float64 for each of a digest, while two are compared
 
 
-def trial_bytes(
-    pipe: Pipe,
-    rows: Division,
-    placement: Placement,
-    device: torch.device,
-    optimizers: Sequence[CountedOptimizer] = (),
-) -> tuple[int, ...]:
-    """The most that each worker of a pipeline holds in a trial with these rows as one micro-batch: as two they hold no more.
+class TrialBytes:
+    """Counts what each worker of a pipeline holds in a trial.
 
     >>> from pippy.drivers.batch.divide import divide
     >>> pipe = Pipe.from_sequential(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()), torch.nn.MSELoss())
     >>> rows = divide({"input_1": torch.zeros(5, 4), "target": torch.zeros(5, 4)}, chunks=1)
-    >>> trial_bytes(pipe, rows, Placement((0, 1)), torch.device("cpu"))[0] > 4 * 80
-    True
+    >>> counted = TrialBytes(pipe, Placement((0, 1)), torch.device("cpu"))
+    >>> counted.of(rows)[0] > 4 * 80, counted.fit(rows, (300, 1 << 20))
+    (True, False)
     """
-    sizes = count_pipe(pipe, rows, device, True, optimizers, halves=False)
-    order = make_schedule("fill_drain", workers=placement.workers, chunks=1, placement=placement)
-    program = lower(pipe, order).program
-    compiled = compiled_of(pipe)
-    stages = [[each for each in stage.parameters() if each.requires_grad] for _, stage in compiled.stages()]
-    digests = [
-        _DIGESTS * sum(map(bytes_of_digest, own))
-        + _COMPARING * 8 * max((min(each.numel(), KEPT) for each in own), default=0)
-        for own in stages
-    ]
-    return tuple(
-        peak + sum(digests[stage] for stage in placement.stages_of(worker))
-        for worker, peak in enumerate(peak_bytes(program, sizes))
-    )
+
+    def __init__(self, pipe: Pipe, placement: Placement, device: torch.device) -> None:
+        self.pipe, self.placement, self.device = pipe, placement, device
+
+    def of(self, rows: Division, optimizers: Sequence[CountedOptimizer] = ()) -> tuple[int, ...]:
+        """The most that each worker holds with these rows as one micro-batch: as two they hold no more."""
+        sizes = count_pipe(self.pipe, rows, self.device, True, optimizers, halves=False)
+        order = make_schedule("fill_drain", workers=self.placement.workers, chunks=1, placement=self.placement)
+        program = lower(self.pipe, order).program
+        compiled = compiled_of(self.pipe)
+        stages = [[each for each in stage.parameters() if each.requires_grad] for _, stage in compiled.stages()]
+        digests = [
+            _DIGESTS * sum(map(bytes_of_digest, own))
+            + _COMPARING * 8 * max((min(each.numel(), KEPT) for each in own), default=0)
+            for own in stages
+        ]
+        return tuple(
+            peak + sum(digests[stage] for stage in self.placement.stages_of(worker))
+            for worker, peak in enumerate(peak_bytes(program, sizes))
+        )
+
+    def fit(self, rows: Division, limits: Sequence[int], optimizers: Sequence[CountedOptimizer] = ()) -> bool:
+        """Whether no worker holds more than its limit."""
+        return all(map(int.__le__, self.of(rows, optimizers), limits))
+
+    def of_first_step(self, division: Division, optimizers: Sequence[CountedOptimizer] = ()) -> tuple[int, ...]:
+        """What each worker holds while the first step with this mini-batch checks itself; nothing if it does not."""
+        try:
+            return self.of(TriedRows(division).divided(1), optimizers) if division.is_cut else ()
+        except NoRows:
+            return ()
