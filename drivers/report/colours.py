@@ -1,10 +1,11 @@
 """The colours of what workers do in a step. Passes are bright; idle time is a shade of the page; starting is hatched."""
 
-from pippy.drivers.plan.drawings.colours import COLOURS, DARK_FAINT, DARK_GROUND, DARK_INK, NAMED, in_the_dark
+from pippy.drivers.plan.drawings.colours import DARK_FAINT, DARK_GROUND, DARK_INK, NAMED, in_the_dark
+from pippy.drivers.plan.language.instructions import KINDS
 from pippy.drivers.report.activity import Cause
 
 FILLS = {
-    **{str(op): colour for op, colour in COLOURS.items()},
+    **{str(key): kind.colour for key, kind in KINDS.items() if kind.colour},
     Cause.STARTING: "#8d96a1",
     Cause.FILL: "#eceff2",
     Cause.WAITING: "#fad0d0",

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
 from pippy.drivers.plan.drawings.colours import FAINT, GROUND, INK
-from pippy.drivers.plan.language.instructions import Compute, Instruction, Receive, Send
+from pippy.drivers.plan.language.instructions import KINDS, Compute, Instruction, Receive, Send
 from pippy.drivers.report.activity import Activity, Cause
 from pippy.drivers.report.colours import FILLS, HATCHED, css_class, dark_colours
 from pippy.drivers.report.step_data import StepData
@@ -23,11 +23,7 @@ NARROWEST_NAMED = 20  # pixels; a narrower box shows its name in its tooltip onl
 THINNEST = 0.2  # pixels; thinner boxes are left out, unless they are computations
 TICKS = 10
 LEGEND = {
-    "F": "forward",
-    "R": "forward again",
-    "B": "backward",
-    "I": "backward, inputs",
-    "W": "backward, weights",
+    **{str(key): kind.meaning for key, kind in KINDS.items() if kind.meaning},
     Cause.WAITING: "waiting for a value",
     Cause.TRANSFER: "value on its way",
     Cause.SENDING: "sending",

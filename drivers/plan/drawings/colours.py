@@ -2,15 +2,6 @@
 
 from collections.abc import Mapping
 
-from pippy.drivers.plan.language.instructions import Op
-
-COLOURS = {  # test_colours.py holds that they differ for colour-blind readers, too
-    Op.FORWARD: "#7fabea",
-    Op.RECOMPUTE: "#8f9bc9",
-    Op.BACKWARD: "#57b077",
-    Op.BACKWARD_INPUT: "#63cbd6",
-    Op.BACKWARD_WEIGHT: "#a870d2",
-}
 NAMED = "#10151b"  # what is written in a pass
 INK, FAINT, GROUND = "#1f2328", "#d0d7de", "#ffffff"
 DARK_INK, DARK_FAINT, DARK_GROUND = "#e6edf3", "#30363d", "#0d1117"

@@ -4,7 +4,7 @@ from html import escape
 
 from pippy.drivers.plan.cost.simulate import Simulation, simulate
 from pippy.drivers.plan.cost.timeline import Span, Timeline
-from pippy.drivers.plan.drawings.colours import COLOURS, DARK_GROUND, DARK_INK, GROUND, INK, NAMED, in_the_dark
+from pippy.drivers.plan.drawings.colours import DARK_GROUND, DARK_INK, GROUND, INK, NAMED, in_the_dark
 from pippy.drivers.plan.language.drawn import Drawn
 from pippy.drivers.plan.language.errors import ProgramError
 from pippy.drivers.plan.language.program import Program
@@ -63,7 +63,7 @@ def box(span: Span, top: int, scale: float, shade: float) -> str:
     name += f"{span.compute.microbatch}</text>"
     return (
         f'<g{pale}><title>{title}</title><rect x="{left:.2f}" y="{top}" width="{width:.2f}" height="{ROW}"'
-        f' fill="{COLOURS[span.compute.op]}" fill-opacity="{1 - 0.6 * shade:.2f}" stroke="{GROUND}"/>'
+        f' fill="{span.compute.kind.colour}" fill-opacity="{1 - 0.6 * shade:.2f}" stroke="{GROUND}"/>'
         f"{name if width >= NARROWEST_NAMED else ''}</g>"
     )
 

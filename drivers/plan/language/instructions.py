@@ -1,4 +1,6 @@
-"""The instructions of a worker. Each is a small frozen value with one exact text.
+"""The instructions of a worker, and the one table of what is known of each kind: ``KINDS``.
+
+An instruction is a small frozen value with one exact text:
 
 | text                     | meaning                                                                                |
 |--------------------------|----------------------------------------------------------------------------------------|
@@ -15,11 +17,13 @@
 A worker does not wait for a send or a reduction, unless a channel is full. The sum of a reduction is there when the step ends.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
-from pippy.drivers.plan.language.scanner import NAME, QUALIFIED_NAME, Scanner
+from pippy.drivers.plan.language.form import Form
+from pippy.drivers.plan.language.kind import Kind
+from pippy.drivers.plan.language.scanner import Scanner
 
 
 class Op(StrEnum):
@@ -36,8 +40,31 @@ class Op(StrEnum):
     BACKWARD_WEIGHT = "W"
 
 
+class Instruction:
+    """What every instruction has: a text, and a row in the table.
+
+    >>> Send("x", microbatch=0, to=3).kind.colour is None
+    True
+    """
+
+    __slots__ = ()
+
+    @property
+    def key(self) -> "Key":
+        """What its kind is found by, here and wherever something is done for each kind."""
+        return type(self)
+
+    @property
+    def kind(self) -> Kind:
+        """Its row in the table."""
+        return KINDS[self.key]
+
+    def __str__(self) -> str:
+        return KINDS[self.key].form.text(self)
+
+
 @dataclass(frozen=True, slots=True)
-class Compute:
+class Compute(Instruction):
     """One pass of one stage over one micro-batch.
 
     >>> str(Compute(Op.FORWARD, stage=2, microbatch=0))
@@ -48,12 +75,13 @@ class Compute:
     stage: int
     microbatch: int
 
-    def __str__(self) -> str:
-        return f"{self.op}{self.stage}.{self.microbatch}"
+    @property
+    def key(self) -> Op:
+        return self.op
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class Send(Instruction):
     """Put a value into the channel to another worker.
 
     >>> str(Send("activation_1", microbatch=0, to=2))
@@ -64,12 +92,9 @@ class Send:
     microbatch: int
     to: int
 
-    def __str__(self) -> str:
-        return f"send {self.value}.{self.microbatch} to {self.to}"
-
 
 @dataclass(frozen=True, slots=True)
-class Receive:
+class Receive(Instruction):
     """Take a value from the channel from another worker.
 
     >>> str(Receive("activation_1", microbatch=0, source=1))
@@ -80,12 +105,9 @@ class Receive:
     microbatch: int
     source: int
 
-    def __str__(self) -> str:
-        return f"receive {self.value}.{self.microbatch} from {self.source}"
-
 
 @dataclass(frozen=True, slots=True)
-class Free:
+class Free(Instruction):
     """Drop a value that this worker made or received and does not need any more.
 
     >>> str(Free("activation_1", microbatch=0))
@@ -95,12 +117,9 @@ class Free:
     value: str
     microbatch: int
 
-    def __str__(self) -> str:
-        return f"free {self.value}.{self.microbatch}"
-
 
 @dataclass(frozen=True, slots=True)
-class Reduce:
+class Reduce(Instruction):
     """Add this worker's gradient of a replicated parameter to the sum over all copies, and go on.
 
     >>> str(Reduce("emb.weight"))
@@ -109,12 +128,9 @@ class Reduce:
 
     parameter: str
 
-    def __str__(self) -> str:
-        return f"reduce {self.parameter}"
-
 
 @dataclass(frozen=True, slots=True)
-class ReduceStage:
+class ReduceStage(Instruction):
     """Add this worker's gradients of a stage to the sums over all replicas of the pipeline, and go on.
 
     >>> str(ReduceStage(2))
@@ -123,11 +139,22 @@ class ReduceStage:
 
     stage: int
 
-    def __str__(self) -> str:
-        return f"reduce stage {self.stage}"
 
+Key = Op | type[Instruction]  # of a computation, its operation; of any other instruction, its class
 
-Instruction = Compute | Send | Receive | Free | Reduce | ReduceStage
+# All that is known of each kind. A kind whose text begins as that of another goes before it.
+KINDS: dict[Key, Kind] = {
+    Op.FORWARD: Kind(Form("F{stage}.{microbatch}"), "forward", "#7fabea"),
+    Op.RECOMPUTE: Kind(Form("R{stage}.{microbatch}"), "forward again", "#8f9bc9"),
+    Op.BACKWARD: Kind(Form("B{stage}.{microbatch}"), "backward", "#57b077"),
+    Op.BACKWARD_INPUT: Kind(Form("I{stage}.{microbatch}"), "backward, inputs", "#63cbd6"),
+    Op.BACKWARD_WEIGHT: Kind(Form("W{stage}.{microbatch}"), "backward, weights", "#a870d2"),
+    Send: Kind(Form("send {value}.{microbatch} to {to}")),
+    Receive: Kind(Form("receive {value}.{microbatch} from {source}")),
+    Free: Kind(Form("free {value}.{microbatch}")),
+    ReduceStage: Kind(Form("reduce stage {stage}")),
+    Reduce: Kind(Form("reduce {parameter}")),
+}
 
 
 def parse_instruction(text: str, line: int = 1) -> Instruction:
@@ -144,56 +171,9 @@ def parse_instruction(text: str, line: int = 1) -> Instruction:
 
 def scan_instruction(scanner: Scanner) -> Instruction:
     """Read an instruction from here to the end of the scanner's line."""
-    for word, scan in GRAMMAR.items():
-        if scanner.accept(word):
-            found = scan(scanner)
-            scanner.end()
-            return found
-    raise scanner.error(f"expected an instruction ({', '.join(word.strip() for word in GRAMMAR)})")
-
-
-def scan_compute(op: Op) -> Callable[[Scanner], Compute]:
-    def scan(scanner: Scanner) -> Compute:
-        stage = scanner.number("a stage number")
-        scanner.literal(".")
-        return Compute(op, stage, scanner.number("a micro-batch number"))
-
-    return scan
-
-
-def scan_value(scanner: Scanner) -> tuple[str, int]:
-    value = scanner.take(NAME, "the name of a value")
-    scanner.literal(".")
-    return value, scanner.number("a micro-batch number")
-
-
-def scan_send(scanner: Scanner) -> Send:
-    value, microbatch = scan_value(scanner)
-    scanner.literal(" to ")
-    return Send(value, microbatch, scanner.number("a worker number"))
-
-
-def scan_receive(scanner: Scanner) -> Receive:
-    value, microbatch = scan_value(scanner)
-    scanner.literal(" from ")
-    return Receive(value, microbatch, scanner.number("a worker number"))
-
-
-def scan_free(scanner: Scanner) -> Free:
-    return Free(*scan_value(scanner))
-
-
-def scan_reduce(scanner: Scanner) -> Reduce | ReduceStage:
-    if scanner.accept("stage "):
-        return ReduceStage(scanner.number("a stage number"))
-    return Reduce(scanner.take(QUALIFIED_NAME, "the qualified name of a parameter"))
-
-
-# How the text of each kind of instruction begins, and the function that reads the rest.
-GRAMMAR: dict[str, Callable[[Scanner], Instruction]] = {
-    **{op.value: scan_compute(op) for op in Op},
-    "send ": scan_send,
-    "receive ": scan_receive,
-    "free ": scan_free,
-    "reduce ": scan_reduce,
-}
+    for key, kind in KINDS.items():
+        if scanner.accept(kind.form.beginning):
+            fields: list[Any] = kind.form.scan(scanner)
+            return Compute(key, *fields) if isinstance(key, Op) else key(*fields)
+    words = dict.fromkeys(kind.form.beginning.split()[0] for kind in KINDS.values())
+    raise scanner.error(f"expected an instruction ({', '.join(words)})")

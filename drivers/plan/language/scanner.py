@@ -7,7 +7,7 @@ from pippy.drivers.plan.language.errors import ParseError
 NUMBER = re.compile("0|[1-9][0-9]{0,8}")  # nothing here is counted in billions
 NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 SCHEDULE = re.compile(r"[!-~]+( [!-~]+)*")
-QUALIFIED_NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
+QUALIFIED_NAME = re.compile(r"[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*")
 
 
 class Scanner:
@@ -51,6 +51,14 @@ class Scanner:
             return False
         self.position += len(text)
         return True
+
+    def rest(self, pattern: re.Pattern[str]) -> tuple[str, ...]:
+        """The groups of what is left of the line, if the pattern fits all of it; else nothing is read."""
+        found = pattern.fullmatch(self.text, self.position)
+        if found is None:
+            return ()
+        self.position = found.end()
+        return found.groups()
 
     def literal(self, text: str) -> None:
         if not self.accept(text):

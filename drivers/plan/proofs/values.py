@@ -62,6 +62,7 @@ class WorkerValues:
             return self.compute(instruction)
         if isinstance(instruction, Reduce | ReduceStage):
             return []
+        assert isinstance(instruction, Send | Receive | Free)
         held = (instruction.value, instruction.microbatch)
         if isinstance(instruction, Send):
             return self.wrong_way(held, self.worker, instruction.to) or self.absent(held)

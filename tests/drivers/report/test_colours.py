@@ -5,7 +5,8 @@ from itertools import combinations
 
 import pytest
 
-from pippy.drivers.plan.drawings.colours import COLOURS, DARK_GROUND, GROUND, NAMED
+from pippy.drivers.plan.drawings.colours import DARK_GROUND, GROUND, NAMED
+from pippy.drivers.plan.language.instructions import KINDS
 from pippy.drivers.report.activity import Cause
 from pippy.drivers.report.colours import DARK_FILLS, FILLS, dark_colours
 from tests.drivers.synthetic_steps import slow_stage
@@ -71,7 +72,8 @@ def test_the_colours_that_blue_and_green_had_before_would_fail():
 
 def test_names_are_read_in_all_passes():
     """The contrast that web pages are to have: 4.5 to 1."""
-    light = [times([(0.2126, 0.7152, 0.0722)], linear(each))[0] for each in COLOURS.values()]
+    colours = [each.colour for each in KINDS.values() if each.colour]
+    light = [times([(0.2126, 0.7152, 0.0722)], linear(each))[0] for each in colours]
     (dark,) = times([(0.2126, 0.7152, 0.0722)], linear(NAMED))
     assert min((each + 0.05) / (dark + 0.05) for each in light) > 4.5
 
