@@ -4,6 +4,7 @@ A layer is a folder, but for files at the root of pippy/. It may import from the
 """
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -99,6 +100,16 @@ def test_imports_run_downward():
 def test_every_layer_is_there():
     assert [layer for layer in LAYERS if not (ROOT / layer).is_dir() and not (ROOT / f"{layer}.py").is_file()] == []
     assert len(set(LAYERS)) == len(LAYERS)
+
+
+def test_the_page_for_changers_lists_the_rooms_in_this_order():
+    page = (ROOT / "docs/changing.md").read_text()
+    listed = re.findall(r"^\| `((?:ir|drivers)/\w+)` \| (.*) \|$", page, re.MULTILINE)
+    rooms = [each for each in LAYERS if each.count("/") == 1 and each.startswith(("ir/", "drivers/"))]
+    rooms = [each for each in rooms if each != "drivers/plan"]  # which stands in front, as it is pure Python
+    assert [room for room, _ in listed if room != "drivers/plan"] == rooms
+    for room, text in listed:
+        assert text == (ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text())) or "").split("\n")[0]
 
 
 def test_no_files_name_one_another_in_a_circle():

@@ -1,0 +1,1 @@
+"""What all rooms of drivers/ use: their errors, and Ctrl-C where it must wait."""

@@ -1,0 +1,1 @@
+"""What the user holds: the drivers, and what one does with a call."""

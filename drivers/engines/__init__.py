@@ -1,1 +1,1 @@
-"""The processes of a cluster: started on this host, or joined under torchrun."""
+"""Where workers run: the contract of an engine, processes of this host, torchrun, threads, and the cluster on top."""

@@ -1,0 +1,1 @@
+"""The model on the workers: its parameters, gradients, optimizers and state, as the controller handles them."""

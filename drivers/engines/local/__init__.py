@@ -1,0 +1,1 @@
+"""Workers as processes of this host, which a fork server starts."""

@@ -1,0 +1,1 @@
+"""Workers as processes that torchrun has started: how they meet, join and leave."""

@@ -1,1 +1,1 @@
-"""Simulates programs: how long they take, without computing anything."""
+"""What a program costs, without computing anything: time by a simulation, and bytes."""

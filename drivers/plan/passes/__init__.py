@@ -1,0 +1,1 @@
+"""What is added to any schedule: sends and receives, forwards that run again, backwards in halves."""
