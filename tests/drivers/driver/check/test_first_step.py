@@ -362,6 +362,49 @@ def test_a_check_leaves_nothing_behind(threads):
     assert not state.trials.reference and not state.trials.noise
 
 
+class Rounded(torch.autograd.Function):
+    """Straight through: its gradient is that of its input, clamped."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return (4 * x).round() / 4
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clamp(-0.02, 0.02)
+
+
+class RoundsValues(nn.Module):
+    def forward(self, x):
+        return Rounded.apply(x)
+
+
+class RoundsWeights(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, Rounded.apply(self.weight), self.bias)
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_a_straight_through_gradient_of_values_is_clamped_row_by_row(threads, chunks):
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 6), RoundsValues()), nn.Linear(6, 4))
+    x, target = torch.randn(8, 4), torch.randn(8, 4)
+    driver = PipelineDriver1F1B(pipeline(copy.deepcopy(model), nn.MSELoss(), split=["1"]), threads)
+    assert_same(driver, chunks, model, nn.MSELoss(), x, target)
+    values = model[0](x)
+    values.retain_grad()
+    F.mse_loss(model[1](values), target).backward()
+    assert values.grad.abs().max() > 0.02, "the clamp is at work"
+
+
+def test_a_straight_through_gradient_of_weights_is_refused(threads):
+    """It is clamped in each micro-batch, and in the plain model once."""
+    model = nn.Sequential(nn.Sequential(RoundsWeights(4, 6), nn.Tanh()), nn.Linear(6, 4))
+    pipe, x, target = pipeline(model, nn.MSELoss(), split=["1"]), torch.randn(8, 4), torch.randn(8, 4)
+    with pytest.raises(MicrobatchError, match=r"gradient of '0\.0\.weight'(.|\n)*put together(.|\n)*chunks=1"):
+        PipelineDriver1F1B(pipe, threads).run(2, x, target)
+    PipelineDriver1F1B(pipe, threads).run(1, x, target)
+
+
 class WithBuffer(nn.Module):
     """``change`` gets the buffer and the rows."""
 
