@@ -60,13 +60,16 @@ class Example:
         return model
 
     def batches(
-        self, padding: tuple[str, ...] | None = None, of_inputs: bool = True
+        self, padding: tuple[str, ...] | None = None, of_inputs: bool = True, apart: float = 1.0
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The inputs and targets of each step. Without ``of_inputs``, only targets are padded, as those of a prompt are."""
+        """The inputs and targets of each step. Without ``of_inputs``, only targets are padded, as those of a prompt are.
+
+        ``apart``: how far inputs are from 0.
+        """
         generator = torch.Generator().manual_seed(self.seed + 1)
         for rows, padded in zip(self.rows, padding or self.padding, strict=True):
             shape = (rows, self.tokens) if self.tokens else (rows,)
-            x = torch.randn(*shape, WIDTH, dtype=torch.float64, generator=generator)
+            x = apart * torch.randn(*shape, WIDTH, dtype=torch.float64, generator=generator)
             drawn = torch.rand(shape, generator=generator)
             keep = drawn >= PADDING[padded]
             if self.tokens:  # padding is at the right

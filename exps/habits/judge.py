@@ -1,8 +1,9 @@
 """Judges an example: are the numbers of three steps on workers those of the plain model, or is the step refused?
 
 What the driver accepts must be equal, and what it refuses must be unequal on some batch: of the same rows, of rows with other
-padding, or of rows whose targets alone are padded. To see that, the steps are run with the driver's check switched off. Dropout
-draws other numbers than in the plain model: numbers are compared without it.
+padding, of rows whose targets alone are padded, or of rows that are further apart, by which experts are chosen otherwise. To
+see that, the steps are run with the driver's check switched off. Dropout draws other numbers than in the plain model: numbers
+are compared without it.
 """
 
 import re
@@ -18,10 +19,10 @@ from pippy.drivers.driver.drivers import PipelineDriver
 from pippy.ir.base.errors import PippyError
 
 RATE = 0.01
-Padding = tuple[tuple[str, ...], bool]  # of each step, and whether inputs have it, too
-PADDINGS: tuple[Padding, ...] = tuple(  # others, to judge a refusal by
-    (padding, of_inputs)
-    for of_inputs in (True, False)
+Rows = tuple[tuple[str, ...], bool, float]  # padding of each step, whether inputs have it, too, and how far they are apart
+OTHERS: tuple[Rows, ...] = tuple(  # to judge a refusal by
+    (padding, of_inputs, apart)
+    for of_inputs, apart in ((True, 1.0), (False, 1.0), (True, 100.0))
     for padding in (("some", "much", "none"), ("much", "none", "some"))
 )
 
@@ -101,22 +102,22 @@ def judge_refusal(
         return Verdict("cannot run", what)
     if first_difference(found, expected):
         return Verdict("refused", what)
-    for padding in PADDINGS:
-        other = plain_numbers(example, padding)
+    for rows in OTHERS:
+        other = plain_numbers(example, rows)
         if other.error is None and first_difference(
-            on_workers.numbers(dropout=False, padding=padding, check=False), other
+            on_workers.numbers(dropout=False, rows=rows, check=False), other
         ):
             return Verdict("refused", what)
     return Verdict("false alarm", what)
 
 
-def plain_numbers(example: Example, padding: Padding | None = None) -> Numbers:
+def plain_numbers(example: Example, rows: Rows | None = None) -> Numbers:
     """Three steps of the plain model, without dropout."""
     model, numbers = example.model(dropout=False), Numbers()
     if example.late_hooks:
         model.put_on_hooks()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    for x, target in example.batches(*(padding or ())):
+    for x, target in example.batches(*(rows or ())):
         try:
             result = model(x) if example.returns is None else model(x, target)
             loss = example.loss_fn()(result, target) if example.returns is None else loss_in(example, result)
@@ -139,7 +140,7 @@ class OnWorkers:
         self.models: dict[bool, Model] = {}
         self.pipes: dict[bool, Pipe] = {}
 
-    def numbers(self, dropout: bool, padding: Padding | None = None, **options: Any) -> Numbers:
+    def numbers(self, dropout: bool, rows: Rows | None = None, **options: Any) -> Numbers:
         """Three steps of a driver."""
         numbers, driver = Numbers(), None
         dropout = dropout and self.example.draws
@@ -152,7 +153,7 @@ class OnWorkers:
             driver = self.example.driver(self.pipes[dropout], self.workers, **options)
             if self.example.late_hooks:
                 self.models[dropout].put_on_hooks()
-            run_steps(self.example, driver, padding, numbers)
+            run_steps(self.example, driver, rows, numbers)
         except Exception as error:
             numbers.error = error
         finally:
@@ -161,9 +162,9 @@ class OnWorkers:
         return numbers
 
 
-def run_steps(example: Example, driver: PipelineDriver, padding: Padding | None, numbers: Numbers) -> None:
+def run_steps(example: Example, driver: PipelineDriver, rows: Rows | None, numbers: Numbers) -> None:
     optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=RATE)
-    for x, target in example.batches(*(padding or ())):
+    for x, target in example.batches(*(rows or ())):
         result = driver.run(example.chunks, x, target)
         loss = result if example.returns is None else loss_in(example, result)
         numbers.steps.append(copied(loss, driver.gradients(), driver.state_dict()))
