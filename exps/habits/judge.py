@@ -19,7 +19,9 @@ from pippy.drivers.driver.drivers import PipelineDriver
 from pippy.ir.base.errors import PippyError
 
 RATE = 0.01
-Rows = tuple[tuple[str, ...], bool, float]  # padding of each step, whether inputs have it, too, and how far they are apart
+Rows = tuple[
+    tuple[str, ...], bool, float
+]  # padding of each step, whether inputs have it, too, and how far they are apart
 OTHERS: tuple[Rows, ...] = tuple(  # to judge a refusal by
     (padding, of_inputs, apart)
     for of_inputs, apart in ((True, 1.0), (False, 1.0), (True, 100.0))
@@ -104,9 +106,7 @@ def judge_refusal(
         return Verdict("refused", what)
     for rows in OTHERS:
         other = plain_numbers(example, rows)
-        if other.error is None and first_difference(
-            on_workers.numbers(dropout=False, rows=rows, check=False), other
-        ):
+        if other.error is None and first_difference(on_workers.numbers(dropout=False, rows=rows, check=False), other):
             return Verdict("refused", what)
     return Verdict("false alarm", what)
 

@@ -1,9 +1,13 @@
 """A cluster whose workers are threads of this process: for tests that need workers, and no processes."""
 
 import gc
+import threading
 from contextlib import contextmanager
+from unittest.mock import patch
 
 from pippy.drivers.engines import threads
+from pippy.drivers.worker.executor import Executor
+from pippy.ir.run.random_state import RandomState
 
 
 @contextmanager
@@ -15,3 +19,25 @@ def thread_cluster(n, accelerators=None):
             yield cluster
     finally:
         gc.unfreeze()
+
+
+@contextmanager
+def one_draws_at_a_time():
+    """Inside, workers that are threads compute in turn, as they share the generators of the process.
+
+    Else one may seed them between the seed and the draw of another: its dropout draws other numbers than when it is repeated.
+    """
+    lock = threading.RLock()
+
+    def alone(inner):
+        def locked(*args, **kwargs):
+            with lock:
+                return inner(*args, **kwargs)
+
+        return locked
+
+    with (
+        patch.object(Executor, "_computation", alone(Executor._computation)),
+        patch.object(RandomState, "restore", alone(RandomState.restore)),
+    ):
+        yield
