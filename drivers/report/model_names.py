@@ -7,6 +7,7 @@ from typing import Any
 from torch import fx
 
 from pippy.ir.base.names import stage_index
+from pippy.ir.base.node_notes import MODULE_PATH
 from pippy.ir.record.compiled import Compiled
 from pippy.ir.record.nodes import is_getitem
 
@@ -74,7 +75,7 @@ def model_names(compiled: Compiled) -> ModelNames:
 def _path(node: fx.Node) -> str:
     if node.op in ("placeholder", "output"):
         return ""
-    return node.meta.get("module_path") or (str(node.target) if node.op == "call_module" else "")
+    return MODULE_PATH.of(node) or (str(node.target) if node.op == "call_module" else "")
 
 
 def _prefixes(path: str) -> Iterator[str]:

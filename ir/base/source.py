@@ -3,12 +3,10 @@
 import contextlib
 import functools
 import inspect
-import linecache
 import os
 import random
 import sys
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from unittest import mock
@@ -17,6 +15,8 @@ import torch
 from torch import fx
 
 from pippy.ir.base.errors import PippyWarning
+from pippy.ir.base.node_notes import MODULE_PATH, SOURCE
+from pippy.ir.base.source_line import Source
 
 _PIPPY = Path(__file__).parents[2]
 _OWN = tuple(f"{folder}{os.sep}" for folder in (_PIPPY, (_PIPPY / "ir").resolve(), (_PIPPY / "drivers").resolve()))
@@ -25,31 +25,6 @@ _LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", *_OWN)
 _STANDARD_LIBRARY = str(Path(os.__file__).parent) + os.sep
 _INSTALLED = tuple(f"{_STANDARD_LIBRARY}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 TRACE = inspect.unwrap(fx.Tracer.trace).__code__  # torch._dynamo wraps it in a function that it wraps others in, too
-
-
-@dataclass(frozen=True)
-class Source:
-    """A line of the user's code.
-
-    >>> str(Source("net.py", 3, "forward"))
-    'net.py:3, in forward'
-    """
-
-    file: str
-    line: int
-    function: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}, in {self.function}"
-
-    @property
-    def code(self) -> str:
-        """The text of the line; empty if it cannot be read."""
-        return linecache.getline(self.file, self.line).strip()
-
-    def excerpt(self) -> str:
-        """Two lines for an error message: the place and the code."""
-        return f"  {self}" + (f"\n    {self.code}" if self.code else "")
 
 
 @functools.cache
@@ -97,11 +72,6 @@ def of_traceback(traceback: TracebackType | None, below: str) -> Source | None:
     return found
 
 
-def of_node(node: fx.Node) -> Source | None:
-    """The user's line that made a node; None if tracing did not see one."""
-    return node.meta.get("source")
-
-
 def is_called_by_pippy() -> bool:
     """In a function that torch calls back: whether it was pippy that called torch."""
     frame = sys._getframe(1)
@@ -124,9 +94,9 @@ def warn(message: str) -> None:
 
 def excerpt_of(node: fx.Node) -> str:
     """A node's line for an error message; without a line, the node and its module."""
-    source = of_node(node)
+    source = SOURCE.of(node)
     if source is not None:
         return source.excerpt()
-    module = node.meta.get("module_path")
+    module = MODULE_PATH.of(node)
     where = f" in module {module!r}" if module else ""
     return f"  {node.format_node()}{where}"

@@ -7,6 +7,7 @@ import torch
 from torch import fx, nn
 
 from pippy.ir.base.marks import pipe_split
+from pippy.ir.base.node_notes import MODULE_CALLS
 from pippy.ir.base.trees import nbytes
 from pippy.ir.cut.params import MultiUseParamSpec, config_by_tensor, is_to_replicate
 from pippy.ir.cut.uses import operations, uses_of_tensors
@@ -98,7 +99,7 @@ def scopes(traced: Traced) -> dict[tuple[str, str], tuple[Any, list[int]]]:
     """
     found: dict[tuple[str, str], tuple[Any, list[int]]] = {}
     for index, node in enumerate(operations(traced)):
-        stack = dict(node.meta.get("nn_module_stack") or {})
+        stack = dict(MODULE_CALLS.of(node) or {})
         if node.op == "call_module" and not stack:
             module = traced.attributes[str(node.target)]
             stack = {f"{node.target}@{node.name}": (str(node.target), type(module))}

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import fx
 
+from pippy.ir.base.node_notes import DRAWS, MODULE_PATH
 from pippy.ir.record.traced import Traced
 from pippy.ir.run.checkpointed_parts import is_begin, is_end
 from pippy.ir.run.may_draw import Draws, function_draws, method_draws, module_draws
@@ -26,7 +27,7 @@ _DEFAULTS = {"scaled_dot_product_attention": 0.0}
 
 
 def name_draws(traced: Traced) -> None:
-    """Note at each node that may draw, as ``meta["draws"]``, its name and whether Python's generators are meant too."""
+    """Note at each node that may draw, its name and whether Python's generators are meant too."""
     counts = Counter[str]()
     for node in traced.graph.nodes:
         draws = _draws(node, traced.attributes)
@@ -34,7 +35,7 @@ def name_draws(traced: Traced) -> None:
             name = _name(node)
             number = counts[name]
             counts[name] += 1
-            node.meta["draws"] = f"{name}#{number}" if number else name, draws is Draws.PYTHONS_TOO
+            DRAWS.put(node, (f"{name}#{number}" if number else name, draws is Draws.PYTHONS_TOO))
 
 
 def _draws(node: fx.Node, attributes: Mapping[str, Any]) -> Draws:
@@ -60,7 +61,7 @@ def _is_never(node: fx.Node) -> bool:
 def _name(node: fx.Node) -> str:
     if node.op == "call_module":
         return str(node.target)
-    return f"{node.meta.get('module_path') or ''}:{_name_of_function(node)}"
+    return f"{MODULE_PATH.of(node)}:{_name_of_function(node)}"
 
 
 def _name_of_function(node: fx.Node) -> str:

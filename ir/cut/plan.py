@@ -16,6 +16,7 @@ from pippy.ir.base import source
 from pippy.ir.base.errors import MarkError, SplitError
 from pippy.ir.base.marks import pipe_split
 from pippy.ir.base.names import stage_name
+from pippy.ir.base.node_notes import STAGE
 from pippy.ir.cut.constraints import check_constraints
 from pippy.ir.cut.deferred_statistics import check_deferred_statistics
 from pippy.ir.cut.effects import Mutation, Roots, find_mutations
@@ -67,7 +68,7 @@ def make_plan(traced: Traced, spec: MultiUseParamSpec) -> CutPlan:
     """Plan the stages of a marked graph, or raise an error that says why it cannot be cut at its marks."""
     stages = _assign_nodes(traced)
     check_deferred_statistics(traced)
-    check_constraints(traced, [node.meta["stage"] for node in operations(traced)], spec)
+    check_constraints(traced, [STAGE.of(node) for node in operations(traced)], spec)
     mutations, roots = find_mutations(traced.graph, traced.attributes)
     changed = {id(traced.attributes[str(each.root.target)]) for each in mutations if each.root.op == "get_attr"}
     used = _used_tensors(traced, len(stages))
@@ -93,7 +94,7 @@ def _assign_nodes(traced: Traced) -> list[StagePlan]:
                 stages.append(StagePlan(len(stages)))
             pending = None
             stages[-1].nodes.append(node)
-            node.meta["stage"] = len(stages) - 1
+            STAGE.put(node, len(stages) - 1)
     if not stages[0].nodes:
         raise SplitError(
             f"{type(traced.model).__name__} computes nothing: its forward has no operation to put in a stage"
@@ -116,11 +117,11 @@ def _say_what_was_cut(traced: Traced, stages: list[StagePlan], trailing: fx.Node
 
 def stage_of(node: fx.Node) -> int | None:
     """The stage that computes a node's value; None for inputs and attributes."""
-    return node.meta.get("stage")
+    return STAGE.get(node)
 
 
 def _used_tensors(traced: Traced, stages: int) -> dict[int, SharedTensor]:
-    stage = [node.meta["stage"] for node in operations(traced)]
+    stage = [STAGE.of(node) for node in operations(traced)]
     used = {
         key: SharedTensor(uses.name, uses.tensor, {stage[i] for i in uses.by_name}, {stage[i] for i in uses.by_leaf})
         for key, uses in uses_of_tensors(traced).items()
@@ -155,7 +156,7 @@ def _connect(plan: CutPlan) -> None:
             owner = plan.used[id(plan.tensor_of(value))].stages[0]
             plan.stages[owner].outputs[plan.same[value]] = None
         elif value.op != "placeholder":
-            plan.stages[value.meta["stage"]].outputs[value] = None
+            plan.stages[STAGE.of(value)].outputs[value] = None
     # Transmitted parameters come after the activations, in the arguments and in the outputs.
     for stage in plan.stages:
         for value in parameters[stage.index]:
@@ -175,7 +176,7 @@ def _send(plan: CutPlan, value: fx.Node, consumer: StagePlan) -> None:
 def _mark_copied(plan: CutPlan) -> None:
     """Let each stage copy the values that it takes and changes in place: from earlier stages, inputs, constants."""
     for mutation in plan.mutations:
-        root, stage = mutation.root, plan.stages[mutation.node.meta["stage"]]
+        root, stage = mutation.root, plan.stages[STAGE.of(mutation.node)]
         if is_constant(root):
             stage.copied.add(plan.same[root])
         elif root.op != "get_attr" and stage_of(root) != stage.index:

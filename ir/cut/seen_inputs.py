@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
+from pippy.ir.base.node_notes import STAGE
 from pippy.ir.cut.effects import Roots
 
 NamedInput = tuple[int, str]  # the number and the name of a stage's input
@@ -41,9 +42,8 @@ def _families(values: Sequence[fx.Node], roots: Roots) -> Mapping[fx.Node, list[
 
 
 def _is_seen(family: Sequence[fx.Node], given: Sequence[fx.Node], stage: int) -> bool:
-    foreign = {node for node in family if node.meta.get("stage") != stage}
+    foreign = {node for node in family if STAGE.get(node) != stage}
     if sum(value in foreign for value in given) > 1:
         return True
-    return any(
-        user.op == "output" or user.meta.get("stage", stage) > stage for value in foreign for user in value.users
-    )
+    users = [user for value in foreign for user in value.users]
+    return any(user.op == "output" or (STAGE.is_at(user) and STAGE.of(user) > stage) for user in users)

@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from pippy.ir.base.errors import SharedParameterError
 from pippy.ir.base.names import LOSS, Qualnames, local_name, named_state, place, qualnames_of, stage_index
+from pippy.ir.base.node_notes import DRAWS, GRADIENTS_OFF, IS_TENSOR, NAMED_DEVICE, NO_GRADIENT, ROW_SIZES, copy_place
 from pippy.ir.cut.params import MultiUseParamSpec, replicas, replicated_names
 from pippy.ir.cut.plan import CutPlan, StagePlan, make_plan
 from pippy.ir.cut.seen_inputs import seen_inputs
@@ -18,7 +19,7 @@ from pippy.ir.record.traced import Traced
 from pippy.ir.record.wiring import ValueName, Wiring
 from pippy.ir.run.checkpointed_parts import fetch_before_parts, is_begin, is_end
 from pippy.ir.run.functions import own_copy, set_grad_mode
-from pippy.ir.run.graph_module import KEPT_META, PipeGraphModule, empty_graph_module, install
+from pippy.ir.run.graph_module import PipeGraphModule, empty_graph_module, install
 from pippy.ir.run.keyed_draws import draw_key, seed_draws
 
 
@@ -44,7 +45,7 @@ def split(traced: Traced, spec: MultiUseParamSpec = None) -> Compiled:
         kept_whole=traced.kept_whole,
         row_sizes=_row_sizes(plan),
         without_gradient=frozenset(
-            value_name(plan, value) for stage in plan.stages for value in stage.inputs if value.meta.get("no_gradient")
+            value_name(plan, value) for stage in plan.stages for value in stage.inputs if NO_GRADIENT.of(value)
         ),
         seen_inputs={stage.name: _seen_inputs(plan, stage) for stage in plan.stages},
         guards=traced.guards,
@@ -53,7 +54,7 @@ def split(traced: Traced, spec: MultiUseParamSpec = None) -> Compiled:
 
 def _row_sizes(plan: CutPlan) -> dict[str, Any]:
     values = {value for stage in plan.stages for value in (*stage.inputs, *stage.outputs)}
-    return {value_name(plan, value): value.meta["row_sizes"] for value in values if "row_sizes" in value.meta}
+    return {value_name(plan, value): ROW_SIZES.of(value) for value in values if ROW_SIZES.is_at(value)}
 
 
 def _seen_inputs(plan: CutPlan, stage: StagePlan) -> tuple[tuple[int, str], ...]:
@@ -115,7 +116,7 @@ class _StageGraph:
         for value in self.stage.inputs:
             if value in self.stage.copied:
                 self.values[value] = self._own_copy(value)
-        if any("draws" in node.meta for node in self.stage.nodes):
+        if any(DRAWS.is_at(node) for node in self.stage.nodes):
             self.draw_key = self.graph.call_function(draw_key)  # before all parts, whose second runs have it too
         for node in self.stage.nodes:
             self._follow_grad_mode(node)
@@ -128,12 +129,12 @@ class _StageGraph:
 
     def _placeholder(self, value: fx.Node) -> fx.Node:
         node = self.graph.create_node("placeholder", value_name(self.plan, value), name=value_name(self.plan, value))
-        node.meta = _kept_meta(value)
+        copy_place(node, value)
         return node
 
     def _own_copy(self, value: fx.Node) -> fx.Node:
         node = self.graph.call_function(own_copy, (self.values[value],))
-        node.meta = _kept_meta(value)
+        copy_place(node, value)
         return node
 
     def _add(self, node: fx.Node) -> None:
@@ -141,12 +142,12 @@ class _StageGraph:
             self.modes_around.append(self.grad_mode)
         elif is_end(node) and (around := self.modes_around.pop()) is not None:
             self.grad_mode = around  # not a node of the part, which what follows cannot use
-        if "draws" in node.meta:
-            self._seed(*node.meta["draws"])
+        if DRAWS.is_at(node):
+            self._seed(*DRAWS.of(node))
         made = self.graph.node_copy(node, self._value)
-        made.meta = _kept_meta(node)
-        if "names_device" in node.meta:
-            self._follow_device(made, node.meta["names_device"])
+        copy_place(made, node)
+        if NAMED_DEVICE.is_at(node):
+            self._follow_device(made, NAMED_DEVICE.of(node))
         if node.op == "call_module":
             self.targets[str(node.target)] = None
             made.target = local_name(str(node.target))
@@ -158,7 +159,7 @@ class _StageGraph:
     def _follow_device(self, made: fx.Node, named: torch.device) -> None:
         """In place of the device where the model was traced, give an operation that of the stage's tensors."""
         if self.device is None:
-            tensor = next((here for value, here in self.values.items() if value.meta.get("is_tensor")), None)
+            tensor = next((here for value, here in self.values.items() if IS_TENSOR.of(value)), None)
             if tensor is None:
                 return
             with self.graph.inserting_before(made):
@@ -175,14 +176,14 @@ class _StageGraph:
         if node not in self.values:
             self.targets[str(node.target)] = None
             made = self.graph.create_node("get_attr", local_name(str(node.target)), name=node.name)
-            made.meta = _kept_meta(node)
+            copy_place(made, node)
             self.values[node] = made
             if node in self.stage.copied:
                 self.values[node] = self._own_copy(node)
         return self.values[node]
 
     def _follow_grad_mode(self, node: fx.Node) -> None:
-        if not node.meta.get("no_grad"):
+        if not GRADIENTS_OFF.of(node):
             self._end_region()
         elif self.grad_mode is None:
             self.grad_mode = self.graph.call_function(set_grad_mode, (False,))
@@ -211,10 +212,6 @@ def value_name(plan: CutPlan, value: fx.Node) -> str:
     if value.op == "placeholder" and (value.name == LOSS or stage_index(value.name) is not None):
         return f"{value.name}_input"  # the call of a stage has the name itself
     return f"{value.name}_value" if is_snapshot(plan, value) else value.name
-
-
-def _kept_meta(node: fx.Node) -> dict[str, Any]:
-    return {key: node.meta[key] for key in KEPT_META if node.meta.get(key) is not None}
 
 
 def _top_level(plan: CutPlan, stages: Mapping[str, PipeGraphModule]) -> tuple[PipeGraphModule, Wiring]:

@@ -15,6 +15,7 @@ from torch import fx
 
 from pippy.ir.base.errors import TracingError
 from pippy.ir.base.names import named_state
+from pippy.ir.base.node_notes import copy_notes
 from pippy.ir.base.source import excerpt_of
 from pippy.ir.cut.effects import find_mutations
 from pippy.ir.cut.uses import is_constant
@@ -87,7 +88,8 @@ def _make_view(graph: fx.Graph, node: fx.Node, whole: str, tensor: torch.Tensor)
     with graph.inserting_before(node):
         base = graph.create_node("get_attr", whole)
         view = graph.call_function(torch.as_strided, (base, *_geometry(tensor)))
-    base.meta, view.meta = dict(node.meta), dict(node.meta)
+    copy_notes(base, node)
+    copy_notes(view, node)
     node.replace_all_uses_with(view)
     graph.erase_node(node)
 

@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from pippy.ir.base.names import local_name
+from pippy.ir.base.node_notes import place_of, put_place
 from pippy.ir.run.checkpointed_parts import end_part
 from pippy.ir.run.copies import owners_in_place_of_copies
 from pippy.ir.run.functions import (
@@ -53,7 +54,6 @@ _OURS = (
     draw_key,
     seed_draws,
 )  # graphs call these
-KEPT_META = ("source", "module_path")  # the entries of `meta` that the nodes of a stage keep
 
 
 class PipeGraphModule(fx.GraphModule):
@@ -116,7 +116,7 @@ def flat_graph(graph: fx.Graph) -> list[tuple[Any, ...]]:
             _portable(node.target) if node.op == "call_function" else node.target,
             fx.node.map_arg(node.args, lambda arg: _Ref(arg.name)),
             fx.node.map_arg(node.kwargs, lambda arg: _Ref(arg.name)),
-            {key: node.meta[key] for key in KEPT_META if node.meta.get(key)},
+            place_of(node),
         )
         for node in graph.nodes
     ]
@@ -126,11 +126,11 @@ def unflatten_graph(flat: list[tuple[Any, ...]]) -> fx.Graph:
     """The graph that `flat_graph` wrote."""
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
-    for op, name, target, args, kwargs, meta in flat:
+    for op, name, target, args, kwargs, place in flat:
         found = target.resolve() if isinstance(target, _Named) else target
         args, kwargs = fx.node.map_aggregate((args, kwargs), partial(_resolved, nodes))
         node = graph.create_node(op, found, args, kwargs, name)
-        node.meta.update(meta)
+        put_place(node, place)
         nodes[name] = node
     return graph
 

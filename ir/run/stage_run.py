@@ -11,6 +11,7 @@ from torch import fx, nn
 from pippy.ir.base import source
 from pippy.ir.base.errors import StageError
 from pippy.ir.base.marks import recording_splits
+from pippy.ir.base.node_notes import SOURCE
 from pippy.ir.base.trees import describe, map_leaves
 from pippy.ir.run.changing_tensors import changed_since
 from pippy.ir.run.opaque_values import CONSTANTS, check_opaque
@@ -104,7 +105,7 @@ def _where(module: nn.Module, error: Exception, direction: str) -> Iterator[str]
         return
     node = _failing_node(module, error.__traceback__)
     if direction == "backward" and node is None:  # else it ran a checkpointed part once more
-        spans = [node.meta["source"] for node in module.graph.nodes if node.meta.get("source")]
+        spans = list(filter(None, map(SOURCE.of, module.graph.nodes)))
         if spans:
             yield f"the stage was made from the lines between\n{spans[0].excerpt()}\nand\n{spans[-1].excerpt()}"
         return

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pippy.ir.base.fake_mode import FakeMode
 from pippy.ir.base.interrupts import heard
+from pippy.ir.base.node_notes import SOURCE
 from pippy.ir.base.trees import describe, leaves, map_tensors, nbytes
 from pippy.ir.call.signature import bind
 from pippy.ir.record.compiled import Compiled
@@ -225,5 +226,5 @@ def _reason(error: Exception) -> str:
 
 
 def _at(node: fx.Node) -> str:
-    where = node.meta.get("source")
+    where = SOURCE.of(node)
     return f", at {where}" if where is not None else ""

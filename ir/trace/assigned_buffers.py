@@ -25,6 +25,7 @@ from torch import fx, nn
 
 from pippy.ir.base import source
 from pippy.ir.base.errors import TracingError
+from pippy.ir.base.node_notes import ROW_SIZES, copy_notes, copy_place
 from pippy.ir.call.row_sizes import RowDim
 from pippy.ir.run.checkpointed_parts import is_begin, is_end
 from pippy.ir.run.functions import assign_, difference_from, own_copy
@@ -104,7 +105,7 @@ def _write(graph: fx.Graph, name: str, value: fx.Node) -> None:
     with graph.inserting_before(graph.output_node()):
         buffer = buffer or graph.create_node("get_attr", name)
         made = graph.call_function(assign_, (buffer, value, name))
-    made.meta.update({key: value.meta[key] for key in ("source", "module_path") if key in value.meta})
+    copy_place(made, value)
 
 
 def _read_copy(graph: fx.Graph, buffer: fx.Node) -> None:
@@ -112,7 +113,7 @@ def _read_copy(graph: fx.Graph, buffer: fx.Node) -> None:
     if readers:
         with graph.inserting_before(next(each for each in graph.nodes if each in buffer.users)):
             copy = graph.call_function(own_copy, (buffer,))
-        copy.meta.update(buffer.meta)
+        copy_notes(copy, buffer)
         for user in readers:  # of these, one may assign it to another buffer
             user.replace_input_with(buffer, copy)
 
@@ -121,7 +122,7 @@ def varying_with_rows(graph: fx.Graph) -> Iterator[tuple[str, TracingError]]:
     """The buffers whose new values have another size for another number of rows, and the error for each."""
     for node in graph.find_nodes(op="call_function", target=assign_):
         _, value, name = node.args
-        if isinstance(value.meta.get("row_sizes"), RowDim):
+        if isinstance(ROW_SIZES.of(value), RowDim):
             yield name, refusal(name, "has another size for another number of rows", source.excerpt_of(node))
 
 

@@ -17,6 +17,8 @@ from torch import fx
 from pippy.ir.base import source
 from pippy.ir.base.errors import TracingError
 from pippy.ir.base.marks import pipe_split
+from pippy.ir.base.node_notes import SOURCE
+from pippy.ir.base.source_line import Source
 from pippy.ir.run.checkpointed_parts import REENTRANT, BeginPart, begin_part, end_part, is_begin, is_end, parts_of
 from pippy.ir.trace.refusals import refused
 from pippy.ir.trace.tracing_thread import is_tracing, patched_here
@@ -116,7 +118,7 @@ def _bound(function: Any) -> list[Any]:
     return [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
 
 
-def _here() -> source.Source | None:
+def _here() -> Source | None:
     return source.of_frame(sys._getframe(1))
 
 
@@ -139,7 +141,7 @@ def _tracked(result: Any) -> Any:
     return result
 
 
-def _refusal(message: str, where: source.Source | None) -> TracingError:
+def _refusal(message: str, where: Source | None) -> TracingError:
     return refused(TracingError(message + (f"\n{where.excerpt()}" if where else "")))
 
 
@@ -151,7 +153,7 @@ def finish_parts(graph: fx.Graph) -> None:
             raise _refusal(
                 "a function that torch.utils.checkpoint runs with use_reentrant=True computes a value that is used outside "
                 "without being returned, so it would have no gradient. Return it, or say use_reentrant=False",
-                source.of_node(leaked),
+                SOURCE.of(leaked),
             )
     _move_marks(graph)
 

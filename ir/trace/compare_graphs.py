@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from pippy.ir.base.node_notes import ADDED, GRADIENTS_OFF, MODULE_PATH
 from pippy.ir.run.checkpointed_parts import is_begin, is_end, results_of_parts
 
 Choose = Callable[[Any, Any], Any]
@@ -67,7 +68,7 @@ def paths_that_differ(graph: fx.Graph, other: fx.Graph) -> set[str]:
 def _calls_by_path(graph: fx.Graph) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for node in _nodes_without(graph, frozenset()):
-        path = "" if node.op == "call_module" else node.meta.get("module_path") or ""
+        path = "" if node.op == "call_module" else MODULE_PATH.of(node)
         found.setdefault(path, []).append(_called(node))
     return found
 
@@ -182,9 +183,9 @@ def _nodes_without(graph: fx.Graph, absent: frozenset[str]) -> list[fx.Node]:
         node
         for node in graph.nodes
         if not (node.op == "placeholder" and node.target in absent)
-        and not (is_begin(node) or is_end(node) or node in results or node.meta.get("added"))
+        and not (is_begin(node) or is_end(node) or node in results or ADDED.of(node))
     ]
 
 
 def _called(node: fx.Node) -> tuple[Any, ...]:
-    return node.op, node.target, node.meta.get("no_grad")
+    return node.op, node.target, GRADIENTS_OFF.of(node)

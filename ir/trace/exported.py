@@ -28,6 +28,16 @@ from torch.utils import _pytree
 from pippy.ir.base import source
 from pippy.ir.base.errors import TracingError
 from pippy.ir.base.marks import EXPORTED_MARK, pipe_split
+from pippy.ir.base.node_notes import (
+    EXPORTED_VALUE,
+    IS_TENSOR,
+    MODULE_CALLS,
+    MODULE_PATH,
+    NAMED_DEVICE,
+    SOURCE,
+    STACK_TRACE,
+)
+from pippy.ir.base.source_line import Source
 from pippy.ir.base.trees import tensors
 from pippy.ir.trace.tracing_thread import is_tracing
 
@@ -159,14 +169,15 @@ class _Run:
         """Note the user's line and module, and whether the device of the program is named: a stage may be on another."""
         if made.op in ("placeholder", "get_attr"):
             return
-        made.meta["source"] = _line(node)
-        scopes = (node.meta.get("nn_module_stack") or {}).items()
+        SOURCE.put(made, _line(node))
+        scopes = (MODULE_CALLS.of(node) or {}).items()
         stack = {call: (path, _kind(kind)) for call, (path, kind) in scopes if path}
-        made.meta["nn_module_stack"] = stack
-        made.meta["module_path"] = [*stack.values()][-1][0] if stack else ""
-        made.meta["is_tensor"] = isinstance(node.meta.get("val"), torch.Tensor)
-        if self.forward.device in _pytree.tree_leaves((node.args, node.kwargs)):
-            made.meta["names_device"] = self.forward.device
+        MODULE_CALLS.put(made, stack)
+        MODULE_PATH.put(made, [*stack.values()][-1][0] if stack else "")
+        IS_TENSOR.put(made, isinstance(EXPORTED_VALUE.get(node), torch.Tensor))
+        device = self.forward.device
+        if device is not None and device in _pytree.tree_leaves((node.args, node.kwargs)):
+            NAMED_DEVICE.put(made, device)
 
 
 def module_of(given: Any) -> Any:
@@ -243,9 +254,9 @@ def _modes(node: fx.Node) -> Iterator[bool]:
             yield value
 
 
-def _line(node: fx.Node) -> source.Source | None:
+def _line(node: fx.Node) -> Source | None:
     """The user's line of a node of a program."""
-    lines = [source.Source(file, int(line), function) for file, line, function in _LINE.findall(_stack(node))]
+    lines = [Source(file, int(line), function) for file, line, function in _LINE.findall(_stack(node))]
     return next((line for line in reversed(lines) if source.is_users(line.file)), lines[-1] if lines else None)
 
 
@@ -254,7 +265,7 @@ def _stack(node: fx.Node) -> str:
     owner: Any = node.graph.owning_module
     bodies = [getattr(owner, str(each.target), None) for each in node.all_input_nodes if each.op == "get_attr"]
     inside = [_stack(each) for body in bodies if isinstance(body, fx.GraphModule) for each in body.graph.nodes]
-    return next(filter(None, inside), node.meta.get("stack_trace") or "")
+    return next(filter(None, inside), STACK_TRACE.get(node) or "")
 
 
 def _excerpt(node: fx.Node) -> str:

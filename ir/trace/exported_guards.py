@@ -5,11 +5,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx
 from torch.utils import _pytree
 
 from pippy.ir.base.errors import InputError, TracingError
 from pippy.ir.base.modes import Modes
 from pippy.ir.base.names import named_state
+from pippy.ir.base.node_notes import EXPORTED_VALUE
 from pippy.ir.call.guards import Condition, Guards
 from pippy.ir.call.kinds import ConstantKind, TensorKind, kind_of
 from pippy.ir.trace.arguments import Example, signature_of
@@ -31,7 +33,7 @@ def guards_of(model: ExportedModel) -> Guards:
     program = model.program
     placeholders = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
     leaves = [
-        placeholders[spec.arg.name].meta.get("val", getattr(spec.arg, "value", None))
+        _value_of(placeholders[spec.arg.name], spec.arg)
         for spec in program.graph_signature.input_specs
         if spec.kind.name == "USER_INPUT"
     ]
@@ -48,6 +50,10 @@ def guards_of(model: ExportedModel) -> Guards:
         _check(condition, inputs)
     dtypes = {name: each.dtype for name, each in named_state(model) if each.is_floating_point() or each.is_complex()}
     return Guards(kinds, conditions=tuple(dict.fromkeys(conditions)), dtypes=dtypes, remedy=_REMEDY)
+
+
+def _value_of(node: fx.Node, argument: object) -> Any:
+    return EXPORTED_VALUE.of(node) if EXPORTED_VALUE.is_at(node) else getattr(argument, "value", None)
 
 
 def modes_of(model: ExportedModel) -> Modes:

@@ -22,6 +22,7 @@ import torch
 from torch import fx, nn
 
 from pippy.ir.base.errors import PippyError
+from pippy.ir.base.node_notes import ADDED, GRADIENTS_OFF, copy_notes
 from pippy.ir.base.trees import tensors
 from pippy.ir.run.functions import check_not_none
 from pippy.ir.trace.arguments import Call
@@ -88,7 +89,7 @@ class Identities:
                 given = {**self.call.given, name: not value}
                 if self._differs(Supposition(known=True), Call(**{**vars(self.call), "given": given})):
                     node = next(each for each in self._inputs() if each.target == name)
-                    self.recorded.values.fix(node, value).meta["added"] = True
+                    ADDED.put(self.recorded.values.fix(node, value), True)
 
     def _inputs(self) -> list[fx.Node]:
         return list(self.recorded.graph.find_nodes(op="placeholder"))
@@ -132,7 +133,8 @@ class Identities:
             if node.name in (alone or names):
                 with self.recorded.graph.inserting_after(node):
                     made = self.recorded.graph.call_function(check_not_none, (node,))
-                made.meta.update(node.meta, added=True)
+                copy_notes(made, node)
+                ADDED.put(made, True)
 
     def _differs_with_nothing(self, names: list[str]) -> bool:
         return self._differs(Supposition(self.call.supposition.known, nothing=frozenset(names))) is not None
@@ -220,7 +222,7 @@ class _View:
             if node.op in ("placeholder", "get_attr") or is_of_pippy(node):
                 continue
             self.places[node] = _At(len(self.places))
-            called = node.op, node.target, node.meta.get("no_grad")
+            called = node.op, node.target, GRADIENTS_OFF.of(node)
             yield node, (*called, self._argument(node.args), self._argument(node.kwargs))
 
     def _is_call(self, node: fx.Node) -> bool:

@@ -23,6 +23,7 @@ from torch import fx
 
 from pippy.ir.base import source
 from pippy.ir.base.errors import TracingError
+from pippy.ir.base.node_notes import SOURCE
 from pippy.ir.run import repeated_forward
 from pippy.ir.trace.refusals import refused
 from pippy.ir.trace.tracing_thread import patched_here
@@ -66,6 +67,6 @@ def asked(what: str, where: FrameType | fx.Node | Exception | None) -> TracingEr
     if isinstance(where, Exception):
         found = getattr(where, "source", None)
     else:
-        found = source.of_node(where) if isinstance(where, fx.Node) else source.of_frame(where)
+        found = SOURCE.of(where) if isinstance(where, fx.Node) else source.of_frame(where)
     line = f":\n{found.excerpt()}\n" if found else "; "
     return refused(TracingError(f"{what}{line}{_ADVICE}"))

@@ -32,6 +32,7 @@ from torch import fx, nn
 from pippy.ir.base import source
 from pippy.ir.base.compiled_modules import following_compiled
 from pippy.ir.base.errors import TracingError
+from pippy.ir.base.node_notes import GRADIENTS_OFF, MODULE_PATH, SOURCE
 from pippy.ir.base.surroundings import ChangesInForward, OwnFunctionMode, device_contexts
 from pippy.ir.run.scripted_functions import ScriptedFunction
 from pippy.ir.trace.c_calls import watching_c_calls
@@ -297,10 +298,10 @@ def _annotated_nodes(tracer: fx.Tracer) -> Iterator[None]:
         if changed := changes.found():
             raise _lost(", ".join(changed), sys._getframe(1))
         node = create_node(*args, **kwargs)
-        node.meta["source"] = source.of_frame(sys._getframe(1))
-        node.meta["module_path"] = tracer.scope.module_path
+        SOURCE.put(node, source.of_frame(sys._getframe(1)))
+        MODULE_PATH.put(node, tracer.scope.module_path)
         if not torch.is_grad_enabled():
-            node.meta["no_grad"] = True
+            GRADIENTS_OFF.put(node, True)
         return node
 
     with replaced(tracer, "create_node", create):

@@ -6,6 +6,7 @@ from torch import fx, nn
 
 from pippy.ir.base.errors import SplitError, TracingError
 from pippy.ir.base.marks import pipe_split
+from pippy.ir.base.node_notes import IS_LAYER, MODULE_PATH
 from pippy.ir.record.module_hooks import hooks_of
 from pippy.ir.record.traced import Traced
 from pippy.ir.trace.layers import Layers, sequential_of
@@ -33,7 +34,8 @@ def trace_sequential(model: nn.Sequential | Layers, marked: bool = True) -> Trac
         if marked and value.op == "call_module":
             graph.call_function(pipe_split)
         value = graph.create_node("call_module", name, (value,))
-        value.meta.update(module_path=name, layer=True)
+        MODULE_PATH.put(value, name)
+        IS_LAYER.put(value, True)
     graph.output(value)
     attributes = {name: module for name, module in model._modules.items() if module is not None}
     signature = inspect.Signature([inspect.Parameter("input", inspect.Parameter.POSITIONAL_OR_KEYWORD)])

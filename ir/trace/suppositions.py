@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pippy.ir.base import source
+from pippy.ir.base.node_notes import SOURCE
 from pippy.ir.run.checkpointed_parts import is_begin, is_end
 from pippy.ir.run.functions import check_fixed, check_not_none, check_same, check_tensor
 from pippy.ir.trace.in_place import IN_PLACE
@@ -143,7 +143,7 @@ def _check_is_same(node: fx.Node, first: fx.Node, tracer: fx.Tracer) -> None:
     if _name(node) in IN_PLACE or _name(node).endswith("_"):
         return
     with tracer.graph.inserting_after(node):
-        tracer.create_node("call_function", check_same, (node, first, str(source.of_node(node) or "")), {})
+        tracer.create_node("call_function", check_same, (node, first, str(SOURCE.of(node) or "")), {})
 
 
 def origin(node: fx.Node, supposition: Supposition, values: Values) -> fx.Node:

@@ -30,6 +30,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from pippy.ir.base.node_notes import MODULE_PATH, copy_place
 from pippy.ir.run.functions import by_mode
 from pippy.ir.trace.compare_graphs import Pairs, is_same_constant
 from pippy.ir.trace.tracing_thread import is_tracing
@@ -153,7 +154,7 @@ class _Choices:
             flag = self.graph.create_node("get_attr", f"{path}.training".lstrip("."))
             choice = self.graph.call_function(by_mode, (flag, on, off))
         for made in (flag, choice):
-            made.meta.update({key: self.node.meta[key] for key in ("source", "module_path") if key in self.node.meta})
+            copy_place(made, self.node)
         return choice
 
     def _deciding_flag(self, cases: list[tuple[Setting, Any]]) -> str:
@@ -167,6 +168,6 @@ class _Choices:
 
     def _inside_out(self) -> list[str]:
         """The paths of the flags: first those around the node, the innermost first."""
-        path = self.node.meta.get("module_path", "")
+        path = MODULE_PATH.of(self.node)
         around = {flag for flag in self.settings[0].flags if flag == "" or f"{path}.".startswith(f"{flag}.")}
         return sorted(self.settings[0].flags, key=lambda flag: (flag not in around, -len(flag)))

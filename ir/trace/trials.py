@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from torch import fx
 
-from pippy.ir.base import source
+from pippy.ir.base.node_notes import SOURCE
 from pippy.ir.trace.replaced import replaced
 
 _Place = tuple[CodeType, int, int]  # a function, a line, and which `bool(x)` of those of the line, one after the other
@@ -109,7 +109,7 @@ class Trials:
                 if kind == "call_module" or self.now.operations > _MESSAGE or not _is_running(self.now.frame):
                     raise TrialOverError
             node = create_node(kind, *args, **kwargs)
-            where = source.of_node(node)
+            where = SOURCE.of(node)
             if where is not None and where.line != self._line:
                 self._line = None
             return node

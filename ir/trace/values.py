@@ -35,6 +35,7 @@ from pippy.ir.base import source
 from pippy.ir.base.errors import MarkError
 from pippy.ir.base.fake_mode import OF_FAKES, zeros_for
 from pippy.ir.base.marks import recording_splits
+from pippy.ir.base.node_notes import NO_GRADIENT, ROW_SIZES
 from pippy.ir.base.trees import leaves, map_leaves, tensors
 from pippy.ir.call.row_sizes import compare_rows
 from pippy.ir.run.functions import check_fixed
@@ -305,7 +306,7 @@ def find_row_sizes(values: Values, graph: fx.Graph, attributes: Mapping[str, Any
             holding.add(node)
         if node.op != "output" and value is not UNKNOWN and others.of(node) is not UNKNOWN:
             found = compare_rows(value, others.of(node), rows, rows + 1, counted=node not in holding)
-            node.meta["row_sizes"] = found
+            ROW_SIZES.put(node, found)
 
 
 def note_missing_gradients(values: Values, graph: fx.Graph) -> None:
@@ -313,7 +314,7 @@ def note_missing_gradients(values: Values, graph: fx.Graph) -> None:
     for node in graph.nodes:
         value = values.of(node)
         if value is not UNKNOWN and not any(each.is_floating_point() or each.is_complex() for each in tensors(value)):
-            node.meta["no_gradient"] = True
+            NO_GRADIENT.put(node, True)
 
 
 def _asked_of(node: fx.Node, args: Any) -> str:

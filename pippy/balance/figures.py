@@ -8,6 +8,7 @@ from torch import fx
 from torch.nn.parameter import is_lazy
 
 from pippy.ir.base.errors import BalanceError
+from pippy.ir.base.node_notes import IS_LAYER
 from pippy.ir.base.trees import nbytes
 from pippy.ir.cut.constraints import Constraint, constraints
 from pippy.ir.cut.cuts import crossing, inside_lists
@@ -52,7 +53,7 @@ def figures_of(traced: Traced, spec: MultiUseParamSpec = None, param_scale: floa
         raise BalanceError(f"{type(traced.model).__name__} computes nothing: its forward has no operation to balance")
     figures = Figures(
         nodes,
-        [1 if node.meta.get("layer") else 0 for node in nodes],
+        [int(IS_LAYER.of(node)) for node in nodes],
         [0] * count,
         [0] * count,
         [{} for _ in nodes],

@@ -27,6 +27,7 @@ from pippy.balance.storages import Storages
 from pippy.ir.base import source
 from pippy.ir.base.errors import BalanceError, StageError
 from pippy.ir.base.names import named_state
+from pippy.ir.base.node_notes import GRADIENTS_OFF
 from pippy.ir.base.same_work import work_of
 from pippy.ir.base.sparse_tensors import map_stored
 from pippy.ir.base.trees import map_tensors, nbytes, tensors
@@ -165,7 +166,7 @@ class _Run:
             return node.target(*args, **kwargs)
 
         with self.state.watching([*needs, *held]), explained(node):
-            enabled = torch.is_grad_enabled() and not node.meta.get("no_grad")
+            enabled = torch.is_grad_enabled() and not GRADIENTS_OFF.of(node)
             with torch.set_grad_enabled(enabled):
                 trial = _Trial(self, call, (node.args, node.kwargs), needs, self.targets.get(node, set()))
                 value, cost = trial.measure(module or node.target)

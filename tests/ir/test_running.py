@@ -13,6 +13,7 @@ from torch.utils import _pytree
 
 from pippy import MultiUseParameterConfig, Pipe, pipe_split, pipeline, verify
 from pippy.ir.base.errors import SplitError, StageError, TracingError
+from pippy.ir.base.node_notes import SOURCE
 from pippy.ir.base.trees import children, describe, leaves, map_tensors, tensors, with_children
 from pippy.ir.run.stage_backward import add_gradients, stage_backward
 from pippy.ir.run.stage_run import as_leaf, run_stage
@@ -279,7 +280,7 @@ def test_a_copied_pipe_is_another_one(copied):
     verify(again)
     assert torch.equal(again(x, x), pipe(x, x))
     assert all(mine is not theirs for mine, theirs in zip(again.parameters(), pipe.parameters()))
-    source = next(node for node in again.stage(1).graph.nodes if node.name == "b").meta["source"]
+    source = SOURCE.of(next(node for node in again.stage(1).graph.nodes if node.name == "b"))
     assert source.code == "y = self.b(shared) + shared"
 
 

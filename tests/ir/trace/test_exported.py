@@ -10,6 +10,7 @@ from torch.export import Dim, export
 
 from pippy import PippyWarning, pipe_split, pipeline
 from pippy.errors import InputError, ModeError, SharedParameterError, TracingError
+from pippy.ir.base.node_notes import SOURCE
 from pippy.ir.base.trees import map_tensors, tensors
 from tests.comparisons import assert_same, assert_same_gradients, assert_same_state, run_plain
 from tests.ir.trace.exported_models import Classifier, Counted, Language, Normed
@@ -304,7 +305,7 @@ def test_a_pipe_of_a_program_survives_pickling_and_copying():
 def test_operations_have_the_users_lines():
     pipe = pipeline(exported("language")[1])
     (cat,) = pipe.split_gm.submod_1.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)
-    assert cat.meta["source"].code.startswith("x = torch.cat([second, first]")
+    assert SOURCE.of(cat).code.startswith("x = torch.cat([second, first]")
 
 
 def test_tensors_that_forward_makes_are_on_the_device_of_the_stage():
@@ -313,3 +314,20 @@ def test_tensors_that_forward_makes_are_on_the_device_of_the_stage():
     inputs = [node.name for node in stage.graph.find_nodes(op="placeholder")]
     assert inputs == ["batch"]
     assert all(tensor.is_meta for tensor in tensors(stage({"ids": ids().to("meta")})))
+
+
+class Bounded(nn.Module):
+    """It has an argument that is None, and a buffer on another device, which it does not use."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("unused", torch.zeros(2, device="meta"))
+
+    def forward(self, x):
+        return torch.clamp(self.linear(x), None, 0.1)
+
+
+def test_an_argument_that_is_none_is_no_device():
+    model, x = Bounded(), numbers()
+    torch.testing.assert_close(pipeline(export(model, (x,)), num_stages=1)(x), model(x))

@@ -1,0 +1,105 @@
+"""What is noted at the nodes of a graph, in `node.meta`: each key, the type of its value, and what it says.
+
+Nothing else reads or writes `node.meta` (tests/ir/test_node_notes.py). The nodes of a stage keep SOURCE and MODULE_PATH only.
+
+    note             noted by                    read by
+    ───────────────────────────────────────────────────────────────────────────────────────────────
+    SOURCE           the tracer                  errors and drawings
+    MODULE_PATH      the tracer                  errors, reports, names of draws
+    GRADIENTS_OFF    the tracer                  split, profile, comparison of graphs
+    MODULE_CALLS     torch.fx                    the balancer
+    ADDED            the tracer                  comparison of graphs
+    IS_LAYER         `Pipe.from_sequential`      the balancer
+    ROW_SIZES        the tracer, of an example   split, buffers that forward assigns
+    NO_GRADIENT      the tracer, of an example   split
+    IS_TENSOR        an exported program         split
+    NAMED_DEVICE     an exported program         split
+    DRAWS            `name_draws`                split
+    STAGE            `make_plan`                 the passes that cut
+    EXPORTED_VALUE   torch.export                the front end of exported programs
+    STACK_TRACE      torch.export                the front end of exported programs
+"""
+
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import fx
+
+from pippy.ir.base.source_line import Source
+
+T = TypeVar("T")
+
+
+class NodeNote(Generic[T]):
+    """A key of `node.meta`, with the value that a node has without the note, if it has one.
+
+    >>> node = fx.Graph().placeholder("x")
+    >>> GRADIENTS_OFF.of(node), STAGE.get(node)
+    (False, None)
+    >>> STAGE.put(node, 1)
+    >>> STAGE.of(node)
+    1
+    """
+
+    def __init__(self, key: str, *default: T) -> None:
+        self.key, self.default = key, default
+
+    def of(self, node: fx.Node) -> T:
+        """What is noted at a node, or the default. Without both it is a `KeyError`."""
+        found: T = node.meta[self.key] if self.key in node.meta or not self.default else self.default[0]
+        return found
+
+    def get(self, node: fx.Node) -> T | None:
+        """What is noted at a node, or None."""
+        return node.meta.get(self.key)
+
+    def is_at(self, node: fx.Node) -> bool:
+        """Whether it is noted at a node."""
+        return self.key in node.meta
+
+    def put(self, node: fx.Node, value: T) -> None:
+        """NodeNote it at a node."""
+        node.meta[self.key] = value
+
+
+SOURCE = NodeNote[Source | None]("source", None)  # the user's line
+MODULE_PATH = NodeNote[str]("module_path", "")  # the module whose forward calls the operation
+GRADIENTS_OFF = NodeNote[bool]("no_grad", False)  # as in `torch.no_grad()`
+MODULE_CALLS = NodeNote[Mapping[str, tuple[str, Any]]](
+    "nn_module_stack", {}
+)  # around the node: each one's module and class
+ADDED = NodeNote[bool]("added", False)  # a check that forward does not have, which a comparison leaves out
+IS_LAYER = NodeNote[bool]("layer", False)  # one layer for the balancer, with or without parameters
+ROW_SIZES = NodeNote[Any](
+    "row_sizes"
+)  # how the value depends on the number of rows: `compare_rows`; None if it does not
+NO_GRADIENT = NodeNote[bool]("no_gradient", False)  # the value can have none
+IS_TENSOR = NodeNote[bool]("is_tensor", False)  # the value is a tensor, not a number or a tuple
+NAMED_DEVICE = NodeNote[torch.device]("names_device")  # the device of the program, which is among the arguments
+DRAWS = NodeNote[tuple[str, bool]]("draws")  # its name as it draws random numbers, and whether it draws Python's too
+STAGE = NodeNote[int]("stage")  # the number of the stage that an operation is in
+EXPORTED_VALUE = NodeNote[Any]("val")  # a fake value
+STACK_TRACE = NodeNote[str | None]("stack_trace", None)  # as text, with all lines
+
+_PLACE: tuple[NodeNote[Any], ...] = (SOURCE, MODULE_PATH)
+
+
+def place_of(node: fx.Node) -> dict[str, Any]:
+    """Where the user's model has a node, as plain data: the notes that the nodes of a stage keep, also in a pickle."""
+    return {note.key: note.of(node) for note in _PLACE if note.of(node)}
+
+
+def put_place(node: fx.Node, place: Mapping[str, Any]) -> None:
+    """Give a node a place, and no other note."""
+    node.meta = dict(place)
+
+
+def copy_place(made: fx.Node, node: fx.Node) -> None:
+    """Give a node the place of another, and no other note."""
+    put_place(made, place_of(node))
+
+
+def copy_notes(made: fx.Node, node: fx.Node) -> None:
+    """Give a node all the notes of another, and no others."""
+    made.meta = dict(node.meta)
