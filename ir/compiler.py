@@ -12,6 +12,7 @@ from pippy.ir.cut.split import split
 from pippy.ir.cut.views import connect_views
 from pippy.ir.loss.backward import attach_backward
 from pippy.ir.loss.loss_function import attach_loss_function, check_loss_function
+from pippy.ir.loss.reserved_names import reserve_names
 from pippy.ir.loss.returned_loss import LossSpec, default_loss_spec, find_returned_loss
 from pippy.ir.record.compiled import Compiled
 from pippy.ir.record.traced import Traced
@@ -39,11 +40,13 @@ def compile_traced(
     connect_views(traced)
     balance = None if cut is None else cut(traced)
     name_draws(traced)
+    if loss_fn is not None:
+        reserve_names(traced)
     compiled = split(traced, multi_use_param_spec)
     compiled.balance = balance
     check_rules(compiled)
     if loss_fn is not None:
-        attach_loss_function(compiled, loss_fn)
+        attach_loss_function(compiled, loss_fn, traced.target_name)
     else:
         find_returned_loss(compiled, default_loss_spec(compiled, traced.model) if loss_spec is None else loss_spec)
     if compiled.loss is not None:

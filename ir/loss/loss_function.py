@@ -24,8 +24,6 @@ from pippy.ir.record.compiled import Compiled, Loss
 from pippy.ir.record.nodes import flat_inputs
 from pippy.ir.record.wiring import Wiring
 
-TARGET = "target"
-
 
 class FunctionLoss(nn.Module):
     """A module that calls a function, since the graph calls modules."""
@@ -65,16 +63,15 @@ def check_loss_function(loss_fn: object) -> None:
         ) from None
 
 
-def attach_loss_function(compiled: Compiled, loss_fn: Callable[..., Any]) -> None:
-    """Add an input ``target`` and the call ``loss_fn(output, target)``, and return its result."""
+def attach_loss_function(compiled: Compiled, loss_fn: Callable[..., Any], target_name: str) -> None:
+    """Add an input for the target and the call ``loss_fn(output, target)``, and return its result."""
     module = loss_fn if isinstance(loss_fn, nn.Module) else FunctionLoss(loss_fn)
     top, graph = compiled.split_gm, compiled.split_gm.graph
     output = graph.output_node()
     if not output.all_input_nodes:
         raise LossError("the model returns nothing that is computed, so there is nothing to compute a loss of")
     with graph.inserting_before(_after_inputs(graph)):
-        target = graph.placeholder(TARGET)
-        target.target = target.name  # another one than "target" if an input of the model has that name
+        target = graph.create_node("placeholder", target_name, name=target_name)
     with graph.inserting_before(output):
         loss = graph.create_node("call_module", LOSS, (output.args[0], target), name=LOSS)
     output.args = (loss,)

@@ -8,6 +8,7 @@ from torch import fx, nn
 
 from pippy.ir.base.modes import Modes
 from pippy.ir.call.guards import Guards
+from pippy.ir.call.target import target_name
 
 
 @dataclass
@@ -32,3 +33,8 @@ class Traced:
     guards: Guards = field(default_factory=Guards)
     kept_whole: dict[str, str] = field(default_factory=dict)
     differing: set[str] = field(default_factory=set)
+
+    @property
+    def target_name(self) -> str:
+        """What the target of a loss is called, if the Pipe has one."""
+        return target_name([node.name for node in self.graph.find_nodes(op="placeholder")])

@@ -15,6 +15,7 @@ from pippy.ir.base.errors import InputError, TracingError
 from pippy.ir.base.near_names import did_you_mean
 from pippy.ir.base.public_calls import misfits
 from pippy.ir.base.trees import describe
+from pippy.ir.call.target import target_name
 from pippy.ir.trace.fake_results import FakeResults
 from pippy.ir.trace.replaced import replaced
 from pippy.ir.trace.suppositions import SINGLE, Supposition
@@ -81,8 +82,8 @@ class Example:
         check_examples(args, kwargs)
         if args is None and not kwargs:
             return None
-        target = "target_1" if "target" in signature_of(model).parameters else "target"
-        return Example(tuple(args or ()), dict(kwargs or {}), target if with_target else None)
+        args, kwargs = tuple(args or ()), dict(kwargs or {})
+        return Example(args, kwargs, target_name([*signature_of(model).parameters]) if with_target else None)
 
     def of_model(self, signature: inspect.Signature) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the model, without the target."""

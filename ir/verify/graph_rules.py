@@ -43,12 +43,15 @@ def check_inputs(subject: Subject) -> Faults:
 
 
 def check_values(subject: Subject) -> Faults:
-    """Every value is recorded under its name."""
+    """Every value is recorded under its name, which no other value has."""
     recorded = dict(subject.compiled.wiring.values)
+    nodes: dict[str, str] = {}
     for node in subject.nodes:
         name, written = value_name(subject.compiled, node), recorded.pop(node.name, None)
         if written != name:
             yield Fault(node, f"stands for the value {name}, but is recorded as {written}")
+        if name is not None and nodes.setdefault(name, node.name) != node.name:
+            yield Fault(node, f"stands for the value {name}, and so does {nodes[name]}; two values need two names")
     if recorded:
         yield Fault(None, f"there are no nodes {list(recorded)}, for which values are recorded")
 

@@ -37,7 +37,7 @@ from pippy.ir.call.signature import bind
 from pippy.ir.cut.constraints import Constraint, constraints
 from pippy.ir.cut.cuts import crossing, mark, marks
 from pippy.ir.cut.params import MultiUseParamSpec
-from pippy.ir.loss.loss_function import TARGET, check_loss_function
+from pippy.ir.loss.loss_function import check_loss_function
 from pippy.ir.loss.returned_loss import LossSpec
 from pippy.ir.record.traced import Traced
 from pippy.ir.trace.arguments import check_examples
@@ -150,9 +150,7 @@ class Balancer:
         return Balance(self.policy.text, self.policy.measure, stages, bound, alone, optimal, note, within)
 
     def _profile(self, traced: Traced) -> Profile:
-        inputs = traced.graph.find_nodes(op="placeholder")
-        target = f"{TARGET}_1" if any(node.name == TARGET for node in inputs) else TARGET
-        name = None if self.loss_fn is None else target
+        name = None if self.loss_fn is None else traced.target_name
         call = _Call(traced.signature, traced.concrete_args, traced.required_inputs, traced.guards, name, traced.graph)
         try:
             values = bind(call, self.args, self.kwargs)
@@ -162,7 +160,7 @@ class Balancer:
             traced,
             values,
             self.loss_fn,
-            values.get(target) if name else None,
+            None if name is None else values.get(name),
             timed=self.policy.kind == "time",
             trains=self.loss_spec is not False and torch.is_grad_enabled(),
             progress=self.progress,

@@ -1,0 +1,18 @@
+"""What the loss's target is called, as an input of a Pipe."""
+
+from collections.abc import Collection
+from itertools import count
+
+
+def target_name(inputs: Collection[str]) -> str:
+    """The name of the target, beside inputs of the model by these names.
+
+    >>> target_name(["x"]), target_name(["x", "target", "target_1"])
+    ('target', 'target_2')
+    """
+    return free_name("target", inputs)
+
+
+def free_name(name: str, taken: Collection[str]) -> str:
+    """``name``, with a number if it is taken."""
+    return next(each for each in (name if at == 0 else f"{name}_{at}" for at in count()) if each not in taken)
