@@ -53,8 +53,8 @@ class Column(Elsewhere):
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "a Column stands for rows that workers load, and means nothing elsewhere; keep the indices, and make it again: "
-            "loader.batch(indices)"
+            "a Column cannot be pickled: it stands for rows that the workers of one loader load. Pickle the "
+            "indices, and make the Column again: loader.batch(indices)"
         )
 
 
@@ -71,8 +71,8 @@ class ColumnPieces(Column):
         self.columns, self.counts = columns, tuple(counts)
         if any((each.dataset, each.key) != (self.dataset, self.key) for each in columns):
             raise MicrobatchError(
-                f"mini-batches that are run as one have columns of different datasets, as {columns[0]!r}, in one place; "
-                "take all of them from one loader"
+                "mini-batches that are run as one have columns of different datasets for the same argument, such "
+                f"as {columns[0]!r}; take all of them from one loader"
             )
 
     @property
@@ -113,8 +113,8 @@ class LoadedColumn(DividedValue):
 
     def take(self, microbatch: int, division: Division) -> Any:
         raise DriverError(
-            f"{self.path} is loaded by the workers, and its sizes are not known here; give a tensor of this process (to count "
-            "memory, one of the meta device will do)"
+            f"{self.path} is loaded by the workers, so its sizes are not known in this process; give a tensor. To "
+            "count memory, a tensor on the meta device is enough"
         )
 
 

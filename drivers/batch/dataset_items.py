@@ -26,8 +26,8 @@ def check_dataset(dataset: Any, what: str) -> None:
         methods.discard("__getitem__")
     if isinstance(dataset, (IterableDataset, type)) or not methods:
         raise DriverError(
-            f"{what} is {describe(dataset)}, which gives no row by its index: it has neither __getitem__ nor __getitems__; "
-            "give a dataset that has, or run tensors of this process: driver.run(chunks, x, target)"
+            f"{what} is {describe(dataset)}, which cannot be indexed: it has neither __getitem__ nor __getitems__; "
+            "give a dataset that has one of them, or run tensors: driver.run(chunks, x, target)"
         )
 
 
@@ -58,7 +58,8 @@ def load_rows(
         items = _explained(lambda: dataset.__getitems__(list(indices)), "dataset.__getitems__", indices)
         if len(items) != len(indices):
             raise DriverError(
-                f"dataset.__getitems__ gave {len(items)} rows for {len(indices)} indices; have it give one for each, in order"
+                f"dataset.__getitems__ returned {len(items)} rows for {len(indices)} indices; it must return one "
+                "row for each index, in order"
             )
     else:
         items = []
@@ -82,7 +83,7 @@ def column_of(rows: Any, key: Hashable, alone: bool) -> Any:
         if alone and key == 0:
             return rows
     raise DriverError(
-        f"the dataset gives {describe(rows)}, which has no column {key!r}; say which it has: "
+        f"the dataset returns {describe(rows)}, which has no column {key!r}; name the columns that it has: "
         "IndexLoader(..., columns=2) or columns=('name', 'other')"
     )
 

@@ -49,14 +49,14 @@ def divide(
     pippy.drivers.base.errors.MicrobatchError: what is cut into 2 micro-batches has different numbers of rows:
       x: 4 rows, dimension 0 of float32[4, 3]
       mask: 3 rows, dimension 0 of float32[3, 3]
-    Give what is no part of the batch a Replicate(), and what has its rows elsewhere a TensorChunkSpec(dim), for example chunk_spec={'mask': Replicate()}
+    If a value is not part of the batch, give it a Replicate(). If its rows are in another dimension, give it a TensorChunkSpec(dim). For example: chunk_spec={'mask': Replicate()}
     """  # noqa: E501
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
         raise MicrobatchError(f"chunks is {brief(chunks)}; it is the number of micro-batches, 1 or more")
     specs, names = chunk_spec or {}, names or {name: name for name in values}
     unknown = [name for name in specs if name not in values]
     if unknown:
-        raise MicrobatchError(f"chunk_spec names {unknown}, which are no inputs; the inputs are {list(values)}")
+        raise MicrobatchError(f"chunk_spec names {unknown}, which are not inputs; the inputs are {list(values)}")
     users = {name: user for user, name in names.items()}
     divider = Divider(chunks, mask)
     arguments = {name: divider.divide(value, specs.get(name), users.get(name, name)) for name, value in values.items()}
@@ -101,12 +101,14 @@ class Divider:
         dim = 0 if spec is None else spec.dim
         if not isinstance(value, torch.Tensor) or not -value.dim() <= dim < value.dim():
             raise MicrobatchError(
-                f"{path} is to be cut along dimension {dim}, and is {describe(value)}, which has none"
+                f"{path} cannot be cut along dimension {dim}: it is {describe(value)}, which does not have that "
+                "dimension"
             )
         if self.chunks > 1 and not (has_rows(value) and (value.layout is torch.strided or not self.mask)):
             raise MicrobatchError(
-                f"{path} is {describe(value)}, a layout that is not cut{' for a mask' if self.mask else ''}; give it a "
-                "Replicate() if it is no part of the batch, or cut it yourself: MicroBatches([...])"
+                f"{path} is {describe(value)}, and a tensor of this layout cannot be "
+                f"cut{' for a mask' if self.mask else ''}. If it is not part of the batch, give it a Replicate(); "
+                "otherwise cut it yourself: MicroBatches([...])"
             )
         dim %= value.dim()
         self.rows.append((path, f"dimension {dim} of {describe(value)}", value.shape[dim]))
@@ -126,7 +128,8 @@ class Divider:
     def _check_uncut(self, spec: Any, path: str) -> None:
         if isinstance(spec, (TensorChunkSpec, ChunkSpec)):
             raise MicrobatchError(
-                f"{path} is cut already, and has the spec {brief(spec)}; say MicroBatches(values, dim=...)"
+                f"{path} is cut already, so the spec {brief(spec)} cannot be used; give the dimension with "
+                "MicroBatches(values, dim=...)"
             )
 
     def given(self, value: MicroBatches, spec: Any, path: str) -> PerMicrobatch:
@@ -134,7 +137,8 @@ class Divider:
         self._check_pieces(value.values, path, "MicroBatches has")
         if any(isinstance(leaf, Column) for leaf in leaves(value.values)):
             raise MicrobatchError(
-                f"{path} is a MicroBatches of columns, which workers load and cut themselves; give one column with all indices"
+                f"{path} is a MicroBatches of columns, but workers load and cut columns themselves; give one column "
+                "with all indices"
             )
         sizes = [
             {each.shape[value.dim] for each in tensors(piece) if value.dim is not None and _has_dim(each, value.dim)}
@@ -142,8 +146,9 @@ class Divider:
         ]
         if any(len(rows) > 1 for rows in sizes):
             raise MicrobatchError(
-                f"the tensors in one micro-batch of {path} have different numbers of rows along dimension {value.dim}: "
-                f"{[sorted(rows) for rows in sizes]}; if they are no rows, say MicroBatches(values, dim=None)"
+                f"the tensors in one micro-batch of {path} have different numbers of rows along dimension "
+                f"{value.dim}: {[sorted(rows) for rows in sizes]}; if this dimension does not hold rows, write "
+                "MicroBatches(values, dim=None)"
             )
         if all(sizes):
             self.given_sizes.append((path, tuple(rows.pop() for rows in sizes)))
@@ -159,7 +164,8 @@ class Divider:
             raise MicrobatchError(f"{what} {len(pieces)} values for {path}, and there are {self.chunks} micro-batches")
         if self.mask:
             raise MicrobatchError(
-                f"{path} comes in pieces, and with a mask every micro-batch is the whole mini-batch; give it whole"
+                f"{path} is given as MicroBatches, but with a mask every micro-batch is the whole mini-batch; give "
+                "the whole value"
             )
 
     def sizes(self, values: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -189,8 +195,9 @@ class Divider:
         others += [f"\n  {where}: {rows} rows, {what}" for where, what, rows in self.rows if rows != sum(sizes)]
         if others:
             raise MicrobatchError(
-                f"{path} comes in micro-batches of {sizes} rows, {sum(sizes)} in all; these do not fit:{''.join(others)}\n"
-                "Give what is no part of the batch a Replicate(), or MicroBatches(values, dim=None)"
+                f"{path} comes in micro-batches of {sizes} rows, {sum(sizes)} in all; these do not "
+                f"fit:{''.join(others)}\n"
+                "If one of them is not part of the batch, give it a Replicate(), or MicroBatches(values, dim=None)"
             )
         return sizes
 
@@ -210,17 +217,17 @@ class Divider:
                 [
                     f"what is cut into {self.chunks} micro-batches has different numbers of rows:",
                     *lines,
-                    f"{flat!r} has all rows one behind the other, and offsets say where each begins, so it cannot be cut. "
-                    "Give it with two dimensions, a row for each, filled up with the padding_idx of nn.EmbeddingBag, and "
-                    "no offsets; or chunks=1",
+                    f"{flat!r} has one dimension that holds all rows, and offsets say where each row begins, so it "
+                    "cannot be cut. Give a tensor of two dimensions, padded with the padding_idx of "
+                    "nn.EmbeddingBag, without offsets; or run one micro-batch, chunks=1",
                 ]
             )
         return "\n".join(
             [
                 f"what is cut into {self.chunks} micro-batches has different numbers of rows:",
                 *lines,
-                "Give what is no part of the batch a Replicate(), and what has its rows elsewhere a TensorChunkSpec(dim), "
-                f"for example chunk_spec={{{example}}}",
+                "If a value is not part of the batch, give it a Replicate(). If its rows are in another dimension, "
+                f"give it a TensorChunkSpec(dim). For example: chunk_spec={{{example}}}",
             ]
         )
 

@@ -55,8 +55,10 @@ def _check_guards(compiled: Compiled, names: Sequence[str], division: Division, 
         if not rows:
             raise
         raise InputError(
-            f"{error}\nThese are sizes of micro-batch {chunk}, which has {rows}. If they depend on the number of rows, give "
-            f"chunks=1, or pipeline() an example with the {division.rows_of(chunk)} rows of a micro-batch"
+            f"{error}\n"
+            f"These are the sizes of micro-batch {chunk}, which has {rows}. If the model depends on the number of "
+            f"rows, use chunks=1, or make the Pipe with an example of {division.rows_of(chunk)} rows, the size of a "
+            "micro-batch"
         ) from None
 
 
@@ -83,7 +85,9 @@ def _either(name: str, spec: Any, dim: Any) -> Any:
         padded = [(*each, *(None,) * (longest - len(each))) for each in (spec, dim)]
         return tuple(_either(f"{name}[{index}]", *both) for index, both in enumerate(zip(*padded)))
     if spec is not None and dim is not None:
-        raise MicrobatchError(f"{name} has a spec, {brief(spec)}, and a batch dim, {brief(dim)}; give one of them")
+        raise MicrobatchError(
+            f"{name} has both a spec, {brief(spec)}, and a batch dim, {brief(dim)}; give only one of them"
+        )
     return dim if spec is None else spec
 
 
@@ -115,7 +119,7 @@ def _by_name(compiled: Compiled, specs: Mapping[str, Any], what: str) -> dict[st
     found = {name: spec for name, spec in specs.items() if name in known and spec is not None}
     unknown = {name: spec for name, spec in specs.items() if name not in known and spec is not None}
     if unknown and rest is None:
-        raise MicrobatchError(f"{what} names {list(unknown)}, which are no inputs; the inputs are {', '.join(known)}")
+        raise MicrobatchError(f"{what} names {list(unknown)}, which are not inputs; the inputs are {', '.join(known)}")
     if unknown and rest is not None:
         found[rest] = {**found.get(rest, {}), **unknown}
     return found

@@ -48,8 +48,8 @@ def call_of(items: Sequence[Any], chunks: int | None) -> Call:
         return Call(_fitting(chunks, calls[0]), args, kwargs)
     if chunks is None:
         raise MicrobatchError(
-            f"chunks=None: {len(calls)} items of data are to be one mini-batch, and the driver does not choose how each is "
-            "cut; give the number of micro-batches of each"
+            f"chunks=None: the driver does not choose the number of micro-batches when {len(calls)} items of data "
+            "form one mini-batch; give the number of micro-batches of each item"
         )
     counts = [_fitting(chunks, call) or 1 for call in calls]
     args, kwargs = joined_items([tuple(call) for call in calls], counts, "item")
@@ -64,8 +64,9 @@ def _arguments(item: Any, at: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(item, (tuple, list)):
         return tuple(item), {}
     raise MicrobatchError(
-        f"data gave {describe(item)}, and it is not known which arguments of the model that is; it is to give a tuple of the "
-        "arguments, a dict of them by name, or one tensor: for a DataLoader write a collate_fn that does"
+        f"data returned {describe(item)}, which cannot be matched with the model's arguments; it must return a "
+        "tuple of the arguments, a dict of them by name, or one tensor. For a DataLoader, write a collate_fn that "
+        "does so"
     )
 
 
@@ -82,8 +83,8 @@ def joined_items(values: Sequence[Any], counts: Sequence[int], path: str) -> Any
     for value in values:
         if _shape(value) != _shape(first):
             raise MicrobatchError(
-                f"items that are to be one mini-batch are of one shape, and {path} is {describe(first)} in one and "
-                f"{describe(value)} in another; have data give items that are alike"
+                f"items that form one mini-batch must have the same shapes, but {path} is {describe(first)} in one "
+                f"item and {describe(value)} in another; make the items of data alike"
             )
     if isinstance(first, Column):
         return ColumnPieces(values, counts)

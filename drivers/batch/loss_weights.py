@@ -104,8 +104,9 @@ def loss_weights(
         return tuple(0.0 if index in empty else 1.0 for index in range(division.chunks))
     if reduction.kind not in ("mean", "batchmean", "none"):
         raise MicrobatchError(
-            f"the loss's reduction is {brief(reduction.kind)}; 'mean' and 'sum' are known. Give a function that counts what a "
-            "micro-batch holds, such as loss_reduction=lambda target: (target != -100).sum()"
+            f"the loss's reduction is {brief(reduction.kind)}; only 'mean' and 'sum' are known. Otherwise give a "
+            "function that returns the weight of a micro-batch, such as loss_reduction=lambda target: (target != "
+            "-100).sum()"
         )
     if division.chunks == 1:
         return (1.0,)
@@ -146,8 +147,8 @@ def _all_ignored(reduction: Reduction, division: Division, target: str | None) -
 def _by_rows(division: Division) -> tuple[float, ...]:
     if division.sizes is None:
         raise MicrobatchError(
-            "nothing in the mini-batch has rows, so the losses of the micro-batches cannot be weighted by them; give "
-            "loss_reduction='sum', or a function that counts what a micro-batch holds"
+            "the losses of the micro-batches cannot be weighted by their rows, because nothing in the mini-batch "
+            "has rows; give loss_reduction='sum', or a function that returns the weight of a micro-batch"
         )
     return _exact_shares(division.sizes)
 
@@ -188,8 +189,8 @@ def _check_smooth(reduction: Reduction, division: Division, target: str, weights
     for index, (count, weight) in enumerate(zip(counts, weights)):
         if count and not weight:
             raise MicrobatchError(
-                f"micro-batch {index} has only targets whose class weight is 0, and label_smoothing gives them a loss, so its "
-                "mean is infinite; use fewer chunks, or reduction='sum'"
+                f"the mean loss of micro-batch {index} is infinite: the class weight of all its targets is 0, and "
+                "label_smoothing gives them a loss; use fewer chunks, or reduction='sum'"
             )
 
 
@@ -217,8 +218,8 @@ def _count(how: Callable[..., Any], division: Division, target: str | None, inde
     except (TypeError, ValueError, RuntimeError):
         pass
     raise MicrobatchError(
-        f"loss_reduction gave {describe(count)} for micro-batch {index}; it counts what the micro-batch holds: a number, "
-        "0 or more"
+        f"loss_reduction returned {describe(count)} for micro-batch {index}; it must return the weight of the "
+        "micro-batch, a number of 0 or more"
     )
 
 
@@ -243,9 +244,9 @@ def inputs_of(how: Callable[..., Any], division: Division, target: str | None) -
         name = needed[0].name
         if named.get(name, target) != target:
             raise MicrobatchError(
-                f"loss_reduction{inspect.signature(how)} may mean the target, which a function of one argument gets, or the "
-                f"model's input {name!r}; for the target name the parameter otherwise, and for the input write "
-                f"lambda *, {name}: ..."
+                f"loss_reduction{inspect.signature(how)} is ambiguous: a function of one argument gets the target, "
+                f"but the parameter is named like the model's input {name!r}. For the target, rename the parameter; "
+                f"for the input, write lambda *, {name}: ..."
             )
         return None
     if needed and len(named) == len(needed):
@@ -257,6 +258,6 @@ def inputs_of(how: Callable[..., Any], division: Division, target: str | None) -
 
 def _not_called(how: Callable[..., Any], division: Division, signature: str) -> MicrobatchError:
     return MicrobatchError(
-        f"loss_reduction{signature} is called with what its parameters are named after, the inputs "
-        f"{', '.join(division.names)}, or with the target alone: name them so"
+        f"loss_reduction{signature} cannot be called: its parameters must have the names of inputs "
+        f"({', '.join(division.names)}), or it must take the target alone; rename its parameters"
     )

@@ -95,13 +95,13 @@ def check_leaves_loss_alone(spec: Any, value: Any, path: str = "output") -> None
         return
     if value is LOSS_PLACE:
         raise MicrobatchError(
-            f"output_spec has {brief(spec)} for {path}, which is the loss, and the loss is put together by its weights; leave "
-            "its place None, and say how it reduces with loss_reduction="
+            f"output_spec has {brief(spec)} for {path}, but {path} is the loss, which is always merged by its "
+            "weights; give None in its place, and give its reduction with loss_reduction="
         )
     if isinstance(spec, ChunkSpec) or (callable(spec) and not is_spec(spec)):
         raise MicrobatchError(
-            f"output_spec has {brief(spec)} for {path}, which holds the loss, and the loss is put together by its weights; "
-            "give a spec for each part of it, with None for the loss"
+            f"output_spec has {brief(spec)} for {path}, but {path} contains the loss, which is always merged by its "
+            f"weights; give a spec for each part of {path}, and None for the loss"
         )
     if not is_spec(spec):
         items = items_with_paths(value, path) or []
@@ -134,8 +134,8 @@ class _Merge:
         names = [[where for where, _ in each or ()] for each in held]
         if any(each != names[0] for each in names):
             raise MicrobatchError(
-                f"{path} has another shape in each micro-batch, such as {_two(values, lambda a, b: len(a) == len(b))}; "
-                "give a function of the list of values that puts them together"
+                f"{path} has a different structure in each micro-batch: "
+                f"{_two(values, lambda a, b: len(a) == len(b))}; give a function that merges the list of values"
             )
         columns = zip(*[[item for _, item in each or ()] for each in held])
         specs, whole = specs_of_items(spec, values[0], path), is_spec(spec)
@@ -170,8 +170,9 @@ class _Merge:
             self.unknown.append(path)
             return None
         raise MicrobatchError(
-            f"{path} is no tensor and no number: {_two(values)}. Give the driver an output_spec for it: Replicate() if it is "
-            "the same in all micro-batches, or a function of the list of values"
+            f"{path} is neither a tensor nor a number, so it cannot be merged: {_two(values)}. Give the driver an "
+            "output_spec for it: Replicate() if it is the same in all micro-batches, otherwise a function that "
+            "merges the list of values"
         )
 
     def follows(self, values: list[Any], dim: int) -> bool:
@@ -183,7 +184,9 @@ class _Merge:
 
     def cat(self, values: list[Any], spec: TensorChunkSpec, path: str) -> torch.Tensor:
         if not all(_has_dimensions(value) and -value.dim() <= spec.dim < value.dim() for value in values):
-            raise MicrobatchError(f"{path} is {describe(values[0])}, and cannot be concatenated along {spec.dim}")
+            raise MicrobatchError(
+                f"{path} cannot be concatenated along dimension {spec.dim}: it is {describe(values[0])}"
+            )
         if self.mask and self.follows(values, spec.dim):
             assert self.sizes is not None
             starts = [sum(self.sizes[:index]) for index in range(len(values))]
@@ -193,14 +196,14 @@ class _Merge:
         except RuntimeError as error:
             shapes = ", ".join(map(describe, values))
             raise MicrobatchError(
-                f"{path} cannot be concatenated along {spec.dim}: {error}. The micro-batches gave {shapes}; a function of the "
-                "list of values can pad them"
+                f"{path} cannot be concatenated along dimension {spec.dim}: {error}. The micro-batches returned "
+                f"{shapes}; give a function of the list of values that pads them"
             ) from None
 
     def equal(self, values: list[Any], spec: Replicate, path: str) -> Any:
         if not all(map(_same, values[1:], values[:-1])):
             raise MicrobatchError(
-                f"{path} has the spec Replicate(), and differs between micro-batches: {_two(values, _same)}"
+                f"{path} has the spec Replicate(), but it differs between micro-batches: {_two(values, _same)}"
             )
         return values[0]
 
@@ -224,7 +227,10 @@ class _Merge:
         if len(values) == 1 or all(map(_same, values[1:], values[:-1])):
             return values[0]
         if self.sizes is None:
-            raise MicrobatchError(f"{path} has the spec Mean(), and nothing has rows to weight by; give a function")
+            raise MicrobatchError(
+                f"{path} has the spec Mean(), but nothing in the mini-batch has rows to weight by; give a function "
+                "that merges the list of values"
+            )
         rows = sum(self.sizes)
         return self.sum(values, Sum(tuple(size / rows for size in self.sizes)), path)
 
@@ -232,8 +238,8 @@ class _Merge:
 def _check_dense(values: list[Any], spec: Max | Min, path: str) -> None:
     if any(isinstance(value, torch.Tensor) and value.layout is not torch.strided for value in values):
         raise MicrobatchError(
-            f"{path} has the spec {brief(spec)}, and is {describe(values[0])}, a layout that torch does not compare; give a "
-            "function of the list of values, which may call to_dense()"
+            f"{path} has the spec {brief(spec)}, but it is {describe(values[0])}, and torch cannot compare tensors "
+            "of this layout; give a function of the list of values, which may call to_dense()"
         )
 
 
@@ -258,18 +264,19 @@ def _needs_spec(merge: _Merge, outputs: Sequence[Any]) -> str:
         return "Sum()" if path in unknown else spec_of_parts(value, path, written)
 
     rows = "" if sizes is None else f" {sizes}"
-    alike = f" ({', '.join(merge.alike)} by chance as many, but not one more for one row more)" if merge.alike else ""
+    alike = f" ({', '.join(merge.alike)}: the row count only happens to match)" if merge.alike else ""
     has_loss = any(leaf is LOSS_PLACE for leaf in leaves(outputs[0]))
     first = outputs[0]
     may_be_loss = isinstance(first, torch.Tensor) and first.dim() == 0 and first.is_floating_point()
     return (
-        f"{', '.join(unknown)}: not with the rows{rows} of the micro-batches in front{alike}, so only you know how to put "
-        f"together what they give. Micro-batch 0 gave {describe(outputs[0])}. If it is a sum, give the driver "
-        f"output_spec={written(outputs[0], 'output')}\n"
-        "In place of Sum() may be Mean() (over rows), Max(), Min(), Replicate() for what is the same in all, "
-        "TensorChunkSpec(dim) for rows in another dimension, or a function of the list of values"
+        f"{', '.join(unknown)}: the first dimension is not the rows{rows} of the micro-batches{alike}, so pippy "
+        f"does not know how to merge the outputs. Micro-batch 0 returned {describe(outputs[0])}. If each is a sum, "
+        f"give the driver output_spec={written(outputs[0], 'output')}\n"
+        "Other specs are Mean() over rows, Max(), Min(), Replicate() for a value that is the same in all "
+        "micro-batches, TensorChunkSpec(dim) for rows in another dimension, or a function that merges the list of "
+        "values"
         + "; with driver.run(..., outputs=False) the step gives the loss alone" * has_loss
-        + ". If it is the loss, which the model returns, tell pipeline() so: output_loss_value_spec=True" * may_be_loss
+        + ". If it is the loss, make the Pipe with pipeline(..., output_loss_value_spec=True)" * may_be_loss
     )
 
 

@@ -13,11 +13,12 @@ def refuse_inputs(given: Sequence[Any], trains: bool) -> None:
     empty = [describe(tensor) for tensor in held if tensor.is_meta]
     if empty:
         raise DriverError(
-            f"an input, {empty[0]}, is on the meta device and has no numbers; memory() takes it, and run() needs a real one"
+            f"an input, {empty[0]}, is on the meta device and holds no numbers; only memory() takes such an input, "
+            "so give run() a tensor on another device"
         )
     wanting = [describe(tensor) for tensor in held if tensor.requires_grad]
     if wanting and trains:
         raise DriverError(
-            f"an input, {wanting[0]}, requires a gradient, and the gradients of inputs stay on the workers; detach it, or "
-            "make it a parameter of the model"
+            f"an input, {wanting[0]}, requires a gradient, but run() does not return gradients of inputs; detach "
+            "it, or make it a parameter of the model"
         )

@@ -100,11 +100,15 @@ class ChunkSpec:
 
     def split(self, value: Any, chunks: int) -> Sequence[Any]:
         """The value of each micro-batch. It is called in the controller, once for each step."""
-        raise MicrobatchError(f"{type(self).__name__} says nothing of arguments; write its split(value, chunks)")
+        raise MicrobatchError(
+            f"{type(self).__name__} cannot cut an argument, because it has no split(value, chunks); write that method"
+        )
 
     def merge(self, values: Sequence[Any]) -> Any:
         """One value from those of the micro-batches, in their order."""
-        raise MicrobatchError(f"{type(self).__name__} says nothing of outputs; write its merge(values)")
+        raise MicrobatchError(
+            f"{type(self).__name__} cannot merge an output, because it has no merge(values); write that method"
+        )
 
 
 class MicroBatches(InPieces):
@@ -193,7 +197,7 @@ def specs_of_items(spec: Any, value: Any, path: str) -> list[Any]:
     if names is not None and given is not None:
         unknown = [name for name in given if name not in names]
         if unknown:
-            raise MicrobatchError(f"the spec for {path} names {unknown}, which it does not hold; it holds {names}")
+            raise MicrobatchError(f"the spec for {path} names {unknown}, but {path} only has {names}")
         return [given.get(name) for name in names]
     inside = children(spec)
     if inside is None or given is not None or len(inside) != len(held):

@@ -28,9 +28,9 @@ def check_whole_batch_gradients(compiled: Compiled, chunks: int) -> None:
     found = list(_scaled_by_frequency(compiled)) if chunks > 1 else []
     if found:
         raise DriverError(
-            "an embedding has scale_grad_by_freq=True: its gradient is divided by how often a word comes in the batch, and "
-            f"each of {chunks} micro-batches counts only its own words; use chunks=1, or leave scale_grad_by_freq out:\n"
-            + "\n".join(found)
+            "an embedding has scale_grad_by_freq=True: its gradient is divided by how often each word occurs in "
+            f"the batch, but each of the {chunks} micro-batches would count only its own words; use chunks=1, or "
+            "leave scale_grad_by_freq out:\n" + "\n".join(found)
         )
 
 
@@ -39,8 +39,9 @@ def check_changed_parameters(compiled: Compiled, chunks: int) -> None:
     found = dict(_changed_parameters(compiled)) if chunks > 1 else {}
     if found:
         raise DriverError(
-            f"forward changes {', '.join(some(list(map(repr, found))))} in place: once in the plain model, and once for each "
-            f"of {chunks} micro-batches here:\n{next(iter(found.values()))}\n"
+            f"forward changes {', '.join(some(list(map(repr, found))))} in place. The plain model does so once; the "
+            f"pipeline would do so {chunks} times, once for each micro-batch:\n"
+            f"{next(iter(found.values()))}\n"
             f"What to do: chunks=1{OUT_OF_FORWARD}"
         )
 

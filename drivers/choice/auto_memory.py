@@ -57,7 +57,8 @@ class AutoWithinMemory(Auto[WithinMemory]):
     def peek(self, chunks: int, make: Make) -> tuple[StepPurpose, Program]:
         if chunks not in self._measured:
             raise DriverError(
-                f"the program for {chunks} micro-batches is made when the shapes of a call are known: run a step, and ask then"
+                f"the program for {chunks} micro-batches does not exist yet, because it depends on the shapes of a "
+                "call; run a step first"
             )
         return self._measured[chunks].next_step()
 

@@ -20,8 +20,8 @@ def next_call(data_iter: Iterator[Any], chunks: Any, method: str) -> Call:
     check_chunks(chunks, None)
     if not isinstance(data_iter, Iterator):
         raise DriverError(
-            f"{method}() takes an iterator, from which it takes {chunks} items each time, and this is {describe(data_iter)}; "
-            "call iter() once, before the loop, or give pippy.RepeatingLoader(loader)"
+            f"{method}() takes {chunks} items from an iterator at each call, but this is {describe(data_iter)}, not "
+            "an iterator; call iter() once, before the loop, or give pippy.RepeatingLoader(loader)"
         )
     items = []
     for _ in range(chunks):

@@ -435,8 +435,8 @@ class PipelineDriverBase(ModelOnWorkers):
         if unchecked is not None and self._first_step is not None:
             self._first_step.note(unchecked)
             source.warn(
-                f"it could not be checked whether micro-batches give the plain model's numbers: {unchecked.reason}. Compare a "
-                "step with the plain model, driver.check(...); without this warning: check=False of the driver"
+                f"the first step was not checked against the plain model: {unchecked.reason}. Compare a step with "
+                "driver.check(...); to leave out check and warning, give the driver check=False"
             )
 
     def train_batch(
@@ -540,8 +540,8 @@ class PipelineDriverBase(ModelOnWorkers):
         """
         if self.single_loss:
             raise DriverError(
-                "memory() does not count single_loss=True, where the loss holds the whole mini-batch at once; measure a step: "
-                "with driver.record(memory=True) as recording"
+                "memory() cannot count a step with single_loss=True, whose loss holds the whole mini-batch at "
+                "once; measure a step instead: with driver.record(memory=True) as recording"
             )
         follow_training_flags(self.pipe)
         args, kwargs = (args, kwargs) if args or kwargs else example_of(self.pipe)
@@ -630,7 +630,7 @@ def _surroundings(method: str = "run") -> Surroundings:
     refused = refused_here()
     if refused is not None:
         raise DriverError(
-            f"{refused.name} is in force around driver.{method}(), and the stages run on workers, where it does not act; "
-            f"{refused.remedy}"
+            f"driver.{method}() is called inside of {refused.name}, which has no effect on workers, where the "
+            f"stages run; {refused.remedy}"
         )
     return Surroundings.current()

@@ -67,26 +67,26 @@ class PipelineDriver(PipelineDriverBase):
                 self._auto = AutoWithinLimits(memory_limit, max_live, checkpoint)
             elif memory_limit is not None:
                 raise DriverError(
-                    f"memory={brief(memory)} and memory_limit={brief(memory_limit)}: memory= counts activations, too; leave "
-                    "memory_limit out"
+                    f"memory={brief(memory)} and memory_limit={brief(memory_limit)} are both given, but memory= "
+                    "already includes the activations that memory_limit= limits; leave memory_limit out"
                 )
             elif rest.get("out_of_order"):
                 raise DriverError(
-                    f"memory={brief(memory)} and out_of_order={brief(rest['out_of_order'])}: what fits is counted for workers "
-                    "that take their instructions in order; leave one of them out"
+                    f"memory={brief(memory)} and out_of_order={brief(rest['out_of_order'])} cannot be combined: "
+                    "memory= is counted for workers that run their instructions in order; leave one of them out"
                 )
             else:
                 self._auto = AutoWithinMemory(memory, max_live, checkpoint)
         elif memory_limit is not None or max_live is not None:
             name, limit = ("memory_limit", memory_limit) if max_live is None else ("max_live", max_live)
             raise DriverError(
-                f"{name}={brief(limit)} limits what schedule='auto' may choose, and the schedule is given; leave out one "
-                "of them (schedule='list' takes memory=)"
+                f"{name}={brief(limit)} limits the choice of schedule='auto', but another schedule is given; leave "
+                "one of them out (schedule='list' takes memory=)"
             )
         elif schedule != "list" and "memory" in rest:
             raise DriverError(
-                f"memory={brief(rest['memory'])} says within what schedule='auto' chooses, and the schedule is given; "
-                "leave out one of them"
+                f"memory={brief(rest['memory'])} limits the choice of schedule='auto', but another schedule is "
+                "given; leave one of them out"
             )
         super().__init__(pipe, cluster, checkpoint="never" if checkpoint is None else checkpoint, **rest)
 

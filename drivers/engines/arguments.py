@@ -18,7 +18,7 @@ def worker_names(n: int, names: Sequence[str] | None) -> tuple[str, ...]:
     ('worker0', 'worker1')
     """
     if not _is_count(n):
-        raise ClusterError(f"n is the number of workers, 1 or more; this is {brief(n)}")
+        raise ClusterError(f"n={brief(n)}: give the number of workers, 1 or more")
     if names is None:
         return tuple(f"worker{i}" for i in range(n))
     if (
@@ -35,7 +35,9 @@ def worker_names(n: int, names: Sequence[str] | None) -> tuple[str, ...]:
 def check_devices(n: int, devices: Sequence[str | torch.device] | None, device: str | torch.device | None) -> None:
     """Raise unless this is one device for each of ``n`` workers, or one for all, or none is given."""
     if devices is not None and device is not None:
-        raise ClusterError("devices names one device for each worker, device one for all; give one of the two")
+        raise ClusterError(
+            "devices names one device for each worker, and device names one for all; give only one of the two"
+        )
     if devices is not None and (isinstance(devices, str) or not isinstance(devices, Sized) or len(devices) != n):
         raise ClusterError(f"devices must name one device for each of the {n} workers; this is {brief(devices)}")
 
@@ -49,7 +51,9 @@ def device_name(device: str | torch.device) -> str:
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise ClusterError(f"{brief(device)} names no device of torch; a device is 'cpu', or 'cuda:0'") from error
+        raise ClusterError(
+            f"{brief(device)} is not a device of torch; give a device such as 'cpu' or 'cuda:0'"
+        ) from error
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise ClusterError(
             f"there is no device {str(device)!r}: torch finds {torch.cuda.device_count()} CUDA devices here"

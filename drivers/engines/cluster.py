@@ -136,8 +136,8 @@ class Cluster:
 
     def __reduce__(self) -> NoReturn:
         raise ClusterError(
-            "a cluster cannot be pickled: it is the processes that this one started. Do not keep it in a model, or in what is "
-            "sent to workers; use current_cluster() in the controller instead"
+            "a cluster cannot be pickled, because it stands for processes that this process started. Do not keep "
+            "it in a model, or in a value that is sent to workers; call current_cluster() in the controller instead"
         )
 
 

@@ -39,7 +39,7 @@ def _cluster_of_others() -> Cluster | None:
     found = [cluster for cluster in map(_cluster_of, threads) if cluster is not None]
     if len(found) > 1:
         raise ClusterError(
-            f"{len(found)} other threads have opened clusters, and this thread has none; give the driver its cluster: "
+            f"this thread has opened no cluster, and {len(found)} other threads have; give the driver its cluster: "
             "PipelineDriver(pipe, workers)"
         )
     return found[0] if found else None

@@ -91,7 +91,8 @@ def _listed_in(manifest: Mapping[str, Any], path: str) -> Contents:
     for name, noted in files.items():
         if os.path.basename(name) != name:
             raise CheckpointError(
-                f"{path} lists {name!r}, which is no file in its folder; pippy has not written that: load another checkpoint"
+                f"{path} lists {name!r}, which is not the name of a file in its folder, so pippy has not written "
+                "it; load another checkpoint"
             )
         try:
             size = os.stat(os.path.join(path, name)).st_size
@@ -123,8 +124,8 @@ def _of_files(path: str, names: Iterable[str], noted: Mapping[str, Any] | None =
         ).items():
             if key in found:
                 raise CheckpointError(
-                    f"{path} has {key!r} in two files, {os.path.basename(found[key].path)} and {name}; leave one of them in "
-                    "the folder, or give the path of one file"
+                    f"{path} has {key!r} in two files, {os.path.basename(found[key].path)} and {name}; remove one "
+                    "of them from the folder, or give the path of one file"
                 )
             found[key] = stored
     return found

@@ -88,16 +88,15 @@ def _ordered(name: str, optimizer: Optimizer, saved: Mapping[str, Any], model: A
     """The state dict of an optimizer in the order in which it has its parameters."""
     if not isinstance(model, nn.Module):
         raise CheckpointError(
-            f"{name}= is a {type(optimizer).__name__}, and the names of its parameters are those of a model: give model=, too"
+            f"the state of {name}={type(optimizer).__name__} has parameters by their names in a model; give model= too"
         )
     names = {id(parameter): own for own, parameter in uncompiled(model).named_parameters()}
     mine = [[names.get(id(each), "?") for each in group["params"]] for group in optimizer.param_groups]
     groups = saved[name]["param_groups"]
     if [sorted(own) for own in mine] != [sorted(group["param_names"]) for group in groups]:
         raise CheckpointError(
-            f"{name}= has groups of {[len(own) for own in mine]} parameters, and saved were groups of "
-            f"{[len(group['params']) for group in groups]}; or they are of other parameters: make it with the groups that "
-            "the driver's optimizer had"
+            f"{name}= has groups of {[len(own) for own in mine]} parameters, which do not match the saved groups of "
+            f"{[len(group['params']) for group in groups]}; make it with the groups that the driver's optimizer had"
         )
     states = {
         own: saved[name]["state"].get(number)

@@ -44,8 +44,8 @@ def unpacked(data: bytes, path: str = "values") -> dict[str, Any]:
             raise TypeError
     except Exception:  # torch and pickle have no one error
         raise CheckpointError(
-            f"{path} is not as pippy writes it: it holds something else than numbers, strings, tensors and containers of "
-            "them. Code may have to run to make that, and pippy runs none. Nothing was loaded: load another checkpoint"
+            f"{path} was not written by pippy: it holds something other than numbers, strings, tensors and "
+            "containers of them. Loading that may run code, so nothing was loaded; load another checkpoint"
         ) from None
     return found
 
@@ -68,9 +68,9 @@ def check_plain(name: str, value: Any) -> None:
     except Exception as error:  # pickle has no one error
         why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            f"{name}={describe(value)} cannot be saved: a checkpoint holds what can be read without running code, which is "
-            f"numbers, strings, tensors, and containers of them ({why}); give those, or an object whose state_dict() has only "
-            "those"
+            f"{name}={describe(value)} cannot be saved ({why}): a checkpoint can only hold numbers, strings, "
+            "tensors and containers of them, which are read without running code; give these, or an object whose "
+            "state_dict() holds only these"
         ) from error
 
 

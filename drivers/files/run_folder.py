@@ -47,8 +47,8 @@ def read_manifest(path: str) -> dict[str, Any] | None:
         return None
     if found["version"] > VERSION:
         raise CheckpointError(
-            f"{path} was written by a newer pippy: it is a checkpoint of version {found['version']}, and this pippy reads "
-            f"versions up to {VERSION}; update pippy"
+            f"{path} was written by a newer pippy: it has version {found['version']} of the format, and this pippy "
+            f"reads versions up to {VERSION}; update pippy"
         )
     return found
 
@@ -158,7 +158,7 @@ def _locked(folder: str) -> FileIO:
     except BlockingIOError:
         file.close()
         raise CheckpointError(
-            f"something else saves to {folder} now: another driver, or another process; let each run have a folder of its own"
+            f"another driver or another process is saving to {folder} now; give each run a folder of its own"
         ) from None
     except OSError:  # a file system without locks: then nobody looks
         pass

@@ -181,6 +181,6 @@ def _stored(path: str, begin: int, entry: Any, its_hash: str | None) -> StoredTe
 
 def _no_file(path: str, why: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} is no safetensors file, or a damaged one: {why}; give a folder of safetensors files (what torch.save wrote is "
-        "read with torch.load(path, weights_only=True), and loaded with driver.load_state_dict)"
+        f"{path} is not a safetensors file, or is damaged: {why}; give a folder of safetensors files (what "
+        "torch.save wrote is read with torch.load(path, weights_only=True), and loaded with driver.load_state_dict)"
     )

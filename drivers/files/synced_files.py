@@ -103,5 +103,5 @@ def check_hash(what: str, data: Any, expected: str | None) -> None:
     """Raise if bytes are not those that were written. Without a hash nothing is known of them."""
     if expected is not None and hashlib.sha256(data).hexdigest() != expected:
         raise CheckpointError(
-            f"{what} is damaged: its bytes are not those that were written, by their hash; load another checkpoint"
+            f"{what} is damaged: the hash of its bytes is not the hash of what was written; load another checkpoint"
         )

@@ -39,8 +39,8 @@ class Generation:
         model = model_of(self._pipe)
         if model is None:
             raise GenerationError(
-                "this Pipe is a copy of another, and generate() needs the model that a Pipe was made from; make the driver "
-                "from the Pipe that pipeline() gave"
+                "generate() needs the model that the Pipe was made from, which this Pipe, a copy, does not hold; "
+                "make the driver from the Pipe that pipeline() returned"
             )
         check_can_generate(model)
         return model

@@ -182,7 +182,7 @@ def _rows(rows: int, chunks: Any, workers: int) -> tuple[int, ...]:
     chunks = min(rows, workers) if chunks is None else chunks
     if not _is_count(chunks) or chunks > rows:
         raise GenerationError(
-            f"chunks={describe(chunks)} for {rows} prompts; give into how many groups the prompts are divided, which "
-            f"are under way at a time: 1 to {rows}"
+            f"chunks={describe(chunks)} for {rows} prompts; give the number of groups that the prompts are divided "
+            f"into, 1 to {rows}. The groups run at the same time, on different stages"
         )
     return tuple(rows // chunks + (chunk < rows % chunks) for chunk in range(chunks))

@@ -59,7 +59,7 @@ def lower(pipe: Pipe, schedule: Program, buffer: int | None = None) -> Lowered:
     """
     if not isinstance(pipe, Pipe) or not isinstance(schedule, Program):
         raise LoweringError(
-            f"lower takes a Pipe and a program, as make_schedule gives it; these are a {type(pipe).__name__} and a "
+            f"lower takes a Pipe and a program of make_schedule; these are a {type(pipe).__name__} and a "
             f"{type(schedule).__name__}"
         )
     compiled = compiled_of(pipe)
@@ -106,8 +106,8 @@ def _check_backward(schedule: Program, work: Mapping[Pass, tuple[Work, ...]]) ->
     missing = sorted(needed - set(schedule.backward))
     if missing:
         raise LoweringError(
-            f"{schedule.schedule} has no backward of stages {missing}, which the loss depends on; give each of "
-            f"{sorted(needed)} one"
+            f"{schedule.schedule} has no backward of stages {missing}, which the loss depends on; give each of the "
+            f"stages {sorted(needed)} a backward"
         )
 
 

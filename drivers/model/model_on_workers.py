@@ -234,8 +234,9 @@ class ModelOnWorkers:
         """
         if self.compiled.loss is None:
             raise OptimizerError(
-                "the Pipe has no loss, so there will be no gradients to step with; give pipeline() a loss_fn, or, for a model "
-                "that returns its loss, what it needs for that, such as the labels in the example"
+                "the Pipe has no loss, so there will be no gradients for an optimizer; give pipeline() a loss_fn. "
+                "If the model returns its loss, give pipeline() an example in which it does so, for instance with "
+                "labels"
             )
         parameters, number = dict(self.pipe.named_parameters()), len(self._optimizers) + 1
         made = PipelineOptimizer(
@@ -251,7 +252,9 @@ class ModelOnWorkers:
         and `backward` are left out.
         """
         if self.compiled.loss is None:
-            raise DriverError("a GradScaler scales a loss, and the Pipe has none; give one: pipeline(model, loss_fn)")
+            raise DriverError(
+                "a GradScaler needs a loss to scale, and the Pipe has none; give one: pipeline(model, loss_fn)"
+            )
         scaler = PipelineGradScaler(self.commands, **options)
         if self._grad_scaler is not None:
             self._grad_scaler.replaced = True

@@ -72,9 +72,10 @@ class ParameterHooks:
             data, tensors = pickle_by_value(hooks, held, refused=(torch.optim.Optimizer,))
         except PackingError as error:
             raise DriverError(
-                f"{', '.join(repr(each.name) for each in hooks.values())}: a gradient hook runs on the worker that has the "
-                f"parameter, and one of these cannot be sent there: {error}. An optimizer of the workers is "
-                "driver.instantiate_optimizer; a hook is sent with what it holds, so let it hold numbers and tensors"
+                f"{', '.join(repr(each.name) for each in hooks.values())}: a gradient hook runs on the worker that "
+                f"holds the parameter, but one of these hooks cannot be sent there: {error}. A hook is sent with "
+                "all objects that it refers to; let it refer to numbers and tensors only. To update parameters, "
+                "use driver.instantiate_optimizer"
             ) from error
         return Pickled(data, [each.clone() for each in tensors])  # the script may change its own
 

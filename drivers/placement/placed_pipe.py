@@ -104,8 +104,9 @@ class PlacedPipe:
                 if tensor.is_meta and id(tensor) not in self._empty_ids:
                     what = "the loss has" if call == LOSS else f"forward has made, in {call},"
                     raise DriverError(
-                        f"{what} {name!r}, {describe(tensor)}, on the meta device, which is no parameter or buffer of the "
-                        "model, so that nothing gives it numbers; make it on a device that has some, as with device='cpu'"
+                        f"{what} {name!r}, {describe(tensor)}, on the meta device, which is not a parameter or "
+                        "buffer of the model, so nothing fills it with numbers; make it on another device, as with "
+                        "device='cpu'"
                     )
 
     @cached_property

@@ -141,11 +141,11 @@ class Commands:
         """Inside, commands are sent though workers were replaced; if the block succeeds, they hold what they did before."""
         starts = self._starts_now()
         self.told, self.flags_due, self.recovering = None, True, True
-        self.dispatch.hurt.add(self.driver)  # until it succeeds
+        self.dispatch.half_changed_drivers.add(self.driver)  # until it succeeds
         try:
             yield
             self.starts = starts
-            self.dispatch.hurt.discard(self.driver)
+            self.dispatch.half_changed_drivers.discard(self.driver)
         finally:
             self.recovering = False
 
@@ -156,7 +156,7 @@ class Commands:
         replaced = [repr(self.dispatch.control.workers[worker].name) for worker in self.replaced()]
         if replaced:
             why = f"worker {', '.join(replaced)} was lost and replaced, and holds nothing of this driver"
-        elif self.driver in self.dispatch.hurt:
+        elif self.driver in self.dispatch.half_changed_drivers:
             why = "a worker was lost while this driver changed what others hold, or had it recover, and that was not finished"
         else:
             return

@@ -99,7 +99,7 @@ class Dispatch:
         self.outstanding: deque[PendingCommand] = deque()
         self.unanswered: list[PendingCall] = []  # calls of commands that were given up
         self.dropped: dict[int, deque[int]] = {}  # drivers that are gone, and that a worker is yet to drop
-        self.hurt: set[int] = set()  # drivers that were changing what workers hold when one was lost
+        self.half_changed_drivers: set[int] = set()  # drivers that were changing what workers hold when one was lost
         self.untold: GiveUp | None = None  # what was given up when a worker was lost, and the others were not told of
 
     def post(
@@ -298,7 +298,9 @@ class Dispatch:
                 self.unanswered.clear()
                 if self.outstanding:
                     self.untold = GiveUp(self.outstanding[0].number, self.number)
-                    self.hurt.update(each.driver for each in self.outstanding if _changes_what_is_held(each))
+                    self.half_changed_drivers.update(
+                        each.driver for each in self.outstanding if _changes_what_is_held(each)
+                    )
             for posted in reversed(self.outstanding):
                 posted.undo()
             for posted in self.outstanding:

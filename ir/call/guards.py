@@ -126,8 +126,8 @@ class Guards:
 def differs(path: str, found: str, fixed: str, remedy: str = OF_AN_EXAMPLE) -> str:
     """What is wrong with an argument that differs from the example."""
     return (
-        f"{path} is {found}; in the example that the model was traced with it was {fixed}, and the Pipe is right for no other. "
-        f"Give it like that, or {remedy}"
+        f"{path} is {found}; in the example that the model was traced with it was {fixed}. The Pipe is only valid "
+        f"for that value; pass it, or {remedy}"
     )
 
 

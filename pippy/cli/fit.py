@@ -99,7 +99,10 @@ _TYPED = (
     (r"called with, on its device", "called with"),
     (r"use chunks=(\d+) or less", r"give -m \1 or less"),
     (r", or TensorChunkSpec\(dim\) if the rows are along another dimension", ""),
-    (r"\n?Give what is no part of the batch a Replicate\(\).*", "\nGive all inputs as many rows, or -m 1"),
+    (
+        r"\n?If (a value|one of them) is not part of the batch, give it a Replicate\(\).*",
+        "\nGive all inputs as many rows, or -m 1",
+    ),
     (r"memory_limit=", "--memory "),
     (r"num_stages=", "--num-stages "),
 )

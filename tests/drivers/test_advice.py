@@ -162,12 +162,12 @@ DRIVERS = [
         lambda c: same(c, model=Chain(4), schedule=schedule(4)),
     ),
     (
-        "run it with as many, or make another program",
+        "or make another program",
         lambda c: step(c, schedule=schedule(2), chunks=3),
         lambda c: [same(c, schedule=schedule(2)), same(c, schedule=schedule(2, chunks=3), chunks=3)],
     ),
     (
-        "leave out one of them (schedule='list' takes memory=)",
+        "leave one of them out (schedule='list' takes memory=)",
         lambda c: step(c, schedule="1f1b", max_live=2),
         lambda c: [same(c, schedule="auto", max_live=2), same(c, schedule="list", memory=2)],
     ),
@@ -192,7 +192,7 @@ DRIVERS = [
         lambda c: same(c, kind=PipelineDriverFillDrain, single_loss=True),
     ),
     (
-        "and the Pipe has no loss function; give one",
+        "a loss function, which the Pipe does not have; give one",
         lambda c: step(c, X, loss=None, kind=PipelineDriverFillDrain, single_loss=True),
         lambda c: same(c, kind=PipelineDriverFillDrain, single_loss=True),
     ),
@@ -248,7 +248,7 @@ INPUTS = [
         lambda c: [scaling(c, chunk_spec=each) for each in ([0, Replicate(), 0], {"by": Replicate()})],
     ),
     (
-        "give one of them",
+        "give only one of them",
         lambda c: step(c, chunk_spec={"x": 0}, batch_dims={"x": 1}),
         lambda c: [same(c, chunk_spec={"x": 0}), same(c, batch_dims={"x": 0})],
     ),
@@ -258,12 +258,12 @@ INPUTS = [
         lambda c: [scaling(c, MicroBatches([BY, BY], dim=None), BY), scaling(c, chunk_spec=[None, Replicate()])],
     ),
     (
-        "say MicroBatches(values, dim=...)",
+        "give the dimension with MicroBatches(values, dim=...)",
         lambda c: scaling(c, MicroBatches(PARTS), WHOLE, chunk_spec=[None, TensorChunkSpec(1)]),
         lambda c: [scaling(c, MicroBatches(PARTS), WHOLE), scaling(c, MicroBatches(PARTS, dim=0), WHOLE)],
     ),
     (
-        "if they are no rows, say MicroBatches(values, dim=None)",
+        "if this dimension does not hold rows, write MicroBatches(values, dim=None)",
         lambda c: two_factors(c, MicroBatches(PAIRS)),
         lambda c: two_factors(c, MicroBatches(PAIRS, dim=None)),
     ),
@@ -273,17 +273,17 @@ INPUTS = [
         lambda c: scaling(c, MicroBatches(PARTS), WHOLE),
     ),
     (
-        "every micro-batch is the whole mini-batch; give it whole",
+        "every micro-batch is the whole mini-batch; give the whole value",
         lambda c: scaling(c, MicroBatches(PARTS), WHOLE, **MASKED),
         lambda c: scaling(c, WHOLE, **MASKED),
     ),
     (
-        "write its split(value, chunks)",
+        "it has no split(value, chunks); write that method",
         lambda c: same(c, chunk_spec=[AddsUp()]),
         lambda c: same(c, chunk_spec=OWN, **COUNTED),
     ),
     (
-        "give loss_reduction='sum', or a function that counts what a micro-batch holds",
+        "give loss_reduction='sum', or a function that returns the weight of a micro-batch",
         lambda c: same(c, chunk_spec=OWN),
         lambda c: [
             same(c, chunk_spec=OWN, **COUNTED),
@@ -291,14 +291,14 @@ INPUTS = [
         ],
     ),
     (
-        "with the target alone: name them so",
+        "take the target alone; rename its parameters",
         lambda c: same(c, loss_reduction=lambda one, other: 1),
         lambda c: [
             same(c, loss_reduction=lambda x, target: len(x)),
             same(c, loss_reduction=lambda any_name: len(any_name)),
         ],
     ),
-    ("a number, 0 or more", lambda c: same(c, loss_reduction=lambda target: -1), lambda c: same(c, **COUNTED)),
+    ("a number of 0 or more", lambda c: same(c, loss_reduction=lambda target: -1), lambda c: same(c, **COUNTED)),
     (
         "use fewer chunks, or reduction='sum'",
         lambda c: smoothed(c, chunks=2),
@@ -346,7 +346,7 @@ def smoothed(cluster, chunks, reduction="mean"):
 
 
 @pytest.mark.parametrize(("words", "fails", "advised"), INPUTS, ids=[row[0] for row in INPUTS])
-@pytest.mark.filterwarnings("ignore:it could not be checked")
+@pytest.mark.filterwarnings("ignore:the first step was not checked")
 def test_specs_of_inputs(words, fails, advised, four):
     with pytest.raises(PippyError) as caught:
         fails(four)
@@ -359,20 +359,20 @@ def total(tags):
 
 
 OUTPUTS = [
-    ("or a function of the list of values", lambda x: (x, tag(x)), None, (0, total)),
+    ("otherwise a function that merges the list of values", lambda x: (x, tag(x)), None, (0, total)),
     (
-        "give a function of the list of values",
+        "give a function that merges the list of values",
         lambda x: rows_as_list(x),
         None,
         lambda values: [r for v in values for r in v],
     ),
-    ("a function of the list of values can pad them", lambda x: x.t(), 0, lambda values: torch.cat(values, 1)),
-    ("cannot be concatenated along 2", lambda x: x.t(), 2, 1),
-    ("has the spec Replicate(), and differs", lambda x: x.t(), Replicate(), TensorChunkSpec(1)),
+    ("give a function of the list of values that pads them", lambda x: x.t(), 0, lambda values: torch.cat(values, 1)),
+    ("cannot be concatenated along dimension 2", lambda x: x.t(), 2, 1),
+    ("has the spec Replicate(), but it differs", lambda x: x.t(), Replicate(), TensorChunkSpec(1)),
     ("give one spec for all of it, or specs in the same shape", lambda x: (x, x + 1), (0,), (0, 0)),
     ("give one spec for all of it, or specs in the same shape", lambda x: (x, x + 1), (0, 0, 0), 0),
-    ("it holds ['y', 'z']", lambda x: {"y": x, "z": -x}, {"w": 0}, {"y": 0}),
-    ("write its merge(values)", lambda x: x.sum(0), EveryOther(), AddsUp()),
+    ("but output only has ['y', 'z']", lambda x: {"y": x, "z": -x}, {"w": 0}, {"y": 0}),
+    ("it has no merge(values); write that method", lambda x: x.sum(0), EveryOther(), AddsUp()),
     ("Mean(), Max(), Min() or a function", lambda x: x.mean(0), "mean", Mean()),
 ]
 
@@ -448,7 +448,7 @@ OPTIMIZERS = [
         lambda d: made(d, {"params": NAMES}),
     ),
     (
-        "and one for the rest if there is a rest",
+        'and exactly one with "params": ... if there are other parameters',
         lambda d: made(d, {"params": ...}, {"params": ...}),
         lambda d: made(d, {"params": NAMES[:1]}, {"params": ...}),
     ),
@@ -544,7 +544,7 @@ def test_programs_that_do_not_fit(four):
         lower(pipe, make_schedule("1f1b", workers=3, chunks=2))
     for program in (schedule(2), make_schedule("looped_bfs", workers=1, chunks=2, stages_per_worker=2)):
         assert lower(pipe, program)
-    with pytest.raises(PippyError, match="lower takes a Pipe and a program, as make_schedule gives it"):
+    with pytest.raises(PippyError, match="lower takes a Pipe and a program of make_schedule"):
         lower(pipe, "1f1b")
 
 

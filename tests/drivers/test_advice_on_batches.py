@@ -29,7 +29,7 @@ def test_a_flat_text_with_offsets(threads):
     text, offsets, target = torch.randint(1, 20, (12,)), torch.tensor([0, 3, 5, 9]), torch.tensor([0, 1, 2, 0])
     plain = Bag()
     pipe = pipeline(copy.deepcopy(plain), nn.CrossEntropyLoss(), example_args=(text, offsets, target))
-    with pytest.raises(MicrobatchError, match="with two dimensions, a row for each") as caught:
+    with pytest.raises(MicrobatchError, match="a tensor of two dimensions, padded") as caught:
         PipelineDriver1F1B(pipe, threads).run(2, text, offsets, target)
     assert "Replicate()" not in str(caught.value)
     padded = nn.utils.rnn.pad_sequence(text.tensor_split(offsets[1:]), batch_first=True, padding_value=0)

@@ -252,11 +252,11 @@ def test_what_is_wrong_says_what_to_do(threads):
     loss = driver.run(2, *batch())
     with pytest.raises(DriverError, match=r"leave scaler\.scale\(loss\)\.backward\(\) out"):
         scaler.scale(loss)
-    with pytest.raises(OptimizerError, match=r"no scaler\.step\(optimizer\) before it"):
+    with pytest.raises(OptimizerError, match=r"without scaler\.step\(optimizer\) before it"):
         scaler.update()
-    with pytest.raises(OptimizerError, match="another scaler"):
+    with pytest.raises(OptimizerError, match="replaced by a later one"):
         old.step(optimizer)
-    with pytest.raises(OptimizerError, match="its own"):
+    with pytest.raises(OptimizerError, match="use that driver's scaler"):
         scaler.step(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1))
     with pytest.raises(TypeError, match=r"scaler\.state_dict"):
         pickle.dumps(scaler)

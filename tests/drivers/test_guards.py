@@ -54,7 +54,7 @@ class AsksForRows(nn.Module):
 @pytest.mark.parametrize(
     ("of_input", "error", "told"),
     [
-        (True, InputError, "These are sizes of micro-batch 1, which has rows 3 to 5 of 6. If they depend"),
+        (True, InputError, "These are the sizes of micro-batch 1, which has rows 3 to 5 of 6. If the model depends"),
         (False, StepError, r"stage 0, micro-batch 0, rows 0 to 2 of 6\)"),
     ],
 )

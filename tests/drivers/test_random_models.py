@@ -328,7 +328,7 @@ def check_reference(
     """The first step in this process, where stages share memory."""
     same = partial(assert_alike, loosely=example.autocast)
     with example.surroundings(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "this call of the model is not what was trained")  # which is what it is for
+        warnings.filterwarnings("ignore", "this call of the model does not use the trained")  # which is what it is for
         same(pipe(x, target), expected, "what the Pipe returns")
     for name, parameter in once.named_parameters():
         if name in dict(pipe.named_parameters()):

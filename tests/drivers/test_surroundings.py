@@ -224,7 +224,7 @@ def test_what_is_refused_is_refused_before_anything_is_sent_and_its_remedy_works
     driver = PipelineDriver1F1B(pipe, threads)
     sent = list(threads.control.counts)
     with CONTEXTS[row.name]():
-        with pytest.raises(DriverError, match=re.escape(f"{row.name} is in force around driver.run()")) as caught:
+        with pytest.raises(DriverError, match=re.escape(f"driver.run() is called inside of {row.name}")) as caught:
             driver.run(2, x, target)
         assert threads.control.counts == sent
         assert row.remedy in str(caught.value)

@@ -270,7 +270,7 @@ def test_a_single_loss_needs_all_forwards_first(cluster):
     pipe = pipeline(Chain(3), nn.MSELoss())
     with pytest.raises(DriverError, match="1f1b begins backwards earlier"):
         PipelineDriver1F1B(pipe, cluster, single_loss=True)
-    with pytest.raises(DriverError, match="no loss function"):
+    with pytest.raises(DriverError, match="needs a loss function"):
         PipelineDriverFillDrain(pipeline(Chain(3)), cluster, single_loss=True)
 
 
@@ -330,7 +330,7 @@ WRONG = {
         DriverError,
         "detach",
     ),
-    "optimizer": (lambda driver: driver.instantiate_optimizer("adam"), OptimizerError, "no optimizer class"),
+    "optimizer": (lambda driver: driver.instantiate_optimizer("adam"), OptimizerError, "not an optimizer class"),
     "closure": (
         lambda driver: driver.instantiate_optimizer(torch.optim.SGD, lr=1.0).step(lambda: None),
         OptimizerError,

@@ -92,7 +92,7 @@ def test_what_cannot_be_done_is_refused(threads):
     parts = Parts(threads)
     driver, items = parts.driver, [(torch.ones(4, 8), torch.ones(4, 8))] * 3
     for method in (driver.train_batch, driver.eval_batch):
-        with pytest.raises(DriverError, match=r"takes an iterator.*RepeatingLoader"):
+        with pytest.raises(DriverError, match=r"items from an iterator.*RepeatingLoader"):
             method(items, chunks=2)
         with pytest.raises(DriverError, match="ended after 3 of the 4 micro-batches of this step, and nothing was run"):
             method(iter(items), chunks=4)
@@ -100,7 +100,7 @@ def test_what_cannot_be_done_is_refused(threads):
             method(iter(items), chunks=0)
         with pytest.raises(MicrobatchError, match="collate_fn"):
             method(iter([1]), chunks=1)
-    with torch.no_grad(), pytest.raises(DriverError, match=r"under torch.no_grad\(\)"):
+    with torch.no_grad(), pytest.raises(DriverError, match=r"inside of torch.no_grad\(\)"):
         driver.train_batch(iter(items), chunks=1)
     with pytest.raises(DriverError, match="a AdamW"):
         driver.train_batch(iter(items), chunks=1, optimizer=torch.optim.AdamW(parts.model.parameters()))

@@ -79,7 +79,8 @@ class StepCheck:
         norms = {name for name, each in self.model.named_modules() if isinstance(each, _BatchNorm) and each.training}
         if norms and trains:
             self.left_out.append(
-                "statistics of batch norms, which normalize by their running ones in a check, as micro-batches have others"
+                "statistics of batch norms: in a check they normalize by their running statistics, because "
+                "micro-batches have statistics of their own"
             )
         self.uncompared = {
             f"{name}.{buffer}".lstrip(".")
@@ -269,8 +270,8 @@ def checked_model(driver: ModelOnWorkers, given: Any) -> nn.Module:
     model = model_of(driver.pipe) if given is None else given
     if model is None:
         raise DriverError(
-            "check() compares with the plain model, and this Pipe is a copy, which does not know the model that it was made "
-            "from; give it: check(4, x, target, model=model)"
+            "check() needs the plain model, but this Pipe is a copy, which does not hold the model that it was "
+            "made from; give the model: check(4, x, target, model=model)"
         )
     if not isinstance(model, nn.Module):
         raise DriverError(
@@ -278,8 +279,8 @@ def checked_model(driver: ModelOnWorkers, given: Any) -> nn.Module:
         )
     if any(each.is_meta for each in tensors([*model.parameters(), *model.buffers()])):
         raise DriverError(
-            "check() runs the plain model in this process, and it is on the meta device, as no process is to hold it; check a "
-            "smaller one of the same kind: the same classes, with fewer or narrower layers"
+            "check() runs the plain model in this process, which cannot be done with a model on the meta device; "
+            "check a smaller model of the same classes, with fewer or narrower layers"
         )
     ours = {name: each.shape for name, each in named_state(driver.pipe) if not name.startswith(f"{LOSS}.")}
     theirs = {name: each.shape for name, each in named_state(model)}
@@ -319,12 +320,15 @@ def _by_place(differences: Sequence[Difference]) -> Origin:
     wrong = [each for each in differences if each.kind == "gradient" and each.stage]
     if wrong:
         last = max(wrong, key=lambda each: stage_index(each.stage.rpartition(", ")[2]) or 0)
-        return Origin(last.stage.rpartition(", ")[2], f"the last stage with another gradient, that of {last.name}")
+        return Origin(last.stage.rpartition(", ")[2], f"the last stage whose gradient differs, that of {last.name}")
     worst = differences[0]
     what = {
-        "buffer": f"its buffer {worst.name} is another after the step: it may change once for each micro-batch",
-        "parameter": f"its update of {worst.name} is another, from the right gradient",
+        "buffer": f"its buffer {worst.name} differs after the step; forward may change it once for each micro-batch",
+        "parameter": f"its update of {worst.name} differs, although the gradient is right",
     }
     if worst.why and worst.kind == "parameter":
-        return Origin(worst.stage, f"{worst.why} of {worst.name} is not like the first")
-    return Origin(worst.stage, what.get(worst.kind, "what its micro-batches give is put together to something else"))
+        return Origin(worst.stage, f"{worst.why} of {worst.name} is unlike the first")
+    return Origin(
+        worst.stage,
+        what.get(worst.kind, "the merged outputs of its micro-batches are not what the plain model returns"),
+    )

@@ -17,18 +17,18 @@ def disagreement(compiled: Compiled, found: Found) -> str:
     one, two = found.rows.sizes
     count = one + two
     text = (
-        f"{count} of the rows{_edits_of(found.rows)} as one micro-batch and the same as two, of {one} and {two} rows, "
-        "do not give the same numbers, so the step would not be the plain model's. The losses of the micro-batches "
+        f"{count} of the rows{_edits_of(found.rows)} were run as one micro-batch, and again as two of {one} and {two} "
+        "rows. The numbers differ, so the step would not be the plain model's. The losses of the micro-batches "
     )
     kind = _spelled(compiled, found)
     if found.loss_differs:
         parts = " and ".join(f"{loss:.6g}" for loss in found.parts.losses)
         text += (
-            f"do not add up to the loss of the whole as {kind}: they are {parts}, together "
-            f"{found.parts.loss:.6g}, and the whole is {found.whole.loss:.6g}. "
+            f"added up as {kind} are not the loss of the whole: they are {parts}, together {found.parts.loss:.6g}, "
+            f"and the loss of the whole is {found.whole.loss:.6g}. "
         )
     else:
-        text += f"add up as {kind}, but not all else does. "
+        text += f"add up as {kind}, but these do not: "
     differences = found.differences
     text = text.rstrip() if differences else text
     for each in differences[:_SHOWN]:

@@ -237,7 +237,7 @@ class FirstStep:
             if not self._holds_awaited(sets[0].rows.division):
                 return
         if candidate is not None:
-            raise MicrobatchError(f"{said}They do if you give the driver loss_reduction={candidate.text}")
+            raise MicrobatchError(f"{said}They agree if you give the driver loss_reduction={candidate.text}")
         raise MicrobatchError(said + self.remedies.other_advice([each.rows for each in sets], self._way))
 
     def _are_torchs(self, sets: Sequence[Found], asked: Asked) -> bool:
@@ -250,13 +250,13 @@ class FirstStep:
 
 
 _ADVICE_FOR_BUFFERS = (
-    "Forward changes these buffers by the rows that it is given, so each micro-batch would change them by its own. "
-    'If that may be, give the driver buffers="per_microbatch"; else keep it out of forward, or run one micro-batch, '
-    "chunks=1"
+    "Forward changes these buffers by the rows that it is given, so each micro-batch would change them by its own "
+    'rows. If this is acceptable, give the driver buffers="per_microbatch". Otherwise change them outside of '
+    "forward, or run one micro-batch, chunks=1"
 )
 _UNKNOWN_DRAWS = (
-    "the loss draws random numbers that are not torch's, so its parts cannot be compared with the whole, to see "
-    "how they add up. Give the driver loss_reduction='mean' if it is a mean over rows, or run one micro-batch, "
+    "pippy cannot find out how the losses of micro-batches add up, because the loss draws random numbers that are "
+    "not torch's. If it is a mean over rows, give the driver loss_reduction='mean'; otherwise run one micro-batch, "
     "chunks=1"
 )
 
@@ -270,9 +270,11 @@ def _unknown_choice(chosen: Chosen) -> str:
             "loss_reduction='mean', if rows always choose alike, or if the mean may be over each micro-batch"
         )
     return (
-        "the loss is a mean over what a mask chooses. It has chosen all in the rows that were tried, so how the losses of "
-        f"micro-batches add up when it does not cannot be seen:\n  {chosen.where}\nSay it with loss_reduction=: a function "
-        "that counts what a micro-batch holds, as lambda target: (target >= 0).sum(); or 'mean', if rows are never left out"
+        "the loss is a mean over the rows that a mask chooses. The mask chose all rows that were tried, so pippy "
+        "cannot see how the losses of micro-batches add up when it leaves rows out:\n"
+        f"  {chosen.where}\n"
+        "Give loss_reduction= a function that returns the weight of a micro-batch, such as lambda target: (target "
+        ">= 0).sum(); or give 'mean' if the mask never leaves rows out"
     )
 
 

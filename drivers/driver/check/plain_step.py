@@ -66,8 +66,8 @@ def _whole(leaf: Any, turned: bool) -> Any:
     if isinstance(leaf, PerMicrobatch):
         if leaf.dim is None or not all(isinstance(each, torch.Tensor) for each in leaf.values):
             raise DriverError(
-                "check(): an argument is cut by a spec of yours, or given in pieces, and the plain model takes it whole; give "
-                "a tensor that is cut by its rows"
+                "check() cannot give the plain model an argument that is cut by a ChunkSpec of your own, or given "
+                "as MicroBatches; give a tensor that is cut by its rows"
             )
         joined = torch.cat(leaf.values, leaf.dim)
         return joined.flip(leaf.dim) if turned else joined
@@ -84,8 +84,8 @@ class PlainModel:
             self.model, *copied = deep_copy([model, *losses])
         except Exception as error:
             raise DriverError(
-                f"check() compares with a copy of the model, and it cannot be copied: copy.deepcopy(model) raises "
-                f"{type(error).__name__}: {error}"
+                "check() compares with a copy of the model, but the model cannot be copied: copy.deepcopy(model) "
+                f"raises {type(error).__name__}: {error}"
             ) from error
         self.loss: nn.Module | None = copied[0] if copied else None
         with torch.no_grad():

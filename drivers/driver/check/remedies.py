@@ -47,12 +47,12 @@ class Remedies:
         for name, value in rows[0].division.arguments.items():
             if isinstance(value, CutTensor) and fit([rows[0].with_argument(name, _same_for_all)], way):
                 return (
-                    f"They do if {users.get(name, name)!r} is no part of the batch: give the driver "
+                    f"They agree if {users.get(name, name)!r} is not part of the batch: give the driver "
                     f"chunk_spec={{{users.get(name, name)!r}: Replicate()}}"
                 )
         return (
-            "No other known reduction fits either: numbers of several rows are put together. Run one micro-batch, "
-            "chunks=1. If you know that the difference does not matter, give the driver check=False"
+            "No other known reduction fits either, so the model mixes rows. Run one micro-batch, chunks=1. If you "
+            "know that the difference does not matter, give the driver check=False"
         )
 
     def _candidates(self, found: Found, asked: Asked) -> Iterator[Candidate]:

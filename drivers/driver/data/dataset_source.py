@@ -70,8 +70,8 @@ class DatasetSource:
             except PackingError as error:
                 what = "the collate function" if key == "collate" else "the dataset"
                 raise PackingError(
-                    f"{what}, {describe(value)}, cannot be sent to the workers: {error.__cause__ or error}; give the dataset "
-                    "by the name of a function that makes it, and each worker that needs it calls that: "
+                    f"{what}, {describe(value)}, cannot be sent to the workers: {error.__cause__ or error}; give "
+                    "the name of a function that makes the dataset, which each worker that needs it calls: "
                     "IndexLoader('package.module:function', columns=...)"
                 ) from error
         return self._sent[key]
@@ -79,7 +79,7 @@ class DatasetSource:
     def check_indices(self, indices: Sequence[Any]) -> None:
         """Raise if one of them is out of range."""
         if not len(indices):
-            raise DriverError("a mini-batch of no indices; give one or more")
+            raise DriverError("the mini-batch has no indices; give one or more")
         if self.rows is None or not all(type(each) is int for each in indices):
             return
         least, most = min(indices), max(indices)

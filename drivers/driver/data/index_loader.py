@@ -67,7 +67,8 @@ class IndexLoader:
         if batch_sampler is not None:
             if (batch_size, shuffle, drop_last, sampler) != (1, False, False, None):
                 raise DriverError(
-                    "batch_sampler= says all of the order; leave out batch_size, shuffle, sampler and drop_last"
+                    "batch_sampler= cannot be combined with batch_size, shuffle, sampler and drop_last, because it "
+                    "decides all of these; leave them out"
                 )
             self.batch_sampler: Iterable[Sequence[Any]] = batch_sampler
             self.sampler: Any = None
@@ -75,7 +76,7 @@ class IndexLoader:
         if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
             raise DriverError(f"batch_size={describe(batch_size)}: give how many rows a mini-batch has, 1 or more")
         if sampler is not None and shuffle:
-            raise DriverError("sampler= and shuffle=True: both say the order; leave one of them out")
+            raise DriverError("sampler= and shuffle=True both decide the order; leave one of them out")
         self.sampler = self._own_sampler() if sampler is None else sampler
         self.batch_sampler = BatchSampler(self.sampler, batch_size, drop_last)
 
@@ -83,8 +84,9 @@ class IndexLoader:
         rows = self.source.rows
         if rows is None:
             raise DriverError(
-                "how many rows the dataset has is not known here, as it is made by the workers or has no __len__; give the "
-                "order of its indices: sampler=range(1000), or a sampler of torch.utils.data"
+                "the number of rows of the dataset is not known in this process: the workers make the dataset, or "
+                "it has no __len__; give its indices in order with sampler=range(1000), or a sampler of "
+                "torch.utils.data"
             )
         if not self._shuffles:
             return SequentialSampler(range(rows))
@@ -184,8 +186,8 @@ def _found_keys(source: DatasetSource) -> tuple[Hashable, ...]:
         return tuple(source.columns)
     if source.by_name:
         raise DriverError(
-            f"columns= is needed for a dataset by name, {source.dataset!r}, as only the workers make it: give how many columns "
-            "a row has, or their names"
+            f"columns= is missing: the dataset {source.dataset!r} is given by name, so only the workers make it, "
+            "and its columns are not known in this process; give the number of columns, or their names"
         )
     try:
         with untouched_random_state():
@@ -193,8 +195,8 @@ def _found_keys(source: DatasetSource) -> tuple[Hashable, ...]:
             rows = (source.collate or default_collate)([row])
     except Exception as error:
         raise DriverError(
-            f"one row was loaded to see which columns there are, and that raised {type(error).__name__}: {error}; say it: "
-            "columns=2, or their names"
+            f"loading one row, to see its columns, raised {type(error).__name__}: {error}; give the number of "
+            "columns, as in columns=2, or their names"
         ) from error
     if isinstance(rows, Mapping):
         return tuple(rows)

@@ -87,8 +87,9 @@ class SentDatasets:
         if weigher is not None and replicas > 1 and given:
             users = {name: user for user, name in division.names.items()}
             raise DriverError(
-                f"replicas={replicas}: what weighs the losses takes {users.get(given[0], given[0])!r} as a tensor, and others "
-                f"of {', '.join(users.get(name, name) for name in weighed)} by index; give all of them by index, or none"
+                f"replicas={replicas}: the losses are weighted by {users.get(given[0], given[0])!r}, which is given as a "
+                f"tensor, and by others, which are given by index; give all of "
+                f"{', '.join(users.get(name, name) for name in weighed)} by index, or all as tensors"
             )
 
     def send(self, columns: Sequence[Column], divisions: Mapping[int, Division]) -> None:
@@ -154,9 +155,10 @@ class SentDatasets:
             elif one.kind != other.kind:
                 what = f"it is a {one.kind} on the one and a {other.kind} on the other"
             raise DriverError(
-                f"the dataset {source.dataset!r} is not the same on worker {first} ({self.workers[first]}) and worker {rank} "
-                f"({self.workers[rank]}): {what}, so that inputs and targets would not belong together; have its function "
-                "make the same everywhere (lists of files are to be sorted, and random numbers seeded)"
+                f"the dataset {source.dataset!r} is not the same on worker {first} ({self.workers[first]}) and "
+                f"worker {rank} ({self.workers[rank]}): {what}, so inputs and targets would not belong together; "
+                "its function must make the same dataset on every worker (sort lists of files, and seed random "
+                "numbers)"
             )
         if source.rows is None:
             source.rows = one.rows
@@ -178,8 +180,8 @@ def check_no_columns(values: Any, what: str) -> None:
     """Raise if some of the values are loaded by workers: ``what`` counts the sizes of all."""
     for column in columns_in(values):
         raise DriverError(
-            f"{what} counts sizes, and those of {column!r} are not known here, as workers load it; give a tensor of the same "
-            "shape (of the meta device is enough for memory())"
+            f"{what} needs sizes, but the sizes of {column!r} are not known in this process, because workers load "
+            "it; give a tensor of the same shape (for memory(), a tensor on the meta device is enough)"
         )
 
 

@@ -73,11 +73,11 @@ def asked_outputs(
         )
     if named:
         raise DriverError(
-            f"outputs={brief(outputs)}: the model has an argument {_NAME!r} too; give the model's own by position, so that the "
-            "keyword can only be the driver's"
+            f"outputs={brief(outputs)} is ambiguous, because the model has an argument {_NAME!r} too; give the "
+            "model's argument by position, and the keyword is the driver's"
         )
     if compiled.loss is None and not outputs:
-        raise DriverError("outputs=False: the Pipe has no loss, so a step would give nothing; leave it out")
+        raise DriverError("outputs=False on a Pipe without a loss would return nothing; leave it out")
     return outputs, kwargs
 
 

@@ -32,9 +32,9 @@ def chosen_workers(
         chosen = chosen[: len(chosen) // replicas * replicas]
     if len(chosen) % replicas or not chosen:
         raise DriverError(
-            f"replicas={brief(replicas)} on {len(chosen) or there} worker{'s' * ((len(chosen) or there) > 1)}: each replica "
-            f"takes as many workers as the others; name a multiple of {brief(replicas)} (world_size= or all_ranks=), or start "
-            "more workers"
+            f"replicas={brief(replicas)} on {len(chosen) or there} worker{'s' * ((len(chosen) or there) > 1)}: "
+            f"every replica needs the same number of workers; give a multiple of {brief(replicas)} (world_size= or "
+            "all_ranks=), or start more workers"
         )
     return chosen
 
@@ -87,8 +87,8 @@ def checked_buffers(given: Any) -> str | None:
     if given is None or given == "per_microbatch":
         return given
     raise DriverError(
-        f"buffers={describe(given)}: give 'per_microbatch', so that each micro-batch changes the buffers that forward changes, "
-        "or leave it out, so that a step is refused in which that is not what the plain model does"
+        f"buffers={describe(given)}: with 'per_microbatch', each micro-batch changes the buffers that forward "
+        "changes. Give that, or leave buffers= out: then a step is refused if this differs from the plain model"
     )
 
 
@@ -97,16 +97,16 @@ def check_replicated(replicas: int, *, auto: bool, single_loss: bool, mask: bool
     given = f"replicas={replicas} and"
     if auto:
         raise DriverError(
-            f"{given} schedule='auto' do not go together; let it choose for one pipeline, print driver.choice, and name that "
-            "schedule"
+            f"{given} schedule='auto' cannot be combined; let schedule='auto' choose for one pipeline, print "
+            "driver.choice, and give that schedule"
         )
     if single_loss:
         raise DriverError(
-            f"{given} single_loss=True do not go together: no worker has the outputs of the whole mini-batch; leave one of "
-            "them out"
+            f"{given} single_loss=True cannot be combined, because no worker has the outputs of the whole "
+            "mini-batch; leave one of them out"
         )
     if mask:
-        raise DriverError(f"{given} _debug_mask_minibatches=True do not go together; leave one of them out")
+        raise DriverError(f"{given} _debug_mask_minibatches=True cannot be combined; leave one of them out")
 
 
 def check_chunks(given: Any, auto: Auto[Any] | None) -> None:

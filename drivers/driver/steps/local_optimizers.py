@@ -36,7 +36,8 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if commands is not None and commands.trained:
             name = type(optimizer).__name__
             raise OptimizerError(
-                f"this {name} has updated nothing: its parameters are those of this process and have no gradients, since the "
-                "driver trains its own copies on the workers; make the optimizer with "
-                f"driver.instantiate_optimizer(torch.optim.{name}, ...), and call driver.copy_to(model) to have what it trained"
+                f"this {name} has updated nothing: its parameters are those of this process, which have no "
+                "gradients, because the driver trains copies on the workers. Make the optimizer with "
+                f"driver.instantiate_optimizer(torch.optim.{name}, ...), and call driver.copy_to(model) to get the "
+                "trained parameters"
             )

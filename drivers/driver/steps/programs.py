@@ -85,11 +85,13 @@ class RequestedSchedule:
             )
         if program.placement.workers > workers:
             raise DriverError(
-                f"the program is for {program.workers} workers, and there are {workers * self.replicas}; start a larger cluster"
+                f"the program needs {program.workers} workers, but there are {workers * self.replicas}; start a "
+                "larger cluster"
             )
         if chunks != program.chunks:
             raise DriverError(
-                f"chunks={chunks}, and the program was made for {program.chunks}; run it with as many, or make another program"
+                f"chunks={chunks}, but the program was made for {program.chunks} micro-batches; run it with "
+                f"chunks={program.chunks}, or make another program"
             )
         return program
 
@@ -213,13 +215,15 @@ def _check_limit(out_of_order: bool | int, program: Program) -> None:
 def check_single_loss(example: Program, loss_stage: int, mask: bool) -> None:
     """Raise unless all forwards come before the loss in an example of the driver's programs, and there is a loss."""
     if mask:
-        raise DriverError("single_loss=True and _debug_mask_minibatches=True do not go together; leave one of them out")
+        raise DriverError("single_loss=True and _debug_mask_minibatches=True cannot be combined; leave one of them out")
     if loss_stage < 0:
-        raise DriverError("single_loss=True, and the Pipe has no loss function; give one: pipeline(model, loss_fn)")
+        raise DriverError(
+            "single_loss=True needs a loss function, which the Pipe does not have; give one: pipeline(model, loss_fn)"
+        )
     computations = example.computations[example.placement.worker_of[loss_stage]]
     ops = [each.op for each in computations if each.stage == loss_stage]
     if sorted(ops, key=lambda op: op != Op.FORWARD) != ops:
         raise DriverError(
-            f"single_loss=True needs all forwards before the loss, and {example.schedule} begins backwards earlier; "
+            f"single_loss=True needs all forwards before the loss, but {example.schedule} begins backwards earlier; "
             "use PipelineDriverFillDrain"
         )

@@ -69,8 +69,8 @@ class Results:
         given = node.op == "placeholder" and node.name in self.division.arguments
         for leaf in loaded_columns(self.division.arguments[node.name]) if given else ():
             raise DriverError(
-                f"the model returns its input {leaf.path!r}, which the workers load and this process does not have; give it as "
-                "a tensor, or ask for the loss alone: outputs=False"
+                f"the model returns its input {leaf.path!r}, which only the workers load, so this process cannot "
+                "return it; give it as a tensor, or ask for the loss alone: outputs=False"
             )
         return node
 
@@ -190,8 +190,8 @@ def explaining_backward(loss: torch.Tensor) -> torch.Tensor:
 
 def _explain_backward(*args: Any, **kwargs: Any) -> None:
     raise DriverError(
-        "loss.backward() after driver.run: the gradients are on the workers already; leave it out, and call step() of the "
-        "optimizer that driver.instantiate_optimizer gave"
+        "loss.backward() is not needed after driver.run, which has computed the gradients on the workers; leave it "
+        "out, and call step() of the optimizer that driver.instantiate_optimizer returned"
     )
 
 

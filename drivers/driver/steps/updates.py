@@ -71,11 +71,13 @@ def checked_updates(
         if not isinstance(each, PipelineOptimizer) or each.commands is not driver.commands:
             whose = "of another driver" if isinstance(each, PipelineOptimizer) else f"a {type(each).__name__}"
             raise DriverError(
-                f"optimizer= is {whose}, and the parameters are on the workers of this one; give what "
-                "driver.instantiate_optimizer(torch.optim.AdamW, lr=1e-3) gave, or a list of several"
+                f"optimizer= is {whose}, which cannot update the parameters on this driver's workers; give what "
+                "driver.instantiate_optimizer(torch.optim.AdamW, lr=1e-3) returned, or a list of these"
             )
     if not optimizers:
-        raise DriverError("optimizer= has none; give what driver.instantiate_optimizer gave, or a list of several")
+        raise DriverError(
+            "optimizer= is an empty list; give what driver.instantiate_optimizer returned, or a list of these"
+        )
     schedulers = () if scheduler is None else _several(scheduler)
     for each in schedulers:
         if not hasattr(each, "step") or isinstance(each, torch.optim.Optimizer):
@@ -84,10 +86,11 @@ def checked_updates(
             )
     if scaler is not None and not (isinstance(scaler, PipelineGradScaler) and scaler is driver._grad_scaler):
         raise DriverError(
-            f"scaler={describe(scaler)} is not the one of this driver; give what driver.instantiate_grad_scaler() gave last"
+            f"scaler={describe(scaler)} is not this driver's scaler; give what driver.instantiate_grad_scaler() "
+            "returned last"
         )
     if scaler is None and driver._grad_scaler is not None and driver._grad_scaler.is_enabled():
-        raise DriverError("the driver has a GradScaler, which is to step the optimizers; give it: scaler=scaler")
+        raise DriverError("the driver has a GradScaler, through which its optimizers must step; give it: scaler=scaler")
     for name, value in (("max_norm", max_norm), ("clip_value", clip_value)):
         if value is not None and not (_is_number(value) and value > 0):
             raise DriverError(f"{name}={describe(value)}: give a number above 0, or leave it out for no clipping")
@@ -100,7 +103,8 @@ def check_trains(driver: ModelOnWorkers, what: str) -> None:
         raise DriverError(f"{what}(): the Pipe has no loss to train with; give pipeline() a loss_fn")
     if not torch.is_grad_enabled():
         raise DriverError(
-            f"{what}() is called under torch.no_grad() or inference_mode, where there are no gradients; call it outside"
+            f"{what}() is called inside of torch.no_grad() or inference_mode, where no gradients are computed; call "
+            "it outside"
         )
 
 

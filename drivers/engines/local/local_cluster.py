@@ -170,8 +170,8 @@ def _chosen_transport(transport: str | None) -> str:
         why = f"this host cannot share memory between processes ({error})"
     if transport == "shared_memory":
         raise ClusterError(
-            f'transport="shared_memory" cannot be had: {why}; leave out transport, and the workers use TCP on the loopback '
-            f"interface"
+            f'transport="shared_memory" is not available: {why}; leave transport out, and the workers use TCP on '
+            "the loopback interface"
         )
     warn(
         f"{why}; the workers use TCP on the loopback interface instead, which is slower, and which every account of this host "

@@ -220,7 +220,8 @@ class LocalEngine:
                 raise ClusterError(f"worker {self.config.names[index]!r} died while it started: {report.how}")
             case None:
                 raise ClusterError(
-                    "the workers' fork server ended while workers started; what it wrote to stderr says why"
+                    "the process that the workers are forked from ended while workers started; its output on "
+                    "stderr says why"
                 )
 
     def _join(self, deadline: float, timeout: float) -> None:

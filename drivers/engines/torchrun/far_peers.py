@@ -34,7 +34,7 @@ class FarPeers:
         self.index, self.name, self.peers = index, name, frozenset(peers)
         self.address, self.within, self.silence, self.take = address, timeout / 2, timeout + BEYOND, take
         self._lock = threading.Lock()
-        self._visited: set[int] = set()
+        self._dialled: set[int] = set()
 
     def invite(self, guest: int) -> Invitation | None:
         """Open a door for a peer, and return where it is; None if there can be none."""
@@ -45,26 +45,26 @@ class FarPeers:
         take: Take = lambda end, window: self.take(guest, end, window)  # noqa: E731
         return open_door(self.address, take, 2 * self.within, self.silence)
 
-    def visit(self, host: int) -> None:
+    def dial(self, peer: int) -> None:
         """Get a connection with a peer, unless there is one, or there can be none."""
         with self._lock:
-            if self.address is None or host in self._visited:
+            if self.address is None or peer in self._dialled:
                 return
-            self._visited.add(host)
+            self._dialled.add(peer)
             try:
-                invitation = self._invitation(host)
+                invitation = self._invitation(peer)
                 if invitation is not None:
-                    self.take(host, *come_in(invitation, self.within, self.silence))
+                    self.take(peer, *come_in(invitation, self.within, self.silence))
             except OSError as error:
                 print(
-                    f"pippy: worker {self.index} passes all values to and from worker {host} by RPC, which takes longer for "
+                    f"pippy: worker {self.index} passes all values to and from worker {peer} by RPC, which takes longer for "
                     f"small ones: it got no connection of its own with it: {error}",
                     file=sys.stderr,
                     flush=True,
                 )
 
-    def _invitation(self, host: int) -> Invitation | None:
-        asked = rpc.urgent(self.name(host), pickle_message(Invite(self.index)))
+    def _invitation(self, peer: int) -> Invitation | None:
+        asked = rpc.urgent(self.name(peer), pickle_message(Invite(self.index)))
         rpc.wait_all([asked], self.within)
         if not asked.done():
             raise TimeoutError(f"it did not answer within {self.within:g} s")

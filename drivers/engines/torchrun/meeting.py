@@ -100,7 +100,8 @@ def meet(
     )
     if transport == "shared_memory" and len(routes.groups) > 1:
         raise ClusterError(
-            f'transport="shared_memory" cannot be had for all workers; leave out transport, and they use RPC where they must:\n'
+            'transport="shared_memory" is not available for all workers; leave transport out, and workers that '
+            "cannot share memory use RPC:\n"
             f"{routes}"
         )
     addresses = [Address(name, *at[i][:2]) for i, name in enumerate(names)]

@@ -39,8 +39,8 @@ class RankBoard:
         except DistStoreError as error:
             missing = ", ".join(str(rank) for rank, key in keys.items() if not self.store.check([key]))
             raise ClusterError(
-                f"rank {self.rank} waited {self.timeout:g} s, and these ranks did not call cluster(): {missing}; all must, "
-                f"with the same arguments, and start_timeout says how long to wait for them"
+                f"these ranks did not call cluster() within {self.timeout:g} s, as rank {self.rank} saw: {missing}. "
+                "All ranks must call it with the same arguments; start_timeout= is how long to wait for them"
             ) from error
         return [json.loads(self.store.get(key)) for key in keys.values()]
 

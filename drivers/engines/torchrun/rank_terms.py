@@ -75,8 +75,8 @@ def _check_files(board: RankBoard, ranks: Sequence[int], hosts: Sequence[str]) -
     for rank, its in zip(ranks[1:], others):
         if names := [name for name in first if name in its and first[name] != its[name]]:
             raise ClusterError(
-                f"{', '.join(sorted(names))} on {hosts[rank]} (rank {rank}) is not the same as on {hosts[0]} (rank 0), and "
-                f"stages would compute there with other code; copy the script and its modules to each host"
+                f"{', '.join(sorted(names))} on {hosts[rank]} (rank {rank}) differs from that on {hosts[0]} (rank "
+                "0), so stages would run different code; copy the script and its modules to each host"
             )
 
 

@@ -124,7 +124,8 @@ def _checked(rank_info: RankInfo, n: int | None, names: Sequence[str] | None) ->
     """The workers' names. Raises if their number is not what torchrun started."""
     if rank_info.workers < 1:
         raise ClusterError(
-            "controller_hosts=False, and torchrun started no process beside the controller; start 2 or more"
+            "controller_hosts=False leaves no process for a worker, because torchrun started only the controller; "
+            "start 2 or more"
         )
     if n is not None and n != rank_info.workers:
         raise ClusterError(
@@ -154,8 +155,8 @@ def _check_first() -> None:
     """Raise unless this is the first cluster, because torchrun's processes can join a group of RPC only once."""
     if _was_open:
         raise ClusterError(
-            "this process joined torchrun's cluster before, whose workers leave the script with it; open one cluster, and use "
-            "it for all of the script"
+            "cluster() was called a second time in a process of torchrun, but the workers leave the script when "
+            "the first cluster closes; open one cluster, and use it for the whole script"
         )
     check_none_open()
 

@@ -153,7 +153,7 @@ class TorchrunWorker:
     def _connect(self, message: Connect) -> None:
         """Give two workers of this host a socket to each other, or this one and a far one a connection."""
         if message.one == self.index and message.other in self.far_peers.peers:
-            self.far_peers.visit(message.other)
+            self.far_peers.dial(message.other)
             return
         assert self.connections is not None, "only the first process of a host is asked to connect others"
         self.connections.connect(message.one, message.other)

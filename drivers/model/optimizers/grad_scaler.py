@@ -42,8 +42,8 @@ class PipelineGradScaler(torch.amp.GradScaler):
     def scale(self, outputs: Any) -> Any:
         """Raises: `driver.run` has scaled the loss already."""
         raise DriverError(
-            "scaler.scale(loss): driver.run scales the loss on the workers and does the backward there; leave "
-            "scaler.scale(loss).backward() out, and call scaler.step(optimizer) after driver.run"
+            "scaler.scale(loss) is not needed: driver.run scales the loss and runs the backward on the workers; "
+            "leave scaler.scale(loss).backward() out, and call scaler.step(optimizer) after driver.run"
         )
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -55,8 +55,8 @@ class PipelineGradScaler(torch.amp.GradScaler):
         if stage is not OptState.READY:
             name = "unscale_" if stage is OptState.UNSCALED else "step"
             raise OptimizerError(
-                f"scaler.unscale_(optimizer) after scaler.{name}(optimizer): an update takes at most one unscale_, before its "
-                "step; call scaler.update() when all optimizers have stepped"
+                f"scaler.unscale_(optimizer) was called after scaler.{name}(optimizer), but an update may have only "
+                "one unscale_, before its step; call scaler.update() when all optimizers have stepped"
             )
         super().unscale_(optimizer)
 
@@ -93,8 +93,8 @@ class PipelineGradScaler(torch.amp.GradScaler):
         """Let the scale grow, or take it back, as torch's does."""
         if self._enabled and new_scale is None and not self._has_looked():
             raise OptimizerError(
-                "scaler.update() and no scaler.step(optimizer) before it; call driver.run, scaler.step(optimizer), and then "
-                "scaler.update(), once for each update"
+                "scaler.update() was called without scaler.step(optimizer) before it; for each update call "
+                "driver.run, scaler.step(optimizer), and then scaler.update()"
             )
         super().update(new_scale)
 
@@ -110,18 +110,20 @@ class PipelineGradScaler(torch.amp.GradScaler):
 
     def _check_optimizer(self, optimizer: Any) -> None:
         if self.replaced:
-            raise OptimizerError("the driver has another scaler since then; use what instantiate_grad_scaler gave last")
+            raise OptimizerError(
+                "this scaler was replaced by a later one of its driver; use what instantiate_grad_scaler returned last"
+            )
         if not isinstance(optimizer, PipelineOptimizer) or optimizer.commands is not self._commands:
             raise OptimizerError(
-                "this scaler is for the optimizers that its driver.instantiate_optimizer gave, and this "
-                f"{type(optimizer).__name__} is none of them; use a torch.amp.GradScaler for an optimizer of "
-                "this process, and for another driver its own"
+                f"this {type(optimizer).__name__} was not made by instantiate_optimizer of the scaler's driver; for "
+                "an optimizer of this process use a torch.amp.GradScaler, and for an optimizer of another driver "
+                "use that driver's scaler"
             )
         narrow = [name for name, parameter in optimizer.named_parameters() if parameter.dtype is torch.float16]
         if self._enabled and narrow and optimizer.master_dtype is None:
             raise OptimizerError(
-                f"{narrow[0]!r} is float16, and so would be its gradient, which would lose what the scale has kept; give "
-                "instantiate_optimizer(..., master_dtype=torch.float32)"
+                f"{narrow[0]!r} is float16, and its unscaled gradient would be float16 too, where small numbers "
+                "become zero; give instantiate_optimizer(..., master_dtype=torch.float32)"
             )
 
     def __reduce__(self) -> Any:

@@ -52,7 +52,7 @@ class PipelineOptimizer(Optimizer):
     ) -> None:
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
             raise OptimizerError(
-                f"{brief(optimizer_class)} is no optimizer class; give one, as in "
+                f"{brief(optimizer_class)} is not an optimizer class; give one, as in "
                 "instantiate_optimizer(torch.optim.AdamW, lr=1e-3)"
             )
         options = dict(kwargs)
@@ -104,8 +104,9 @@ class PipelineOptimizer(Optimizer):
         open_groups = [group for group in groups if group["params"] is ...]
         if len(open_groups) > 1 or (open_groups and not rest) or not groups:
             raise OptimizerError(
-                f'{len(open_groups)} of {len(groups)} parameter groups are for the rest ("params": ...), which is '
-                f"{len(rest)} parameters; give at least one group, and one for the rest if there is a rest"
+                f'{len(open_groups)} of {len(groups)} parameter groups have "params": ..., which stands for the '
+                f"other parameters, of which there are {len(rest)}; give at least one group, and exactly one with "
+                '"params": ... if there are other parameters'
             )
         for group in open_groups:
             group["params"] = rest
@@ -181,7 +182,10 @@ class PipelineOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Update the parameters on all workers with their gradients."""
         if closure is not None:
-            raise OptimizerError("a closure would run here, not on the workers; call driver.run before step()")
+            raise OptimizerError(
+                "step() does not take a closure, which would run in this process and not on the workers; call "
+                "driver.run before step()"
+            )
         self.commands.wait()
         with first_waits():  # or some workers might have updated their parameters, and others not
             self.update_parameters()
@@ -202,8 +206,8 @@ class PipelineOptimizer(Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """What torch's GradScaler reads before it steps."""
         raise OptimizerError(
-            "a torch.amp.GradScaler sees the gradients of this process, and those of this optimizer are on the workers; take "
-            "scaler = driver.instantiate_grad_scaler() for it, and leave scaler.scale(loss).backward() out"
+            "a torch.amp.GradScaler cannot scale the gradients of this optimizer, which are on the workers; use "
+            "scaler = driver.instantiate_grad_scaler(), and leave scaler.scale(loss).backward() out"
         )
 
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
@@ -259,12 +263,14 @@ class PipelineOptimizer(Optimizer):
         if any(isinstance(key, str) for key in renamed):
             if set(renamed) != set(renamed.values()):
                 odd = sorted(set(map(str, renamed)) ^ set(renamed.values()))
-                raise OptimizerError(f"the state is of other parameters: {', '.join(odd)} are on one side only")
+                raise OptimizerError(
+                    f"the state is of other parameters: only one of the state and the optimizer has {', '.join(odd)}"
+                )
             renamed = {name: name for name in renamed}
         if self.master_dtype is None and any(MASTER in its for its in state.values()):
             raise OptimizerError(
-                "the state has copies of the parameters with more bits, and this optimizer has none; give their dtype when it "
-                "is made: instantiate_optimizer(..., master_dtype=torch.float32)"
+                "the state has copies of the parameters in a dtype with more bits, and this optimizer has none; "
+                "make the optimizer with their dtype: instantiate_optimizer(..., master_dtype=torch.float32)"
             )
         stores = self.placed.for_all_copies({renamed[key]: its for key, its in state.items()}, self.divided)
         self.commands.wait()

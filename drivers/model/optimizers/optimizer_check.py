@@ -21,9 +21,7 @@ def check_separable(optimizer_class: type, args: Sequence[Any], options: Mapping
     >>> check_separable(torch.optim.AdamW, (), {"lr": 0.1})
     """
     if optimizer_class.__name__ == "LBFGS":
-        raise OptimizerError(
-            "LBFGS calls the model again within a step, which the workers cannot do; use another class"
-        )
+        raise OptimizerError("LBFGS cannot be used, because it calls the model again within a step; use another class")
     with torch.random.fork_rng(devices=[]):
         try:
             alone, beside = (_updated(optimizer_class, args, options, count) for count in (1, 2))
@@ -31,9 +29,10 @@ def check_separable(optimizer_class: type, args: Sequence[Any], options: Mapping
             return
     if not torch.allclose(alone, beside, rtol=1e-4, atol=1e-6, equal_nan=True):
         raise OptimizerError(
-            f"{optimizer_class.__name__} updates a parameter in a way that depends on the other parameters of its group (their "
-            "norm, say), and the workers have different ones, so each would compute something else; do that part by itself "
-            "(driver.clip_grad_norm_ takes the norm over the whole model), or use a class that updates each parameter alone"
+            f"{optimizer_class.__name__} cannot be used: its update of a parameter depends on the other parameters "
+            "of the group (on their norm, for example), and each worker only has a part of the group. Do that part "
+            "separately (driver.clip_grad_norm_ computes the norm over the whole model), or use a class that "
+            "updates each parameter alone"
         )
 
 

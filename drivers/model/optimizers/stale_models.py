@@ -51,8 +51,9 @@ class StaleModels:
             return
         self._warned.add(what)
         source.warn(
-            f"this {what} is not what was trained: the driver updates its copies of the parameters on the workers, and "
-            f"the model in this process is as it was; call driver.copy_to(model) first, while the cluster is open, or {instead}"
+            f"this {what} does not use the trained parameters: the driver trains copies on the workers, and does "
+            "not change the model in this process; call driver.copy_to(model) first, while the cluster is open, or "
+            f"{instead}"
         )
 
     def has_changed(self) -> bool:

@@ -153,7 +153,7 @@ class Recovery:
         return None
 
     def _check_points(self) -> None:
-        """Raise if there is nothing to go on from."""
+        """Raise if there is no state to recover."""
         if self.points:
             return
         changed = any(each.stepped for each in self.optimizers)
@@ -162,8 +162,9 @@ class Recovery:
                 "an optimizer has made steps" if changed else "load_state_dict() gave the workers what is nowhere else"
             )
             raise CheckpointError(
-                f"there is nothing to go on from: {why}, and there is no point since{self.left_out}; a run that is to survive "
-                "its workers calls driver.save(folder, optimizer=optimizer, step=step, ...) or driver.protect(...) now and then"
+                f"there is no state to recover: {why}, and nothing was saved or protected since{self.left_out}. To "
+                "survive the loss of a worker, call driver.save(folder, optimizer=optimizer, step=step, ...) or "
+                "driver.protect(...) now and then"
             )
 
     def _rebuild(self, workers: Collection[int], send_again: Callable[[Collection[int]], None]) -> None:

@@ -52,9 +52,7 @@ def replace_lost_workers(cluster: Cluster, limit: float | None = None) -> tuple[
             raise
         except BaseException:
             if not control.broken:
-                control.mark_lost(
-                    min(replaced), "another process had been started in its place, and that was not finished"
-                )
+                control.mark_lost(min(replaced), "an earlier attempt to replace it was not finished")
             raise
         control.to_replace.clear()
         return tuple(replaced)
@@ -63,6 +61,6 @@ def replace_lost_workers(cluster: Cluster, limit: float | None = None) -> tuple[
 def _not_replaced(cluster: Cluster, error: Exception) -> str:
     names = ", ".join(repr(cluster.workers[worker]) for worker in sorted(cluster.control.to_replace))
     return (
-        f"no process could be started in the place of worker {names}: {error}; the other workers hold what they held: call "
-        "recover() again when that is mended, or close this cluster"
+        f"no process could be started in the place of worker {names}: {error}; the other workers hold what they "
+        "held: call recover() again when this is repaired, or close this cluster"
     )

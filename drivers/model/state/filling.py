@@ -67,13 +67,14 @@ class Filling:
             )
         if not self.empty:
             raise InitializationError(
-                "all parameters and buffers of this driver have numbers; initialize() makes those of a model on the meta device"
+                "initialize() has nothing to do, because all parameters and buffers of this driver have numbers; "
+                "it is for a model on the meta device"
             )
         model = model_of(self.pipe)
         if model is None:
             raise InitializationError(
-                "this Pipe is a copy of another, and initialize() needs the model that a Pipe was made from; make the driver "
-                "from the Pipe that pipeline() gave"
+                "initialize() needs the model that the Pipe was made from, which this Pipe, a copy, does not hold; "
+                "make the driver from the Pipe that pipeline() returned"
             )
         if function is None:
             _check_modules(model, self._empty_tensors(model))
@@ -87,9 +88,9 @@ class Filling:
             tensors = dict(named_state(model))
             shown = ", ".join(f"{name!r} ({describe(tensors[name])})" for name in sorted(unwritten)[:_SHOWN])
             raise InitializationError(
-                f"the modules were initialized, and nothing has written all of {shown}. What __init__ computes is lost on the "
-                "meta device: write it in reset_parameters() too, or give initialize() a function that does so for its module, "
-                "or make a buffer inside of `with torch.device('cpu'):`"
+                f"the modules were initialized, but nothing wrote all of {shown}. On the meta device, what __init__ "
+                "computes is lost: compute it in reset_parameters() too, or give initialize() a function that does "
+                "so, or make the buffer inside of `with torch.device('cpu'):`"
             )
 
     def _empty_tensors(self, model: nn.Module) -> dict[int, str]:
@@ -116,16 +117,17 @@ def _check_modules(model: nn.Module, empty: dict[int, str]) -> None:
             if callable(getattr(module, name, None)):
                 where = f"model.{path}.{name}" if path else f"model.{name}"
                 raise InitializationError(
-                    f"{path or 'the model'} ({type(module).__name__}) has {name}, and initialize() cannot know whether its "
-                    f"constructor calls that for its modules; say it: initialize({where}), or initialize(lambda module: None)"
+                    f"{path or 'the model'} ({type(module).__name__}) has {name}, and initialize() does not know "
+                    f"whether its constructor calls that for its modules; if so, call initialize({where}), "
+                    "otherwise initialize(lambda module: None)"
                 )
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         made = [empty[id(tensor)] for tensor in own if id(tensor) in empty]
         if made and not _takes_nothing(reset_function(module)):
             raise InitializationError(
-                f"{path or 'the model'} ({type(module).__name__}) has {_listed(made)}, and no reset_parameters() that makes "
-                "it; write one, as modules of torch have it, or give initialize() a function that is called with each module "
-                "and makes them: initialize(function)"
+                f"{path or 'the model'} ({type(module).__name__}) has {_listed(made)}, and no reset_parameters() "
+                "that initializes this; write one, as modules of torch have it, or give initialize() a function "
+                "that is called with each module and initializes it: initialize(function)"
             )
 
 

@@ -105,9 +105,9 @@ class Loading:
                 )
             )
             raise CheckpointError(
-                f"the random numbers of {contents.path} {was}, and those of this driver {now}, so that a run with dropout "
-                f"would not go on as it was, and nothing was loaded; make the driver {remedy}, or say {RANDOM_STATE}=None: "
-                f"load(path, ..., {RANDOM_STATE}=None) leaves random states as they are"
+                f"the random numbers of {contents.path} {was}, and those of this driver {now}, so that a run with "
+                f"dropout would not go on as it was, and nothing was loaded; make the driver {remedy}, or say "
+                f"{RANDOM_STATE}=None: load(path, ..., {RANDOM_STATE}=None) leaves random states as they are"
             )
         return True
 
@@ -152,8 +152,8 @@ class Loading:
         left = [name for name in saved if name not in given]
         if wanted and left:
             raise CheckpointError(
-                f"{contents.path} also has a state for {', '.join(map(repr, left))}, and a run that goes on needs it; give it "
-                f"to load(), or say {left[0]}=None to leave it"
+                f"{contents.path} also has a state for {', '.join(map(repr, left))}, which a resumed run needs; "
+                f"give it to load(), or give {left[0]}=None to ignore it"
             )
         optimizers, objects = {}, {}
         for name, each in wanted.items():
@@ -161,8 +161,8 @@ class Loading:
                 optimizers[name] = self._checked_optimizer(name, each, contents)
             elif not hasattr(each, "load_state_dict") or isinstance(each, PipelineOptimizer):
                 raise CheckpointError(
-                    f"{name}={describe(each)} cannot take the state that was saved of another kind of object; give an object "
-                    "with load_state_dict() of the kind that was saved"
+                    f"{name}={describe(each)} cannot load the saved state, which is of another kind of object; give "
+                    "an object of the kind that was saved, with a load_state_dict()"
                 )
             else:
                 objects[name] = each
@@ -171,14 +171,17 @@ class Loading:
     def _checked_optimizer(self, name: str, given: Any, contents: Contents) -> PipelineOptimizer:
         if not isinstance(given, PipelineOptimizer):
             raise CheckpointError(
-                f"{name}= is a {type(given).__name__}, and the state that was saved is of an optimizer on workers; give what "
-                "driver.instantiate_optimizer made (an optimizer of this process loads what pippy.load_checkpoint gives)"
+                f"{name}= is a {type(given).__name__}, but the saved state is of an optimizer on workers; give what "
+                "driver.instantiate_optimizer returned (for an optimizer of this process, use "
+                "pippy.load_checkpoint)"
             )
         check_is_of(name, given, self.commands)
         saved = contents.values["optimizers"][name]
         mine = given.optimizer_class.__name__
         if saved["class"] != mine:
-            raise CheckpointError(f"{name}= is of {mine}, and the state that was saved is of {saved['class']}")
+            raise CheckpointError(
+                f"{name}= is of {mine}, but the saved state is of {saved['class']}; give an optimizer of that class"
+            )
         ours = [set(group["params"]) for group in given.named_groups()]
         theirs = [set(group["params"]) for group in saved["groups"]]
         if ours != theirs:
@@ -186,14 +189,14 @@ class Loading:
             odd = sorted(set[str]().union(*ours) ^ set[str]().union(*theirs))[:_SHOWN]
             apart = f", and {', '.join(map(repr, odd))} on one side only" if odd else ""
             raise CheckpointError(
-                f"{name}= has other groups of parameters than what was saved: groups of {sizes[0]} parameters were saved, and "
-                f"here are groups of {sizes[1]}{apart}"
+                f"{name}= has other groups of parameters than the saved optimizer: it has groups of {sizes[1]} "
+                f"parameters, and the saved one had groups of {sizes[0]}{apart}"
             )
         has_masters = any(MASTER in state for state in contents.optimizers.get(name, {}).values())
         if has_masters and given.master_dtype is None:
             raise CheckpointError(
-                f"{name}= was saved with copies of the parameters with more bits, and this one has none; give their dtype when "
-                "it is made: instantiate_optimizer(..., master_dtype=torch.float32)"
+                f"{name}= was saved with copies of the parameters in a dtype with more bits, and this one has none; "
+                "make the optimizer with their dtype: instantiate_optimizer(..., master_dtype=torch.float32)"
             )
         return given
 

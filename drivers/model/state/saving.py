@@ -59,7 +59,8 @@ class GivenObjects:
         for name, value in given.items():
             if name in TAKEN:
                 raise CheckpointError(
-                    f"{name}= is the name of something else in a checkpoint, or in load(); take another name"
+                    f"{name}= cannot be used, because a checkpoint or load() uses that name for something else; "
+                    "choose another name"
                 )
             if isinstance(value, PipelineOptimizer):
                 check_is_of(name, value, commands)
@@ -136,8 +137,8 @@ class Saving:
         self.commands.wait()
         if self.commands.unapplied and goes_on:
             source.warn(
-                "a checkpoint has no gradients, and there are some that no optimizer.step() has used: a run that goes on from "
-                "it lacks them; save after optimizer.step(), or call driver.zero_grad() first"
+                "this checkpoint leaves out gradients that no optimizer.step() has used yet, because a checkpoint "
+                "holds no gradients; save after optimizer.step(), or call driver.zero_grad() first"
             )
 
     def _begin_beside(self, work: "_Work") -> None:

@@ -79,7 +79,7 @@ def test_names_in_messages_are_arguments_of_the_driver(threads):
         ({"chunk_spec": {"y": 0}}, "chunk_spec names"),
         ({"batch_dims": {"y": 1}}, "batch_dims names"),
         ({"loss_reduction": "tokens"}, "loss_reduction=lambda target"),
-        ({"loss_reduction": lambda target: -1}, "loss_reduction gave"),
+        ({"loss_reduction": lambda target: -1}, "loss_reduction returned"),
         ({"loss_reduction": lambda wrong, two: 1}, r"loss_reduction\(wrong, two\)"),
     ]:
         with pytest.raises(MicrobatchError, match=words):

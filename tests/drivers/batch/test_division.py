@@ -114,12 +114,12 @@ def test_a_worker_gets_its_part_only():
         ({"x": torch.zeros(8, 2), "mask": torch.zeros(3, 3)}, {}, r"x: 8 rows.*mask: 3 rows.*'mask': Replicate\(\)"),
         ({"x": (torch.zeros(8), torch.zeros(1, 8))}, {}, r"x\[0\]: 8 rows.*x\[1\]: 1 rows"),
         ({"x": torch.zeros(8)}, {"y": 0}, r"names \['y'\].*\['x'\]"),
-        ({"x": torch.zeros(8)}, {"x": 1}, r"dimension 1, and is float32\[8\]"),
-        ({"x": 7}, {"x": 1}, "dimension 1, and is 7"),
+        ({"x": torch.zeros(8)}, {"x": 1}, r"dimension 1: it is float32\[8\]"),
+        ({"x": 7}, {"x": 1}, "dimension 1: it is 7"),
         ({"x": torch.zeros(8)}, {"x": "rows"}, "the spec for x is 'rows'"),
         ({"x": {"a": torch.zeros(8)}}, {"x": {"b": 0}}, r"names \['b'\].*\['a'\]"),
         ({"x": [torch.zeros(8)]}, {"x": [0, 1]}, "same shape"),
-        ({"x": torch.zeros(8)}, {"x": ChunkSpec()}, "write its split"),
+        ({"x": torch.zeros(8)}, {"x": ChunkSpec()}, "it has no split"),
         ({"x": MicroBatches([1, 2, 3])}, {}, "has 3 values for x, and there are 2"),
         ({"x": MicroBatches([torch.zeros(2)] * 2), "y": torch.zeros(5)}, {}, r"\(2, 2\) rows, 4 in all.*y: 5 rows"),
         (
@@ -168,7 +168,7 @@ def test_other_wrong_arguments_are_refused():
     for chunks in (0, -1, True, 2.0):
         with pytest.raises(MicrobatchError, match="chunks is"):
             divide({}, chunks)
-    with pytest.raises(MicrobatchError, match="comes in pieces"):
+    with pytest.raises(MicrobatchError, match="is given as MicroBatches"):
         divide({"x": MicroBatches([1, 2])}, 2, mask=True)
     with pytest.raises(MicrobatchError, match="takes a list"):
         MicroBatches(torch.zeros(3))

@@ -40,7 +40,7 @@ def test_several_items_are_cut_one_by_one_and_what_is_the_same_in_all_stays_one(
 
 @pytest.mark.parametrize("item", [7, None, {1: torch.ones(2)}, {torch.ones(2)}])
 def test_what_is_no_mini_batch_is_refused(item):
-    with pytest.raises(MicrobatchError, match=r"data gave .* collate_fn"):
+    with pytest.raises(MicrobatchError, match=r"data returned .* collate_fn"):
         call_of([item], 2)
 
 
@@ -48,7 +48,7 @@ def test_what_is_no_mini_batch_is_refused(item):
     "other", [torch.ones(2), (torch.ones(2),), {"x": torch.ones(2), "y": torch.ones(2)}, {"x": [torch.ones(2)]}]
 )
 def test_items_of_different_shapes_are_not_one_mini_batch(other):
-    with pytest.raises(MicrobatchError, match="are of one shape"):
+    with pytest.raises(MicrobatchError, match="must have the same shapes"):
         call_of([{"x": torch.ones(2)}, other], 2)
 
 

@@ -79,9 +79,9 @@ def test_specs(outputs, spec, expected):
         (
             [{"w": torch.eye(4)}, {"w": torch.zeros(4, 4)}],
             None,
-            r"output\['w'\]: not with the rows \(2, 1\).*output_spec={'w': Sum\(\)}",
+            r"output\['w'\]: the first dimension is not the rows \(2, 1\).*output_spec={'w': Sum\(\)}",
         ),
-        ([torch.tensor(3), torch.tensor(3)], None, r"Micro-batch 0 gave int64\[\].*output_spec=Sum\(\)"),
+        ([torch.tensor(3), torch.tensor(3)], None, r"Micro-batch 0 returned int64\[\].*output_spec=Sum\(\)"),
         (
             [(torch.ones(()), 4), (torch.ones(()), 4)],
             None,
@@ -91,10 +91,14 @@ def test_specs(outputs, spec, expected):
         (["a", "b"], Replicate(), "Replicate.*'a'.*'b'"),
         ([1, 1], "cat", "the spec for output is 'cat'"),
         ([1, 1], 0, "cannot be concatenated"),
-        ([torch.zeros(2, 3), torch.zeros(1, 4)], None, r"concatenated along 0.*float32\[2, 3\], float32\[1, 4\]"),
-        ([[1], [1, 2]], None, "another shape"),
+        (
+            [torch.zeros(2, 3), torch.zeros(1, 4)],
+            None,
+            r"concatenated along dimension 0.*float32\[2, 3\], float32\[1, 4\]",
+        ),
+        ([[1], [1, 2]], None, "a different structure"),
         ([{"a": 1}] * 2, {"b": Sum()}, r"names \['b'\]"),
-        ([1, 1], ChunkSpec(), "write its merge"),
+        ([1, 1], ChunkSpec(), "it has no merge"),
         ([torch.zeros(())], None, "1 outputs, and sizes of 2"),
         ([1, 2], Sum((1.0,)), "1 weights"),
     ],
@@ -108,9 +112,9 @@ def test_without_rows_only_equal_values_merge_by_themselves():
     assert merge_outputs([torch.ones(()), torch.ones(())], None, Replicate()) == 1
     assert merge_outputs([torch.ones(()), torch.ones(())], None, shared=True) == 1
     assert merge_outputs([("a", None)] * 2, None) == ("a", None)
-    with pytest.raises(MicrobatchError, match="nothing has rows"):
+    with pytest.raises(MicrobatchError, match="nothing in the mini-batch has rows"):
         merge_outputs([torch.ones(()), torch.zeros(())], None, Mean())
-    with pytest.raises(MicrobatchError, match="only you know"):
+    with pytest.raises(MicrobatchError, match="does not know how to merge"):
         merge_outputs([torch.ones(2), torch.zeros(2)], None)
 
 

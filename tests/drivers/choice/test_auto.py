@@ -170,7 +170,7 @@ def test_limits_that_nothing_keeps_are_refused(threads):
         ({"memory_limit": [1, 2]}, r"memory_limit=\[1, 2\] has 2 limits for 4 workers"),
         ({"costs": Costs()}, "costs=.*schedule='auto' takes memory, max_live, memory_limit and placement"),
         ({"single_loss": True}, "single_loss=True needs all forwards before the loss"),
-        ({"schedule": "1f1b", "memory_limit": 7}, "memory_limit=7 limits what schedule='auto' may choose"),
+        ({"schedule": "1f1b", "memory_limit": 7}, "memory_limit=7 limits the choice of schedule='auto'"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_sent(threads, options, words):

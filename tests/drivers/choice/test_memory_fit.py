@@ -85,7 +85,7 @@ def test_all_steps_fit_and_give_the_numbers_of_the_plain_model(threads, pipe, x)
     driver.close()
 
 
-@pytest.mark.filterwarnings("ignore:it could not be checked")  # there is room for a step, and no more
+@pytest.mark.filterwarnings("ignore:the first step was not checked")  # there is room for a step, and no more
 def test_what_is_advised_works(threads, x):
     pipe = pipeline(Chain(3), nn.MSELoss())
     limit = least(pipe, threads, 4, x, x)
@@ -160,10 +160,13 @@ def test_a_mode_that_is_given_stays(threads, pipe, x):
         ({"memory": "12 Gi"}, "memory='12 Gi': give bytes"),
         ({"memory": ["1GiB"]}, r"memory=\['1GiB'\] has 1 sizes for 2 workers"),
         ({"memory": {0: "1GiB"}}, "give a size for each worker, 0 to 1"),
-        ({"memory": "1GiB", "memory_limit": 7}, "memory= counts activations, too; leave memory_limit out"),
+        (
+            {"memory": "1GiB", "memory_limit": 7},
+            "memory= already includes the activations that memory_limit= limits; leave memory_limit out",
+        ),
         ({"memory": "1GiB", "out_of_order": True}, "leave one of them out"),
         ({"memory": "1GiB", "costs": Costs()}, "schedule='auto' takes memory, max_live, memory_limit and placement"),
-        ({"memory": "1GiB", "schedule": "1f1b"}, "memory='1GiB' says within what schedule='auto' chooses"),
+        ({"memory": "1GiB", "schedule": "1f1b"}, "memory='1GiB' limits the choice of schedule='auto'"),
     ],
 )
 def test_bad_limits_are_refused_before_anything_is_sent(threads, pipe, options, words):
@@ -179,7 +182,7 @@ def test_the_number_of_micro_batches_is_left_out_where_nothing_chooses_it(thread
             driver.run(None, x, x)
         driver.close()
     driver = auto(pipe, threads, "1GiB")
-    with pytest.raises(DriverError, match="the shapes of a call are known: run a step, and ask then"):
+    with pytest.raises(DriverError, match="it depends on the shapes of a call; run a step first"):
         driver.program(4)
     driver.run(4, x, x)
     assert driver.program(4).chunks == 4

@@ -50,7 +50,7 @@ def test_the_example_of_the_pipe_is_the_mini_batch_or_tensors_without_numbers(th
     driver = PipelineDriver1F1B(pipeline(Net(), nn.MSELoss(), example_args=(x, x)), threads)
     empty = torch.empty(16, 8, device="meta")
     assert driver.memory(4).peaks == driver.memory(4, x, x).peaks == driver.memory(4, empty, target=empty).peaks
-    with pytest.raises(DriverError, match="is on the meta device and has no numbers; memory"):
+    with pytest.raises(DriverError, match="is on the meta device and holds no numbers; only memory"):
         driver.run(4, empty, empty)
     driver.close()
     driver = PipelineDriver1F1B(pipeline(Net(), nn.MSELoss()), threads)
@@ -115,7 +115,7 @@ def test_a_model_that_fake_tensors_cannot_run_is_refused_and_a_step_can_be_measu
     assert all(max(each.held[0]) > 256 for each in recording.steps[0].noted)
     driver.close()
     single = PipelineDriverFillDrain(pipeline(Net(), nn.MSELoss()), threads, single_loss=True)
-    with pytest.raises(DriverError, match=r"does not count single_loss=True.*record\(memory=True\)"):
+    with pytest.raises(DriverError, match=r"cannot count a step with single_loss=True.*record\(memory=True\)"):
         single.memory(2, x, x)
     single.close()
 

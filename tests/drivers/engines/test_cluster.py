@@ -254,15 +254,15 @@ def test_a_worker_that_cannot_start():
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"n": 0}, "n is the number"),
-        ({"n": True}, "n is the number"),
+        ({"n": 0}, "n=0: give the number"),
+        ({"n": True}, "n=True: give the number"),
         ({"n": 2, "threads": 0}, "threads is how many"),
         ({"n": 2, "names": ("a", "a")}, "none twice"),
         ({"n": 2, "names": "ab"}, "list of 2 strings"),
-        ({"n": 2, "device": "tpu9"}, "names no device"),
+        ({"n": 2, "device": "tpu9"}, "is not a device of torch"),
         ({"n": 2, "device": "cuda:99"}, "there is no device 'cuda:99'"),
         ({"n": 2, "devices": ["cpu"]}, "one device for each"),
-        ({"n": 2, "devices": ["cpu"] * 2, "device": "cpu"}, "give one of the two"),
+        ({"n": 2, "devices": ["cpu"] * 2, "device": "cpu"}, "give only one of the two"),
         ({"n": 2, "timeout": 0}, "timeout is a number of seconds"),
         ({"n": 2, "transport": "pigeon"}, "transport must be one of"),
         ({"n": 2, "patience": 2.0}, "0 to 1; this is 2.0"),
@@ -323,7 +323,7 @@ def test_other_systems_are_refused(monkeypatch):
 
 def test_shared_memory_that_cannot_be_had_is_refused(monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
-    with pytest.raises(ClusterError, match=r'transport="shared_memory" cannot be had.*leave out transport'):
+    with pytest.raises(ClusterError, match=r'transport="shared_memory" is not available.*leave transport out'):
         local_cluster(2, transport="shared_memory")
 
 

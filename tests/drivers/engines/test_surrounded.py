@@ -109,7 +109,7 @@ def test_workers_start_though_the_directory_was_deleted(tmp_path, monkeypatch):
 def test_a_fork_server_that_ends_as_it_begins(monkeypatch, quick_clusters):
     """The error was that of a socket."""
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with quick_clusters.left_out(), pytest.raises(ClusterError, match="fork server ended while workers started"):
+    with quick_clusters.left_out(), pytest.raises(ClusterError, match="forked from ended while workers started"):
         start(1)
 
 

@@ -96,9 +96,9 @@ def test_without_torchrun_and_without_a_number(monkeypatch):
             {"n": 3},
             r"n=3, and torchrun started 1 processes, for 1 workers; .*; local_cluster\(3\) starts 3 workers beside",
         ),
-        ({"controller_hosts": False}, "no process beside the controller"),
+        ({"controller_hosts": False}, "torchrun started only the controller"),
         ({"devices": ["cpu", "cpu"]}, "each of the 1 workers"),
-        ({"devices": ["cpu"], "device": "cpu"}, "give one of the two"),
+        ({"devices": ["cpu"], "device": "cpu"}, "give only one of the two"),
         ({"timeout": 0}, "timeout is a number of seconds"),
         ({"names": ["a", "b"]}, "names must name each of the 1 workers"),
         ({"threads": 0}, "threads is how many"),
@@ -121,7 +121,7 @@ def test_a_second_cluster_in_one_run(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr("pippy.drivers.engines.torchrun.torchrun._was_open", True)
-    with pytest.raises(ClusterError, match="open one cluster, and use it for all"):
+    with pytest.raises(ClusterError, match="open one cluster, and use it for the whole script"):
         cluster()
 
 
@@ -158,5 +158,5 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
     path.write_text(MISSING)
     with started(*STANDALONE, "2", str(path)) as process:
         _, err = process.communicate(timeout=280)
-    assert "rank 0 waited 1 s, and these ranks did not call cluster(): 1;" in err
+    assert "these ranks did not call cluster() within 1 s, as rank 0 saw: 1." in err
     assert process.returncode != 0

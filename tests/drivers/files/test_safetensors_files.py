@@ -71,7 +71,7 @@ def test_a_file_that_is_cut_or_too_long_is_refused(tmp_path):
     data = path.read_bytes()
     for wrong in (*(data[:length] for length in range(len(data))), data + b"\0"):
         path.write_bytes(wrong)
-        with pytest.raises(CheckpointError, match="no safetensors file, or a damaged one"):
+        with pytest.raises(CheckpointError, match="not a safetensors file, or is damaged"):
             read_header(str(path))
 
 
@@ -91,7 +91,7 @@ def test_headers_that_lie_are_refused(tmp_path, entry):
     text = json.dumps({"x": entry}).encode()
     path = tmp_path / "a.safetensors"
     path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
-    with pytest.raises(CheckpointError, match="no safetensors file, or a damaged one"):
+    with pytest.raises(CheckpointError, match="not a safetensors file, or is damaged"):
         read_header(str(path))
 
 

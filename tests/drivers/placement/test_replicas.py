@@ -187,11 +187,11 @@ def test_who_is_who_in_the_cluster(cluster):
     [
         ({"replicas": 0}, "replicas=0: give how many pipelines"),
         ({"replicas": True}, "replicas=True: give how many pipelines"),
-        ({"replicas": 2, "world_size": 3}, "replicas=2 on 3 workers: each replica takes as many workers"),
+        ({"replicas": 2, "world_size": 3}, "replicas=2 on 3 workers: every replica needs the same number of workers"),
         ({"replicas": 5}, "replicas=5 on 4 workers"),
-        ({"replicas": 2, "schedule": "auto"}, "replicas=2 and schedule='auto' do not go together"),
+        ({"replicas": 2, "schedule": "auto"}, "replicas=2 and schedule='auto' cannot be combined"),
         ({"replicas": 2, "schedule": "fill_drain", "single_loss": True}, "no worker has the outputs of the whole"),
-        ({"replicas": 2, "_debug_mask_minibatches": True}, "_debug_mask_minibatches=True do not go together"),
+        ({"replicas": 2, "_debug_mask_minibatches": True}, "_debug_mask_minibatches=True cannot be combined"),
     ],
 )
 def test_what_is_refused(cluster, given, message):

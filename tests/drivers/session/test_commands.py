@@ -28,7 +28,7 @@ class FakeDispatch:
         self.outstanding: list[Any] = []
         self.forgotten: list[int] = []
         self.told: list[Surroundings | None] = []
-        self.control, self.hurt = SimpleNamespace(broken="", starts=[0] * len(WORKERS)), set[int]()
+        self.control, self.half_changed_drivers = SimpleNamespace(broken="", starts=[0] * len(WORKERS)), set[int]()
         self.failing = False  # whether commands that are sent now fail
         self.sending = self.lock = nullcontext()
         self.wait_for_others = self.wait_all = lambda *_: None

@@ -159,10 +159,10 @@ def test_a_loss_that_only_its_author_can_read_is_checked_where_the_targets_are(t
     assert_same(step(driver, 4, *loader.batch(range(20, 35))), step(driver, 4, x[20:35], labels[20:35]))
     refused, pipe = [], pipeline(Chain(2), lambda o, t: F.cross_entropy(o[t >= 0], t[t >= 0]))
     for batch in ((x[20:35], labels[20:35]), loader.batch(range(20, 35))):
-        with pytest.raises(MicrobatchError, match="do not add up") as raised:
+        with pytest.raises(MicrobatchError, match="are not the loss of the whole") as raised:
             PipelineDriver1F1B(pipe, threads).run(4, *batch)
         refused.append(
-            str(raised.value).partition("They do if")[2]
+            str(raised.value).partition("They agree if")[2]
         )  # other rows are tried, as here only indices are known
     assert refused[0] == refused[1] != ""
 
@@ -290,7 +290,7 @@ def test_by_the_name_of_a_function(threads):
         (f"{HERE}:make_fewer_rows", r"it has \d+ rows on the one and \d+ on the other"),
         (f"{HERE}:nothing", "has no attribute 'nothing'; the module must be one"),
         ("no_such_module:rows", "No module named 'no_such_module'"),
-        ("builtins:object", "which gives no row by its index"),
+        ("builtins:object", "which cannot be indexed"),
     ],
 )
 def test_datasets_that_workers_cannot_make_alike(threads, name, words):
@@ -310,7 +310,7 @@ def test_replicas_of_the_pipeline_take_their_shares(cluster, how):
         assert_same(step(driver, chunks, *loader.batch(range(10))), step(driver, chunks, x[:10], labels[:10]))
     if how is not None:
         driver.loss_reduction = driver.datasets.loss_reduction = lambda target, x: (target != -100).sum()
-        with pytest.raises(DriverError, match="give all of them by index, or none"):
+        with pytest.raises(DriverError, match="by index, or all as tensors"):
             driver.run(2, x[:10], loader.batch(range(10))[1])
     driver.close()
 
@@ -489,14 +489,14 @@ def test_what_is_refused_before_anything_is_sent(threads):
     automatic = PipelineDriver(driver.pipe, threads, schedule="auto", memory="1 GiB")
     counts = list(threads.control.counts)
     refused = [
-        (lambda: IndexLoader(iter([])), "gives no row by its index"),
-        (lambda: IndexLoader(Endless()), "gives no row by its index"),
+        (lambda: IndexLoader(iter([])), "cannot be indexed"),
+        (lambda: IndexLoader(Endless()), "cannot be indexed"),
         (lambda: IndexLoader("rows"), "'package.module:function'"),
-        (lambda: IndexLoader("package:rows"), "columns= is needed for a dataset by name"),
-        (lambda: IndexLoader("package:rows", columns=2), "give the order of its indices"),
+        (lambda: IndexLoader("package:rows"), "columns= is missing: the dataset"),
+        (lambda: IndexLoader("package:rows", columns=2), "give its indices in order"),
         (lambda: IndexLoader([1], batch_size=0), "batch_size=0: give how many rows"),
-        (lambda: IndexLoader([1], sampler=[0], shuffle=True), "both say the order"),
-        (lambda: IndexLoader([1], batch_sampler=[[0]], shuffle=True), "leave out batch_size, shuffle"),
+        (lambda: IndexLoader([1], sampler=[0], shuffle=True), "both decide the order"),
+        (lambda: IndexLoader([1], batch_sampler=[[0]], shuffle=True), "combined with batch_size, shuffle"),
         (lambda: IndexLoader([1], columns=0), "columns=0: give how many columns"),
         (lambda: IndexLoader([1], collate_fn=3), "collate_fn=3: give a function"),
         (
@@ -506,14 +506,17 @@ def test_what_is_refused_before_anything_is_sent(threads):
         (lambda: loader.batch([]), "no indices"),
         (lambda: driver.run(9, *loader.batch(range(8))), "8 rows .* too few for 9 micro-batches"),
         (lambda: driver.run(2, loader.batch(range(8))[0], x[:9]), "different numbers of rows"),
-        (lambda: driver.memory(2, *loader.batch(range(8))), "memory\\(\\) counts sizes, .* are not known here"),
-        (lambda: automatic.run(None, *loader.batch(range(8))), r"schedule='auto' with memory= counts sizes"),
+        (
+            lambda: driver.memory(2, *loader.batch(range(8))),
+            "memory\\(\\) needs sizes, .* are not known in this process",
+        ),
+        (lambda: automatic.run(None, *loader.batch(range(8))), r"schedule='auto' with memory= needs sizes"),
         (
             lambda: driver.run(2, *IndexLoader(Rows(x, x, names=threading.Lock()), columns=2).batch([0, 1])),
-            r"cannot pickle.*give the dataset by the name",
+            r"cannot pickle.*give the name of a function",
         ),
         (lambda: driver.run(2, MicroBatches(list(loader.batch([0, 1]))), x[:2]), "give one column with all indices"),
-        (lambda: pickle.dumps(loader.batch([0])[0]), "a Column stands for rows that workers load"),
+        (lambda: pickle.dumps(loader.batch([0])[0]), "a Column cannot be pickled"),
     ]
     for call, words in refused:
         with pytest.raises((PippyError, TypeError), match=words):
@@ -535,7 +538,7 @@ class GivesInput(nn.Module):
 def test_a_model_that_returns_what_is_loaded(threads):
     x = torch.randn(8, 8)
     driver = PipelineDriver1F1B(pipeline(GivesInput()), threads)
-    with pytest.raises(DriverError, match="the model returns its input 'x', which the workers load"):
+    with pytest.raises(DriverError, match="the model returns its input 'x', which only the workers load"):
         driver.run(2, *IndexLoader(x).batch(range(8)))
 
 

@@ -224,7 +224,7 @@ def test_a_pipe_without_a_loss(threads):
     assert loss is None
     same(outputs, driver.run(2, x))
     before = list(threads.control.counts)
-    with pytest.raises(DriverError, match=r"outputs=False: the Pipe has no loss.*leave it out"):
+    with pytest.raises(DriverError, match=r"outputs=False on a Pipe without a loss.*leave it out"):
         driver.run(2, x, outputs=False)
     assert threads.control.counts == before
 
@@ -246,7 +246,8 @@ def test_a_model_with_an_argument_of_that_name(threads):
     loss, outputs = driver.run(2, x, scale, x, outputs=True)
     same(outputs, model(x, scale).detach())
     with pytest.raises(
-        DriverError, match=r"outputs=True: the model has an argument 'outputs' too; give .* by position"
+        DriverError,
+        match=r"outputs=True is ambiguous, because the model has an argument 'outputs' too; give .* by position",
     ):
         driver.run(2, x, target=x, outputs=True)
     with pytest.raises(DriverError, match=r"outputs=float64\[6, 8\]: give True"):

@@ -84,7 +84,7 @@ def test_a_spec_for_the_loss_is_refused_before_anything_is_sent(threads, kind):
     for spec in specs:
         driver = PipelineDriver1F1B(pipe, threads, output_spec=spec)
         before = list(threads.control.counts)
-        with pytest.raises(MicrobatchError, match=r"the loss is put together by its weights.*None"):
+        with pytest.raises(MicrobatchError, match=r"the loss, which is always merged by its weights.*None"):
             driver.run(3, torch.randn(7, 8), torch.randn(7, 8))
         assert threads.control.counts == before
         driver.close()

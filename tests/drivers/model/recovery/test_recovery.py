@@ -88,7 +88,7 @@ def test_two_neighbours_are_lost_and_the_run_goes_on_from_the_disk(workers, expe
     run.lose(0, 1)
     with pytest.raises(WorkerLostError):
         run.step(1)
-    with pytest.raises(CheckpointError, match=r"nothing to go on from.*protect\(\) kept of worker 'worker0' was lost"):
+    with pytest.raises(CheckpointError, match=r"no state to recover.*protect\(\) kept of worker 'worker0' was lost"):
         run.driver.recover()
     run = Run(workers)
     run.step(0)
@@ -155,7 +155,7 @@ def test_there_must_be_a_point_with_all_optimizers(workers, tmp_path):
     run = Run(workers)
     run.step(0)
     for said in ("an optimizer has made steps", "has no state of the optimizer AdamW: give it to save"):
-        with pytest.raises(CheckpointError, match=f"(?s)nothing to go on from.*{said}.*driver.save.*driver.protect"):
+        with pytest.raises(CheckpointError, match=f"(?s)no state to recover.*{said}.*driver.save.*driver.protect"):
             run.driver.recover()
         run.driver.save(tmp_path, step=1)
     run.protect(1)

@@ -259,7 +259,7 @@ def test_a_module_without_a_function_is_refused_and_given_one(threads):
 def test_a_buffer_that_nothing_writes_is_refused_and_written(threads):
     driver = PipelineDriver1F1B(Pipe.from_sequential(two_of(Table)), threads)
     with pytest.raises(
-        InitializationError, match=r"nothing has written all of '0\.table' \(float32\[4\]\).*What __init__ computes"
+        InitializationError, match=r"nothing wrote all of '0\.table' \(float32\[4\]\).*what __init__ computes is lost"
     ):
         driver.initialize()
     with pytest.raises(DriverError, match=r"run\(\) needs numbers"):
@@ -331,7 +331,7 @@ def test_what_cannot_be_made_is_refused_before_anything_is_sent(threads):
     with pytest.raises(DriverError, match=r"the loss has 'weight', float32\[4\], on the meta device"):
         PipelineDriver1F1B(Pipe.from_sequential(two_of(lambda: nn.Linear(4, 4)), loss), threads)
     copied = copy.deepcopy(Pipe.from_sequential(two_of(Own)))
-    with pytest.raises(InitializationError, match="this Pipe is a copy of another"):
+    with pytest.raises(InitializationError, match="this Pipe, a copy, does not hold"):
         PipelineDriver1F1B(copied, threads).initialize()
     driver = PipelineDriver1F1B(Pipe.from_sequential(two_of(Own)), threads)
     with pytest.raises(InitializationError, match="function=3 is called with each module"):

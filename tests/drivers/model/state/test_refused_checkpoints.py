@@ -225,10 +225,10 @@ def test_other_optimizers_and_what_is_forgotten_are_refused(threads, tmp_path):
     wrong = [
         ({"optimizer": training.optimizer}, "also has a state for 'scheduler'"),
         ({**training.parts, "step": 3}, "has no state for 'step'"),
-        ({**training.parts, "optimizer": sgd}, "is of SGD, and the state that was saved is of AdamW"),
+        ({**training.parts, "optimizer": sgd}, "is of SGD, but the saved state is of AdamW"),
         ({**training.parts, "optimizer": plain}, "other groups of parameters"),
         ({**training.parts, "optimizer": stranger}, "of another driver"),
-        ({**training.parts, "optimizer": torch.optim.SGD(linear.parameters())}, "is a SGD, and the state"),
+        ({**training.parts, "optimizer": torch.optim.SGD(linear.parameters())}, "is a SGD, but the saved state"),
         ({**training.parts, "scheduler": training.optimizer}, "another kind of object"),
         ({**training.parts, "scheduler": linear}, "refused the state"),
     ]
@@ -246,9 +246,9 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(threads, tmp
         ({"step": -1}, "the step names the checkpoint"),
         ({"step": 1.5}, "the step names the checkpoint"),
         ({"keep": 0}, "give how many checkpoints to keep"),
-        ({"model": 3}, "take another name"),
-        ({"random_state": 3}, "take another name"),
-        ({"strict": 3}, "take another name"),
+        ({"model": 3}, "choose another name"),
+        ({"random_state": 3}, "choose another name"),
+        ({"strict": 3}, "choose another name"),
         ({"function": print}, "cannot be saved"),
         ({"optimizer": Training(threads).optimizer}, "of another driver"),
     ]
@@ -270,7 +270,7 @@ def test_tensors_that_the_format_does_not_have_are_refused(threads, tmp_path):
 def test_gradients_that_no_step_has_used_are_warned_of(threads, tmp_path):
     training = Training(threads)
     training.driver.run(3, *batch(0))
-    with pytest.warns(PippyWarning, match="has no gradients"):
+    with pytest.warns(PippyWarning, match="leaves out gradients"):
         training.driver.save(tmp_path, **training.parts)
     training.driver.load(tmp_path, **training.parts)
     assert all(gradient is None for gradient in training.driver.gradients().values())
@@ -281,7 +281,7 @@ def test_folders_that_are_no_checkpoints_are_refused(threads, tmp_path):
     torch.save({"x": torch.ones(1)}, tmp_path / "model.pt")
     with pytest.raises(CheckpointError, match=r"neither checkpoints .* but model\.pt"):
         training.driver.load(tmp_path)
-    with pytest.raises(CheckpointError, match="is no safetensors file"):
+    with pytest.raises(CheckpointError, match="is not a safetensors file"):
         training.driver.load(tmp_path / "model.pt")
     with pytest.raises(CheckpointError, match="not there"):
         training.driver.load(tmp_path / "nothing")

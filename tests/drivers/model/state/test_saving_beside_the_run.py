@@ -44,7 +44,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(threads, tmp_path, monke
     training.train(range(2, 4))
     assert not (tmp_path / "step-2").exists()
     other = Training(threads)
-    with pytest.raises(CheckpointError, match="something else saves"):
+    with pytest.raises(CheckpointError, match="is saving to"):
         other.driver.save(tmp_path)
     gate.opened.set()
     training.driver.save(tmp_path, **training.parts, step=4)  # waits for the one before
