@@ -46,7 +46,7 @@ def compile_traced(
     compiled.balance = balance
     check_rules(compiled)
     if loss_fn is not None:
-        attach_loss_function(compiled, loss_fn, traced.target_name)
+        attach_loss_function(compiled, loss_fn, traced.name_for_target())
     else:
         find_returned_loss(compiled, default_loss_spec(compiled, traced.model) if loss_spec is None else loss_spec)
     if compiled.loss is not None:

@@ -2,44 +2,17 @@
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
-
-from torch import fx
+from typing import Any
 
 from pippy.ir.base.brief import some
 from pippy.ir.base.errors import InputError
 from pippy.ir.base.placed_words import hints
 from pippy.ir.base.public_calls import misfits
 from pippy.ir.base.trees import describe
-from pippy.ir.call.guards import Guards
+from pippy.ir.call.model_call import ModelCall
 
 
-class Callee(Protocol):
-    """What the arguments of a call are bound to: a Pipe, or a traced graph that will be one.
-
-    ``required_inputs`` names the inputs that must not be None; ``guards`` say what an example has fixed.
-    ``target_name`` is the name of the loss's target, or None.
-    """
-
-    signature: inspect.Signature
-    concrete_args: dict[str, Any]
-    required_inputs: tuple[str, ...]
-    guards: Guards
-    target_name: str | None
-
-    def placeholders(self) -> Sequence[fx.Node]: ...
-
-
-class Guarded(Protocol):
-    """What is right for some calls only: a Pipe."""
-
-    guards: Guards
-    target_name: str | None
-
-    def placeholders(self) -> Sequence[fx.Node]: ...
-
-
-def signature_of(pipe: Callee) -> inspect.Signature:
+def signature_of(pipe: ModelCall) -> inspect.Signature:
     """The signature of the model's forward. The default of a concrete argument is its value, where Python allows a default."""
     parameters = list(pipe.signature.parameters.values())
     for index, parameter in enumerate(parameters):
@@ -53,7 +26,7 @@ def _is_required(parameter: inspect.Parameter) -> bool:
     return parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
 
 
-def bind(pipe: Callee, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bind(pipe: ModelCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The value of each placeholder of the top-level graph, by the placeholder's name.
 
     The target is a keyword argument, or the last positional one.
@@ -97,7 +70,7 @@ def bind(pipe: Callee, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[s
     return values
 
 
-def _check_unpacked(pipe: Callee, arguments: Mapping[str, Any]) -> None:
+def _check_unpacked(pipe: ModelCall, arguments: Mapping[str, Any]) -> None:
     """Refuse a dict of arguments, as a tokenizer gives, in the place of one of them."""
     for name, kind in pipe.guards.kinds.items():
         given = arguments.get(name)
@@ -113,14 +86,14 @@ def _in_the_example(names: Sequence[str]) -> str:
     return f"; for a Pipe that takes it, give it in the example, too: example_kwargs={{..., {shown}}}" if names else ""
 
 
-def check_guards(pipe: Guarded, inputs: Mapping[str, Any]) -> None:
+def check_guards(pipe: ModelCall, inputs: Mapping[str, Any]) -> None:
     """Raise an `InputError` if the inputs of a micro-batch, by their placeholders' names, are not as the Pipe needs them."""
     names = {node.name: str(node.target).lstrip("*") for node in pipe.placeholders() if node.name != pipe.target_name}
     given = {names[name]: value for name, value in inputs.items() if name in names}
     pipe.guards.check(given)
 
 
-def _missing_values(pipe: Callee, arguments: Mapping[str, Any]) -> Iterator[str]:
+def _missing_values(pipe: ModelCall, arguments: Mapping[str, Any]) -> Iterator[str]:
     missing = [name for name in pipe.required_inputs if arguments.get(name) is None]
     if missing:
         fixed = ", ".join(f"{name!r}: None" for name in missing)
@@ -133,7 +106,7 @@ def _missing_values(pipe: Callee, arguments: Mapping[str, Any]) -> Iterator[str]
         )
 
 
-def _other_constants(pipe: Callee, arguments: Mapping[str, Any]) -> Iterator[str]:
+def _other_constants(pipe: ModelCall, arguments: Mapping[str, Any]) -> Iterator[str]:
     for name, fixed in pipe.concrete_args.items():
         given = arguments.get(name, fixed)
         if given is not fixed and not (isinstance(given, (bool, int, float, str)) and given == fixed):
@@ -143,13 +116,13 @@ def _other_constants(pipe: Callee, arguments: Mapping[str, Any]) -> Iterator[str
             yield f"{name!r} is {describe(given)}, but the model was traced {traced}{again}"
 
 
-def _is_own_default(pipe: Callee, name: str) -> bool:
+def _is_own_default(pipe: ModelCall, name: str) -> bool:
     """Whether a constant is a default of a class of the user's, which says that the argument is left out."""
     fixed = pipe.concrete_args[name]
     plain = fixed is None or isinstance(fixed, (bool, int, float, str))
     return not plain and fixed is pipe.signature.parameters[name].default
 
 
-def _usage(pipe: Callee, signature: inspect.Signature) -> str:
+def _usage(pipe: ModelCall, signature: inspect.Signature) -> str:
     names = [str(parameter) for parameter in signature.parameters.values()]
     return f"pipe({', '.join([*names, *([pipe.target_name] if pipe.target_name else [])])})"

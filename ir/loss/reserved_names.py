@@ -11,6 +11,7 @@ from pippy.ir.record.traced import Traced
 def reserve_names(traced: Traced) -> None:
     """Rename the nodes that have the names which the target and the loss will have."""
     names = {node.name for node in traced.graph.nodes}
+    reserved = {traced.name_for_target(), LOSS}
     for node in traced.graph.nodes:
-        if node.op != "placeholder" and node.name in (traced.target_name, LOSS):
+        if node.op != "placeholder" and node.name in reserved:
             node.name = free_name(f"{node.name}_value", names)

@@ -1,6 +1,5 @@
 """The record of a compiled model: the graph, its stages, its names and its loss. A `Pipe` is its face for the user."""
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,7 @@ from pippy.ir.base.brief import brief
 from pippy.ir.base.errors import NameLookupError
 from pippy.ir.base.modes import Modes
 from pippy.ir.base.names import LOSS, Qualnames, stage_name
-from pippy.ir.call.guards import Guards
+from pippy.ir.call.model_call import ModelCall
 from pippy.ir.record.wiring import Wiring
 from pippy.ir.run.graph_module import PipeGraphModule
 from pippy.ir.run.shared_tensors import get_tensor
@@ -30,31 +29,25 @@ class Loss:
     seed: Any = SEED
 
 
-@dataclass(eq=False, repr=False)
-class Compiled:
+@dataclass(eq=False, repr=False, kw_only=True)
+class Compiled(ModelCall):
     """A model cut into stages, as plain data. The passes fill it; drawings and drivers read it.
 
     ``split_gm`` is the top-level graph, which holds the stages. ``replicated_params`` has a dict for every replicated
-    parameter, from the stages that hold a copy to the name in that stage; the first is the model's own. ``required_inputs``
-    names the inputs that must not be None. ``balance`` is the result of the ``cut`` of `Pipe.from_tracing`. ``seen_inputs``
-    has the inputs that each stage must not change in place: their numbers and names. ``guards`` are those of the traced
-    graph, and are checked in each call; ``kept_whole`` is its, too. ``row_sizes`` says of the values between stages, by their
-    names, how they depend on the number of rows; ``without_gradient`` has the names of those that can have no gradient.
+    parameter, from the stages that hold a copy to the name in that stage; the first is the model's own. ``balance`` is the
+    result of the ``cut`` of `Pipe.from_tracing`. ``seen_inputs`` has the inputs that each stage must not change in place:
+    their numbers and names. ``kept_whole`` is that of the traced graph. ``row_sizes`` says of the values between stages, by
+    their names, how they depend on the number of rows; ``without_gradient`` has the names of those that can have no gradient.
     """
 
     split_gm: PipeGraphModule
     qualnames: Qualnames
     replicated_params: list[dict[str, str]]
     wiring: Wiring
-    signature: inspect.Signature
-    concrete_args: dict[str, Any]
-    required_inputs: tuple[str, ...]
     modes: Modes
     loss: Loss | None = None
-    target_name: str | None = None
     balance: Any = None
     seen_inputs: dict[str, tuple[tuple[int, str], ...]] = field(default_factory=dict)
-    guards: Guards = field(default_factory=Guards)
     kept_whole: dict[str, str] = field(default_factory=dict)
     row_sizes: dict[str, Any] = field(default_factory=dict)
     without_gradient: frozenset[str] = frozenset()

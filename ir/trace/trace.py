@@ -107,7 +107,7 @@ def trace_call(model: nn.Module, call: Call) -> Traced:
     with tracing(model), recording_training_reads(), restoring_attributes(model, silent=True) as before:
         recorded = _record(model, tracer_of(None), call, before)
         finish_assigned(recorded.graph)
-        return Traced(model, recorded.graph, recorded.attributes, call.concrete, signature=call.signature)
+        return Traced(model, recorded.graph, recorded.attributes, concrete_args=call.concrete, signature=call.signature)
 
 
 def _trace(
@@ -123,7 +123,7 @@ def _trace(
         if varying := _kept_for_their_buffers(model, recorded.graph):
             return _trace(model, tracer, call, {**recorded.kept_whole.reasons, **varying})
         note_missing_gradients(recorded.values, recorded.graph)
-    traced = Traced(model, recorded.graph, attributes, call.concrete, signature=call.signature)
+    traced = Traced(model, recorded.graph, attributes, concrete_args=call.concrete, signature=call.signature)
     traced.kept_whole = recorded.kept_whole.reasons
     kinds = {name: kind_of(value) for name, value in call.given.items()} if call.is_example else {}
     flags = {} if call.is_example else {name: value for name, value in call.given.items() if type(value) is bool}

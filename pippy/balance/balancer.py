@@ -8,14 +8,12 @@
 `Balancer` holds what was asked for; it is called with the traced graph.
 """
 
-import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
 
 from pippy.balance.counted_stages import CountedStages
 from pippy.balance.figures import Figures, figures_of
@@ -32,7 +30,6 @@ from pippy.drivers.plan.language.errors import ArgumentError
 from pippy.ir.base import source
 from pippy.ir.base.brief import brief
 from pippy.ir.base.errors import BalanceError, InputError
-from pippy.ir.call.guards import Guards
 from pippy.ir.call.signature import bind
 from pippy.ir.cut.constraints import Constraint, constraints
 from pippy.ir.cut.cuts import crossing, mark, marks
@@ -43,21 +40,6 @@ from pippy.ir.record.traced import Traced
 from pippy.ir.trace.arguments import check_examples
 
 PARAM_SCALE = 4.0  # a parameter, its gradient, and the two moments of Adam
-
-
-@dataclass
-class _Call:
-    """What `bind` needs of a Pipe, for a graph that is not yet one."""
-
-    signature: inspect.Signature
-    concrete_args: dict[str, Any]
-    required_inputs: tuple[str, ...]
-    guards: Guards
-    target_name: str | None
-    graph: fx.Graph
-
-    def placeholders(self) -> list[fx.Node]:
-        return list(self.graph.find_nodes(op="placeholder"))
 
 
 class Balancer:
@@ -150,10 +132,9 @@ class Balancer:
         return Balance(self.policy.text, self.policy.measure, stages, bound, alone, optimal, note, within)
 
     def _profile(self, traced: Traced) -> Profile:
-        name = None if self.loss_fn is None else traced.target_name
-        call = _Call(traced.signature, traced.concrete_args, traced.required_inputs, traced.guards, name, traced.graph)
+        name = None if self.loss_fn is None else traced.name_for_target()
         try:
-            values = bind(call, self.args, self.kwargs)
+            values = bind(replace(traced, target_name=name), self.args, self.kwargs)
         except InputError as error:
             raise InputError(f"example_args are not arguments of this Pipe: {error}") from None
         return profile(
