@@ -6,7 +6,7 @@ from typing import Any
 
 from pippy.drivers.lowering.flow import Work
 from pippy.drivers.plan.language.edges import Pass
-from pippy.drivers.plan.language.instructions import Instruction, Receive, Send
+from pippy.drivers.plan.language.instructions import Instruction
 from pippy.drivers.protocol.peers import NeedsPeers
 
 
@@ -63,9 +63,5 @@ class AddProgram(NeedsPeers):
 
     def peers(self, worker: int) -> set[int]:
         """Those to which it sends, and from which it receives."""
-        others = {
-            each.to if isinstance(each, Send) else each.source
-            for each in self.order
-            if isinstance(each, Send | Receive)
-        }
+        others = {other(each) for each in self.order if (other := each.kind.sends_to or each.kind.receives_from)}
         return {self.ranks[other] for other in others}

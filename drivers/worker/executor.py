@@ -34,6 +34,7 @@ from pippy.drivers.plan.language.instructions import (
     ReduceStage,
     Send,
 )
+from pippy.drivers.plan.language.instructions import Key as InstructionKey
 from pippy.drivers.protocol.programs import AddProgram, InputIndex
 from pippy.drivers.protocol.steps import StepResult
 from pippy.drivers.wire.gpu.copies import DeviceCopies, HostCopy
@@ -295,54 +296,58 @@ class Executor:
         return value if _is_number(value) else self.copies.to_host(value)
 
     def _bound(self, instruction: Instruction) -> tuple[Handle, tuple[Any, ...]]:
-        match instruction:
-            case Compute(op, stage, microbatch):
-                return self._bound_computation(op, stage, microbatch)
-            case Send(value, microbatch, to):
-                number, rank = self.program.value_numbers[value], self.program.ranks[to]
-                return self._send, ((value, microbatch), rank, number, microbatch)
-            case Receive(value, microbatch, source):
-                number, rank = self.program.value_numbers[value], self.program.ranks[source]
-                return self._receive, ((value, microbatch), rank, number, microbatch)
-            case Free(value, microbatch):
-                return self._free, ((value, microbatch),)
-            case ReduceStage(stage):
-                return self._reduce_stage, ([each.call for each in self.program.work.get(Pass("F", stage), ())],)
-            case Reduce():  # gradients are added up when the step ends, in the same order on all workers
-                return _nothing, ()
-        raise AssertionError(instruction)
+        return BINDERS[instruction.key](self, instruction)
 
-    def _bound_computation(self, op: Op, stage: int, microbatch: int) -> tuple[Handle, tuple[Any, ...]]:
-        if op == Op.RECOMPUTE:
-            if Pass("B", stage) not in self.program.work:
-                return _nothing, ()
-            return self._computation, (
-                self._recompute,
-                microbatch,
-                (self._operands_of(Pass("F", stage), microbatch),),
-                (),
-                1,
-                True,
-            )
-        forward = op == Op.FORWARD
+    def _bound_send(self, send: Send) -> tuple[Handle, tuple[Any, ...]]:
+        number, rank = self.program.value_numbers[send.value], self.program.ranks[send.to]
+        return self._send, ((send.value, send.microbatch), rank, number, send.microbatch)
+
+    def _bound_receive(self, receive: Receive) -> tuple[Handle, tuple[Any, ...]]:
+        number, rank = self.program.value_numbers[receive.value], self.program.ranks[receive.source]
+        return self._receive, ((receive.value, receive.microbatch), rank, number, receive.microbatch)
+
+    def _bound_free(self, free: Free) -> tuple[Handle, tuple[Any, ...]]:
+        return self._free, ((free.value, free.microbatch),)
+
+    def _bound_reduce_stage(self, each: ReduceStage) -> tuple[Handle, tuple[Any, ...]]:
+        return self._reduce_stage, ([work.call for work in self.program.work.get(Pass("F", each.stage), ())],)
+
+    def _bound_reduce(self, each: Reduce) -> tuple[Handle, tuple[Any, ...]]:
+        """Gradients are added up when the step ends, in the same order on all workers."""
+        return _nothing, ()
+
+    def _bound_recompute(self, again: Compute) -> tuple[Handle, tuple[Any, ...]]:
+        if Pass("B", again.stage) not in self.program.work:
+            return _nothing, ()
+        bound = (self._operands_of(Pass("F", again.stage), again.microbatch),)
+        return self._computation, (self._recompute, again.microbatch, bound, (), again.kind.live, True)
+
+    def _bound_forward(self, compute: Compute) -> tuple[Handle, tuple[Any, ...]]:
+        stage, microbatch = compute.stage, compute.microbatch
+        work = self.program.work.get(Pass("F", stage), ())
+        names = {name for each in work for name in each.takes}
+        last = [name for name in names if self.last_takers.get((name, microbatch)) == stage]
+        keeps = Pass("B", stage) in self.program.work and (work[0].call, microbatch) not in self.again
+        return self._bound_pass(self._forward, Pass("F", stage), microbatch, last, int(keeps), makes=True)
+
+    def _bound_backward(self, compute: Compute) -> tuple[Handle, tuple[Any, ...]]:
         handle = {
-            Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
             Op.BACKWARD_INPUT: self._backward_input,
             Op.BACKWARD_WEIGHT: self._backward_weight,
-        }[op]
-        key = Pass("F" if forward else "B", stage)
+        }[compute.op]
+        return self._bound_pass(
+            handle, Pass("B", compute.stage), compute.microbatch, [], compute.kind.live, makes=False
+        )
+
+    def _bound_pass(
+        self, handle: Handle, key: Pass, microbatch: int, last: Sequence[str], live: int, makes: bool
+    ) -> tuple[Handle, tuple[Any, ...]]:
+        """``last`` are the inputs of the model that no later computation takes."""
         work = self.program.work.get(key, ())
-        bound = self._operands_of(key, microbatch)
         given = [name for each in work for name in each.gives if name and name not in self.program.value_numbers]
-        if forward:
-            names = {name for each in work for name in each.takes}
-            given += [name for name in names if self.last_takers.get((name, microbatch)) == stage]
-        own = tuple((name, microbatch) for name in given)
-        if forward:
-            keeps = Pass("B", stage) in self.program.work and (work[0].call, microbatch) not in self.again
-            return self._computation, (handle, microbatch, bound, own, int(keeps), True)
-        return self._computation, (handle, microbatch, bound, own, 0 if op == Op.BACKWARD_INPUT else -1, False)
+        own = tuple((name, microbatch) for name in [*given, *last])
+        return self._computation, (handle, microbatch, self._operands_of(key, microbatch), own, live, makes)
 
     def _operands_of(self, key: Pass, microbatch: int) -> tuple[Any, ...]:
         return tuple(self._operands(each, microbatch) for each in self.program.work.get(key, ()))
@@ -542,6 +547,21 @@ class Executor:
 
     def _free(self, key: Key) -> None:
         del self.values[key]
+
+
+# What binds each kind of instruction to its handler and arguments, by its key in the table of instructions.
+BINDERS: dict[InstructionKey, Callable[[Executor, Any], tuple[Handle, tuple[Any, ...]]]] = {
+    Op.FORWARD: Executor._bound_forward,
+    Op.RECOMPUTE: Executor._bound_recompute,
+    Op.BACKWARD: Executor._bound_backward,
+    Op.BACKWARD_INPUT: Executor._bound_backward,
+    Op.BACKWARD_WEIGHT: Executor._bound_backward,
+    Send: Executor._bound_send,
+    Receive: Executor._bound_receive,
+    Free: Executor._bound_free,
+    ReduceStage: Executor._bound_reduce_stage,
+    Reduce: Executor._bound_reduce,
+}
 
 
 def _received_for_one_call(program: AddProgram) -> frozenset[str]:

@@ -13,7 +13,7 @@ from math import isfinite
 from numbers import Real
 
 from pippy.drivers.plan.language.errors import ArgumentError, beginning
-from pippy.drivers.plan.language.instructions import Compute, Op
+from pippy.drivers.plan.language.instructions import KINDS, Compute, Key
 from pippy.drivers.plan.language.program import Program
 
 Number = float | Fraction
@@ -50,19 +50,14 @@ class Costs:
         require_cost("bandwidth", self.bandwidth)
         if self.bandwidth == 0:
             raise ArgumentError(f"bandwidth={beginning(self.bandwidth)} must be above zero")
-        halves = {
-            Op.BACKWARD_INPUT: per_stage("backward_input", self.backward_input, program),
-            Op.BACKWARD_WEIGHT: per_stage("backward_weight", self.backward_weight, program),
+        given = {
+            name: per_stage(name, cost, program)
+            for name in ("backward_input", "backward_weight", "backward", "forward", "recompute")
+            if (cost := getattr(self, name)) is not None
         }
-        if self.backward is None:
-            whole: list[Number] = [i + w for i, w in zip(*halves.values())]
-        else:
-            whole = per_stage("backward", self.backward, program)
-        forward = per_stage("forward", self.forward, program)
-        again = forward if self.recompute is None else per_stage("recompute", self.recompute, program)
         sizes = per_edge("size", self.size, program)
         return ResolvedCosts(
-            {Op.FORWARD: forward, Op.RECOMPUTE: again, Op.BACKWARD: whole, **halves},
+            {key: kind.cost(given.get) for key, kind in KINDS.items() if kind.cost},
             per_edge("latency", self.latency, program),
             {value: size / self.bandwidth if size else 0 for value, size in sizes.items()},
         )
@@ -72,7 +67,7 @@ class Costs:
 class ResolvedCosts:
     """A number for each pass of each stage and each edge: ``occupied`` is how long a value keeps its channel busy."""
 
-    stages: dict[Op, list[Number]]
+    stages: dict[Key, Sequence[Number]]
     latency: dict[str, Number]
     occupied: dict[str, Number]
 

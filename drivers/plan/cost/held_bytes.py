@@ -21,7 +21,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from pippy.drivers.plan.language.edges import Pass
-from pippy.drivers.plan.language.instructions import Compute, Free, Instruction, Op, Receive
+from pippy.drivers.plan.language.instructions import Compute, Instruction, Op
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.plan.passes.communicate import add_communication
 
@@ -223,6 +223,13 @@ class _Walk:
         self.inputs = {each.name: each for each in sizes.inputs if any(stage in self.own for stage in each.stages)}
         self.last_takers = self._last_takers()
         self.values = _Values()
+        self._computations = {
+            Op.FORWARD: self._forward,
+            Op.RECOMPUTE: self._recompute,
+            Op.BACKWARD: self._backward,
+            Op.BACKWARD_INPUT: self._backward_input,
+            Op.BACKWARD_WEIGHT: self._backward_weight,
+        }
         self.kept = self.results = self.gradients = 0
         self.with_gradients: set[tuple[int, bool]] = set()  # stages, and whether all of their gradients are there
         stages = [sizes.stages[stage] for stage in self.own]
@@ -284,19 +291,17 @@ class _Walk:
         return stage.first_weight if first else stage.backward_weight
 
     def _apply(self, instruction: Instruction) -> None:
-        match instruction:
-            case Receive(value, microbatch, _):
-                self._change((value, microbatch), _WAITING, 1)
-            case Free(value, microbatch):
-                self._change((value, microbatch), _WAITING, -1)
-            case Compute(Op.FORWARD, stage, microbatch):
-                self._forward(instruction, stage, microbatch)
-            case Compute(Op.RECOMPUTE, stage, microbatch):
-                self.kept += self._run_again(stage) - self.sizes.stages[stage].repeating
-            case Compute(op, stage, microbatch):
-                self._backward(op, stage, microbatch)
+        if isinstance(instruction, Compute):
+            self._computations[instruction.op](instruction)
+            return
+        kind = instruction.kind
+        if kind.gives:
+            self._change(kind.gives(instruction), _WAITING, 1)
+        if kind.drops:
+            self._change(kind.drops(instruction), _WAITING, -1)
 
-    def _forward(self, forward: Compute, stage: int, microbatch: int) -> None:
+    def _forward(self, forward: Compute) -> None:
+        stage, microbatch = forward.stage, forward.microbatch
         sizes, done = self.sizes.stages[stage], Pass("F", stage)
         for name in self._arriving(stage, microbatch):
             self._change((name, microbatch), _WAITING, 1)
@@ -332,16 +337,26 @@ class _Walk:
         outputs = sum(self.sizes.values.get(value, 0) for value in self.gives[Pass("F", stage)])
         return self.sizes.stages[stage].kept - self.sizes.stages[stage].results + outputs
 
-    def _backward(self, op: Op, stage: int, microbatch: int) -> None:
-        if op == Op.BACKWARD_WEIGHT:
-            self._hold(stage, microbatch, -1)
-        else:
-            self._drop_run(stage, microbatch)
-            for value in self.gives[Pass("B", stage)]:
-                self._change((value, microbatch), _WAITING, 1)
-        if op == Op.BACKWARD_INPUT:
-            self._hold(stage, microbatch, 1)
-        self._add_gradients(stage, op != Op.BACKWARD_INPUT)
+    def _recompute(self, recompute: Compute) -> None:
+        self.kept += self._run_again(recompute.stage) - self.sizes.stages[recompute.stage].repeating
+
+    def _backward(self, backward: Compute) -> None:
+        self._begin_backward(backward)
+        self._add_gradients(backward.stage, whole=True)
+
+    def _backward_input(self, half: Compute) -> None:
+        self._begin_backward(half)
+        self._hold(half.stage, half.microbatch, 1)
+        self._add_gradients(half.stage, whole=False)
+
+    def _backward_weight(self, half: Compute) -> None:
+        self._hold(half.stage, half.microbatch, -1)
+        self._add_gradients(half.stage, whole=True)
+
+    def _begin_backward(self, backward: Compute) -> None:
+        self._drop_run(backward.stage, backward.microbatch)
+        for value in self.gives[Pass("B", backward.stage)]:
+            self._change((value, backward.microbatch), _WAITING, 1)
 
     def _hold(self, stage: int, microbatch: int, by: int) -> None:
         """What the half I leaves for W is held, or no more: some of it may be in other hands, too, and counts once."""

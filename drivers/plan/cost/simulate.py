@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pippy.drivers.plan.cost.costs import Costs, Number, PerEdge, PerStage
 from pippy.drivers.plan.cost.timeline import Span, Timeline
 from pippy.drivers.plan.language.drawn import Drawn
-from pippy.drivers.plan.language.instructions import Compute, Instruction, Receive, Send
+from pippy.drivers.plan.language.instructions import Compute, Instruction, MicrobatchValue
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.plan.passes.communicate import add_communication
 from pippy.drivers.plan.proofs.validate import validate
@@ -110,7 +110,7 @@ class Simulator:
         self.spans: list[list[Span]] = [[] for _ in program.orders]
         self.waited: list[dict[int, Number]] = [defaultdict(int) for _ in program.orders]
         self.free_at: dict[tuple[int, int], Number] = defaultdict(int)
-        self.arrivals: dict[tuple[str, int, int], Number] = {}
+        self.arrivals: dict[tuple[MicrobatchValue, int], Number] = {}
         for worker, first, end in DryRun(program, Transfers(program).waits()).stretches:
             for instruction in program.orders[worker][first:end]:
                 self.step(worker, instruction)
@@ -120,22 +120,23 @@ class Simulator:
             start = self.now[worker]
             self.now[worker] = start + self.costs.compute(instruction)
             self.spans[worker].append(Span(instruction, start, self.now[worker]))
-        elif isinstance(instruction, Send):
-            self.send(worker, instruction)
-        elif isinstance(instruction, Receive):
-            self.receive(worker, instruction)
+            return
+        kind = instruction.kind
+        if kind.sends_to and kind.takes:
+            self.send(worker, kind.takes(instruction), kind.sends_to(instruction))
+        elif kind.receives_from and kind.gives:
+            self.receive(worker, kind.gives(instruction), kind.receives_from(instruction))
 
-    def send(self, worker: int, send: Send) -> None:
-        channel = (worker, send.to)
-        self.free_at[channel] = max(self.now[worker], self.free_at[channel]) + self.costs.occupied[send.value]
-        arrival = self.free_at[channel] + self.costs.latency[send.value]
-        self.arrivals[send.value, send.microbatch, send.to] = arrival
+    def send(self, worker: int, key: MicrobatchValue, to: int) -> None:
+        channel, value = (worker, to), key[0]
+        self.free_at[channel] = max(self.now[worker], self.free_at[channel]) + self.costs.occupied[value]
+        self.arrivals[key, to] = self.free_at[channel] + self.costs.latency[value]
 
-    def receive(self, worker: int, receive: Receive) -> None:
-        arrival = self.arrivals[receive.value, receive.microbatch, worker]
+    def receive(self, worker: int, key: MicrobatchValue, source: int) -> None:
+        arrival = self.arrivals[key, worker]
         if arrival > self.now[worker]:
             if self.spans[worker]:  # else it is fill
-                self.waited[worker][receive.source] += arrival - self.now[worker]
+                self.waited[worker][source] += arrival - self.now[worker]
             self.now[worker] = arrival
 
     def timeline(self) -> Timeline:

@@ -3,12 +3,11 @@
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from pippy.drivers.plan.language.instructions import Compute, Op
+from pippy.drivers.plan.language.instructions import Compute, Phase
 from pippy.drivers.plan.language.scanner import NAME, QUALIFIED_NAME, Scanner
 
-Phase = Literal["F", "B"]
 PHASE = re.compile("[FB]")
 
 
@@ -78,9 +77,8 @@ def chain(stages: int, backward: Collection[int]) -> tuple[Edge, ...]:
 
 def produced_by(compute: Compute) -> Pass | None:
     """The pass whose values exist once ``compute`` is done. The weight half of a backward makes none, nor does a recompute."""
-    if compute.op in (Op.RECOMPUTE, Op.BACKWARD_WEIGHT):
-        return None
-    return Pass("F" if compute.op == Op.FORWARD else "B", compute.stage)
+    phase = compute.kind.phase
+    return None if phase is None else Pass(phase, compute.stage)
 
 
 def scan_pass(scanner: Scanner) -> Pass:

@@ -17,12 +17,14 @@ An instruction is a small frozen value with one exact text:
 A worker does not wait for a send or a reduction, unless a channel is full. The sum of a reduction is there when the step ends.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from fractions import Fraction
+from operator import attrgetter
+from typing import Any, Literal
 
 from pippy.drivers.plan.language.form import Form
-from pippy.drivers.plan.language.kind import Kind
 from pippy.drivers.plan.language.scanner import Scanner
 
 
@@ -38,6 +40,44 @@ class Op(StrEnum):
     BACKWARD = "B"
     BACKWARD_INPUT = "I"
     BACKWARD_WEIGHT = "W"
+
+
+Phase = Literal["F", "B"]
+MicrobatchValue = tuple[str, int]  # a value and its micro-batch
+ValueOf = Callable[[Any], MicrobatchValue]  # of an instruction
+Worker = Callable[[Any], int]  # of an instruction
+Costs = Callable[[str], Sequence[float | Fraction] | None]  # by the name of a cost, that of each stage, if it was given
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is known of a kind of instruction: a row of the table.
+
+    ``form`` is its text. ``takes`` is the value that must be here, ``gives`` the one that is here afterwards, and ``drops``
+    the one that is not here any more. A kind that puts its value into a channel says to which worker in ``sends_to``; one that
+    takes it from a channel, in ``receives_from``.
+
+    A computation has a ``meaning`` for legends and the ``colour`` of its boxes. It comes ``after`` other passes of its stage
+    and micro-batch, ``excludes`` others, and holds by ``live`` more stage-micro-batches when it is done. ``phase`` is the pass
+    whose values it takes and gives: the program's edges say which these are. ``cost`` is its time, by stage.
+
+    >>> KINDS[Free].drops(Free("x", microbatch=0))
+    ('x', 0)
+    """
+
+    form: Form
+    meaning: str = ""
+    colour: str | None = None
+    takes: ValueOf | None = None
+    gives: ValueOf | None = None
+    drops: ValueOf | None = None
+    sends_to: Worker | None = None
+    receives_from: Worker | None = None
+    after: tuple[Op, ...] = ()
+    excludes: tuple[Op, ...] = ()
+    live: int = 0
+    phase: Phase | None = None
+    cost: Callable[[Costs], Sequence[float | Fraction]] | None = None
 
 
 class Instruction:
@@ -57,10 +97,10 @@ class Instruction:
     @property
     def kind(self) -> Kind:
         """Its row in the table."""
-        return KINDS[self.key]
+        return KINDS[type(self)]
 
     def __str__(self) -> str:
-        return KINDS[self.key].form.text(self)
+        return self.kind.form.text(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +118,10 @@ class Compute(Instruction):
     @property
     def key(self) -> Op:
         return self.op
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[self.op]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,21 +184,68 @@ class ReduceStage(Instruction):
     stage: int
 
 
+own_value = attrgetter("value", "microbatch")
 Key = Op | type[Instruction]  # of a computation, its operation; of any other instruction, its class
 
 # All that is known of each kind. A kind whose text begins as that of another goes before it.
 KINDS: dict[Key, Kind] = {
-    Op.FORWARD: Kind(Form("F{stage}.{microbatch}"), "forward", "#7fabea"),
-    Op.RECOMPUTE: Kind(Form("R{stage}.{microbatch}"), "forward again", "#8f9bc9"),
-    Op.BACKWARD: Kind(Form("B{stage}.{microbatch}"), "backward", "#57b077"),
-    Op.BACKWARD_INPUT: Kind(Form("I{stage}.{microbatch}"), "backward, inputs", "#63cbd6"),
-    Op.BACKWARD_WEIGHT: Kind(Form("W{stage}.{microbatch}"), "backward, weights", "#a870d2"),
-    Send: Kind(Form("send {value}.{microbatch} to {to}")),
-    Receive: Kind(Form("receive {value}.{microbatch} from {source}")),
-    Free: Kind(Form("free {value}.{microbatch}")),
+    Op.FORWARD: Kind(
+        Form("F{stage}.{microbatch}"),
+        meaning="forward",
+        colour="#7fabea",
+        live=1,
+        phase="F",
+        cost=lambda costs: costs("forward") or (),
+    ),
+    Op.RECOMPUTE: Kind(
+        Form("R{stage}.{microbatch}"),
+        meaning="forward again",
+        colour="#8f9bc9",
+        after=(Op.FORWARD,),
+        excludes=(Op.BACKWARD, Op.BACKWARD_INPUT),
+        live=1,
+        cost=lambda costs: costs("recompute") or costs("forward") or (),
+    ),
+    Op.BACKWARD: Kind(
+        Form("B{stage}.{microbatch}"),
+        meaning="backward",
+        colour="#57b077",
+        after=(Op.FORWARD,),
+        excludes=(Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT),
+        live=-1,
+        phase="B",
+        cost=lambda costs: costs("backward") or cost_of_halves(costs),
+    ),
+    Op.BACKWARD_INPUT: Kind(
+        Form("I{stage}.{microbatch}"),
+        meaning="backward, inputs",
+        colour="#63cbd6",
+        after=(Op.FORWARD,),
+        excludes=(Op.BACKWARD,),
+        phase="B",
+        cost=lambda costs: costs("backward_input") or (),
+    ),
+    Op.BACKWARD_WEIGHT: Kind(
+        Form("W{stage}.{microbatch}"),
+        meaning="backward, weights",
+        colour="#a870d2",
+        after=(Op.BACKWARD_INPUT,),
+        excludes=(Op.BACKWARD,),
+        live=-1,
+        cost=lambda costs: costs("backward_weight") or (),
+    ),
+    Send: Kind(Form("send {value}.{microbatch} to {to}"), takes=own_value, sends_to=attrgetter("to")),
+    Receive: Kind(
+        Form("receive {value}.{microbatch} from {source}"), gives=own_value, receives_from=attrgetter("source")
+    ),
+    Free: Kind(Form("free {value}.{microbatch}"), takes=own_value, drops=own_value),
     ReduceStage: Kind(Form("reduce stage {stage}")),
     Reduce: Kind(Form("reduce {parameter}")),
 }
+
+
+def cost_of_halves(costs: Costs) -> Sequence[float | Fraction]:
+    return [i + w for i, w in zip(costs("backward_input") or (), costs("backward_weight") or ())]
 
 
 def parse_instruction(text: str, line: int = 1) -> Instruction:

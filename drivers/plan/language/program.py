@@ -253,7 +253,7 @@ def peak_live(order: Sequence[Compute], backward: frozenset[int]) -> int:
     """The most stage-micro-batches held at a time, while a forward runs also its own."""
     live = peak = 0
     for compute, change in zip(order, live_changes(order, backward)):
-        if compute.op in (Op.FORWARD, Op.RECOMPUTE):
+        if compute.kind.live > 0:
             peak = max(peak, live + 1)
         live += change
     return peak
@@ -274,7 +274,7 @@ def live_changes(order: Sequence[Compute], backward: frozenset[int]) -> Iterator
         if compute.op == Op.FORWARD:
             yield int(compute.stage in backward and (compute.stage, compute.microbatch) not in again)
         else:
-            yield {Op.RECOMPUTE: 1, Op.BACKWARD_INPUT: 0}.get(compute.op, -1)
+            yield compute.kind.live
 
 
 def stage_set_text(stages: Sequence[int], total: int) -> str:

@@ -20,7 +20,6 @@ from pippy.drivers.plan.language.program import Program
 
 MODES = ("always", "except_last", "never")
 Checkpoint = str | Mapping[int, str]
-BEGIN_BACKWARD = (Op.BACKWARD, Op.BACKWARD_INPUT)
 
 
 def add_recompute(program: Program, checkpoint: Checkpoint) -> Program:
@@ -90,13 +89,13 @@ def held_anyway(order: Sequence[Compute]) -> Iterator[int]:
     """The last micro-batch of a stage, and those whose backward comes next: to compute them again would gain little."""
     yield [each.microbatch for each in order if each.op == Op.FORWARD][-1]
     for one, other in pairwise(order):
-        if one.op == Op.FORWARD and other.op in BEGIN_BACKWARD and one.microbatch == other.microbatch:
+        if one.op == Op.FORWARD and other.kind.phase == "B" and one.microbatch == other.microbatch:
             yield one.microbatch
 
 
 def with_recomputes(order: Sequence[Compute], again: set[tuple[int, int]]) -> Iterator[Compute]:
     """An order with R right before the backwards of these stages and micro-batches."""
     for each in order:
-        if each.op in BEGIN_BACKWARD and (each.stage, each.microbatch) in again:
+        if each.kind.phase == "B" and (each.stage, each.microbatch) in again:
             yield replace(each, op=Op.RECOMPUTE)
         yield each

@@ -7,23 +7,6 @@ from pippy.drivers.plan.language.instructions import Compute, Op
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.plan.proofs.faults import Faults
 
-# What must be computed before each kind of computation, and what excludes it: a backward is whole, or comes in two halves.
-BUILDS_ON = {
-    Op.FORWARD: (),
-    Op.RECOMPUTE: (Op.FORWARD,),
-    Op.BACKWARD: (Op.FORWARD,),
-    Op.BACKWARD_INPUT: (Op.FORWARD,),
-    Op.BACKWARD_WEIGHT: (Op.BACKWARD_INPUT,),
-}
-EXCLUDES = {
-    Op.FORWARD: (),
-    Op.RECOMPUTE: (Op.BACKWARD, Op.BACKWARD_INPUT),
-    Op.BACKWARD: (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT),
-    Op.BACKWARD_INPUT: (Op.BACKWARD,),
-    Op.BACKWARD_WEIGHT: (Op.BACKWARD,),
-}
-BEGIN_BACKWARD = (Op.BACKWARD, Op.BACKWARD_INPUT)
-
 Done = set[tuple[Op, int, int]]
 
 
@@ -64,14 +47,14 @@ def problems(program: Program, compute: Compute, done: Done) -> Iterator[str]:
     checkpointed = (stage, chunk) in program.checkpointed
     if compute.op == Op.RECOMPUTE and not checkpointed:
         yield f"has nothing to compute again: {Compute(Op.FORWARD, stage, chunk)} keeps what the backward needs"
-    if compute.op in BEGIN_BACKWARD and checkpointed and (Op.RECOMPUTE, stage, chunk) not in done:
+    if compute.kind.phase == "B" and checkpointed and (Op.RECOMPUTE, stage, chunk) not in done:
         yield f"comes before {Compute(Op.RECOMPUTE, stage, chunk)}: the forward kept its inputs only"
     if (compute.op, stage, chunk) in done:
         yield "is computed twice"
-    for op in BUILDS_ON[compute.op]:
+    for op in compute.kind.after:
         if (op, stage, chunk) not in done:
             yield f"comes before {Compute(op, stage, chunk)}"
-    for op in EXCLUDES[compute.op]:
+    for op in compute.kind.excludes:
         if (op, stage, chunk) in done:
             yield f"is computed in {Compute(op, stage, chunk)} already"
 

@@ -8,21 +8,17 @@ from pippy.drivers.plan.language.instructions import (
     Compute,
     Free,
     Instruction,
-    Op,
-    Receive,
+    MicrobatchValue,
     Reduce,
     ReduceStage,
-    Send,
 )
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.plan.proofs.faults import Faults
 
-MicrobatchValue = tuple[str, int]  # a value and its micro-batch
-
 
 def check_values(program: Program, faults: Faults) -> None:
     """Note values that are used too early or too late, sent to a wrong worker or never freed, and wrong reductions."""
-    frees = any(isinstance(instruction, Free) for order in program.orders for instruction in order)
+    frees = any(instruction.key is Free for order in program.orders for instruction in order)
     for worker in range(program.workers):
         WorkerValues(program, worker, faults).check(frees)
         check_reductions(program, worker, faults)
@@ -60,15 +56,21 @@ class WorkerValues:
     def step(self, instruction: Instruction) -> list[str]:
         if isinstance(instruction, Compute):
             return self.compute(instruction)
-        if isinstance(instruction, Reduce | ReduceStage):
-            return []
-        assert isinstance(instruction, Send | Receive | Free)
-        held = (instruction.value, instruction.microbatch)
-        if isinstance(instruction, Send):
-            return self.wrong_way(held, self.worker, instruction.to) or self.absent(held)
-        if isinstance(instruction, Receive):
-            return self.wrong_way(held, instruction.source, self.worker) or self.arrive(held)
-        return self.free(held)
+        kind = instruction.kind
+        problems: list[str] = []
+        if kind.takes:
+            held = kind.takes(instruction)
+            wrong = self.wrong_way(held, self.worker, kind.sends_to(instruction)) if kind.sends_to else []
+            problems = wrong or self.absent(held)
+        if kind.gives:
+            held = kind.gives(instruction)
+            wrong = self.wrong_way(held, kind.receives_from(instruction), self.worker) if kind.receives_from else []
+            problems = problems + (wrong or self.arrive(held))
+        if kind.drops:
+            held = kind.drops(instruction)
+            self.held.discard(held)
+            self.gone.add(held)
+        return problems
 
     def compute(self, compute: Compute) -> list[str]:
         done = produced_by(compute)
@@ -90,12 +92,6 @@ class WorkerValues:
             return ["was received before"]
         self.held.add(held)
         return []
-
-    def free(self, held: MicrobatchValue) -> list[str]:
-        problems = self.absent(held)
-        self.held.discard(held)
-        self.gone.add(held)
-        return problems
 
     def wrong_way(self, held: MicrobatchValue, source: int, to: int) -> list[str]:
         """What is wrong with moving the value between these workers."""
@@ -152,5 +148,5 @@ def last_backward(order: Iterable[Instruction]) -> dict[int, int]:
     return {
         instruction.stage: index
         for index, instruction in enumerate(order)
-        if isinstance(instruction, Compute) and instruction.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)
+        if isinstance(instruction, Compute) and instruction.kind.live < 0
     }

@@ -4,7 +4,7 @@ from collections import defaultdict, deque
 from itertools import product
 
 from pippy.drivers.plan.language.edges import Pass
-from pippy.drivers.plan.language.instructions import Compute, Receive, Send
+from pippy.drivers.plan.language.instructions import KINDS, Compute
 from pippy.drivers.plan.language.program import Program
 
 Location = tuple[int, int]  # a worker and an index into its order
@@ -17,7 +17,9 @@ def production(program: Program) -> dict[tuple[Pass, int], Location]:
     """Where each pass makes its values, by micro-batch: the worker, and the index in its order."""
     places: dict[tuple[Pass, int], Location] = {}
     passes = {
-        (op, stage): Pass("F" if op == "F" else "B", stage) for op, stage in product("FBI", range(program.stages))
+        (op, stage): Pass(kind.phase, stage)
+        for (op, kind), stage in product(KINDS.items(), range(program.stages))
+        if kind.phase
     }
     for worker, order in enumerate(program.orders):
         for index, compute in enumerate(order):
@@ -54,12 +56,11 @@ class Transfers:
         self.received: dict[Channel, ChannelOrder] = defaultdict(list)
         for worker, order in enumerate(program.orders):
             for index, instruction in enumerate(order):
-                if isinstance(instruction, Send):
-                    self.sent[worker, instruction.to].append(((instruction.value, instruction.microbatch), index))
-                elif isinstance(instruction, Receive):
-                    self.received[instruction.source, worker].append(
-                        ((instruction.value, instruction.microbatch), index)
-                    )
+                kind = instruction.kind
+                if kind.sends_to and kind.takes:
+                    self.sent[worker, kind.sends_to(instruction)].append((kind.takes(instruction), index))
+                elif kind.receives_from and kind.gives:
+                    self.received[kind.receives_from(instruction), worker].append((kind.gives(instruction), index))
 
     def waits(self, buffer: int | None = None) -> Waits:
         """A receive waits for its send. A send waits for room in its channel, if channels hold only ``buffer`` values."""
