@@ -28,13 +28,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from pippy.drivers.plan.language.instructions import (
     Compute,
-    Free,
     Instruction,
+    MicrobatchValue,
     Op,
-    Receive,
-    Reduce,
     ReduceStage,
-    Send,
 )
 from pippy.drivers.plan.language.program import live_changes, peak_live
 
@@ -75,7 +72,7 @@ class ComputationQueues:
         self.followers: list[list[int]] = [[] for _ in order]  # sends and frees that need this one
         self._queues = list(self._dealt())
         self._find_needs(takes, gives, gathers)
-        self._arrivals = [[need for need in needs if isinstance(order[need], Receive)] for needs in self.needs]
+        self._arrivals = [[need for need in needs if order[need].kind.receives_from] for needs in self.needs]
         self._computations = [at for at, each in enumerate(order) if isinstance(each, Compute)]
         changes = iter(live_changes(computations, self.backward))
         self._changes = [next(changes) if isinstance(each, Compute) else 0 for each in order]  # to `live`
@@ -130,7 +127,7 @@ class ComputationQueues:
     def _permitted(self, at: int) -> bool:
         compute = self.order[at]
         assert isinstance(compute, Compute)
-        if compute.op in (Op.FORWARD, Op.RECOMPUTE) and self.live >= self.limit:
+        if compute.kind.live > 0 and self.live >= self.limit:
             return False
         return all(self._done[need] for need in self._built_on[at])
 
@@ -168,17 +165,23 @@ class ComputationQueues:
                     if op not in (Op.FORWARD, Op.RECOMPUTE) and stage == gathers:
                         self._need(at, [place for (o, s, _), place in passes.items() if (o, s) == (Op.FORWARD, stage)])
                     passes[op, stage, microbatch] = at
-                case Receive(value, microbatch, _):
-                    makers[value, microbatch] = at
-                case Send(value, microbatch, _):
-                    self._need(at, [makers[value, microbatch]])
-                    users.setdefault((value, microbatch), []).append(at)
-                case Free(value, microbatch):
-                    self._need(at, [makers[value, microbatch], *users.get((value, microbatch), ())])
                 case ReduceStage(stage):
                     self._need(at, [adding[stage]])
-                case Reduce():  # does nothing: gradients are added up when the step ends
-                    pass
+                case _:
+                    self._move(at, each, makers, users)
+
+    def _move(
+        self, at: int, each: Instruction, makers: dict[MicrobatchValue, int], users: dict[MicrobatchValue, list[int]]
+    ) -> None:
+        """What is not a computation needs the value that it takes, and if it drops the value, whoever uses that."""
+        kind = each.kind
+        if kind.drops:
+            self._need(at, users.get(kind.drops(each), ()))
+        if kind.takes:
+            self._need(at, [makers[kind.takes(each)]])
+            users.setdefault(kind.takes(each), []).append(at)
+        if kind.gives:
+            makers[kind.gives(each)] = at
 
     def _need(self, at: int, needed: Iterable[int]) -> None:
         for need in needed:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pippy.drivers.base.errors import PeerLost
-from pippy.drivers.plan.language.instructions import Compute, Free, Receive, Send
+from pippy.drivers.plan.language.instructions import Compute, Receive
 from pippy.drivers.protocol.checkpoints import AskWritten
 from pippy.drivers.protocol.commands import Answer, Command, Failure
 from pippy.drivers.protocol.stages import ForgetPeers, Load, Unload
@@ -202,7 +202,7 @@ class Worker:
             return Failure(message, text, where=what, peer=peer)
         instruction = executor.current()
         stage = instruction.stage if isinstance(instruction, Compute) else None
-        microbatch = instruction.microbatch if isinstance(instruction, (Compute, Send, Receive, Free)) else None
+        microbatch = getattr(instruction, "microbatch", None)
         where = f"instruction {executor.at + 1} of {len(executor.code)}"
         return Failure(message, text, where, str(instruction), stage, microbatch, peer)
 
