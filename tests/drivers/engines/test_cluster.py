@@ -331,6 +331,7 @@ SMALL = """
 import torch
 from pippy import PipelineDriverFillDrain, local_cluster, pipeline
 from tests.drivers.models import Chain
+torch.set_default_dtype(torch.float64)
 with local_cluster(2) as cluster:
     x, model = torch.randn(3000, 512), Chain(2, 512)
     driver = PipelineDriverFillDrain(pipeline(model), cluster)
