@@ -157,7 +157,7 @@ class Commands:
         if replaced:
             why = f"worker {', '.join(replaced)} was lost and replaced, and holds nothing of this driver"
         elif self.driver in self.dispatch.half_changed_drivers:
-            why = "a worker was lost while this driver changed what others hold, or had it recover, and that was not finished"
+            why = "a worker was lost while this driver changed what others hold, or recovered, so they may be half changed"
         else:
             return
         raise DriverError(f"{why}; call driver.recover(), which goes on from the last save or protect")

@@ -309,8 +309,8 @@ def _end_in_fork() -> None:
     """The sockets of a process and of its fork are the same, and so each would read answers to the other."""
     for control in _of_this_process:
         control._broken = (
-            f"this cluster is that of process {os.getppid()}, from which this one was forked; use it there, or open another "
-            "here: with cluster(2) as workers: ..."
+            f"this cluster belongs to process {os.getppid()}, from which this process was forked; use it there, or "
+            "open another cluster here: with cluster(2) as workers: ..."
         )
 
 

@@ -91,8 +91,9 @@ def pickle_by_value(
         raise
     except Exception as error:  # pickle has no one error for what it cannot write
         raise PackingError(
-            f"a {type(value).__name__} cannot be sent to the workers: {type(error).__name__}: {error}. Something in it "
-            "belongs to this process (a file, a lock, a generator, a cluster); keep that out of the model and its arguments"
+            f"a {type(value).__name__} cannot be sent to the workers: {type(error).__name__}: {error}. It contains "
+            "an object that belongs to this process (such as a file, a lock, a generator or a cluster); keep such "
+            "objects out of the model and its arguments"
         ) from error
 
 
@@ -231,9 +232,9 @@ class _ModulePickler(_ByValuePickler):
     def _empty(self, tensor: torch.Tensor) -> "_EmptyMemory":
         if id(tensor) not in self.empty:
             raise PackingError(
-                f"something that is sent to the workers holds a tensor of the meta device, {describe(tensor)}, which is no "
-                "parameter or buffer of the model: it has no numbers, and nothing will give it any. Register it as a buffer, "
-                "or make it inside of `with torch.device('cpu'):`"
+                f"something that is sent to the workers holds a tensor of the meta device, {describe(tensor)}, "
+                "which is not a parameter or buffer of the model, so nothing fills it with numbers. Register it as "
+                "a buffer, or make it inside of `with torch.device('cpu'):`"
             )
         storage = tensor.untyped_storage()
         return self.memories.setdefault(storage._cdata, _EmptyMemory(storage.nbytes()))

@@ -37,9 +37,10 @@ def hooks_hold_the_same(modules: Mapping[str, nn.Module]) -> Iterator[None]:
         held_now = None if held_before is None else _pickled(hook, held)
         if held_before is not None and held_now is not None and not same_bytes(held_before, held_now):
             raise DriverError(
-                f"{name} changes what it holds (a list, a counter, an attribute). It runs on a worker, once for each "
-                "micro-batch and with copies, so the script would not see that, nor is it what happens in the plain model; "
-                "take the hook off, or let the model return what it notes: driver.run(..., outputs=True)"
+                f"{name} changes an object that it refers to (a list, a counter, an attribute). The hook runs on a "
+                "worker, once for each micro-batch, with copies of such objects, so the script would not see the "
+                "change. Remove the hook, or let the model return what the hook records: driver.run(..., "
+                "outputs=True)"
             )
 
 

@@ -47,7 +47,8 @@ def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     found = scores.softmax(dim=-1)
     if not found.isfinite().all():
         raise ValueError(
-            "a logit is nan or infinite, so the next token cannot be drawn; the parameters may not be finite"
+            "the next token cannot be drawn, because a logit is nan or infinite; check whether the parameters are "
+            "finite"
         )
     return found
 

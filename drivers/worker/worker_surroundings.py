@@ -75,6 +75,6 @@ def _check(surroundings: Surroundings) -> None:
     changed = surroundings.changed_settings()
     if changed:
         raise DriverError(
-            f"the script changed {', '.join(changed)} while a step ran, and this worker is part of the script's process; wait "
-            "for the step before that: run_async(...).result(), or run(...)"
+            f"the script changed {', '.join(changed)} while a step ran, which changes the step too, because this "
+            "worker is part of the script's process; wait for the step first: run_async(...).result(), or run(...)"
         )

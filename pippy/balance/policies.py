@@ -84,8 +84,8 @@ def _number_of_workers() -> int:
         return len(current_cluster())
     except ClusterError as error:
         raise BalanceError(
-            f"num_stages='auto' is as many stages as the current cluster has workers, and {error}; or give a number, as in "
-            "num_stages=4"
+            f"num_stages='auto' makes as many stages as the current cluster has workers, but {error}; or give a "
+            "number, as in num_stages=4"
         ) from None
 
 
@@ -130,7 +130,7 @@ def _by_hand(split: list[Any], num_stages: int | None) -> Policy:
         policy = Policy("names", "hand", len(split) + 1, names=tuple(split))
     elif all(isinstance(each, int) and not isinstance(each, bool) for each in split):
         if min(split) < 1:
-            raise BalanceError(f"split={brief(split)} asks for a stage without a layer; each number must be 1 or more")
+            raise BalanceError(f"split={brief(split)} has a stage without a layer; each number must be 1 or more")
         policy = Policy("counts", "hand", len(split), counts=tuple(split))
     else:
         raise BalanceError(f"split is {brief(split)}; {_ADVICE}")

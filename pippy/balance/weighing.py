@@ -178,9 +178,7 @@ class Weighing:
             )
         if best_cuts(row) is None:
             what = (
-                f"split={brief(counts)} cuts where"
-                if counts
-                else f"of {layers} {noun} no more than {apart} can be cut apart, as"
+                f"split={brief(counts)} cuts where" if counts else f"only {apart} of {layers} {noun} can be cut apart:"
             )
             reasons = dict.fromkeys(each.why for each in self.constraints)
             shown = "".join(f"\n  {why}" for why in list(reasons)[:_REASONS_SHOWN])

@@ -105,7 +105,7 @@ def checked_checkpoints(
         asked = {"save_every": every, "save_minutes": minutes, "keep": keep, "also": also}
         given = [name for name, value in asked.items() if value is not None]
         if given:
-            raise DriverError(f"{given[0]}= is about checkpoints, and there is no folder for them; give folder=")
+            raise DriverError(f"{given[0]}= is an option of checkpoints, but there is no folder for them; give folder=")
         return None
     check_count("save_every", every)
     check_count("keep", keep)

@@ -32,7 +32,10 @@ class Length:
     def checked(cls, steps: Any, epochs: Any, accumulate: Any) -> "Length":
         """The length, if it is one."""
         if steps is None and epochs is None:
-            raise DriverError("how long? give steps=, the number of updates, or epochs=, how often data is read")
+            raise DriverError(
+                "the length of the training is missing; give steps=, the number of updates, or epochs=, how often "
+                "data is read"
+            )
         for name, value in (("steps", steps), ("epochs", epochs), ("accumulate", accumulate)):
             check_count(name, value, name != "accumulate")
         return cls(steps, epochs, accumulate)

@@ -126,11 +126,13 @@ def _checked_evaluation(
     if data is None:
         given = [name for name, value in (("eval_every", every), ("metric", metric)) if value is not None]
         if given:
-            raise DriverError(f"{given[0]}= is about an evaluation, and there is no data for it; give eval_data=")
+            raise DriverError(
+                f"{given[0]}= is an option of evaluations, but there is no data for them; give eval_data="
+            )
     check_count("eval_every", every)
     if every is None and any(isinstance(each, ReduceLROnPlateau) for each in updates.schedulers):
         raise DriverError(
-            "ReduceLROnPlateau steps by the loss of evaluations, and there are none; give eval_data= and eval_every="
+            "ReduceLROnPlateau needs the loss of evaluations, and there are none; give eval_data= and eval_every="
         )
     if data is None:
         return None

@@ -533,7 +533,7 @@ class Locks(nn.Module):
 
 
 def test_what_belongs_to_this_process(four):
-    with pytest.raises(PippyError, match="keep that out of the model and its arguments"):
+    with pytest.raises(PippyError, match="keep such objects out of the model and its arguments"):
         PipelineDriver(Pipe.from_sequential(nn.Sequential(nn.Linear(8, 8), Locks(threading.Lock())), mse), four)
     PipelineDriver(Pipe.from_sequential(nn.Sequential(nn.Linear(8, 8), Locks(None)), mse), four).run(2, X, TARGET)
 

@@ -351,7 +351,7 @@ def elsewhere(parameter, seen, pipe):
 
 
 WRONG = {
-    "notes": (note, r"gradient hook of 'first.weight' changes what it holds.*driver.gradients\(\)"),
+    "notes": (note, r"gradient hook of 'first.weight' changes an object that it refers to.*driver.gradients\(\)"),
     "writes": (write, "gradient hook of 'first.weight' changes the parameter"),
     "fails": (
         lambda p, seen: p.register_hook(lambda g: 1 / 0),

@@ -247,7 +247,7 @@ def test_after_ctrl_c_the_next_call_gives_what_the_plain_model_gives(threads, mo
 
 
 def test_tokens_are_not_drawn_from_logits_that_are_not_finite():
-    with pytest.raises(ValueError, match="a logit is nan or infinite"):
+    with pytest.raises(ValueError, match="because a logit is nan or infinite"):
         probabilities(torch.tensor([[0.0, torch.nan]]), Sampling(1.0, 0, 1.0, torch.get_rng_state()))
 
 

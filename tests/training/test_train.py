@@ -171,7 +171,7 @@ def test_an_iterator_that_ends_early_is_said(threads):
 
 
 REFUSED = {
-    "how long?": {"steps": None},
+    "the length of the training is missing": {"steps": None},
     "steps=0": {"steps": 0},
     "epochs=1.5": {"epochs": 1.5},
     "accumulate=None": {"accumulate": None},
@@ -183,7 +183,7 @@ REFUSED = {
     "optimizer= is an empty list": {"optimizer": []},
     "scheduler=3": {"scheduler": 3},
     "scaler=7": {"scaler": 7},
-    "save_every= is about checkpoints": {"save_every": 3},
+    "save_every= is an option of checkpoints": {"save_every": 3},
     "save_minutes='1'": {"save_minutes": "1", "folder": "run"},
     "resume=None": {"resume": None, "folder": "run"},
     "something else by that name": {"also": {"optimizer": 1}, "folder": "run"},

@@ -101,7 +101,8 @@ class DatasetReader:
         for path, sizes in divider.given_sizes:
             if sizes != division.sizes:
                 raise MicrobatchError(
-                    f"{path} was loaded in micro-batches of {sizes} rows, and the step has {division.sizes}"
+                    f"{path} was loaded in micro-batches of {sizes} rows, but the micro-batches of the step have "
+                    f"{division.sizes}"
                 )
         return found, False
 
@@ -202,8 +203,9 @@ def _divided(
     for path, what, rows in divider.rows[before:]:
         if rows != asked:
             raise MicrobatchError(
-                f"{path}: {asked} indices gave {rows} rows, {what}; have the dataset give one row for each index, or "
-                "give what is no part of the batch a Replicate(), and what has its rows elsewhere a TensorChunkSpec(dim)"
+                f"{path}: {asked} indices gave {rows} rows, {what}. The dataset must return one row for each index. "
+                "If the value is not part of the batch, give it a Replicate(). If its rows are in another "
+                "dimension, give it a TensorChunkSpec(dim)"
             )
     return found
 

@@ -23,9 +23,9 @@ from pippy.ir.run.random_state import RandomState, seed_all, untouched_random_st
 Keys = tuple[Any, ...]
 _turn = threading.Lock()  # of workers that are threads of one process, and have one set of generators
 _DRAWS_BESIDE = (
-    "prefetch= loads rows on threads beside the stages, which have the random generators of the process for themselves, and "
-    "this dataset draws from one of them{}; leave prefetch= out, or have it draw from a generator of its own, seeded by the "
-    "index"
+    "this dataset draws from a random generator of the process{}, which prefetch= does not allow: it loads rows on "
+    "threads beside the stages, which use these generators. Leave prefetch= out, or draw from a generator of the "
+    "dataset's own, seeded by the index"
 )
 
 

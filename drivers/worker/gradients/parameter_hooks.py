@@ -64,14 +64,16 @@ class ParameterHooks:
                 with torch.no_grad():
                     parameter.copy_(values)
             raise DriverError(
-                f"a gradient hook of {own.name!r} changes the parameter, before it is known that the step succeeds; change "
-                "its gradient alone, and update it with driver.instantiate_optimizer"
+                f"a gradient hook of {own.name!r} changes the parameter, but hooks run before it is known whether "
+                "the step succeeds; change only the gradient, and update the parameter with "
+                "driver.instantiate_optimizer"
             )
         if held is not None and not same_bytes(held, self._pickled(own)):
             raise DriverError(
-                f"a gradient hook of {own.name!r} changes what it holds (a list, a counter, an attribute). The hook runs on a "
-                "worker, with copies, so the script would not see that; let it do no more than return the gradient, and read "
-                "gradients after the step: driver.gradients()"
+                f"a gradient hook of {own.name!r} changes an object that it refers to (a list, a counter, an "
+                "attribute). The hook runs on a worker with copies of such objects, so the script would not see "
+                "the change; let the hook only return the gradient, and read gradients after the step: "
+                "driver.gradients()"
             )
         self._tried.add(key)
         return found

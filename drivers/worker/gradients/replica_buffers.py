@@ -54,9 +54,9 @@ class ReplicaBuffers:
             stage = changed[0][0]
             names = ", ".join(repr(name) for other, name in changed if other == stage)
             raise StageError(
-                f"{stage} has changed the buffers {names}, and each replica of the pipeline would change its own, by its part "
-                "of the mini-batch; keep what a step computes out of buffers, or leave replicas= out (batch norms: "
-                "convert_deferred_batch_norm)"
+                f"{stage} changed the buffers {names}, so each replica of the pipeline would change its own copy by "
+                "its part of the mini-batch; do not change buffers in forward, or leave replicas= out (for batch "
+                "norms, use convert_deferred_batch_norm)"
             )
 
     def _now(self) -> dict[tuple[str, str], tuple[int, int]]:

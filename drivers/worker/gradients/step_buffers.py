@@ -99,9 +99,9 @@ class StepBuffers:
         refused = [f"{name!r} of {call}" for call, name in self.disagreeing()]
         if refused and refuses:
             raise StageError(
-                f"forward changes {', '.join(refused)} by the rows of a micro-batch, and each micro-batch by its own, so the "
-                "buffer would not be the plain model's; run one micro-batch, chunks=1, or give the driver "
-                'buffers="per_microbatch"'
+                f"forward changes {', '.join(refused)} by the rows that it is given. Each micro-batch would change "
+                "them by its own rows, so the buffers would not be the plain model's; run one micro-batch, "
+                'chunks=1, or give the driver buffers="per_microbatch"'
             )
         with torch.no_grad():
             for _, each in every:

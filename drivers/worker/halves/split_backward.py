@@ -78,7 +78,10 @@ class DeferredGradients:
     def backward_input(self, stage_output: Any, output_grads: Any, input_values: Sequence[Any]) -> tuple[Any, ...]:
         """See the function `backward_input`."""
         if self._state is not _State.RECORDED:
-            raise StageError("backward_input was called twice for one run of a stage; its graph can be run once only")
+            raise StageError(
+                "backward_input was called twice for one run of a stage, but the graph of a run can only be used "
+                "once; run the stage again"
+            )
         self._state = _State.WAITING
         if not _any_requires_grad(input_values):
             self._whole_backward = stage_output, output_grads, input_values
@@ -90,8 +93,8 @@ class DeferredGradients:
         """Add the deferred gradients to the parameters' `.grad`, and free what they are computed from."""
         if self._state is not _State.WAITING:
             raise StageError(
-                "the weight gradients of a stage were asked for before backward_input ran, or a second time; run "
-                "backward_input first, then backward_weight once"
+                "backward_weight was called before backward_input, or a second time; for each run of a stage call "
+                "backward_input, and then backward_weight once"
             )
         self._state = _State.DONE
         if self._whole_backward is not None:

@@ -150,10 +150,11 @@ class _KeyedDraws(TorchDispatchMode):
             name = self.names.get(memory_of(drawn), self.module)
             if name == self.module and not self.is_whole and not (drawn is not None and drawn.is_meta):
                 raise InitializationError(
-                    f"what initializes {name.removeprefix('module ') or 'the model'!r} draws random numbers into a tensor of "
-                    "its own (as orthogonal_ does) for a parameter of a module inside of it, and others of these are on other "
-                    "workers, so that the numbers would depend on how the model is cut; have the module that has the parameter "
-                    "do so: in its reset_parameters(), or as that of which function(module) is called"
+                    f"what initializes {name.removeprefix('module ') or 'the model'!r} draws random numbers into a "
+                    "temporary tensor (as orthogonal_ does) for a parameter of a module inside of it. Other "
+                    "modules inside of it are on other workers, so the numbers would depend on how the model is "
+                    "cut. Let the module that has the parameter initialize it: in its reset_parameters(), or when "
+                    "function(module) is called with that module"
                 )
             self._seed(name)
         result = operation(*args, **(kwargs or {}))

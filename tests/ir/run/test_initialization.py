@@ -104,7 +104,7 @@ def test_what_would_depend_on_the_split_is_refused():
     assert unwritten == []
     assert not torch.equal(every["first.weight"], every["second.weight"])
     with pytest.raises(
-        InitializationError, match=r"initializes 'the model' draws .*have the module that has the parameter"
+        InitializationError, match=r"initializes 'the model' draws .*Let the module that has the parameter"
     ):
         initialized(OrthogonalParts, {"second.weight"})
 

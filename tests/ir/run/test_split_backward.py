@@ -450,7 +450,7 @@ def test_halves_out_of_order_are_refused() -> None:
     x, stage = x3(), Call(block, a=lin(), b=lin())
     with WeightDeferral(stage, at_least=0).recording([x]) as deferred:
         output = stage(x)
-    with pytest.raises(StageError, match="before backward_input ran"):
+    with pytest.raises(StageError, match="was called before backward_input"):
         backward_weight(deferred)
     backward_input(output, torch.ones_like(output), [x], deferred)
     with pytest.raises(StageError, match="called twice"):
