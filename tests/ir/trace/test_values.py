@@ -225,7 +225,7 @@ def test_what_a_stage_computes_is_checked_in_the_stage():
         (
             (X,),
             {"batch": {"a": X}},
-            r"batch\['b'\] is not there; in the example .* it was a tensor of 1 dimension,",
+            r"batch\['b'\] is not there; in the example .* it was a tensor of 1 dimension\.",
         ),
         ((X,), {"other": X}, "'other' is float64.*was traced with other=None"),
         (
