@@ -30,6 +30,7 @@ class Costs:
 
     >>> from pippy.drivers.plan import make_schedule
     >>> program = make_schedule("interleaved_1f1b", workers=2, chunks=2, stages_per_worker=2)
+    >>> from pippy.drivers.plan.language.instructions import Op
     >>> Costs(forward=1.0).resolve(program).compute(Compute(Op.FORWARD, 3, 0))
     0.5
     >>> Costs(forward=[1.0, 2.0, 3.0, 4.0]).resolve(program).compute(Compute(Op.FORWARD, 3, 0))
