@@ -63,6 +63,7 @@ def check_loss(loss_fn: object, output_loss_value_spec: LossSpec) -> None:
     check_loss_function(loss_fn)
     if output_loss_value_spec is not None:
         raise LossError(
-            f"both loss_fn and output_loss_value_spec={brief(output_loss_value_spec)} are given; a loss function computes the "
-            "loss from the outputs, and the specification says which output already is the loss: give one of them"
+            f"both loss_fn and output_loss_value_spec={brief(output_loss_value_spec)} are given, but only one can "
+            "be used: loss_fn computes the loss from the outputs, and output_loss_value_spec says which output is "
+            "the loss; give one of them"
         )

@@ -87,8 +87,9 @@ def check_still_shared(pipe: nn.Module, compiled: Compiled) -> None:
     for name, places in compiled.qualnames.places.items():
         if name in ours and ours[name] is not get_tensor(compiled.split_gm, places[0]):
             raise ModeError(
-                f"{name!r} of the Pipe was replaced by another tensor, which its stages do not see (functional_call and "
-                "assigning a new Parameter do so); change the tensor in place, or replace it in the model and make a new Pipe"
+                f"{name!r} of the Pipe was replaced by another tensor (by functional_call, or by assigning a new "
+                "Parameter), but its stages still have the old one; change the tensor in place, or replace it in "
+                "the model and make a new Pipe"
             )
 
 
@@ -98,9 +99,9 @@ def check_dtypes(compiled: Compiled) -> None:
         places = compiled.qualnames.places.get(name, ())
         if places and get_tensor(compiled.split_gm, places[0]).dtype is not dtype:
             raise ModeError(
-                f"{name!r} was {dtype} when the program was exported, and torch.export has written that into its operations; "
-                f"it is {get_tensor(compiled.split_gm, places[0]).dtype} now. Convert the model first, export it and make the "
-                "Pipe then"
+                f"{name!r} is {get_tensor(compiled.split_gm, places[0]).dtype}, but the program was exported with "
+                f"{dtype}, which torch.export writes into its operations. Convert the model first, then export it "
+                "and make the Pipe"
             )
 
 

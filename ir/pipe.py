@@ -166,8 +166,8 @@ class Pipe(nn.Module):
         check_guards(compiled, inputs)
         if any(not each.is_meta for each in tensors(inputs)) and any(each.is_meta for each in self.parameters()):
             raise InputError(
-                "this model is on the meta device, and computes nothing in this process; a driver runs it when its workers "
-                "have made its parameters: driver.initialize()"
+                "the Pipe cannot be called, because its model is on the meta device; make a driver, call "
+                "driver.initialize(), which makes the parameters on the workers, and run the driver"
             )
         return run_reference(compiled, inputs)
 

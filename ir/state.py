@@ -17,7 +17,10 @@ from pippy.ir.run.shared_tensors import get_tensor
 def load_state(pipe: nn.Module, compiled: Compiled, state: Mapping[str, Any], strict: bool, assign: bool) -> Any:
     """Check that all of ``state`` fits, then copy it into every copy of each tensor."""
     if assign:
-        raise StateDictError("assign=True would take the tensors of the stages away from the model; load without it")
+        raise StateDictError(
+            "assign=True cannot be used, because the model and the stages would no longer share their tensors; "
+            "load without it"
+        )
     if not isinstance(state, Mapping):
         raise StateDictError(f"the state dict is a {type(state).__name__}; give a dict from names to tensors")
     tensors = _tensors(pipe, compiled)

@@ -58,8 +58,8 @@ def _next_holder(compiled: Compiled, uses: TensorUses, at: int, now: int) -> int
     if not found or at not in uses.by_leaf:
         return None  # no stage has it, so that it goes along; or it travels as a value, from the stage that has it
     raise GenerationError(
-        f"when the model generates, it uses {uses.name!r}, which stage {found[-1]} of the Pipe has, after what stage {now} "
-        "has, and in training it does so before; cut the Pipe elsewhere: between the layers of the model"
+        f"the model cannot generate as it is cut: it uses {uses.name!r} of stage {found[-1]} after stage {now}, but "
+        "in training it uses it before; cut the Pipe between the layers of the model"
     )
 
 
@@ -78,7 +78,8 @@ def held_tensors(cut: Compiled, stages: list[int], compiled: Compiled) -> dict[i
                 found[id(tensor)] = f"submod_{stages[index]}", there[stages[index]]
             elif there:
                 raise GenerationError(
-                    f"when the model generates, stage {stages[index]} of the Pipe needs {user_name!r}, and only stage "
-                    f"{', '.join(map(str, there))} has it; cut the Pipe elsewhere: between the layers of the model"
+                    f"the model cannot generate as it is cut: stage {stages[index]} of the Pipe needs "
+                    f"{user_name!r}, which only stage {', '.join(map(str, there))} has; cut the Pipe between the "
+                    "layers of the model"
                 )
     return found

@@ -28,7 +28,8 @@ def _check(uses: TensorUses, nodes: list[fx.Node]) -> None:
     late = [number for number in uses.by_name if uses.by_leaf and number > min(uses.by_leaf)]
     if late:
         raise SharedParameterError(
-            f"{uses.name!r} is read after the DeferredBatchNorm that it belongs to was called, and that changes it when all "
-            f"micro-batches are through:\n{excerpt_of(nodes[late[0]])}\n"
+            f"{uses.name!r} is read after the call of its DeferredBatchNorm, but the norm changes it only after all "
+            "micro-batches:\n"
+            f"{excerpt_of(nodes[late[0]])}\n"
             "What to do: read it before the norm is called, or do not convert this norm"
         )

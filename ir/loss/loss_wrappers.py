@@ -21,7 +21,7 @@ class LossWrapper(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
-            f"{type(self).__name__} has no forward of its own; write one that calls self.module and self.loss_fn and "
+            f"{type(self).__name__} has no forward; write a forward that calls self.module and self.loss_fn and "
             "returns the loss, or use TrivialLossWrapper"
         )
 

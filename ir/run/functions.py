@@ -19,8 +19,9 @@ def check_tensor(value: Any) -> None:
     """Raise if a value is no tensor. While tracing, `isinstance(x, torch.Tensor)` was True for it."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(
-            f"forward asked for the type of a value, and tracing took it for a tensor; it is a {type(value).__name__}. Ask for "
-            "something that is known while tracing, or keep the code whole with a tracer whose is_leaf_module says True"
+            "forward asked for the type of a value, which tracing took for a tensor, but it is a "
+            f"{type(value).__name__}. Ask for something that is known while tracing, or keep the code whole with a "
+            "tracer whose is_leaf_module returns True"
         )
 
 
@@ -28,8 +29,9 @@ def check_not_none(value: Any) -> None:
     """Raise if a value is None. While tracing, `x is None` was False for it."""
     if value is None:
         raise TypeError(
-            "forward asked whether a value is None, and tracing took it for one that is not; it is None. Let what gives the "
-            "value decide what to do without it, or keep the code whole with a tracer whose is_leaf_module says True"
+            "forward asked whether a value is None. The answer was No when it was traced, but now the value is "
+            "None. Let the code that computes the value decide what to do without it, or keep the code whole with "
+            "a tracer whose is_leaf_module returns True"
         )
 
 

@@ -49,12 +49,12 @@ def check_versions(
     if after != before:
         name = next(name for (_, name), old, new in zip(seen, before, after) if old != new)
         raise StageError(
-            f"{stage} changed its input {name!r} in place, where tracing does not look. The plain model shows the change to "
-            "whoever else has this tensor: another stage, the caller, the model itself. Stages have copies of their own, so "
-            "here nobody would see it.\n"
+            f"{stage} changed its input {name!r} in place, in code that tracing does not see. In the plain model, "
+            "the change is seen by all code that has this tensor: another stage, the caller, the model itself. A "
+            "stage has a copy, so here the change would be lost.\n"
             + "".join(f"{line}\n" for line in _places(module, name))
-            + "What to do: use the "
-            "operation that makes a new tensor there, or hand in a copy, value.clone(), if nobody else is to see the change"
+            + "What to do: use the operation that makes a new tensor there. If no other code needs the change, "
+            "pass a copy, value.clone()"
         )
 
 

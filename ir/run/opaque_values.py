@@ -24,8 +24,8 @@ def check_opaque(value: Any) -> None:
     hidden = [name for name, tensor in _tensors(value) if tensor.requires_grad]
     if hidden:
         raise StageError(
-            f"a {type(value).__name__} passes from stage to stage with tensors that require a gradient in {hidden}, where "
-            "the pipeline does not see them; make it a dataclass, a tuple or a dict, or register it with "
+            f"a {type(value).__name__} passes from stage to stage and holds tensors that require a gradient, in "
+            f"{hidden}, which the pipeline cannot see; make it a dataclass, a tuple or a dict, or register it with "
             "torch.utils._pytree.register_pytree_node"
         )
 

@@ -166,9 +166,10 @@ class RepeatedForward:
         if len(found) == len(kept.outputs) and all(map(_as_good_as_equal, kept.outputs, found)):
             return
         raise StageError(
-            f"{self.name} gives something else when its forward is computed again: {describe(outputs)}. It depends on more "
-            "than its inputs, its buffers and the random numbers of torch, numpy and Python: on a clock, a file, or an object "
-            f"that it changes. What to do: leave stage {self.stage} out of checkpoint=, in a dict of the other stages"
+            f"{self.name} returns something else when its forward is computed again: {describe(outputs)}. The "
+            "forward depends on more than its inputs, its buffers and the random numbers of torch, numpy and "
+            f"Python: on a clock, a file, or an object that it changes. What to do: leave stage {self.stage} out of "
+            "checkpoint=, in a dict of the other stages"
         )
 
 

@@ -169,7 +169,7 @@ def _call_of_example(model: nn.Module, concrete: dict[str, Any], example: Exampl
     args, kwargs = example.of_model(signature)
     again = [name for name in concrete if name in kwargs]
     if again:
-        raise TracingError(f"{', '.join(again)}: given by concrete_args and by example_kwargs; leave one of them out")
+        raise TracingError(f"{', '.join(again)}: given by both concrete_args and example_kwargs; leave one of them out")
     try:
         bound = signature.bind(*args, **kwargs, **concrete)
     except TypeError as error:

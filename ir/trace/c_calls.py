@@ -104,8 +104,8 @@ def _pausing_profiler() -> Iterator[None]:
         return
     if not hasattr(profiler, "disable"):
         raise TracingError(
-            f"a profiler is on that cannot be paused, a {type(profiler).__name__}, and tracing needs to hear of calls; "
-            "stop it around pipeline()"
+            "tracing needs Python's profiling hook, but a profiler that cannot be paused uses it, a "
+            f"{type(profiler).__name__}; stop the profiler before pipeline()"
         )
     source.warn("a profiler is on; it is paused while forward is traced")
     profiler.disable()

@@ -75,9 +75,9 @@ def _check_holds_no_parameters(number: int, function: Any) -> None:
     for name, value in _held(function):
         if isinstance(value, nn.Parameter) or (isinstance(value, nn.Module) and any(True for _ in value.parameters())):
             raise TracingError(
-                f"layer {number} is a function that holds parameters, those of {name} ({type(value).__name__}), which are not "
-                "found inside of a function, and so would not be trained; make it a module that has them as its own, and give "
-                "the same module, or parameter, to all that share it"
+                f"layer {number} is a function that holds parameters, those of {name} ({type(value).__name__}). "
+                "Parameters inside of a function are not found, so they would not be trained; write a module that "
+                "has these parameters, and give the same module, or parameter, to all layers that share it"
             )
 
 

@@ -277,8 +277,9 @@ def _lost(what: str, frame: FrameType, remedy: str = "") -> TracingError:
     line = f"\n{where.excerpt()}" if where else ""
     return refused(
         TracingError(
-            f"forward enters or sets {what}, and a traced graph would lose it; do so around the call of the Pipe, or move "
-            f"the region into a module that the tracer treats as a leaf{f', or write {remedy}' if remedy else ''}{line}"
+            f"forward enters or sets {what}, which a traced graph cannot hold; do so around the call of the Pipe, "
+            "or move the region into a module that the tracer treats as a "
+            f"leaf{f', or write {remedy}' if remedy else ''}{line}"
         )
     )
 

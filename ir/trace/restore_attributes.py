@@ -73,8 +73,8 @@ def restoring_attributes(model: nn.Module, silent: bool = False) -> Iterator[Att
         changed = attributes.restore()
     if changed and not silent:
         source.warn(
-            f"forward() sets {', '.join(changed)} on the model; a pipeline's stages do not set attributes, so it stays "
-            "as it was. Return the value, or keep it in a buffer that is changed in place"
+            f"forward() sets {', '.join(changed)} on the model, but the stages of a Pipe do not set attributes, so "
+            "the model will not change. Return the value, or keep it in a buffer that is changed in place"
         )
 
 

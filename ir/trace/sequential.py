@@ -23,8 +23,8 @@ def trace_sequential(model: nn.Sequential | Layers, marked: bool = True) -> Trac
         )
     if getattr(model.forward, "__func__", None) is not nn.Sequential.forward or hooks_of(model):
         raise TracingError(
-            f"this {type(model).__name__} does more than to call its children in turn (a forward or hooks of its own), which "
-            "from_sequential would leave out; call pipeline(model)"
+            f"this {type(model).__name__} has a forward or hooks of its own, which from_sequential would leave out; "
+            "call pipeline(model)"
         )
     if not len(model):
         raise SplitError("there are no layers, so there is nothing to put in a stage")

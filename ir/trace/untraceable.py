@@ -68,17 +68,17 @@ def check_model(model: object) -> None:
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise TracingError(
-            f"this {type(model).__name__} was made by torch.jit, and its code is no Python that could be cut; give the module "
-            "that it was made from. Parts of that may be scripted: a part is called as a whole"
+            f"this {type(model).__name__} was made by torch.jit, and cannot be cut, because it is not Python code; "
+            "give the module that it was made from. Parts of that module may be scripted: each is called as a whole"
         )
     for each in global_hooks():
         raise TracingError(
-            f"torch.nn.modules.module.{each} has registered hooks of all modules, and workers would not have them; take "
-            "them off, or register hooks of the modules that you mean"
+            f"torch.nn.modules.module.{each} has registered hooks for all modules, which workers would not have; "
+            "remove them, or register hooks of single modules"
         )
     hooks = hooks_of(model)
     if hooks:
         raise TracingError(
-            f"this {type(model).__name__} has hooks of its own ({', '.join(hooks)}), which no stage would call; take them off, "
-            "or put the model inside a module that calls it"
+            f"this {type(model).__name__} has hooks of its own ({', '.join(hooks)}), which no stage would call; "
+            "remove them, or put the model inside a module that calls it"
         )

@@ -174,7 +174,7 @@ def test_hooks_of_all_modules_are_refused_by_pipeline():
 
     handle = register_module_forward_hook(lambda *_: None)
     try:
-        with pytest.raises(TracingError, match="register_module_forward_hook has registered hooks of all modules"):
+        with pytest.raises(TracingError, match="register_module_forward_hook has registered hooks for all modules"):
             pipeline(Blocks())
     finally:
         handle.remove()

@@ -79,7 +79,7 @@ def loss_fn(output, target):
 def test_a_tensor_inside_that_requires_a_gradient(kind, threads):
     pipe = pipeline(Model(kind), loss_fn)
     given = torch.randn(4, 4), torch.randn(4, 4)
-    message = rf"(?s)passes from stage to stage.*gradient in.*{PACKINGS[kind][1]}.*dataclass"
+    message = rf"(?s)passes from stage to stage.*gradient, in.*{PACKINGS[kind][1]}.*dataclass"
     with pytest.raises(StageError, match=message):
         pipe(*given)
     driver = PipelineDriver1F1B(pipe, threads)

@@ -395,9 +395,7 @@ def test_a_stage_that_cannot_be_repeated_is_refused(threads):
     pipe = as_pipe(Layers(Clock, 2))
     given = torch.randn(4, 8), torch.randn(4, 8)
     driver = PipelineDriver1F1B(pipe, threads, checkpoint={1: "always"}, check=False)
-    advice = (
-        r"gives something else .* on a clock, a file.* leave stage 1 out of checkpoint=, in a dict of the other stages"
-    )
+    advice = r"returns something else .* on a clock, a file.* leave stage 1 out of checkpoint=, in a dict of the other stages"
     with pytest.raises(StepError, match=advice):
         driver.run(2, *given)
     driver.close()

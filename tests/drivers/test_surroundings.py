@@ -384,7 +384,7 @@ KEPT = (
 @pytest.mark.parametrize("name", [name for name in CONTEXTS if name not in KEPT])
 def test_in_forward_it_is_refused_with_the_line_and_both_remedies_work(name):
     """All but autocast were dropped without a word."""
-    with pytest.raises(TracingError, match="a traced graph would lose it") as caught:
+    with pytest.raises(TracingError, match="a traced graph cannot hold") as caught:
         pipeline(Inside(CONTEXTS[name]))
     assert "return x * torch.zeros(x.size(0), 1)" in str(caught.value) or "with self.region" in str(caught.value)
     around = pipeline(Inside(nullcontext))

@@ -274,7 +274,7 @@ def test_a_loss_wrapper_with_further_inputs():
 def test_a_wrapper_without_a_forward_says_so_and_nothing_else():
     with pytest.raises(TracingError) as caught:
         pipeline(LossWrapper(TwoLayers(), nn.MSELoss()))
-    assert "no forward of its own" in str(caught.value)
+    assert "has no forward" in str(caught.value)
     assert "concrete_args" not in str(caught.value)
 
 

@@ -286,7 +286,7 @@ def test_wrong_requests_are_refused_and_the_advice_works():
         pipeline(program.module())
     with pytest.raises(TracingError, match="concrete_args"):
         pipeline(program, concrete_args={"y": 3})
-    with pytest.raises(ModeError, match=r"'blocks\.0\.0\.weight' was torch\.float64 when the program was exported"):
+    with pytest.raises(ModeError, match=r"the program was exported with torch\.float64"):
         halves(program).float()(numbers())
 
 

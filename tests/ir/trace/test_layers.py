@@ -57,7 +57,7 @@ def test_module_lists_are_layers():
     ],
 )
 def test_functions_with_parameters_are_refused(layer):
-    with pytest.raises(TracingError, match=r"layer 1 is a function that holds parameters.*make it a module"):
+    with pytest.raises(TracingError, match=r"layer 1 is a function that holds parameters.*write a module"):
         Pipe.from_sequential([nn.ReLU(), layer(nn.Linear(4, 4))])
 
 

@@ -268,7 +268,7 @@ def test_arguments_of_another_kind_than_the_example(args, kwargs, words):
         ((X,), {}, {"concrete_args": {"scales": 1, "scale": X}}, r"(?s)did you mean 'scale'.*'scale'\] is a Tensor"),
         ((X, X, X), {}, {}, r"too many positional arguments; it is called as pipe\(x, scale=1.0\)"),
         ((X,), {"scales": 1.0}, {}, "unexpected keyword argument 'scales'"),
-        ((X,), {"scale": 2.0}, {"concrete_args": {"scale": 2.0}}, "given by concrete_args and by example_kwargs"),
+        ((X,), {"scale": 2.0}, {"concrete_args": {"scale": 2.0}}, "given by both concrete_args and example_kwargs"),
         (X, {}, {}, "example_args is a Tensor; give a tuple"),
         ((X,), [X], {}, "example_kwargs is a list"),
     ],

@@ -181,7 +181,7 @@ def test_only_what_is_on_meta_is_made(threads):
 
 
 def test_it_computes_nothing_in_this_process():
-    with pytest.raises(InputError, match=r"computes nothing in this process.*driver\.initialize\(\)"):
+    with pytest.raises(InputError, match=r"its model is on the meta device.*driver\.initialize\(\)"):
         pipe_of(on_meta(), 2)(IDS, TARGET)
     assert pipe_of(on_meta(), 2)(IDS.to("meta"), TARGET.to("meta")).is_meta
 
