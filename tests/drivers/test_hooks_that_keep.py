@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:forward.. sets seen on the model:pippy.errors.PippyWarning"),
 ]
 MSE = nn.MSELoss()
-FEATURES = {}
+FEATURES: dict[str, object] = {}
 
 
 class Net(nn.Module):

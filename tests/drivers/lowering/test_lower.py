@@ -17,6 +17,7 @@ from pippy.drivers.plan.language.edges import Pass
 from pippy.drivers.plan.language.instructions import Compute, Receive, Reduce, Send
 from pippy.ir.base.errors import VerificationError
 from pippy.ir.call.signature import bind
+from pippy.ir.pipe import compiled_of
 from tests.comparisons import assert_same, assert_same_gradient, fresh_inputs
 from tests.drivers.run_in_one_process import LocalRun
 from tests.zoo import WAYS, Exhibit, exhibits
@@ -48,7 +49,7 @@ def run_both(model: Exhibit, pipe: Pipe, lowered: Lowered, chunks: int) -> tuple
     reference = copy.deepcopy(pipe)
     microbatches = [model.inputs() for _ in range(chunks)]
     target = [model.target()] if model.loss_fn is not None else []
-    inputs = [bind(pipe, (*fresh_inputs(each), *target), {}) for each in microbatches]
+    inputs = [bind(compiled_of(pipe), (*fresh_inputs(each), *target), {}) for each in microbatches]
     run = LocalRun(pipe, lowered, inputs)
     torch.manual_seed(1)
     run.run()
