@@ -88,7 +88,7 @@ def check_leaves_loss_alone(spec: Any, value: Any, path: str = "output") -> None
     >>> check_leaves_loss_alone(Sum(), (LOSS_PLACE, 1))  # for all of it but the loss
     >>> check_leaves_loss_alone((Sum(), None), (LOSS_PLACE, 1))
     Traceback (most recent call last):
-    pippy.drivers.base.errors.MicrobatchError: output_spec has Sum(weights=None) for output[0], which is the loss, and ...
+    pippy.drivers.base.errors.MicrobatchError: output_spec has Sum(weights=None) for output[0], but output[0] is the loss, ...
     """
     spec = as_spec(spec)
     if spec is None or not any(leaf is LOSS_PLACE for leaf in leaves(value)):

@@ -35,7 +35,7 @@ def unpacked(data: bytes, path: str = "values") -> dict[str, Any]:
 
     >>> unpacked(b"something else", "values.pt")
     Traceback (most recent call last):
-    pippy.drivers.base.errors.CheckpointError: values.pt is not as pippy writes it: ...
+    pippy.drivers.base.errors.CheckpointError: values.pt was not written by pippy: ...
     """
     try:
         found = _loaded(data)
@@ -61,7 +61,7 @@ def check_plain(name: str, value: Any) -> None:
     >>> check_plain("step", 10)
     >>> check_plain("step", print)
     Traceback (most recent call last):
-    pippy.drivers.base.errors.CheckpointError: step=<built-in function print> cannot be saved: ...
+    pippy.drivers.base.errors.CheckpointError: step=<built-in function print> cannot be saved ...
     """
     try:
         _loaded(packed({name: value}))

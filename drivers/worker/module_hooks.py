@@ -24,7 +24,7 @@ def hooks_hold_the_same(modules: Mapping[str, nn.Module]) -> Iterator[None]:
     >>> with hooks_hold_the_same({"submod_0": linear}):
     ...     seen.append(1)
     Traceback (most recent call last):
-    pippy.drivers.base.errors.DriverError: a forward hook of 'submod_0' changes what it holds ...
+    pippy.drivers.base.errors.DriverError: a forward hook of 'submod_0' changes an object that it refers to ...
     """
     held: dict[int, Any] = {}
     for call, stage in modules.items():

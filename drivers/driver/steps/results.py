@@ -181,7 +181,7 @@ def explaining_backward(loss: torch.Tensor) -> torch.Tensor:
 
     >>> explaining_backward(torch.ones(())).backward()
     Traceback (most recent call last):
-    pippy.drivers.base.errors.DriverError: loss.backward() after driver.run: the gradients are on the workers already; ...
+    pippy.drivers.base.errors.DriverError: loss.backward() is not needed after driver.run, ...
     """
     loss.backward = _explain_backward  # type: ignore[method-assign]
     loss.__getstate__ = dict  # type: ignore[method-assign]  # saved as the plain tensor that it is

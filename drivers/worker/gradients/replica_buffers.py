@@ -27,7 +27,7 @@ class ReplicaBuffers:
     >>> with ReplicaBuffers(stages).unchanged():
     ...     stages["submod_0"](torch.ones(2, 2))
     Traceback (most recent call last):
-    pippy.ir.base.errors.StageError: submod_0 has changed the buffers 'running_mean', 'running_var', 'num_batches_tracked', ...
+    pippy.ir.base.errors.StageError: submod_0 changed the buffers 'running_mean', 'running_var', 'num_batches_tracked', ...
     """
 
     def __init__(self, stages: Mapping[str, nn.Module]) -> None:
