@@ -20,6 +20,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pippy.ir.base.operations import RATES, draws, name_of
+
 Drawn = Callable[[Mapping[str, Any]], Any]
 
 
@@ -87,13 +89,13 @@ class _DrawnAlike(TorchDispatchMode):
 def _arguments_if_random(func: Any) -> tuple[tuple[str, ...], str | None]:
     """The names of an operation's arguments, and that of its rate of dropout; no names if it draws nothing."""
     names = tuple(each.name for each in func._schema.arguments)
-    dropped = next((name for name in names if name in ("dropout_p", "dropout")), None)
-    return (names if dropped is not None or torch.Tag.nondeterministic_seeded in func.tags else ()), dropped
+    dropped = next((name for name in names if name in RATES), None)
+    return (names if dropped is not None or draws(func) else ()), dropped
 
 
 def _drawn(func: Any, given: Mapping[str, Any], every: Mapping[str, Any]) -> Any:
     """What a random operation gives: of a sample, what is the same for each row. ``every`` has what is left out, too."""
-    name = func.overloadpacket.__name__
+    name = name_of(func)
     if name in _DRAWN:
         return _DRAWN[name](every)
     made = func(**given)  # its shape, dtype and device

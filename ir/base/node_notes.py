@@ -59,21 +59,18 @@ class NodeNote(Generic[T]):
         return self.key in node.meta
 
     def put(self, node: fx.Node, value: T) -> None:
-        """NodeNote it at a node."""
+        """Note it at a node."""
         node.meta[self.key] = value
 
 
 SOURCE = NodeNote[Source | None]("source", None)  # the user's line
 MODULE_PATH = NodeNote[str]("module_path", "")  # the module whose forward calls the operation
 GRADIENTS_OFF = NodeNote[bool]("no_grad", False)  # as in `torch.no_grad()`
-MODULE_CALLS = NodeNote[Mapping[str, tuple[str, Any]]](
-    "nn_module_stack", {}
-)  # around the node: each one's module and class
+# The calls of modules around the node: each one's module and class.
+MODULE_CALLS = NodeNote[Mapping[str, tuple[str, Any]]]("nn_module_stack", {})
 ADDED = NodeNote[bool]("added", False)  # a check that forward does not have, which a comparison leaves out
 IS_LAYER = NodeNote[bool]("layer", False)  # one layer for the balancer, with or without parameters
-ROW_SIZES = NodeNote[Any](
-    "row_sizes"
-)  # how the value depends on the number of rows: `compare_rows`; None if it does not
+ROW_SIZES = NodeNote[Any]("row_sizes")  # how the value depends on the number of rows (`compare_rows`), or None
 NO_GRADIENT = NodeNote[bool]("no_gradient", False)  # the value can have none
 IS_TENSOR = NodeNote[bool]("is_tensor", False)  # the value is a tensor, not a number or a tuple
 NAMED_DEVICE = NodeNote[torch.device]("names_device")  # the device of the program, which is among the arguments

@@ -13,17 +13,10 @@ from typing import Any
 from torch import fx
 
 from pippy.ir.base.node_notes import DRAWS, MODULE_PATH
+from pippy.ir.base.operations import drops_nothing, name_of
 from pippy.ir.record.traced import Traced
 from pippy.ir.run.checkpointed_parts import is_begin, is_end
 from pippy.ir.run.may_draw import Draws, function_draws, method_draws, module_draws
-
-# The arguments that are the probability of a dropout: their names and numbers.
-_PROBABILITIES = {
-    **dict.fromkeys(("dropout", "dropout_", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"), ("p", 1)),
-    **dict.fromkeys(("dropout1d", "dropout2d", "dropout3d", "native_dropout"), ("p", 1)),
-    "scaled_dot_product_attention": ("dropout_p", 4),
-}
-_DEFAULTS = {"scaled_dot_product_attention": 0.0}
 
 
 def name_draws(traced: Traced) -> None:
@@ -50,22 +43,10 @@ def _draws(node: fx.Node, attributes: Mapping[str, Any]) -> Draws:
 
 def _is_never(node: fx.Node) -> bool:
     """Whether a node is a dropout of nothing."""
-    name = _name_of_function(node)
-    if node.op != "call_function" or name not in _PROBABILITIES:
-        return False
-    keyword, number = _PROBABILITIES[name]
-    given = node.args[number] if len(node.args) > number else node.kwargs.get(keyword, _DEFAULTS.get(name))
-    return isinstance(given, int | float) and given == 0
+    return node.op == "call_function" and drops_nothing(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
 
 
 def _name(node: fx.Node) -> str:
     if node.op == "call_module":
         return str(node.target)
-    return f"{MODULE_PATH.of(node)}:{_name_of_function(node)}"
-
-
-def _name_of_function(node: fx.Node) -> str:
-    if isinstance(node.target, str):
-        return node.target
-    schema = getattr(node.target, "_schema", None)  # of an operator of torch
-    return schema.name.partition("::")[2] if schema else getattr(node.target, "__name__", type(node.target).__name__)
+    return f"{MODULE_PATH.of(node)}:{name_of(node.target)}"

@@ -1,7 +1,6 @@
 """Which modules, functions and methods may draw random numbers. What is not known to draw none may draw.
 
-    torch's operators        by their tag, `nondeterministic_seeded`
-    torch's modules          a dropout draws unless its probability is 0, and a Linear does not
+    what is torch's          ir/base/operations.py says it: a dropout draws unless its rate is 0, and a Linear does not
     functions in Python      draw nothing if all names in their code are known to draw nothing
     anything else            may draw
 
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pippy.ir.base import operations
 from pippy.ir.run.scripted_functions import ScriptedFunction
 
 
@@ -41,14 +41,6 @@ class Draws(Enum):
 
 
 _KNOWN_CLASSES = ("torch.nn.modules.", "pippy.")
-_PROBABILITIES = {nn.modules.dropout._DropoutNd: "p", nn.RNNBase: "dropout", nn.MultiheadAttention: "dropout"}
-_ALWAYS = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
-# Functions of torch that are written in Python, and draw.
-_WRITTEN_IN_PYTHON = frozenset(
-    """dropout1d dropout2d dropout3d feature_alpha_dropout fractional_max_pool2d fractional_max_pool2d_with_indices
-    fractional_max_pool3d fractional_max_pool3d_with_indices gumbel_softmax multi_head_attention_forward
-    pca_lowrank svd_lowrank""".split()
-)
 _PYTHONS = ("random", "numpy")
 _CONTAINERS = (torch.Tensor, dict, list, tuple, str, torch.Size)
 _ALIASES = types.SimpleNamespace(torch=torch, nn=nn, F=nn.functional, math=math)  # usual names in the globals of a file
@@ -73,9 +65,7 @@ def _own_draws(module: nn.Module) -> Iterator[Draws]:
     if not type(module).__module__.startswith(_KNOWN_CLASSES):
         yield Draws.TORCHS
         yield _class_draws(type(module))  # type: ignore[arg-type]  # for mypy, the class of a module has no hash
-    if any(isinstance(module, kind) and getattr(module, name) for kind, name in _PROBABILITIES.items()):
-        yield Draws.TORCHS
-    if isinstance(module, _ALWAYS):
+    if operations.module_draws(module):
         yield Draws.TORCHS
     if "function" in module.__dict__ and type(module).__module__.startswith("pippy."):  # a loss function
         yield function_draws(module.__dict__["function"])
@@ -101,7 +91,7 @@ def function_draws(function: Callable[..., Any]) -> Draws:
         return module_draws(function)
     module, name = getattr(function, "__module__", None) or "", getattr(function, "__name__", "")
     if module.partition(".")[0] == "torch":
-        return _known_draws(name)
+        return _name_draws(name)
     if module in ("_operator", "operator", "builtins", "math") or (
         module.startswith("pippy.") and isinstance(function, types.FunctionType)
     ):
@@ -131,27 +121,14 @@ def method_draws(name: str) -> Draws:
 
 
 def _operator_draws(operator: Any) -> Draws:
-    """An operator of torch has a tag if it draws; nobody knows of those of other libraries."""
-    overloads = (
-        [operator]
-        if isinstance(operator, torch._ops.OpOverload)
-        else [getattr(operator, each) for each in operator.overloads()]
-    )
-    tagged = any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads)
-    of_torch = all(each.namespace in ("aten", "prims", "prim") for each in overloads)
-    return Draws.NOTHING if of_torch and not tagged else Draws.TORCHS
+    """Those of an operator of torch; nobody knows of those of other libraries."""
+    of_torch = all(each.namespace in ("aten", "prims", "prim") for each in operations.overloads_of(operator))
+    return Draws.NOTHING if of_torch and not operations.draws(operator) else Draws.TORCHS
 
 
-def _known_draws(name: str) -> Draws:
-    """Those of a function of torch."""
-    return Draws.TORCHS if name in _WRITTEN_IN_PYTHON else _name_draws(name)
-
-
-@cache
 def _name_draws(name: str) -> Draws:
-    """Those of the operator of torch that has this name, if there is one."""
-    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() and not name.startswith("__") else None
-    return Draws.NOTHING if packet is None else _operator_draws(packet)
+    """Those of what torch has by this name, if there is such a thing."""
+    return Draws.TORCHS if operations.draws(name) else Draws.NOTHING
 
 
 @cache
@@ -185,7 +162,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 def _is_known_name(name: str) -> bool:
     """Whether a name is a builtin or an attribute of what is torch's, and draws nothing."""
-    return any(hasattr(each, name) for each in _KNOWN) and _known_draws(name) is Draws.NOTHING
+    return any(hasattr(each, name) for each in _KNOWN) and _name_draws(name) is Draws.NOTHING
 
 
 def _is_known(value: Any, depth: int) -> bool:

@@ -6,15 +6,14 @@ from typing import Any
 
 from torch import fx
 
+from pippy.ir.base.operations import is_in_place
 from pippy.ir.call.asked import Asked, Method, Value
 from pippy.ir.run.functions import check_fixed
-from pippy.ir.trace.in_place import IN_PLACE
 
 _HOMES = ("_operator", "builtins", "math")
 _METHODS = frozenset(
     "dim element_size get get_device is_complex is_floating_point nelement ndimension numel size".split()
 )
-_CHANGING = frozenset((*IN_PLACE, "iconcat", "setitem", "delitem"))
 
 
 def asked_of(graph: fx.Graph, is_tensor: Callable[[fx.Node], bool]) -> Asked:
@@ -38,7 +37,7 @@ def _is_cheap(node: fx.Node, is_tensor: bool) -> bool:
     if is_tensor or node.op == "call_method":
         return not is_tensor and node.target in _METHODS
     function: Any = node.target
-    return node.op == "call_function" and function.__module__ in _HOMES and function.__name__ not in _CHANGING
+    return node.op == "call_function" and function.__module__ in _HOMES and not is_in_place(function)
 
 
 def _with_inputs(nodes: Iterable[fx.Node]) -> set[fx.Node]:

@@ -23,10 +23,10 @@ from torch import fx, nn
 
 from pippy.ir.base.errors import PippyError
 from pippy.ir.base.node_notes import ADDED, GRADIENTS_OFF, copy_notes
+from pippy.ir.base.operations import is_in_place
 from pippy.ir.base.trees import tensors
 from pippy.ir.run.functions import check_not_none
 from pippy.ir.trace.arguments import Call
-from pippy.ir.trace.in_place import IN_PLACE
 from pippy.ir.trace.questions import asked
 from pippy.ir.trace.suppositions import (
     CHECKS,
@@ -42,8 +42,6 @@ from pippy.ir.trace.suppositions import (
 )
 from pippy.ir.trace.tracing_thread import not_tracing
 from pippy.ir.trace.values import UNKNOWN, Values
-
-_CHANGING = frozenset((*IN_PLACE, "setitem", "delitem"))
 
 
 class Recorded(Protocol):
@@ -226,8 +224,7 @@ class _View:
             yield node, (*called, self._argument(node.args), self._argument(node.kwargs))
 
     def _is_call(self, node: fx.Node) -> bool:
-        name = getattr(node.target, "__name__", str(node.target))
-        return node.op in ("call_module", "output") or name in _CHANGING
+        return node.op in ("call_module", "output") or is_in_place(node.target)
 
     def _constant(self, node: fx.Node) -> Any:
         """The value of a node that is no tensor, as far as it is known or supposed."""

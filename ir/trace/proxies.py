@@ -23,11 +23,11 @@ from torch import fx
 
 from pippy.ir.base import source
 from pippy.ir.base.errors import TracingError
+from pippy.ir.base.operations import IN_PLACE, name_of
 from pippy.ir.run.shared_tensors import memory_of
 from pippy.ir.trace import questions
 from pippy.ir.trace.c_calls import called_by
 from pippy.ir.trace.classes import check_is_tensor
-from pippy.ir.trace.in_place import IN_PLACE
 from pippy.ir.trace.refusals import refused
 from pippy.ir.trace.suppositions import NOTHING, supposed_attribute
 from pippy.ir.trace.trials import UnhashableError, trials_of
@@ -354,7 +354,7 @@ def _is_in_place_on(value: Any, owner: fx.Proxy, name: str) -> bool:
     """Whether ``value`` is the result of an in-place operator on the attribute ``name`` of ``owner``, or that attribute."""
     if issubclass(type(value), fx.Proxy) and value.node.args == (owner.node, name):
         return True
-    if not issubclass(type(value), RecordingProxy) or getattr(value.node.target, "__name__", "") not in IN_PLACE:
+    if not issubclass(type(value), RecordingProxy) or name_of(value.node.target) not in IN_PLACE:
         return False
     changed = value.node.args[0]
     return isinstance(changed, fx.Node) and changed.target is getattr and changed.args == (owner.node, name)

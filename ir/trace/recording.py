@@ -33,6 +33,7 @@ from pippy.ir.base import source
 from pippy.ir.base.compiled_modules import following_compiled
 from pippy.ir.base.errors import TracingError
 from pippy.ir.base.node_notes import GRADIENTS_OFF, MODULE_PATH, SOURCE
+from pippy.ir.base.operations import is_in_place
 from pippy.ir.base.surroundings import ChangesInForward, OwnFunctionMode, device_contexts
 from pippy.ir.run.scripted_functions import ScriptedFunction
 from pippy.ir.trace.c_calls import watching_c_calls
@@ -40,7 +41,6 @@ from pippy.ir.trace.checkpointing import record_reentrant, recording_checkpoints
 from pippy.ir.trace.classes import answer_in, answering_classes
 from pippy.ir.trace.distributions import recording_distributions
 from pippy.ir.trace.function_transforms import recording_transforms
-from pippy.ir.trace.in_place import IN_PLACE
 from pippy.ir.trace.own_tensors import letting_proxies_be_tensors
 from pippy.ir.trace.proxies import RecordingProxy, made_in_forward, suit_value, with_in_place_operators
 from pippy.ir.trace.questions import check_not_asked_for_mode, refusing_to_say_what_runs
@@ -59,8 +59,6 @@ _QUERIES = frozenset(
 )
 # These make a tensor of given numbers, so the result is a constant if no proxy is among the numbers.
 _CONSTANTS = frozenset((torch.tensor, torch.as_tensor, torch.from_numpy, torch.asarray))
-# These are no queries of a tensor, though their names begin as those do.
-_OPERATORS = frozenset((*(f"__{name}__" for name in IN_PLACE), "__setitem__"))
 _REVERSED = frozenset("__rsub__ __rdiv__ __rtruediv__ __rfloordiv__ __rmod__ __rpow__ __rmatmul__".split())
 # The C parsers of these functions refuse a proxy among the sizes, or in place of the dtype.
 _TAKING_SIZES = """arange as_tensor empty eye finfo full iinfo linspace logspace ones rand randint randn randperm tensor
@@ -229,7 +227,7 @@ class _RecordUntraced(OwnFunctionMode):
             return self._constant(function(*args, **(kwargs or {})), args)
         if name == "__getitem__" and _holds_proxy(args[1]):
             return self.tracer.create_proxy("call_function", operator.getitem, args, {})
-        if name in _OPERATORS:
+        if name.startswith("__") and is_in_place(name):
             return self.tracer.create_proxy("call_function", getattr(operator, name), args, {})
         if (
             name in _QUERIES

@@ -23,9 +23,9 @@ import torch
 from torch import fx, nn
 
 from pippy.ir.base.node_notes import SOURCE
+from pippy.ir.base.operations import is_in_place, name_of
 from pippy.ir.run.checkpointed_parts import is_begin, is_end
 from pippy.ir.run.functions import check_fixed, check_not_none, check_same, check_tensor
-from pippy.ir.trace.in_place import IN_PLACE
 from pippy.ir.trace.replaced import replaced
 from pippy.ir.trace.values import UNKNOWN, Values, fix_value
 
@@ -126,7 +126,7 @@ def is_of_pippy(node: fx.Node) -> bool:
 
 def is_single(node: fx.Node, values: Values) -> bool:
     """Whether the value of a node is known, and exists once: `is` may find it."""
-    if node.op not in ("placeholder", "call_function") or node.target in CHECKS or _name(node) in _COMPARISONS:
+    if node.op not in ("placeholder", "call_function") or node.target in CHECKS or name_of(node.target) in _COMPARISONS:
         return False
     value = values.of(node)
     return value is not UNKNOWN and isinstance(value, SINGLE)
@@ -135,12 +135,8 @@ def is_single(node: fx.Node, values: Values) -> bool:
 _COMPARISONS = frozenset("eq ne lt le gt ge not_ contains bool and_ or_ is_ is_not".split())
 
 
-def _name(node: fx.Node) -> str:
-    return getattr(node.target, "__name__", str(node.target))
-
-
 def _check_is_same(node: fx.Node, first: fx.Node, tracer: fx.Tracer) -> None:
-    if _name(node) in IN_PLACE or _name(node).endswith("_"):
+    if is_in_place(node.target):
         return
     with tracer.graph.inserting_after(node):
         tracer.create_node("call_function", check_same, (node, first, str(SOURCE.of(node) or "")), {})
@@ -172,7 +168,7 @@ def _followed(node: fx.Node, supposition: Supposition, values: Values) -> fx.Nod
 def _sources(node: fx.Node) -> list[fx.Node]:
     """The nodes whose value an operation may give: its arguments, and those of the call that gave the tuple it takes apart."""
     found = list(node.all_input_nodes)
-    return found + [each for given in found if _name(node) == "getitem" for each in given.all_input_nodes]
+    return found + [each for given in found if name_of(node.target) == "getitem" for each in given.all_input_nodes]
 
 
 def _origin_of_input(node: fx.Node, supposition: Supposition, values: Values) -> fx.Node:
@@ -202,9 +198,9 @@ def may_be_none(node: fx.Node, root: nn.Module) -> bool:
         return isinstance(module, nn.MultiheadAttention) or not type(module).__module__.startswith("torch.")
     if node.op == "call_method":
         return node.target in _LOOKUPS
-    if _name(node) in ("getitem", "getattr"):
+    if name_of(node.target) in ("getitem", "getattr"):
         whole, index = node.args
-        if _name(node) == "getattr" and hasattr(torch.Tensor, str(index)):
+        if name_of(node.target) == "getattr" and hasattr(torch.Tensor, str(index)):
             return False
         if isinstance(whole, fx.Node):
             return (whole.op == "placeholder" and isinstance(index, str | int)) or may_be_none(whole, root)

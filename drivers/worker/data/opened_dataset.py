@@ -16,6 +16,7 @@ from pippy.drivers.protocol.datasets import AddDataset, DatasetSeen
 from pippy.drivers.wire.pickling import unpickle
 from pippy.drivers.wire.received_values import Interrupted
 from pippy.drivers.worker.data.shared_generators import shared_generators
+from pippy.ir.base.operations import draws
 from pippy.ir.base.trees import describe, leaves
 from pippy.ir.run.may_draw import Draws
 from pippy.ir.run.random_state import RandomState, seed_all, untouched_random_state
@@ -169,7 +170,7 @@ class _RefusesDraws(TorchDispatchMode):
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if torch.Tag.nondeterministic_seeded in operation.tags:
+        if draws(operation):
             given = [*args, *(kwargs or {}).values()]
             if not any(isinstance(each, torch.Generator) for each in given):
                 raise DriverError(_DRAWS_BESIDE.format(f", by {operation}"))

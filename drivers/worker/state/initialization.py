@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pippy.ir.base.errors import InitializationError
 from pippy.ir.base.names import named_state
+from pippy.ir.base.operations import draws, effect_of
 from pippy.ir.run.layers import LayerSpec, spec_of
 from pippy.ir.run.random_state import seed_all, untouched_random_state
 from pippy.ir.run.shared_tensors import memory_of
@@ -145,7 +146,7 @@ class _KeyedDraws(TorchDispatchMode):
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if torch.Tag.nondeterministic_seeded in operation.tags:
+        if draws(operation):
             drawn = args[0] if args and isinstance(args[0], torch.Tensor) else None
             name = self.names.get(memory_of(drawn), self.module)
             if name == self.module and not self.is_whole and not (drawn is not None and drawn.is_meta):
@@ -158,10 +159,8 @@ class _KeyedDraws(TorchDispatchMode):
                 )
             self._seed(name)
         result = operation(*args, **(kwargs or {}))
-        for number, argument in enumerate(operation._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[number] if number < len(args) else (kwargs or {}).get(argument.name)
-                self.written.add(memory_of(value))
+        known = effect_of(operation, args, kwargs or {})
+        self.written.update(map(memory_of, known.changed if known is not None else ()))
         return result
 
     def _seed(self, name: str) -> None:
