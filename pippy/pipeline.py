@@ -140,7 +140,6 @@ def _balancer(split: Split, num_stages: int | str | None, how: Mapping[str, Any]
     given = [name for name, value in how.items() if value is not None and not name.startswith("example_")]
     if given:
         raise BalanceError(
-            f"{', '.join(given)} are options for cutting the model evenly, which only happens if num_stages is "
-            "given; give num_stages too"
+            f"{', '.join(given)}: the model is only cut evenly if num_stages is given; give num_stages too"
         )
     return None

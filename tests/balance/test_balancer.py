@@ -522,7 +522,7 @@ X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
         ({"split": ["0"]}, "'0' is where the model begins"),
         ({"split": ["2", "2"]}, "begin with the same operation"),
         ({"split": 7}, "split is 7"),
-        ({"memory_limit": 100}, "memory_limit say"),
+        ({"memory_limit": 100}, "memory_limit: the model is only cut evenly if num_stages is given; give num_stages"),
         ({"num_stages": 2, "example_args": X}, "example_args is a Tensor; give a tuple"),
         ({"num_stages": 2, "example_kwargs": [X]}, "example_kwargs is a list"),
         ({"num_stages": 2, "memory_limit": "8G"}, "memory_limit='8G': give bytes"),

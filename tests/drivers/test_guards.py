@@ -77,7 +77,7 @@ def test_a_loss_that_a_model_returns_and_nobody_was_told_of(threads):
             return self.last(self.first(x)).pow(2).mean()
 
     x = torch.randn(6, 4)
-    with pytest.raises(MicrobatchError, match=r"tell pipeline\(\) so: output_loss_value_spec=True$"):
+    with pytest.raises(MicrobatchError, match=r"make the Pipe with pipeline\(..., output_loss_value_spec=True\)$"):
         PipelineDriver1F1B(pipeline(Returns(), num_stages=2, split="parameters"), threads).run(2, x)
     pipe = pipeline(Returns(), num_stages=2, split="parameters", output_loss_value_spec=True)
     driver = PipelineDriver1F1B(pipe, threads)

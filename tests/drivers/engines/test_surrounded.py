@@ -55,7 +55,7 @@ def test_a_fork_of_the_script_is_refused_its_cluster_and_keeps_nothing_alive(tmp
     def use():
         os.close(writing)
         with pytest.raises(
-            ClusterError, match=rf"that of process {os.getppid()}, from which .* forked; .* open another"
+            ClusterError, match=rf"belongs to process {os.getppid()}, from which .* forked; .* open another"
         ):
             ask(cluster, 0, "echo", 1)
         cluster.close()  # ends nothing here

@@ -400,7 +400,7 @@ def test_a_straight_through_gradient_of_weights_is_refused(threads):
     """It is clamped in each micro-batch, and in the plain model once."""
     model = nn.Sequential(nn.Sequential(RoundsWeights(4, 6), nn.Tanh()), nn.Linear(6, 4))
     pipe, x, target = pipeline(model, nn.MSELoss(), split=["1"]), torch.randn(8, 4), torch.randn(8, 4)
-    with pytest.raises(MicrobatchError, match=r"gradient of '0\.0\.weight'(.|\n)*put together(.|\n)*chunks=1"):
+    with pytest.raises(MicrobatchError, match=r"gradient of '0\.0\.weight'(.|\n)*the model mixes rows(.|\n)*chunks=1"):
         PipelineDriver1F1B(pipe, threads).run(2, x, target)
     PipelineDriver1F1B(pipe, threads).run(1, x, target)
 
@@ -472,7 +472,7 @@ def test_a_buffer_that_depends_on_rows_in_a_later_step_is_refused_there(threads)
     driver = PipelineDriver1F1B(pipeline(model, nn.MSELoss()), threads)
     driver.run(4, x, x)
     x[0] = 1000.0
-    with pytest.raises(RuntimeError, match=r"forward changes 'seen' of submod_0 by the rows of a micro-batch"):
+    with pytest.raises(RuntimeError, match=r"forward changes 'seen' of submod_0 by the rows that it is given"):
         driver.run(4, x, x)
     assert driver.state_dict()["seen"].eq(1).all()
 
@@ -650,7 +650,9 @@ def test_a_number_that_torchs_loss_ignores_counts_in_a_loss_that_counts_it(threa
 
 def test_the_error_says_which_numbers_were_put_into_the_rows(threads):
     pipe = pipeline(Net(), mean_where(lambda t: t != 7))
-    with pytest.raises(MicrobatchError, match=r"^5 of the rows, in some of which 'target' is 7, as one micro-batch"):
+    with pytest.raises(
+        MicrobatchError, match=r"^5 of the rows, in some of which 'target' is 7, were run as one micro-batch"
+    ):
         PipelineDriver1F1B(pipe, threads).run(4, torch.randn(8, 4), torch.tensor([1, 2, 3, 0, 1, 2, 3, 0]))
 
 

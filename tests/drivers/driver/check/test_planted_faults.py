@@ -15,7 +15,7 @@ FAULTS = {
     faults.gradient_scaled: ({"gradient"}, "submod_1", "is not the sum of those that its micro-batches give"),
     faults.gradient_of_input_scaled: ({"gradient"}, "submod_1", "from the same gradients, it gives others"),
     faults.microbatch_dropped: ({"gradient"}, "submod_1", "is not the sum of those that its micro-batches give"),
-    faults.buffer_updated_twice: ({"buffer"}, "submod_1", "its buffer rows is another"),
+    faults.buffer_updated_twice: ({"buffer"}, "submod_1", "its buffer rows differs after the step"),
     faults.weight_of_loss_wrong: ({"loss", "gradient"}, "submod_2", "is not the weighted sum of the losses"),
     faults.copies_not_added_up: ({"gradient", "parameter"}, "submod_0", "the gradient of shared is not the sum"),
     faults.value_of_other_microbatch: (ALL, "submod_1", "got another value than submod_0 gave"),

@@ -294,7 +294,7 @@ def test_it_is_asked_whether_init_weights_is_called(threads):
     model = two_of(Weights)
     driver = PipelineDriver1F1B(Pipe.from_sequential(model), threads)
     with pytest.raises(
-        InitializationError, match=r"0 \(Weights\) has _init_weights.*say it: initialize\(model\.0\._init_weights\)"
+        InitializationError, match=r"0 \(Weights\) has _init_weights.*if so, call initialize\(model\.0\._init_weights\)"
     ):
         driver.initialize()
     driver.initialize(model[0]._init_weights)
