@@ -1,6 +1,6 @@
 """The values that have arrived at a worker and that it has not taken yet. Other threads can add values and wake it."""
 
-from collections import deque
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -43,7 +43,7 @@ class ReceivedValues:
             None  # called by the transport's thread, for a thread that has woken it
         )
         self.interrupted = False
-        self._delivered: deque[tuple[ValueKey, Any]] = deque()
+        self._dropping = threading.Lock()  # or a value that another thread puts in might stay behind
         self._lost: set[int] = set()
 
     def woken(self) -> None:
@@ -59,15 +59,13 @@ class ReceivedValues:
 
     def has(self, key: ValueKey) -> bool:
         """Whether the value has arrived."""
-        while self._delivered:
-            self.put(*self._delivered.popleft())
         return key in self.values
 
     def has_now(self, key: ValueKey) -> bool:
         """Whether the value has arrived. Raises Interrupted if its step was given up."""
         if self.interrupted or key[0] < self.first_step:
             self.check(key)
-        return key in self.values or (len(self._delivered) > 0 and self.has(key))
+        return key in self.values
 
     def has_awaited(self) -> bool:
         """Whether a receive waits for a value that has arrived."""
@@ -105,13 +103,15 @@ class ReceivedValues:
 
     def discard_before(self, step: int) -> None:
         """Drop all values of earlier steps, and those that still arrive."""
-        self.first_step = max(self.first_step, step)
-        for key in [key for key in self.values if key[0] < self.first_step]:
-            del self.values[key]
+        with self._dropping:
+            self.first_step = max(self.first_step, step)
+            for key in [key for key in self.values if key[0] < self.first_step]:
+                del self.values[key]
 
     def deliver(self, key: ValueKey, value: Any) -> None:
         """Like ``put``, from any thread."""
-        self._delivered.append((key, value))
+        with self._dropping:
+            self.put(key, value)
         self.wakeup.set()
 
     def mark_lost(self, peer: int) -> None:

@@ -165,7 +165,7 @@ class DeviceLinks:
         """Take what these workers have told, in their order."""
         self.carrier.ready((_WORD, -1, 0))  # takes in what is there
         values = self.carrier.received.values
-        keys = sorted(key for key in values if key[0] == _WORD and key[1] in peers)
+        keys = sorted(key for key in list(values) if key[0] == _WORD and key[1] in peers)
         return [(key[1], *pickle.loads(values.pop(key))) for key in keys]
 
     def _open(self, source: int, number: int, handle: bytes, event_handle: bytes, trial: bytes) -> None:

@@ -1,6 +1,5 @@
 """Where a worker's messages wait until its main thread takes them."""
 
-import os
 import select
 import threading
 import traceback
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pippy.drivers.wire.pickling import Pickled, pickle_message, unpickle
+from pippy.drivers.wire.pollable_event import PollableEvent
 
 
 class Delivery(NamedTuple):
@@ -61,7 +61,7 @@ class MessageQueue:
         self._early: dict[int, Delivery | None] = {}
         self._ready: deque[Delivery] = deque()
         self.ended = False
-        self._signal = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._signal = PollableEvent()
 
     def put(self, sequence: int, message: Any, reply: Callable[[Any], None]) -> None:
         """Put in message number ``sequence``; from any thread."""
@@ -102,7 +102,7 @@ class MessageQueue:
         """Let ``get`` raise from now on, whatever waits."""
         with self._lock:
             self.ended = True
-            os.eventfd_write(self._signal, 1)
+            self._signal.set()
 
     def __len__(self) -> int:
         """How many messages can be taken now."""
@@ -111,11 +111,11 @@ class MessageQueue:
 
     def fileno(self) -> int:
         """The file descriptor that is readable while a message waits."""
-        return self._signal
+        return self._signal.fileno()
 
     def close(self) -> None:
         """Close the file descriptor."""
-        os.close(self._signal)
+        self._signal.close()
 
     def _put(self, sequence: int, delivery: Delivery | None) -> None:
         with self._lock:
@@ -127,10 +127,10 @@ class MessageQueue:
                 if found:
                     self._ready.append(found)
             if was_empty and self._ready:
-                os.eventfd_write(self._signal, 1)
+                self._signal.set()
 
     def _take(self) -> Delivery:
         delivery = self._ready.popleft()
         if not self._ready:
-            os.eventfd_read(self._signal)
+            self._signal.clear()
         return delivery
