@@ -18,7 +18,6 @@ import errno
 import fcntl
 import mmap
 import os
-import pickle
 import socket
 import struct
 import termios
@@ -26,13 +25,14 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
+from pippy.drivers.wire.known_layouts import Find, KnownLayout, ReceivedLayouts, SentLayouts, Source
 from pippy.drivers.wire.memory import (
     Memory,
-    Place,
     create_shared,
     descriptor_beside,
     map_received,
@@ -55,28 +55,13 @@ from pippy.drivers.wire.packet import (
     write_header,
 )
 from pippy.drivers.wire.pickling import pickle_to_bytes
-from pippy.drivers.wire.received_values import Unreadable, ValueKey
+from pippy.drivers.wire.received_values import ValueKey
 from pippy.drivers.wire.ring import MINIMUM, Ring, RingReview, ring_size
 from pippy.drivers.wire.value_layout import Parts, ValueLayout, aligned, layout_of, rest_to_bytes, take_apart
 
-_LAYOUTS = 1024  # numbers are used again, the oldest first, so that shapes that never repeat do not fill the memory
 _NO_LAYOUT = ValueLayout(None, (), 0, 0)
 _BUFFER = 1 << 20  # what a socket is asked to hold of packets that are not read; the system may allow less
 _SMALLEST = 64  # a packet with so few bytes inside takes no more of the socket than one without
-
-
-@dataclass(slots=True)
-class _Known:
-    """A layout that both ends have, under a number; and where its tensors lie in a packet, if they fit in there."""
-
-    number: int
-    layout: ValueLayout
-    place: Place | None
-
-    @classmethod
-    def of(cls, number: int, layout: ValueLayout, packet: Memory) -> "_Known":
-        """The layout in the packets that go by this memory."""
-        return cls(number, layout, packet.place(START, layout) if layout.size <= INLINE else None)
 
 
 @dataclass(slots=True)
@@ -135,7 +120,7 @@ class Connection:
     ) -> None:
         end.setblocking(False)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
-        self.socket, self.receiver, self.limit, self.pinned = end, receiver, limit, pinned
+        self.socket, self.receiver, self.limit = end, receiver, limit
         self.keeps_larger = keeps_larger
         self.fd = end.fileno()
         self.socket_full = self.ended = False
@@ -145,8 +130,7 @@ class Connection:
         self._packet, self._arrival = (private_memory(mmap.ALLOCATIONGRANULARITY * 2) for _ in range(2))
         self._buffers = [self._arrival.bytes]
         # to send
-        self._known: dict[Any, _Known] = {}  # the layouts that the other end has, by signature
-        self._next_number = 0
+        self._sent_layouts = SentLayouts(self._packet)
         self._ring: Ring | None = None
         self._review = RingReview()
         self._out: Memory | None = None
@@ -154,7 +138,7 @@ class Connection:
         self._holds = end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
         self._room = self._holds // 4  # for bytes inside packets, before it is looked how full the socket is
         # to receive
-        self._layouts: list[_Known | Unreadable] = [_Known(0, _NO_LAYOUT, None)] * _LAYOUTS
+        self._layouts = ReceivedLayouts(self._arrival, pinned)
         self._in: Memory | None = None
         self._rings_received = 0
         self._refused: OSError | None = None  # why the ring was not taken
@@ -165,7 +149,7 @@ class Connection:
     def send(self, key: ValueKey, value: Any) -> int:
         """Send a value, or queue it. Returns the bytes of its tensors."""
         parts = take_apart(value)
-        known = self._known.get(parts.signature) or self._introduce(value, parts)
+        known = self._sent_layouts.by_signature.get(parts.signature) or self._introduce(value, parts)
         if not (self.ended or self._sent_at_once(known, key, parts)):
             rest = rest_to_bytes(parts.rest) if parts.rest else b""
             self._post(_Outgoing(VALUE, known.number, key, known.layout, parts.tensors, rest))
@@ -210,19 +194,16 @@ class Connection:
         self.socket.close()
         self._ring = self._out = self._in = None
 
-    def _introduce(self, value: Any, parts: Parts) -> _Known:
+    def _introduce(self, value: Any, parts: Parts) -> KnownLayout:
         """Send a new layout."""
-        number, self._next_number = self._next_number, (self._next_number + 1) % _LAYOUTS
-        if len(self._known) == _LAYOUTS:
-            del self._known[next(iter(self._known))]
         layout = layout_of(value)
         code = pickle_to_bytes(layout)
-        known = self._known[parts.signature] = _Known.of(number, layout, self._packet)
+        known = self._sent_layouts.add(parts.signature, layout)
         if not self.ended:
-            self._post(_Outgoing(LAYOUT, number, NO_KEY, _NO_LAYOUT, [], code))
+            self._post(_Outgoing(LAYOUT, known.number, NO_KEY, _NO_LAYOUT, [], code))
         return known
 
-    def _sent_at_once(self, known: _Known, key: ValueKey, parts: Parts) -> bool:
+    def _sent_at_once(self, known: KnownLayout, key: ValueKey, parts: Parts) -> bool:
         """Send a small value inside its packet, if all before it is sent; the short way for most values."""
         size = known.layout.size
         if known.place is None or parts.rest or self.queue or self._sending or not self._has_room(size):
@@ -443,12 +424,12 @@ class Connection:
         kind, asks, layout, rest, step, value, microbatch, size, end, ring = HEADER.unpack_from(self._arrival.bytes)
         wanted = kind == VALUE and step >= self.receiver.first_step
         if wanted and not end:  # it is inside the packet
-            self.receiver.put((step, value, microbatch), self._read(layout, rest, size, end, None))
+            self.receiver.put((step, value, microbatch), self._layouts.read(layout, rest, None))
             return True
         if kind != VALUE:
             self._take_in(kind, layout, rest, size, end, ring, ancillary)
         alone = self._take_alone(ancillary) if kind == VALUE and ring == ALONE else None
-        taken = self._read(layout, rest, size, end, alone) if wanted else None
+        taken = self._layouts.read(layout, rest, self._finds(size, end, alone)) if wanted else None
         if isinstance(alone, MemoryFile):
             alone.close()
         if asks:
@@ -463,7 +444,7 @@ class Connection:
         """Take in a packet that brings no value."""
         if kind == LAYOUT:
             alone = self._take_alone(ancillary) if ring == ALONE else None
-            self._learn(layout, rest, size, end, alone)
+            self._layouts.learn(layout, rest, self._finds(size, end, alone))
             if isinstance(alone, MemoryFile):
                 alone.close()
         elif kind == RING:
@@ -474,11 +455,13 @@ class Connection:
             self.take_end(layout, descriptor_beside(ancillary))
         elif kind == REFUSED and ring == self._rings_made:
             self._ring = self._out = None
-            self._known.clear()  # layouts may have been in what was refused
+            self._sent_layouts.by_signature.clear()  # layouts may have been in what was refused
 
-    def _bytes_of(self, size: int, end: int, alone: MemoryFile | OSError | None) -> tuple[Memory | MemoryFile, int]:
-        if not end:
-            return self._arrival, START
+    def _finds(self, size: int, end: int, alone: MemoryFile | OSError | None) -> Find | None:
+        """Finds the bytes of a packet; None for those that are inside."""
+        return partial(self._bytes_of, size, end, alone) if end else None
+
+    def _bytes_of(self, size: int, end: int, alone: MemoryFile | OSError | None) -> tuple[Source, int]:
         if alone is not None:
             if isinstance(alone, OSError):
                 raise alone
@@ -486,26 +469,6 @@ class Connection:
         if self._in is None:
             raise self._refused or AssertionError("a value in a ring that never came")
         return self._in, (end - aligned(size)) % self._in.size
-
-    def _read(self, number: int, rest: int, size: int, end: int, alone: MemoryFile | OSError | None) -> Any:
-        known = self._layouts[number]
-        if isinstance(known, Unreadable):
-            return known
-        try:
-            if known.place is not None and not end and not self.pinned:
-                return known.place.read(rest)
-            memory, start = self._bytes_of(size, end, alone)
-            return memory.read(start, known.layout, rest, self.pinned)
-        except Exception as error:  # it is raised by the receive of this value, not by one of another value
-            return Unreadable(error)
-
-    def _learn(self, number: int, rest: int, size: int, end: int, alone: MemoryFile | OSError | None) -> None:
-        try:
-            memory, start = self._bytes_of(size, end, alone)
-            layout = pickle.loads(memory.part(start, rest))
-            self._layouts[number] = _Known.of(number, layout, self._arrival)
-        except Exception as error:  # as in _read
-            self._layouts[number] = Unreadable(error)
 
     def _take_ring(self, ancillary: list[tuple[int, int, bytes]], size: int, ring: int) -> None:
         self._rings_received, self._unanswered = ring, None

@@ -11,19 +11,18 @@ both sides. A value that is larger, or comes when there is no room, is not sent 
 """
 
 import mmap
-import pickle
 import select
 import socket
 from typing import Any
 
 from pippy.drivers.wire.connection import Receiver
+from pippy.drivers.wire.known_layouts import KnownLayout, ReceivedLayouts, SentLayouts
 from pippy.drivers.wire.memory import private_memory
 from pippy.drivers.wire.packet import FREED, HEADER, LAYOUT, NO_KEY, START, VALUE, write_header
 from pippy.drivers.wire.pickling import pickle_to_bytes
-from pippy.drivers.wire.received_values import Unreadable, ValueKey
-from pippy.drivers.wire.value_layout import Parts, ValueLayout, aligned, layout_of, rest_to_bytes, take_apart
+from pippy.drivers.wire.received_values import ValueKey
+from pippy.drivers.wire.value_layout import Parts, aligned, layout_of, rest_to_bytes, take_apart
 
-_LAYOUTS = 256  # a shape beyond these takes the other way
 _LEAST = 1024  # bytes that the system takes for a packet, however small it is
 
 
@@ -50,35 +49,34 @@ class FarConnection:
 
     def __init__(self, end: socket.socket, receiver: Receiver, window: int, pinned: bool = False) -> None:
         end.setblocking(False)
-        self.socket, self.receiver, self.window, self.pinned = end, receiver, window, pinned
+        self.socket, self.receiver, self.window = end, receiver, window
         self.fd = end.fileno()
         self.ended = False
         self._writable = select.poll()
         self._writable.register(self.fd, select.POLLOUT)
         # to send
-        self._packet = private_memory(_whole_pages(window))
-        self._numbers: dict[Any, tuple[int, ValueLayout]] = {}  # of the layouts that the other end has, by signature
+        self._packet = private_memory(_whole_pages(window + START))
+        self._sent_layouts = SentLayouts(self._packet)
         self._sent = self._freed = 0  # bytes, since the beginning
         # to receive
         self._arrival = private_memory(_whole_pages(2 * window + START))
-        self._layouts: dict[int, ValueLayout | Unreadable] = {}
+        self._layouts = ReceivedLayouts(self._arrival, pinned)
         self._begin = self._end = 0  # of what has arrived and is not read
         self._read = self._told = 0  # bytes, since the beginning
 
     def send(self, key: ValueKey, value: Any) -> int | None:
         """Send a value. Returns the bytes of its tensors; None if it must go another way."""
         parts = take_apart(value)
-        known = self._numbers.get(parts.signature)
-        number, layout = known if known is not None else self._introduce(value, parts)
-        if number < 0:
+        known = self._sent_layouts.by_signature.get(parts.signature) or self._introduce(value, parts)
+        if known is None:
             return None
         rest = rest_to_bytes(parts.rest) if parts.rest else b""
-        size = layout.size + len(rest)
+        size = known.layout.size + len(rest)
         if not self._has_room(size):
             return None
-        self._packet.write(START, layout, parts.tensors, rest)
-        self._send(VALUE, number, key, size, len(rest))
-        return layout.payload
+        self._packet.write(START, known.layout, parts.tensors, rest)
+        self._send(VALUE, known.number, key, size, len(rest))
+        return known.layout.payload
 
     def step(self) -> bool:
         """Read what is there; False if there is nothing. Raises ConnectionError when the connection is closed or broken."""
@@ -114,16 +112,16 @@ class FarConnection:
 
     # -- sending
 
-    def _introduce(self, value: Any, parts: Parts) -> tuple[int, ValueLayout]:
-        """Send a new layout. Its number is -1 if there is no room for it."""
-        layout, number = layout_of(value), len(self._numbers)
+    def _introduce(self, value: Any, parts: Parts) -> KnownLayout | None:
+        """Send a new layout; None if there is no room for it."""
+        layout = layout_of(value)
         code = pickle_to_bytes(layout)
-        if number == _LAYOUTS or not self._has_room(len(code)):
-            return -1, layout
-        self._numbers[parts.signature] = number, layout
+        if not self._has_room(len(code)):
+            return None
+        known = self._sent_layouts.add(parts.signature, layout)
         self._packet.bytes[START : START + len(code)] = code
-        self._send(LAYOUT, number, NO_KEY, len(code), len(code))
-        return number, layout
+        self._send(LAYOUT, known.number, NO_KEY, len(code), len(code))
+        return known
 
     def _has_room(self, size: int) -> bool:
         return self._sent + _counted(size) - self._freed <= self.window
@@ -161,9 +159,10 @@ class FarConnection:
             return True
         self._read += _counted(size)
         if kind == LAYOUT:
-            self._learn(number, self._arrival.part(start + START, rest))
+            self._layouts.learn(number, rest, lambda: (self._arrival, start + START))
         elif step >= self.receiver.first_step:
-            self.receiver.put((step, value, microbatch), self._value(start + START, number, rest))
+            taken = self._layouts.read(number, rest, lambda: (self._arrival, start + START))
+            self.receiver.put((step, value, microbatch), taken)
         return True
 
     def _make_room(self) -> None:
@@ -175,21 +174,6 @@ class FarConnection:
             self._end -= self._begin
             data[: self._end] = data[self._begin : self._begin + self._end]
             self._begin = 0
-
-    def _value(self, start: int, number: int, rest: int) -> Any:
-        layout = self._layouts[number]
-        if isinstance(layout, Unreadable):
-            return layout
-        try:
-            return self._arrival.read(start, layout, rest, self.pinned)
-        except Exception as error:  # it is raised by the receive of this value, not by one of another value
-            return Unreadable(error)
-
-    def _learn(self, number: int, code: memoryview) -> None:
-        try:
-            self._layouts[number] = pickle.loads(code)
-        except Exception as error:  # as in _value
-            self._layouts[number] = Unreadable(error)
 
 
 def _counted(size: int) -> int:

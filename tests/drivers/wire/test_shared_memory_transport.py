@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pippy.drivers.base.errors import PeerLost
 from pippy.drivers.wire import connection, packet, pickling
+from pippy.drivers.wire.known_layouts import LAYOUTS
 from pippy.drivers.wire.ring import MINIMUM, Ring
 from pippy.drivers.wire.shared_memory_transport import SharedMemoryTransport
 from tests.drivers.processes import few_descriptors, within
@@ -288,10 +289,11 @@ def test_a_small_value_is_copied_twice_and_nothing_is_made_for_it_but_its_copy()
 
 def test_shapes_that_never_repeat_do_not_fill_the_memory():
     with two() as (here, there):
-        for number in range(2 * connection._LAYOUTS + 50):
+        for number in range(2 * LAYOUTS + 50):
             here.send(1, (0, number, 0), torch.empty(number % 1500))
             assert there.receive((0, number, 0), 0).numel() == number % 1500
-        assert len(here.connections[1]._known) == connection._LAYOUTS == len(there.connections[0]._layouts)
+        assert len(here.connections[1]._sent_layouts.by_signature) == LAYOUTS
+        assert len(there.connections[0]._layouts._known) == LAYOUTS
 
 
 def test_too_little_memory_is_an_error(monkeypatch):
