@@ -11,15 +11,14 @@ A spec is given for an argument or an output as a whole, or for parts of it, in 
     MicroBatches(values)        stands in place of the value   -
 """
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pippy.drivers.base.errors import MicrobatchError
 from pippy.ir.base.brief import brief
 from pippy.ir.base.public_calls import placing_words
-from pippy.ir.base.trees import children, describe
+from pippy.ir.base.trees import children, describe, names_of, steps
 from pippy.ir.call.kinds import InPieces
 
 
@@ -159,26 +158,7 @@ def items_with_paths(value: Any, path: str) -> list[tuple[str, Any]] | None:
     held = None if isinstance(value, MicroBatches) else children(value)
     if held is None:
         return None
-    return [(path + step, item) for step, item in zip(_steps(value, len(held)), held)]
-
-
-def _steps(value: Any, count: int) -> Iterator[str]:
-    names = _names(value)
-    if names is None:
-        yield from (f"[{index}]" for index in range(count))
-    elif isinstance(value, Mapping) and not dataclasses.is_dataclass(value):
-        yield from (f"[{name!r}]" for name in names)
-    else:
-        yield from (f".{name}" for name in names)
-
-
-def _names(value: Any) -> list[Any] | None:
-    """The names of the values in a container; None if they have none."""
-    if isinstance(value, tuple):
-        return list(getattr(value, "_fields", ())) or None
-    if dataclasses.is_dataclass(value):
-        return [field.name for field in dataclasses.fields(value)]
-    return list(value) if isinstance(value, Mapping) else None
+    return [(path + step, item) for step, item in zip(steps(value), held)]
 
 
 def specs_of_items(spec: Any, value: Any, path: str) -> list[Any]:
@@ -192,7 +172,7 @@ def specs_of_items(spec: Any, value: Any, path: str) -> list[Any]:
     held = children(value) or ()
     if spec is None or isinstance(spec, int) or is_spec(spec):
         return [spec] * len(held)
-    names = _names(value)
+    names = names_of(value)
     given = _by_name(spec)
     if names is not None and given is not None:
         unknown = [name for name in given if name not in names]
@@ -209,7 +189,7 @@ def specs_of_items(spec: Any, value: Any, path: str) -> list[Any]:
 
 
 def _by_name(spec: Any) -> dict[Any, Any] | None:
-    names = _names(spec)
+    names = names_of(spec)
     return None if names is None else dict(zip(names, children(spec) or ()))
 
 
@@ -220,7 +200,7 @@ def spec_of_parts(value: Any, path: str, written: Callable[[Any, str], str]) -> 
     "{'b': Sum()}"
     """
     held = items_with_paths(value, path) or []
-    texts, names = [written(item, where) for where, item in held], _names(value)
+    texts, names = [written(item, where) for where, item in held], names_of(value)
     if all(text == "None" for text in texts):
         return "None"
     if names is None:

@@ -49,9 +49,8 @@ from pippy.drivers.worker.measure.saved_memory import SavedMemory
 from pippy.drivers.worker.measure.witness import Witness
 from pippy.ir.base.errors import StageError
 from pippy.ir.base.names import LOSS
-from pippy.ir.base.trees import describe, map_tensors
+from pippy.ir.base.trees import describe, map_instances, map_tensors
 from pippy.ir.batch_norm.step_statistics import StepStatistics
-from pippy.ir.record.nodes import map_instances
 from pippy.ir.run.changing_tensors import apart_from, memory_of_layers
 from pippy.ir.run.given_inputs import NamedInputs, check_versions, versions
 from pippy.ir.run.keyed_draws import DrawKey, RandomStep, set_draw_key

@@ -75,6 +75,28 @@ def _mapping_like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     return changed
 
 
+def names_of(container: Any) -> list[Any] | None:
+    """The names of the items of a container; None if they have none."""
+    if isinstance(container, tuple):
+        return list(getattr(container, "_fields", ())) or None
+    if dataclasses.is_dataclass(container):
+        return [field.name for field in dataclasses.fields(container)]
+    return list(container) if isinstance(container, Mapping) else None
+
+
+def steps(container: Any) -> list[str]:
+    """The way to each item of a container, as Python writes it.
+
+    >>> steps({"a": 1}), steps([1, 2])
+    (["['a']"], ['[0]', '[1]'])
+    """
+    names = names_of(container)
+    if names is None:
+        return [f"[{index}]" for index in range(len(children(container) or ()))]
+    is_plain = isinstance(container, Mapping) and not dataclasses.is_dataclass(container)
+    return [f"[{name!r}]" if is_plain else f".{name}" for name in names]
+
+
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """``value`` with every leaf replaced by ``function(leaf)``."""
     held = children(value)
@@ -90,6 +112,26 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     [tensor(-1), 'a']
     """
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
+def map_instances(kind: type, function: Callable[[Any], Any], argument: Any) -> Any:
+    """An argument of a call in a graph, with ``function(each)`` in place of each object of a class.
+
+    >>> map_instances(int, str, (1, [2, "x"]))
+    ('1', ['2', 'x'])
+    """
+    if isinstance(argument, kind):
+        return function(argument)
+    if isinstance(argument, tuple) and hasattr(argument, "_fields"):
+        return type(argument)(*(map_instances(kind, function, item) for item in argument))
+    if isinstance(argument, (tuple, list)):
+        items = [map_instances(kind, function, item) for item in argument]
+        return tuple(items) if isinstance(argument, tuple) else items
+    if isinstance(argument, slice):
+        return slice(*(map_instances(kind, function, each) for each in (argument.start, argument.stop, argument.step)))
+    if isinstance(argument, dict):
+        return {key: map_instances(kind, function, item) for key, item in argument.items()}
+    return argument
 
 
 def leaves(value: Any) -> Iterator[Any]:

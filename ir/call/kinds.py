@@ -4,14 +4,13 @@ The kind of an argument of an exported program says more: the dtypes of its tens
 numbers.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from pippy.ir.base.trees import children, describe
+from pippy.ir.base.trees import children, describe, steps
 
 _FREE = object()  # in place of a constant that may be any of its class
 
@@ -167,12 +166,7 @@ def tensor_kinds(kind: Kind) -> list[TensorKind]:
 
 def parts_of(container: Any) -> dict[str, Any]:
     """What a container holds, by the way there."""
-    held = children(container) or ()
-    if isinstance(container, Mapping):
-        return {f"[{key!r}]": part for key, part in zip(container, held)}
-    if dataclasses.is_dataclass(container):
-        return {f".{field.name}": part for field, part in zip(dataclasses.fields(container), held)}
-    return {f"[{at}]": part for at, part in enumerate(held)}
+    return dict(zip(steps(container), children(container) or ()))
 
 
 def leaves_by_path(values: Mapping[str, Any]) -> dict[str, Any]:

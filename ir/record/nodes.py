@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import fx
 
+from pippy.ir.base.trees import map_instances
 from pippy.ir.run.stage_backward import SEED, stage_backward
 
 
@@ -90,23 +91,3 @@ def map_nodes(function: Callable[[fx.Node], Any], argument: Any) -> Any:
     The containers are plain ones, since the user may get them; those of `fx.node.map_arg` are immutable.
     """
     return map_instances(fx.Node, function, argument)
-
-
-def map_instances(kind: type, function: Callable[[Any], Any], argument: Any) -> Any:
-    """An argument of a call in a graph, with ``function(each)`` in place of each object of a class.
-
-    >>> map_instances(int, str, (1, [2, "x"]))
-    ('1', ['2', 'x'])
-    """
-    if isinstance(argument, kind):
-        return function(argument)
-    if isinstance(argument, tuple) and hasattr(argument, "_fields"):
-        return type(argument)(*(map_instances(kind, function, item) for item in argument))
-    if isinstance(argument, (tuple, list)):
-        items = [map_instances(kind, function, item) for item in argument]
-        return tuple(items) if isinstance(argument, tuple) else items
-    if isinstance(argument, slice):
-        return slice(*(map_instances(kind, function, each) for each in (argument.start, argument.stop, argument.step)))
-    if isinstance(argument, dict):
-        return {key: map_instances(kind, function, item) for key, item in argument.items()}
-    return argument

@@ -25,6 +25,7 @@ from pippy.ir.base.errors import PippyError
 from pippy.ir.base.node_notes import ADDED, GRADIENTS_OFF, copy_notes
 from pippy.ir.base.operations import is_in_place
 from pippy.ir.base.trees import tensors
+from pippy.ir.record.nodes import map_nodes
 from pippy.ir.run.functions import check_not_none
 from pippy.ir.trace.arguments import Call
 from pippy.ir.trace.questions import asked
@@ -184,10 +185,10 @@ def _first_difference(recorded: Any, other: Any, supposition: Supposition) -> fx
 
 
 def _is_alike(mine: Any, other: Any) -> bool:
+    if isinstance(mine, (tuple, list)) and isinstance(other, (tuple, list)):
+        return len(mine) == len(other) and all(map(_is_alike, mine, other))
     if type(mine) is not type(other):
         return False
-    if isinstance(mine, (tuple, list)):
-        return len(mine) == len(other) and all(map(_is_alike, mine, other))
     if isinstance(mine, dict):
         return mine.keys() == other.keys() and all(_is_alike(value, other[key]) for key, value in mine.items())
     if isinstance(mine, torch.Tensor):
@@ -258,17 +259,11 @@ class _View:
         return NOTHING if any(True for _ in tensors(value)) else value
 
     def _argument(self, argument: Any) -> Any:
-        match argument:
-            case fx.Node():
-                constant = self._constant(argument)
-                if constant is not NOTHING:
-                    return constant
-                first = origin(argument, self.supposition, self.values)
-                return self.places.get(first, _At(first.name))
-            case tuple() | list():
-                return tuple(map(self._argument, argument))
-            case dict():
-                return {key: self._argument(item) for key, item in argument.items()}
-            case slice():
-                return tuple(map(self._argument, (argument.start, argument.stop, argument.step)))
-        return argument
+        return map_nodes(self._at, argument)
+
+    def _at(self, node: fx.Node) -> Any:
+        constant = self._constant(node)
+        if constant is not NOTHING:
+            return constant
+        first = origin(node, self.supposition, self.values)
+        return self.places.get(first, _At(first.name))

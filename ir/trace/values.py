@@ -38,6 +38,7 @@ from pippy.ir.base.marks import recording_splits
 from pippy.ir.base.node_notes import NO_GRADIENT, ROW_SIZES
 from pippy.ir.base.trees import leaves, map_leaves, tensors
 from pippy.ir.call.row_sizes import compare_rows
+from pippy.ir.record.nodes import map_nodes
 from pippy.ir.run.functions import check_fixed
 from pippy.ir.run.random_state import untouched_random_state
 from pippy.ir.trace.attributes import lookup_attribute
@@ -218,20 +219,7 @@ class Values:
 
     def _argument(self, argument: Any) -> Any:
         """The value of an argument of a node. Containers are new, since what is called may change them."""
-        match argument:
-            case fx.Node():
-                return self.of(argument)
-            case tuple() if hasattr(argument, "_fields"):
-                return type(argument)(*map(self._argument, argument))
-            case tuple():
-                return tuple(map(self._argument, argument))
-            case list():
-                return list(map(self._argument, argument))
-            case dict():
-                return {key: self._argument(item) for key, item in argument.items()}
-            case slice():
-                return slice(*map(self._argument, (argument.start, argument.stop, argument.step)))
-        return argument
+        return map_nodes(self.of, argument)
 
     def _call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """What the forward of a module gives. Its hooks are not called: what they see is to be real."""
