@@ -10,7 +10,7 @@ from pippy.ir.base.names import LOSS
 from pippy.ir.base.trees import map_tensors
 from pippy.ir.batch_norm.step_statistics import StepStatistics
 from pippy.ir.record.compiled import Compiled
-from pippy.ir.record.nodes import forward_nodes, is_getitem, map_nodes, seeded, values_to_free
+from pippy.ir.record.nodes import forward_nodes, is_getitem, map_nodes, seeded, walk
 from pippy.ir.run.copies import owners_in_place_of_copies, whole_gradients
 from pippy.ir.run.given_inputs import check_versions, versions
 from pippy.ir.run.gradient_hooks import GradientHooks
@@ -67,21 +67,15 @@ class _Reference:
         self.trains = compiled.loss is not None and torch.is_grad_enabled()
         graph = compiled.split_gm.graph
         self.nodes = list(graph.nodes) if self.trains else forward_nodes(graph)
-        self.free_after = values_to_free(self.nodes)
         self.with_backward = {node.kwargs["stage_output"] for node in self.nodes if node.target is stage_backward}
         self.values: dict[fx.Node, Any] = {}
         self.input_gradients: dict[str, Any] = {}
         self.runs: dict[fx.Node, StageRun] = {}
 
     def run(self) -> Any:
-        for node in self.nodes:
-            if node.op == "output":
-                self._give_to_caller()
-                return map_nodes(self.values.__getitem__, node.args[0])
-            self.values[node] = self._value(node)
-            for value in self.free_after.get(node, ()):
-                del self.values[value]
-        raise AssertionError("a graph ends in its output")
+        output = walk(self.nodes, self._value, self.values, frees=True)
+        self._give_to_caller()
+        return output
 
     def _value(self, node: fx.Node) -> Any:
         if node.op == "placeholder":

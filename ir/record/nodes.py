@@ -1,7 +1,7 @@
 """Reading the nodes of the top-level graph: their inputs, and the `getitem` nodes of their outputs."""
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import fx
@@ -72,6 +72,29 @@ def values_to_free(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     for value, reader in last_reader.items():
         found.setdefault(reader, []).append(value)
     return found
+
+
+def walk(
+    nodes: Iterable[fx.Node], value: Callable[[fx.Node], Any], values: dict[fx.Node, Any], frees: bool = False
+) -> Any:
+    """Give what a graph returns: ``value`` says of each node what it gives, and ``values`` has what earlier ones gave.
+
+    With ``frees``, those are taken out that no later node reads.
+
+    >>> graph = fx.symbolic_trace(lambda x, y: (x + y) * y).graph
+    >>> values, given = {}, iter([2, 3])
+    >>> walk(graph.nodes, lambda node: next(given, 15), values), len(values)
+    (15, 4)
+    """
+    nodes = list(nodes)
+    free_after = values_to_free(nodes) if frees else {}
+    for node in nodes:
+        if node.op == "output":
+            return map_nodes(values.__getitem__, node.args[0])
+        values[node] = value(node)
+        for each in free_after.get(node, ()):
+            del values[each]
+    raise AssertionError("a graph ends in its output")
 
 
 def is_stage_backward(node: fx.Node) -> bool:

@@ -21,7 +21,7 @@ from pippy.ir.base.node_notes import SOURCE
 from pippy.ir.base.trees import describe, leaves, map_tensors, nbytes
 from pippy.ir.call.signature import bind
 from pippy.ir.record.compiled import Compiled
-from pippy.ir.record.nodes import forward_nodes, is_getitem, map_nodes
+from pippy.ir.record.nodes import forward_nodes, map_nodes, walk
 from pippy.ir.run.graph_module import PipeGraphModule
 from pippy.ir.run.random_state import untouched_random_state
 
@@ -109,7 +109,7 @@ def propagate(compiled: Compiled, args: Sequence[Any], kwargs: Mapping[str, Any]
 def propagate_inputs(compiled: Compiled, inputs: Mapping[str, Any]) -> Shapes:
     """The same for the inputs of the graph, by name."""
     with heard(), untouched_random_state(), torch.inference_mode(False), torch.enable_grad():
-        return _Propagation(compiled, FakeMode()).run(inputs)
+        return _Propagation(compiled, inputs, FakeMode()).run()
 
 
 def measure(value: Any) -> Shape:
@@ -131,22 +131,25 @@ def unknown_in(value: Any) -> Unknown | None:
 class _Propagation:
     """One walk over the forward part of the top-level graph."""
 
-    def __init__(self, compiled: Compiled, mode: FakeTensorMode) -> None:
-        self.compiled, self.mode, self.shapes = compiled, mode, Shapes()
+    def __init__(self, compiled: Compiled, inputs: Mapping[str, Any], mode: FakeTensorMode) -> None:
+        self.compiled, self.inputs, self.mode, self.shapes = compiled, inputs, mode, Shapes()
         self.values: dict[fx.Node, Any] = {}
 
-    def run(self, inputs: Mapping[str, Any]) -> Shapes:
-        for node in forward_nodes(self.compiled.split_gm.graph):
-            if node.op == "placeholder":
-                self.values[node] = map_tensors(self._fake, inputs[node.name])
-            elif node.op == "call_module":
-                self.values[node] = self._call(node)
-            elif is_getitem(node):
-                made = self.values[node.args[0]]  # type: ignore[index]
-                self.values[node] = made if isinstance(made, Unknown) else made[node.args[1]]
-            if node.name in self.compiled.wiring.values:
-                self.shapes.values[node.name] = measure(self.values[node])
+    def run(self) -> Shapes:
+        walk(forward_nodes(self.compiled.split_gm.graph), self._value, self.values)
         return self.shapes
+
+    def _value(self, node: fx.Node) -> Any:
+        if node.op == "placeholder":
+            value = map_tensors(self._fake, self.inputs[node.name])
+        elif node.op == "call_module":
+            value = self._call(node)
+        else:
+            value = self.values[node.args[0]]  # type: ignore[index]
+            value = value if isinstance(value, Unknown) else value[node.args[1]]
+        if node.name in self.compiled.wiring.values:
+            self.shapes.values[node.name] = measure(value)
+        return value
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, FakeTensor) or tensor.is_inference():  # of another mode, or unusable by autograd
@@ -184,14 +187,11 @@ class _StageOnFakes:
     def _run_graph(self, module: PipeGraphModule, args: Sequence[Any]) -> Any:
         values: dict[fx.Node, Any] = {}
         given, interpreter = iter(args), fx.Interpreter(module, garbage_collect_values=False)
-        for node in module.graph.nodes:
-            if node.op == "placeholder":
-                values[node] = next(given)
-            elif node.op == "output":
-                return map_nodes(values.__getitem__, node.args[0])
-            else:
-                values[node] = self._node(interpreter, node, values)
-        raise AssertionError("a graph ends in its output")
+
+        def value(node: fx.Node) -> Any:
+            return next(given) if node.op == "placeholder" else self._node(interpreter, node, values)
+
+        return walk(module.graph.nodes, value, values)
 
     def _node(self, interpreter: fx.Interpreter, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         before = unknown_in([values[each] for each in node.all_input_nodes])

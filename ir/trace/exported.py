@@ -39,6 +39,7 @@ from pippy.ir.base.node_notes import (
 )
 from pippy.ir.base.source_line import Source
 from pippy.ir.base.trees import tensors
+from pippy.ir.record.nodes import map_nodes, walk
 from pippy.ir.trace.tracing_thread import is_tracing
 
 if TYPE_CHECKING:
@@ -132,13 +133,14 @@ class _Run:
     def run(self, graph: fx.Graph, inputs: Sequence[Any] | None = None) -> Any:
         given = iter(self.leaves if inputs is None else inputs)
         values: dict[fx.Node, Any] = {}
-        for node in graph.nodes:
-            if node.op == "output":
-                return fx.node.map_arg(node.args[0], values.__getitem__)
-            values[node] = next(given) if node.op == "placeholder" else self._value(node, values)
-            if is_tracing() and issubclass(type(values[node]), fx.Proxy):
-                self._note(values[node].node, node)
-        raise AssertionError("a graph ends in its output")
+
+        def value(node: fx.Node) -> Any:
+            found = next(given) if node.op == "placeholder" else self._value(node, values)
+            if is_tracing() and issubclass(type(found), fx.Proxy):
+                self._note(found.node, node)
+            return found
+
+        return walk(graph.nodes, value, values)
 
     def _value(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         target: Any = node.target
@@ -150,8 +152,7 @@ class _Run:
             return None
         if target is EXPORTED_MARK:
             return pipe_split()
-        args: Any = fx.node.map_arg(node.args, values.__getitem__)
-        kwargs: Any = fx.node.map_arg(node.kwargs, values.__getitem__)
+        args, kwargs = map_nodes(values.__getitem__, (node.args, node.kwargs))
         if _is_no_grad(target):
             enabled, body, *inputs = args
             with torch.set_grad_enabled(enabled):

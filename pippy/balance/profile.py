@@ -33,7 +33,7 @@ from pippy.ir.base.sparse_tensors import map_stored
 from pippy.ir.base.trees import map_tensors, nbytes, tensors
 from pippy.ir.cut.effects import find_mutations
 from pippy.ir.cut.uses import is_operation, operations
-from pippy.ir.record.nodes import map_nodes
+from pippy.ir.record.nodes import map_nodes, values_to_free
 from pippy.ir.record.traced import Traced
 from pippy.ir.run.checkpointed_parts import is_end, parts_of
 from pippy.ir.run.stage_run import as_leaf
@@ -116,7 +116,7 @@ class _Run:
         """Walk over the graph."""
         numbered = operations(self.traced)
         progress = Progress(len(numbered) + (loss_fn is not None), shown)
-        expired = _last_uses(self.traced.graph)
+        expired = values_to_free(list(self.traced.graph.nodes))
         try:
             for node in self.traced.graph.nodes:
                 if node.op == "placeholder":  # a copy: an operation may change it in place
@@ -320,15 +320,6 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 def _nothing() -> None:
     """The backward of an operation that has none."""
-
-
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node the values that nobody needs after it."""
-    found: dict[fx.Node, list[fx.Node]] = {}
-    number = {node: index for index, node in enumerate(graph.nodes)}
-    for node in graph.nodes:
-        found.setdefault(max([*node.users, node], key=number.__getitem__), []).append(node)
-    return found
 
 
 @contextmanager
