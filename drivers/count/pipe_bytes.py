@@ -34,8 +34,10 @@ from pippy.drivers.plan.language.edges import Pass
 from pippy.drivers.plan.language.instructions import Compute, Op
 from pippy.drivers.plan.passes.halves import in_halves
 from pippy.drivers.wire.in_process import in_process
+from pippy.drivers.worker.bind import BoundProgram
 from pippy.drivers.worker.executor import Executor
 from pippy.drivers.worker.measure.live_storages import LiveStorages
+from pippy.drivers.worker.step_context import StepContext, StepDevice
 from pippy.ir.base.errors import PippyError
 from pippy.ir.base.fake_mode import FakeMode
 from pippy.ir.base.interrupts import heard
@@ -196,8 +198,10 @@ class _Counted:
         (program,) = self.placed.programs(0, lowered, single_loss=False).values()
         (transport,) = in_process(1)
         statistics = StepStatistics.of(self.modules, {})
-        self.executor = executor = Executor(program, self.modules, {}, transport, self.device, statistics)
-        self.program = lowered.program
+        bound = BoundProgram(program, self.modules, {}, self.device)
+        self.executor = executor = Executor(bound, transport, self.device)
+        self.program, weights = lowered.program, (1 / MICROBATCHES,) * MICROBATCHES
+        self.step = StepContext(1, self.inputs, weights, self.trains, transport, StepDevice(self.device), statistics)
         executor.code = [
             (self._watched(instruction, handle), operands)
             for instruction, (handle, operands) in zip(program.order, executor.code)
@@ -205,7 +209,7 @@ class _Counted:
         known = [each for module in self.modules.values() for each in (*module.parameters(), *module.buffers())]
         self.live.add([*known, *tensors(list(self.inputs.values()))])
         with self.mode, self.live, statistics.step(1) if statistics is not None else nullcontext():
-            executor.run(1, self.inputs, (1 / MICROBATCHES,) * MICROBATCHES, self.trains)
+            executor.run(self.step)
         return self.passes
 
     def _watched(self, instruction: Any, handle: Callable[..., None]) -> Callable[..., None]:
@@ -268,7 +272,7 @@ class _Counted:
         of_stage = self.noted.setdefault((compute.stage, compute.microbatch), {})
         role = "input" if compute.op == Op.FORWARD and how == "taken" else "other"
         for name in names:
-            found = tensors(self.executor.values.get((name, compute.microbatch)))
+            found = tensors(self.step.values.get((name, compute.microbatch)))
             of_stage[role, name] = self.live.storages_of(found)
 
     def _held_of(self, compute: Compute) -> dict[tuple[str, str], _Storages]:
@@ -278,7 +282,7 @@ class _Counted:
 
     def _note_values(self, compute: Compute, made: Sequence[str], seen: int) -> None:
         for name in made:
-            found = list(tensors(self.executor.values.get((name, compute.microbatch))))
+            found = list(tensors(self.step.values.get((name, compute.microbatch))))
             self.values[name] = sum(-(-each.nbytes // self.live.unit) * self.live.unit for each in found)
             keys = {part.untyped_storage()._cdata for each in found for part in plain_parts(each)}
             if found and self.live.newest_of(found) <= seen:
@@ -286,15 +290,13 @@ class _Counted:
             if any(as_leaf(each).untyped_storage()._cdata not in keys for each in found):
                 self.copied.add(name)
             key = name, compute.microbatch
-            if key in self.executor.values:
-                self.executor.values[key] = map_tensors(_received, self.executor.values[key])
+            if key in self.step.values:
+                self.step.values[key] = map_tensors(_received, self.step.values[key])
         if compute.op == Op.FORWARD:
             for work in self.executor.program.work.get(Pass("F", compute.stage), ()):
                 for name in filter(None, work.gives):
-                    if name in self.executor.returned:
-                        self.results[name] = self.live.bytes_of(
-                            tensors(self.executor.returned[name][compute.microbatch])
-                        )
+                    if name in self.step.returned:
+                        self.results[name] = self.live.bytes_of(tensors(self.step.returned[name][compute.microbatch]))
 
 
 def _received(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ from pippy.drivers.protocol.trials import ForgetTrials, Trial, TrialResult
 from pippy.drivers.wire.gpu.copies import DeviceCopies
 from pippy.drivers.wire.pickling import unpickle
 from pippy.drivers.wire.transport import Transport
+from pippy.drivers.worker.bind import BoundProgram
 from pippy.drivers.worker.compiling import compile_modules
 from pippy.drivers.worker.data.dataset_reader import DatasetReader
 from pippy.drivers.worker.data.shared_generators import shared_generators
@@ -38,7 +39,9 @@ from pippy.drivers.worker.gradients.parameter_shares import ParameterShares
 from pippy.drivers.worker.gradients.replica_buffers import NotesOfReplicas, ReplicaBuffers
 from pippy.drivers.worker.gradients.step_buffers import StepBuffers
 from pippy.drivers.worker.gradients.worker_optimizer import WorkerOptimizer
+from pippy.drivers.worker.handlers import given_gradients
 from pippy.drivers.worker.measure.output_probe import OutputProbe
+from pippy.drivers.worker.measure.witness import Witness
 from pippy.drivers.worker.module_hooks import hooks_hold_the_same
 from pippy.drivers.worker.out_of_order import OutOfOrderExecutor
 from pippy.drivers.worker.state.held_state import HeldState
@@ -46,6 +49,7 @@ from pippy.drivers.worker.state.initialization import initialize
 from pippy.drivers.worker.state.kept_states import KeptStates
 from pippy.drivers.worker.state.state_reader import StateReader
 from pippy.drivers.worker.state.state_writer import StateWriter
+from pippy.drivers.worker.step_context import StepContext, StepDevice
 from pippy.drivers.worker.trials import Trials
 from pippy.ir.base.trees import map_tensors, tensors
 from pippy.ir.batch_norm.step_statistics import StepStatistics
@@ -68,7 +72,7 @@ class DriverState:
     ) -> None:
         self.given_up, self.index, self.shares_process = given_up, index, shares_process
         self.transport, self.device, self.constant = transport, device, load.constant
-        self.copies = copies
+        self.copies, self.place = copies, StepDevice(device, copies)
         self.modules: dict[str, nn.Module] = unpickle(load.modules, device=device)
         for module in self.modules.values():
             module.to(device)
@@ -163,9 +167,9 @@ class DriverState:
                     yield TensorLocation(call, name)
 
     def _add_program(self, program: AddProgram, number: int) -> None:
-        given = program, self.modules, self.constant, self.transport, self.device, self.statistics, self.copies
-        limits, made = program.out_of_order, self.step_buffers
-        self.programs[program.program] = OutOfOrderExecutor(*given, made, limits) if limits else Executor(*given, made)
+        bound = BoundProgram(program, self.modules, self.constant, self.device, self.step_buffers)
+        given, limits = (bound, self.transport, self.device, self.copies), program.out_of_order
+        self.programs[program.program] = OutOfOrderExecutor(*given, limits) if limits else Executor(*given)
 
     def _add_dataset(self, body: AddDataset, number: int) -> DatasetSeen:
         return self.datasets.add(body)
@@ -207,14 +211,10 @@ class DriverState:
         self._set_flags(trial.step.flags or {})
         step = trial.step
         self.running = executor = self.programs[step.program]
-        inputs = {name: step.inputs.microbatches(name) for name in step.inputs.arguments}
-        returns = step.returns if isinstance(step, StepReturning) else None
 
         def run() -> StepResult:
             with self._random(executor, step):
-                return executor.run(
-                    number, inputs, step.weights, step.trains, self.given_up, returns=returns, random=step.random
-                )
+                return executor.run(self._context(step, number))
 
         result = self.trials.try_out(trial, step.inputs, run)
         self.running = None
@@ -225,12 +225,16 @@ class DriverState:
         if step.hooks is not None:
             self.gradients.hooks = ParameterHooks(step.hooks, self.tensor)
         self.running = executor = self.programs[step.program]
-        inputs = {name: step.inputs.microbatches(name) for name in step.inputs.arguments}
-        own_rows = step.inputs.own_rows if step.inputs.mask else None
         self.gradients.begin_step(number, step.reduce and step.trains, step.scale)
-        outputs = OutputProbe(step.inputs) if step.probe_outputs else None
-        returns = step.returns if isinstance(step, StepReturning) else None
-        weights = step.weights if step.scale is None else tuple([weight * step.scale for weight in step.weights])
+        context = self._context(step, number)
+        if step.inputs.mask:
+            context.own_rows = step.inputs.own_rows
+        if step.scale is not None:
+            context.weights = [weight * step.scale for weight in step.weights]
+        outputs = OutputProbe(executor.program.order, step.inputs) if step.probe_outputs else None
+        witness = Witness(executor.program.order, given_gradients) if step.see else None
+        kept = executor.saved_memory if step.weigh else None
+        watchers = (executor.recorder if step.record else None, kept, outputs, witness)
         random = self._random(executor, step)
         unchanged = nullcontext() if self.buffers is None else self.buffers.unchanged()
         with ExitStack() as stack:
@@ -243,22 +247,14 @@ class DriverState:
                 stack.enter_context(alike())
             elif self.statistics is not None:
                 stack.enter_context(self.statistics.step(number))
-            result = executor.run(
-                number,
-                inputs,
-                weights,
-                step.trains,
-                self.given_up,
-                own_rows,
-                step.record,
-                step.weigh,
-                returns,
-                outputs,
-                step.random,
-                self.gradients.stage_is_through,
-                step.see,
-            )
+            result = executor.run(context, [each for each in watchers if each is not None])
         self.running, self.hooks_looked_at = None, True
+        if kept is not None:
+            result = replace(result, kept=dict(kept.kept))
+        if outputs is not None:
+            result = replace(result, by_chance=tuple(outputs.by_chance))
+        if witness is not None:
+            result = replace(result, seen=tuple(witness.seen))
         if step.weighed:
             result = replace(result, weights=step.weights)
         messages = executor.recorder.note_adding() if step.record and step.reduce else None
@@ -267,6 +263,21 @@ class DriverState:
             if nonfinite:
                 result = replace(result, nonfinite=tuple(self._places(nonfinite)))
         return result
+
+    def _context(self, step: Step, number: int) -> StepContext:
+        return StepContext(
+            number,
+            {name: step.inputs.microbatches(name) for name in step.inputs.arguments},
+            step.weights,
+            step.trains,
+            self.transport,
+            self.place,
+            self.statistics,
+            self.given_up,
+            returns=step.returns if isinstance(step, StepReturning) else None,
+            random=step.random,
+            stage_is_through=self.gradients.stage_is_through,
+        )
 
     def _random(self, executor: Executor, step: Step) -> AbstractContextManager[None]:
         """A context in which the stages may seed the generators of this process."""

@@ -19,8 +19,8 @@ from pippy.drivers.protocol.generation import AddGeneration, Generate, Generated
 from pippy.drivers.wire.pickling import unpickle
 from pippy.drivers.wire.received_values import Interrupted, ValueKey
 from pippy.drivers.wire.transport import Transport
-from pippy.drivers.worker.executor import StageCall
 from pippy.drivers.worker.next_token import Noise, next_token
+from pippy.drivers.worker.stage_call import StageCall
 from pippy.ir.run.key_value_cache import KeyValueCache, using_cache
 
 Wanted = (

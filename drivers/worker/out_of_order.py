@@ -15,25 +15,25 @@ other workers wait for the head's results. So the worker asks two questions of a
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
 
 from pippy.drivers.lowering.flow import taken
 from pippy.drivers.plan.language.edges import Pass, produced_by
 from pippy.drivers.plan.language.instructions import Compute, Op, Receive
-from pippy.drivers.protocol.programs import AddProgram, OutOfOrderLimits
+from pippy.drivers.protocol.programs import OutOfOrderLimits
 from pippy.drivers.wire.gpu.copies import DeviceCopies
 from pippy.drivers.wire.received_values import ValueKey
 from pippy.drivers.wire.transport import Transport
-from pippy.drivers.worker.executor import Executor, Handle
-from pippy.drivers.worker.gradients.step_buffers import StepBuffers
+from pippy.drivers.worker.bind import BoundProgram
+from pippy.drivers.worker.executor import Executor
+from pippy.drivers.worker.handlers import Bound
 from pippy.drivers.worker.queues import ComputationQueues
+from pippy.drivers.worker.step_context import StepContext
 from pippy.ir.base.names import LOSS
-from pippy.ir.batch_norm.step_statistics import StepStatistics
 
 EXPECTED = 0.15  # overtake at once if the expected wait is longer than this share of the computation's duration
 WAITED = 0.25  # else overtake when the worker has waited for this share of it
@@ -45,20 +45,16 @@ class OutOfOrderExecutor(Executor):
 
     def __init__(
         self,
-        program: AddProgram,
-        modules: Mapping[str, nn.Module],
-        constant: Mapping[str, Sequence[str]],
+        bound: BoundProgram,
         transport: Transport,
         device: torch.device,
-        statistics: StepStatistics | None,
         copies: DeviceCopies | None,
-        buffers: StepBuffers | None,
         limits: OutOfOrderLimits,
     ) -> None:
-        super().__init__(program, modules, constant, transport, device, statistics, copies, buffers)
-        self.limits = limits
+        super().__init__(bound, transport, device, copies)
+        self.limits, self.step, program = limits, 0, bound.program
         backward = [key.stage for key in program.work if key.phase == "B"]
-        gathers = [key.stage for key, work in program.work.items() if self.single and LOSS in [w.call for w in work]]
+        gathers = [key.stage for key, work in program.work.items() if bound.gathers and LOSS in [w.call for w in work]]
         self.queues = ComputationQueues(
             program.order, backward, self._taken, self._made, limits.limit, gathers[0] if gathers else None
         )
@@ -69,29 +65,29 @@ class OutOfOrderExecutor(Executor):
             int, float
         ] = {}  # when the values of a computation come, in seconds from the begin of a step
 
-    def _go_through(self, code: Sequence[tuple[Handle, tuple[Any, ...]]]) -> None:
-        queues = self.queues
+    def _go_through(self, code: Sequence[Bound], step: StepContext) -> None:
+        queues, self.step = self.queues, step.number
         queues.begin()
         self.begun, self.late = time.monotonic(), 0.0
         while queues.left:
             free = time.monotonic()
             at = self._next(free)
             for receive in queues.awaited(at):
-                self._do(code, receive)
+                self._do(code, step, receive)
             begin = time.monotonic()
             self._note_arrival(at, begin, waited=begin - free > _NOTICED)
-            self._do(code, at)
+            self._do(code, step, at)
             self._note_duration(at, time.monotonic() - begin)
         while rest := queues.rest():
-            self._do(code, rest[0])
+            self._do(code, step, rest[0])
 
-    def _do(self, code: Sequence[tuple[Handle, tuple[Any, ...]]], at: int) -> None:
+    def _do(self, code: Sequence[Bound], step: StepContext, at: int) -> None:
         """Run an instruction, then the sends and frees that waited only for it."""
         self.at = at
         handle, operands = code[at]
-        handle(*operands)
+        handle(step, *operands)
         for follower in self.queues.done(at):
-            self._do(code, follower)
+            self._do(code, step, follower)
 
     def _next(self, free: float) -> int:
         """The computation to run now: the head, or one that overtakes it. Waits while there is none."""

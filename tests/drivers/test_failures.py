@@ -210,10 +210,10 @@ def test_a_program_that_a_worker_cannot_take(threads, monkeypatch):
     training = Training(threads)
     inner = Executor.__init__
 
-    def fail(self, program, *rest):
-        if any("F2" in str(each) for each in program.order):
+    def fail(self, bound, *rest):
+        if any("F2" in str(each) for each in bound.program.order):
             raise ArithmeticError("a program that fails")
-        inner(self, program, *rest)
+        inner(self, bound, *rest)
 
     monkeypatch.setattr(Executor, "__init__", fail)
     with within(2.0), pytest.raises(StepError, match="failed at AddProgram"):

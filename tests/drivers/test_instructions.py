@@ -13,7 +13,7 @@ from pippy.drivers.plan import add_communication, make_schedule, parse_program, 
 from pippy.drivers.plan.language.errors import ProgramError
 from pippy.drivers.plan.language.form import Form
 from pippy.drivers.plan.language.instructions import KINDS, Instruction, Kind, Op, Send, own_value
-from pippy.drivers.worker.executor import BINDERS
+from pippy.drivers.worker.bind import BINDERS
 from tests.drivers.models import Chain
 from tests.drivers.thread_cluster import thread_cluster
 
@@ -43,11 +43,11 @@ def weighed(monkeypatch):
     """The bytes of each value that was weighed. The instruction is there as long as a test runs."""
     found = {}
 
-    def weigh(executor, key):
-        found[key] = executor.values[key].nbytes
+    def weigh(step, key):
+        found[key] = step.values[key].nbytes
 
     monkeypatch.setitem(KINDS, Weigh, Kind(Form("weigh {value}.{microbatch}"), takes=own_value))
-    monkeypatch.setitem(BINDERS, Weigh, lambda executor, each: (weigh, (executor, own_value(each))))
+    monkeypatch.setitem(BINDERS, Weigh, lambda bound, each: (weigh, (own_value(each),)))
     monkeypatch.setattr(lower, "add_communication", lambda *args: with_weighing(add_communication(*args)))
     return found
 

@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from pippy import Max, PipelineDriver, PipelineDriver1F1B, pipe_split, pipeline
-from pippy.drivers.worker.executor import Executor
+from pippy.drivers.worker.step_context import StepDevice
 
 made: dict[str, list[StorageWeakRef]] = {}
 most: dict[str, int] = {}
@@ -131,21 +131,15 @@ def test_inputs_are_on_the_device_from_their_forward_on(threads, monkeypatch, ch
     """Those of all micro-batches were put there when a training step began, and waited for their turn."""
     there = {}
 
-    def moved(executor, tensor):
+    def moved(place, tensor):
         if id(tensor) in there and there[id(tensor)]() is tensor:
             return tensor
         copy = noted("inputs", tensor.clone())
         there[id(copy)] = weakref.ref(copy)
         return copy
 
-    inner = Executor.__init__
-
-    def on_a_device(self, *given):
-        inner(self, *given)
-        self.takes_inputs_up = True
-
-    monkeypatch.setattr(Executor, "__init__", on_a_device)
-    monkeypatch.setattr(Executor, "_here", moved)
+    monkeypatch.setattr(StepDevice, "takes_inputs_up", True)
+    monkeypatch.setattr(StepDevice, "here", moved)
     x, target = torch.randn(64, 8), torch.randn(64, 8)
     model = Three()
     driver = PipelineDriver1F1B(

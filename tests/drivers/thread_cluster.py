@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 from pippy.drivers.engines import threads
-from pippy.drivers.worker.executor import Executor
+from pippy.drivers.worker import handlers
 from pippy.ir.run.random_state import RandomState
 
 
@@ -37,7 +37,7 @@ def one_draws_at_a_time():
         return locked
 
     with (
-        patch.object(Executor, "_computation", alone(Executor._computation)),
+        patch.object(handlers, "computation", alone(handlers.computation)),
         patch.object(RandomState, "restore", alone(RandomState.restore)),
     ):
         yield

@@ -18,7 +18,7 @@ class Runnable(Protocol):
 
 
 class SingleLoss:
-    """Gathers the inputs of the loss from all micro-batches, and computes it once.
+    """Gathers the inputs of the loss from all micro-batches, and computes it once, in one step.
 
     Tensors are concatenated along their first dimension. Inputs without rows must be the same in all micro-batches, which
     then share their gradients.
@@ -37,10 +37,6 @@ class SingleLoss:
 
     def __init__(self, call: Runnable) -> None:
         self.call = call
-        self.clear()
-
-    def clear(self) -> None:
-        """Drop the micro-batches of a step."""
         self.gathered: dict[int, tuple[Any, ...]] = {}
         self.merged: tuple[Any, ...] = ()
         self.output: Any = None

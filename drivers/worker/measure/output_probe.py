@@ -4,44 +4,49 @@ In a first step, a stage that returns something runs once more, with one row mor
 rows of the micro-batch in front has one row more then, and is otherwise of the same shape.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
 
 from pippy.drivers.batch.division import Division
+from pippy.drivers.plan.language.instructions import Instruction, Op
+from pippy.drivers.worker.measure.calls import Bound, with_calls
 from pippy.drivers.worker.measure.leave_unchanged import left_unchanged
 from pippy.drivers.worker.measure.output_sample import Sample, sample_of
+from pippy.ir.base.names import LOSS
 from pippy.ir.base.trees import leaves, map_leaves
-
-
-class Call(Protocol):
-    """A stage that can be run."""
-
-    @property
-    def module(self) -> nn.Module: ...
-
-    def run(self, inputs: Sequence[Any]) -> Any: ...
 
 
 class OutputProbe:
     """One check, in one step. ``by_chance`` has the values that it found, and the numbers of the tensors in them."""
 
-    def __init__(self, division: Division) -> None:
-        self.division = division
+    def __init__(self, order: Sequence[Instruction], division: Division) -> None:
+        self.order, self.division = order, division
         self.by_chance: list[tuple[str, int]] = []
 
-    def see(
+    def watching(self, code: Sequence[Bound]) -> list[Bound]:
+        """The instructions, changed so that this sees what each stage takes and gives of the first micro-batch."""
+        return with_calls(self.order, code, (Op.FORWARD,), self._probing, microbatch=0)
+
+    def _probing(self, handle: Callable[..., None]) -> Callable[..., None]:
+        def probing(step: Any, call: Any, microbatch: int, takes: Sequence[Any], gives: Sequence[Any]) -> None:
+            handle(step, call, microbatch, takes, gives)
+            if call.name != LOSS:
+                inputs, outputs = [step.values[key] for key in takes], {name: step.values[name, 0] for name, _ in gives}
+                self._see(call, [name for name, _ in takes], inputs, outputs, step.returned)
+
+        return probing
+
+    def _see(
         self,
-        call: Call,
+        call: Any,
         names: Sequence[str],
         inputs: Sequence[Any],
         outputs: dict[str, Any],
         returned: Collection[str],
     ) -> None:
-        """Take the inputs and outputs of a stage for the first micro-batch."""
         if self.division.sizes is None or not any(name in returned for name in outputs):
             return
         detached = tuple(

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
@@ -39,7 +39,6 @@ class Recorder:
     def __init__(
         self,
         order: Sequence[Instruction],
-        code: Sequence[Bound],
         ranks: Sequence[int],
         transport: Transport,
         device: torch.device,
@@ -52,7 +51,8 @@ class Recorder:
         self.memory = DeviceMemory(device) if device.type == "cuda" else ProcessMemory()
         self.order = order
         self.held: HeldMemory | None = None
-        self.code = [self._timed(at, each, *bound) for at, (each, bound) in enumerate(zip(order, code))]
+        self.plain: Sequence[Bound] = ()
+        self.code: Sequence[Bound] = ()  # the same, timed
 
     def begin(self) -> None:
         """Note that a step begins."""
@@ -68,15 +68,15 @@ class Recorder:
             held.live.add(there)
             yield
 
-    def timed(self, values: Mapping[Any, Any]) -> Sequence[Bound]:
-        """The program's instructions, changed to note when they end. The first of them begins now.
-
-        ``values`` is where the instructions put the values that they receive.
-        """
+    def watching(self, code: Sequence[Bound]) -> Sequence[Bound]:
+        """The program's instructions, changed to note when they end. The first of them begins now."""
+        if code is not self.plain:
+            self.plain = code
+            self.code = [self._timed(at, each, *bound) for at, (each, bound) in enumerate(zip(self.order, code))]
         self.started = time.monotonic() if self.events is None else self.events.start()
         if self.held is None:
             return self.code
-        return [self._weighed(at, each, values, *bound) for at, (each, bound) in enumerate(zip(self.order, self.code))]
+        return [self._weighed(at, each, *bound) for at, (each, bound) in enumerate(zip(self.order, self.code))]
 
     def note_adding(self) -> Messages:
         """Note that the worker begins to add up the gradients of replicated parameters. Returns what is to carry them."""
@@ -114,18 +114,16 @@ class Recorder:
         held.note(len(self.order))
         return held.most, held.after
 
-    def _weighed(
-        self, at: int, instruction: Instruction, values: Mapping[Any, Any], handle: Callable[..., None], operands: Any
-    ) -> Bound:
+    def _weighed(self, at: int, instruction: Instruction, handle: Callable[..., None], operands: Any) -> Bound:
         held = self.held
         assert held is not None
 
-        def weighed(*operands: Any) -> None:
+        def weighed(step: Any, *operands: Any) -> None:
             # what a transport copies is its own
             with nullcontext() if isinstance(instruction, Compute) else held.live.looking_away():
-                handle(*operands)
+                handle(step, *operands)
             if isinstance(instruction, Receive):  # a transport may make tensors without an operation
-                held.live.add(tensors(values[operands[0]]))
+                held.live.add(tensors(step.values[operands[0]]))
             held.note(at)
 
         return weighed, operands

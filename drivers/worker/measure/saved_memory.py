@@ -5,7 +5,7 @@ because they are there anyway. A compiled stage is measured without torch.compil
 compile it once more. Compiled, it mostly keeps less.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,13 +16,12 @@ from torch import nn
 from pippy.drivers.plan.language.instructions import Compute, Instruction, Op
 from pippy.ir.base.sparse_tensors import plain_parts
 from pippy.ir.base.trees import tensors
-from pippy.ir.run.stage_run import StageRun
 
 Bound = tuple[Callable[..., None], tuple[Any, ...]]
 
 
 class SavedMemory:
-    """Measures the stages of one program on one worker. ``runs`` returns the runs of stages that wait for their backward.
+    """Measures the stages of one program on one worker.
 
     >>> linear = nn.Linear(4, 4)
     >>> x = torch.zeros(2, 4, requires_grad=True)
@@ -34,19 +33,14 @@ class SavedMemory:
     64
     """
 
-    def __init__(
-        self,
-        order: Sequence[Instruction],
-        modules: Mapping[str, nn.Module],
-        runs: Callable[[], Mapping[Any, StageRun]],
-    ) -> None:
-        self.order, self.modules, self.runs = order, modules, runs
+    def __init__(self, order: Sequence[Instruction], modules: Sequence[nn.Module]) -> None:
+        self.order, self.modules = order, modules
         self.kept: dict[int, tuple[int, int]] = {}  # of each stage, and how much of it the inputs are
         first = {each for each in order if isinstance(each, Compute) and each.microbatch == 0}
         again = {replace(each, op=Op.FORWARD) for each in first if each.op == Op.RECOMPUTE}
         self.weighed = {each for each in first if each.op in (Op.FORWARD, Op.RECOMPUTE)} - again
 
-    def measured(self, code: Sequence[Bound]) -> list[Bound]:
+    def watching(self, code: Sequence[Bound]) -> list[Bound]:
         """The instructions, changed so that the first forward of each stage is measured: the second one, if it is repeated."""
         return [self._measured(instruction, *bound) for instruction, bound in zip(self.order, code)]
 
@@ -56,12 +50,12 @@ class SavedMemory:
         assert isinstance(instruction, Compute)
         stage = instruction.stage
 
-        def measured(*operands: Any) -> None:
-            counter, before = ByteCounter(self.modules.values()), set(self.runs())
-            with uncompiled(self.modules.values()), counter.hooks():
-                handle(*operands)
-            inputs = ByteCounter(self.modules.values())
-            for key, run in self.runs().items():
+        def measured(step: Any, *operands: Any) -> None:
+            counter, before = ByteCounter(self.modules), set(step.runs)
+            with uncompiled(self.modules), counter.hooks():
+                handle(step, *operands)
+            inputs = ByteCounter(self.modules)
+            for key, run in step.runs.items():
                 if key not in before:
                     counter.add([run.inputs, run.outputs])
                     inputs.add(run.inputs)

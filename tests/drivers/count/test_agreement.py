@@ -224,7 +224,7 @@ def test_what_autocast_casts_is_counted(threads):
 def test_copies_that_wait_for_their_receiver_are_the_transports():
     """How long they live depends on when the other worker takes them: the gradients of replicated parameters, too."""
     here, _ = in_process(2)
-    recorder = Recorder((), (), range(2), here, torch.device("cpu"))
+    recorder = Recorder((), range(2), here, torch.device("cpu"))
     gradient, other, key = torch.ones(100), torch.ones(100), (0, 0, 0)
     with recorder.counting([gradient]):
         messages, live = recorder.note_adding(), recorder.held.live

@@ -11,7 +11,7 @@ from pippy import PipelineDriver, pipe_split, pipeline
 from pippy.drivers.lowering.flow import Work
 from pippy.drivers.plan.language.edges import Pass
 from pippy.drivers.plan.language.instructions import Receive
-from pippy.drivers.worker import executor
+from pippy.drivers.worker import bind, handlers
 from tests.drivers.models import Chain
 from tests.drivers.thread_cluster import thread_cluster
 
@@ -54,8 +54,8 @@ def test_a_value_that_two_stages_of_a_worker_take_is_counted_once_in_each(two):
 
 def test_what_one_call_alone_takes_is_no_copy_of_a_leaf(two, monkeypatch):
     detached = []
-    inner = executor.as_leaf
-    monkeypatch.setattr(executor, "as_leaf", lambda value: detached.append(value) or inner(value))
+    inner = handlers.as_leaf
+    monkeypatch.setattr(handlers, "as_leaf", lambda value: detached.append(value) or inner(value))
     driver = PipelineDriver(pipeline(Chain(2), nn.MSELoss()), two, check=False)
     driver.run(4, torch.randn(8, 8), torch.randn(8, 8))
     # for each micro-batch: the input of the model, and for the loss the target and the output, which was made on its worker
@@ -70,4 +70,4 @@ def test_only_what_was_received_and_is_taken_once_is_a_calls_own():
     work[Pass("B", 1)] = (Work("B", 1, "submod_1", 0, (("gradient",),), ("other",)),)
     order = [Receive(name, 0, 0) for name in ("once", "twice", "again", "gradient")]
     program = SimpleNamespace(work=work, order=order)
-    assert executor._received_for_one_call(program) == {"once"}
+    assert bind._received_for_one_call(program) == {"once"}

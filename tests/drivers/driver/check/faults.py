@@ -6,12 +6,15 @@ from torch.nn import functional as F
 
 from pippy import pipe_split
 from pippy.drivers.driver.steps import results
+from pippy.drivers.plan.language.instructions import Receive, Send
 from pippy.drivers.protocol.parameters import Store
+from pippy.drivers.worker import handlers
+from pippy.drivers.worker.bind import BINDERS
 from pippy.drivers.worker.driver_state import DriverState
-from pippy.drivers.worker.executor import Executor, StageCall
 from pippy.drivers.worker.gradients import gradients
 from pippy.drivers.worker.gradients.gradient_sums import GradientSums
 from pippy.drivers.worker.gradients.worker_optimizer import WorkerOptimizer
+from pippy.drivers.worker.stage_call import StageCall
 
 STAGE = "submod_1"
 
@@ -45,38 +48,49 @@ def _after(monkeypatch, owner, name, then):
     monkeypatch.setattr(owner, name, method)
 
 
+def _bound_beside_stage(monkeypatch, kind, handle):
+    """Have ``handle`` do what this kind of instruction does, on the worker that has the stage."""
+    inner = BINDERS[kind]
+
+    def bind(bound, each):
+        plain, operands = inner(bound, each)
+        return (handle if STAGE in bound.calls else plain), operands
+
+    monkeypatch.setitem(BINDERS, kind, bind)
+
+
 def gradient_scaled(monkeypatch):
     def scale(self, made, call, microbatch, *rest):
         for each in call.module.parameters() if call.name == STAGE and microbatch == 1 else ():
             each.grad.mul_(1.001)
 
-    _after(monkeypatch, Executor, "_backward", scale)
+    _after(monkeypatch, handlers, "backward", scale)
 
 
 def gradient_of_input_scaled(monkeypatch):
-    inner = Executor._give
+    inner = handlers.give
 
-    def give(self, gives, gradients):
+    def give(step, gives, gradients):
         scaled = [
             each * 1.001 if each is not None and STAGE in (name or ("",))[0] else each
             for name, each in zip(gives, gradients)
         ]
-        inner(self, gives, scaled)
+        inner(step, gives, scaled)
 
-    monkeypatch.setattr(Executor, "_give", give)
+    monkeypatch.setattr(handlers, "give", give)
 
 
 def microbatch_dropped(monkeypatch):
-    inner = Executor._backward
+    inner = handlers.backward
 
-    def backward(self, call, microbatch, *rest):
+    def backward(step, call, microbatch, *rest):
         before = [None if each.grad is None else each.grad.clone() for each in call.module.parameters()]
-        inner(self, call, microbatch, *rest)
+        inner(step, call, microbatch, *rest)
         if call.name == STAGE and microbatch == 1:
             for each, gradient in zip(call.module.parameters(), before):
                 each.grad = gradient
 
-    monkeypatch.setattr(Executor, "_backward", backward)
+    monkeypatch.setattr(handlers, "backward", backward)
 
 
 def buffer_updated_twice(monkeypatch):
@@ -106,21 +120,23 @@ def copies_not_added_up(monkeypatch):
 def value_of_other_microbatch(monkeypatch):
     kept = {}
 
-    def exchange(self, made, key, *rest):
-        if "grad" not in key[0] and STAGE in self.calls:
-            self.values[key] = kept.setdefault(key[0], self.values[key])
+    def exchange(step, key, *rest):
+        handlers.receive(step, key, *rest)
+        if "grad" not in key[0]:
+            step.values[key] = kept.setdefault(key[0], step.values[key])
 
-    _after(monkeypatch, Executor, "_receive", exchange)
+    _bound_beside_stage(monkeypatch, Receive, exchange)
 
 
 def gradient_of_other_microbatch(monkeypatch):
     kept = {}
 
-    def exchange(self, made, key, *rest):
-        if "grad" in key[0] and STAGE in self.calls:
-            self.values[key] = kept.setdefault(key[0], self.values[key])
+    def exchange(step, key, *rest):
+        handlers.receive(step, key, *rest)
+        if "grad" in key[0]:
+            step.values[key] = kept.setdefault(key[0], step.values[key])
 
-    _after(monkeypatch, Executor, "_receive", exchange)
+    _bound_beside_stage(monkeypatch, Receive, exchange)
 
 
 def stale_parameters(monkeypatch):
@@ -160,14 +176,12 @@ def accumulated_twice(monkeypatch):
 
 
 def activation_rounded(monkeypatch):
-    inner = Executor._send
+    def send(step, key, *rest):
+        if "grad" not in key[0]:
+            step.values[key] = step.values[key].float().double()
+        handlers.send(step, key, *rest)
 
-    def send(self, key, *rest):
-        if STAGE in self.calls and "grad" not in key[0]:
-            self.values[key] = self.values[key].float().double()
-        inner(self, key, *rest)
-
-    monkeypatch.setattr(Executor, "_send", send)
+    _bound_beside_stage(monkeypatch, Send, send)
 
 
 def copy_not_stored(monkeypatch):

@@ -18,8 +18,8 @@ from pippy import (
     pipe_split,
     pipeline,
 )
-from pippy.drivers.worker.executor import StageCall
 from pippy.drivers.worker.gradients.worker_optimizer import WorkerOptimizer
+from pippy.drivers.worker.stage_call import StageCall
 from pippy.ir.base.names import named_state
 from pippy.ir.base.trees import leaves
 from tests.drivers.driver.check.faults import Net

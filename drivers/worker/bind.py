@@ -1,0 +1,196 @@
+"""Binds a worker's part of a program to what runs it, once for all steps: each instruction to its handler and arguments."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from pippy.drivers.lowering.flow import Work
+from pippy.drivers.plan.language.edges import Pass
+from pippy.drivers.plan.language.instructions import (
+    Compute,
+    Free,
+    Op,
+    Receive,
+    Reduce,
+    ReduceStage,
+    Send,
+    own_value,
+)
+from pippy.drivers.plan.language.instructions import Key as InstructionKey
+from pippy.drivers.protocol.programs import AddProgram
+from pippy.drivers.worker import handlers
+from pippy.drivers.worker.gradients.step_buffers import StepBuffers
+from pippy.drivers.worker.handlers import Bound, Handle
+from pippy.drivers.worker.stage_call import StageCall
+from pippy.drivers.worker.step_context import Key
+from pippy.ir.base.names import LOSS
+from pippy.ir.run.may_draw import Draws
+from pippy.ir.run.repeated_forward import RepeatedForward
+from pippy.ir.run.stage_draws import stage_draws
+
+
+class BoundProgram:
+    """A program on one worker: ``code`` has the handler of each of its instructions, and what that takes after the step.
+
+    ``gathers`` says whether the loss is computed once over the whole mini-batch, on this worker. ``draws`` is what the stages
+    draw from.
+    """
+
+    def __init__(
+        self,
+        program: AddProgram,
+        modules: Mapping[str, nn.Module],
+        constant: Mapping[str, Sequence[str]],
+        device: torch.device,
+        buffers: StepBuffers | None = None,
+    ) -> None:
+        self.program = program
+        computations = [each for each in program.order if isinstance(each, Compute)]
+        self.backward = {key.stage for key in program.work if key.phase == "B"}  # a program may have more by hand
+        self.again = {
+            (each.stage, each.microbatch)
+            for each in computations
+            if each.op == Op.RECOMPUTE and each.stage in self.backward
+        }
+        stages = {each.call: key.stage for key, work in program.work.items() if key.phase == "F" for each in work}
+        repeated = {call for call, stage in stages.items() if any(stage == each for each, _ in self.again)}
+        with_backward = {each.call for key, work in program.work.items() if key.phase == "B" for each in work}
+        halves = any(each.op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT) for each in computations)
+        own = _received_for_one_call(program)
+        self.calls = {
+            name: StageCall(
+                name,
+                modules[name],
+                call.template,
+                constant.get(name, ()),
+                call.seen,
+                buffers,
+                own,
+                name in with_backward,
+                halves,
+                RepeatedForward(name, modules[name], device, stages[name]) if name in repeated else None,
+                self._outside(stages[name], name) if name in repeated else (),
+            )
+            for name, call in program.calls.items()
+        }
+        self.draws = Draws.of(stage_draws(call.module) for call in self.calls.values())
+        self.gathers = program.single_loss and LOSS in self.calls
+        self.code: list[Bound] = [BINDERS[each.key](self, each) for each in program.order]
+
+    def _outside(self, stage: int, call: str) -> list[bool]:
+        work = self.program.work[Pass("F", stage)]
+        made = {name for each in work for name in each.gives}
+        return [name not in made for each in work if each.call == call for name in each.takes]
+
+    @cached_property
+    def last_takers(self) -> dict[Key, int]:
+        """The stage that takes an input of the model last on this worker, for each input and micro-batch."""
+        forwards = {key.stage: work for key, work in self.program.work.items() if key.phase == "F"}
+        made = {name for work in forwards.values() for each in work for name in each.gives}
+        found: dict[Key, int] = {}
+        for each in self.program.order:
+            if isinstance(each, Compute) and each.op == Op.FORWARD:
+                names = [name for work in forwards.get(each.stage, ()) for name in work.takes]
+                inputs = [name for name in names if name not in made and name not in self.program.value_numbers]
+                found.update({(name, each.microbatch): each.stage for name in inputs})
+        return found
+
+    def send(self, send: Send) -> Bound:
+        return handlers.send, (own_value(send), self.program.ranks[send.to], self.program.value_numbers[send.value])
+
+    def receive(self, receive: Receive) -> Bound:
+        number, rank = self.program.value_numbers[receive.value], self.program.ranks[receive.source]
+        return handlers.receive, (own_value(receive), rank, number)
+
+    def free(self, free: Free) -> Bound:
+        return handlers.free, (own_value(free),)
+
+    def reduce_stage(self, each: ReduceStage) -> Bound:
+        return handlers.stage_is_through, ([work.call for work in self.program.work.get(Pass("F", each.stage), ())],)
+
+    def reduce(self, each: Reduce) -> Bound:
+        """Gradients are added up when the step ends, in the same order on all workers."""
+        return handlers.nothing, ()
+
+    def forward(self, compute: Compute) -> Bound:
+        stage, microbatch = compute.stage, compute.microbatch
+        again = (stage, microbatch) in self.again
+        work = self.program.work.get(Pass("F", stage), ())
+        names = {name for each in work for name in each.takes}
+        last = [name for name in names if self.last_takers.get((name, microbatch)) == stage]
+        handle = handlers.forward_to_repeat if again else handlers.forward
+        keeps = stage in self.backward and not again
+        return self._pass(Pass("F", stage), microbatch, handle, handlers.gather, last, int(keeps), makes=True)
+
+    def recompute(self, again: Compute) -> Bound:
+        if again.stage not in self.backward:
+            return handlers.nothing, ()
+        work = self.program.work.get(Pass("F", again.stage), ())
+        calls = [self._operands(each, again.microbatch) for each in work if not (self.gathers and each.call == LOSS)]
+        bound = ((handlers.recompute, (calls,)),)
+        return handlers.computation, (bound, again.microbatch, (), again.kind.live, True)
+
+    def backward_pass(self, compute: Compute) -> Bound:
+        handle, of_gathered = {
+            Op.BACKWARD: (handlers.backward, handlers.backward_of_gathered),
+            Op.BACKWARD_INPUT: (handlers.backward_input, handlers.backward_of_gathered),
+            Op.BACKWARD_WEIGHT: (handlers.backward_weight, None),
+        }[compute.op]
+        key = Pass("B", compute.stage)
+        return self._pass(key, compute.microbatch, handle, of_gathered, (), compute.kind.live, makes=False)
+
+    def _pass(
+        self,
+        key: Pass,
+        microbatch: int,
+        handle: Handle,
+        of_gathered: Handle | None,
+        last: Sequence[str],
+        live: int,
+        makes: bool,
+    ) -> Bound:
+        """``last`` are the inputs of the model that no later computation takes. ``of_gathered`` is what there is to do for a
+        loss over the whole mini-batch, if anything."""
+        work = self.program.work.get(key, ())
+        given = [name for each in work for name in each.gives if name and name not in self.program.value_numbers]
+        own = tuple((name, microbatch) for name in [*given, *last])
+        by_call = [(of_gathered if self.gathers and each.call == LOSS else handle, each) for each in work]
+        calls = tuple((do, self._operands(each, microbatch)) for do, each in by_call if do is not None)
+        return handlers.computation, (calls, microbatch, own, live, makes)
+
+    def _operands(self, work: Work, microbatch: int) -> tuple[Any, ...]:
+        def keys(taken: Any) -> Any:
+            if isinstance(taken, str):
+                return taken, microbatch
+            return tuple((name, microbatch) for name in taken) if isinstance(taken, tuple) else taken
+
+        gives = tuple(name and (name, microbatch) for name in work.gives)
+        return self.calls[work.call], microbatch, tuple(map(keys, work.takes)), gives
+
+
+# What binds each kind of instruction, by its key in the table of instructions.
+BINDERS: dict[InstructionKey, Callable[[BoundProgram, Any], Bound]] = {
+    Op.FORWARD: BoundProgram.forward,
+    Op.RECOMPUTE: BoundProgram.recompute,
+    Op.BACKWARD: BoundProgram.backward_pass,
+    Op.BACKWARD_INPUT: BoundProgram.backward_pass,
+    Op.BACKWARD_WEIGHT: BoundProgram.backward_pass,
+    Send: BoundProgram.send,
+    Receive: BoundProgram.receive,
+    Free: BoundProgram.free,
+    ReduceStage: BoundProgram.reduce_stage,
+    Reduce: BoundProgram.reduce,
+}
+
+
+def _received_for_one_call(program: AddProgram) -> frozenset[str]:
+    """The values that come from other workers, so that nothing else has their memory, and that one call takes, once."""
+    taken = Counter(
+        name for key, work in program.work.items() if key.phase == "F" for each in work for name in each.takes
+    )
+    received = {each.value for each in program.order if isinstance(each, Receive)}
+    return frozenset(name for name in received if taken[name] == 1)
