@@ -58,7 +58,8 @@ class Guards:
 
     ``kinds`` are those of the arguments, by their names. ``dtypes`` has those of the model's parameters and buffers, by their
     names, if they are written into the graph. ``one`` has pairs of inputs that must be one object, ``different`` those that
-    must be two: forward asks by `is`. ``flags`` has the defaults of inputs that are True or False, where no example says more.
+    must be two: forward asks by `is`. ``flags`` has the defaults of inputs that are True or False, where no example says more;
+    ``other_than`` has the defaults that forward asks for by `is`, and that inputs must not be.
     ``remedy`` says how to have others.
     """
 
@@ -69,6 +70,7 @@ class Guards:
     one: tuple[tuple[str, str], ...] = ()
     different: tuple[tuple[str, str], ...] = ()
     flags: dict[str, bool] = field(default_factory=dict)
+    other_than: dict[str, Any] = field(default_factory=dict)
     remedy: str = OF_AN_EXAMPLE
 
     def other_kinds(self, arguments: Mapping[str, Any], required: Sequence[str] = ()) -> Iterator[str]:
@@ -84,6 +86,12 @@ class Guards:
                 yield (
                     f"{name} is {describe(arguments[name])}, and the model was traced with its default, {default}; give "
                     "True or False, or make another Pipe with this call for its example"
+                )
+        for name, fixed in self.other_than.items():
+            if arguments[name] is fixed:
+                yield (
+                    f"{name} is its default, {describe(fixed)}, and forward asks; the model was traced with another value. "
+                    "Make another Pipe with this call for its example"
                 )
         for name, other in (*self.one, *self.different):
             is_one = arguments[name] is arguments[other] and arguments[name] is not None

@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -145,6 +145,12 @@ def _call_without_example(model: nn.Module, concrete: dict[str, Any]) -> Call:
     if decorated or own:
         signature = inspect.Signature(list(named.values()))
     return Call(signature, {**concrete, **own}, defaults, is_decorated=decorated or bool(own), by_position=by_position)
+
+
+def without_inputs(call: Call, defaults: Mapping[str, Any]) -> Call:
+    """The same call, without the inputs that these are the defaults of: forward takes the defaults themselves."""
+    named = [each for each in call.signature.parameters.values() if each.kind not in _STAR]
+    return replace(call, signature=inspect.Signature(named), concrete={**call.concrete, **defaults}, is_decorated=True)
 
 
 def _is_of_graphs(default: Any) -> bool:

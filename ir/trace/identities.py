@@ -8,14 +8,15 @@
     a result is its argument,        refused, with the line
       other attributes
     a flag is not its default        the flag is fixed
+    an input is its default          a call that leaves the input out is refused
 
 Graphs are compared by what they compute with tensors: `x.dtype` is a node in one of them, and a constant in the other.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +28,7 @@ from pippy.ir.base.operations import is_in_place
 from pippy.ir.base.trees import tensors
 from pippy.ir.record.nodes import map_nodes
 from pippy.ir.run.functions import check_not_none
-from pippy.ir.trace.arguments import Call
+from pippy.ir.trace.arguments import Call, without_inputs
 from pippy.ir.trace.questions import asked
 from pippy.ir.trace.suppositions import (
     CHECKS,
@@ -54,11 +55,16 @@ class Recorded(Protocol):
 
 
 Trace = Callable[[Call], Any]
+_WITH_COPIES = (int, float, complex, tuple, list, dict)  # classes of defaults that are not the only value equal to them
 
 
 @dataclass
 class Identities:
-    """What a model asks by `is`. ``different`` has pairs of inputs that must not be one object, ``one`` those that must be."""
+    """What a model asks by `is`.
+
+    ``different`` has pairs of inputs that must not be one object, ``one`` those that must be. ``other_than`` has the
+    defaults of inputs that must be something else.
+    """
 
     recorded: Any
     call: Call
@@ -66,6 +72,7 @@ class Identities:
     root: nn.Module
     one: list[tuple[str, str]] = field(default_factory=list)
     different: list[tuple[str, str]] = field(default_factory=list)
+    other_than: dict[str, Any] = field(default_factory=dict)
 
     def find(self) -> None:
         """Trace again as often as it takes. Afterwards ``recorded`` and ``call`` are those to go on with."""
@@ -89,6 +96,27 @@ class Identities:
                 if self._differs(Supposition(known=True), Call(**{**vars(self.call), "given": given})):
                     node = next(each for each in self._inputs() if each.target == name)
                     ADDED.put(self.recorded.values.fix(node, value), True)
+
+    def find_defaults(self) -> None:
+        """Find the defaults with which forward does something else than with other values that are equal."""
+        parameters = self.call.signature.parameters
+        inputs = [] if self.call.is_example else [str(node.target) for node in self._inputs()]
+        own = {name: parameters[name].default for name in inputs if name in parameters}
+        own = {name: default for name, default in own.items() if type(default) in _WITH_COPIES}
+        if own and self._asks_for_defaults(own):
+            alone = {name: own[name] for name in own if len(own) == 1 or self._asks_for_defaults({name: own[name]})}
+            self.other_than = alone or own
+
+    def _asks_for_defaults(self, defaults: Mapping[str, Any]) -> bool:
+        equal = replace(self.call, given={**self.call.given, **defaults})
+        same = without_inputs(self.call, defaults)
+        traces = []
+        for call in (same, equal):
+            try:
+                traces.append(self.trace(call))
+            except PippyError:
+                return bool(traces)  # forward fails, but not with the default
+        return _first_difference(traces[0], traces[1], self.call.supposition) is not None and self._repeats
 
     def _inputs(self) -> list[fx.Node]:
         return list(self.recorded.graph.find_nodes(op="placeholder"))
@@ -175,7 +203,7 @@ def _needs_value(user: fx.Node, value: fx.Node) -> bool:
 
 
 def _first_difference(recorded: Any, other: Any, supposition: Supposition) -> fx.Node | None:
-    pairs = zip_longest(_View(recorded, supposition).rows(), _View(other, supposition).rows())
+    pairs = itertools.zip_longest(_View(recorded, supposition).rows(), _View(other, supposition).rows())
     for (node, row), (counterpart, other_row) in (
         (mine or (None, None), theirs or (None, None)) for mine, theirs in pairs
     ):
@@ -213,6 +241,7 @@ class _View:
 
     def rows(self) -> Iterator[tuple[fx.Node, Any]]:
         """A row for each node that computes something, in order."""
+        count = itertools.count()
         for node in self.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self.places[node] = _At(f"{node.op} {node.target}")
@@ -220,7 +249,7 @@ class _View:
                 continue
             if node.op in ("placeholder", "get_attr") or is_of_pippy(node):
                 continue
-            self.places[node] = _At(len(self.places))
+            self.places[node] = _At(next(count))
             called = node.op, node.target, GRADIENTS_OFF.of(node)
             yield node, (*called, self._argument(node.args), self._argument(node.kwargs))
 

@@ -128,7 +128,12 @@ def _trace(
     kinds = {name: kind_of(value) for name, value in call.given.items()} if call.is_example else {}
     flags = {} if call.is_example else {name: value for name, value in call.given.items() if type(value) is bool}
     traced.guards = Guards(
-        kinds, recorded.asked, one=tuple(identities.one), different=tuple(identities.different), flags=flags
+        kinds,
+        recorded.asked,
+        one=tuple(identities.one),
+        different=tuple(identities.different),
+        flags=flags,
+        other_than=identities.other_than,
     )
     traced.required_inputs = tuple(call.given) if call.is_example else _find_required_inputs(traced, tracer)
     traced.modes.after = flags_after_train(model)
@@ -196,6 +201,7 @@ def _answer_identities(
     identities = Identities(recorded, call, again, model)
     identities.find()
     identities.fix_flags()
+    identities.find_defaults()
     identities.recorded.asked = asked_of(identities.recorded.graph, identities.recorded.values.is_tensor)
     return identities.recorded, identities.call, identities
 

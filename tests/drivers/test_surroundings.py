@@ -274,7 +274,9 @@ GO_ON = threading.Event()
 
 def test_a_script_that_changes_a_setting_while_a_step_runs_beside_it(threads):
     GO_ON.clear()
-    driver = PipelineDriver1F1B(Pipe.from_sequential(nn.Sequential(nn.Linear(2, 2), Waits()), mean), threads, check=False)
+    driver = PipelineDriver1F1B(
+        Pipe.from_sequential(nn.Sequential(nn.Linear(2, 2), Waits()), mean), threads, check=False
+    )
     x, target = torch.randn(4, 2), torch.zeros(4)
     step = driver.run_async(2, x, target)
     with CONTEXTS["torch.set_default_dtype"]():

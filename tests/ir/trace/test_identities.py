@@ -249,3 +249,38 @@ def test_a_leaf_that_returns_one_of_its_arguments():
 
     model = Model().double()
     assert torch.equal(pipeline(model, tracer=Keeps, example_args=(X,))(X), model(X))
+
+
+class HasDefault(nn.Module):
+    """It takes an input that has a default, and asks whether it is that."""
+
+    def __init__(self, asks):
+        super().__init__()
+        self.first, self.second, self.asks = nn.Linear(4, 4), nn.Linear(4, 4), asks
+
+    @classmethod
+    def of(cls, default, asks):
+        def forward(self, x, by=default, other=2.0, dims=(0, -1)):
+            h = self.first(x)
+            pipe_split()
+            h = self.second(h).sum(dims[1], keepdim=True)
+            return h if self.asks and by is default else h * by + other
+
+        made = type("WithDefault", (cls,), {"forward": forward})
+        return made(asks).double()
+
+
+@pytest.mark.parametrize("default", [0, 1.5, (), [], {}, (1, 2)], ids=repr)
+def test_a_default_that_forward_asks_for_is_given_or_left_out_in_an_example(default):
+    model, by = HasDefault.of(default, asks=True), torch.full((6, 1), 3.0, dtype=torch.float64)
+    pipe = pipeline(model)
+    assert torch.equal(pipe(X, by), model(X, by))
+    with pytest.raises(InputError, match=r"by is its default, .*Make another Pipe with this call for its example"):
+        pipe(X)
+    assert torch.equal(pipeline(model, example_args=(X,))(X), model(X))  # the advice
+
+
+@pytest.mark.parametrize("default", [2, 1.5], ids=repr)
+def test_a_default_that_forward_computes_with_is_as_any_other_value(default):
+    model = HasDefault.of(default, asks=False)
+    assert torch.equal(pipeline(model)(X), model(X))
