@@ -3,18 +3,17 @@
 Two network namespaces, one process pinned to a core in each, one thread. All are behind pippy's transport: what is
 timed is its `send` and `receive`, with the pickling of keys and layouts and the wake-up of the thread that computes. gloo: a
 thread on each side has a receive posted ahead, for a message of fixed size that says what comes; a small value is inside of it.
-"pippy" is what workers of two hosts use: small values over a connection of TCP, others by RPC.
+"pippy" is what workers of two hosts use: a connection of TCP.
 ping-pong: milliseconds from a send until the value has arrived, half of a round trip. in a row: milliseconds per value if
 several (64 MiB, or 32) are sent before one answer. The engines take turns, round after round. Needs root, for the namespaces.
 
     python -m exps.engines [--rounds 20] [--delay 0.001]
 
-Finding: small values go over TCP, and large ones by RPC. Two virtual cores at a load of 19, --rounds 1 --delay 0: a value of
-4 KiB took 0.45 ms by pippy, 1.04 by RPC and 0.58 by gloo, 64 KiB 0.16, 1.03 and 0.80; 4 KiB in a row 0.03, 0.47 and 0.90.
-From 1 MiB on pippy's way is RPC. Between RPC and gloo, on a quiet machine, --rounds 5: 4 KiB 0.65 and 0.35, 1 MiB 1.0 and
-0.83, 16 MiB 14 and 11, 64 MiB 51 and 61; in a row 0.41 and 0.36, 0.78 and 0.99, 16 and 9.4, 68 and 87. With 1 ms for each
-packet gloo was better one at a time at 4 KiB only (1.6 and 2.1), and took twice as long at 64 KiB and more at 1 MiB. Before
-the processes kept freed memory, 16 MiB took 110 ms and more by both, on a busy machine.
+Finding: small values arrive soonest by pippy, and large ones alike by pippy and RPC. Two virtual cores at a load of 6,
+--rounds 2: a value of 4 KiB took 0.09 ms by pippy, 0.72 by RPC and 0.32 by gloo, 64 KiB 0.16, 0.78 and 0.71, 16 MiB 38, 29
+and 51; 4 KiB in a row 0.02, 0.23 and 0.24, 64 MiB 241, 234 and 243. With 1 ms for each packet 4 KiB took 1.4, 2.1 and 1.7,
+1 MiB 3.5, 4.5 and 7.4. Two other runs of large ones differ by a third from these, in both directions. Before the
+processes kept freed memory, 16 MiB took 110 ms and more by RPC and gloo, on a busy machine.
 """
 
 import argparse
@@ -62,14 +61,14 @@ def by_rpc(rank: int) -> tuple[RpcTransport, SharedMemoryTransport]:
     assert address is not None
 
     def invite(_: None) -> Invitation:
-        return open_door(address, lambda end, window: mixed.add_far(1 - rank, end, window), 60.0, 60.0)
+        return open_door(address, lambda end: mixed.add_far(1 - rank, end), 60.0, 60.0)
 
     rpc.serve(rpc.Served(MessageQueue(), invite, lambda key, value: (alone, mixed)[key[0]].deliver(key, value)))
     os.environ["MASTER_PORT"] = str(PORTS[0])
     rpc.join(NAMES[rank], rank, 2, "env://", "uv", LINK, 60)
     if rank == 0:
         invitation = unpickle(rpc.urgent(NAMES[1], pickle_message(None)).wait())
-        mixed.add_far(1, *come_in(invitation, 60.0, 60.0))
+        mixed.add_far(1, come_in(invitation, 60.0, 60.0))
     return alone, mixed
 
 

@@ -7,7 +7,7 @@ value to itself. The last rows are the time of a send, and of a receive of a val
 the thread that computes.
 
 Then, in milliseconds, between two network namespaces, without and with 1 ms for each packet: what workers of two hosts use
-("pippy": TCP for small values, RPC for others), RPC alone and gloo, by exps/engines.py, which says more. Needs root.
+("pippy": TCP), RPC alone and gloo, by exps/engines.py, which says more. Needs root.
 
     python -m exps.transport [--rounds 300]
 

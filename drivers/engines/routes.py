@@ -15,7 +15,7 @@ def on_devices(devices: Sequence[str]) -> list[int]:
 
 @dataclass(frozen=True)
 class Routes:
-    """The workers, in groups of which each shares memory; between two groups small values go by TCP and others by RPC.
+    """The workers, in groups of which each shares memory; between two groups values go by TCP.
 
     ``hosts`` has the name of each worker's host. ``reasons`` says why a worker shares no memory with others of its host.
     ``only_rpc`` says that between two groups all values go by RPC. ``on_devices`` has from which worker to which values stay
@@ -23,11 +23,11 @@ class Routes:
 
     >>> routes = Routes(("a", "b", "c"), ("node1", "node1", "node2"), ((0, 1), (2,)))
     >>> routes.between(0, 1), routes.between(1, 2), routes.between(2, 2)
-    ('shared memory', 'TCP for small values, RPC for others', 'the same process')
+    ('shared memory', 'TCP', 'the same process')
     >>> print(routes)
     a, b on node1: shared memory
     c on node2
-    between these lines: TCP for small values, RPC for others
+    between these lines: TCP
     >>> print(Routes.of_host("ab", "node1", True, ("cuda:0", "cuda:1")).tried({(0, 1): "", (1, 0): "no peer access"}))
     a, b on node1: shared memory
     from a to b: memory of a's GPU, which b maps
@@ -68,12 +68,12 @@ class Routes:
 
     @property
     def far(self) -> str:
-        """How values go between two groups. Where the port for small ones cannot be reached, they go by RPC, too.
+        """How values go between two groups. Where a port cannot be reached they go by RPC, too.
 
         >>> Routes.of_host("ab", "node1", shares_memory=False).far
         'RPC'
         """
-        return "RPC" if self.only_rpc else "TCP for small values, RPC for others"
+        return "RPC" if self.only_rpc else "TCP"
 
     def __str__(self) -> str:
         lines = [self._line(group) for group in self.groups]

@@ -57,9 +57,8 @@ from pippy.drivers.wire.packet import (
 from pippy.drivers.wire.pickling import pickle_to_bytes
 from pippy.drivers.wire.received_values import ValueKey
 from pippy.drivers.wire.ring import MINIMUM, Ring, RingReview, ring_size
-from pippy.drivers.wire.value_layout import Parts, ValueLayout, aligned, layout_of, rest_to_bytes, take_apart
+from pippy.drivers.wire.value_layout import NO_LAYOUT, Parts, ValueLayout, aligned, layout_of, rest_to_bytes, take_apart
 
-_NO_LAYOUT = ValueLayout(None, (), 0, 0)
 _BUFFER = 1 << 20  # what a socket is asked to hold of packets that are not read; the system may allow less
 _SMALLEST = 64  # a packet with so few bytes inside takes no more of the socket than one without
 
@@ -160,7 +159,7 @@ class Connection:
         if self.ended:
             end.close()
         else:
-            self._post(_Outgoing(END, peer, NO_KEY, _NO_LAYOUT, [], b"", end))
+            self._post(_Outgoing(END, peer, NO_KEY, NO_LAYOUT, [], b"", end))
 
     def flush(self) -> None:
         """Send as much of the queue as possible."""
@@ -200,7 +199,7 @@ class Connection:
         code = pickle_to_bytes(layout)
         known = self._sent_layouts.add(parts.signature, layout)
         if not self.ended:
-            self._post(_Outgoing(LAYOUT, known.number, NO_KEY, _NO_LAYOUT, [], code))
+            self._post(_Outgoing(LAYOUT, known.number, NO_KEY, NO_LAYOUT, [], code))
         return known
 
     def _sent_at_once(self, known: KnownLayout, key: ValueKey, parts: Parts) -> bool:

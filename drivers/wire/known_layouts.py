@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from pippy.drivers.wire.memory import Memory, Place
 from pippy.drivers.wire.packet import INLINE, START
 from pippy.drivers.wire.received_values import Unreadable
-from pippy.drivers.wire.value_layout import ValueLayout
+from pippy.drivers.wire.value_layout import NO_LAYOUT, ValueLayout
 
 LAYOUTS = 1024  # numbers are used again, the oldest first, so that shapes that never repeat do not fill the memory
 
@@ -35,9 +35,9 @@ class KnownLayout:
     place: Place | None
 
     @classmethod
-    def of(cls, number: int, layout: ValueLayout, packet: Memory) -> "KnownLayout":
-        """The layout in the packets that go by this memory."""
-        return cls(number, layout, packet.place(START, layout) if layout.size <= INLINE else None)
+    def of(cls, number: int, layout: ValueLayout, packet: Memory | None) -> "KnownLayout":
+        """The layout in the packets that go by this memory, if there is one."""
+        return cls(number, layout, packet.place(START, layout) if packet and layout.size <= INLINE else None)
 
 
 class SentLayouts:
@@ -66,7 +66,7 @@ class SentLayouts:
 
 
 class ReceivedLayouts:
-    """The layouts that have come, by their numbers. Small values come in the memory ``packet``, at START.
+    """The layouts that have come, by their numbers. Values that are not found elsewhere are in the memory ``packet``, at START.
 
     What cannot be read is Unreadable: the receive of that value raises the error, and not one of another value.
 
@@ -79,14 +79,14 @@ class ReceivedLayouts:
     'UnpicklingError'
     """
 
-    def __init__(self, packet: Memory, pinned: bool) -> None:
+    def __init__(self, packet: Memory | None = None, pinned: bool = False) -> None:
         self.packet, self.pinned = packet, pinned
-        self._known: list[KnownLayout | Unreadable] = [KnownLayout(0, ValueLayout(None, (), 0, 0), None)] * LAYOUTS
+        self._known: list[KnownLayout | Unreadable] = [KnownLayout(0, NO_LAYOUT, None)] * LAYOUTS
 
     def learn(self, number: int, size: int, find: Find | None) -> None:
         """Take in a layout, pickled in so many bytes; without ``find``, in the packet."""
         try:
-            source, start = find() if find else (self.packet, START)
+            source, start = find() if find else self._inside()
             self._known[number] = KnownLayout.of(number, pickle.loads(source.part(start, size)), self.packet)
         except Exception as error:
             self._known[number] = Unreadable(error)
@@ -97,11 +97,13 @@ class ReceivedLayouts:
         if isinstance(known, Unreadable):
             return known
         try:
-            if find is not None:
-                source, start = find()
-                return source.read(start, known.layout, rest, self.pinned)
-            if known.place is not None and not self.pinned:
+            if find is None and known.place is not None and not self.pinned:
                 return known.place.read(rest)
-            return self.packet.read(START, known.layout, rest, self.pinned)
+            source, start = find() if find else self._inside()
+            return source.read(start, known.layout, rest, self.pinned)
         except Exception as error:
             return Unreadable(error)
+
+    def _inside(self) -> tuple[Source, int]:
+        assert self.packet is not None, "a value that nothing finds"
+        return self.packet, START

@@ -25,7 +25,7 @@ class Memory:
     (tensor([0, 1, 2]), None)
     """
 
-    def __init__(self, mapped: mmap.mmap) -> None:
+    def __init__(self, mapped: mmap.mmap | memoryview) -> None:
         self.size = len(mapped)
         self.bytes = memoryview(mapped)
         self._storage = torch.frombuffer(mapped, dtype=torch.uint8).untyped_storage()

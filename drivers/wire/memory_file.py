@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,30 @@ from pippy.drivers.wire.memory import descriptor_beside, no_descriptor
 from pippy.drivers.wire.value_layout import ValueLayout, rebuild, rest_from_bytes
 
 
-class MemoryFile:
+class CopiedBytes(ABC):
+    """Bytes that are copied to where they belong: those of a file, or those that come through a socket."""
+
+    def read(self, start: int, layout: ValueLayout, rest: int, pinned: bool) -> Any:
+        """The value, of which the last ``rest`` bytes are those of its other leaves."""
+        tensors = []
+        for part in layout.tensors:
+            tensor = torch.empty_strided(part.shape, part.stride, dtype=part.dtype, pin_memory=pinned)
+            self._read(_bytes_of(tensor), start + part.offset)
+            tensors.append(tensor.requires_grad_() if part.requires_grad else tensor)
+        return rebuild(layout, tensors, rest_from_bytes(layout, self.part(start + layout.size, rest)))
+
+    def part(self, start: int, size: int) -> memoryview:
+        """So many of the bytes."""
+        found = bytearray(size)
+        self._read(memoryview(found), start)
+        return memoryview(found)
+
+    @abstractmethod
+    def _read(self, target: memoryview, start: int) -> None:
+        """Fill ``target`` with the bytes from ``start``. Raises OSError if there are fewer."""
+
+
+class MemoryFile(CopiedBytes):
     """A file in memory without a name. It ends with its last user.
 
     >>> from pippy.drivers.wire.value_layout import layout_of
@@ -54,21 +78,6 @@ class MemoryFile:
         if fd is None:
             raise no_descriptor("the memory in which a value came")
         return MemoryFile(fd)
-
-    def read(self, start: int, layout: ValueLayout, rest: int, pinned: bool) -> Any:
-        """The value, of which the last ``rest`` bytes are those of its other leaves."""
-        tensors = []
-        for part in layout.tensors:
-            tensor = torch.empty_strided(part.shape, part.stride, dtype=part.dtype, pin_memory=pinned)
-            self._read(_bytes_of(tensor), start + part.offset)
-            tensors.append(tensor.requires_grad_() if part.requires_grad else tensor)
-        return rebuild(layout, tensors, rest_from_bytes(layout, self.part(start + layout.size, rest)))
-
-    def part(self, start: int, size: int) -> memoryview:
-        """So many of its bytes."""
-        found = bytearray(size)
-        self._read(memoryview(found), start)
-        return memoryview(found)
 
     def close(self) -> None:
         """Close the file descriptor."""

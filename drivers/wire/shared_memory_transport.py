@@ -1,23 +1,22 @@
 """Sends values to the processes of this host through shared memory, and to others by messages.
 
-connection.py explains the first way, rpc_transport.py has the second. Which peer is reached in which way is settled before
-the first value is sent.
+connection.py explains the first way, tcp_connection.py the second; rpc_transport.py has what there is without it. Which peer is
+near is settled before the first value is sent.
 """
 
 import os
 import select
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from pippy.drivers.wire.connection import Connection
-from pippy.drivers.wire.far_connection import FarConnection
 from pippy.drivers.wire.memory import no_descriptor
 from pippy.drivers.wire.received_values import ReceivedValues, ValueKey
 from pippy.drivers.wire.rpc_transport import Post, PostedValues, copied
+from pippy.drivers.wire.tcp_connection import TcpConnection
 from pippy.drivers.wire.transport import SentCount, Transport
 
 _CONTROLLER = -1  # its number among the peers
@@ -34,8 +33,8 @@ class SharedMemoryTransport(Transport):
     read. While a ring is replaced, the old ring that the receiver has not emptied is in use too. A ring of which half is
     not needed shrinks. The memory has no name in the file system, so nothing is left behind, however a process ends.
 
-    To the peers ``far``, which share no memory with this process, ``post`` carries values, as for an RpcTransport, but for
-    small ones once there is a connection of TCP: `add_far` brings it, and ``lost`` is called if it breaks.
+    To the peers ``far``, which share no memory with this process, values go by a connection of TCP: `add_far` brings it, and
+    ``lost`` is called if it breaks. Where there is none ``post`` carries them, as for an RpcTransport.
 
     A connection to the ``controller`` is served along with those of the peers. A receive polls for its value for
     ``patience`` seconds before it sleeps, because waking a process takes longer than sending it a small value. If values go on
@@ -63,15 +62,16 @@ class SharedMemoryTransport(Transport):
         post: Post | None = None,
         lost: Callable[[int, str], None] = lambda peer, how: None,
     ) -> None:
-        self.index, self.pinned, self.far = index, pinned, frozenset(far)
+        self.index, self.far = index, frozenset(far)
         self.patience = 0.0 if pinned else patience  # a copy that has left the device must not wait for a poll
         self.sent: dict[int, SentCount] = {}
         self.received, self._limit = ReceivedValues(), limit
         self._posted = PostedValues(post, self.received) if post else None
         self._lost = lost
-        self._far_ends: deque[tuple[int, socket.socket, int]] = deque()  # that came, and that epoll does not watch yet
+        self.far_connections: dict[int, TcpConnection] = {}
         self._closed = False
-        self.connections: dict[int, Connection | FarConnection] = {}
+        self._pinned = pinned
+        self.connections: dict[int, Connection] = {}
         self._peer_of: dict[int, int] = {}
         self._unconnected: dict[int, OSError] = {}  # the peers whose sockets could not be taken
         self._epoll = select.epoll()
@@ -86,7 +86,7 @@ class SharedMemoryTransport(Transport):
 
     def send(self, to: int, key: ValueKey, value: Any) -> None:
         connection = self.connections.get(to)
-        if type(connection) is not Connection:
+        if connection is None:
             if to == self.index:
                 self.received.put(key, copied(value))
                 return
@@ -99,12 +99,11 @@ class SharedMemoryTransport(Transport):
         sent.values += 1
         sent.bytes += payload
 
-    def add_far(self, peer: int, end: socket.socket, window: int) -> None:
+    def add_far(self, peer: int, end: socket.socket) -> None:
         """Use a connection of TCP to a far peer. From any thread."""
-        self._far_ends.append((peer, end, window))
-        self.received.wakeup.set()
+        connection = self.far_connections[peer] = TcpConnection(end, self.received, partial(self._broke, peer))
         if self._closed:
-            self._drop_far_ends()
+            connection.close()
 
     def ready(self, key: ValueKey) -> bool:
         while not self.received.has(key) and self._serve(0):
@@ -143,7 +142,8 @@ class SharedMemoryTransport(Transport):
 
     def close(self) -> None:
         self._closed = True
-        self._drop_far_ends()
+        for far in list(self.far_connections.values()):
+            far.close()
         for connection in self.connections.values():
             if not connection.ended:
                 connection.flush()
@@ -152,7 +152,7 @@ class SharedMemoryTransport(Transport):
         self._epoll.close()
         self.received.close()
 
-    def _to_peers(self) -> Iterator[Connection | FarConnection]:
+    def _to_peers(self) -> Iterator[Connection]:
         return (connection for peer, connection in self.connections.items() if peer != _CONTROLLER)
 
     def _take_in(self, source: int) -> bool:
@@ -164,32 +164,26 @@ class SharedMemoryTransport(Transport):
         return self._step(connection) or (self.patience > 0 and self._poll(connection))
 
     def _send_far(self, to: int, key: ValueKey, value: Any, sent: SentCount) -> None:
-        connection = self.connections.get(to)
-        payload = connection.send(key, value) if connection is not None and not connection.ended else None
-        if payload is None:
+        connection = self.far_connections.get(to)
+        if connection is None or connection.ended:
             assert self._posted is not None, f"worker {to} is far, and nothing carries values there"
             self._posted.send(to, key, value, sent)
         else:
             sent.values += 1
-            sent.bytes += payload
+            sent.bytes += connection.send(key, value)
 
-    def _take_far_ends(self) -> None:
-        while self._far_ends:
-            peer, end, window = self._far_ends.popleft()
-            self._add(peer, FarConnection(end, self.received, window, self.pinned))
+    def _broke(self, peer: int, how: str) -> None:
+        """A connection of TCP has broken. From the thread that reads it."""
+        self._lost(peer, f"the connection to it broke: {how}")
+        self.received.mark_lost(peer)
 
-    def _drop_far_ends(self) -> None:
-        with suppress(IndexError):  # another thread may have taken the last one
-            while True:
-                self._far_ends.popleft()[1].close()
-
-    def _add(self, peer: int, connection: Connection | FarConnection) -> None:
+    def _add(self, peer: int, connection: Connection) -> None:
         self.connections[peer] = connection
         self._peer_of[connection.fd] = peer
         self._epoll.register(connection.fd, select.EPOLLIN)
 
     def _connect(self, peer: int, end: socket.socket) -> None:
-        self._add(peer, Connection(end, self.received, self._limit, self.pinned))
+        self._add(peer, Connection(end, self.received, self._limit, self._pinned))
         self.sent[peer] = SentCount()
 
     def _take_end(self, peer: int, fd: int | None) -> None:
@@ -208,9 +202,7 @@ class SharedMemoryTransport(Transport):
                 raise self._unconnected[peer]
             self.received.check(key)
             self._serve(-1)
-        connection = self.connections[peer]
-        assert isinstance(connection, Connection)
-        return connection
+        return self.connections[peer]
 
     def _wait_for_traffic(self, seconds: float | None) -> None:
         self._serve(-1 if seconds is None else seconds)
@@ -230,7 +222,6 @@ class SharedMemoryTransport(Transport):
             found = found if found == wanted else -2
             if fd == self._wakeup:
                 self.received.woken()
-                self._take_far_ends()
             elif fd in self._peer_of:
                 connection = self.connections[self._peer_of[fd]]
                 if connection.queue or connection.socket_full:
@@ -240,24 +231,22 @@ class SharedMemoryTransport(Transport):
                         break  # nothing more is there; or it is what is waited for, and epoll tells of the rest again
         return found
 
-    def _step(self, connection: Connection | FarConnection) -> bool:
+    def _step(self, connection: Connection) -> bool:
         """Read one packet, if there is one."""
         try:
             more = connection.step()
             if connection.queue and not connection.socket_full:
                 connection.flush()
             return more
-        except ConnectionError as error:
+        except ConnectionError:
             peer = self._peer_of.pop(connection.fd)
             self._epoll.unregister(connection.fd)
             self._full.discard(connection.fd)
             connection.close()
-            if peer in self.far:
-                self._lost(peer, f"the connection to it broke: {error}")
             self.received.mark_lost(peer)
             return False
 
-    def _poll(self, connection: Connection | FarConnection) -> bool:
+    def _poll(self, connection: Connection) -> bool:
         """Poll for a packet of this peer for ``patience`` seconds; True if one came."""
         end = time.monotonic() + self.patience
         while connection.fd in self._peer_of and time.monotonic() < end:

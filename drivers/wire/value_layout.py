@@ -72,6 +72,9 @@ class ValueLayout:
     rest_is_bytes: bool = False
 
 
+NO_LAYOUT = ValueLayout(None, (), 0, 0)
+
+
 @dataclasses.dataclass(slots=True)
 class Parts:
     """A value taken apart. Two values with equal signatures have the same layout."""

@@ -2,8 +2,7 @@
 
 It trains on a cluster in which some workers share memory and some do not; steps fail; at the end a worker is killed. Every
 rank says what it sends by RPC, when it does so first: the kind of call, and the process that is called; and with whom it has
-a connection of TCP. These have room for four values, so that others go by RPC in between. Nobody gets through to the ports
-that rank 3 opens for connections, as behind a firewall.
+a connection of TCP. Nobody gets through to the ports that rank 3 opens for connections, as behind a firewall.
 """
 
 import copy
@@ -135,20 +134,30 @@ def tell_of_connections():
     """Print to whom this process gets a connection."""
     inner = SharedMemoryTransport.add_far
 
-    def told(transport, peer, end, window):
-        print(f"TCP {os.environ['RANK']} {peer} {window}\n", end="", flush=True)
-        inner(transport, peer, end, window)
+    def told(transport, peer, end):
+        print(f"TCP {os.environ['RANK']} {peer}\n", end="", flush=True)
+        inner(transport, peer, end)
 
     SharedMemoryTransport.add_far = told
+
+
+def close_doors():
+    """Let nothing in at the ports that this process opens for connections."""
+    inner = far_door.socket_for
+
+    def closed(address):
+        let_nothing_in(end := inner(address))
+        return end
+
+    far_door.socket_for = closed
 
 
 for kind in ("deliver", "post", "urgent"):
     tell(kind)
 tell_of_connections()
 tell_of_posts()
-far_door._BUFFER = 8192
 if os.environ["RANK"] == "3":  # the highest opens the doors
-    far_door._enlarge = let_nothing_in
+    close_doors()
 os.environ["PIPPY_HOST"] = os.environ["HOSTS"].split()[int(os.environ["RANK"])]
 torch.manual_seed(1)
 torch.set_default_dtype(torch.float64)

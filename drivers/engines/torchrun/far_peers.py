@@ -1,12 +1,14 @@
 """A worker's connections of TCP to workers of other hosts, one for each that it passes values to or takes them from."""
 
+import socket
 import sys
 import threading
 from collections.abc import Callable, Collection
+from functools import partial
 
 from pippy.drivers.protocol.urgent import Invite, Ping
 from pippy.drivers.wire.messages import rpc
-from pippy.drivers.wire.messages.far_door import Invitation, Take, come_in, open_door
+from pippy.drivers.wire.messages.far_door import Invitation, come_in, open_door
 from pippy.drivers.wire.messages.message_queue import DeliveryFailure
 from pippy.drivers.wire.messages.rpc_values import BEYOND
 from pippy.drivers.wire.pickling import pickle_message, unpickle
@@ -29,7 +31,7 @@ class FarPeers:
         peers: Collection[int],
         address: str | None,
         timeout: float,
-        take: Callable[..., None],
+        take: Callable[[int, socket.socket], None],
     ) -> None:
         self.index, self.name, self.peers = index, name, frozenset(peers)
         self.address, self.within, self.silence, self.take = address, timeout / 2, timeout + BEYOND, take
@@ -42,8 +44,7 @@ class FarPeers:
             return None
         # RPC connects with the first call. Where that has no free descriptor, torch ends the process: not later, with a value.
         rpc.wait_all([rpc.urgent(self.name(guest), pickle_message(Ping()))], self.within / 2)
-        take: Take = lambda end, window: self.take(guest, end, window)  # noqa: E731
-        return open_door(self.address, take, 2 * self.within, self.silence)
+        return open_door(self.address, partial(self.take, guest), 2 * self.within, self.silence)
 
     def dial(self, peer: int) -> None:
         """Get a connection with a peer, unless there is one, or there can be none."""
@@ -54,11 +55,11 @@ class FarPeers:
             try:
                 invitation = self._invitation(peer)
                 if invitation is not None:
-                    self.take(peer, *come_in(invitation, self.within, self.silence))
+                    self.take(peer, come_in(invitation, self.within, self.silence))
             except OSError as error:
                 print(
-                    f"pippy: worker {self.index} passes all values to and from worker {peer} by RPC, which takes longer for "
-                    f"small ones: it got no connection of its own with it: {error}",
+                    f"pippy: worker {self.index} passes all values to and from worker {peer} by RPC, which takes longer: "
+                    f"it got no connection of its own with it: {error}",
                     file=sys.stderr,
                     flush=True,
                 )

@@ -54,8 +54,8 @@ class TorchrunWorker:
 
     ``peer`` gives the RPC name of the process that hosts a worker. ``sockets``, if there are any, lead to the first process
     of this host: for messages, if that is the controller's, and for urgent ones. Through them come the sockets to workers of
-    this host; to those that are ``far`` values go by RPC, and small ones over TCP if ``address``, the one of this host that
-    others reach, is known. The workers ``near`` compute on devices of this host. ``connections``, if this is the first
+    this host; to those that are ``far`` values go over TCP if ``address``, the one of this host that others reach, is known,
+    else by RPC. The workers ``near`` compute on devices of this host. ``connections``, if this is the first
     process, has the other ends.
     """
 

@@ -1,15 +1,14 @@
 """How two workers of different hosts get a connection of TCP: one opens a door for the other alone, and closes it behind it.
 
     worker 2   opens a port, and tells worker 1, by RPC, where it is and two secrets of 32 random bytes
-    worker 1   connects, and says the first secret and the window that it can have
-    worker 2   says the second secret, and its own window
+    worker 1   connects, and says the first secret
+    worker 2   says the second secret
     worker 1   says that it takes the connection
     worker 2   closes the port, and takes the connection, too
-    both       take the smaller window
 
 A guest may have given up meanwhile. Then the host has no connection, either, and each sends its values in another way.
 
-Whoever else connects does not know the first secret, is sent nothing, and nothing of what it sends is read beyond 36 bytes.
+Whoever else connects does not know the first secret, is sent nothing, and nothing of what it sends is read beyond 32 bytes.
 Whoever else answers does not know the second. The secrets are never written into a store. They go through RPC, so these
 connections are worth as much trust as those of RPC, and no more.
 """
@@ -17,7 +16,6 @@ connections are worth as much trust as those of RPC, and no more.
 import hmac
 import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -25,12 +23,10 @@ from dataclasses import dataclass, field
 
 from pippy.drivers.wire.messages.silent_connections import break_when_silent
 
-_BUFFER = 1 << 20  # what a socket is asked to hold each way; the system may allow less
 _SECRET = 32
-_WINDOW = struct.Struct("<I")
 _TAKEN = b"+"
 
-Take = Callable[[socket.socket, int], None]  # gets a connection, and its window
+Take = Callable[[socket.socket], None]
 
 
 @dataclass(frozen=True)
@@ -54,8 +50,8 @@ def open_door(address: str, take: Take, within: float, silence: float) -> Invita
 
     >>> import queue
     >>> taken = queue.SimpleQueue()
-    >>> invitation = open_door("127.0.0.1", lambda end, window: taken.put(end), 5.0, 5.0)
-    >>> guest, window = come_in(invitation, 5.0, 5.0)
+    >>> invitation = open_door("127.0.0.1", taken.put, 5.0, 5.0)
+    >>> guest = come_in(invitation, 5.0, 5.0)
     >>> host = taken.get()
     >>> host.sendall(b"hello"), guest.recv(5)
     (None, b'hello')
@@ -64,7 +60,6 @@ def open_door(address: str, take: Take, within: float, silence: float) -> Invita
     """
     door = socket_for(address)
     try:
-        _enlarge(door)
         door.bind((address, 0))
         door.listen(1)
         invitation = Invitation(address, door.getsockname()[1], os.urandom(_SECRET), os.urandom(_SECRET))
@@ -76,21 +71,18 @@ def open_door(address: str, take: Take, within: float, silence: float) -> Invita
     return invitation
 
 
-def come_in(invitation: Invitation, within: float, silence: float) -> tuple[socket.socket, int]:
-    """Go to a door. Returns the connection and its window. Raises OSError if that cannot be had in so many seconds."""
+def come_in(invitation: Invitation, within: float, silence: float) -> socket.socket:
+    """Go to a door. Returns the connection. Raises OSError if that cannot be had in so many seconds."""
     end = socket_for(invitation.address)
     try:
-        _enlarge(end)
         end.settimeout(within)
         end.connect((invitation.address, invitation.port))
         _prepare(end, silence)
-        own = _window(end)
-        end.sendall(invitation.first + _WINDOW.pack(own))
-        said = _read(end, _SECRET + _WINDOW.size, time.monotonic() + within)
-        if not hmac.compare_digest(said[:_SECRET], invitation.second):
+        end.sendall(invitation.first)
+        if not hmac.compare_digest(_read(end, _SECRET, time.monotonic() + within), invitation.second):
             raise ConnectionError("another program answers at the port that was opened for this connection")
         end.sendall(_TAKEN)
-        return end, min(own, *_WINDOW.unpack(said[_SECRET:]))
+        return end
     except BaseException:
         end.close()
         raise
@@ -116,24 +108,21 @@ def _let_in(door: socket.socket, invitation: Invitation, take: Take, end_time: f
             except OSError:
                 return None
             try:
-                window = _welcome(end, invitation, min(end_time, time.monotonic() + 1.0), silence)
+                _welcome(end, invitation, min(end_time, time.monotonic() + 1.0), silence)
             except OSError:
                 end.close()
             else:
                 door.close()
-                return take(end, window)
+                return take(end)
     return None
 
 
-def _welcome(end: socket.socket, invitation: Invitation, end_time: float, silence: float) -> int:
-    said = _read(end, _SECRET + _WINDOW.size, end_time)
-    if not hmac.compare_digest(said[:_SECRET], invitation.first):
+def _welcome(end: socket.socket, invitation: Invitation, end_time: float, silence: float) -> None:
+    if not hmac.compare_digest(_read(end, _SECRET, end_time), invitation.first):
         raise ConnectionError("it was not invited")
     _prepare(end, silence)
-    own = _window(end)
-    end.sendall(invitation.second + _WINDOW.pack(own))
+    end.sendall(invitation.second)
     _read(end, len(_TAKEN), time.monotonic() + silence)
-    return min(own, *_WINDOW.unpack(said[_SECRET:]))
 
 
 def _read(end: socket.socket, size: int, end_time: float) -> bytes:
@@ -148,17 +137,6 @@ def _read(end: socket.socket, size: int, end_time: float) -> bytes:
     return data
 
 
-def _enlarge(end: socket.socket) -> None:
-    """Before it connects: the window of TCP is chosen then."""
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
-
-
 def _prepare(end: socket.socket, silence: float) -> None:
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     break_when_silent(end, silence / 3, silence)
-
-
-def _window(end: socket.socket) -> int:
-    """A quarter of what the system says it holds: it counts more than the bytes that are sent."""
-    return min(end.getsockopt(socket.SOL_SOCKET, each) for each in (socket.SO_RCVBUF, socket.SO_SNDBUF)) // 4
