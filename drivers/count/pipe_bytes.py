@@ -47,6 +47,7 @@ from pippy.ir.base.trees import map_tensors, tensors
 from pippy.ir.batch_norm.step_statistics import StepStatistics
 from pippy.ir.pipe import Pipe, compiled_of
 from pippy.ir.run.random_state import untouched_random_state
+from pippy.ir.run.snapshot import Snapshot
 from pippy.ir.run.stage_run import as_leaf
 
 MICROBATCHES = 2
@@ -218,7 +219,7 @@ class _Counted:
 
         def watched(*operands: Any) -> None:
             live, made = self.live, self._made_by(instruction)
-            buffers = [each._version for each in self._buffers(instruction.stage)]
+            buffers = Snapshot(dict(enumerate(self._buffers(instruction.stage))))
             before, seen = live.restart(), live.seen
             self._note_places(instruction, self._taken_by(instruction), "taken")
             held = self._held_of(instruction)
@@ -232,8 +233,7 @@ class _Counted:
             self._note_values(instruction, made, seen)
             self.gradients[f"{instruction.op}{instruction.stage}"] = self._gradients_of(instruction.stage)
             if instruction.op == Op.FORWARD:
-                own = self._buffers(instruction.stage)
-                written = [each for each, then in zip(own, buffers) if each._version != then]
+                written = [buffers.tensors[each] for each in buffers.changed()]
                 averages = [
                     each for each in self._averages(instruction.stage) if all(each is not one for one in written)
                 ]

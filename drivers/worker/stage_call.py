@@ -12,10 +12,9 @@ from pippy.drivers.worker.gradients.step_buffers import StepBuffers
 from pippy.drivers.worker.halves.split_backward import WeightDeferral
 from pippy.ir.base.trees import map_instances
 from pippy.ir.run.changing_tensors import apart_from, memory_of_layers
-from pippy.ir.run.given_inputs import NamedInputs, check_versions, versions
+from pippy.ir.run.given_inputs import NamedInputs, check_inputs, check_unchanged, snapshot_of_inputs
 from pippy.ir.run.may_draw import Draws
 from pippy.ir.run.repeated_forward import RepeatedForward
-from pippy.ir.run.shared_tensors import check_unchanged
 from pippy.ir.run.stage_draws import drawn_as_whole, seed_whole
 from pippy.ir.run.stage_run import run_stage
 
@@ -65,14 +64,14 @@ class StageCall:
     def _run(self, inputs: Sequence[Any]) -> Any:
         seed_whole(self.name, self.drawn_as_whole)
         args = inputs if self.template is None else filled(self.template, inputs)
-        before = versions(inputs, self.seen) if self.seen else ()
+        before = snapshot_of_inputs(inputs, self.seen) if self.seen else None
         if self.constant:
             with check_unchanged(self.name, self.module, self.constant):
                 outputs = run_stage(self.name, self.module, args)
         else:
             outputs = run_stage(self.name, self.module, args)
-        if before:
-            check_versions(before, inputs, self.seen, self.name, self.module)
+        if before is not None:
+            check_inputs(before, self.name, self.module)
         return apart_from(self.memory, outputs) if self.memory else outputs
 
 

@@ -24,6 +24,7 @@ from pippy.drivers.protocol.trials import Difference, Purpose, Trial, TrialResul
 from pippy.drivers.worker.gradients.step_buffers import StepBuffers, own_buffers
 from pippy.drivers.worker.measure.leave_unchanged import left_unchanged
 from pippy.drivers.worker.measure.watch import Watch
+from pippy.ir.run.snapshot import snapshot_of_buffers
 
 Place = tuple[str, str, str]  # the stage, "gradient" or "buffer", the name in the stage
 Digests = dict[Place, torch.Tensor]
@@ -55,7 +56,7 @@ class Trials:
     def try_out(self, trial: Trial, inputs: Division, run: Callable[[], StepResult]) -> TrialResult:
         """Carry out a trial. ``run`` runs its step, on these inputs."""
         watch = Watch(inputs) if trial.watch else None
-        before = {place: (id(buffer), buffer._version, _copy(buffer)) for place, buffer in self._buffers()}
+        before = snapshot_of_buffers(dict(self._buffers()))
         differences: tuple[Difference, ...] = ()
         with ExitStack() as stack:
             for module in self.modules.values():
@@ -64,7 +65,7 @@ class Trials:
             self.clear()
             with self.step_buffers.step(trial.step.inputs.chunks, refuses=False), _alike_and_watched(watch):
                 result = run()
-            changed = {place for place, buffer in self._buffers() if _is_changed(buffer, before.get(place))}
+            changed = set(before.changed(dict(self._buffers())))
             if trial.purpose is not Purpose.ALONE:
                 differences = self._taken(dict(self._digests(changed)), trial.purpose)
             if trial.follow_buffers:
@@ -125,17 +126,6 @@ class Trials:
 
 def _is_finite(found: torch.Tensor) -> bool:
     return bool(found.isfinite().all())
-
-
-def _copy(buffer: torch.Tensor) -> torch.Tensor | None:
-    """Of a buffer that a norm may change: torch counts no version then."""
-    return buffer.clone() if buffer.dim() <= 1 and buffer.is_floating_point() else None
-
-
-def _is_changed(buffer: torch.Tensor, before: tuple[int, int, torch.Tensor | None] | None) -> bool:
-    if before is None or before[:2] != (id(buffer), buffer._version):
-        return True
-    return before[2] is not None and not torch.equal(before[2], buffer)
 
 
 @contextmanager

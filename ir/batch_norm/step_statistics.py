@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm, Note, Noted, Statistics, note
-from pippy.ir.run.shared_tensors import check_unchanged
+from pippy.ir.run.given_inputs import check_unchanged
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ Tensors are exchanged, not written: a graph that has saved a buffer for its back
 
 import random
 import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from torch import nn
 
 from pippy.ir.run.changing_tensors import is_of_torch
 from pippy.ir.run.random_state import RandomState
-from pippy.ir.run.shared_tensors import memory_of
+from pippy.ir.run.snapshot import Snapshot
 
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 _CONTAINERS = (list, dict, set, deque)
@@ -44,34 +44,32 @@ class Before:
         self.held = list(_held(modules))
         self.values = [{name: _shallow(value) for name, value in _own(held).items()} for held in self.held]
         self.same = [_own(held) for held in self.held]
-        places = [
-            (number, name, value)
+        places = {
+            (number, name): value
             for number, values in enumerate(self.same)
             for name, value in values.items()
             if isinstance(value, torch.Tensor)
-        ]
-        self.versions = {(number, name): version_of(value) for number, name, value in places}
-        chosen = [each for each in places if known is None or each[:2] in known]
-        copies = copies_of([value for _, _, value in chosen])
-        self.copies = {(number, name): copied for (number, name, _), copied in zip(chosen, copies)}
-        self.compares = known is None
+        }
+        copied = places if known is None else [each for each in places if each in known]
+        # Some kernels write the statistics of a batch normalization, and torch counts no change.
+        self.tensors = Snapshot(places, copied, compares=known is None)
 
     def changes(self) -> tuple[list[Change], set[tuple[int, str]], bool]:
         """What has changed since; the tensors that were written, by number and name; and whether all is known as it was."""
         changes: list[Change] = []
-        written: set[tuple[int, str]] = set()
-        complete = True
+        copies = self.tensors.copies
+        written = set(self.tensors.changed())
+        if not self.tensors.compares:  # known from an earlier forward
+            written |= copies.keys()
         for number, held in enumerate(self.held):
             before, same, now = self.values[number], self.same[number], _own(held)
             for name in before.keys() | now.keys():
                 old = same.get(name, _MISSING)
-                if isinstance(old, torch.Tensor) and self._is_written((number, name), old):
-                    written.add((number, name))
-                    complete = complete and (number, name) in self.copies
-                    changes.append(Change(held, name, self.copies.get((number, name), old)))
+                if (number, name) in written:
+                    changes.append(Change(held, name, copies.get((number, name), old)))
                 elif now.get(name, _MISSING) is not old or not _same_items(before.get(name, _MISSING), old):
                     changes.append(Change(held, name, before.get(name, _MISSING)))
-        return changes, written, complete
+        return changes, written, written <= copies.keys()
 
     def put_back(self) -> None:
         """Have all as it was, for good. Tensors that were written stay the same objects."""
@@ -80,18 +78,10 @@ class Before:
             _set(each.held, each.name, each.before)
         with torch.no_grad():
             for number, name in written:
-                tensor, copied = self.same[number][name], self.copies[number, name]
+                tensor, copied = self.same[number][name], self.tensors.copies[number, name]
                 if not tensor.is_inference() and tensor.shape == copied.shape:
                     tensor.copy_(copied)
                     self.held[number][name] = tensor
-
-    def _is_written(self, place: tuple[int, str], tensor: torch.Tensor) -> bool:
-        if version_of(tensor) != self.versions[place]:
-            return True
-        # Some kernels write the statistics of a batch normalization, and torch counts no change.
-        if self.compares and tensor.layout is torch.strided:
-            return not torch.equal(tensor, self.copies[place])
-        return place in self.copies  # known from an earlier forward
 
 
 @contextmanager
@@ -105,35 +95,6 @@ def as_before(changes: Sequence[Change]) -> Iterator[None]:
     finally:
         for each, value in zip(changes, now):
             _set(each.held, each.name, value)
-
-
-def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of tensors. Those that share memory get copies that share memory.
-
-    >>> x = torch.zeros(3)
-    >>> one, other = copies_of([x, x[1:]])
-    >>> other[0] = 5
-    >>> one
-    tensor([0., 5., 0.])
-    """
-    memories = [memory_of(tensor) for tensor in tensors]
-    users = Counter(memories)
-    storages: dict[int, torch.UntypedStorage] = {}
-    return [
-        tensor.detach().clone()
-        if memory is None or users[memory] == 1
-        else _on(storages.setdefault(memory, _cloned(storages, memory, tensor)), tensor)
-        for tensor, memory in zip(tensors, memories)
-    ]
-
-
-def _cloned(storages: dict[int, torch.UntypedStorage], memory: int, tensor: torch.Tensor) -> torch.UntypedStorage:
-    return storages[memory] if memory in storages else tensor.untyped_storage().clone()
-
-
-def _on(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tensor:
-    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _held(modules: Sequence[nn.Module]) -> Iterator[dict[str, Any]]:
@@ -172,11 +133,6 @@ def _set(held: dict[str, Any], name: str, value: Any) -> None:
         held.pop(name, None)
     else:
         held[name] = value
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor has been changed in place."""
-    return 0 if tensor.is_inference() else tensor._version  # torch does not count there
 
 
 class RandomNumbers:

@@ -1,53 +1,35 @@
 """Whether a stage changed in place what it was given, where others would see it in the plain model, but not in a Pipe.
 
-Between workers each stage has a copy. In one process they share memory. So that both give the same numbers, or none, the
-versions of tensors are compared, before a stage runs and after it.
+Between workers each stage has a copy. In one process they share memory. So that both give the same numbers, or none, it is
+looked at before a stage runs and after it.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import fx, nn
 
-from pippy.ir.base.errors import StageError
+from pippy.ir.base.errors import SharedParameterError, StageError
 from pippy.ir.base.source import excerpt_of
 from pippy.ir.base.trees import tensors
+from pippy.ir.run.shared_tensors import get_tensor
+from pippy.ir.run.snapshot import Snapshot
 
 NamedInputs = Sequence[tuple[int, str]]  # inputs of a stage, by number and name
 _IN_TORCH = ("torch", "_operator", "operator", "builtins", "math")
 
 
-def versions(inputs: Sequence[Any], seen: NamedInputs) -> Sequence[Any]:
-    """How often each of these inputs has been changed in place so far.
-
-    >>> x = torch.zeros(2)
-    >>> before = versions([x], seen=[(0, "x")])
-    >>> x.add_(1)
-    tensor([1., 1.])
-    >>> before == versions([x], seen=[(0, "x")])
-    False
-    """
-    try:
-        return [
-            value._version
-            if type(value := inputs[index]) is torch.Tensor
-            else [tensor._version for tensor in tensors(value)]
-            for index, _ in seen
-        ]
-    except RuntimeError:  # torch does not count the changes of a tensor that was made in inference mode
-        return ()
+def snapshot_of_inputs(inputs: Sequence[Any], seen: NamedInputs) -> Snapshot[tuple[str, int]]:
+    """The tensors in these inputs of a stage, before it runs."""
+    return Snapshot({(name, at): tensor for index, name in seen for at, tensor in enumerate(tensors(inputs[index]))})
 
 
-def check_versions(
-    before: Sequence[Any], inputs: Sequence[Any], seen: NamedInputs, stage: str, module: nn.Module
-) -> None:
-    """Raise if an input has another version than ``before``."""
-    if not before:
-        return
-    after = versions(inputs, seen)
-    if after != before:
-        name = next(name for (_, name), old, new in zip(seen, before, after) if old != new)
+def check_inputs(before: Snapshot[tuple[str, int]], stage: str, module: nn.Module) -> None:
+    """Raise if an input was changed in place since."""
+    changed = before.changed()
+    if changed:
+        name, _ = changed[0]
         raise StageError(
             f"{stage} changed its input {name!r} in place, in code that tracing does not see. In the plain model, "
             "the change is seen by all code that has this tensor: another stage, the caller, the model itself. A "
@@ -55,6 +37,19 @@ def check_versions(
             + "".join(f"{line}\n" for line in _places(module, name))
             + "What to do: use the operation that makes a new tensor there. If no other code needs the change, "
             "pass a copy, value.clone()"
+        )
+
+
+@contextmanager
+def check_unchanged(stage: str, module: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """A context that raises at its end if ``module`` has changed one of these tensors, which other stages hold, in place."""
+    before = Snapshot({name: get_tensor(module, name) for name in names})
+    yield
+    changed = before.changed()
+    if changed:
+        raise SharedParameterError(
+            f"{stage} changed {', '.join(map(repr, changed))} in place, which other stages hold too; their copies would "
+            "drift apart. Move the split so that one stage makes every use, or give each use a buffer of its own"
         )
 
 

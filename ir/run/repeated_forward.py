@@ -10,7 +10,7 @@ graph is kept, as it is where it changes a parameter.
 """
 
 import threading
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,15 +20,8 @@ from torch import nn
 
 from pippy.ir.base.errors import StageError
 from pippy.ir.base.trees import describe, map_leaves, map_tensors, tensors
-from pippy.ir.run.forward_state import (
-    Before,
-    Change,
-    RandomNumbers,
-    RandomNumbersThen,
-    as_before,
-    copies_of,
-    version_of,
-)
+from pippy.ir.run.forward_state import Before, Change, RandomNumbers, RandomNumbersThen, as_before
+from pippy.ir.run.snapshot import Snapshot
 from pippy.ir.run.stage_run import as_leaf
 
 Run = Callable[[tuple[Any, ...]], Any]  # runs the stage on leaves
@@ -89,7 +82,7 @@ class Kept:
     """What is kept of a first run: its inputs, and what it changed, as that was before."""
 
     inputs: tuple[Any, ...]
-    versions: list[int]
+    tensors: Snapshot[int]
     changes: Sequence[Change]
     drew: RandomNumbersThen | None
     outputs: list[torch.Tensor] | None  # to compare with, in the first run of all
@@ -118,32 +111,29 @@ class RepeatedForward:
         flags = [module.training for module in self.modules]
         known = self.known if self.known is not None and self.known.flags == flags else None
         own = tuple(map_leaves(lambda leaf: leaf, value) if is_own else None for value, is_own in zip(inputs, outside))
-        given = list(tensors(own))
-        versions = [version_of(tensor) for tensor in given]
-        chosen = [number for number in range(len(given)) if known is None or number in known.inputs]
-        copies = dict(zip(chosen, copies_of([given[number] for number in chosen])))
+        tensors_given = dict(enumerate(tensors(own)))
+        given = Snapshot(tensors_given, [each for each in tensors_given if known is None or each in known.inputs])
         before = Before(self.modules, None if known is None else known.tensors)
-        random, weights = self.random.now(), [version_of(each) for each in self.parameters]
+        random, weights = self.random.now(), Snapshot(dict(enumerate(self.parameters)))
         with _said("checkpointing"):
             outputs = run(inputs)
         changes, written, complete = before.changes()
-        changed = {number for number, tensor in enumerate(given) if version_of(tensor) != versions[number]}
+        changed = set(given.changed())
         first_of_all = known is None
         known = self.known = known or _Known(flags)
         known.tensors |= written
         known.inputs |= changed
-        weights_changed = weights != [version_of(each) for each in self.parameters]
-        if not complete or not changed <= copies.keys() or weights_changed:
+        if not complete or not changed <= given.copies.keys() or weights.changed():
             return outputs, None
-        numbers = iter(range(len(given)))
-        inputs = tuple(map_tensors(lambda _: _as_given(given, copies, changed, next(numbers)), value) for value in own)
+        numbers = iter(tensors_given)
+        inputs = tuple(map_tensors(lambda _: _as_given(given, changed, next(numbers)), value) for value in own)
         compared = [each.detach().clone() for each in tensors(outputs)] if first_of_all else None
         drew = None if random.is_now() else random
-        return outputs, Kept(inputs, [version_of(each) for each in tensors(inputs)], changes, drew, compared)
+        return outputs, Kept(inputs, Snapshot(dict(enumerate(tensors(inputs)))), changes, drew, compared)
 
     def again(self, kept: Kept, inputs: Sequence[Any], run: Run) -> Any:
         """Run the stage once more, and give its outputs. ``inputs`` has those that do not come from outside."""
-        if kept.versions != [version_of(tensor) for tensor in tensors(kept.inputs)]:
+        if kept.tensors.changed():
             raise StageError(
                 f"an input of {self.name} was changed in place by another stage, after the forward that has to be computed "
                 "again with it. What to do: use the operation that makes a new tensor there, or leave stage "
@@ -178,12 +168,9 @@ def cut(value: Any) -> Any:
     return map_tensors(lambda tensor: tensor.detach().requires_grad_() if tensor.requires_grad else tensor, value)
 
 
-def _as_given(
-    given: Sequence[torch.Tensor], copies: Mapping[int, torch.Tensor], changed: Container[int], number: int
-) -> torch.Tensor:
-    if number not in changed:
-        return given[number]
-    return copies[number].requires_grad_(given[number].requires_grad)
+def _as_given(given: Snapshot[int], changed: Container[int], number: int) -> torch.Tensor:
+    tensor = given.tensors[number]
+    return given.copies[number].requires_grad_(tensor.requires_grad) if number in changed else tensor
 
 
 def _as_good_as_equal(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -24,6 +24,7 @@ from pippy.ir.call.asked import Asked
 from pippy.ir.call.guards import Guards
 from pippy.ir.call.kinds import kind_of
 from pippy.ir.record.traced import Traced
+from pippy.ir.run.snapshot import Snapshot
 from pippy.ir.trace.arguments import (
     Call,
     Example,
@@ -244,7 +245,7 @@ def _following_hooks(tracer: fx.Tracer) -> Iterator[None]:
 
 def _record_calls(model: nn.Module, tracer: fx.Tracer, call: Call, calls: "_Calls") -> _Recorded:
     buffers, state = dict(model.named_buffers()), dict(named_state(model))  # forward may assign buffers
-    versions = {name: buffer._version for name, buffer in buffers.items()}
+    buffers_before = Snapshot(buffers)
     tracer.__dict__["_trials"] = call.trials
     try:
         with (
@@ -268,7 +269,7 @@ def _record_calls(model: nn.Module, tracer: fx.Tracer, call: Call, calls: "_Call
     calls.check_all_met()
     calls.kept_whole.drop_unused()
     finish_parts(graph)
-    changed = [name for name, buffer in buffers.items() if buffer._version != versions[name]]
+    changed = buffers_before.changed()
     if changed:
         raise TracingError(
             f"forward changes the buffers {changed} by means that cannot be recorded; use the in-place methods of tensors "

@@ -15,6 +15,7 @@ from pippy.drivers.wire.transport import Transport
 from pippy.drivers.worker.gradients.gradient_sums import FIRST_NUMBER
 from pippy.ir.base.errors import StageError
 from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm, Noted
+from pippy.ir.run.snapshot import snapshot_of_buffers
 
 _FIELDS = [each.name for each in fields(Noted)]
 NOTES = FIRST_NUMBER - 1  # the number of notes in the keys of messages
@@ -41,15 +42,9 @@ class ReplicaBuffers:
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """A context that raises at its end if a buffer was changed, or replaced by another tensor."""
-        before = self._now()
-        values = {place: buffer.clone() for place, buffer in self._buffers() if _may_be_statistics(buffer)}
+        before = snapshot_of_buffers(dict(self._buffers()))
         yield
-        now = self._now()
-        changed = [
-            place
-            for place, buffer in self._buffers()
-            if before.get(place) != now[place] or (place in values and not torch.equal(values[place], buffer))
-        ]
+        changed = before.changed(dict(self._buffers()))
         if changed:
             stage = changed[0][0]
             names = ", ".join(repr(name) for other, name in changed if other == stage)
@@ -59,19 +54,11 @@ class ReplicaBuffers:
                 "norms, use convert_deferred_batch_norm)"
             )
 
-    def _now(self) -> dict[tuple[str, str], tuple[int, int]]:
-        return {place: (id(buffer), buffer._version) for place, buffer in self._buffers()}
-
     def _buffers(self) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
         for stage, path, module in self.modules:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     yield (stage, f"{path}{name}"), buffer
-
-
-def _may_be_statistics(buffer: torch.Tensor) -> bool:
-    """Whether these may be the statistics of a norm: torch counts no version when it changes them."""
-    return buffer.dim() == 1 and buffer.is_floating_point()
 
 
 @dataclass(frozen=True)

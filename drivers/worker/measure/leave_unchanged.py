@@ -9,6 +9,7 @@ from torch import nn
 
 from pippy.ir.loss.loss_function import FunctionLoss
 from pippy.ir.run.random_state import untouched_random_state
+from pippy.ir.run.snapshot import Snapshot
 
 
 @contextmanager
@@ -34,7 +35,8 @@ def left_unchanged(module: nn.Module, random: bool = True) -> Iterator[None]:
     attributes = [(each, dict(each.__dict__), dict(each._buffers)) for each in modules]
     held = [*plain, *(buffer for each in scripted for buffer in each.buffers(recurse=False))]
     held += [*(buffer for _, _, buffers in attributes for buffer in buffers.values() if buffer is not None)]
-    copies = [(tensor.clone(), tensor._version) for tensor in held]
+    numbered = dict(enumerate(held))
+    before = Snapshot(numbered, copied=numbered)
     try:
         compiled = any(each._compiled_call_impl for each in modules)
         eager = torch.compiler.set_stance("force_eager") if compiled else ExitStack()
@@ -46,10 +48,7 @@ def left_unchanged(module: nn.Module, random: bool = True) -> Iterator[None]:
             each.__dict__.update(attribute)
             each._buffers.clear()
             each._buffers.update(buffers)
-        with torch.no_grad():
-            for tensor, (copied, version) in zip(held, copies):
-                if tensor._version != version:
-                    tensor.copy_(copied)
+        before.restore()
 
 
 def _reached(function: Any) -> Iterator[Any]:

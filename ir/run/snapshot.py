@@ -1,0 +1,92 @@
+"""Tensors at one time, to tell later which of them have been changed in place, and what they were.
+
+Torch counts the changes of a tensor in place. It does not count what some kernels do to the statistics of a batch
+normalization, nor changes of a tensor that was made in inference mode. Of these a copy can tell.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import Generic, TypeVar
+
+import torch
+
+from pippy.ir.run.shared_tensors import memory_of
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Snapshot(Generic[Key]):
+    """Tensors by their keys, with copies of those that are ``copied``. With ``compares``, these tell of changes, too.
+
+    >>> x = torch.zeros(2)
+    >>> snapshot = Snapshot({"x": x}, copied=["x"])
+    >>> x += 1
+    >>> snapshot.changed()
+    ['x']
+    >>> snapshot.restore()
+    >>> x
+    tensor([0., 0.])
+    """
+
+    def __init__(
+        self, tensors: Mapping[Key, torch.Tensor], copied: Collection[Key] = (), compares: bool = False
+    ) -> None:
+        self.tensors, self.compares = dict(tensors), compares
+        self.versions = {key: _version_of(tensor) for key, tensor in self.tensors.items()}
+        self.copies = dict(zip(copied, copies_of([self.tensors[key] for key in copied])))
+
+    def changed(self, now: Mapping[Key, torch.Tensor] | None = None) -> list[Key]:
+        """The keys of the tensors that were changed since. Those that were replaced are others ``now``."""
+        return [key for key, tensor in (self.tensors if now is None else now).items() if self._is_changed(key, tensor)]
+
+    def _is_changed(self, key: Key, tensor: torch.Tensor) -> bool:
+        if tensor is not self.tensors.get(key) or _version_of(tensor) != self.versions[key]:
+            return True
+        is_compared = self.compares and key in self.copies and tensor.layout is torch.strided
+        return is_compared and not torch.equal(tensor, self.copies[key])
+
+    def restore(self) -> None:
+        """Copy the old numbers into the tensors that were changed, of which there are copies."""
+        with torch.no_grad():
+            for key in self.changed():
+                self.tensors[key].copy_(self.copies[key])
+
+
+def snapshot_of_buffers(buffers: Mapping[Key, torch.Tensor]) -> Snapshot[Key]:
+    """Buffers, with copies of those that may be the statistics of a norm."""
+    copied = [key for key, each in buffers.items() if each.dim() <= 1 and each.is_floating_point()]
+    return Snapshot(buffers, copied, compares=True)
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor has been changed in place."""
+    return 0 if tensor.is_inference() else tensor._version  # torch does not count there
+
+
+def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of tensors. Those that share memory get copies that share memory.
+
+    >>> x = torch.zeros(3)
+    >>> one, other = copies_of([x, x[1:]])
+    >>> other[0] = 5
+    >>> one
+    tensor([0., 5., 0.])
+    """
+    memories = [memory_of(tensor) for tensor in tensors]
+    users = Counter(memories)
+    storages: dict[int, torch.UntypedStorage] = {}
+    return [
+        tensor.detach().clone()
+        if memory is None or users[memory] == 1
+        else _on(storages.setdefault(memory, _cloned(storages, memory, tensor)), tensor)
+        for tensor, memory in zip(tensors, memories)
+    ]
+
+
+def _cloned(storages: dict[int, torch.UntypedStorage], memory: int, tensor: torch.Tensor) -> torch.UntypedStorage:
+    return storages[memory] if memory in storages else tensor.untyped_storage().clone()
+
+
+def _on(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
