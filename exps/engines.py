@@ -43,9 +43,8 @@ from pippy.drivers.wire.messages.message_queue import MessageQueue
 from pippy.drivers.wire.messages.rpc_values import RpcValues
 from pippy.drivers.wire.pickling import pickle_message, unpickle
 from pippy.drivers.wire.received_values import ValueKey
-from pippy.drivers.wire.rpc_transport import RpcTransport
-from pippy.drivers.wire.shared_memory_transport import SharedMemoryTransport
 from pippy.drivers.wire.transport import Transport
+from pippy.drivers.wire.worker_transport import WorkerTransport
 
 SIZES = {"4 KiB": 1 << 12, "64 KiB": 1 << 16, "1 MiB": 1 << 20, "16 MiB": 1 << 24, "64 MiB": 1 << 26}
 ROW = 1 << 26
@@ -53,10 +52,10 @@ PORTS = 29610, 29611
 NAMES = ("controller", "worker1")
 
 
-def by_rpc(rank: int) -> tuple[RpcTransport, SharedMemoryTransport]:
+def by_rpc(rank: int) -> tuple[WorkerTransport, WorkerTransport]:
     """A transport that has nothing but RPC, and the one that workers of several hosts have. Their keys begin with 0 and 1."""
     values = RpcValues(NAMES.__getitem__, print, 60.0)
-    alone, mixed = RpcTransport(rank, values.post), SharedMemoryTransport(rank, {}, far=[1 - rank], post=values.post)
+    alone, mixed = (WorkerTransport(rank, far=[1 - rank], post=values.post) for _ in range(2))
     address = link_named(LINK).address
     assert address is not None
 
@@ -81,7 +80,7 @@ class GlooValues:
         os.environ |= {"MASTER_PORT": str(PORTS[1]), "GLOO_SOCKET_IFNAME": LINK}
         dist.init_process_group("gloo", rank=rank, world_size=2)
         self.peer = 1 - rank
-        self.transport = RpcTransport(rank, self.post)
+        self.transport = WorkerTransport(rank, far=[self.peer], post=self.post)
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()
         threading.Thread(target=self._receive, daemon=True).start()
 

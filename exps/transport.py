@@ -34,8 +34,8 @@ from exps import engines
 from exps.peers.hosts import NoHosts
 from pippy.drivers.wire.messages import rpc
 from pippy.drivers.wire.messages.message_queue import MessageQueue
-from pippy.drivers.wire.messages.rpc_values import rpc_transport
-from pippy.drivers.wire.shared_memory_transport import SharedMemoryTransport
+from pippy.drivers.wire.messages.rpc_values import transport_by_rpc
+from pippy.drivers.wire.worker_transport import WorkerTransport
 
 SIZES = {"1 KB": 1 << 10, "64 KB": 1 << 16, "256 KB": 1 << 18, "1 MB": 1 << 20, "4 MB": 1 << 22}
 BURST = 32
@@ -60,7 +60,7 @@ class Gloo:
 class Keyed:
     """A transport of pippy's, with keys that count."""
 
-    def __init__(self, rank: int, transport: SharedMemoryTransport) -> None:
+    def __init__(self, rank: int, transport: WorkerTransport) -> None:
         self.peer, self.transport = 1 - rank, transport
         self.sent = self.received = 0
 
@@ -75,15 +75,12 @@ class Keyed:
 
 def shared(rank: int, end: socket.socket) -> Keyed:
     """Two processes that share memory."""
-    return Keyed(rank, SharedMemoryTransport(rank, {1 - rank: end}))
+    return Keyed(rank, WorkerTransport(rank, {1 - rank: end}))
 
 
 def by_rpc(rank: int, store: str) -> Keyed:
     """Two processes that share no memory, as of two hosts, but over the loopback interface."""
-    transport, _ = rpc_transport(
-        rank, str, "0", 5.0, lambda post, _: SharedMemoryTransport(rank, {}, far=[1 - rank], post=post)
-    )
-    assert isinstance(transport, SharedMemoryTransport)
+    transport, _ = transport_by_rpc(rank, str, "0", 5.0, far=[1 - rank])
     rpc.serve(rpc.Served(MessageQueue(), urgent=lambda message: None, deliver=transport.deliver))
     rpc.join(str(rank), rank, 2, f"file://{store}", "uv", "lo")
     return Keyed(rank, transport)
@@ -93,7 +90,7 @@ class ToItself:
     """A worker that sends to itself: the copy of a value within its process."""
 
     def __init__(self) -> None:
-        self.end = Keyed(0, SharedMemoryTransport(0, {}))
+        self.end = Keyed(0, WorkerTransport(0))
         self.end.peer = 0
 
     def send(self, tensor: torch.Tensor) -> None:
@@ -192,7 +189,7 @@ def forked(rank: int, make: Callable[[int], End], rounds: int, writing: int) -> 
 def costs(rounds: int) -> Found:
     """The time of a send and of a receive on their thread, both in this process."""
     first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    here, there = SharedMemoryTransport(0, {1: first}), SharedMemoryTransport(1, {0: second})
+    here, there = WorkerTransport(0, {1: first}), WorkerTransport(1, {0: second})
     found = {}
     for name, size in SIZES.items():
         tensor, sends, receives = torch.ones(size // 4), [], []

@@ -3,8 +3,8 @@
 from typing import Any
 
 from pippy.drivers.wire.received_values import ValueKey
-from pippy.drivers.wire.rpc_transport import RpcTransport
 from pippy.drivers.wire.transport import Transport
+from pippy.drivers.wire.worker_transport import WorkerTransport
 
 
 def in_process(workers: int) -> list[Transport]:
@@ -21,5 +21,5 @@ def in_process(workers: int) -> list[Transport]:
     def post(to: int, key: ValueKey, value: Any) -> None:
         transports[to].deliver(key, value)
 
-    transports.extend(RpcTransport(index, post) for index in range(workers))
+    transports.extend(WorkerTransport(index, far=range(workers), post=post) for index in range(workers))
     return transports

@@ -2,11 +2,13 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pippy.drivers.wire.received_values import ReceivedValues, ValueKey
+
+Post = Callable[[int, ValueKey, Any], None]  # carries a value to a peer, where ``deliver`` is called
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ A value is taken apart into three:
 - all other leaves, the rest, which is pickled along with each value. A rest that is one string of bytes is not pickled.
 """
 
+import copy
 import dataclasses
 import pickle
 from collections import OrderedDict
@@ -158,6 +159,29 @@ def rest_from_bytes(layout: ValueLayout, data: memoryview) -> Sequence[Any]:
     return pickle.loads(data) if data else ()
 
 
+def copied(value: Any, layout: ValueLayout | None = None) -> Any:
+    """A value on the CPU that shares nothing with the given one. ``layout`` is the value's, if it is known.
+
+    >>> twos = torch.full((2, 3), 2.0).t()
+    >>> copy = copied([twos, "a"])
+    >>> twos.zero_().sum(), copy[0].sum(), copy[0].stride()
+    (tensor(0.), tensor(12.), (1, 3))
+    """
+    layouts = iter((layout or layout_of(value)).tensors)
+
+    def own(leaf: Any) -> Any:
+        if is_plain_tensor(leaf):
+            return _copied_tensor(leaf, next(layouts))
+        if isinstance(leaf, torch.Tensor) and is_sparse(leaf):
+            form, parts = parts_of(leaf)
+            return from_parts(form, [_copied_tensor(part, next(layouts)) for part in parts])
+        if isinstance(leaf, torch.Tensor):
+            return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        return copy.deepcopy(leaf)
+
+    return map_leaves(own, value)
+
+
 def aligned(size: int) -> int:
     """The next multiple of the alignment.
 
@@ -225,3 +249,9 @@ def _keys(value: Mapping[Any, Any]) -> Hashable:
     if all(type(key) in (str, int, bool) for key in value):
         return tuple([(type(key), key) for key in value])
     return object()
+
+
+def _copied_tensor(tensor: torch.Tensor, layout: TensorLayout) -> torch.Tensor:
+    own = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="cpu")
+    own.copy_(tensor.detach())
+    return own.requires_grad_(layout.requires_grad)

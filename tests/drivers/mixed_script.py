@@ -19,7 +19,7 @@ from pippy.drivers.base.errors import StepError, WorkerLostError
 from pippy.drivers.plan.orders.registry import REGISTRY
 from pippy.drivers.wire.messages import far_door, rpc
 from pippy.drivers.wire.messages.controller_connections import ControllerConnections
-from pippy.drivers.wire.shared_memory_transport import SharedMemoryTransport
+from pippy.drivers.wire.worker_transport import WorkerTransport
 from tests.drivers.cut_connections import let_nothing_in
 from tests.drivers.failing_model import (
     BACKWARD,
@@ -132,13 +132,13 @@ def tell_of_posts():
 
 def tell_of_connections():
     """Print to whom this process gets a connection."""
-    inner = SharedMemoryTransport.add_far
+    inner = WorkerTransport.add_far
 
     def told(transport, peer, end):
         print(f"TCP {os.environ['RANK']} {peer}\n", end="", flush=True)
         inner(transport, peer, end)
 
-    SharedMemoryTransport.add_far = told
+    WorkerTransport.add_far = told
 
 
 def close_doors():

@@ -6,7 +6,7 @@ import resource
 import socket
 import threading
 
-from pippy.drivers.wire.shared_memory_transport import SharedMemoryTransport
+from pippy.drivers.wire.worker_transport import WorkerTransport
 
 NO_MEMORY, NO_DESCRIPTORS, NO_SHARED_MEMORY, CUT_SOCKETS = range(20, 24)
 SECONDS = 0.2  # that something is missing
@@ -29,7 +29,7 @@ def be_scarce(how):
 def cut_sockets():
     """Shut down this process's sockets to other workers."""
     for each in gc.get_objects():
-        if isinstance(each, SharedMemoryTransport):
+        if isinstance(each, WorkerTransport):
             for peer in each.sent.keys() & each.connections.keys():
                 each.connections[peer].socket.shutdown(socket.SHUT_RDWR)
 

@@ -76,15 +76,13 @@ def run_worker(index: int, worker: type, config: LaunchConfig, controller: socke
 def make_transport(config: LaunchConfig, index: int, messages: Any) -> Any:
     """The transport of this worker to the others and, but for RPC, to the controller, from host to host."""
     if config.uses_rpc:
-        from pippy.drivers.wire.messages.rpc_values import rpc_transport
-        from pippy.drivers.wire.rpc_transport import RpcTransport
+        from pippy.drivers.wire.messages.rpc_values import transport_by_rpc
 
-        return rpc_transport(
-            index, config.rpc_name, CONTROLLER, config.timeout, lambda post, _: RpcTransport(index, post)
-        )[0]
+        everybody = range(len(config.names))
+        return transport_by_rpc(index, config.rpc_name, CONTROLLER, config.timeout, far=everybody)[0]
     from pippy.drivers.wire.messages.message_connection import WorkerMessageConnection
-    from pippy.drivers.wire.shared_memory_transport import SharedMemoryTransport
+    from pippy.drivers.wire.worker_transport import WorkerTransport
 
     controller = WorkerMessageConnection(socket.socket(fileno=config.sockets[index][0]), messages).connection
     pinned = config.devices[index] != "cpu"
-    return SharedMemoryTransport(index, {}, pinned=pinned, controller=controller, patience=config.patience)
+    return WorkerTransport(index, pinned=pinned, controller=controller, patience=config.patience)

@@ -21,11 +21,9 @@ from pippy.drivers.wire.messages import rpc
 from pippy.drivers.wire.messages.controller_connections import ControllerConnections
 from pippy.drivers.wire.messages.message_connection import WorkerMessageConnection
 from pippy.drivers.wire.messages.message_queue import Ended, MessageQueue
-from pippy.drivers.wire.messages.rpc_values import rpc_transport
+from pippy.drivers.wire.messages.rpc_values import transport_by_rpc
 from pippy.drivers.wire.messages.urgent import UrgentConnection
 from pippy.drivers.wire.pickling import pickle_message
-from pippy.drivers.wire.rpc_transport import Post
-from pippy.drivers.wire.shared_memory_transport import SharedMemoryTransport
 from pippy.drivers.worker.worker import Worker
 from pippy.drivers.worker.worker_context import WorkerContext
 
@@ -77,20 +75,9 @@ class TorchrunWorker:
     ) -> None:
         self.messages, self.threads, self.connections = MessageQueue(), threads, connections
         first = WorkerMessageConnection(sockets[0], self.messages).connection if sockets else None
-
-        def make(post: Post, lost: Callable[[int, str], None]) -> SharedMemoryTransport:
-            return SharedMemoryTransport(
-                index,
-                {},
-                pinned=device != "cpu",
-                controller=first,
-                patience=patience,
-                far=far,
-                post=post,
-                lost=lost,
-            )
-
-        carrier, self.values = rpc_transport(index, peer, CONTROLLER, timeout, make)
+        carrier, self.values = transport_by_rpc(
+            index, peer, CONTROLLER, timeout, pinned=device != "cpu", controller=first, patience=patience, far=far
+        )
         self.transport, copies = for_device(device, carrier, near)
         self.far_peers = FarPeers(index, peer, far, address, timeout, carrier.add_far)
         context = WorkerContext(

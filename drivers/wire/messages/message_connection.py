@@ -5,10 +5,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from pippy.drivers.wire.connection import Connection
 from pippy.drivers.wire.messages.message_queue import MessageQueue
 from pippy.drivers.wire.pickling import Pickled
 from pippy.drivers.wire.received_values import Unreadable, ValueKey
+from pippy.drivers.wire.shared_memory_connection import SharedMemoryConnection
 
 LIMIT = 1 << 25  # bytes of shared memory that one direction keeps; a larger message has memory of its own
 
@@ -30,7 +30,7 @@ class MessageConnection:
 
     def __init__(self, end: socket.socket, take: Callable[[int, Any], None]) -> None:
         self.take = take
-        self.connection = Connection(end, self, LIMIT, keeps_larger=False)
+        self.connection = SharedMemoryConnection(end, self, LIMIT, keeps_larger=False)
 
     def send(self, number: int, pickled: Pickled) -> None:
         """Send a message. What finds no room now waits in this process, until the connection gets a turn."""

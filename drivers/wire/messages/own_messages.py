@@ -8,7 +8,7 @@ import torch
 from pippy.drivers.wire.messages.message_queue import MessageQueue
 from pippy.drivers.wire.messages.urgent import answer_at_once
 from pippy.drivers.wire.pickling import Pickled
-from pippy.drivers.wire.rpc_transport import copied
+from pippy.drivers.wire.value_layout import copied
 
 Future = torch.futures.Future
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -13,11 +13,9 @@ from pippy.drivers.wire.messages import rpc
 from pippy.drivers.wire.messages.silent_connections import break_silent_connections
 from pippy.drivers.wire.pickling import pickle_message
 from pippy.drivers.wire.received_values import ValueKey
-from pippy.drivers.wire.rpc_transport import Post
-from pippy.drivers.wire.transport import Transport
+from pippy.drivers.wire.worker_transport import WorkerTransport
 
 Future = torch.futures.Future
-T = TypeVar("T", bound=Transport)
 BEYOND = (
     2.0  # seconds beyond a cluster's timeout: the controller's pings have found a lost process by then, and say more
 )
@@ -145,24 +143,20 @@ class RpcValues:
         return under_way.since + self.seconds + under_way.oldest() / RATE
 
 
-def rpc_transport(
-    index: int,
-    name: Callable[[int], str],
-    controller: str,
-    timeout: float,
-    make: Callable[[Post, Callable[[int, str], None]], T],
-) -> tuple[T, RpcValues]:
-    """A worker's transport, made by ``make``, that posts values by RPC, and what it is to call with a peer that it loses.
+def transport_by_rpc(
+    index: int, name: Callable[[int], str], reports_to: str, timeout: float, **options: Any
+) -> tuple[WorkerTransport, RpcValues]:
+    """A worker's transport, with these options, that posts values by RPC, and what it is to call with a peer that it loses.
 
-    The worker reports to the controller that it has lost another, and notes it itself.
+    The worker reports to this process, the controller, that it has lost another, and notes it itself.
     """
 
     def lost(peer: int, how: str) -> None:
-        rpc.report_lost(controller, index, peer, how)  # first: it says more than that the worker cannot go on
+        rpc.report_lost(reports_to, index, peer, how)  # first: it says more than that the worker cannot go on
         transport.mark_lost(peer)
 
     values = RpcValues(name, lost, timeout + BEYOND, timeout)
-    transport = make(values.post, values.note_lost)
+    transport = WorkerTransport(index, post=values.post, lost=values.note_lost, **options)
     return transport, values
 
 

@@ -15,7 +15,7 @@ from pippy.drivers.session.control import Address, Control
 from pippy.drivers.wire.messages.controller_connections import ControllerConnections
 from pippy.drivers.wire.messages.message_connection import MessageConnection, WorkerMessageConnection
 from pippy.drivers.wire.messages.message_queue import MessageQueue
-from pippy.drivers.wire.shared_memory_transport import SharedMemoryTransport
+from pippy.drivers.wire.worker_transport import WorkerTransport
 from tests.drivers.models import Chain
 from tests.drivers.processes import few_descriptors, links
 
@@ -67,7 +67,7 @@ def test_a_controller_without_a_descriptor_says_so_and_connects_two_workers_late
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
     connections = ControllerConnections({worker: ours for worker, (ours, _) in enumerate(pairs)})
     ends = [WorkerMessageConnection(theirs, MessageQueue()).connection for _, theirs in pairs]
-    first, second = (SharedMemoryTransport(index, {}, controller=end) for index, end in enumerate(ends))
+    first, second = (WorkerTransport(index, controller=end) for index, end in enumerate(ends))
     control = Control([Address(name, "here", 1) for name in "ab"], messages=connections)
     for free in (0, 1):
         with (
@@ -86,7 +86,7 @@ def test_a_worker_without_a_descriptor_for_its_peer_says_so():
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     controller = MessageConnection(here, lambda *_: None)
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    worker = SharedMemoryTransport(0, {}, controller=WorkerMessageConnection(there, MessageQueue()).connection)
+    worker = WorkerTransport(0, controller=WorkerMessageConnection(there, MessageQueue()).connection)
     controller.connection.send_end(1, one)
     with few_descriptors(0):
         worker.ready((0, 0, 0))

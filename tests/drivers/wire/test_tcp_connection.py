@@ -18,8 +18,8 @@ from pippy.drivers.base.errors import PeerLost
 from pippy.drivers.wire.known_layouts import LAYOUTS
 from pippy.drivers.wire.messages.far_door import come_in, open_door
 from pippy.drivers.wire.received_values import ReceivedValues
-from pippy.drivers.wire.shared_memory_transport import SharedMemoryTransport
 from pippy.drivers.wire.tcp_connection import TcpConnection
+from pippy.drivers.wire.worker_transport import WorkerTransport
 from tests.drivers.cut_connections import let_nothing_in
 from tests.drivers.processes import listening, within
 
@@ -191,7 +191,7 @@ def test_a_connection_that_ends_is_reported_once_and_receives_end(how):
     lost = []
     with ExitStack() as stack:
         here, there = tcp(stack)
-        transport = SharedMemoryTransport(0, {}, far=[1], post=lambda *_: None, lost=lambda *each: lost.append(each))
+        transport = WorkerTransport(0, far=[1], post=lambda *_: None, lost=lambda *each: lost.append(each))
         stack.callback(transport.close)
         transport.add_far(1, here)
         if how == "shutdown":
@@ -215,7 +215,7 @@ def test_a_connection_that_is_cut_without_a_word_is_noticed_by_both_ends(who):
         first, second = tcp(stack, 1.0)
         for end in (first, second):
             let_nothing_in(end)
-        transport = SharedMemoryTransport(0, {}, far=[1], post=lambda *_: None, lost=lambda *each: lost.append(each))
+        transport = WorkerTransport(0, far=[1], post=lambda *_: None, lost=lambda *each: lost.append(each))
         stack.callback(transport.close)
         transport.add_far(1, first)
         transport.ready((0, 0, 0))
@@ -230,9 +230,7 @@ def test_values_are_posted_only_where_there_is_no_connection():
     posted = []
     with ExitStack() as stack:
         ends = tcp(stack)
-        here, there = (
-            SharedMemoryTransport(at, {}, far=[1 - at, 2], post=lambda *each: posted.append(each)) for at in (0, 1)
-        )
+        here, there = (WorkerTransport(at, far=[1 - at, 2], post=lambda *each: posted.append(each)) for at in (0, 1))
         for transport, end in zip((here, there), ends):
             stack.callback(transport.close)
             transport.add_far(1 - transport.index, end)
@@ -249,7 +247,7 @@ def test_values_are_posted_only_where_there_is_no_connection():
 def test_a_connection_that_comes_after_the_end_is_closed():
     with ExitStack() as stack:
         here, there = tcp(stack)
-        transport = SharedMemoryTransport(0, {}, far=[1], post=print)
+        transport = WorkerTransport(0, far=[1], post=print)
         transport.close()
         transport.add_far(1, here)
         assert here.fileno() == -1 and there.recv(1) == b""

@@ -20,9 +20,8 @@ from pippy.drivers.wire.gpu.device_transport import DeviceTransport
 from pippy.drivers.wire.in_process import in_process
 from pippy.drivers.wire.pickling import pickle_by_value, pickle_message, unpickle
 from pippy.drivers.wire.received_values import Interrupted
-from pippy.drivers.wire.rpc_transport import RpcTransport
-from pippy.drivers.wire.shared_memory_transport import SharedMemoryTransport
 from pippy.drivers.wire.transport import SentCount
+from pippy.drivers.wire.worker_transport import WorkerTransport
 from pippy.ir.base.sparse_tensors import parts_of
 from pippy.ir.base.trees import nbytes
 from tests.drivers.simulated_device import SimulatedDevice
@@ -41,7 +40,7 @@ def shared_memory(count, **options):
     ends = [{} for _ in range(count)]
     for (i, j), (first, second) in pairs.items():
         ends[i][j], ends[j][i] = first, second
-    return [SharedMemoryTransport(index, peers, **options) for index, peers in enumerate(ends)]
+    return [WorkerTransport(index, peers, **options) for index, peers in enumerate(ends)]
 
 
 def carried(make, count):
@@ -57,13 +56,9 @@ def carried(make, count):
     return transports
 
 
-def by_messages(count):
-    return carried(RpcTransport, count)
-
-
 def far(count):
     """Nobody shares memory."""
-    return carried(lambda index, post: SharedMemoryTransport(index, {}, far=range(count), post=post), count)
+    return carried(lambda index, post: WorkerTransport(index, far=range(count), post=post), count)
 
 
 def mixed(count):
@@ -74,7 +69,7 @@ def mixed(count):
 
     def make(index, post):
         ends = {i + j - index: pair[index == i] for (i, j), pair in pairs.items() if index in (i, j)}
-        return SharedMemoryTransport(index, ends, far=range(1, count) if index == 0 else [0], post=post)
+        return WorkerTransport(index, ends, far=range(1, count) if index == 0 else [0], post=post)
 
     return carried(make, count)
 
@@ -103,7 +98,6 @@ def of_devices(count):
 KINDS = {
     "shared_memory": shared_memory,
     "patient": patient,
-    "messages": by_messages,
     "in_process": in_process,
     "of_devices": of_devices,
     "far": far,

@@ -12,7 +12,7 @@ from pippy.drivers.base.errors import DriverError, StepError
 from pippy.drivers.batch.specs import MicroBatches
 from pippy.drivers.plan.language.instructions import Compute
 from pippy.drivers.plan.orders.registry import REGISTRY
-from pippy.drivers.wire.rpc_transport import RpcTransport
+from pippy.drivers.wire.worker_transport import WorkerTransport
 from pippy.drivers.worker import out_of_order as policy
 from pippy.drivers.worker.halves.split_backward import WeightDeferral
 from pippy.drivers.worker.out_of_order import OutOfOrderExecutor
@@ -171,14 +171,14 @@ def by_end(record):
 @pytest.mark.parametrize("patience", [0.0, 0.25, 100.0])
 def test_values_that_come_while_a_worker_looks(threads, monkeypatch, patience):
     """A value that was not there came before its worker looked again, to say what it waits for: the worker failed."""
-    seen, inner = set(), RpcTransport.ready
+    seen, inner = set(), WorkerTransport.ready
 
     def ready(transport, key):
         looked = (transport.index, key) in seen
         seen.add((transport.index, key))
         return looked and inner(transport, key)
 
-    monkeypatch.setattr(RpcTransport, "ready", ready)
+    monkeypatch.setattr(WorkerTransport, "ready", ready)
     monkeypatch.setattr(policy, "WAITED", patience)
     driver = PipelineDriver(pipeline(Chain(4), nn.MSELoss()), threads, schedule="fill_drain", out_of_order=True)
     for _ in range(3):

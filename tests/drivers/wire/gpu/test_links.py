@@ -20,7 +20,7 @@ from pippy.drivers.wire.gpu.copies import DeviceCopies
 from pippy.drivers.wire.gpu.device_transport import DeviceTransport
 from pippy.drivers.wire.gpu.places import Place
 from pippy.drivers.wire.in_process import in_process
-from pippy.drivers.wire.shared_memory_transport import SharedMemoryTransport
+from pippy.drivers.wire.worker_transport import WorkerTransport
 from tests.drivers.simulated_device import SharedEvent, SimulatedDevice
 
 SIZE = 4032  # bytes of a value of 1000 numbers, aligned
@@ -403,7 +403,7 @@ def end_of(socket_end, index):
     faulthandler.dump_traceback_later(50, exit=True, file=sys.__stderr__)  # if it hangs
     device = SimulatedDevice(late=False)
     device.set_current()
-    carrier = SharedMemoryTransport(index, {1 - index: socket_end})
+    carrier = WorkerTransport(index, {1 - index: socket_end})
     return DeviceTransport(carrier, DeviceCopies(device), near=[1 - index])
 
 

@@ -13,7 +13,7 @@ from pippy.drivers.wire.messages.message_queue import DeliveryFailure, MessageQu
 from pippy.drivers.wire.messages.urgent import UrgentConnection
 from pippy.drivers.wire.pickling import pickle_message, unpickle
 from pippy.drivers.wire.pollable_event import PollableEvent
-from pippy.drivers.wire.shared_memory_transport import SharedMemoryTransport
+from pippy.drivers.wire.worker_transport import WorkerTransport
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def test_answers_that_wait_for_room_outlive_a_step_that_is_given_up():
     """Messages have numbers of their own, and not those of steps."""
     got, ends = [], socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     controller, worker = (MessageConnection(end, lambda number, pickled: got.append(number)) for end in ends)
-    transport = SharedMemoryTransport(0, {}, controller=worker.connection)
+    transport = WorkerTransport(0, controller=worker.connection)
     sent = 0
     while not worker.connection.queue:
         worker.send(sent, pickle_message(bytes(3000)))

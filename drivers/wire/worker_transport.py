@@ -1,7 +1,7 @@
-"""Sends values to the processes of this host through shared memory, and to others by messages.
+"""Sends values to each peer in the way that there is: through shared memory, over TCP, or by calls of a function.
 
-connection.py explains the first way, tcp_connection.py the second; rpc_transport.py has what there is without it. Which peer is
-near is settled before the first value is sent.
+shared_memory_connection.py explains the first way, tcp_connection.py the second. The function is torch's RPC; between threads
+of a process it puts the value where it belongs. Which peers are near is settled before the first value is sent.
 """
 
 import os
@@ -12,20 +12,20 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from pippy.drivers.wire.connection import Connection
 from pippy.drivers.wire.memory import no_descriptor
 from pippy.drivers.wire.received_values import ReceivedValues, ValueKey
-from pippy.drivers.wire.rpc_transport import Post, PostedValues, copied
+from pippy.drivers.wire.shared_memory_connection import SharedMemoryConnection
 from pippy.drivers.wire.tcp_connection import TcpConnection
-from pippy.drivers.wire.transport import SentCount, Transport
+from pippy.drivers.wire.transport import Post, SentCount, Transport
+from pippy.drivers.wire.value_layout import copied, layout_of
 
 _CONTROLLER = -1  # its number among the peers
 _EVENTS = 16  # so many are taken at once; Python allocates room for 1023 in each call otherwise
 _TURN = 64  # so many packets of one peer are read before those of the next
 
 
-class SharedMemoryTransport(Transport):
-    """The transport of one process, ``index``, with a connected socket for each peer.
+class WorkerTransport(Transport):
+    """The transport of one worker, ``index``, with a connected socket for each peer of its host.
 
     The sockets are AF_UNIX and SOCK_SEQPACKET, one pair for each pair of workers that pass values. ``peers`` has some; others
     come from the controller, before the first message that needs them. ``limit`` bounds the shared memory that is kept for
@@ -34,7 +34,8 @@ class SharedMemoryTransport(Transport):
     not needed shrinks. The memory has no name in the file system, so nothing is left behind, however a process ends.
 
     To the peers ``far``, which share no memory with this process, values go by a connection of TCP: `add_far` brings it, and
-    ``lost`` is called if it breaks. Where there is none ``post`` carries them, as for an RpcTransport.
+    ``lost`` is called if it breaks. Where there is none ``post(to, key, value)`` carries them, and at its end ``deliver`` is
+    called. It gets a copy on the CPU that nobody changes, and must not wait for the receiver.
 
     A connection to the ``controller`` is served along with those of the peers. A receive polls for its value for
     ``patience`` seconds before it sleeps, because waking a process takes longer than sending it a small value. If values go on
@@ -42,7 +43,7 @@ class SharedMemoryTransport(Transport):
 
     >>> import torch
     >>> first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    >>> here, there = SharedMemoryTransport(0, {1: first}), SharedMemoryTransport(1, {0: second})
+    >>> here, there = WorkerTransport(0, {1: first}), WorkerTransport(1, {0: second})
     >>> here.send(1, (0, 0, 0), torch.arange(3))
     >>> there.receive((0, 0, 0), source=0)
     tensor([0, 1, 2])
@@ -53,10 +54,10 @@ class SharedMemoryTransport(Transport):
     def __init__(
         self,
         index: int,
-        peers: Mapping[int, socket.socket],
+        peers: Mapping[int, socket.socket] = {},
         limit: int = 1 << 26,
         pinned: bool = False,
-        controller: Connection | None = None,
+        controller: SharedMemoryConnection | None = None,
         patience: float = 0.0,
         far: Collection[int] = (),
         post: Post | None = None,
@@ -66,12 +67,11 @@ class SharedMemoryTransport(Transport):
         self.patience = 0.0 if pinned else patience  # a copy that has left the device must not wait for a poll
         self.sent: dict[int, SentCount] = {}
         self.received, self._limit = ReceivedValues(), limit
-        self._posted = PostedValues(post, self.received) if post else None
-        self._lost = lost
+        self._post, self._lost = post, lost
         self.far_connections: dict[int, TcpConnection] = {}
         self._closed = False
         self._pinned = pinned
-        self.connections: dict[int, Connection] = {}
+        self.connections: dict[int, SharedMemoryConnection] = {}
         self._peer_of: dict[int, int] = {}
         self._unconnected: dict[int, OSError] = {}  # the peers whose sockets could not be taken
         self._epoll = select.epoll()
@@ -152,7 +152,7 @@ class SharedMemoryTransport(Transport):
         self._epoll.close()
         self.received.close()
 
-    def _to_peers(self) -> Iterator[Connection]:
+    def _to_peers(self) -> Iterator[SharedMemoryConnection]:
         return (connection for peer, connection in self.connections.items() if peer != _CONTROLLER)
 
     def _take_in(self, source: int) -> bool:
@@ -165,25 +165,28 @@ class SharedMemoryTransport(Transport):
 
     def _send_far(self, to: int, key: ValueKey, value: Any, sent: SentCount) -> None:
         connection = self.far_connections.get(to)
-        if connection is None or connection.ended:
-            assert self._posted is not None, f"worker {to} is far, and nothing carries values there"
-            self._posted.send(to, key, value, sent)
-        else:
-            sent.values += 1
+        sent.values += 1
+        if connection is not None and not connection.ended:
             sent.bytes += connection.send(key, value)
+            return
+        layout = layout_of(value)
+        sent.bytes += layout.payload
+        if not self.received.is_lost(to):
+            assert self._post is not None, f"worker {to} is far, and nothing carries values there"
+            self._post(to, key, copied(value, layout))
 
     def _broke(self, peer: int, how: str) -> None:
         """A connection of TCP has broken. From the thread that reads it."""
         self._lost(peer, f"the connection to it broke: {how}")
         self.received.mark_lost(peer)
 
-    def _add(self, peer: int, connection: Connection) -> None:
+    def _add(self, peer: int, connection: SharedMemoryConnection) -> None:
         self.connections[peer] = connection
         self._peer_of[connection.fd] = peer
         self._epoll.register(connection.fd, select.EPOLLIN)
 
     def _connect(self, peer: int, end: socket.socket) -> None:
-        self._add(peer, Connection(end, self.received, self._limit, self._pinned))
+        self._add(peer, SharedMemoryConnection(end, self.received, self._limit, self._pinned))
         self.sent[peer] = SentCount()
 
     def _take_end(self, peer: int, fd: int | None) -> None:
@@ -195,7 +198,7 @@ class SharedMemoryTransport(Transport):
         else:
             self._connect(peer, socket.socket(fileno=fd))
 
-    def _await_socket(self, key: ValueKey, peer: int) -> Connection:
+    def _await_socket(self, key: ValueKey, peer: int) -> SharedMemoryConnection:
         """Wait for the socket to a peer, which is on its way: the controller sent it before the message of this command."""
         while peer not in self.connections:
             if peer in self._unconnected:
@@ -231,7 +234,7 @@ class SharedMemoryTransport(Transport):
                         break  # nothing more is there; or it is what is waited for, and epoll tells of the rest again
         return found
 
-    def _step(self, connection: Connection) -> bool:
+    def _step(self, connection: SharedMemoryConnection) -> bool:
         """Read one packet, if there is one."""
         try:
             more = connection.step()
@@ -246,7 +249,7 @@ class SharedMemoryTransport(Transport):
             self.received.mark_lost(peer)
             return False
 
-    def _poll(self, connection: Connection) -> bool:
+    def _poll(self, connection: SharedMemoryConnection) -> bool:
         """Poll for a packet of this peer for ``patience`` seconds; True if one came."""
         end = time.monotonic() + self.patience
         while connection.fd in self._peer_of and time.monotonic() < end:

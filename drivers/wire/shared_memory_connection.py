@@ -90,7 +90,7 @@ class Receiver(Protocol):
         """Keep a value."""
 
 
-class Connection:
+class SharedMemoryConnection:
     """One process's end of its connection with another. ``limit`` bounds the shared memory that it sends through.
 
     A value may be larger: then its ring is, too, and is kept for the next one. Without ``keeps_larger`` it goes in memory of
@@ -99,7 +99,7 @@ class Connection:
     >>> from pippy.drivers.wire.received_values import ReceivedValues
     >>> sockets = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     >>> received = ReceivedValues(), ReceivedValues()
-    >>> here, there = (Connection(end, values) for end, values in zip(sockets, received))
+    >>> here, there = (SharedMemoryConnection(end, values) for end, values in zip(sockets, received))
     >>> here.send((0, 0, 0), torch.ones(2))
     8
     >>> while there.step(): pass

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pippy.drivers.base.errors import PeerLost
-from pippy.drivers.wire import connection, packet, pickling
+from pippy.drivers.wire import packet, pickling
 from pippy.drivers.wire.known_layouts import LAYOUTS
 from pippy.drivers.wire.ring import MINIMUM, Ring
-from pippy.drivers.wire.shared_memory_transport import SharedMemoryTransport
+from pippy.drivers.wire.shared_memory_connection import SharedMemoryConnection
+from pippy.drivers.wire.worker_transport import WorkerTransport
 from tests.drivers.processes import few_descriptors, within
 
 MEGABYTE = 1 << 20
@@ -26,7 +27,7 @@ MEGABYTE = 1 << 20
 @contextlib.contextmanager
 def two(limit=1 << 26):
     first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    pair = SharedMemoryTransport(0, {1: first}, limit), SharedMemoryTransport(1, {0: second}, limit)
+    pair = WorkerTransport(0, {1: first}, limit), WorkerTransport(1, {0: second}, limit)
     try:
         yield pair
     finally:
@@ -242,7 +243,7 @@ def test_answers_are_rare():
 
 def test_forgotten_steps_leave_the_queue(monkeypatch):
     with two(limit=MINIMUM) as (here, there):
-        monkeypatch.setattr(connection.Connection, "_send_alone", lambda *_: False)  # as without memory
+        monkeypatch.setattr(SharedMemoryConnection, "_send_alone", lambda *_: False)  # as without memory
         for step in range(3):
             for number in range(5):
                 here.send(1, (step, number, 0), filled(number, 300_000 + 4 * step))
@@ -344,12 +345,12 @@ def forked(child, limit=1 << 26):
         code = 1
         try:
             first.close()
-            child(SharedMemoryTransport(1, {0: second}, limit))
+            child(WorkerTransport(1, {0: second}, limit))
             code = 0
         finally:
             os._exit(code)
     second.close()
-    transport = SharedMemoryTransport(0, {1: first}, limit)
+    transport = WorkerTransport(0, {1: first}, limit)
     try:
         yield transport, pid
     finally:
@@ -433,7 +434,7 @@ def test_an_end_that_left_things_unread_is_a_reset_and_loses_nothing():
 def test_a_receive_that_sleeps_reads_its_value_and_does_not_look_for_another(monkeypatch):
     """Each look is a system call. The next receive, or the next sleep, takes in what came behind the value."""
     first, second = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    here, there = SharedMemoryTransport(0, {1: first}), SharedMemoryTransport(1, {0: second})
+    here, there = WorkerTransport(0, {1: first}), WorkerTransport(1, {0: second})
     here.send(1, (0, 0, 0), torch.ones(2))  # and its layout
     there.receive((0, 0, 0), source=0)
     looks, sleeps = [], []
