@@ -40,13 +40,13 @@ def main() -> None:
             x, target = torch.zeros(chunks, 1), torch.ones(chunks, 1)
             for _ in range(5):
                 driver.run(chunks, x, target)
-            messages, cpu, steps = sum(workers.control.counts), time.process_time(), []
+            messages, cpu, steps = sum(workers.session.counts), time.process_time(), []
             for _ in range(options.steps):
                 begin = time.perf_counter()
                 driver.run(chunks, x, target)
                 steps.append(time.perf_counter() - begin)
             cpu = (time.process_time() - cpu) / options.steps
-            messages = (sum(workers.control.counts) - messages) / options.steps
+            messages = (sum(workers.session.counts) - messages) / options.steps
             orders = driver.program(chunks).orders
             longest = max(map(len, orders))
             computes = max(sum(isinstance(each, Compute) for each in order) for order in orders)

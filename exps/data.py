@@ -98,15 +98,15 @@ def main() -> None:
 
 def counted_bytes(driver: PipelineDriver1F1B) -> list[int]:
     """A list with the bytes of all messages from now on."""
-    control, found = driver.dispatch.control, [0]
-    post = control.post
+    session, found = driver.session, [0]
+    send = session.send
 
     def counting(worker: int, message: object) -> object:
         pickled = pickle_message(message)
         found[0] += len(pickled.data) + sum(each.nbytes for each in pickled.tensors)
-        return post(worker, message)
+        return send(worker, message)
 
-    control.post = counting  # type: ignore[method-assign, assignment]
+    session.send = counting  # type: ignore[method-assign, assignment]
     return found
 
 

@@ -64,7 +64,7 @@ def seeded(pipe: Pipe) -> int:
 
 def processor_time(workers: Cluster) -> float:
     """The seconds that the main threads of all workers have computed so far."""
-    files = [Path(f"/proc/{each.pid}/schedstat") for each in workers.control.workers]
+    files = [Path(f"/proc/{each.pid}/schedstat") for each in workers.session.workers]
     return sum(int(file.read_text().split()[0]) for file in files) / 1e9
 
 

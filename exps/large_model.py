@@ -101,7 +101,7 @@ def measure(mib: float, workers: int, width: int = 1024) -> Measured:
             multi_use_param_spec=MultiUseParameterConfig.REPLICATE,
         )
         driver = PipelineDriver1F1B(pipe, cluster)
-        pids = [worker.pid for worker in cluster.control.workers]  # type: ignore[attr-defined]
+        pids = [worker.pid for worker in cluster.session.workers]  # type: ignore[attr-defined]
         for pid in pids:
             forget_peak(pid)
         started = [(held(pid)["own"], _resident(pid)) for pid in pids]

@@ -187,7 +187,7 @@ class Disturbing:
             return
         count = 2 if kind == "kill" and self.rng.random() < 0.1 else 1
         for worker in self.rng.sample(range(len(self.cluster)), count):
-            with os.fdopen(os.pidfd_open(self.cluster.control.workers[worker].pid), "rb", 0) as process:
+            with os.fdopen(os.pidfd_open(self.cluster.session.workers[worker].pid), "rb", 0) as process:
                 signal.pidfd_send_signal(process.fileno(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
 
 

@@ -44,7 +44,7 @@ def state_bytes(size: gpt.Size, divided: bool) -> list[int]:
         pipe = pippy_peer.GptPipe(size)(replica_peers.STAGES)
         driver = PipelineDriver(pipe, workers, schedule="1f1b", replicas=replica_peers.REPLICAS)
         optimizer = driver.instantiate_optimizer(torch.optim.AdamW, lr=1e-4, divide_state=divided)
-        pids = [address.pid for address in workers.control.workers]
+        pids = [address.pid for address in workers.session.workers]
         for _ in range(2):
             driver.run(gpt.CHUNKS, *gpt.batch(size))
             driver.zero_grad()

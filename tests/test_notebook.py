@@ -11,7 +11,7 @@ from tests.drivers.processes import watched
 from tests.notebooks import NotebookError, check_notebook, code_cells, printed
 
 NOTEBOOK = Path(__file__).parent.parent / "docs/notebook.ipynb"
-PIDS = "[each.pid for each in workers.control.workers]"
+PIDS = "[each.pid for each in workers.session.workers]"
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_a_lost_cluster_makes_room_workers_are_heard_and_all_ends_with_the_kerne
     kernel.run("workers = cluster(2, threads=1)")
     lost = kernel.value(PIDS)
     with watched(*lost):
-        kernel.run("import os, signal; os.kill(workers.control.workers[0].pid, signal.SIGKILL)")
+        kernel.run("import os, signal; os.kill(workers.session.workers[0].pid, signal.SIGKILL)")
         outputs = kernel.run("driver = PipelineDriver1F1B(pipe, workers)")
         assert [each["ename"] for each in outputs if each["output_type"] == "error"] == ["WorkerLostError"]
         outputs = kernel.run("workers = cluster(2, threads=1)")

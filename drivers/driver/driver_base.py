@@ -70,8 +70,8 @@ from pippy.drivers.protocol.steps import Step, StepResult
 from pippy.drivers.report.model_names import model_names
 from pippy.drivers.report.rates import batch_size
 from pippy.drivers.report.record import Recording
-from pippy.drivers.session.commands import Commands, Hooks, in_turn
-from pippy.drivers.session.dispatch import PendingCommand
+from pippy.drivers.session.command_log import PendingCommand
+from pippy.drivers.session.driver_commands import DriverCommands, Hooks, in_turn
 from pippy.drivers.session.nonfinite_gradients import NonFiniteGradients
 from pippy.drivers.session.step_numbers import first_numbers
 from pippy.drivers.worker.compiling import compile_options
@@ -167,10 +167,12 @@ class PipelineDriverBase(ModelOnWorkers):
         placed = PlacedPipe(compiled, ranks[0], self.compile, ranks[1:])
         if single_loss:
             check_single_loss(schedule.example(chunks=3, workers=workers), placed.loss_stage, self.mask)
-        self.dispatch = self.cluster.dispatch
+        self.session = self.cluster.session
         self.number = self.cluster.next_driver()
         nonfinite = NonFiniteGradients(placed, [name for name, _ in pipe.named_parameters()])
-        commands = Commands(self.dispatch, self.number, placed.workers, bool(placed.replicated), nonfinite, numbers)
+        commands = DriverCommands(
+            self.session, self.number, placed.workers, bool(placed.replicated), nonfinite, numbers
+        )
         super().__init__(pipe, placed, commands, self.cluster)
         self.programs = DriverPrograms(pipe, schedule, placed, commands, workers, single_loss, self.out_of_order)
         self.datasets = SentDatasets(compiled, commands, self.cluster.workers, loss_reduction)
@@ -252,12 +254,12 @@ class PipelineDriverBase(ModelOnWorkers):
         With ``outputs=True`` it gives the loss and what the model returns, as `LossAndOutputs`; with ``outputs=False`` the loss
         alone, also where the model returns more.
         """
-        number = self.dispatch.number
+        number = self.session.log.number
         try:
             return self.run_async(chunks, *args, outputs=outputs, **kwargs).result()
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt) or self.dispatch.has_sent_since(number):
-                self.dispatch.give_up(error)
+            if isinstance(error, KeyboardInterrupt) or self.session.has_sent_since(number):
+                self.session.give_up(error)
             raise
 
     @in_turn
@@ -313,7 +315,7 @@ class PipelineDriverBase(ModelOnWorkers):
         results = self._results(call, self.output_spec if outputs else None)
         sent = self.programs.next(call.division.chunks, call.trains)
         answers: list[Mapping[int, StepResult]] = []
-        running = RunningStep(self.dispatch, results, lambda: None)
+        running = RunningStep(self.session, results, lambda: None)
         posted = self._post(self._prepared(call, sent, results, alike=True, see=see), call, running)
         result = running.posted(posted, answers.append).result()
         seen = [each for answer in answers[0].values() for each in answer.seen]
@@ -357,8 +359,8 @@ class PipelineDriverBase(ModelOnWorkers):
             and not call.division.mask
             and unprobed not in self._probed,
         )
-        running = RunningStep(self.dispatch, results, partial(self._accepted, unprobed, unchecked))
-        self.dispatch.wait_given_up(self.step_timeout)
+        running = RunningStep(self.session, results, partial(self._accepted, unprobed, unchecked))
+        self.session.wait_given_up(self.step_timeout)
         program = sent.lowered.program
         note = measured = None
         if record is not None:
@@ -368,7 +370,7 @@ class PipelineDriverBase(ModelOnWorkers):
             measured = self._auto.begin(chunks, program, self.ranks)
         posted = self._post(steps, call, running)
         if measured is not None:
-            measured(partial(self.dispatch.wait, posted))
+            measured(partial(self.session.wait, posted))
         return running.posted(posted, note)
 
     def _call(
@@ -497,7 +499,7 @@ class PipelineDriverBase(ModelOnWorkers):
         >>> with tempfile.TemporaryDirectory() as folder, local_cluster(2, threads=1) as cluster:
         ...     driver = PipelineDriver1F1B(Pipe.from_sequential(model, torch.nn.MSELoss()), cluster)
         ...     path = driver.save(folder, step=0)
-        ...     os.kill(cluster.control.workers[1].pid, signal.SIGKILL)
+        ...     os.kill(cluster.session.workers[1].pid, signal.SIGKILL)
         ...     try:
         ...         loss = driver.run(2, torch.ones(4, 2), torch.ones(4, 1))
         ...     except errors.WorkerLostError:

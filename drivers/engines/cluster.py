@@ -4,7 +4,6 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from html import escape
 from types import TracebackType
 from typing import NoReturn
@@ -14,8 +13,7 @@ from pippy.drivers.base.interrupts import put_off
 from pippy.drivers.engines.engine import Engine
 from pippy.drivers.engines.routes import Routes
 from pippy.drivers.engines.topology import ClusterTopology, DriverPlaces, WorkerPlace
-from pippy.drivers.session.control import Control
-from pippy.drivers.session.dispatch import Dispatch
+from pippy.drivers.session.session import Session
 from pippy.ir.show.html_table import html_table
 from pippy.ir.show.readable import shortened
 
@@ -41,41 +39,40 @@ class Cluster:
     def __init__(
         self,
         names: Sequence[str],
-        control: Control,
+        session: Session,
         engine: Engine,
         device_type: str = "cpu",
         routes: Routes | None = None,
     ) -> None:
         self.workers, self.device_type = tuple(names), device_type
         self._routes = routes or Routes.of_host(names, "this host", shares_memory=True)
-        self.control, self.engine = control, engine
-        self.dispatch = Dispatch(control, end=partial(_end_engine, control, engine))
+        self.session, self.engine = session, engine
         self._drivers = itertools.count()
         self.open_drivers = weakref.WeakValueDictionary[int, DriverPlaces]()  # by number
         self.closed = False
         self.unfinished: list[Callable[[], None]] = []  # what waits for work that goes on beside commands
-        self._finalizer = weakref.finalize(self, _end_unclosed, control, engine)
+        self._finalizer = weakref.finalize(self, _end_unclosed, session, engine)
 
     def close(self) -> None:
         """End all workers, when checkpoints that are being written are whole. A second call does nothing."""
         try:
-            for finish in () if self.control.broken else self.unfinished.copy():
+            for finish in () if self.session.broken else self.unfinished.copy():
                 finish()
         finally:
             self._end()
 
     def _end(self) -> None:
         self.closed = True
-        self.control.broken = self.control.broken or "this cluster is closed; open another"
+        self.session.end("this cluster is closed; open another")
         entered_clusters[:] = [each for each in entered_clusters if each[1] is not self]
         self._finalizer.detach()
-        _end_engine(self.control, self.engine)
+        self.engine.close(self.session.log.lost)
 
     @property
     def routes(self) -> Routes:
         """How values go between each two workers. Those that compute on GPUs are asked what they have tried so far."""
-        asks = self._routes.has_devices and not (self.closed or self.control.broken)
-        return self._routes.tried(self.dispatch.ways()) if asks else self._routes
+        asks = self._routes.has_devices and not (self.closed or self.session.broken)
+        return self._routes.tried(self.session.ways()) if asks else self._routes
 
     def next_driver(self) -> int:
         """The number of another driver."""
@@ -89,25 +86,25 @@ class Cluster:
 
         >>> from pippy import cluster
         >>> with cluster(1, names=["only"], threads=1) as workers:
-        ...     print(workers.topology[0].name, workers.topology[0].pid == workers.control.workers[0].pid)
+        ...     print(workers.topology[0].name, workers.topology[0].pid == workers.session.workers[0].pid)
         only True
         """
         drivers = dict(sorted(self.open_drivers.items()))
         places = []
-        for worker, (address, host) in enumerate(zip(self.control.workers, self._routes.hosts)):
+        for worker, (address, host) in enumerate(zip(self.session.workers, self._routes.hosts)):
             holds = {number: each.holds[worker] for number, each in drivers.items() if worker in each.holds}
             places.append(WorkerPlace(address.name, host, address.pid, holds))
         return ClusterTopology(tuple(places), {number: each.name for number, each in drivers.items()})
 
     def dump(self, timeout: float = 1.0) -> str:
         """What every worker does or waits for, one line or more each, and which workers do not answer in time."""
-        return self.dispatch.dump(timeout)
+        return self.session.dump(timeout)
 
     def __len__(self) -> int:
         return len(self.workers)
 
     def __enter__(self) -> "Cluster":
-        self.control.check()
+        self.session.check()
         entered_clusters.append((threading.current_thread(), self))
         return self
 
@@ -122,7 +119,7 @@ class Cluster:
             error.add_note(f"and at the end of the cluster: {late}")
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else "broken" if self.control.broken else "open"
+        state = "closed" if self.closed else "broken" if self.session.broken else "open"
         workers = "1 worker" if len(self) == 1 else f"{len(self)} workers"
         return f"<Cluster of {workers}, {state}: {shortened(', '.join(self.workers), 200)}>"
 
@@ -141,11 +138,7 @@ class Cluster:
         )
 
 
-def _end_engine(control: Control, engine: Engine) -> None:
-    engine.close(control.lost)
-
-
-def _end_unclosed(control: Control, engine: Engine) -> None:
+def _end_unclosed(session: Session, engine: Engine) -> None:
     """End the workers of a cluster that nobody has closed, and to which nothing refers any more."""
     with put_off():
-        _end_engine(control, engine)
+        engine.close(session.log.lost)

@@ -82,7 +82,7 @@ def check_none_open() -> None:
 def _check_closed(cluster: Cluster | None, rule: str, remedy: str) -> None:
     if cluster is None:
         return
-    if not cluster.control.broken:
+    if not cluster.session.broken:
         raise ClusterError(
             f"only one cluster {rule}, and {brief(cluster)} is; {remedy}; or close it first: current_cluster().close()"
         )

@@ -11,7 +11,8 @@ engines pass the tests of tests/drivers/engines/contract.py.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-from pippy.drivers.session.control import Address, Control, Messages
+from pippy.drivers.session.calls import Address, Messages
+from pippy.drivers.session.session import Session
 
 
 class Engine(Protocol):
@@ -46,13 +47,14 @@ class Engine(Protocol):
         """End all workers; ``lost`` says which the cluster has lost, if it has. A second call does nothing."""
 
 
-def start(engine: Engine, timeout: float, start_timeout: float) -> Control:
+def start(engine: Engine, timeout: float, start_timeout: float) -> Session:
     """Start the workers of an engine. Returns what calls them."""
     addresses = engine.start(start_timeout)
-    return Control(
+    return Session(
         addresses,
         timeout,
         deaths=engine.deaths,
         messages=engine.messages,
         recovery_advice=engine.recovery_advice,
+        end_processes=engine.close,
     )

@@ -20,7 +20,7 @@ from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.engines.engine import start
 from pippy.drivers.engines.routes import Routes
 from pippy.drivers.protocol.urgent import GiveUp
-from pippy.drivers.session.control import Address
+from pippy.drivers.session.calls import Address
 from pippy.drivers.wire.gpu.accelerator import Accelerator
 from pippy.drivers.wire.gpu.copies import DeviceCopies
 from pippy.drivers.wire.gpu.device_transport import DeviceTransport
@@ -135,8 +135,8 @@ def thread_cluster(
     <Cluster of 2 workers, open: worker0, worker1>
     """
     engine = ThreadEngine(worker_names(n, names), accelerators)
-    control = start(engine, 5.0, 60.0)
-    return Cluster(engine.names, control, engine, routes=Routes.of_host(engine.names, "here", True, engine.devices))
+    session = start(engine, 5.0, 60.0)
+    return Cluster(engine.names, session, engine, routes=Routes.of_host(engine.names, "here", True, engine.devices))
 
 
 def _run(worker: Any) -> None:

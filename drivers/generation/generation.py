@@ -8,7 +8,7 @@ import torch
 from pippy.drivers.generation.prompts import prompts_of
 from pippy.drivers.generation.token_graphs import TokenGraphs
 from pippy.drivers.placement.placed_pipe import PlacedPipe
-from pippy.drivers.session.commands import Commands
+from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.ir.base.errors import GenerationError
 from pippy.ir.base.interrupts import heard
 from pippy.ir.pipe import Pipe, model_of
@@ -18,7 +18,7 @@ from pippy.ir.trace.generation_call import check_can_generate
 class Generation:
     """Generates with the model of one driver. Nothing is traced or sent before the first call."""
 
-    def __init__(self, pipe: Pipe, placed: PlacedPipe, commands: Commands, workers: int) -> None:
+    def __init__(self, pipe: Pipe, placed: PlacedPipe, commands: DriverCommands, workers: int) -> None:
         self._pipe, self._placed, self._commands, self._workers = pipe, placed, commands, workers
         self._graphs: TokenGraphs | None = None
 

@@ -13,7 +13,7 @@ from pippy.drivers.lowering.flow import outputs_of
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.protocol.generation import AddGeneration, Generated, TokenGraph, TokenStage
 from pippy.drivers.protocol.parameters import TensorLocation
-from pippy.drivers.session.commands import Commands
+from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.drivers.wire.pickling import pickle_by_value
 from pippy.ir.base.names import stage_name
 from pippy.ir.compiler import compile_traced
@@ -27,7 +27,7 @@ from pippy.ir.trace.generation_call import trace_generation
 class TokenGraphs:
     """The graphs of one driver's model that make tokens, on its workers. They are made at the first call."""
 
-    def __init__(self, model: torch.nn.Module, placed: PlacedPipe, commands: Commands) -> None:
+    def __init__(self, model: torch.nn.Module, placed: PlacedPipe, commands: DriverCommands) -> None:
         self.placed, self.commands = placed, commands
         prompt, token = (_Lowered(model, placed, is_prompt) for is_prompt in (True, False))
         self.takes = {

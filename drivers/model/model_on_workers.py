@@ -17,7 +17,7 @@ from pippy.drivers.model.state.filling import Filling
 from pippy.drivers.model.state.loading import LoadedValues, Loading
 from pippy.drivers.model.state.saving import Saving
 from pippy.drivers.placement.placed_pipe import PlacedPipe
-from pippy.drivers.session.commands import Commands, in_turn
+from pippy.drivers.session.driver_commands import DriverCommands, in_turn
 from pippy.drivers.session.step_numbers import checked_numbers
 from pippy.ir.base.near_names import near_names
 from pippy.ir.base.placed_words import refuse_words
@@ -36,7 +36,7 @@ from pippy.ir.pipe import Pipe, compiled_of
 class ModelOnWorkers:
     """The methods that drivers have for the state of their model; `PipelineDriverBase` adds the steps."""
 
-    def __init__(self, pipe: Pipe, placed: PlacedPipe, commands: Commands, cluster: Cluster) -> None:
+    def __init__(self, pipe: Pipe, placed: PlacedPipe, commands: DriverCommands, cluster: Cluster) -> None:
         self.pipe, self.compiled = pipe, compiled_of(pipe)
         self.placed, self.commands, self.cluster = placed, commands, cluster
         self.stale = StaleModels(pipe)

@@ -14,7 +14,7 @@ from pippy.drivers.model.state.filling import Filling
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.protocol.gradients import ClampGradients, GradientNorms, ReduceGradients, ScaleGradients
 from pippy.drivers.protocol.parameters import Fetch, Store
-from pippy.drivers.session.commands import Commands, GradientState
+from pippy.drivers.session.driver_commands import DriverCommands, GradientState
 from pippy.ir.base.brief import brief
 from pippy.ir.base.compiled_modules import uncompiled
 from pippy.ir.base.names import LOSS, named_state
@@ -25,7 +25,7 @@ class RemoteParameters:
     """Reads and changes the parameters, buffers and gradients on the workers, by the user's names."""
 
     def __init__(
-        self, pipe: Pipe, placed: PlacedPipe, commands: Commands, stale: StaleModels, filling: Filling
+        self, pipe: Pipe, placed: PlacedPipe, commands: DriverCommands, stale: StaleModels, filling: Filling
     ) -> None:
         self.pipe, self.placed, self.commands, self.stale, self.filling = pipe, placed, commands, stale, filling
 

@@ -58,7 +58,7 @@ def beside_the_controller(kinds: list[str], rng: random.Random) -> None:
 
 def have(opened: Cluster, kinds: list[str], rng: random.Random) -> None:
     """The faults on one cluster."""
-    workers = [worker.pid for worker in opened.control.workers]
+    workers = [worker.pid for worker in opened.session.workers]
     say(workers=workers)
     held = Held(workers)
     for kind in kinds:

@@ -46,7 +46,7 @@ def deadly(training: Training, kind: str) -> Report:
 
 
 def _victim(training: Training, kind: str) -> int:
-    workers = [worker.pid for worker in training.cluster.control.workers if worker.pid != os.getpid()]
+    workers = [worker.pid for worker in training.cluster.session.workers if worker.pid != os.getpid()]
     if kind.endswith("fork server"):
         return fork_server(workers[0])
     return training.rng.choice(workers)

@@ -106,7 +106,7 @@ class Training:
 
     def traps_elsewhere(self) -> list[int]:
         """The stages that are not in this process, as they are with worker 0 under torchrun."""
-        pids = [worker.pid for worker in self.cluster.control.workers]
+        pids = [worker.pid for worker in self.cluster.session.workers]
         return [stage for stage in range(STAGES) if pids[self.driver.placed.ranks[stage]] != os.getpid()]
 
     def _stays(self, kind: str, trap: int) -> bool:

@@ -80,7 +80,7 @@ class Controller(Rank):
         return [self._driver.run(self._chunks, *self._batch)]
 
     def pids(self) -> list[int]:
-        return [address.pid for address in self._driver.cluster.control.workers]
+        return [address.pid for address in self._driver.cluster.session.workers]
 
     def gradients(self) -> dict[str, torch.Tensor]:
         found = self._driver.gradients(self._names)

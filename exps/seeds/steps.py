@@ -61,11 +61,11 @@ class Steps:
     def megabytes(self, setting: Setting) -> list[float]:
         """By how much the memory of each worker grows, at most, from before it has a model: in new processes, in two steps."""
         with cluster(setting.workers, threads=1) as opened:
-            before = [resident(worker.pid) for worker in opened.control.workers]
+            before = [resident(worker.pid) for worker in opened.session.workers]
             driver = self.driver(opened, setting)
             for _ in range(2):
                 driver.run(setting.chunks, *self.batch)
-            return [resident(worker.pid, "VmHWM") - was for worker, was in zip(opened.control.workers, before)]
+            return [resident(worker.pid, "VmHWM") - was for worker, was in zip(opened.session.workers, before)]
 
     def counted(self, setting: Setting) -> list[float]:
         """The megabytes that each worker holds at its peak, by our count: without what kernels and the allocator take."""

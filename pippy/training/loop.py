@@ -86,7 +86,7 @@ class Loop:
         except KeyboardInterrupt as interrupt:
             if ended:
                 raise KeyboardInterrupt(self._ended_by_ctrl_c()) from None
-            self.driver.dispatch.give_up(interrupt)
+            self.driver.session.give_up(interrupt)
             raise
         except Exception as error:
             self._end_saving(error)

@@ -155,7 +155,7 @@ def may_read_ahead(driver: PipelineDriverBase) -> bool:
 
     These draw random numbers here, and data may draw from the same generators.
     """
-    return all(driver.cluster.control.workers[rank].pid != os.getpid() for rank in driver.ranks)
+    return all(driver.cluster.session.workers[rank].pid != os.getpid() for rank in driver.ranks)
 
 
 def _parts(data: Any) -> Iterator[Any]:

@@ -241,7 +241,7 @@ WAITING = """
 import os, signal
 from pippy import cluster
 workers = cluster()
-print(os.getpid(), *(each.pid for each in workers.control.workers), flush=True)
+print(os.getpid(), *(each.pid for each in workers.session.workers), flush=True)
 signal.pause()
 """
 

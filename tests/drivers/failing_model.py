@@ -55,7 +55,7 @@ class Unreadable:
 @contextmanager
 def slow_steps(cluster):
     """Stages that are told to be slow are so until the block ends. Without the block they are not."""
-    flag = _flag(cluster.control.workers[0].pid)
+    flag = _flag(cluster.session.workers[0].pid)
     flag.touch()
     try:
         yield flag
@@ -66,7 +66,7 @@ def slow_steps(cluster):
 @contextmanager
 def slow_until_told(cluster, *words):
     """Such stages are slow until a dump has all these words: it is asked for when a step takes too long, and then again."""
-    inner, end = cluster.dispatch.dump, time.monotonic() + 60
+    inner, end = cluster.session.dump, time.monotonic() + 60
     with slow_steps(cluster) as flag:
 
         def dump():
@@ -75,7 +75,7 @@ def slow_until_told(cluster, *words):
             flag.unlink()
             return text
 
-        with patch.object(cluster.dispatch, "dump", dump):
+        with patch.object(cluster.session, "dump", dump):
             yield
 
 

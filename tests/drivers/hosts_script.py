@@ -98,10 +98,10 @@ def train_all(cluster):
 torch.manual_seed(1)
 torch.set_default_dtype(torch.float64)
 with pippy.cluster(**json.loads(os.environ.get("OPTIONS", "{}"))) as cluster:
-    print("ready", *[address.pid for address in cluster.control.workers], flush=True)
-    limit, cluster.control.timeout = cluster.control.timeout, 60.0  # what is lost comes later
+    print("ready", *[address.pid for address in cluster.session.workers], flush=True)
+    limit, cluster.session.timeout = cluster.session.timeout, 60.0  # what is lost comes later
     train_all(cluster)
-    cluster.control.timeout = limit
+    cluster.session.timeout = limit
     while (order := input()) == "step":
         driver = PipelineDriver(pipeline(Unending(len(cluster)), F.mse_loss, tracer=Whole), cluster)
         try:

@@ -106,7 +106,7 @@ def fail(cluster):
 
 
 def lose_a_worker(cluster, training):
-    victim = cluster.control.workers[3]
+    victim = cluster.session.workers[3]
     stop(victim.pid)  # or the step might be over before
     running = training.start()
     with within(3.0), pytest.raises(WorkerLostError, match="'worker3'"):
@@ -163,7 +163,7 @@ torch.manual_seed(1)
 torch.set_default_dtype(torch.float64)
 with pippy.cluster(threads=1, timeout=10.0) as cluster:
     print(cluster.routes, flush=True)
-    pids = [address.pid for address in cluster.control.workers]
+    pids = [address.pid for address in cluster.session.workers]
     print("ready", *pids, flush=True)
     listening_before = listening(pids)
     with thread_cluster(4) as threads:

@@ -22,7 +22,7 @@ def close_open_cluster():
 
 def kept_open(held, workers):
     """The cluster that ``held`` has for many tests, opened again after a test that broke it or closed it."""
-    if not held or held[0].control.broken:
+    if not held or held[0].session.broken:
         close_open_cluster()
         held[:] = [local_cluster(workers, threads=1)]
     return held[0]

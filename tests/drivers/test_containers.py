@@ -136,14 +136,14 @@ def test_an_argument_goes_straight_to_the_stages_that_use_it(threads, monkeypatc
     model = OwnArguments()
     driver = PipelineDriver1F1B(pipeline(model, nn.MSELoss()), threads)
     x, middle, bias, target = torch.randn(4, 6, 4)
-    given, post = {}, threads.control.post
+    given, send = {}, threads.session.send
 
     def watched(worker, message):
         if isinstance(message.body, Step):
             given[worker] = set(message.body.inputs.arguments)
-        return post(worker, message)
+        return send(worker, message)
 
-    monkeypatch.setattr(threads.control, "post", watched)
+    monkeypatch.setattr(threads.session, "send", watched)
     loss = driver.run(3, x, middle, 0.5, {"bias": bias}, target)
     torch.testing.assert_close(loss, F.mse_loss(model(x, middle, 0.5, {"bias": bias}), target).detach())
     assert given == {0: {"x"}, 1: {"middle"}, 2: {"scale", "last", "target"}}

@@ -32,10 +32,10 @@ def test_a_step_is_one_message_to_every_worker(cluster, chunks):
     driver = PipelineDriver1F1B(pipeline(Chain(3), nn.MSELoss()), cluster)
     x, target = torch.randn(400, 8), torch.randn(400, 8)
     driver.run(chunks, x, target)
-    before = list(cluster.control.counts)
+    before = list(cluster.session.counts)
     for _ in range(3):
         driver.run(chunks, x, target)
-    assert [after - was for after, was in zip(cluster.control.counts, before)] == [3, 3, 3, 0]
+    assert [after - was for after, was in zip(cluster.session.counts, before)] == [3, 3, 3, 0]
     driver.close()
 
 
@@ -92,7 +92,7 @@ def test_nothing_grows_over_three_hundred_steps(cluster):
     pipe = pipeline(TiedLanguage(), cross_entropy, multi_use_param_spec=MultiUseParameterConfig.REPLICATE)
     driver = PipelineDriver1F1B(pipe, cluster)
     optimizer = driver.instantiate_optimizer(torch.optim.Adam, lr=1e-3)
-    pids = [os.getpid(), *(address.pid for address in cluster.control.workers)]
+    pids = [os.getpid(), *(address.pid for address in cluster.session.workers)]
 
     def steps(count):
         for _ in range(count):
@@ -111,7 +111,7 @@ def test_nothing_grows_over_three_hundred_steps(cluster):
 
 
 def test_drivers_that_are_gone_leave_nothing_on_the_workers(cluster):
-    pids = [address.pid for address in cluster.control.workers]
+    pids = [address.pid for address in cluster.session.workers]
     pipe = pipeline(Chain(4, width=128), nn.MSELoss())
 
     def drivers(count):
@@ -215,7 +215,7 @@ def test_the_sums_of_replicated_gradients_begin_while_others_drain(threads, monk
         backwards.append(1)
         if len(backwards) == 6:  # the last micro-batch of the second step
             deadline = time.monotonic() + 20
-            while not transport.ready((threads.dispatch.number, FIRST_NUMBER, 1)):
+            while not transport.ready((threads.session.log.number, FIRST_NUMBER, 1)):
                 assert time.monotonic() < deadline, "the part is sent after the drain"
             arrived.append(1)
 

@@ -392,13 +392,13 @@ def own(alone):
     """A cluster that may be broken."""
     with local_cluster(4, threads=1, timeout=20.0) as cluster:
         yield cluster
-    for address in cluster.control.workers:
+    for address in cluster.session.workers:
         assert not os.path.exists(f"/proc/{address.pid}")
 
 
 @contextmanager
 def signalled(cluster, worker, number, after=0.3):
-    timer = threading.Timer(after, os.kill, (cluster.control.workers[worker].pid, number))
+    timer = threading.Timer(after, os.kill, (cluster.session.workers[worker].pid, number))
     timer.start()
     yield
     timer.join()
@@ -437,7 +437,7 @@ def test_a_worker_killed_while_the_first_step_is_tried(own):
 def test_a_worker_killed_while_idle(own):
     training = Training(own)
     training.step()
-    os.kill(own.control.workers[2].pid, signal.SIGKILL)
+    os.kill(own.session.workers[2].pid, signal.SIGKILL)
     with within(1.0), pytest.raises(WorkerLostError, match="SIGKILL") as caught:
         training.step()
     assert caught.value.index == 2
@@ -446,7 +446,7 @@ def test_a_worker_killed_while_idle(own):
 def test_a_stopped_worker_is_lost_and_one_that_goes_on_in_time_is_not(own):
     training = Training(own)
     training.step()
-    pid = own.control.workers[2].pid
+    pid = own.session.workers[2].pid
     stop(pid)
     with signalled(own, 2, signal.SIGCONT, after=0.8):
         training.step()
@@ -458,9 +458,9 @@ def test_a_stopped_worker_is_lost_and_one_that_goes_on_in_time_is_not(own):
         assert time.monotonic() < deadline, dump
     assert "'worker2': no answer within 0.3 s" in dump
     assert "of micro-batch 0 of step" in dump, dump
-    own.control.timeout = 2.0
+    own.session.timeout = 2.0
     with (
-        within(own.control.interval + own.control.timeout + 1.0),
+        within(own.session.interval + own.session.timeout + 1.0),
         pytest.raises(WorkerLostError, match=r"a ping") as caught,
     ):
         running.result()
@@ -487,7 +487,7 @@ def test_a_step_that_takes_too_long(own):
 def test_a_stage_that_never_ends(own):
     training = Training(own)
     training.step()
-    training.driver.step_timeout, own.control.timeout = 0.5, 3.0
+    training.driver.step_timeout, own.session.timeout = 0.5, 3.0
     with within(6.0), pytest.raises(StepError, match="the processes of this cluster were ended") as caught:
         training.fail(ENDLESS)
     assert "'worker1' was still at its instruction" in str(caught.value)

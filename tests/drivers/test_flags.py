@@ -218,10 +218,10 @@ def test_a_model_that_is_bound_to_its_mode_refuses_the_other_whoever_is_switched
     driver = PipelineDriverFillDrain(pipe, threads)
     for run in (pipe, lambda x: driver.run(1, x)):
         model.eval()
-        before = list(threads.control.counts)
+        before = list(threads.session.counts)
         with pytest.raises(ModeError, match=r"not traced in eval mode(.|\n)*pipe.train\(\)"):
             run(x)
-        assert threads.control.counts == before
+        assert threads.session.counts == before
         pipe.train()  # as the message advises
         torch.testing.assert_close(run(x), model(x))
     driver.close()

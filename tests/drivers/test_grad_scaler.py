@@ -138,13 +138,13 @@ def test_two_optimizers_skip_by_themselves_and_a_step_is_two_messages(threads, a
             running = driver.run_async(2, x, target)
         else:
             driver.run(2, x, target)
-        before = threads.control.counts[0] - 1
+        before = threads.session.counts[0] - 1
         torchs.scale(F.mse_loss(plain(x), target)).backward()
         for optimizers, its in ((mine, scaler), (theirs, torchs)):
             for optimizer in optimizers:
                 its.step(optimizer)
             its.update()
-        assert threads.control.counts[0] - before == expected
+        assert threads.session.counts[0] - before == expected
         if asynchronous:
             running.result()
         for optimizer in (*mine, *theirs):

@@ -19,7 +19,8 @@ from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.engines.local.local_cluster import _chosen_transport
 from pippy.drivers.files.run_folder import NewCheckpoint
 from pippy.drivers.files.synced_files import read_file, write_file
-from pippy.drivers.session.control import Address, Control, PendingCall
+from pippy.drivers.session.calls import Address, PendingCall
+from pippy.drivers.session.session import Session
 from pippy.drivers.wire.messages.controller_connections import ControllerConnections
 from pippy.drivers.wire.messages.stderr_filter import StderrFilter
 from pippy.drivers.wire.pickling import pickle_message
@@ -52,11 +53,11 @@ class AsTorch:
 
 
 def test_ctrl_c_as_a_wait_begins_is_not_lost_and_the_answer_neither():
-    control = Control([Address("worker0", "here", 1)], timeout=0.05)
+    session = Session([Address("worker0", "here", 1)], timeout=0.05)
     call = PendingCall(0, "Step", AsTorch())
     with pytest.raises(KeyboardInterrupt):
-        control.wait(call)
-    assert not control._waits
+        session.answer(call)
+    assert not session._waits
 
 
 _started, _never = threading.Event(), threading.Event()
@@ -88,7 +89,7 @@ def test_after_ctrl_c_all_workers_have_changed_their_parameters_or_none(threads,
     driver.run(4, x, target)
     _done.clear()
     _started.clear()
-    wait = driver.dispatch.wait
+    wait = driver.session.wait
     other = {name: value + 1 for name, value in plain.state_dict().items()}
 
     def interrupted(posted):
@@ -97,7 +98,7 @@ def test_after_ctrl_c_all_workers_have_changed_their_parameters_or_none(threads,
 
     if how != "step":
         driver.commands.wait()
-        driver.dispatch.wait = interrupted if how != "clip" else second(wait, interrupted)
+        driver.session.wait = interrupted if how != "clip" else second(wait, interrupted)
     with pytest.raises(KeyboardInterrupt):
         {
             "step": optimizer.step,
@@ -105,7 +106,7 @@ def test_after_ctrl_c_all_workers_have_changed_their_parameters_or_none(threads,
             "clamp": lambda: driver.clip_grad_value_(0.01),
             "load": lambda: driver.load_state_dict(other),
         }[how]()
-    driver.dispatch.wait = wait
+    driver.session.wait = wait
     if how == "step":
         assert len(_done) == 2
         torch.optim.SGD(plain.parameters(), lr=0.1).step()
@@ -170,7 +171,7 @@ def test_a_handler_that_raises_breaks_nothing_wherever_its_signal_comes(cluster,
     train()
     loss, files = (
         F.mse_loss(plain(x), target).detach(),
-        ("session/control.py", "session/dispatch.py", "_connections.py"),
+        ("drivers/session/session.py", "session/call_wait.py", "session/command_log.py", "_connections.py"),
     )
     found = places(train, files)
     assert len(found) > 50
@@ -199,7 +200,7 @@ def test_a_handler_that_raises_between_a_step_and_its_result_gives_up_the_step(t
     with monkeypatch.context() as patched, pytest.raises(Stop):
         patched.setattr(driver, "run_async", lambda *args, **options: (run_async(*args, **options), Interrupting())[1])
         driver.run(1, x, target)
-    assert not driver.dispatch.outstanding
+    assert not driver.session.log.outstanding
     torch.testing.assert_close(driver.gradients(), before)
     torch.testing.assert_close(before, {name: each.grad for name, each in plain.named_parameters()})
 
@@ -234,11 +235,14 @@ def test_ctrl_c_leaves_no_descriptor_open_wherever_it_comes():
 
 def test_ctrl_c_leaves_no_descriptor_open_while_the_controller_waits():
     """After six Ctrl-C a controller had one more: a wait that began to end stayed in the list of waits, with its event."""
-    call, control = PendingCall(0, "Ping", torch.futures.Future()), Control([Address("worker0", "here", 1)])
+    call, session = PendingCall(0, "Ping", torch.futures.Future()), Session([Address("worker0", "here", 1)])
     call.future.set_result(pickle_message("an answer"))
-    assert leaks(lambda: control.wait(call), "drivers/session/control.py", "pollable_event.py") == []
-    control.wait(call)
-    assert not control._waits
+    assert (
+        leaks(lambda: session.answer(call), "drivers/session/session.py", "session/call_wait.py", "pollable_event.py")
+        == []
+    )
+    session.answer(call)
+    assert not session._waits
 
 
 def test_ctrl_c_leaves_no_descriptor_open_while_two_workers_are_connected():
@@ -294,7 +298,7 @@ class Interrupting:
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_while_a_cluster_ends_that_nobody_closed_is_not_dropped_and_all_of_it_ends():
     processes = Interrupting()
-    cluster = Cluster(["worker0"], Control([Address("worker0", "here", 1)]), processes)
+    cluster = Cluster(["worker0"], Session([Address("worker0", "here", 1)]), processes)
     with pytest.raises(KeyboardInterrupt):
         del cluster
         gc.collect()

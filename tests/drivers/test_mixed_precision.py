@@ -160,11 +160,11 @@ def test_copies_follow_parameters_that_are_loaded(threads):
 
 def test_what_is_wrong_with_copies_is_said_before_anything_is_sent(threads):
     driver = PipelineDriver(pipeline(Chain(2).to(torch.bfloat16), F.mse_loss), threads)
-    before = list(threads.control.counts)
+    before = list(threads.session.counts)
     for wrong in (torch.int32, "float32", torch.float16):
         with pytest.raises(OptimizerError, match="master_dtype="):
             driver.instantiate_optimizer(torch.optim.SGD, lr=0.1, master_dtype=wrong)
-    assert threads.control.counts == before
+    assert threads.session.counts == before
     with_copies = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1, master_dtype=torch.float32)
     without = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
     with pytest.raises(OptimizerError, match=r"master_dtype=torch\.float32"):

@@ -87,14 +87,14 @@ def test_hooks_that_change_later_are_refused_before_anything_is_sent(threads, pl
     handle = there or HOOKS[kind](model.get_submodule(place))
     if removed:
         handle.remove()
-    sent = list(threads.control.counts)
+    sent = list(threads.session.counts)
     for grad in (True, False):
         with (
             torch.set_grad_enabled(grad),
             pytest.raises(ModeError, match=f"the hooks of {place and repr(place)}") as caught,
         ):
             driver.run(3, X, TARGET)
-    assert threads.control.counts == sent
+    assert threads.session.counts == sent
     pipe, advice = driver.pipe, str(caught.value).rpartition("; ")[2]
     if advice == "call pipeline() again":
         pipe = pipeline(model, nn.MSELoss())

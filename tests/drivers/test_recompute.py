@@ -269,10 +269,10 @@ def test_no_message_more_and_each_value_once(threads):
     for checkpoint in ("never", "always"):
         driver = PipelineDriver1F1B(pipe, threads, checkpoint=checkpoint)
         driver.run(3, *given)
-        counts, transports = list(threads.control.counts), [each.context.transport for each in threads.engine.workers]
+        counts, transports = list(threads.session.counts), [each.context.transport for each in threads.engine.workers]
         before = [{to: (each.values, each.bytes) for to, each in transport.sent.items()} for transport in transports]
         driver.run(3, *given)
-        assert [now - was for now, was in zip(threads.control.counts, counts)] == [1] * 4
+        assert [now - was for now, was in zip(threads.session.counts, counts)] == [1] * 4
         sent.append(
             [
                 {to: (now.values - was[to][0], now.bytes - was[to][1]) for to, now in transport.sent.items()}
@@ -452,7 +452,7 @@ def test_the_outputs_beside_the_loss_and_a_recording(threads):
 
 def test_unknown_modes_and_stages_are_refused_before_anything_is_sent(threads):
     pipe = pipeline(Chain(2), nn.MSELoss())
-    counts = list(threads.control.counts)
+    counts = list(threads.session.counts)
     for given, message in (("often", "'often' is no mode"), ({2: "always"}, "there is no stage 2"), (True, "no mode")):
         for kind in (PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain, pippy.PipelineDriverInterleaved1F1B):
             with pytest.raises(ArgumentError, match=message):
@@ -460,7 +460,7 @@ def test_unknown_modes_and_stages_are_refused_before_anything_is_sent(threads):
     lowered = add_communication(make_schedule("1f1b", workers=2, chunks=2))
     with pytest.raises(ArgumentError, match="the program already has its sends; leave checkpoint out"):
         PipelineDriver(pipe, threads, schedule=lowered, checkpoint="always")
-    assert list(threads.control.counts) == counts
+    assert list(threads.session.counts) == counts
 
 
 def test_a_program_of_the_users_own(threads):

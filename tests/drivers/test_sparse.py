@@ -212,13 +212,13 @@ def test_the_norm_of_a_gradient_that_stores_nothing(threads):
 def test_an_optimizer_that_does_not_take_sparse_gradients_is_refused(threads):
     """torch raises in the step; here other workers would have done the update by then."""
     driver = PipelineDriver1F1B(pipeline(Words(), F.mse_loss), threads)
-    before = list(threads.control.counts)
+    before = list(threads.session.counts)
     for kind, options in ((torch.optim.Adam, {}), (torch.optim.SGD, {"weight_decay": 0.1})):
         with pytest.raises(OptimizerError, match=r"sparse gradients of 'words.weight', 'bag.weight' .*SparseAdam"):
             driver.instantiate_optimizer(kind, **options)
     with pytest.raises(OptimizerError, match=r"sparse gradients only, and those of 'hidden.weight', 'hidden.bias' are"):
         driver.instantiate_optimizer(torch.optim.SparseAdam)
-    assert threads.control.counts == before
+    assert threads.session.counts == before
     advised = [
         driver.instantiate_optimizer(torch.optim.SparseAdam, param_groups=[{"params": ["words.weight", "bag.weight"]}]),
         driver.instantiate_optimizer(torch.optim.Adam, param_groups=[{"params": "hidden.*"}]),
@@ -285,10 +285,10 @@ def test_gradients_by_the_frequency_in_the_mini_batch_are_refused_for_micro_batc
     plain = Frequent(as_function)
     driver = PipelineDriver1F1B(pipeline(copy.deepcopy(plain), F.mse_loss), threads)
     x, target = torch.randint(13, (6, 5)), torch.randn(6, 5, 8)
-    before = list(threads.control.counts)
+    before = list(threads.session.counts)
     with pytest.raises(DriverError, match=r"(?s)scale_grad_by_freq=True.*test_sparse.py.*words"):
         driver.run(2, x, target)
-    assert threads.control.counts == before
+    assert threads.session.counts == before
     driver.run(1, x, target)
     F.mse_loss(plain(x), target).backward()
     torch.testing.assert_close(driver.get_grad("words.weight"), plain.words.weight.grad)

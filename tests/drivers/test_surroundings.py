@@ -222,11 +222,11 @@ def test_what_is_refused_is_refused_before_anything_is_sent_and_its_remedy_works
     model, x, target = Chain(2), torch.randn(4, 8), torch.randn(4, 8)
     pipe = pipeline(model, F.mse_loss)
     driver = PipelineDriver1F1B(pipe, threads)
-    sent = list(threads.control.counts)
+    sent = list(threads.session.counts)
     with CONTEXTS[row.name]():
         with pytest.raises(DriverError, match=re.escape(f"driver.run() is called inside of {row.name}")) as caught:
             driver.run(2, x, target)
-        assert threads.control.counts == sent
+        assert threads.session.counts == sent
         assert row.remedy in str(caught.value)
         if "pipe(...)" in row.remedy:
             pipe(x, target)

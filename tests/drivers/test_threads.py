@@ -76,7 +76,7 @@ class Trained:
 
 def test_each_thread_has_its_driver_on_one_cluster(threads):
     together(*[partial(Trained(seed).check, threads) for seed in range(2)])
-    assert not threads.dispatch.outstanding
+    assert not threads.session.log.outstanding
 
 
 def test_each_thread_has_its_cluster():
@@ -156,7 +156,7 @@ def test_closing_a_cluster_ends_what_another_thread_waits_for(cluster):
     with slow_steps(cluster), ThreadPoolExecutor(1) as pool:
         step = training.start(SLOW)
         waiting = pool.submit(step.result)
-        while not cluster.control._waits:
+        while not cluster.session._waits:
             os.sched_yield()
         with within(4.0):
             cluster.close()

@@ -360,11 +360,11 @@ WRONG = {
 def test_what_is_wrong_is_refused_before_anything_is_sent(cluster, case):
     call, kind, text = WRONG[case]
     driver = PipelineDriver1F1B(pipeline(Chain(2), nn.MSELoss()), cluster)
-    before = list(cluster.control.counts)
+    before = list(cluster.session.counts)
     with pytest.raises(kind, match=text):
         call(driver)
     if case != "closure":
-        assert cluster.control.counts == before
+        assert cluster.session.counts == before
     driver.close()
 
 
@@ -386,8 +386,8 @@ def test_workers_that_are_not_there(cluster, case):
 def test_stages_can_be_put_on_chosen_workers(cluster):
     plain = Chain(2)
     driver = PipelineDriver1F1B(pipeline(copy.deepcopy(plain), nn.MSELoss()), cluster, all_ranks=[3, 1])
-    before = list(cluster.control.counts)
+    before = list(cluster.session.counts)
     x, target = torch.randn(4, 8), torch.randn(4, 8)
     torch.testing.assert_close(driver.run(2, x, target), F.mse_loss(plain(x), target), rtol=1e-12, atol=0)
-    assert [after - was > 0 for after, was in zip(cluster.control.counts, before)] == [False, True, False, True]
+    assert [after - was > 0 for after, was in zip(cluster.session.counts, before)] == [False, True, False, True]
     driver.close()

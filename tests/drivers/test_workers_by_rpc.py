@@ -34,7 +34,7 @@ def test_what_is_lost_between_two_workers():
         ):
             training.driver.recover()
     with local_cluster(2, threads=1, timeout=1.0, transport="rpc") as cluster:
-        cluster.control.timeout = 20.0  # one of the workers finds it first
+        cluster.session.timeout = 20.0  # one of the workers finds it first
         training = Training(cluster)
         training.step()
         late = r"is lost: worker 'worker\d' (could not send it a value: it has not taken up .* within 3 s|found the connection)"

@@ -71,7 +71,7 @@ def hang(cluster):
 torch.manual_seed(1)
 torch.set_default_dtype(torch.float64)
 with pippy.cluster(**options) as cluster:
-    print("ready", *[address.pid for address in cluster.control.workers], flush=True)
+    print("ready", *[address.pid for address in cluster.session.workers], flush=True)
     if sys.argv[1:] == ["cut"]:
         hang(cluster)
     else:

@@ -60,7 +60,7 @@ def counted(cluster):
     """Messages to each worker, then the values and bytes that each has sent to the other."""
     sent = [worker.context.transport.sent for worker in cluster.engine.workers]
     values = [sent[rank][1 - rank] for rank in range(2)]
-    return [*cluster.control.counts[:2], *(number for each in values for number in (each.values, each.bytes))]
+    return [*cluster.session.counts[:2], *(number for each in values for number in (each.values, each.bytes))]
 
 
 def test_the_table_compares_with_both_rivals(capsys):

@@ -142,11 +142,11 @@ def test_each_value_crosses_once_and_the_controller_sends_one_message(threads, d
     ids, _ = prompts()
     driver.generate(ids, max_new_tokens=2)
     first, second = (worker.context.transport for worker in threads.engine.workers[:2])
-    before, posted = (first.sent[1].values, second.sent[0].values), list(threads.control.counts)
+    before, posted = (first.sent[1].values, second.sent[0].values), list(threads.session.counts)
     driver.generate(ids, max_new_tokens=6, chunks=2, eos_token_id=[])
     assert first.sent[1].values - before[0] == 6 * 2
     assert second.sent[0].values - before[1] == 5 * 2  # nobody needs to be told of the last token
-    assert [now - then for now, then in zip(threads.control.counts, posted, strict=True)] == [1, 1, 0, 0]
+    assert [now - then for now, then in zip(threads.session.counts, posted, strict=True)] == [1, 1, 0, 0]
     assert not caches_with_keys()
     assert not first.received.values and not second.received.values
 
@@ -269,10 +269,10 @@ def test_tokens_are_not_drawn_from_logits_that_are_not_finite():
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_sent(threads, driver, wrong, text):
-    before = list(threads.control.counts)
+    before = list(threads.session.counts)
     with pytest.raises(GenerationError, match=re.escape(text)):
         driver.generate(**{"ids": prompts()[0], "max_new_tokens": 3, **wrong})
-    assert threads.control.counts == before
+    assert threads.session.counts == before
 
 
 def test_settings_of_the_model_that_are_not_followed_are_refused(threads, driver):

@@ -79,11 +79,11 @@ def test_data_without_a_length_and_empty_data(threads, capsys):
     result = pippy.train(parts.driver, Endless(3), parts.optimizer, chunks=2, epochs=2, accumulate=2)
     assert (result.steps, result.epochs) == (4, 2)
     assert "step 4: loss" in capsys.readouterr().err
-    before = list(threads.control.counts)
+    before = list(threads.session.counts)
     for empty in (Endless(0), iter([]), []):
         with pytest.raises(DriverError, match="data gave no mini-batch in epoch 0; is it empty"):
             pippy.train(parts.driver, empty, parts.optimizer, chunks=2, steps=2)
-    assert threads.control.counts == before
+    assert threads.session.counts == before
     parts.driver.close()
 
 
@@ -92,7 +92,7 @@ def test_a_step_has_no_more_messages_than_one_of_a_loop_by_hand(threads, max_nor
     parts, data, counts = Parts(threads), list(shuffled(200)), []
 
     def note(report=None):
-        counts.append(list(threads.control.counts))
+        counts.append(list(threads.session.counts))
 
     pippy.train(
         parts.driver, data, parts.optimizer, parts.scheduler, chunks=2, steps=6, max_norm=max_norm, callbacks=note

@@ -34,10 +34,10 @@ def test_train_batch_takes_micro_batches_from_an_iterator_over_the_end_of_the_da
 def test_a_step_is_one_command_and_the_optimizer_another(cluster):
     parts, data = Parts(cluster), RepeatingLoader(shuffled())
     parts.driver.train_batch(data, chunks=4)
-    before = list(cluster.control.counts)
+    before = list(cluster.session.counts)
     for _ in range(3):
         parts.driver.train_batch(data, chunks=4)
-    assert [after - was for after, was in zip(cluster.control.counts, before)] == [6, 6]
+    assert [after - was for after, was in zip(cluster.session.counts, before)] == [6, 6]
     parts.driver.close()
 
 

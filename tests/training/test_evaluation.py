@@ -133,12 +133,12 @@ def test_steps_of_an_evaluation_are_sent_ahead(cluster):
             waited.append(len(sent) - self.number)
             return self.running.result()
 
-    before = list(cluster.control.counts)
+    before = list(cluster.session.counts)
     driver.run_async = lambda *args, **kwargs: Noted(run_async(*args, **kwargs))
     pippy.evaluate(driver, items, chunks=2)
     del driver.run_async
     assert waited == [3] * 8 + [2, 1]
-    assert [after - was for after, was in zip(cluster.control.counts, before)] == [10, 10]
+    assert [after - was for after, was in zip(cluster.session.counts, before)] == [10, 10]
     driver.close()
 
 

@@ -22,7 +22,7 @@ class Kills:
         self.seen.append(report.step)
         if self.steps and report.step == self.steps[0]:
             worker = self.steps.pop(0) % 2
-            os.kill(self.cluster.control.workers[worker].pid, signal.SIGKILL)
+            os.kill(self.cluster.session.workers[worker].pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("steps", [(1,), (4, 5), (3, 8)])
@@ -83,7 +83,7 @@ def test_a_worker_that_is_lost_before_the_first_step_is_an_error_and_the_same_ca
 
     def lose(*args, **kwargs):
         delattr(parts.driver, name)
-        os.kill(cluster.control.workers[1].pid, signal.SIGKILL)
+        os.kill(cluster.session.workers[1].pid, signal.SIGKILL)
         return real(*args, **kwargs)
 
     setattr(parts.driver, name, lose)

@@ -124,7 +124,7 @@ def test_the_next_items_are_read_while_a_step_is_under_way_and_a_step_is_two_com
     parts.driver.run_async = lambda *args, **kwargs: order.append("sent") or run_async(*args, **kwargs)
     pippy.train(
         parts.driver, data(), parts.optimizer, chunks=2, steps=6, max_norm=max_norm,
-        callbacks=lambda report: (order.append("done"), counts.append(list(cluster.control.counts))),
+        callbacks=lambda report: (order.append("done"), counts.append(list(cluster.session.counts))),
     )  # fmt: skip
     assert order == ["read", *["sent", "read", "done"] * 5, "sent", "done"]
     assert [after - was for was, after in zip(counts[-3], counts[-1])] == [2 * commands] * 2
@@ -195,7 +195,7 @@ REFUSED = {
 
 def test_what_cannot_be_is_refused_before_anything_is_sent(threads):
     parts = Parts(threads)
-    before = list(threads.control.counts)
+    before = list(threads.session.counts)
     for says, options in REFUSED.items():
         given = {"data": shuffled(), "optimizer": parts.optimizer, "chunks": 2, "steps": 2, **options}
         if given["optimizer"] == "plain":
@@ -204,7 +204,7 @@ def test_what_cannot_be_is_refused_before_anything_is_sent(threads):
             given["data"] = pippy.RepeatingLoader([1])
         with pytest.raises(DriverError, match=re.escape(says)):
             pippy.train(parts.driver, **given)
-    assert threads.control.counts == before
+    assert threads.session.counts == before
     parts.driver.close()
 
 

@@ -7,13 +7,13 @@ from typing import Any
 from pippy.drivers.base.interrupts import first_waits
 from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
 from pippy.drivers.protocol.held_states import HoldState, PutBackState
-from pippy.drivers.session.commands import Commands, GradientState
+from pippy.drivers.session.driver_commands import DriverCommands, GradientState
 
 _OF_COMMANDS = ("gradients", "zeroed", "trained", "steps", "steps_of_last_update", "unapplied", "numbers")
 
 
 @contextmanager
-def aside(commands: Commands, optimizers: Sequence[PipelineOptimizer]) -> Iterator[None]:
+def aside(commands: DriverCommands, optimizers: Sequence[PipelineOptimizer]) -> Iterator[None]:
     """A context that begins without gradients, and at whose end all is as it was."""
     commands.call(dict.fromkeys(commands.workers, HoldState()))
     held = [(commands, _OF_COMMANDS), (commands.nonfinite, tuple(vars(commands.nonfinite)))]
@@ -23,12 +23,12 @@ def aside(commands: Commands, optimizers: Sequence[PipelineOptimizer]) -> Iterat
     try:
         yield
     except BaseException as error:
-        commands.dispatch.give_up(error)
+        commands.session.give_up(error)
         raise
     finally:
         with first_waits():  # or some workers would have theirs again, and others not
             try:
-                if not commands.dispatch.control.broken:  # else `recover` goes back
+                if not commands.session.broken:  # else `recover` goes back
                     commands.call(dict.fromkeys(commands.workers, PutBackState()))
             finally:
                 for each, values in before:

@@ -14,7 +14,7 @@ from pippy.drivers.driver.steps.programs import DriverPrograms
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.protocol.steps import StepReturning
 from pippy.drivers.protocol.trials import Difference, ForgetTrials, Purpose, Trial
-from pippy.drivers.session.commands import Commands
+from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.ir.run.keyed_draws import RandomStep
 from pippy.ir.run.stage_backward import loss_inside
 
@@ -49,7 +49,7 @@ class TrialSteps:
         self,
         placed: PlacedPipe,
         programs: DriverPrograms,
-        commands: Commands,
+        commands: DriverCommands,
         datasets: SentDatasets,
         limit: float | None,
         device_type: str,

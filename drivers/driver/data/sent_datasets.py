@@ -17,7 +17,7 @@ from pippy.drivers.batch.loss_weights import weighing_inputs
 from pippy.drivers.driver.data.dataset_source import DatasetSource
 from pippy.drivers.lowering.lower import Lowered
 from pippy.drivers.protocol.datasets import AddDataset, DatasetSeen
-from pippy.drivers.session.commands import Commands
+from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.drivers.wire.pickling import pickle_by_value
 from pippy.drivers.worker.data.dataset_reader import DatasetReader
 from pippy.ir.base.trees import leaves
@@ -30,7 +30,7 @@ class SentDatasets:
     def __init__(
         self,
         compiled: Compiled,
-        commands: Commands,
+        commands: DriverCommands,
         workers: Sequence[str],
         loss_reduction: Callable[..., Any] | str | None,
     ) -> None:

@@ -11,13 +11,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pippy.drivers.base.errors import OptimizerError
 from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
-from pippy.drivers.session.commands import Commands
+from pippy.drivers.session.driver_commands import DriverCommands
 
-_trained_by: Any = WeakIdKeyDictionary()  # from a parameter of this process to its driver's Commands
+_trained_by: Any = WeakIdKeyDictionary()  # from a parameter of this process to its driver's DriverCommands
 _hooks: list[Any] = []
 
 
-def watch(parameters: Iterable[torch.Tensor], commands: Commands) -> None:
+def watch(parameters: Iterable[torch.Tensor], commands: DriverCommands) -> None:
     """From now on, an optimizer that steps these parameters, all without gradients, raises if the driver has trained."""
     if not _hooks:
         _hooks.append(register_optimizer_step_post_hook(_check))

@@ -1,7 +1,7 @@
 """A step before it is sent: what was asked for, and a message for each worker. Made from plain values; nothing is sent here.
 
 args, kwargs ──▶ StepCall ──┐
-program, as sent ───────────┼──▶ prepare ──▶ a Step for each worker ──▶ Commands.post_step
+program, as sent ───────────┼──▶ prepare ──▶ a Step for each worker ──▶ DriverCommands.post_step
 weights, hooks, flags ──────┘
 """
 
@@ -16,7 +16,7 @@ from pippy.drivers.driver.steps.programs import SentProgram
 from pippy.drivers.driver.steps.results import Results
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.protocol.steps import Step, StepReturning
-from pippy.drivers.session.commands import Flags, Hooks
+from pippy.drivers.session.driver_commands import Flags, Hooks
 from pippy.ir.base.surroundings import Surroundings
 
 

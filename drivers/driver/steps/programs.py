@@ -18,7 +18,7 @@ from pippy.drivers.plan.language.instructions import Op
 from pippy.drivers.plan.language.placement import Placement
 from pippy.drivers.plan.orders.registry import REGISTRY
 from pippy.drivers.plan.passes.recompute import Checkpoint
-from pippy.drivers.session.commands import Commands
+from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.ir.pipe import Pipe
 
 _FORWARD = "forward only"
@@ -117,7 +117,7 @@ class DriverPrograms:
         pipe: Pipe,
         schedule: RequestedSchedule,
         placed: PlacedPipe,
-        commands: Commands,
+        commands: DriverCommands,
         workers: int,
         single_loss: bool,
         out_of_order: bool | int,

@@ -5,7 +5,8 @@ from typing import Any
 
 from pippy.drivers.driver.steps.results import Results, joined
 from pippy.drivers.protocol.steps import StepResult
-from pippy.drivers.session.dispatch import Dispatch, PendingCommand
+from pippy.drivers.session.command_log import PendingCommand
+from pippy.drivers.session.session import Session
 
 
 class RunningStep:
@@ -16,11 +17,11 @@ class RunningStep:
 
     def __init__(
         self,
-        dispatch: Dispatch,
+        session: Session,
         results: Results,
         accepted: Callable[[], None],
     ) -> None:
-        self._dispatch, self._accepted = dispatch, accepted
+        self._session, self._accepted = session, accepted
         self._results: Results | None = results
         sizes = results.division.sizes
         self.rows = None if sizes is None else sum(sizes)
@@ -51,11 +52,11 @@ class RunningStep:
         """Wait for the step, and give what `run` would have given."""
         posted = self._posted
         if posted is not None:
-            self._end(self._dispatch.wait(posted))
+            self._end(self._session.wait(posted))
         return self._result
 
     def _end(self, answers: Mapping[int, StepResult]) -> None:
-        with self._dispatch.lock:
+        with self._session.lock:
             if self._posted is None:  # another thread was here
                 return
             self.peak_live = {worker: answer.peak_live for worker, answer in answers.items()}

@@ -112,12 +112,12 @@ def _started(config: LaunchConfig, timeout: float, start_timeout: float) -> Clus
     try:
         with uninterrupted():  # or processes would run that nobody knows of
             engine = _begun(config)
-        control = start(engine, timeout, start_timeout)
+        session = start(engine, timeout, start_timeout)
         if config.uses_rpc:
-            rpc.take_reports(control.report_lost)
+            rpc.take_reports(session.report_lost)
         routes = Routes.of_host(config.names, socket.gethostname(), not config.uses_rpc, config.devices)
         return opened(
-            Cluster(config.names, control, engine, torch.device(config.devices[0]).type, routes), config.uses_rpc
+            Cluster(config.names, session, engine, torch.device(config.devices[0]).type, routes), config.uses_rpc
         )
     except BaseException:
         if engine is not None:

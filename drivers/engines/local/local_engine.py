@@ -22,7 +22,7 @@ from pippy.drivers.engines.local.fork_server import BOOT
 from pippy.drivers.engines.local.launch_config import CONTROLLER, LaunchConfig, Replace
 from pippy.drivers.engines.local.launch_reports import Died, Failed, Ready
 from pippy.drivers.engines.standard_streams import open_standard_streams
-from pippy.drivers.session.control import Address, Messages
+from pippy.drivers.session.calls import Address, Messages
 from pippy.drivers.wire.messages import rpc
 from pippy.drivers.wire.messages.controller_connections import ControllerConnections
 from pippy.drivers.wire.messages.rpc_messages import RpcMessages

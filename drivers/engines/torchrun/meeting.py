@@ -27,7 +27,7 @@ from pippy.drivers.engines.torchrun.rank_board import RankBoard
 from pippy.drivers.engines.torchrun.rank_info import RankInfo
 from pippy.drivers.engines.torchrun.rank_terms import check_terms, terms, write_files
 from pippy.drivers.engines.torchrun.reach import check_reach
-from pippy.drivers.session.control import Address
+from pippy.drivers.session.calls import Address
 from pippy.drivers.wire.messages.controller_connections import ControllerConnections
 
 # Without torchrun's agent, whose store this is, rank 0 serves it: until the last of the others has read it, and RPC met there.

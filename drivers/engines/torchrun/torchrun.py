@@ -241,13 +241,13 @@ def _control(
     engine = TorchrunEngine(
         rank_info, worker, met, timeout, lambda within: _join(rank_info, within, met.link, met.number), connects_hosts
     )
-    control = start(engine, timeout, start_timeout)
+    session = start(engine, timeout, start_timeout)
     global _was_open
     _was_open = True
-    rpc.take_reports(control.report_lost)
+    rpc.take_reports(session.report_lost)
     for at, why in met.routes.reasons.items():
         warn(
             f"worker {met.routes.names[at]!r} shares no memory with the others of its host, and passes values as to another "
             f"host, which is slower ({met.routes.far}): {why}"
         )
-    return opened(Cluster(met.routes.names, control, engine, device_type, met.routes), by_rpc=True)
+    return opened(Cluster(met.routes.names, session, engine, device_type, met.routes), by_rpc=True)

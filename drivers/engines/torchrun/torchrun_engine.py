@@ -9,7 +9,7 @@ from pippy.drivers.engines.local.launch_config import CONTROLLER
 from pippy.drivers.engines.torchrun.meeting import Meeting
 from pippy.drivers.engines.torchrun.rank_info import RankInfo
 from pippy.drivers.engines.torchrun.torchrun_worker import Leave, TorchrunWorker
-from pippy.drivers.session.control import Address
+from pippy.drivers.session.calls import Address
 from pippy.drivers.wire.messages import rpc
 from pippy.drivers.wire.messages.mixed_messages import MixedMessages
 from pippy.drivers.wire.messages.own_messages import OwnMessages

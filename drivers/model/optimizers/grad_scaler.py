@@ -16,14 +16,14 @@ from torch.amp.grad_scaler import OptState
 
 from pippy.drivers.base.errors import DriverError, OptimizerError
 from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
-from pippy.drivers.session.commands import Commands
+from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.ir.base.public_calls import check_words
 
 
 class PipelineGradScaler(torch.amp.GradScaler):
     """What `driver.instantiate_grad_scaler` gives: torch's, but for what the workers do. Its states are torch's."""
 
-    def __init__(self, commands: Commands, **options: Any) -> None:
+    def __init__(self, commands: DriverCommands, **options: Any) -> None:
         check_words("driver.instantiate_grad_scaler", options, torch.amp.GradScaler)
         super().__init__("cpu", **options)
         self._commands = commands

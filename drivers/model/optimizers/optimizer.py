@@ -20,7 +20,7 @@ from pippy.drivers.model.optimizers.optimizer_check import check_separable
 from pippy.drivers.model.optimizers.stale_models import StaleModels
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.protocol.optimizers import LoadOptimizerState, MakeOptimizer, OptimizerState, OptimizerStep
-from pippy.drivers.session.commands import Commands
+from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.drivers.wire.pickling import pickle_by_value
 from pippy.drivers.worker.gradients.worker_optimizer import MASTER
 from pippy.ir.base.brief import brief
@@ -43,7 +43,7 @@ class PipelineOptimizer(Optimizer):
         self,
         parameters: Mapping[str, torch.nn.Parameter],
         placed: PlacedPipe,
-        commands: Commands,
+        commands: DriverCommands,
         stale: StaleModels,
         number: int,
         optimizer_class: type,

@@ -7,7 +7,7 @@ from typing import Any
 from pippy.drivers.model.optimizers.grad_scaler import PipelineGradScaler
 from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
 from pippy.drivers.protocol.kept_states import TakeKept
-from pippy.drivers.session.commands import Commands
+from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.drivers.session.step_numbers import StepNumbers
 from pippy.ir.run.random_state import RandomState
 
@@ -28,7 +28,7 @@ class ControllerState:
 
     @classmethod
     def current(
-        cls, commands: Commands, optimizers: Iterable[PipelineOptimizer], scaler: PipelineGradScaler | None
+        cls, commands: DriverCommands, optimizers: Iterable[PipelineOptimizer], scaler: PipelineGradScaler | None
     ) -> "ControllerState":
         """As it is now. All steps must have been waited for."""
         own = list(optimizers)
@@ -42,7 +42,7 @@ class ControllerState:
         )
 
     def restore(
-        self, commands: Commands, optimizers: Iterable[PipelineOptimizer], scaler: PipelineGradScaler | None
+        self, commands: DriverCommands, optimizers: Iterable[PipelineOptimizer], scaler: PipelineGradScaler | None
     ) -> None:
         """Go back to it."""
         for optimizer in optimizers:

@@ -13,6 +13,7 @@ import copy
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from pippy.drivers.base.errors import CheckpointError, WorkerLostError
@@ -28,7 +29,7 @@ from pippy.drivers.model.state.saving import GivenObjects, Saving
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.protocol.kept_states import KeepState
 from pippy.drivers.protocol.parameters import Store
-from pippy.drivers.session.commands import Commands
+from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.ir.base import source
 from pippy.ir.base.names import named_state
 from pippy.ir.pipe import Pipe
@@ -41,7 +42,7 @@ class Recovery:
         self,
         pipe: Pipe,
         placed: PlacedPipe,
-        commands: Commands,
+        commands: DriverCommands,
         cluster: Cluster,
         filling: Filling,
         optimizers: Sequence[PipelineOptimizer],
@@ -113,30 +114,30 @@ class Recovery:
 
         ``send_again`` sends some workers what they had beside stages and optimizers.
         """
+        self.commands.check_open()
+        in_turn = partial(self.commands.session.in_turn, partial(self._recover, loading, send_again, limit))
         try:
-            return self._recover(loading, send_again, limit)
+            return in_turn()
         except (
             WorkerLostError
         ):  # nobody had noticed it yet, or it was lost meanwhile; if that goes on, the caller decides
-            return self._recover(loading, send_again, limit)
+            return in_turn()
 
     def _recover(
         self, loading: Loading, send_again: Callable[[Collection[int]], None], limit: float | None
     ) -> dict[str, Any]:
         commands = self.commands
-        commands.check_open()
-        with commands.dispatch.sending:
-            self._check_points()
-            replace_lost_workers(self.cluster, limit)
-            commands.dispatch.wait_given_up(limit)
-            point = self._newest_left(commands.replaced())
-            with commands.recovery():
-                commands.zero_grad()
-                all_anew = point is None or (isinstance(point, DiskPoint) and not point.whole)
-                self._rebuild(self.placed.workers if all_anew else commands.replaced(), send_again)
-                if point is None:
-                    return self._to_start()
-                return self._to_kept(point) if isinstance(point, MemoryPoint) else self._to_saved(point, loading)
+        self._check_points()
+        replace_lost_workers(self.cluster, limit)
+        commands.session.wait_given_up(limit)
+        point = self._newest_left(commands.replaced())
+        with commands.recovery():
+            commands.zero_grad()
+            all_anew = point is None or (isinstance(point, DiskPoint) and not point.whole)
+            self._rebuild(self.placed.workers if all_anew else commands.replaced(), send_again)
+            if point is None:
+                return self._to_start()
+            return self._to_kept(point) if isinstance(point, MemoryPoint) else self._to_saved(point, loading)
 
     def _newest_left(self, lost: Collection[int]) -> DiskPoint | MemoryPoint | None:
         """The newest point that is still there; None for the start."""

@@ -9,6 +9,7 @@ A worker that was replaced holds nothing. Each driver that had stages there refu
 """
 
 from contextlib import suppress
+from functools import partial
 
 from pippy.drivers.base.errors import ClusterError, WorkerLostError
 from pippy.drivers.engines.cluster import Cluster
@@ -20,46 +21,46 @@ def replace_lost_workers(cluster: Cluster, limit: float | None = None) -> tuple[
     The others may take ``limit`` seconds to end what they do; None if they may take as long as they answer pings. If this
     fails, or Ctrl-C ends it, nothing of the cluster can be used, and it can be called again.
     """
-    control, dispatch = cluster.control, cluster.dispatch
     if cluster.closed:
         raise ClusterError("this cluster is closed; open another")
-    with dispatch.alone():
-        if not control.broken:
-            with suppress(Exception):  # a step may have failed; if a worker is lost, this finds it
-                dispatch.wait_all()
-            for worker in list(cluster.engine.deaths())[:1]:
-                control.mark_lost(worker, "it died")
-        if not control.broken:
-            return ()
-        why = cluster.engine.fixed
-        if control.lost is None:
-            raise ClusterError(control.broken)
-        if why is not None:
-            raise ClusterError(
-                f"{control.lost.removesuffix(control.recovery_advice)}; no other process can take its place: {why}"
-            )
-        dispatch.give_up(ClusterError(control.broken))
-        control.to_replace |= control.lost_workers()
+    return cluster.session.in_turn(partial(_replace, cluster, limit))
+
+
+def _replace(cluster: Cluster, limit: float | None) -> tuple[int, ...]:
+    session, log = cluster.session, cluster.session.log
+    if not session.broken:
+        with suppress(Exception):  # a step may have failed; if a worker is lost, this finds it
+            session.wait_all()
+        for worker in list(cluster.engine.deaths())[:1]:
+            session.mark_lost(worker, "it died")
+    if not session.broken:
+        return ()
+    why = cluster.engine.fixed
+    if log.lost is None:
+        raise ClusterError(session.broken)
+    if why is not None:
+        raise ClusterError(
+            f"{log.lost.removesuffix(session.recovery_advice)}; no other process can take its place: {why}"
+        )
+    with session.lock:  # the waits of all threads have ended
+        log.to_replace |= session.lost_workers()
         try:
-            replaced = cluster.engine.replace(sorted(control.to_replace))
-        except OSError as error:
-            raise ClusterError(_not_replaced(cluster, error)) from error
-        except ClusterError as error:
+            replaced = cluster.engine.replace(sorted(log.to_replace))
+        except (OSError, ClusterError) as error:
             raise ClusterError(_not_replaced(cluster, error)) from error
         try:
-            dispatch.mend(replaced, limit)
+            session.mend(replaced, limit)
         except WorkerLostError:
             raise
         except BaseException:
-            if not control.broken:
-                control.mark_lost(min(replaced), "an earlier attempt to replace it was not finished")
+            if not session.broken:
+                session.mark_lost(min(replaced), "an earlier attempt to replace it was not finished")
             raise
-        control.to_replace.clear()
         return tuple(replaced)
 
 
 def _not_replaced(cluster: Cluster, error: Exception) -> str:
-    names = ", ".join(repr(cluster.workers[worker]) for worker in sorted(cluster.control.to_replace))
+    names = ", ".join(repr(cluster.workers[worker]) for worker in sorted(cluster.session.log.to_replace))
     return (
         f"no process could be started in the place of worker {names}: {error}; the other workers hold what they "
         "held: call recover() again when this is repaired, or close this cluster"

@@ -15,7 +15,7 @@ from torch import nn
 from pippy.drivers.base.errors import DriverError
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.protocol.parameters import ElsewhereTensor, Initialize, TensorLocation
-from pippy.drivers.session.commands import Commands
+from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.drivers.wire.pickling import pickle_by_value
 from pippy.drivers.worker.state.initialization import Function, function_of_hugging_face, reset_function
 from pippy.ir.base.brief import brief
@@ -31,7 +31,7 @@ _SHOWN = 6  # names in an error
 class Filling:
     """Which tensors of one driver have no numbers yet, by the user's names, and what gives them some."""
 
-    def __init__(self, pipe: Pipe, placed: PlacedPipe, commands: Commands) -> None:
+    def __init__(self, pipe: Pipe, placed: PlacedPipe, commands: DriverCommands) -> None:
         self.pipe, self.placed, self.commands = pipe, placed, commands
         self.empty = set(placed.empty)
         self._initialized: tuple[Function | None, int] | None = None

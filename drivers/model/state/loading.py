@@ -27,7 +27,7 @@ from pippy.drivers.model.state.saved_names import SavedNames
 from pippy.drivers.model.state.saving import check_is_of
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.protocol.checkpoints import ReadState, TakeState
-from pippy.drivers.session.commands import Commands
+from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.drivers.session.step_numbers import StepNumbers
 from pippy.drivers.worker.gradients.worker_optimizer import MASTER
 from pippy.ir.base.trees import describe
@@ -53,7 +53,7 @@ class Loading:
     """Loads into one driver's model, and into what goes with it."""
 
     def __init__(
-        self, pipe: Pipe, placed: PlacedPipe, commands: Commands, stale: StaleModels, filling: Filling
+        self, pipe: Pipe, placed: PlacedPipe, commands: DriverCommands, stale: StaleModels, filling: Filling
     ) -> None:
         self.pipe, self.placed, self.commands, self.stale, self.filling = pipe, placed, commands, stale, filling
         self.path = ""  # of what was loaded last

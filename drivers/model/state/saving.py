@@ -30,7 +30,7 @@ from pippy.drivers.model.state.saved_names import SavedNames
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.protocol.checkpoints import AskWritten, WriteState, WrittenState
 from pippy.drivers.protocol.commands import Failure
-from pippy.drivers.session.commands import Commands
+from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.ir.base import source
 from pippy.ir.base.trees import describe
 from pippy.ir.pipe import Pipe
@@ -53,7 +53,7 @@ class GivenObjects:
     values: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def sorted(cls, given: Mapping[str, Any], commands: Commands | None) -> "GivenObjects":
+    def sorted(cls, given: Mapping[str, Any], commands: DriverCommands | None) -> "GivenObjects":
         """Tell them apart."""
         found = cls()
         for name, value in given.items():
@@ -72,7 +72,7 @@ class GivenObjects:
         return found
 
 
-def check_is_of(name: str, optimizer: PipelineOptimizer, commands: Commands | None) -> None:
+def check_is_of(name: str, optimizer: PipelineOptimizer, commands: DriverCommands | None) -> None:
     """Raise unless an optimizer is one of this driver's."""
     if optimizer.commands is not commands:
         raise CheckpointError(
@@ -83,7 +83,9 @@ def check_is_of(name: str, optimizer: PipelineOptimizer, commands: Commands | No
 class Saving:
     """Saves one driver's model, and what goes with it."""
 
-    def __init__(self, pipe: Pipe, placed: PlacedPipe, commands: Commands, cluster: Cluster, filling: Filling) -> None:
+    def __init__(
+        self, pipe: Pipe, placed: PlacedPipe, commands: DriverCommands, cluster: Cluster, filling: Filling
+    ) -> None:
         self.pipe, self.placed, self.commands, self.cluster, self.filling = pipe, placed, commands, cluster, filling
         self.begin_point: Callable[[GivenObjects], Callable[[str], None]] = lambda given: lambda path: None
         self._thread: threading.Thread | None = None
@@ -189,12 +191,12 @@ class Saving:
 
     def _ask(self, worker: int) -> WrittenState:
         """What a worker has written, when it has."""
-        control, driver = self.commands.dispatch.control, self.commands.driver
+        session, driver = self.commands.session, self.commands.driver
         clock, pause = threading.Event(), 0.01
         while True:
-            answer = control.wait(control.urgent(worker, AskWritten(driver)))
+            answer = session.answer(session.urgent(worker, AskWritten(driver)))
             if isinstance(answer, Failure):
-                raise StepError(f"worker {worker} ({control.workers[worker].name}): {answer.message}")
+                raise StepError(f"worker {worker} ({session.workers[worker].name}): {answer.message}")
             if answer is not None:
                 return answer
             clock.wait(pause)

@@ -152,11 +152,11 @@ def test_limits_that_nothing_keeps_are_refused(threads):
     pipe, x = pipeline(Chain(4), nn.MSELoss()), torch.randn(8, 8)
     driver = PipelineDriver(pipe, threads, schedule="auto", memory_limit=100)
     driver.run(4, x, x)  # now it is known what a stage keeps
-    before = list(threads.control.counts)
+    before = list(threads.session.counts)
     for _ in range(2):
         with pytest.raises(DriverError, match=r"memory_limit=100 leaves worker 0 no room for .* takes 128 bytes"):
             driver.run(4, x, x)
-    assert threads.control.counts == before
+    assert threads.session.counts == before
     assert driver.run(8, x, x).shape == ()  # smaller micro-batches
     driver.close()
 
@@ -174,10 +174,10 @@ def test_limits_that_nothing_keeps_are_refused(threads):
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_sent(threads, options, words):
-    before = list(threads.control.counts)
+    before = list(threads.session.counts)
     with pytest.raises(DriverError, match=words):
         PipelineDriver(pipeline(Chain(4), nn.MSELoss()), threads, **{"schedule": "auto", **options})
-    assert threads.control.counts == before
+    assert threads.session.counts == before
 
 
 def test_each_number_of_micro_batches_is_measured_once(threads):
@@ -197,9 +197,9 @@ def test_each_number_of_micro_batches_is_measured_once(threads):
     assert driver.choice.program.chunks == 8
     driver.run(4, torch.randn(12, 8), torch.randn(12, 8))  # other shapes
     assert driver.choice is choice
-    before = list(threads.control.counts)
+    before = list(threads.session.counts)
     driver.run(4, x, x)
-    assert [after - was for after, was in zip(threads.control.counts, before)] == [1, 1, 1, 0]
+    assert [after - was for after, was in zip(threads.session.counts, before)] == [1, 1, 1, 0]
     driver.close()
 
 

@@ -45,10 +45,10 @@ def auto(pipe, cluster, memory, **options):
 def least(pipe, cluster, chunks, *args, **options):
     """The least memory with which a driver runs, as its refusal advises it, with the refusal."""
     driver = auto(pipe, cluster, 1, **options)
-    before = list(cluster.control.counts)
+    before = list(cluster.session.counts)
     with pytest.raises(DriverError, match="memory=1 is too little: the nearest, ") as refused:
         driver.run(chunks, *args)
-    assert list(cluster.control.counts) == before
+    assert list(cluster.session.counts) == before
     driver.close()
     (advised,) = re.findall(r"What would fit: memory='(\w[\w.]*)'", str(refused.value))
     return byte_count(advised)
@@ -170,10 +170,10 @@ def test_a_mode_that_is_given_stays(threads, pipe, x):
     ],
 )
 def test_bad_limits_are_refused_before_anything_is_sent(threads, pipe, options, words):
-    before = list(threads.control.counts)
+    before = list(threads.session.counts)
     with pytest.raises((DriverError, ArgumentError), match=words):
         PipelineDriver(pipe, threads, **{"schedule": "auto", "world_size": 2, **options})
-    assert threads.control.counts == before
+    assert threads.session.counts == before
 
 
 def test_the_number_of_micro_batches_is_left_out_where_nothing_chooses_it(threads, pipe, x):

@@ -12,9 +12,9 @@ from pippy.drivers.base.errors import ClusterError, WorkerLostError
 from pippy.drivers.protocol.urgent import Ping
 
 
-def ask(control, worker, *message):
+def ask(session, worker, *message):
     """What the worker's main thread answers."""
-    return control.wait(control.post(worker, message))
+    return session.answer(session.send(worker, message))
 
 
 @contextmanager
@@ -25,45 +25,45 @@ def within(seconds):
 
 
 def the_workers_are_where_their_addresses_say(cluster):
-    control = cluster.control
-    assert [each.name for each in control.workers] == list(cluster.workers)
-    assert [ask(control, worker, "pid") for worker in range(2)] == [each.pid for each in control.workers]
+    session = cluster.session
+    assert [each.name for each in session.workers] == list(cluster.workers)
+    assert [ask(session, worker, "pid") for worker in range(2)] == [each.pid for each in session.workers]
 
 
 def messages_are_answered_in_their_order(cluster):
-    control = cluster.control
-    calls = [control.post(0, ("note", number)) for number in range(50)]
-    assert len(list(control.completed(calls))) == 50
-    assert ask(control, 0, "noted")[-50:] == list(range(50))
+    session = cluster.session
+    calls = [session.send(0, ("note", number)) for number in range(50)]
+    assert len(list(session.completed(calls))) == 50
+    assert ask(session, 0, "noted")[-50:] == list(range(50))
 
 
 def a_message_shares_nothing_with_the_controller(cluster):
     import torch
 
     given = torch.ones(3)
-    answer = ask(cluster.control, 1, "echo", given)
+    answer = ask(cluster.session, 1, "echo", given)
     given.zero_()
     assert answer.sum() == 3
 
 
 def urgent_messages_are_answered_while_a_worker_computes(cluster):
-    control = cluster.control
-    busy = control.post(0, ("hold",))
+    session = cluster.session
+    busy = session.send(0, ("hold",))
     with within(10):
-        assert control.wait(control.urgent(0, ("await_begun",)))
-        control.wait(control.urgent(0, Ping()))
+        assert session.answer(session.urgent(0, ("await_begun",)))
+        session.answer(session.urgent(0, Ping()))
         assert not busy.done
-        control.wait(control.urgent(0, ("release",)))
-        assert control.wait(busy) == "released"
+        session.answer(session.urgent(0, ("release",)))
+        assert session.answer(busy) == "released"
 
 
 def one_worker_is_answered_while_another_computes(cluster):
-    control = cluster.control
-    busy = control.post(0, ("hold",))
-    control.wait(control.urgent(0, ("await_begun",)))
-    assert ask(control, 1, "echo", 4) == 4
-    control.wait(control.urgent(0, ("release",)))
-    control.wait(busy)
+    session = cluster.session
+    busy = session.send(0, ("hold",))
+    session.answer(session.urgent(0, ("await_begun",)))
+    assert ask(session, 1, "echo", 4) == 4
+    session.answer(session.urgent(0, ("release",)))
+    session.answer(busy)
 
 
 def nobody_has_died(cluster):
@@ -72,21 +72,21 @@ def nobody_has_died(cluster):
 
 def a_worker_is_replaced_or_the_reason_is_given(cluster):
     """After this, the workers are new, or as they were."""
-    engine, control = cluster.engine, cluster.control
+    engine, session = cluster.engine, cluster.session
     if engine.fixed is not None:
         with pytest.raises(ClusterError) as refused:
             engine.replace([1])
         assert str(refused.value) == engine.fixed
         return
-    before = control.workers
-    control.urgent(1, ("exit", 3))
-    with within(control.timeout + control.interval + 1), pytest.raises(WorkerLostError) as lost:
-        ask(control, 1, "echo", 1)
+    before = session.workers
+    session.urgent(1, ("exit", 3))
+    with within(session.timeout + session.interval + 1), pytest.raises(WorkerLostError) as lost:
+        ask(session, 1, "echo", 1)
     assert lost.value.index == 1 and str(lost.value).endswith(engine.recovery_advice)
     assert list(engine.deaths(2.0)) == [1]
-    control.mend(engine.replace([1]))
-    assert control.workers[0] == before[0] and control.workers[1].pid != before[1].pid
-    assert engine.deaths() == {} and ask(control, 1, "pid") == control.workers[1].pid
+    session.renew(engine.replace([1]))
+    assert session.workers[0] == before[0] and session.workers[1].pid != before[1].pid
+    assert engine.deaths() == {} and ask(session, 1, "pid") == session.workers[1].pid
 
 
 def all_end_and_once_is_enough(cluster):
@@ -96,7 +96,7 @@ def all_end_and_once_is_enough(cluster):
         cluster.close()
         cluster.engine.close()
     with pytest.raises(ClusterError, match="this cluster is closed"):
-        cluster.control.post(0, ("echo", 1))
+        cluster.session.send(0, ("echo", 1))
 
 
 CONTRACT = [

@@ -40,18 +40,18 @@ def held():
 
 @pytest.fixture
 def cluster(held):
-    if not held or held[0].control.broken:
+    if not held or held[0].session.broken:
         close_open_cluster()
         held[:] = [start()]
     return held[0]
 
 
 def ask(cluster, worker, *message):
-    return cluster.control.wait(cluster.control.post(worker, message))
+    return cluster.session.answer(cluster.session.send(worker, message))
 
 
 def pids(cluster):
-    return [address.pid for address in cluster.control.workers]
+    return [address.pid for address in cluster.session.workers]
 
 
 def parent_of(pid):
@@ -102,26 +102,26 @@ def test_pinned_workers_that_share_a_core_are_told_of(monkeypatch):
 
 
 def test_messages_arrive_in_order_and_are_counted(cluster):
-    first, second = cluster.control.counts
-    calls = [cluster.control.post(0, ("note", number)) for number in range(1000)]
-    assert sum(1 for _ in cluster.control.completed(calls)) == 1000
+    first, second = cluster.session.counts
+    calls = [cluster.session.send(0, ("note", number)) for number in range(1000)]
+    assert sum(1 for _ in cluster.session.completed(calls)) == 1000
     assert ask(cluster, 0, "noted") == list(range(1000))
-    assert cluster.control.counts == [first + 1001, second]
+    assert cluster.session.counts == [first + 1001, second]
 
 
 def test_urgent_is_answered_while_a_worker_is_busy(cluster):
-    control = cluster.control
-    busy = control.post(0, ("hold",))
-    assert control.wait(control.urgent(0, ("await_begun",)))
+    session = cluster.session
+    busy = session.send(0, ("hold",))
+    assert session.answer(session.urgent(0, ("await_begun",)))
     assert cluster.dump(timeout=10) == "'worker0': does ('hold',)\n'worker1': waits for a message"
     assert not busy.done
-    control.wait(control.urgent(0, ("release",)))
-    assert control.wait(busy) == "released"
+    session.answer(session.urgent(0, ("release",)))
+    assert session.answer(busy) == "released"
 
 
 def test_a_worker_that_computes_longer_than_the_timeout_is_not_lost(cluster, monkeypatch):
-    monkeypatch.setattr(cluster.control, "interval", 0.1)
-    monkeypatch.setattr(cluster.control, "timeout", 2.0)
+    monkeypatch.setattr(cluster.session, "interval", 0.1)
+    monkeypatch.setattr(cluster.session, "timeout", 2.0)
     assert ask(cluster, 0, "compute", 2.5) == 2.5
 
 
@@ -129,20 +129,20 @@ def test_a_worker_that_computes_longer_than_the_timeout_is_not_lost(cluster, mon
 def test_messages_by_rpc():
     """As by sockets: in order, also large ones; urgent ones while a worker is busy; a worker that is killed is lost at once."""
     with opened(transport="rpc") as cluster:
-        control = cluster.control
-        calls = [control.post(0, ("note", number)) for number in range(100)]
-        assert sum(1 for _ in control.completed(calls)) == 100
+        session = cluster.session
+        calls = [session.send(0, ("note", number)) for number in range(100)]
+        assert sum(1 for _ in session.completed(calls)) == 100
         assert ask(cluster, 0, "noted") == list(range(100))
         assert torch.equal(ask(cluster, 0, "echo", LARGE), LARGE)
-        busy = control.post(0, ("hold",))
-        assert control.wait(control.urgent(0, ("await_begun",)))
+        busy = session.send(0, ("hold",))
+        assert session.answer(session.urgent(0, ("await_begun",)))
         assert cluster.dump(timeout=10) == "'worker0': does ('hold',)\n'worker1': waits for a message"
-        control.wait(control.urgent(0, ("release",)))
-        assert control.wait(busy) == "released"
-        waiting = control.post(1, ("block",))
+        session.answer(session.urgent(0, ("release",)))
+        assert session.answer(busy) == "released"
+        waiting = session.send(1, ("block",))
         os.kill(pids(cluster)[1], signal.SIGKILL)
         with within(1.0), pytest.raises(WorkerLostError, match=r"'worker1'.*SIGKILL"):
-            control.wait(waiting)
+            session.answer(waiting)
 
 
 def test_large_messages_leave_no_shared_memory(cluster):
@@ -168,23 +168,23 @@ class Unloadable:
 
 def test_a_message_that_cannot_be_taken_leaves_no_hole(cluster):
     with pytest.raises(ClusterError, match="could not take a message of type Unloadable"):
-        cluster.control.wait(cluster.control.post(0, Unloadable()))
+        cluster.session.answer(cluster.session.send(0, Unloadable()))
     with pytest.raises(Exception, match="pickle"):
-        cluster.control.post(0, ("echo", threading.Lock()))
+        cluster.session.send(0, ("echo", threading.Lock()))
     assert ask(cluster, 0, "echo", 1) == 1
 
 
 def test_ctrl_c_breaks_a_wait_and_nothing_else(cluster):
-    call = cluster.control.post(0, ("hold",))
+    call = cluster.session.send(0, ("hold",))
     main = threading.main_thread().ident
     timer = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT))
     with within(1.0), pytest.raises(KeyboardInterrupt):
         timer.start()
-        cluster.control.wait(call)
+        cluster.session.answer(call)
     timer.join()
     assert not call.done
-    cluster.control.wait(cluster.control.urgent(0, ("release",)))
-    assert cluster.control.wait(call) == "released"
+    cluster.session.answer(cluster.session.urgent(0, ("release",)))
+    assert cluster.session.answer(call) == "released"
     assert ask(cluster, 1, "echo", 1) == 1
 
 
@@ -196,34 +196,34 @@ def test_a_second_cluster_is_refused_and_a_closed_one_useless(cluster):
     cluster.close()
     cluster.close()
     with pytest.raises(ClusterError, match="is closed"):
-        cluster.control.post(0, ("echo", 1))
+        cluster.session.send(0, ("echo", 1))
 
 
 @pytest.mark.parametrize("doing", ["idle", "compute"])
 def test_a_killed_worker_is_lost_at_once(cluster, doing):
-    call = cluster.control.post(1, ("compute", 60.0)) if doing == "compute" else None
+    call = cluster.session.send(1, ("compute", 60.0)) if doing == "compute" else None
     os.kill(pids(cluster)[1], signal.SIGKILL)
     with within(1), pytest.raises(WorkerLostError, match=r"'worker1'.*killed by SIGKILL") as lost:
-        cluster.control.wait(call or cluster.control.post(1, ("echo", 1)))
+        cluster.session.answer(call or cluster.session.send(1, ("echo", 1)))
     assert lost.value.index == 1
     with pytest.raises(ClusterError, match="lost a worker and cannot go on"):
-        cluster.control.post(0, ("echo", 1))
+        cluster.session.send(0, ("echo", 1))
 
 
 @pytest.mark.parametrize("doing", ["idle", "block"])
 def test_a_stopped_worker_is_lost_in_time(cluster, doing):
-    call = cluster.control.post(1, ("block",)) if doing == "block" else None
+    call = cluster.session.send(1, ("block",)) if doing == "block" else None
     stop(pids(cluster)[1])
     if doing == "idle":
         first, second = cluster.dump().splitlines()
         assert first == "'worker0': waits for a message"
         assert second.startswith("'worker1': no answer within 1 s")
-    cluster.control.timeout = 2.0
+    cluster.session.timeout = 2.0
     with (
-        within(cluster.control.interval + 2 + 1),
+        within(cluster.session.interval + 2 + 1),
         pytest.raises(WorkerLostError, match="left a ping unanswered for 2 s"),
     ):
-        cluster.control.wait(call or cluster.control.post(1, ("echo", 1)))
+        cluster.session.answer(call or cluster.session.send(1, ("echo", 1)))
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -278,8 +278,8 @@ SCRIPT = f"""
 import os, sys
 from pippy.drivers.engines.local.local_cluster import local_cluster
 cluster = local_cluster(2, transport="none", _worker="{STAND_IN}")
-fork_server = cluster.control.wait(cluster.control.post(0, ("parent",)))
-print(fork_server, *[each.pid for each in cluster.control.workers], flush=True)
+fork_server = cluster.session.answer(cluster.session.send(0, ("parent",)))
+print(fork_server, *[each.pid for each in cluster.session.workers], flush=True)
 """
 
 

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from pippy import PipelineDriver1F1B, PipelineDriverInterleaved1F1B, local_cluster, pipeline
 from pippy.drivers.base.errors import ClusterError
-from pippy.drivers.session.control import Address, Control
+from pippy.drivers.session.calls import Address
+from pippy.drivers.session.session import Session
 from pippy.drivers.wire.messages.controller_connections import ControllerConnections
 from pippy.drivers.wire.messages.message_connection import MessageConnection, WorkerMessageConnection
 from pippy.drivers.wire.messages.message_queue import MessageQueue
@@ -40,7 +41,7 @@ def trains_as_plain(driver, plain):
 def test_descriptors_grow_with_the_pairs_that_a_program_uses():
     """64 workers start where 1,024 descriptors are allowed; here the same on a smaller scale: 6 with some 40."""
     with few_descriptors(12 + 5 * WORKERS), local_cluster(WORKERS, threads=1) as cluster:
-        pids = [worker.pid for worker in cluster.control.workers]
+        pids = [worker.pid for worker in cluster.session.workers]
         assert len({before := sockets(pid) for pid in pids}) == 1
         plain = Chain(WORKERS)
         pipe = pipeline(copy.deepcopy(plain), F.mse_loss)
@@ -68,14 +69,14 @@ def test_a_controller_without_a_descriptor_says_so_and_connects_two_workers_late
     connections = ControllerConnections({worker: ours for worker, (ours, _) in enumerate(pairs)})
     ends = [WorkerMessageConnection(theirs, MessageQueue()).connection for _, theirs in pairs]
     first, second = (WorkerTransport(index, controller=end) for index, end in enumerate(ends))
-    control = Control([Address(name, "here", 1) for name in "ab"], messages=connections)
+    session = Session([Address(name, "here", 1) for name in "ab"], messages=connections)
     for free in (0, 1):
         with (
             few_descriptors(free),
             pytest.raises(OSError, match=r"no free file descriptor for a socket between workers.*ulimit -n"),
         ):
-            control.connect(0, {1})
-    control.connect(0, {1})
+            session.connect(0, {1})
+    session.connect(0, {1})
     first.send(1, (0, 0, 0), torch.ones(2))
     assert second.receive((0, 0, 0), 0).sum() == 2
     for each in (first, second, connections):

@@ -63,7 +63,7 @@ def test_no_process_of_a_local_cluster_listens(shared, monkeypatch):
     with own, ExitStack() as open_cluster:
         with nullcontext() if shared else pytest.warns(UserWarning, match="cannot share memory.*while they start"):
             cluster = open_cluster.enter_context(local_cluster(3, threads=1))
-        workers = [address.pid for address in cluster.control.workers]
+        workers = [address.pid for address in cluster.session.workers]
         assert listening([os.getpid(), os.getsid(workers[0]), *workers]) == before
         model, x = Net().double(), torch.randn(6, 4, dtype=torch.float64)
         drivers = [PipelineDriver1F1B(pipeline(model), cluster, all_ranks=ranks) for ranks in ([0, 1, 2], [2, 0, 1])]

@@ -49,7 +49,7 @@ def closure(power):
 
 torch.set_default_dtype(torch.float64)
 cluster = local_cluster(2, threads=1)
-pids = [worker.pid for worker in cluster.control.workers]
+pids = [worker.pid for worker in cluster.session.workers]
 fork_server = open(f"/proc/{pids[0]}/stat").read().split()[3]
 print(fork_server, *pids, flush=True)
 model, inputs, target = Model(), Inputs(torch.randn(6, 4), 0.5), torch.randn(6, 4)

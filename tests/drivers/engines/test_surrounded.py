@@ -25,7 +25,7 @@ def start(n):
 
 
 def ask(cluster, worker, *message):
-    return cluster.control.wait(cluster.control.post(worker, message))
+    return cluster.session.answer(cluster.session.send(worker, message))
 
 
 def forked(body, complaint):
@@ -87,7 +87,7 @@ def test_a_cluster_of_a_fork_without_streams_whose_signals_are_blocked_beside_fi
         with quick_clusters.left_out(), start(1) as own:
             assert ask(own, 0, "about")["output"] == [os.devnull] * 3
             assert [os.readlink(f"/proc/self/fd/{number}") for number in range(3)] == [os.devnull] * 3
-            os.kill(own.control.workers[0].pid, signal.SIGKILL)
+            os.kill(own.session.workers[0].pid, signal.SIGKILL)
             with pytest.raises(WorkerLostError, match="killed by SIGKILL"):
                 ask(own, 0, "block")
 

@@ -74,7 +74,7 @@ def test_a_cluster_opens_as_the_message_says_and_takes_the_options_of_local_clus
 
     def see(workers):
         found.extend([workers.workers, workers is current_cluster()])
-        found.extend(len(os.sched_getaffinity(worker.pid)) for worker in workers.control.workers)
+        found.extend(len(os.sched_getaffinity(worker.pid)) for worker in workers.session.workers)
 
     exec(advised.replace("(2)", f"({options})").replace("...", "see(workers)"), {"cluster": cluster, "see": see})
     assert found == [("front", "back"), True, 1, 1]

@@ -165,7 +165,7 @@ def test_who_is_who_in_the_cluster(cluster):
     replicas = PipelineDriver1F1B(cut_in_two(), cluster, replicas=2, all_ranks=[3, 1, 0, 2])
     alone = PipelineDriverFillDrain(cut_in_two(), cluster, world_size=1)
     topology = cluster.topology
-    assert [each.pid for each in topology.workers] == [each.pid for each in cluster.control.workers]
+    assert [each.pid for each in topology.workers] == [each.pid for each in cluster.session.workers]
     assert [each.holds.get(replicas.number) for each in topology.workers] == [
         "replica 1, stage 0",
         "replica 0, stage 1",
@@ -571,7 +571,7 @@ def test_a_state_cannot_be_divided_among_one(cluster):
 @contextmanager
 def while_gradients_are_added_up(workers, driver, x, target):
     """A step in which worker 1 waits for the gradients of worker 3, which has stopped."""
-    stop(workers.control.workers[3].pid)
+    stop(workers.session.workers[3].pid)
     running, end = driver.run_async(4, x, target), time.monotonic() + 60
     while not re.search(
         "worker 1 .* waits for the (sums of the )?gradients of .* from worker 3", said := workers.dump(0.3)
@@ -594,7 +594,7 @@ def test_a_run_goes_on_after_a_worker_of_the_second_replica_was_lost(alone, tmp_
                 if step == 1 and lost:
                     driver.save(tmp_path, optimizer=optimizer, step=step)
                     with while_gradients_are_added_up(workers, driver, x, target) as running, within(5.0):
-                        os.kill(workers.control.workers[3].pid, signal.SIGKILL)
+                        os.kill(workers.session.workers[3].pid, signal.SIGKILL)
                         with pytest.raises(WorkerLostError, match="worker3"):
                             running.result()
                     assert driver.recover() == {"step": 1}

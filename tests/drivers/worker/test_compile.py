@@ -115,7 +115,7 @@ def test_a_worker_that_compiles_for_long_is_not_lost(cluster, tmp_path):
     while not compiled.exists():
         assert time.monotonic() < end
     for _ in range(10):
-        cluster.control.wait(cluster.control.ping(0))
+        cluster.session.answer(cluster.session.ping(0))
     assert time.monotonic() < end
     busy.unlink()
     assert torch.isfinite(step.result())
@@ -132,7 +132,7 @@ def test_a_worker_that_compiles_for_long_is_not_lost(cluster, tmp_path):
     ],
 )
 def test_what_torch_compile_would_refuse_is_refused_before_anything_is_sent(cluster, given, words):
-    before = list(cluster.control.counts)
+    before = list(cluster.session.counts)
     with pytest.raises(DriverError, match=words):
         PipelineDriver(pipeline(Chain(2), nn.MSELoss()), cluster, compile=given)
-    assert cluster.control.counts == before
+    assert cluster.session.counts == before

@@ -229,11 +229,11 @@ def test_what_is_no_limit_is_refused(cluster, wrong):
 
 def test_a_limit_below_what_the_schedule_holds_is_refused(cluster):
     driver = PipelineDriver(pipeline(Chain(4), nn.MSELoss()), cluster, out_of_order=3)
-    before = list(cluster.control.counts)
+    before = list(cluster.session.counts)
     given = torch.randn(8, 8), torch.randn(8, 8)
     with pytest.raises(DriverError, match=r"worker 0 holds up to 4 .* give at least 4, or True"):
         driver.run(8, *given)
-    assert cluster.control.counts == before, "nothing was sent"
+    assert cluster.session.counts == before, "nothing was sent"
     driver.run(3, *given)  # three micro-batches are never more than three
     with torch.no_grad():
         driver.run(8, *given)

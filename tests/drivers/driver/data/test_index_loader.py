@@ -228,7 +228,7 @@ def test_only_those_load_that_use_it(threads, make, wanted):
 
 def test_a_step_is_one_message_to_every_worker_and_its_bytes_are_those_of_the_indices(threads, monkeypatch):
     sizes = []
-    post = type(threads.control).post
+    post = type(threads.session).post
 
     def counting(self, worker, message):
         data, tensors = pickle_message(message)
@@ -240,7 +240,7 @@ def test_a_step_is_one_message_to_every_worker_and_its_bytes_are_those_of_the_in
     loader = IndexLoader(TensorDataset(x, target), batch_size=64)
     for batch in (loader.batch(range(64)), loader.batch(range(64)), (x[:64], target[:64])):
         driver.run(4, *batch)
-    monkeypatch.setattr(type(threads.control), "post", counting)
+    monkeypatch.setattr(type(threads.session), "post", counting)
     driver.run(4, *loader.batch(range(64, 128)))
     by_index, sizes[:] = sizes[:], []
     driver.run(4, x[:64], target[:64])
@@ -487,7 +487,7 @@ def test_what_is_refused_before_anything_is_sent(threads):
     loader = IndexLoader(TensorDataset(x, x))
     driver = PipelineDriver1F1B(pipeline(Chain(3), nn.MSELoss()), threads)
     automatic = PipelineDriver(driver.pipe, threads, schedule="auto", memory="1 GiB")
-    counts = list(threads.control.counts)
+    counts = list(threads.session.counts)
     refused = [
         (lambda: IndexLoader(iter([])), "cannot be indexed"),
         (lambda: IndexLoader(Endless()), "cannot be indexed"),
@@ -521,7 +521,7 @@ def test_what_is_refused_before_anything_is_sent(threads):
     for call, words in refused:
         with pytest.raises((PippyError, TypeError), match=words):
             call()
-    assert list(threads.control.counts) == counts or list(threads.control.counts)[1] == counts[1] + 1  # a program
+    assert list(threads.session.counts) == counts or list(threads.session.counts)[1] == counts[1] + 1  # a program
 
 
 class GivesInput(nn.Module):
@@ -686,7 +686,7 @@ def test_a_step_goes_on_while_rows_are_loaded_and_what_is_not_needed_is_given_up
     assert driver.run(2, *next(batches)).isfinite()
     assert Gated.asked.wait(60)
     late = driver.run_async(2, *next(batches))  # waits for the row
-    driver.dispatch.give_up(KeyboardInterrupt())
+    driver.session.give_up(KeyboardInterrupt())
     with pytest.raises(StepError, match="given up"):
         late.result()
     assert driver.run(2, x[:4], x[:4]).isfinite()
@@ -744,7 +744,7 @@ def test_a_worker_that_takes_the_place_of_another_gets_the_dataset(tmp_path):
         driver.save(tmp_path, optimizer=optimizer, loader=loader)
         wanted = losses()
         assert len(wanted) == 4
-        os.kill(workers.control.workers[1].pid, signal.SIGKILL)
+        os.kill(workers.session.workers[1].pid, signal.SIGKILL)
         with pytest.raises(WorkerLostError):
             losses()
         driver.recover()

@@ -119,16 +119,16 @@ def parts(output):
     return (output["loss"], output["logits"]) if isinstance(output, dict) else (output.loss, output.logits)
 
 
-def watched(control, monkeypatch):
+def watched(session, monkeypatch):
     """The bodies of the commands, and what their calls hold, of a cluster of threads."""
     seen = []
-    post = control.post
+    send = session.send
 
     def watch(worker, message):
-        seen.append((message.body, post(worker, message)))
+        seen.append((message.body, send(worker, message)))
         return seen[-1][1]
 
-    monkeypatch.setattr(control, "post", watch)
+    monkeypatch.setattr(session, "send", watch)
     return seen
 
 
@@ -145,7 +145,7 @@ def test_a_loss_that_the_model_returns(threads, monkeypatch, kind):
     loss, logits = parts(model(x, labels))
     loss.backward()
     driver.run(4, x, labels)
-    seen = watched(threads.control, monkeypatch)
+    seen = watched(threads.session, monkeypatch)
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
             driver.zero_grad()
@@ -169,7 +169,7 @@ def test_a_step_without_outputs_sends_what_it_did(threads, monkeypatch):
     driver = PipelineDriver1F1B(pipeline(Chain(3), nn.MSELoss()), threads)
     x, target = torch.randn(40, 8), torch.randn(40, 8)
     driver.run(4, x, target)
-    seen = watched(threads.control, monkeypatch)
+    seen = watched(threads.session, monkeypatch)
     driver.run(4, x, target)
     driver.run(4, x, target, outputs=True)
     driver.run(4, x, target)
@@ -223,10 +223,10 @@ def test_a_pipe_without_a_loss(threads):
     loss, outputs = driver.run(2, x, outputs=True)
     assert loss is None
     same(outputs, driver.run(2, x))
-    before = list(threads.control.counts)
+    before = list(threads.session.counts)
     with pytest.raises(DriverError, match=r"outputs=False on a Pipe without a loss.*leave it out"):
         driver.run(2, x, outputs=False)
-    assert threads.control.counts == before
+    assert threads.session.counts == before
 
 
 class Named(Chain):

@@ -83,10 +83,10 @@ def test_a_spec_for_the_loss_is_refused_before_anything_is_sent(threads, kind):
     specs = [PLACES[kind](wrong, 0) for wrong in WRONG] + [torch.stack, First()]
     for spec in specs:
         driver = PipelineDriver1F1B(pipe, threads, output_spec=spec)
-        before = list(threads.control.counts)
+        before = list(threads.session.counts)
         with pytest.raises(MicrobatchError, match=r"the loss, which is always merged by its weights.*None"):
             driver.run(3, torch.randn(7, 8), torch.randn(7, 8))
-        assert threads.control.counts == before
+        assert threads.session.counts == before
         driver.close()
 
 

@@ -38,9 +38,9 @@ def prepared(driver, outputs=None, trains=True, told=None, **how):
     message = call.message(sent, results.weights, reduce=False)
     for name, value in how.items():
         object.__setattr__(message, name, value)
-    counts = list(driver.cluster.control.counts)
+    counts = list(driver.cluster.session.counts)
     found = prepare(call, message, sent, results, driver.placed, driver.ranks, driver.datasets, told)
-    assert driver.cluster.control.counts == counts  # nothing was sent
+    assert driver.cluster.session.counts == counts  # nothing was sent
     return found
 
 

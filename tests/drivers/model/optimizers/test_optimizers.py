@@ -138,10 +138,10 @@ class NormedSGD(torch.optim.Optimizer):
 
 def test_an_optimizer_that_mixes_the_parameters_of_a_group_is_refused(threads):
     _, driver = both(threads)
-    before = list(threads.control.counts)
+    before = list(threads.session.counts)
     with pytest.raises(OptimizerError, match=r"NormedSGD .* other parameters .*clip_grad_norm_"):
         driver.instantiate_optimizer(NormedSGD, lr=0.1)
-    assert threads.control.counts == before
+    assert threads.session.counts == before
     driver.close()
 
 

@@ -32,7 +32,7 @@ def main(folder):
     def lose_a_rank(driver, report):
         if begins and report.step == 2:
             driver.saving.finish()
-            os.kill(driver.cluster.control.workers[1].pid, signal.SIGKILL)
+            os.kill(driver.cluster.session.workers[1].pid, signal.SIGKILL)
 
     noted, note = os.pipe()
     os.set_blocking(note, False)

@@ -60,9 +60,9 @@ class Run:
         self.driver.protect(optimizer=self.optimizer, scheduler=self.scheduler, step=step)
 
     def lose(self, *workers, how=signal.SIGKILL):
-        self.cluster.control.timeout = 2.0 if how == signal.SIGSTOP else 20.0
+        self.cluster.session.timeout = 2.0 if how == signal.SIGSTOP else 20.0
         for worker in workers:
-            strike(self.cluster.control.workers[worker].pid, how)
+            strike(self.cluster.session.workers[worker].pid, how)
 
 
 def undisturbed(cluster, steps, **options):

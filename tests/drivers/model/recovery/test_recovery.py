@@ -45,13 +45,13 @@ def test_a_run_goes_on_from_a_checkpoint_as_if_nothing_had_happened(workers, exp
     run.steps(0, 2)
     run.save(tmp_path, 2)
     run.steps(2, 4)
-    before = [worker.pid for worker in workers.control.workers]
+    before = [worker.pid for worker in workers.session.workers]
     run.lose(*lost, how=how)
     with pytest.raises(WorkerLostError):
         run.step(4)
     values = run.driver.recover()
     assert values == {"step": 2, "losses": {number: expected[0][number] for number in range(2)}}
-    assert [at for at in range(STAGES) if workers.control.workers[at].pid != before[at]] == lost
+    assert [at for at in range(STAGES) if workers.session.workers[at].pid != before[at]] == lost
     goes_on(run, expected, 2)
 
 
@@ -125,11 +125,11 @@ def test_a_failed_step_needs_no_other_process(workers, expected):
     run.steps(0, 2)
     run.protect(2)
     run.step(2)
-    before = [worker.pid for worker in workers.control.workers]
+    before = [worker.pid for worker in workers.session.workers]
     with pytest.raises(StepError):
         run.driver.run(4, torch.randn(8, 5), torch.randn(8, 1))
     assert run.driver.recover() == {"step": 2}
-    assert [worker.pid for worker in workers.control.workers] == before
+    assert [worker.pid for worker in workers.session.workers] == before
     goes_on(run, expected, 2)
 
 

@@ -15,6 +15,7 @@ from pippy import Pipe, PipelineDriver1F1B, local_cluster
 from pippy.drivers.base.errors import ClusterError, DriverError, WorkerLostError
 from pippy.drivers.model.recovery.replace_workers import replace_lost_workers
 from pippy.drivers.protocol.optimizers import OptimizerStep
+from pippy.drivers.session.command_log import PendingCommand
 from tests.drivers.engines.test_descriptors import sockets
 from tests.drivers.processes import close_open_cluster, stop, strike, within
 
@@ -50,11 +51,11 @@ class Training:
 
 
 def pids(cluster):
-    return [worker.pid for worker in cluster.control.workers]
+    return [worker.pid for worker in cluster.session.workers]
 
 
 def lose(cluster, training, *lost, how=signal.SIGKILL):
-    cluster.control.timeout = 2.0 if how == signal.SIGSTOP else 20.0
+    cluster.session.timeout = 2.0 if how == signal.SIGSTOP else 20.0
     for worker in lost:
         strike(pids(cluster)[worker], how)
     with pytest.raises(WorkerLostError):
@@ -101,9 +102,10 @@ def test_an_update_that_was_under_way_as_a_worker_was_lost_may_be_done_by_half(w
     other = Training(workers, stages=2, all_ranks=[0, 2])
     optimizer = other.driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
     other.step()
-    workers.dispatch.post(other.driver.number, dict.fromkeys((0, 2), OptimizerStep(optimizer.number, None, False)))
+    bodies = dict.fromkeys((0, 2), OptimizerStep(optimizer.number, None, False))
+    workers.session.post(PendingCommand(bodies, other.driver.number))
     os.kill(pids(workers)[1], signal.SIGKILL)
-    workers.control.mark_lost(1, "killed")
+    workers.session.mark_lost(1, "killed")
     replace_lost_workers(workers)
     with pytest.raises(DriverError, match=r"changed what others hold.*call driver.recover\(\)"):
         other.step()
@@ -146,7 +148,7 @@ def interrupted_in(monkeypatch, where, name):
 def test_ctrl_c_while_a_worker_is_replaced_can_be_followed_by_another_try(workers, monkeypatch):
     training = Training(workers)
     lose(workers, training, 1)
-    for where, name in ((workers.engine, "_await"), (workers.dispatch, "mend")):
+    for where, name in ((workers.engine, "_await"), (workers.session, "mend")):
         with interrupted_in(monkeypatch, where, name):
             replace_lost_workers(workers)
         with pytest.raises(ClusterError, match="lost a worker"):
@@ -166,7 +168,7 @@ def test_waits_of_other_threads_end_before_the_worker_is_replaced(workers):
         except Exception as error:
             found.append(error)
 
-    workers.control.timeout = 2.0
+    workers.session.timeout = 2.0
     stop(pids(workers)[2])
     thread = threading.Thread(target=run)
     thread.start()

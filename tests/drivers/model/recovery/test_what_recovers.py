@@ -75,7 +75,7 @@ class Kind:
 
     def lose(self, *which):
         for worker in which:
-            os.kill(self.cluster.control.workers[worker].pid, signal.SIGKILL)
+            os.kill(self.cluster.session.workers[worker].pid, signal.SIGKILL)
         with pytest.raises(WorkerLostError):
             self.driver.run(4, *self.rows())
 

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from pippy.drivers.base.errors import ClusterError, WorkerLostError
-from pippy.drivers.session.control import Address, Control, PendingCall
+from pippy.drivers.session.calls import Address, PendingCall
+from pippy.drivers.session.session import Session
 from pippy.drivers.wire.messages.controller_connections import ControllerConnections
 from pippy.drivers.wire.pickling import pickle_message
 
 
-class Pings(Control):
+class Pings(Session):
     """A controller without workers, whose pings end as given: with an error, an answer, or not at all."""
 
     def __init__(self, end):
@@ -37,29 +38,29 @@ ENDS = [
 @pytest.mark.parametrize(("end", "kind", "words"), ENDS)
 def test_a_call_that_failed(end, kind, words):
     """Whatever a ping raised was dropped, so nobody could see why its worker was taken for lost."""
-    control, future = Pings(end), torch.futures.Future()
+    session, future = Pings(end), torch.futures.Future()
     future.set_exception(RuntimeError("the call broke"))
     with pytest.raises(kind, match=words) as caught:
-        control.wait(PendingCall(0, "Step", future))
+        session.answer(PendingCall(0, "Step", future))
     assert type(caught.value) is kind
-    assert bool(control.broken) is (kind is WorkerLostError)
+    assert bool(session.broken) is (kind is WorkerLostError)
 
 
 class LostMeanwhile(ControllerConnections):
     """Another thread finds that a worker is lost, while this one waits for it."""
 
     def wait(self, wakeup, timeout):
-        self.control.mark_lost(0, "killed by SIGKILL")
+        self.session.mark_lost(0, "killed by SIGKILL")
 
 
 def test_a_wait_says_which_worker_is_lost_though_another_thread_has_found_it():
     """It raised a ClusterError of no worker, so that a script which looks for a lost worker did not find it."""
     messages = LostMeanwhile()
-    messages.control = control = Control([Address("worker0", "here", 1)], messages=messages)
+    messages.session = session = Session([Address("worker0", "here", 1)], messages=messages)
     with pytest.raises(WorkerLostError, match=r"worker0.*killed by SIGKILL"):
-        control.wait(PendingCall(0, "Step", torch.futures.Future()))
+        session.answer(PendingCall(0, "Step", torch.futures.Future()))
     with pytest.raises(ClusterError, match="lost a worker and cannot go on") as later:
-        control.check()
+        session.check()
     assert type(later.value) is ClusterError
 
 
@@ -84,9 +85,9 @@ class Lid(ControllerConnections):
 def test_time_in_which_the_controller_was_stopped_too_does_not_count():
     """As after the lid of a laptop was closed: the workers have had no time to answer the ping either."""
     lid = Lid()
-    control = Control([Address("worker0", "here", 1)], timeout=0.1, interval=0.05, messages=lid)
+    session = Session([Address("worker0", "here", 1)], timeout=0.1, interval=0.05, messages=lid)
     calls = [PendingCall(0, "Step", torch.futures.Future())]
-    waiting = control.completed(calls, timeout=0.3)
+    waiting = session.completed(calls, timeout=0.3)
     lid.ping.add_done_callback(lambda _: calls[0].future.set_result(pickle_message("done")))
     assert next(waiting).answer == "done"
-    assert not control.broken
+    assert not session.broken

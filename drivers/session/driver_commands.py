@@ -14,8 +14,9 @@ from pippy.drivers.protocol.commands import ZeroGrad
 from pippy.drivers.protocol.hooks import WorkerHooks
 from pippy.drivers.protocol.stages import Load, Unload
 from pippy.drivers.protocol.steps import StageFlags, Step
-from pippy.drivers.session.dispatch import Dispatch, PendingCommand, accept_all
+from pippy.drivers.session.command_log import PendingCommand, accept_all
 from pippy.drivers.session.nonfinite_gradients import NonFiniteGradients
+from pippy.drivers.session.session import Session
 from pippy.drivers.session.step_numbers import StepNumbers
 from pippy.ir.base.surroundings import Surroundings
 
@@ -40,22 +41,20 @@ class GradientState(Enum):
 
 
 def in_turn(method: Callable[Concatenate[Self, Given], Returned]) -> Callable[Concatenate[Self, Given], Returned]:
-    """A method of a driver or of its `Commands` that sends something: those that other threads call wait until it is done.
+    """A method of a driver or of its `DriverCommands` that sends something: those that other threads call wait for its end.
 
     It waits in turn for what other threads have under way for other drivers of the cluster.
     """
 
     @wraps(method)
     def inner(self: Self, /, *args: Given.args, **kwargs: Given.kwargs) -> Returned:
-        commands = self if isinstance(self, Commands) else self.commands  # type: ignore[attr-defined]
-        with commands.dispatch.sending:
-            commands.dispatch.wait_for_others(commands.driver)
-            return method(self, *args, **kwargs)
+        commands: DriverCommands = self if isinstance(self, DriverCommands) else self.commands  # type: ignore[attr-defined]
+        return commands.session.in_turn(partial(method, self, *args, **kwargs), commands.driver)
 
     return inner
 
 
-class Commands:
+class DriverCommands:
     """Sends the commands of one driver to its workers, and follows what becomes of the gradients there.
 
     A command that fails, or that Ctrl-C or a time limit ends, is given up. The workers then have the gradients of before
@@ -91,14 +90,14 @@ class Commands:
 
     def __init__(
         self,
-        dispatch: Dispatch,
+        session: Session,
         driver: int,
         workers: Sequence[int],
         has_copies: bool,
         nonfinite: NonFiniteGradients,
         numbers: StepNumbers | None = None,
     ) -> None:
-        self.dispatch, self.driver, self.workers, self.has_copies = dispatch, driver, tuple(workers), has_copies
+        self.session, self.driver, self.workers, self.has_copies = session, driver, tuple(workers), has_copies
         self.nonfinite, self.numbers = nonfinite, numbers
         self.gradients = GradientState.REDUCED
         self.zeroed: frozenset[int] = frozenset()
@@ -119,13 +118,13 @@ class Commands:
         try:
             self.call(loads)
         except BaseException:  # some workers may hold their stages already
-            self.dispatch.drop(self.driver, self.workers)
+            self.session.drop(self.driver, self.workers)
             raise
-        self._finalizer = weakref.finalize(self, self.dispatch.drop, self.driver, self.workers)
+        self._finalizer = weakref.finalize(self, self.session.drop, self.driver, self.workers)
         self._finalizer.atexit = False
 
     def _starts_now(self) -> dict[int, int]:
-        return {worker: self.dispatch.control.starts[worker] for worker in self.workers}
+        return {worker: self.session.log.starts[worker] for worker in self.workers}
 
     def replaced(self) -> list[int]:
         """The workers in whose places there are other processes, which hold nothing of the driver."""
@@ -141,22 +140,22 @@ class Commands:
         """Inside, commands are sent though workers were replaced; if the block succeeds, they hold what they did before."""
         starts = self._starts_now()
         self.told, self.flags_due, self.recovering = None, True, True
-        self.dispatch.half_changed_drivers.add(self.driver)  # until it succeeds
+        self.session.log.half_changed_drivers.add(self.driver)  # until it succeeds
         try:
             yield
             self.starts = starts
-            self.dispatch.half_changed_drivers.discard(self.driver)
+            self.session.log.half_changed_drivers.discard(self.driver)
         finally:
             self.recovering = False
 
     def _check_whole(self) -> None:
         """Raise if the workers do not hold what they did, because one was lost."""
-        if self.dispatch.control.broken:
+        if self.session.broken:
             return  # that is said when something is sent
-        replaced = [repr(self.dispatch.control.workers[worker].name) for worker in self.replaced()]
+        replaced = [repr(self.session.workers[worker].name) for worker in self.replaced()]
         if replaced:
             why = f"worker {', '.join(replaced)} was lost and replaced, and holds nothing of this driver"
-        elif self.driver in self.dispatch.half_changed_drivers:
+        elif self.driver in self.session.log.half_changed_drivers:
             why = "a worker was lost while this driver changed what others hold, or recovered, so they may be half changed"
         else:
             return
@@ -166,8 +165,9 @@ class Commands:
     def close(self) -> None:
         """Have the workers drop all that belongs to the driver."""
         if self._finalizer is not None and self._finalizer.alive:
-            if not self.dispatch.control.broken:
-                self.dispatch.call(self.driver, dict.fromkeys(self.workers, Unload()))
+            if not self.session.broken:
+                self.wait()
+                self.session.call(PendingCommand(dict.fromkeys(self.workers, Unload()), self.driver))
             self._finalizer.detach()
 
     # Steps
@@ -192,16 +192,15 @@ class Commands:
         surroundings: Surroundings,
         accept: Accept = accept_all,
     ) -> PendingCommand:
-        """Send a step to the workers; `Dispatch.wait` waits for it. ``reduce`` says that it adds up copies.
+        """Send a step to the workers; `Session.wait` waits for it. ``reduce`` says that it adds up copies.
 
         ``accept`` takes the answers, and raises if the step must not count.
         """
-        with uninterrupted(), self.dispatch.lock:  # else an answer might undo what is noted here
+        with uninterrupted(), self.session.lock:  # else an answer might undo what is noted here
             if self.numbers is not None:
                 random = self.numbers.next(trains)
                 steps = {worker: replace(step, random=random) for worker, step in steps.items()}
-            zero, changed, bodies = self._addressed(steps, surroundings)
-            posted = self.dispatch.post(self.driver, bodies, zero, self._undo_to_now(), limit, changed, accept)
+            posted = self.session.post(self._command(steps, surroundings, limit, accept))
             self.told, self.flags_due, self.zeroed = surroundings, False, frozenset()
             self.gradients = self._after_step(trains, reduce)
             self.steps += 1
@@ -218,15 +217,14 @@ class Commands:
     @in_turn
     def wait(self) -> None:
         """Wait for all that was sent. A step may fail, and change the state."""
-        self.dispatch.wait_all()
+        self.session.wait_all()
 
     @in_turn
     def call(self, bodies: Mapping[int, Any], limit: float | None = None) -> dict[int, Any]:
         """Send each worker its part of a command, and wait for the answers, ``limit`` seconds at most."""
         self.wait()
         surroundings = Surroundings.current()
-        zero, changed, addressed = self._addressed(bodies, surroundings)
-        answers = self.dispatch.call(self.driver, addressed, zero, self._undo_to_now(), changed, limit)
+        answers = self.session.call(self._command(bodies, surroundings, limit))
         self.told, self.zeroed = surroundings, frozenset()
         if self.gradients is GradientState.TO_DROP:
             self.gradients = GradientState.REDUCED
@@ -263,21 +261,20 @@ class Commands:
         if self._finalizer is not None and not self._finalizer.alive:
             raise DriverError("this driver was closed; make another")
 
-    def _addressed(
-        self, bodies: Mapping[int, Any], surroundings: Surroundings
-    ) -> tuple[ZeroGrad, Surroundings | None, Mapping[int, Any]]:
-        """Which gradients are to be dropped, surroundings if they changed, and the command: for all workers in both cases."""
+    def _command(
+        self, bodies: Mapping[int, Any], surroundings: Surroundings, limit: float | None, accept: Accept = accept_all
+    ) -> PendingCommand:
+        """A command to send now. It is for all workers if they are to drop gradients, or if the surroundings have changed."""
         self.check_open()
         if not self.recovering:
             self._check_whole()
         zero: ZeroGrad = self.gradients is GradientState.TO_DROP or tuple(sorted(self.zeroed)) or False
         changed = surroundings if surroundings != self.told else None
-        return zero, changed, {**dict.fromkeys(self.workers), **bodies} if zero or changed else bodies
-
-    def _undo_to_now(self) -> Callable[[], None]:
-        """What to call if a command that is sent now is given up."""
+        if zero or changed:
+            bodies = {**dict.fromkeys(self.workers), **bodies}
         steps = self.steps, self.unapplied
-        return partial(self._undo, self.gradients, steps, self.flags_due, self.zeroed, self.numbers)
+        undo = partial(self._undo, self.gradients, steps, self.flags_due, self.zeroed, self.numbers)
+        return PendingCommand(bodies, self.driver, zero, undo, limit, changed, accept)
 
     def _undo(
         self,
