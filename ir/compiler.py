@@ -56,7 +56,7 @@ def compile_traced(
     return compiled
 
 
-def check_loss(loss_fn: object, output_loss_value_spec: LossSpec) -> None:
+def check_loss_arguments(loss_fn: object, output_loss_value_spec: LossSpec) -> None:
     """Refuse a loss that cannot be compiled, before anything is traced."""
     if loss_fn is None:
         return

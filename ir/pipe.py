@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from pippy.ir.base.compiled_modules import uncompiled
+from pippy.ir.base.compiled_modules import original_of
 from pippy.ir.base.errors import InputError
 from pippy.ir.base.interrupts import heard
 from pippy.ir.base.public_calls import placing_words
 from pippy.ir.base.trees import map_tensors, tensors
 from pippy.ir.call.signature import bind, check_guards
-from pippy.ir.compiler import Cut, check_loss, compile_traced
+from pippy.ir.compiler import Cut, check_loss_arguments, compile_traced
 from pippy.ir.cut.params import MultiUseParamSpec
 from pippy.ir.loss.returned_loss import LossSpec
 from pippy.ir.model_parts import (
@@ -103,9 +103,9 @@ class Pipe(nn.Module):
 
         ``cut`` may mark the traced graph itself; what it gives becomes ``balance`` of the Pipe.
         """
-        model, loss_fn = module_of(uncompiled(model)), uncompiled(loss_fn)
+        model, loss_fn = module_of(original_of(model)), original_of(loss_fn)
         check_model(model)
-        check_loss(loss_fn, output_loss_value_spec)
+        check_loss_arguments(loss_fn, output_loss_value_spec)
         with heard(), torch.inference_mode(False):
             model = deep_copy(model) if deep_copy_module else model
             example = Example.of(model, example_args, example_kwargs, loss_fn is not None)
@@ -133,8 +133,8 @@ class Pipe(nn.Module):
         >>> Pipe.from_sequential([nn.Linear(2, 2), lambda x: torch.flatten(x), nn.ReLU()])(torch.ones(3, 2)).shape
         torch.Size([6])
         """
-        model, loss_fn = uncompiled(model), uncompiled(loss_fn)
-        check_loss(loss_fn, None)
+        model, loss_fn = original_of(model), original_of(loss_fn)
+        check_loss_arguments(loss_fn, None)
         traced = trace_sequential(deep_copy(model) if deep_copy_module else model, marked=cut is None)
         return Pipe(traced, compile_traced(traced, loss_fn=loss_fn, cut=cut))
 

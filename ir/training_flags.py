@@ -17,7 +17,7 @@ from typing import Any
 from torch import fx, nn
 
 from pippy.ir.base.errors import ModeError
-from pippy.ir.base.modes import Modes
+from pippy.ir.base.modes import ModelModes
 from pippy.ir.record.compiled import Compiled
 
 
@@ -81,7 +81,7 @@ class TrainingFlags:
             if module is not None:
                 module.training = self._flags[path]
 
-    def check(self, modes: Modes) -> None:
+    def check(self, modes: ModelModes) -> None:
         """Raise if the graph is not known to be right in the modes that the modules are in."""
         if modes.is_as_traced(self._flags):
             return
@@ -96,7 +96,7 @@ class TrainingFlags:
                 f"{modes.refused[mode]}\nWhat to do: make another Pipe from the model in {now} mode{instead}"
             )
 
-    def _mixed(self, modes: Modes) -> str:
+    def _mixed(self, modes: ModelModes) -> str:
         """What is wrong if some modules were switched and others were not."""
         flags = {path or "the model": self._flags[path] for path, flag in modes.traced.items()}
         training, evaluating = ([path for path, flag in flags.items() if flag is mode] for mode in (True, False))

@@ -14,7 +14,7 @@ from pippy.drivers.batch.division import DividedValue, Division, divided_leaves
 from pippy.ir.call.guards import Guards
 from pippy.ir.call.kinds import Elsewhere
 
-Key = Hashable  # of a column in what a dataset gives: a number, a name, or None for all of it
+ColumnKey = Hashable  # of a column in what a dataset gives: a number, a name, or None for all of it
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Column(Elsewhere):
     Column('x', 3 rows)
     """
 
-    def __init__(self, dataset: Any, key: Key, batch: IndexBatch) -> None:
+    def __init__(self, dataset: Any, key: ColumnKey, batch: IndexBatch) -> None:
         self.dataset, self.key, self.batch = dataset, key, batch
 
     def __len__(self) -> int:
@@ -104,7 +104,7 @@ class LoadedColumn(DividedValue):
     If it is of several mini-batches, ``counts`` says how many micro-batches each of them has.
     """
 
-    key: Key
+    key: ColumnKey
     batches: tuple[IndexBatch, ...]
     counts: tuple[int, ...]
     spec: Any

@@ -9,7 +9,7 @@ from pippy.drivers.batch.divide import divide
 from pippy.drivers.batch.division import Division
 from pippy.ir.base.brief import brief
 from pippy.ir.base.errors import InputError
-from pippy.ir.call.signature import bind, check_guards, signature_of
+from pippy.ir.call.signature import bind, call_signature, check_guards
 from pippy.ir.record.compiled import Compiled
 
 
@@ -107,13 +107,13 @@ def _specs_of_call(
     given, found = [*specs, *[None] * (len(args) - len(specs))], {}
     if compiled.target_name is not None and compiled.target_name not in kwargs:
         found[compiled.target_name] = given.pop()
-    found.update(signature_of(compiled).bind_partial(*given).arguments)
+    found.update(call_signature(compiled).bind_partial(*given).arguments)
     return {name: spec for name, spec in found.items() if spec is not None}
 
 
 def _by_name(compiled: Compiled, specs: Mapping[str, Any], what: str) -> dict[str, Any]:
     """What ``**kwargs`` takes may be named as in the call."""
-    parameters = signature_of(compiled).parameters
+    parameters = call_signature(compiled).parameters
     rest = next((name for name, each in parameters.items() if each.kind is each.VAR_KEYWORD), None)
     known = [*parameters, *([compiled.target_name] if compiled.target_name else [])]
     found = {name: spec for name, spec in specs.items() if name in known and spec is not None}

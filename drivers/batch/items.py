@@ -21,7 +21,7 @@ from pippy.ir.base.trees import children, describe, leaves, tensors, with_childr
 
 
 @dataclass(frozen=True)
-class Call:
+class RunCall:
     """The arguments of one call of `driver.run`."""
 
     chunks: int | None
@@ -29,23 +29,23 @@ class Call:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-def call_of(items: Sequence[Any], chunks: int | None) -> Call:
+def call_of_items(items: Sequence[Any], chunks: int | None) -> RunCall:
     """The call that runs these items as one mini-batch, each in ``chunks`` micro-batches, or in fewer if it has fewer rows.
 
     The weights of the losses are those of all rows together, so that the items may differ in length and in rows.
 
-    >>> call_of([(torch.ones(4, 2), torch.ones(4))], 2)
-    Call(chunks=2, args=(tensor([[1., 1.],
+    >>> call_of_items([(torch.ones(4, 2), torch.ones(4))], 2)
+    RunCall(chunks=2, args=(tensor([[1., 1.],
             [1., 1.],
             [1., 1.],
             [1., 1.]]), tensor([1., 1., 1., 1.])), kwargs={})
-    >>> call_of([{"x": torch.ones(4, 2)}, {"x": torch.ones(3, 5)}], 2)
-    Call(chunks=4, args=(), kwargs={'x': MicroBatches([float32[2, 2], float32[2, 2], float32[2, 5], float32[1, 5]])})
+    >>> call_of_items([{"x": torch.ones(4, 2)}, {"x": torch.ones(3, 5)}], 2)
+    RunCall(chunks=4, args=(), kwargs={'x': MicroBatches([float32[2, 2], float32[2, 2], float32[2, 5], float32[1, 5]])})
     """
     calls = [_arguments(item, at) for at, item in enumerate(items)]
     if len(calls) == 1:
         args, kwargs = calls[0]
-        return Call(_fitting(chunks, calls[0]), args, kwargs)
+        return RunCall(_fitting(chunks, calls[0]), args, kwargs)
     if chunks is None:
         raise MicrobatchError(
             f"chunks=None: the driver does not choose the number of micro-batches when {len(calls)} items of data "
@@ -53,7 +53,7 @@ def call_of(items: Sequence[Any], chunks: int | None) -> Call:
         )
     counts = [_fitting(chunks, call) or 1 for call in calls]
     args, kwargs = joined_items([tuple(call) for call in calls], counts, "item")
-    return Call(sum(counts), tuple(args), dict(kwargs))
+    return RunCall(sum(counts), tuple(args), dict(kwargs))
 
 
 def _arguments(item: Any, at: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -18,7 +18,7 @@ from typing import Any
 from pippy.drivers.base.errors import MicrobatchError
 from pippy.ir.base.brief import brief
 from pippy.ir.base.public_calls import placing_words
-from pippy.ir.base.trees import children, describe, names_of, steps
+from pippy.ir.base.trees import children, describe, item_names, steps
 from pippy.ir.call.kinds import InPieces
 
 
@@ -172,7 +172,7 @@ def specs_of_items(spec: Any, value: Any, path: str) -> list[Any]:
     held = children(value) or ()
     if spec is None or isinstance(spec, int) or is_spec(spec):
         return [spec] * len(held)
-    names = names_of(value)
+    names = item_names(value)
     given = _by_name(spec)
     if names is not None and given is not None:
         unknown = [name for name in given if name not in names]
@@ -189,7 +189,7 @@ def specs_of_items(spec: Any, value: Any, path: str) -> list[Any]:
 
 
 def _by_name(spec: Any) -> dict[Any, Any] | None:
-    names = names_of(spec)
+    names = item_names(spec)
     return None if names is None else dict(zip(names, children(spec) or ()))
 
 
@@ -200,7 +200,7 @@ def spec_of_parts(value: Any, path: str, written: Callable[[Any, str], str]) -> 
     "{'b': Sum()}"
     """
     held = items_with_paths(value, path) or []
-    texts, names = [written(item, where) for where, item in held], names_of(value)
+    texts, names = [written(item, where) for where, item in held], item_names(value)
     if all(text == "None" for text in texts):
         return "None"
     if names is None:

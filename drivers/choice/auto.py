@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 from pippy.drivers.base.errors import DriverError
 from pippy.drivers.choice.given_limit import GivenLimit
 from pippy.drivers.choice.measurements import Answers, Measurements, StepPurpose
-from pippy.drivers.choice.memory_fit import Call
+from pippy.drivers.choice.memory_fit import DividedCall
 from pippy.drivers.choice.within_limits import GivenLimits, WithinLimits
 from pippy.drivers.plan.choice.choose import Choice
 from pippy.drivers.plan.choice.fitted import Fitted
@@ -69,7 +69,7 @@ one number or one for each worker
                     f"{least}"
                 )
 
-    def next(self, chunks: int, make: Make, call: Call | None = None) -> tuple[StepPurpose, Program]:
+    def next(self, chunks: int, make: Make, call: DividedCall | None = None) -> tuple[StepPurpose, Program]:
         """What the next step with ``chunks`` micro-batches is for, and its program. Waits for a measured step first.
 
         ``make`` makes the program of 1F1B; where bytes are counted, with the edges of the Pipe, and ``call`` is what is to be
@@ -88,7 +88,7 @@ one number or one for each worker
         return self._measured[chunks].begin(program, ranks)
 
     @abstractmethod
-    def _measurements_for(self, chunks: int, make: Make, call: Call | None) -> Measured:
+    def _measurements_for(self, chunks: int, make: Make, call: DividedCall | None) -> Measured:
         """The measurements for a number of micro-batches."""
 
     def _finish_step(self, measurements: Measured) -> None:
@@ -117,7 +117,7 @@ one number or one for each worker
         super().check(placement)
         self._limits.bytes.of_workers(placement)
 
-    def _measurements_for(self, chunks: int, make: Make, call: Call | None) -> WithinLimits:
+    def _measurements_for(self, chunks: int, make: Make, call: DividedCall | None) -> WithinLimits:
         if chunks not in self._measured:
             self._measured[chunks] = WithinLimits.of(make(chunks), self._limits, self.checkpoint)
         return self._measured[chunks]

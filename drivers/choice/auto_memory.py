@@ -14,9 +14,9 @@ from pippy.drivers.base.errors import DriverError
 from pippy.drivers.choice.auto import Auto, Make
 from pippy.drivers.choice.measurements import StepPurpose
 from pippy.drivers.choice.memory_fit import (
-    Call,
+    CallShapes,
+    DividedCall,
     MemoryFit,
-    Shapes,
     counts_of_chunks,
     measured_micro_batch,
     no_larger,
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 class _Counts:
     """The numbers of micro-batches that are measured for so many rows, and the one that was chosen then."""
 
-    shapes: Shapes
+    shapes: CallShapes
     measured: tuple[int, ...]
     chosen: int | None = None
 
@@ -62,7 +62,7 @@ class AutoWithinMemory(Auto[WithinMemory]):
             )
         return self._measured[chunks].next_step()
 
-    def count_of_chunks(self, make: Make, call: Call, trains: bool) -> int:
+    def count_of_chunks(self, make: Make, call: DividedCall, trains: bool) -> int:
         """Into how many micro-batches to cut the next call, which leaves that to us. Waits for a measured step first.
 
         A call that does not train takes the number that is known for as many rows: it holds less.
@@ -82,14 +82,14 @@ class AutoWithinMemory(Auto[WithinMemory]):
             counts.chosen = self._best_count(counts, make, call)
         return counts.chosen
 
-    def _counts_to_measure(self, make: Make, call: Call) -> _Counts:
+    def _counts_to_measure(self, make: Make, call: DividedCall) -> _Counts:
         """The best number of micro-batches by guessed costs, and the next: two tell what a row takes from what each takes."""
         fitted = self.memory.best(self._every_count(make, call), call.rows, measured=False)
         fitting = sorted({way.chunks for way in fitted.candidates} - {fitted.chunks})
         others = [count for count in fitting if count > fitted.chunks][:1] or fitting[-1:]
         return _Counts(call.shapes, (fitted.chunks, *others))
 
-    def _best_count(self, counts: _Counts, make: Make, call: Call) -> int:
+    def _best_count(self, counts: _Counts, make: Make, call: DividedCall) -> int:
         assert call.rows is not None
         known = {count: self._measured[count].costs for count in counts.measured}
         costs = {count: costs for count, costs in known.items() if costs is not None}
@@ -105,12 +105,12 @@ class AutoWithinMemory(Auto[WithinMemory]):
         _log.info("schedule='auto', memory=%r: %s", self.memory.given, fitted)
         return fitted.chunks
 
-    def _every_count(self, make: Make, call: Call) -> Problem:
+    def _every_count(self, make: Make, call: DividedCall) -> Problem:
         assert call.rows is not None
         plain = make(1)
         return self.memory.problem(plain, call, counts_of_chunks(call.rows), self._live.of_workers(plain.placement))
 
-    def _measurements_for(self, chunks: int, make: Make, call: Call | None) -> WithinMemory:
+    def _measurements_for(self, chunks: int, make: Make, call: DividedCall | None) -> WithinMemory:
         """The measurements whose programs fit this call."""
         found = self._measured.get(chunks)
         assert call is not None

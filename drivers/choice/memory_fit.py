@@ -27,11 +27,11 @@ from pippy.drivers.plan.passes.halves import has_halves, in_halves
 from pippy.drivers.plan.passes.recompute import Checkpoint
 from pippy.ir.base.trees import tensors
 
-Shapes = tuple[tuple[int, ...], ...]
+CallShapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class Call:
+class DividedCall:
     """The arguments of one call of a driver, how they are cut into so many micro-batches, and what one of those takes.
 
     ``optimizers`` is how many the driver has, whose states count.
@@ -49,13 +49,13 @@ class Call:
         return None if sizes is None else sum(sizes)
 
     @cached_property
-    def shapes(self) -> Shapes:
+    def shapes(self) -> CallShapes:
         """What the bytes depend on: the number of optimizers, whether autocast is in force, and the sizes of the tensors."""
         casts = (1,) * torch._C._is_any_autocast_enabled()
         return ((self.optimizers,), casts, *(tuple(tensor.shape) for tensor in tensors(self.arguments)))
 
 
-def no_larger(shapes: Shapes, counted: Shapes) -> bool:
+def no_larger(shapes: CallShapes, counted: CallShapes) -> bool:
     """Whether tensors of these sizes fit into tensors of those.
 
     >>> no_larger(((8, 3), ()), ((8, 4), ())), no_larger(((9, 3),), ((8, 4),)), no_larger(((8,),), ((8, 4),))
@@ -79,7 +79,7 @@ class MemoryFit:
         """The bytes that each worker may hold."""
         return limits_of(self.given, placement.workers, self.option)
 
-    def rows_to_cut(self, call: Call) -> int:
+    def rows_to_cut(self, call: DividedCall) -> int:
         """The rows of a call that leaves the number of micro-batches to us."""
         if call.rows is None:
             raise DriverError(
@@ -87,7 +87,9 @@ class MemoryFit:
             )
         return call.rows
 
-    def problem(self, plain: Program, call: Call, chunks: Sequence[int], live: tuple[int, ...] | None) -> Problem:
+    def problem(
+        self, plain: Program, call: DividedCall, chunks: Sequence[int], live: tuple[int, ...] | None
+    ) -> Problem:
         """What is to fit: a call, in one of so many micro-batches. ``plain`` has the placement and the edges."""
         return Problem(plain, self.limits(plain.placement), call.estimate, tuple(chunks), self.checkpoint, live)
 

@@ -14,7 +14,7 @@ import torch
 
 from pippy.drivers.batch.divide_call import divide_call
 from pippy.drivers.batch.division import Division
-from pippy.drivers.choice.memory_fit import Call
+from pippy.drivers.choice.memory_fit import DividedCall
 from pippy.drivers.count.optimizer_bytes import CountedOptimizer
 from pippy.drivers.count.pipe_bytes import count_pipe
 from pippy.drivers.lowering.flow import loss_stage
@@ -48,7 +48,7 @@ def call_to_fit(
     divided: Callable[[int], Division],
     device: torch.device,
     optimizers: Sequence[CountedOptimizer],
-) -> Call:
+) -> DividedCall:
     """A call whose micro-batches are counted when that is asked for, once for each number of them."""
 
     @cache
@@ -58,7 +58,7 @@ def call_to_fit(
         flops = _flops(compiled_of(pipe), division)
         return MicroBatch(_balanced_costs(pipe, flops, device.type) or guessed_costs(flops, device.type), sizes)
 
-    return Call(arguments, len(optimizers), divided, estimate)
+    return DividedCall(arguments, len(optimizers), divided, estimate)
 
 
 def _balanced_costs(pipe: Pipe, flops: Sequence[int], device: str) -> Costs | None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from pippy.drivers.choice.measurements import CHOSEN, Measurements, StepPurpose
-from pippy.drivers.choice.memory_fit import Call, MemoryFit, Shapes, measured_micro_batch
+from pippy.drivers.choice.memory_fit import CallShapes, DividedCall, MemoryFit, measured_micro_batch
 from pippy.drivers.plan.choice.fitted import Fitted
 from pippy.drivers.plan.choice.search import Problem
 from pippy.drivers.plan.cost.costs import Costs
@@ -18,12 +18,12 @@ class WithinMemory(Measurements):
     memory: MemoryFit
     problem: Problem  # what has to fit
     rows: int | None
-    shapes: Shapes  # the largest for which it was counted
+    shapes: CallShapes  # the largest for which it was counted
     version: int = 0  # how often it had to be counted again for larger shapes
 
     @classmethod
     def of(
-        cls, memory: MemoryFit, plain: Program, problem: Problem, call: Call, before: "WithinMemory | None"
+        cls, memory: MemoryFit, plain: Program, problem: Problem, call: DividedCall, before: "WithinMemory | None"
     ) -> "WithinMemory":
         """Those for a call. Where smaller shapes were measured ``before``, the costs are known, and nothing is measured."""
         version = 0 if before is None else before.version + 1

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pippy.ir.base.operations import RATES, draws, name_of
 
-Drawn = Callable[[Mapping[str, Any]], Any]
+FixedDraw = Callable[[Mapping[str, Any]], Any]
 
 
 @contextmanager
@@ -138,7 +138,7 @@ def _of_bernoulli(given: Mapping[str, Any]) -> Any:
     return (p >= 0.5).to(p.dtype) if isinstance(p, torch.Tensor) else 1.0
 
 
-_DRAWN: Mapping[str, Drawn] = {
+_DRAWN: Mapping[str, FixedDraw] = {
     "native_dropout": _kept,
     "_fused_dropout": _kept,
     "multinomial": _most_likely,

@@ -8,7 +8,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-Place = tuple[str, int]  # of a tensor that the user gives: the name of the input, and the number of the tensor in it
+InputTensor = tuple[
+    str, int
+]  # of a tensor that the user gives: the name of the input, and the number of the tensor in it
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Question:
 
     sign: str
     value: float
-    place: Place | None = None
+    place: InputTensor | None = None
     counted: bool = False
     weights: tuple[float, ...] = ()
 
@@ -45,7 +47,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ComputedChoice:
     """How many of ``of`` numbers were chosen by a mask that was computed, on the way to a mean; at which line of the model.
 
     With ``ranked``, as by argmax, ``count`` of ``of`` rows choose as the first one, and the choices are averaged over rows.
@@ -62,8 +64,8 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Asked:
+class TrialNotes:
     """What one worker has noted in a trial."""
 
     questions: tuple[Question, ...] = ()
-    chosen: tuple[Chosen, ...] = field(default=())
+    chosen: tuple[ComputedChoice, ...] = field(default=())

@@ -94,7 +94,7 @@ def count_pipe(
     with heard():
         whole = lower(pipe, orders[trains])
     largest = max(range(division.chunks), key=lambda each: _rows(division, each))
-    with heard(), untouched_random_state(), torch.inference_mode(False), explained():
+    with heard(), untouched_random_state(), torch.inference_mode(False), explain_fake_errors():
         counted = _Counted(pipe, division, largest, device, trains)
         passes = counted.run(whole)
         by_halves: dict[str, _Seen] = {}
@@ -369,7 +369,7 @@ def _inputs(lowered: Lowered, division: Division, counted: _Counted) -> Iterator
 
 
 @contextmanager
-def explained() -> Iterator[None]:
+def explain_fake_errors() -> Iterator[None]:
     """Inside, what fake tensors cannot do is an error that says what to do."""
     try:
         yield

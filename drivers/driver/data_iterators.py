@@ -4,18 +4,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from pippy.drivers.base.errors import DriverError
-from pippy.drivers.batch.items import Call, call_of
+from pippy.drivers.batch.items import RunCall, call_of_items
 from pippy.drivers.driver.steps.driver_arguments import check_chunks
 from pippy.drivers.model.model_on_workers import ModelOnWorkers
 from pippy.ir.base.trees import describe
 
 
-def next_call(data_iter: Iterator[Any], chunks: Any, method: str) -> Call:
+def next_call(data_iter: Iterator[Any], chunks: Any, method: str) -> RunCall:
     """The call of `driver.run` with the next ``chunks`` items, each of which is a micro-batch.
 
     >>> import torch
     >>> next_call(iter([torch.ones(2), torch.ones(3)]), 2, "train_batch")
-    Call(chunks=2, args=(MicroBatches([float32[2], float32[3]]),), kwargs={})
+    RunCall(chunks=2, args=(MicroBatches([float32[2], float32[3]]),), kwargs={})
     """
     check_chunks(chunks, None)
     if not isinstance(data_iter, Iterator):
@@ -32,7 +32,7 @@ def next_call(data_iter: Iterator[Any], chunks: Any, method: str) -> Call:
                 f"the iterator ended after {len(items)} of the {chunks} micro-batches of this step, and nothing was run; "
                 "pippy.RepeatingLoader(loader) begins anew at the end"
             ) from None
-    return call_of(items, 1)
+    return call_of_items(items, 1)
 
 
 def loss_alone(driver: ModelOnWorkers) -> dict[str, Any]:

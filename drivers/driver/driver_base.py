@@ -25,7 +25,7 @@ from pippy.drivers.batch.division import Division
 from pippy.drivers.batch.refused_inputs import refuse_inputs
 from pippy.drivers.choice.auto import Auto
 from pippy.drivers.choice.auto_memory import AutoWithinMemory
-from pippy.drivers.choice.memory_fit import Call
+from pippy.drivers.choice.memory_fit import DividedCall
 from pippy.drivers.choice.stage_estimates import call_to_fit
 from pippy.drivers.count.driver_memory import DriverMemory
 from pippy.drivers.count.optimizer_bytes import counted_optimizer
@@ -49,7 +49,7 @@ from pippy.drivers.driver.steps.driver_arguments import (
     seconds,
 )
 from pippy.drivers.driver.steps.evaluating import evaluating
-from pippy.drivers.driver.steps.local_optimizers import watch
+from pippy.drivers.driver.steps.local_optimizers import watch_local_optimizers
 from pippy.drivers.driver.steps.prepared_step import StepCall, prepare
 from pippy.drivers.driver.steps.programs import DriverPrograms, RequestedSchedule, SentProgram, check_single_loss
 from pippy.drivers.driver.steps.results import Results
@@ -58,10 +58,10 @@ from pippy.drivers.driver.steps.updates import check_trains, checked_updates
 from pippy.drivers.engines.cluster import Cluster
 from pippy.drivers.engines.current_cluster import current_cluster
 from pippy.drivers.engines.topology import DriverPlaces
-from pippy.drivers.generation.generation import Generation
+from pippy.drivers.generation.generation import TokenGeneration
 from pippy.drivers.model.model_on_workers import ModelOnWorkers
 from pippy.drivers.model.recovery.recovery import finish_saving
-from pippy.drivers.placement.parameter_hooks import ParameterHooks
+from pippy.drivers.placement.parameter_hooks import PlacedHooks
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.placement.replicas import RunningStatistics, Topology
 from pippy.drivers.plan import Program
@@ -178,12 +178,12 @@ class PipelineDriverBase(ModelOnWorkers):
         self.datasets = SentDatasets(compiled, commands, self.cluster.workers, loss_reduction)
         self._trial_bytes = TrialBytes(pipe, self.placement, torch.device(self.cluster.device_type))
         self._first_step = self._made_first_step() if check and compiled.loss is not None else None
-        self.hooks = ParameterHooks(pipe, placed)
-        self._generation = Generation(pipe, placed, commands, workers)
+        self.hooks = PlacedHooks(pipe, placed)
+        self._generation = TokenGeneration(pipe, placed, commands, workers)
         self._probed: set[tuple[int, bool, bool]] = set()  # kinds of steps whose outputs were checked
         self._recording: Recording | None = None
         commands.load(placed.loads(), placed.flags())
-        watch(pipe.parameters(), commands)
+        watch_local_optimizers(pipe.parameters(), commands)
         self._places = DriverPlaces.of(type(self).__name__, placed.replicas)
         self.cluster.open_drivers[self.number] = self._places  # a weak reference
 
@@ -403,7 +403,7 @@ class PipelineDriverBase(ModelOnWorkers):
         reduce = any(step.reduce for step in steps.values())
         return self.commands.post_step(steps, call.trains, reduce, self.step_timeout, call.surroundings, accept)
 
-    def _fitted(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    def _fitted(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DividedCall:
         """What is to fit into the memory of the workers, and is counted if it was not."""
         check_no_columns((args, kwargs), f"schedule={self.schedule!r} with memory=")
 

@@ -61,7 +61,7 @@ def opening(by_rpc: bool) -> Iterator[None]:
         yield
 
 
-def opened(cluster: Cluster, by_rpc: bool) -> Cluster:
+def note_opened_cluster(cluster: Cluster, by_rpc: bool) -> Cluster:
     """Note that this thread has opened a cluster."""
     global _by_rpc
     _opened[threading.current_thread()] = weakref.ref(cluster)

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from pippy.drivers.base.errors import CheckpointError
 from pippy.drivers.files.contents import MODEL, Contents, contents_of
-from pippy.ir.base.compiled_modules import uncompiled
+from pippy.ir.base.compiled_modules import original_of
 from pippy.ir.base.public_calls import placing_words
 
 
@@ -90,7 +90,7 @@ def _ordered(name: str, optimizer: Optimizer, saved: Mapping[str, Any], model: A
         raise CheckpointError(
             f"the state of {name}={type(optimizer).__name__} has parameters by their names in a model; give model= too"
         )
-    names = {id(parameter): own for own, parameter in uncompiled(model).named_parameters()}
+    names = {id(parameter): own for own, parameter in original_of(model).named_parameters()}
     mine = [[names.get(id(each), "?") for each in group["params"]] for group in optimizer.param_groups]
     groups = saved[name]["param_groups"]
     if [sorted(own) for own in mine] != [sorted(group["param_names"]) for group in groups]:

@@ -21,7 +21,7 @@ from io import FileIO
 from typing import Any
 
 from pippy.drivers.base.errors import CheckpointError
-from pippy.drivers.files.synced_files import opened, read_file, sync_folder, write_file
+from pippy.drivers.files.synced_files import open_unbuffered, read_file, sync_folder, write_file
 
 MANIFEST = "checkpoint.json"
 FORMAT = "pippy checkpoint"
@@ -152,7 +152,7 @@ class NewCheckpoint:
 
 
 def _locked(folder: str) -> FileIO:
-    file = opened(os.path.join(folder, _LOCK), "a")
+    file = open_unbuffered(os.path.join(folder, _LOCK), "a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

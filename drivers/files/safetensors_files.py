@@ -22,7 +22,7 @@ from pippy.drivers.base.errors import CheckpointError
 from pippy.drivers.files.synced_files import WrittenFile, check_hash, read_into, write_file
 from pippy.ir.base.trees import describe
 
-HEADER = "header"  # what the header's hash is called; a tensor's has an "=" and the tensor's name
+HEADER_HASH = "header"  # what the header's hash is called; a tensor's has an "=" and the tensor's name
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -117,7 +117,7 @@ def write_tensors(
     text += b" " * (-len(text) % 8)
 
     def pieces() -> Iterator[tuple[str, Any]]:
-        yield HEADER, struct.pack("<Q", len(text)) + text
+        yield HEADER_HASH, struct.pack("<Q", len(text)) + text
         for each, tensor in ordered.items():
             yield f"={each}", _bytes_of(tensor)
 
@@ -155,7 +155,7 @@ def read_header(path: str, written: Mapping[str, str] | None = None) -> dict[str
         raise _no_file(path, f"its header would have {length} bytes, and the file has {size}")
     text = bytearray(length)
     read_into(path, len(start), memoryview(text))
-    check_hash(f"the header of {path}", start + text, hashes.get(HEADER))
+    check_hash(f"the header of {path}", start + text, hashes.get(HEADER_HASH))
     try:
         header = json.loads(text.decode())
         header.pop(_METADATA, None)

@@ -31,10 +31,10 @@ class WrittenFile:
     hashes: dict[str, str]
 
 
-def opened(path: str, mode: str) -> FileIO:
+def open_unbuffered(path: str, mode: str) -> FileIO:
     """A file, as the built-in open has modes. It is closed when nothing refers to it, as Ctrl-C may come at any time.
 
-    >>> with opened("/dev/zero", "r") as file:
+    >>> with open_unbuffered("/dev/zero", "r") as file:
     ...     file.read(2)
     b'\\x00\\x00'
     """
@@ -53,7 +53,7 @@ def write_file(
     3 ba7816
     """
     hashes, length = {}, 0
-    with opened(os.path.join(folder, name), "x") as file:
+    with open_unbuffered(os.path.join(folder, name), "x") as file:
         for piece, data in pieces:
             view, digest = memoryview(data), hashlib.sha256()
             for start in range(0, len(view), CHUNK):
@@ -84,7 +84,7 @@ def read_into(path: str, offset: int, data: memoryview) -> None:
     >>> data = bytearray(3)
     >>> read_into("/dev/zero", 0, memoryview(data))
     """
-    with opened(path, "r") as file:
+    with open_unbuffered(path, "r") as file:
         while data:
             count = os.preadv(file.fileno(), [data[:CHUNK]], offset)
             if not count:

@@ -15,7 +15,7 @@ from pippy.ir.pipe import Pipe, model_of
 from pippy.ir.trace.generation_call import check_can_generate
 
 
-class Generation:
+class TokenGeneration:
     """Generates with the model of one driver. Nothing is traced or sent before the first call."""
 
     def __init__(self, pipe: Pipe, placed: PlacedPipe, commands: DriverCommands, workers: int) -> None:

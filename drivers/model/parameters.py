@@ -16,7 +16,7 @@ from pippy.drivers.protocol.gradients import ClampGradients, GradientNorms, Redu
 from pippy.drivers.protocol.parameters import Fetch, Store
 from pippy.drivers.session.driver_commands import DriverCommands, GradientState
 from pippy.ir.base.brief import brief
-from pippy.ir.base.compiled_modules import uncompiled
+from pippy.ir.base.compiled_modules import original_of
 from pippy.ir.base.names import LOSS, named_state
 from pippy.ir.pipe import Pipe
 
@@ -103,7 +103,7 @@ class RemoteParameters:
     def copy_to(self, model: nn.Module) -> None:
         """Copy the parameters and buffers on the workers into a model with the same names."""
         self.filling.check("copy_to()")
-        model = uncompiled(model)
+        model = original_of(model)
         names = list(self.placed.compiled.qualnames.canonical)
         ours, theirs = dict(named_state(self.pipe)), dict(named_state(model))
         differ = sorted(name for name in names if name not in theirs or theirs[name].shape != ours[name].shape)

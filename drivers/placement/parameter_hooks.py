@@ -14,7 +14,7 @@ from pippy.ir.pipe import Pipe
 from pippy.ir.run.gradient_hooks import GradientHooks
 
 
-class ParameterHooks:
+class PlacedHooks:
     """What the workers of a driver have to know of the hooks that its parameters have now.
 
     A hook runs where a gradient becomes whole: on the worker of a parameter, or on the one that adds up those of its copies. It
@@ -23,7 +23,7 @@ class ParameterHooks:
     >>> from torch import nn
     >>> from pippy.ir.pipe import compiled_of
     >>> pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-    >>> hooks = ParameterHooks(pipe, PlacedPipe(compiled_of(pipe), [0, 1]))
+    >>> hooks = PlacedHooks(pipe, PlacedPipe(compiled_of(pipe), [0, 1]))
     >>> handle = pipe.get_parameter("1.bias").register_hook(lambda gradient: gradient * 2)
     >>> [list(each.places) for each in hooks.now().values()]
     [[], [TensorLocation(call='submod_1', name='1.bias')]]

@@ -16,7 +16,7 @@ from pippy.drivers.plan.language.instructions import Compute
 from pippy.drivers.plan.language.placement import Placement
 from pippy.drivers.protocol.gradients import GradientBucket, ReplicatedParameter
 from pippy.drivers.protocol.parameters import TensorLocation
-from pippy.drivers.protocol.programs import AddProgram, Call, InputIndex, OutOfOrderLimits
+from pippy.drivers.protocol.programs import AddProgram, CallForm, InputIndex, OutOfOrderLimits
 from pippy.drivers.protocol.stages import Load
 from pippy.drivers.protocol.steps import StageFlags
 from pippy.drivers.wire.pickling import pickle_by_value
@@ -250,14 +250,14 @@ class PlacedPipe:
             for worker, (rank, order) in enumerate(zip(ranks, lowered.program.orders))
         }
 
-    def call_of(self, call: str) -> Call:
+    def call_of(self, call: str) -> CallForm:
         """How the graph calls a stage."""
         args = self.nodes[call].args
         seen = self.compiled.seen_inputs.get(call, ())
         if all(isinstance(arg, fx.Node) for arg in args):
-            return Call(call, seen=seen)
+            return CallForm(call, seen=seen)
         numbers = count()
-        return Call(call, map_nodes(lambda node: InputIndex(next(numbers)), args), seen)
+        return CallForm(call, map_nodes(lambda node: InputIndex(next(numbers)), args), seen)
 
     def flags(self) -> dict[int, dict[str, StageFlags]]:
         """The flags of all modules and parameters, by worker and stage."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from pippy.drivers.protocol.peers import NeedsPeers
-from pippy.drivers.protocol.programs import Call
+from pippy.drivers.protocol.programs import CallForm
 from pippy.drivers.wire.pickling import Pickled
 
 
@@ -19,7 +19,7 @@ class TokenStage:
     """
 
     stage: int
-    call: Call
+    call: CallForm
     takes: tuple[str, ...]
     gives: tuple[str, ...]
     receives: tuple[tuple[int, int, tuple[str, ...]], ...]

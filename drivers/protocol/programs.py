@@ -12,13 +12,13 @@ from pippy.drivers.protocol.peers import NeedsPeers
 
 @dataclass(frozen=True)
 class InputIndex:
-    """Stands for an input in the template of a `Call`."""
+    """Stands for an input in the template of a `CallForm`."""
 
     index: int
 
 
 @dataclass(frozen=True)
-class Call:
+class CallForm:
     """How the graph calls a stage: with its inputs in order, or as ``template`` has them, with an `InputIndex` for each.
 
     ``seen`` has the numbers and names of the inputs that the stage must not change in place.
@@ -53,7 +53,7 @@ class AddProgram(NeedsPeers):
     program: int
     order: tuple[Instruction, ...]
     work: Mapping[Pass, tuple[Work, ...]]
-    calls: Mapping[str, Call]
+    calls: Mapping[str, CallForm]
     value_numbers: Mapping[str, int]
     ranks: tuple[int, ...]
     returns: tuple[str, ...]

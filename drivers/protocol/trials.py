@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from pippy.drivers.compare.asked import Asked
+from pippy.drivers.compare.asked import TrialNotes
 from pippy.drivers.protocol.steps import Step
 
 
@@ -23,7 +23,7 @@ class Purpose(Enum):
 
 
 @dataclass(frozen=True)
-class Trial:
+class RunTrial:
     """Run ``step`` aside: gradients, buffers, random numbers and attributes of modules are afterwards what they were.
 
     Random numbers and batch norms are the same for every row: see `pippy.drivers.compare.alike`. With ``watch``, the worker
@@ -43,7 +43,7 @@ class ForgetTrials:
 
 
 @dataclass(frozen=True)
-class Difference:
+class TrialDifference:
     """A tensor of a stage that two trials give otherwise: by ``off``, where its largest element is ``size``.
 
     ``kind`` is "gradient" or "buffer", ``name`` its name in the stage ``call``.
@@ -69,6 +69,6 @@ class TrialResult:
     """
 
     values: Mapping[str, Any]
-    differences: tuple[Difference, ...] = ()
-    asked: Asked = field(default_factory=Asked)
+    differences: tuple[TrialDifference, ...] = ()
+    asked: TrialNotes = field(default_factory=TrialNotes)
     is_finite: bool = True

@@ -3,20 +3,20 @@
 from collections.abc import Sequence
 from html import escape
 
-from pippy.drivers.report.document import document, parts_bar, sections, what_ran
+from pippy.drivers.report.document import html_document, parts_bar, sections, what_ran
 from pippy.drivers.report.findings import findings
-from pippy.drivers.report.losses import Part, parts
+from pippy.drivers.report.losses import StepPart, step_parts
 from pippy.drivers.report.step_data import StepData
-from pippy.drivers.report.tables import table
+from pippy.drivers.report.tables import report_table
 from pippy.drivers.report.timeline_view import timeline
 from pippy.drivers.report.units import duration, percent, size
 
-Pair = tuple[StepData, StepData]
+StepPair = tuple[StepData, StepData]
 Names = tuple[str, str]
-NOTHING = 1e-9  # seconds; less is rounding
+ROUNDING_SECONDS = 1e-9  # seconds; less is rounding
 
 
-def comparison(steps: Pair, kept: tuple[Sequence[StepData], Sequence[StepData]], names: Names, title: str) -> str:
+def comparison(steps: StepPair, kept: tuple[Sequence[StepData], Sequence[StepData]], names: Names, title: str) -> str:
     """The HTML that compares a step of one recording with a step of another. ``kept`` are all the steps of each."""
     whole = max(each.makespan for each in steps)
     span = max(whole, *(float(each.predicted.makespan) for each in steps))
@@ -28,7 +28,7 @@ def comparison(steps: Pair, kept: tuple[Sequence[StepData], Sequence[StepData]],
     bars = [parts_bar(each, whole) for each in steps]
     views = [timeline(each, span, number) for number, each in enumerate(steps)]
     said = ["".join(f"<p>{escape(sentence)}</p>" for sentence in findings(each)) for each in steps]
-    return document(
+    return html_document(
         title,
         lead
         + sections(
@@ -43,7 +43,7 @@ def comparison(steps: Pair, kept: tuple[Sequence[StepData], Sequence[StepData]],
     )
 
 
-def difference(steps: Pair, names: Names) -> str:
+def difference(steps: StepPair, names: Names) -> str:
     """Says which of the steps is shorter, and by how much."""
     first, second = (each.makespan for each in steps)
     share = abs(second - first) / (first or 1.0)
@@ -51,20 +51,20 @@ def difference(steps: Pair, names: Names) -> str:
     return f"{than}: {percent(share)} {'shorter' if second < first else 'longer'}." if second != first else f"{than}."
 
 
-def largest_difference(steps: Pair) -> str:
+def largest_difference(steps: StepPair) -> str:
     """Says which part of the steps differs most."""
     changes = changed(steps)
     part = max(changes, key=lambda each: abs(changes[each]))
-    if abs(changes[part]) < NOTHING:
+    if abs(changes[part]) < ROUNDING_SECONDS:
         return ""
     more = "more" if changes[part] > 0 else "less"
     return f"The largest difference is {part}: {duration(abs(changes[part]))} {more}."
 
 
-def changed(steps: Pair) -> dict[Part, float]:
+def changed(steps: StepPair) -> dict[StepPart, float]:
     """By how many seconds each part of the second step is longer than that of the first. Together: the whole difference."""
-    first, second = map(parts, steps)
-    return {part: second.get(part, 0.0) - first.get(part, 0.0) for part in Part if part in first or part in second}
+    first, second = map(step_parts, steps)
+    return {part: second.get(part, 0.0) - first.get(part, 0.0) for part in StepPart if part in first or part in second}
 
 
 def by_chance(kept: tuple[Sequence[StepData], Sequence[StepData]], names: Names) -> str:
@@ -81,7 +81,7 @@ def by_chance(kept: tuple[Sequence[StepData], Sequence[StepData]], names: Names)
     )
 
 
-def unlike(steps: Pair, names: Names) -> str:
+def unlike(steps: StepPair, names: Names) -> str:
     """Says so if the steps do not compute the same amount, so that their lengths say little."""
     rows = [each.batch.samples for each in steps]
     if None in rows or rows[0] == rows[1]:
@@ -97,7 +97,7 @@ def _lengths(steps: Sequence[StepData]) -> list[float]:
     return [each.makespan for each in steps]
 
 
-def _side_by_side(steps: Pair, names: Names, contents: Sequence[str]) -> str:
+def _side_by_side(steps: StepPair, names: Names, contents: Sequence[str]) -> str:
     halves = (
         f'<div><h3>{escape(name)}</h3><p class="what">{what_ran(step)}</p>{content}</div>'
         for name, step, content in zip(names, steps, contents)
@@ -105,8 +105,8 @@ def _side_by_side(steps: Pair, names: Names, contents: Sequence[str]) -> str:
     return f'<div class="pair">{"".join(halves)}</div>'
 
 
-def _parts(steps: Pair, names: Names) -> str:
-    first, second = map(parts, steps)
+def _parts(steps: StepPair, names: Names) -> str:
+    first, second = map(step_parts, steps)
     changes = changed(steps)
     rows = [
         [escape(part), duration(first.get(part, 0.0)), duration(second.get(part, 0.0)), _signed(changes[part])]
@@ -114,7 +114,7 @@ def _parts(steps: Pair, names: Names) -> str:
     ]
     total = [f"<b>{each}</b>" for each in ("the step", *(duration(each.makespan) for each in steps))]
     rows.append([*total, f"<b>{_signed(steps[1].makespan - steps[0].makespan)}</b>"])
-    return table(["part", *map(escape, names), "difference"], rows)
+    return report_table(["part", *map(escape, names), "difference"], rows)
 
 
 def _signed(seconds: float) -> str:
@@ -122,12 +122,12 @@ def _signed(seconds: float) -> str:
     >>> _signed(0.5), _signed(-0.002), _signed(1e-16)
     ('+500 ms', '−2 ms', '0 s')
     """
-    if abs(seconds) < NOTHING:
+    if abs(seconds) < ROUNDING_SECONDS:
         return duration(0.0)
     return f"{'+' if seconds > 0 else '−'}{duration(abs(seconds))}"
 
 
-def _stages(steps: Pair, names: Names) -> str:
+def _stages(steps: StepPair, names: Names) -> str:
     rows = []
     for stage in range(max(each.program.stages for each in steps)):
         modules = dict.fromkeys(each.model.modules(stage) for each in steps if each.model.modules(stage))
@@ -136,17 +136,17 @@ def _stages(steps: Pair, names: Names) -> str:
         change = "–" if first is None or second is None else _signed(second - first)
         name = f"stage {stage}<br><small>{escape(' → '.join(modules))}</small>"
         rows.append([name, *cells, change])
-    return "<p>For one micro-batch: medians.</p>" + table(["stage", *map(escape, names), "difference"], rows)
+    return "<p>For one micro-batch: medians.</p>" + report_table(["stage", *map(escape, names), "difference"], rows)
 
 
 def _took(step: StepData, stage: int) -> float | None:
     return sum(its[stage] for its in step.medians.values()) if stage < step.program.stages else None
 
 
-def _memory(steps: Pair, names: Names) -> str:
+def _memory(steps: StepPair, names: Names) -> str:
     rows = []
     for worker in range(max(len(each.noted) for each in steps)):
         peaks = [size(each.noted[worker].memory) if worker < len(each.noted) else "–" for each in steps]
         rows.append([f"worker {worker}", *peaks])
     kinds = " and ".join(dict.fromkeys(noted.memory_of for each in steps for noted in each.noted))
-    return f"<p>The peak of each worker, {escape(kinds)}.</p>" + table(["worker", *map(escape, names)], rows)
+    return f"<p>The peak of each worker, {escape(kinds)}.</p>" + report_table(["worker", *map(escape, names)], rows)

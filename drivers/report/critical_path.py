@@ -18,10 +18,10 @@ from pippy.drivers.plan.language.instructions import Receive
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.report.activity import Activity, Cause
 
-Link = tuple[int, Activity]  # a worker, and what it did
+PathActivity = tuple[int, Activity]  # a worker, and what it did
 
 
-def critical_path(program: Program, activities: Sequence[Sequence[Activity]]) -> list[Link]:
+def critical_path(program: Program, activities: Sequence[Sequence[Activity]]) -> list[PathActivity]:
     """The chain, from the beginning of the step to its end, without a gap.
 
     >>> from pippy.drivers.plan import make_schedule
@@ -34,7 +34,7 @@ def critical_path(program: Program, activities: Sequence[Sequence[Activity]]) ->
     worker = max(range(len(ends)), key=lambda each: ends[each][-1:])
     time = ends[worker][-1] if ends[worker] else 0.0
     adds = _add_together(program)
-    found: list[Link] = []
+    found: list[PathActivity] = []
     left: set[tuple[int, int]] = (
         set()
     )  # waits that were followed: clocks of several hosts may err, and lead in a circle

@@ -5,32 +5,32 @@ from html import escape
 from pathlib import Path
 
 from pippy.drivers.report.colours import FILLS, css_class, dark_colours
-from pippy.drivers.report.losses import Part, parts
+from pippy.drivers.report.losses import StepPart, step_parts
 from pippy.drivers.report.step_data import StepData
 from pippy.drivers.report.units import duration, percent
 
 HERE = Path(__file__).parent
 PART_KINDS = {
-    Part.COMPUTING: "F",
-    Part.SCHEDULE: "fill",
-    Part.UNEVEN: "waiting",
-    Part.SLOWER: "R",
+    StepPart.COMPUTING: "F",
+    StepPart.SCHEDULE: "fill",
+    StepPart.UNEVEN: "waiting",
+    StepPart.SLOWER: "R",
 }  # others have their own
 
-MEANINGS = {
-    Part.COMPUTING: "all computations, divided evenly among the workers",
-    Part.SCHEDULE: "workers fill, drain and wait for one another, also if all stages take the same time",
-    Part.UNEVEN: "what the step would be shorter if all stages took the same time",
-    Part.STARTING: "the step had yet to reach a worker that others wait for",
-    Part.TRANSFER: "a value that is waited for was on its way",
-    Part.SENDING: "values were handed over, and others waited",
-    Part.ADDING: "the gradients of replicated parameters were added up",
-    Part.PYTHON: "between the instructions, and after the last one",
-    Part.SLOWER: "computations that others wait for took longer than those of other micro-batches",
+PART_MEANINGS = {
+    StepPart.COMPUTING: "all computations, divided evenly among the workers",
+    StepPart.SCHEDULE: "workers fill, drain and wait for one another, also if all stages take the same time",
+    StepPart.UNEVEN: "what the step would be shorter if all stages took the same time",
+    StepPart.STARTING: "the step had yet to reach a worker that others wait for",
+    StepPart.TRANSFER: "a value that is waited for was on its way",
+    StepPart.SENDING: "values were handed over, and others waited",
+    StepPart.ADDING: "the gradients of replicated parameters were added up",
+    StepPart.PYTHON: "between the instructions, and after the last one",
+    StepPart.SLOWER: "computations that others wait for took longer than those of other micro-batches",
 }
 
 
-def document(title: str, body: str) -> str:
+def html_document(title: str, body: str) -> str:
     """The HTML of a page with its styles and its script. Nothing is loaded from elsewhere."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -52,16 +52,16 @@ def what_ran(step: StepData) -> str:
     """The schedule, the counts and the length of a step in a line."""
     program, rates = step.program, step.batch.per_second(step.makespan)
     counts = (
-        counted(program.workers, "worker"),
-        counted(program.stages, "stage"),
-        counted(program.chunks, "micro-batch"),
+        count_with_noun(program.workers, "worker"),
+        count_with_noun(program.stages, "stage"),
+        count_with_noun(program.chunks, "micro-batch"),
     )
     return escape(" · ".join(filter(None, (f"schedule {program.schedule}", *counts, duration(step.makespan), rates))))
 
 
-def counted(number: int, what: str) -> str:
+def count_with_noun(number: int, what: str) -> str:
     """
-    >>> counted(1, "micro-batch"), counted(4, "micro-batch"), counted(2, "step")
+    >>> count_with_noun(1, "micro-batch"), count_with_noun(4, "micro-batch"), count_with_noun(2, "step")
     ('1 micro-batch', '4 micro-batches', '2 steps')
     """
     return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('ch') else 's'}"
@@ -69,11 +69,13 @@ def counted(number: int, what: str) -> str:
 
 def parts_bar(step: StepData, whole: float) -> str:
     """The parts of a step's length as a bar; ``whole`` seconds are as wide as the page."""
-    found = {part: seconds for part, seconds in parts(step).items() if seconds > 0}
+    found = {part: seconds for part, seconds in step_parts(step).items() if seconds > 0}
     bars = names = ""
     for part, seconds in found.items():
         kind = PART_KINDS.get(part, str(part))
-        words = escape(f"{part}: {duration(seconds)}, {percent(seconds / (step.makespan or 1.0))}\n{MEANINGS[part]}")
+        words = escape(
+            f"{part}: {duration(seconds)}, {percent(seconds / (step.makespan or 1.0))}\n{PART_MEANINGS[part]}"
+        )
         fill = f'class="{css_class(kind)}{{}}" style="{{}}background-color:{FILLS[kind]}"'
         bars += f'<i {fill.format("", f"width:{100 * seconds / (whole or 1.0):.3f}%;")} title="{words}"></i>'
         if seconds >= 0.005 * step.makespan:

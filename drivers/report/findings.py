@@ -4,22 +4,22 @@ from collections.abc import Mapping
 from statistics import fmean
 
 from pippy.drivers.report.activity import Cause
-from pippy.drivers.report.losses import FROM_SCHEDULE, Part, losses
+from pippy.drivers.report.losses import FROM_SCHEDULE, StepPart, losses
 from pippy.drivers.report.step_data import StepData
 from pippy.drivers.report.units import duration, percent
 
 WORTH_IT = 0.03  # a loss is worth a remedy if it takes this share of the step
 CROWDED = 0.1  # the cores are crowded if workers that have work get no core for this share of the time
 ADVICE = {
-    Part.SCHEDULE: "Workers fill, drain and wait for one another, even if all stages take the same time. {} make that a "
+    StepPart.SCHEDULE: "Workers fill, drain and wait for one another, even if all stages take the same time. {} make that a "
     "smaller share",
-    Part.TRANSFER: "Values were on their way. Cut the model where less passes (see the bytes below), take larger "
+    StepPart.TRANSFER: "Values were on their way. Cut the model where less passes (see the bytes below), take larger "
     "micro-batches, so that there are fewer messages, or the schedule eager_1f1b, which does other forwards meanwhile",
-    Part.SENDING: "Handing over values keeps the sender busy. Cut the model where less passes (see the bytes below)",
-    Part.ADDING: "The gradients of replicated parameters are added up at the end. Fewer of them, or TRANSMIT, take less",
-    Part.STARTING: "The step had yet to reach the workers. Fewer and larger steps, or run_async, hide that",
-    Part.PYTHON: "It passes between the instructions. Larger micro-batches make that a smaller share",
-    Part.SLOWER: "Passes that others wait for took longer than the same passes of other micro-batches. Micro-batches of "
+    StepPart.SENDING: "Handing over values keeps the sender busy. Cut the model where less passes (see the bytes below)",
+    StepPart.ADDING: "The gradients of replicated parameters are added up at the end. Fewer of them, or TRANSMIT, take less",
+    StepPart.STARTING: "The step had yet to reach the workers. Fewer and larger steps, or run_async, hide that",
+    StepPart.PYTHON: "It passes between the instructions. Larger micro-batches make that a smaller share",
+    StepPart.SLOWER: "Passes that others wait for took longer than the same passes of other micro-batches. Micro-batches of "
     "unequal size, other processes or a busy device do that",
 }
 
@@ -35,11 +35,11 @@ def findings(step: StepData) -> list[str]:
             "slept: other workers or processes take the cores, and all times are longer for it. Start as many workers as "
             "there are cores for, with threads= and pin= so that they do not share any."
         )
-    stage = slowest(step, lost.get(Part.UNEVEN, 0.0))
+    stage = slowest(step, lost.get(StepPart.UNEVEN, 0.0))
     return [*found, *([] if stage in lead else [stage]), where_time_went(step)]
 
 
-def largest_loss(step: StepData, found: Mapping[Part, float], crowded: bool) -> str:
+def largest_loss(step: StepData, found: Mapping[StepPart, float], crowded: bool) -> str:
     """Says which of the losses is the largest, and what helps. Its time is a part of the measured step."""
     whole = step.makespan
     if crowded:  # then one cannot say which of the causes would be there otherwise
@@ -50,18 +50,18 @@ def largest_loss(step: StepData, found: Mapping[Part, float], crowded: bool) -> 
                 f"The largest loss is outside the computations: {_of(beyond, step)} was beyond what the schedule and the "
                 "computations need, while workers had no core."
             )
-    part = next(iter(found), Part.COMPUTING)
+    part = next(iter(found), StepPart.COMPUTING)
     if found.get(part, 0.0) < WORTH_IT * whole:
         share = percent(1 - sum(found.values()) / (whole or 1.0))
         return f"No large loss: {share} of the step of {duration(whole)} was computing."
     lost = f"The largest loss is {_named(part)}: {_of(found[part], step)}."
-    if part == Part.UNEVEN:
+    if part == StepPart.UNEVEN:
         return f"{lost} {slowest(step, found[part])}"
     return f"{lost} {ADVICE[part].format(_fills_better(step))}."
 
 
-def _named(part: Part) -> str:
-    return {Part.SCHEDULE: "the order of the schedule", Part.STARTING: "starting the step"}.get(part, str(part))
+def _named(part: StepPart) -> str:
+    return {StepPart.SCHEDULE: "the order of the schedule", StepPart.STARTING: "starting the step"}.get(part, str(part))
 
 
 def _of(seconds: float, step: StepData) -> str:

@@ -18,11 +18,11 @@ from pippy.drivers.report.prediction import evened, predicted
 from pippy.drivers.report.step_data import StepData
 
 
-class Part(StrEnum):
+class StepPart(StrEnum):
     """A part of the length of a step: the first is what computing takes, the others are losses.
 
-    >>> Part.UNEVEN
-    <Part.UNEVEN: 'uneven stages'>
+    >>> StepPart.UNEVEN
+    <StepPart.UNEVEN: 'uneven stages'>
     """
 
     COMPUTING = "computing"
@@ -36,18 +36,22 @@ class Part(StrEnum):
     SLOWER = "passes slower than their median"
 
 
-FROM_SCHEDULE = (Part.COMPUTING, Part.SCHEDULE, Part.UNEVEN)  # these are in the prediction, and the others are not
+FROM_SCHEDULE = (
+    StepPart.COMPUTING,
+    StepPart.SCHEDULE,
+    StepPart.UNEVEN,
+)  # these are in the prediction, and the others are not
 ROUNDING = 1e-9  # of a step; smaller parts are none
 
 
-def parts(step: StepData) -> dict[Part, float]:
+def step_parts(step: StepData) -> dict[StepPart, float]:
     """The seconds of each part. They add up to the length of the step."""
     medians, program = step.medians, step.program
     usual = [medians[each.op][each.stage] for order in program.orders for each in order if isinstance(each, Compute)]
     foreseen = float(step.predicted.makespan)
     even = min(foreseen, float(predicted(program, evened(medians)).makespan))
     least = min(even, sum(usual) / program.workers)
-    found = {Part.COMPUTING: least, Part.SCHEDULE: even - least, Part.UNEVEN: foreseen - even}
+    found = {StepPart.COMPUTING: least, StepPart.SCHEDULE: even - least, StepPart.UNEVEN: foreseen - even}
     beyond = step.makespan - foreseen
     on_path = _on_path(step)
     if beyond <= 0 or not on_path:  # some passes were much shorter than their medians
@@ -56,22 +60,22 @@ def parts(step: StepData) -> dict[Part, float]:
     return found | {part: seconds * scale for part, seconds in on_path.items()}
 
 
-def losses(step: StepData) -> dict[Part, float]:
+def losses(step: StepData) -> dict[StepPart, float]:
     """The parts that are losses, the largest first."""
-    found = {part: seconds for part, seconds in parts(step).items() if part != Part.COMPUTING and seconds > 0}
+    found = {part: seconds for part, seconds in step_parts(step).items() if part != StepPart.COMPUTING and seconds > 0}
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def _on_path(step: StepData) -> dict[Part, float]:
+def _on_path(step: StepData) -> dict[StepPart, float]:
     """The seconds on the critical path that no prediction foresees, by cause."""
-    found: dict[Part, float] = {}
+    found: dict[StepPart, float] = {}
     for worker, each in critical_path(step.program, step.activities):
         instruction = step.program.orders[worker][each.at] if each.at is not None else None
         if isinstance(instruction, Compute):
-            part, seconds = Part.SLOWER, each.duration - step.medians[instruction.op][instruction.stage]
+            part, seconds = StepPart.SLOWER, each.duration - step.medians[instruction.op][instruction.stage]
         elif each.cause in (Cause.WAITING, Cause.FILL):  # of unknown origin: clocks of several hosts may err
-            part, seconds = Part.TRANSFER, each.duration
+            part, seconds = StepPart.TRANSFER, each.duration
         else:
-            part, seconds = Part(each.cause), each.duration
+            part, seconds = StepPart(each.cause), each.duration
         found[part] = found.get(part, 0.0) + seconds
     return {part: seconds for part, seconds in found.items() if seconds > ROUNDING * step.makespan}

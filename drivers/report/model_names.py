@@ -12,7 +12,7 @@ from pippy.ir.record.compiled import Compiled
 from pippy.ir.record.nodes import is_getitem
 
 GRADIENT = "_grad_from_"  # between the name of a value and the stage that its gradient comes from
-SHOWN = 3  # runs of modules that are written out
+SHOWN_RUNS = 3  # runs of modules that are written out
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _listed(modules: Iterable[str]) -> str:
         else:
             runs.append([each])
     texts = [text for run in runs for text in ([f"{run[0]} to {run[-1]}"] if len(run) > 2 else run)]
-    return ", ".join([*texts[:SHOWN], *(["…"] if len(texts) > SHOWN else [])])
+    return ", ".join([*texts[:SHOWN_RUNS], *(["…"] if len(texts) > SHOWN_RUNS else [])])
 
 
 def _made_in(compiled: Compiled) -> dict[str, str]:

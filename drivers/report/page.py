@@ -10,12 +10,12 @@ from html import escape
 
 from pippy.drivers.plan.cost.held_bytes import HeldBytes
 from pippy.drivers.plan.language.program import Program
-from pippy.drivers.report.document import document, parts_bar, sections, what_ran
+from pippy.drivers.report.document import html_document, parts_bar, sections, what_ran
 from pippy.drivers.report.findings import findings
 from pippy.drivers.report.memory_drawing import memory_drawing
 from pippy.drivers.report.step_data import StepData
 from pippy.drivers.report.steps_strip import steps_strip
-from pippy.drivers.report.tables import memory, stages, times, traffic
+from pippy.drivers.report.tables import memory_table, stages, times, traffic
 from pippy.drivers.report.timeline_view import timeline
 
 Counted = Callable[
@@ -26,7 +26,7 @@ Counted = Callable[
 def page(step: StepData, kept: Sequence[StepData], dropped: int, title: str, counted: Counted = lambda _: None) -> str:
     """The HTML of the report about one of the ``kept`` steps of a recording, with others of them to click on."""
     strip = steps_strip(step, kept, dropped, lambda each: about(each, counted(each.program)))
-    return document(title, f'{strip}<main id="step">{about(step, counted(step.program))}</main>')
+    return html_document(title, f'{strip}<main id="step">{about(step, counted(step.program))}</main>')
 
 
 def about(step: StepData, counted: Sequence[HeldBytes] | None = None) -> str:
@@ -44,6 +44,6 @@ def about(step: StepData, counted: Sequence[HeldBytes] | None = None) -> str:
             ("Where the time went", times(step)),
             ("Stages", stages(step)),
             ("Values between workers", traffic(step)),
-            ("Memory", memory(step) + memory_drawing(step, counted)),
+            ("Memory", memory_table(step) + memory_drawing(step, counted)),
         ]
     )

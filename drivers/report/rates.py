@@ -30,7 +30,7 @@ class BatchSize:
         return " · ".join(f"{_rounded(count / seconds)} {unit}" for unit, count in counts.items() if count and seconds)
 
 
-UNKNOWN = BatchSize()
+UNKNOWN_SIZE = BatchSize()
 
 
 def batch_size(division: Division, compiled: Compiled) -> BatchSize:

@@ -15,13 +15,13 @@ from pippy.drivers.report.comparison import comparison
 from pippy.drivers.report.findings import findings
 from pippy.drivers.report.model_names import NAMELESS, ModelNames
 from pippy.drivers.report.page import page
-from pippy.drivers.report.rates import UNKNOWN, BatchSize
+from pippy.drivers.report.rates import UNKNOWN_SIZE, BatchSize
 from pippy.drivers.report.step_data import StepData
-from pippy.drivers.report.svg import svg
-from pippy.drivers.report.trace import trace
+from pippy.drivers.report.svg import step_svg
+from pippy.drivers.report.trace import perfetto_trace
 from pippy.ir.base.brief import brief
 
-NOTHING = "nothing was recorded; run steps inside `with driver.record() as recording:`, then report or save"
+NOTHING_RECORDED = "nothing was recorded; run steps inside `with driver.record() as recording:`, then report or save"
 
 
 class CountedMemory(Protocol):
@@ -49,7 +49,7 @@ class RecordedStep(StepData):
 
     def trace(self) -> str:
         """Trace events, as JSON: https://ui.perfetto.dev and chrome://tracing open them."""
-        return trace([self])
+        return perfetto_trace([self])
 
     def save_trace(self, path: str | Path) -> None:
         """Write the trace events to a file."""
@@ -57,7 +57,7 @@ class RecordedStep(StepData):
 
     def svg(self) -> str:
         """The timeline as an SVG picture: measured above, predicted below."""
-        return svg(self)
+        return step_svg(self)
 
     def save_svg(self, path: str | Path) -> None:
         """Write the picture to a file."""
@@ -100,7 +100,7 @@ class Recording:
     def typical(self) -> RecordedStep:
         """The step of median length among those that ran the same program as the last one: a report shows it."""
         if not self.steps:
-            raise DriverError(NOTHING)
+            raise DriverError(NOTHING_RECORDED)
         alike = [each for each in self.steps if each.program == self.steps[-1].program]
         return sorted(alike, key=lambda each: each.makespan)[(len(alike) - 1) // 2]
 
@@ -142,7 +142,7 @@ class Recording:
 
     def _page(self, title: str, step: int | None, memory: CountedMemory | None) -> str:
         if not self.steps:
-            raise DriverError(NOTHING)
+            raise DriverError(NOTHING_RECORDED)
         if step is not None and not -len(self.steps) <= step < len(self.steps):
             raise DriverError(
                 f"step={step}: {len(self.steps)} steps were kept; give 0 to {len(self.steps) - 1}, or none"
@@ -164,11 +164,11 @@ class Recording:
     def save_trace(self, path: str | Path) -> None:
         """Write the trace events of all kept steps to one file."""
         if not self.steps:
-            raise DriverError(NOTHING)
-        Path(path).write_text(trace(self.steps), encoding="utf-8")
+            raise DriverError(NOTHING_RECORDED)
+        Path(path).write_text(perfetto_trace(self.steps), encoding="utf-8")
 
     def begin(
-        self, program: Program, ranks: Sequence[int], names: Sequence[str], batch: BatchSize = UNKNOWN
+        self, program: Program, ranks: Sequence[int], names: Sequence[str], batch: BatchSize = UNKNOWN_SIZE
     ) -> Callable[[Mapping[int, StepResult]], None]:
         """Note that a step is sent now. Returns a function, to be called with the answers by rank when they have come."""
         posted = time.monotonic()

@@ -18,7 +18,7 @@ from pippy.drivers.report.activity import Activity, SendTimes, activities, label
 from pippy.drivers.report.clocks import clock_offsets
 from pippy.drivers.report.model_names import NAMELESS, ModelNames
 from pippy.drivers.report.prediction import Medians, median_seconds, predicted
-from pippy.drivers.report.rates import UNKNOWN, BatchSize
+from pippy.drivers.report.rates import UNKNOWN_SIZE, BatchSize
 from pippy.drivers.worker.measure.recorder import clock
 
 
@@ -53,7 +53,7 @@ class StepData:
     posted: float
     answered: float
     model: ModelNames = NAMELESS
-    batch: BatchSize = UNKNOWN
+    batch: BatchSize = UNKNOWN_SIZE
 
     @cached_property
     def records(self) -> tuple[WorkerRecord, ...]:

@@ -10,7 +10,7 @@ from gzip import compress
 from html import escape
 from statistics import median
 
-from pippy.drivers.report.document import counted
+from pippy.drivers.report.document import count_with_noun
 from pippy.drivers.report.step_data import StepData
 from pippy.drivers.report.units import duration
 
@@ -28,7 +28,7 @@ def steps_strip(shown: StepData, kept: Sequence[StepData], dropped: int, about: 
     others = f", and {dropped} earlier ones dropped" if dropped else ""
     missing = "" if len(there) == len(kept) else " Grey bars are not on this page; report(step=...) shows them."
     said = (
-        f"{counted(len(kept), 'step')} kept{others}: {duration(min(lengths))} to {duration(max(lengths))}, median "
+        f"{count_with_noun(len(kept), 'step')} kept{others}: {duration(min(lengths))} to {duration(max(lengths))}, median "
         f"{duration(median(lengths))}. "
     )
     buttons = '<button data-go="-1">‹ step before</button><button data-go="1">step after ›</button>'

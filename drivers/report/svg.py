@@ -18,8 +18,8 @@ from pippy.drivers.report.units import duration, size
 
 WIDTH, LEFT, RIGHT, TOP = 1200, 110, 16, 26
 ROW, GAP = 26, 5
-LONGEST = 15  # letters of a worker's name that are shown
-NARROWEST_NAMED = 20  # pixels; a narrower box shows its name in its tooltip only
+LONGEST_WORKER_NAME = 15  # letters of a worker's name that are shown
+NARROWEST_NAMED_BOX = 20  # pixels; a narrower box shows its name in its tooltip only
 THINNEST = 0.2  # pixels; thinner boxes are left out, unless they are computations
 TICKS = 10
 LEGEND = {
@@ -34,7 +34,7 @@ LEGEND = {
 }
 
 
-def svg(step: StepData) -> str:
+def step_svg(step: StepData) -> str:
     """The drawing, as the text of an SVG file."""
     root = draw(step)
     root.insert(0, Element("rect", {"class": "ground", "width": "100%", "height": "100%", "fill": GROUND}))
@@ -177,9 +177,9 @@ def _box(
     SubElement(group, "title").text = title
     shape = {"x": f"{x:.2f}", "y": str(top), "width": f"{width:.2f}", "height": str(ROW), "fill": _fill(kind)}
     SubElement(group, "rect", shape)
-    if name and (page or width >= NARROWEST_NAMED):
+    if name and (page or width >= NARROWEST_NAMED_BOX):
         place = {"x": f"{x + width / 2:.2f}", "y": str(top + 17), "text-anchor": "middle"}
-        if width < NARROWEST_NAMED:
+        if width < NARROWEST_NAMED_BOX:
             place["visibility"] = "hidden"
         SubElement(group, "text", place).text = name
     return group
@@ -189,7 +189,7 @@ def _short(name: str, worker: int) -> str:
     """The name of a row, cut to fit in front of it."""
     if name == f"worker{worker}":
         return f"worker {worker}"
-    return name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
+    return name if len(name) <= LONGEST_WORKER_NAME else f"{name[: LONGEST_WORKER_NAME - 1]}…"
 
 
 def _name(compute: Compute, several: bool) -> str:

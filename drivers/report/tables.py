@@ -12,7 +12,7 @@ from pippy.drivers.report.svg import LEGEND
 from pippy.drivers.report.units import duration, percent, size
 
 WORDS = {Cause.WAITING: "for", Cause.TRANSFER: "from", Cause.SENDING: "to"}  # before the number of the other worker
-MEANINGS = {
+CAUSE_MEANINGS = {
     Cause.COMPUTING: "a forward, a backward, or half a backward of a stage",
     Cause.STARTING: "the step had yet to reach the worker and to be unpacked",
     Cause.FILL: "before the worker's first computation, nothing was there to compute on",
@@ -25,10 +25,10 @@ MEANINGS = {
 }
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> str:
+def report_table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> str:
     """A table of cells that are HTML; the first ``words`` columns are text, the others numbers.
 
-    >>> table(["worker", "idle"], [["worker 0", tip("9 %", "3 ms")]])
+    >>> report_table(["worker", "idle"], [["worker 0", tip("9 %", "3 ms")]])
     '<div class="wide"><table><thead><tr><th>worker</th><th class=n>idle</th></tr></thead><tbody><tr><td>worker 0</td>\
 <td class=n><span title="3 ms" tabindex="0">9 %</span></td></tr></tbody></table></div>'
     """
@@ -54,12 +54,16 @@ def times(step: StepData) -> str:
     for worker, activities in enumerate(step.activities):
         cells = [f"{escape(step.named(worker))}{_bar(activities, step.makespan)}"]
         rows.append([*cells, _idle(step, worker), *(_spent(step, worker, cause) for cause in causes)])
-    head = ["worker", tip("idle", "all but computing"), *(tip(escape(cause), MEANINGS[cause]) for cause in causes)]
-    meanings = "".join(f"<dt>{escape(cause)}</dt><dd>{escape(MEANINGS[cause])}</dd>" for cause in causes)
+    head = [
+        "worker",
+        tip("idle", "all but computing"),
+        *(tip(escape(cause), CAUSE_MEANINGS[cause]) for cause in causes),
+    ]
+    meanings = "".join(f"<dt>{escape(cause)}</dt><dd>{escape(CAUSE_MEANINGS[cause])}</dd>" for cause in causes)
     return (
         f"<p>What each worker did in the {duration(step.makespan)} of the step. Point at a share for its time, and what was "
         "predicted.</p>"
-        f"{table(head, rows)}<details><summary>what these words mean</summary><dl>{meanings}"
+        f"{report_table(head, rows)}<details><summary>what these words mean</summary><dl>{meanings}"
         "<dt>idle</dt><dd>all but computing</dd><dt>predicted</dt><dd>by a simulation of the program in which computations "
         "take their measured medians, and nothing else takes time</dd></dl></details>"
     )
@@ -122,7 +126,7 @@ def stages(step: StepData) -> str:
         name = f'stage {stage}{mark}{modules}<span class="bar">{filled}</span>'
         rows.append([name, escape(step.holders(stage)), *passes, duration(total)])
     head = ["stage", "on", *(escape(LEGEND[str(op)]) for op in kinds), "together"]
-    return f"<p>For one micro-batch: medians over the {step.program.chunks}.</p>{table(head, rows, words=2)}"
+    return f"<p>For one micro-batch: medians over the {step.program.chunks}.</p>{report_table(head, rows, words=2)}"
 
 
 def traffic(step: StepData) -> str:
@@ -150,10 +154,10 @@ def traffic(step: StepData) -> str:
     if not rows:
         return "<p>No value went from worker to worker.</p>"
     total = f"<p>{size(sum(each.bytes for each in step.traffic()))} in all.</p>"
-    return total + table(["value", "edge", "times", "each", "together", "on its way (median)"], rows, words=2)
+    return total + report_table(["value", "edge", "times", "each", "together", "on its way (median)"], rows, words=2)
 
 
-def memory(step: StepData) -> str:
+def memory_table(step: StepData) -> str:
     """The peak of each worker's memory, with the stages that it holds."""
     rows = [
         [
@@ -171,4 +175,4 @@ def memory(step: StepData) -> str:
         "stages, and what is kept for backwards. What was freed stays resident for the next use. Micro-batches held counts, "
         "over the worker's stages, those between forward and backward, at most.</p>"
     )
-    return table(head, rows, words=2) + note
+    return report_table(head, rows, words=2) + note

@@ -12,10 +12,10 @@ from pippy.drivers.report.activity import Cause
 from pippy.drivers.report.step_data import StepData
 
 MEASURED, PREDICTED = 0, 1
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 
 
-def trace(steps: Sequence[StepData]) -> str:
+def perfetto_trace(steps: Sequence[StepData]) -> str:
     """The JSON of some steps, in the order in which they ran."""
     events = [*_named(MEASURED, "measured", steps[0].workers), *_named(PREDICTED, "predicted", steps[0].workers)]
     free = 0.0  # when the predictions of earlier steps end: they must not overlap on a track
@@ -26,7 +26,7 @@ def trace(steps: Sequence[StepData]) -> str:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
-def _named(process: int, name: str, workers: Sequence[str]) -> Iterator[Event]:
+def _named(process: int, name: str, workers: Sequence[str]) -> Iterator[TraceEvent]:
     yield {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}}
     yield {"ph": "M", "name": "process_sort_index", "pid": process, "tid": 0, "args": {"sort_index": process}}
     for worker, its_name in enumerate(workers):
@@ -35,18 +35,20 @@ def _named(process: int, name: str, workers: Sequence[str]) -> Iterator[Event]:
         yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": worker, "args": {"sort_index": worker}}
 
 
-def _slice(process: int, worker: int, name: str, category: str, start: float, end: float, args: Event) -> Event:
+def _slice(
+    process: int, worker: int, name: str, category: str, start: float, end: float, args: TraceEvent
+) -> TraceEvent:
     times = {"ts": start * 1e6, "dur": (end - start) * 1e6}
     return {"ph": "X", "name": name, "cat": category, "pid": process, "tid": worker, **times, "args": args}
 
 
-def _activities(step: StepData, shift: float) -> Iterator[Event]:
+def _activities(step: StepData, shift: float) -> Iterator[TraceEvent]:
     for worker, (order, record) in enumerate(zip(step.program.orders, step.records)):
         for each in step.activities[worker]:
             if each.cause in (Cause.STARTING, Cause.DRAIN) and each.at is None:
                 continue  # nothing is done
             instruction = order[each.at] if each.at is not None else None
-            args: Event = {} if instruction is None else {"instruction": str(instruction)}
+            args: TraceEvent = {} if instruction is None else {"instruction": str(instruction)}
             if isinstance(instruction, Compute):
                 args |= {"stage": instruction.stage, "microbatch": instruction.microbatch}
             elif isinstance(instruction, Send) and each.at is not None:
@@ -55,7 +57,7 @@ def _activities(step: StepData, shift: float) -> Iterator[Event]:
             yield _slice(MEASURED, worker, name, each.cause.name, each.start + shift, each.end + shift, args)
 
 
-def _flows(step: StepData, shift: float, number: int) -> Iterator[Event]:
+def _flows(step: StepData, shift: float, number: int) -> Iterator[TraceEvent]:
     """The arrows: each begins with its send, and ends in the last part of its receive."""
     for worker, each in ((worker, each) for worker, parts in enumerate(step.activities) for each in parts):
         receive = step.program.orders[worker][each.at] if each.at is not None else None
@@ -67,7 +69,7 @@ def _flows(step: StepData, shift: float, number: int) -> Iterator[Event]:
             yield {"ph": "f", "bp": "e", **both, "tid": worker, "ts": ((each.start + each.end) / 2 + shift) * 1e6}
 
 
-def _prediction(step: StepData, shift: float) -> Iterator[Event]:
+def _prediction(step: StepData, shift: float) -> Iterator[TraceEvent]:
     for worker, spans in enumerate(step.predicted.timeline.spans):
         for span in spans:
             args = {"stage": span.compute.stage, "microbatch": span.compute.microbatch}

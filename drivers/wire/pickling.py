@@ -33,7 +33,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from pippy.drivers.base.errors import PackingError
-from pippy.ir.base.sparse_tensors import from_parts, is_sparse, parts_of
+from pippy.ir.base.sparse_tensors import form_and_parts, from_parts, is_sparse
 from pippy.ir.base.trees import describe
 
 _EVERYWHERE = ("builtins", "collections", "pippy", "torch")  # every process has these packages
@@ -275,7 +275,7 @@ def _put_parametrized(module: nn.Module, state: dict[str, Any]) -> None:
 
 def _taken_apart(obj: Any) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
     """How to pickle a sparse tensor, with its parts as tensors of their own; None for any other object."""
-    return (from_parts, parts_of(obj)) if isinstance(obj, torch.Tensor) and is_sparse(obj) else None
+    return (from_parts, form_and_parts(obj)) if isinstance(obj, torch.Tensor) and is_sparse(obj) else None
 
 
 def _set_aside(obj: torch.Tensor | Pickled, tensors: list[torch.Tensor]) -> tuple[Callable[..., Any], tuple[int, ...]]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from pippy.drivers.wire.pickling import pickle_to_bytes
-from pippy.ir.base.sparse_tensors import SparseForm, from_parts, is_sparse, parts_of
+from pippy.ir.base.sparse_tensors import SparseForm, form_and_parts, from_parts, is_sparse
 from pippy.ir.base.trees import children, map_leaves
 
 ALIGNMENT = 64
@@ -119,7 +119,7 @@ def layout_of(value: Any) -> ValueLayout:
         if type(leaf) in _CONSTANTS:
             return leaf
         if type(leaf) in _PLAIN and is_sparse(leaf):
-            form, parts = parts_of(leaf)
+            form, parts = form_and_parts(leaf)
             return SparseLayout(form, [stand_in(part) for part in parts])
         rest.append(leaf)
         return LeafIndex(-len(rest))
@@ -173,7 +173,7 @@ def copied(value: Any, layout: ValueLayout | None = None) -> Any:
         if is_plain_tensor(leaf):
             return _copied_tensor(leaf, next(layouts))
         if isinstance(leaf, torch.Tensor) and is_sparse(leaf):
-            form, parts = parts_of(leaf)
+            form, parts = form_and_parts(leaf)
             return from_parts(form, [_copied_tensor(part, next(layouts)) for part in parts])
         if isinstance(leaf, torch.Tensor):
             return leaf.detach().clone().requires_grad_(leaf.requires_grad)
@@ -223,7 +223,7 @@ def _signature(value: Any, parts: Parts) -> Hashable:
     if kind in _CONSTANTS:
         return kind, value
     if kind in _PLAIN and is_sparse(value):
-        form, its = parts_of(value)
+        form, its = form_and_parts(value)
         return form, tuple([_signature(part, parts) for part in its])
     items = children(value)
     if items is None:

@@ -22,7 +22,7 @@ from pippy.drivers.protocol.parameters import Fetch, Initialize, Store, TensorLo
 from pippy.drivers.protocol.programs import AddProgram
 from pippy.drivers.protocol.stages import Load
 from pippy.drivers.protocol.steps import StageFlags, Step, StepResult, StepReturning
-from pippy.drivers.protocol.trials import ForgetTrials, Trial, TrialResult
+from pippy.drivers.protocol.trials import ForgetTrials, RunTrial, TrialResult
 from pippy.drivers.wire.gpu.copies import DeviceCopies
 from pippy.drivers.wire.pickling import unpickle
 from pippy.drivers.wire.transport import Transport
@@ -103,7 +103,7 @@ class DriverState:
             AddDataset: self._add_dataset,
             Step: self._step,
             StepReturning: self._step,
-            Trial: self._try_out,
+            RunTrial: self._try_out,
             ForgetTrials: lambda body, number: self.trials.forget(),
             Fetch: self._fetch,
             Store: self._store,
@@ -207,7 +207,7 @@ class DriverState:
             for parameter, flag in zip(self.modules[call].parameters(), its.requires_grad, strict=True):
                 parameter.requires_grad_(flag)
 
-    def _try_out(self, trial: Trial, number: int) -> TrialResult:
+    def _try_out(self, trial: RunTrial, number: int) -> TrialResult:
         self._set_flags(trial.step.flags or {})
         step = trial.step
         self.running = executor = self.programs[step.program]

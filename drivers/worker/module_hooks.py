@@ -10,7 +10,7 @@ from pippy.drivers.base.errors import DriverError, PackingError
 from pippy.drivers.protocol.hooks import same_bytes
 from pippy.drivers.wire.pickling import Pickled, pickle_by_value
 from pippy.ir.base.names import named_state
-from pippy.ir.record.module_hooks import KINDS
+from pippy.ir.record.module_hooks import HOOK_ATTRIBUTES
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def _hooks(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Any]]:
     """What each hook is, and the hook."""
     for call, stage in modules.items():
         for path, module in stage.named_modules(prefix=call):
-            for kind in KINDS:
+            for kind in HOOK_ATTRIBUTES:
                 what = kind.strip("_").removesuffix("s").replace("_", " ")
                 for hook in getattr(module, kind).values():
                     yield f"a {what} of {path!r}", hook

@@ -16,11 +16,11 @@ from torch import nn
 
 from pippy.drivers.batch.division import Division
 from pippy.drivers.compare.alike import alike
-from pippy.drivers.compare.asked import Asked
+from pippy.drivers.compare.asked import TrialNotes
 from pippy.drivers.compare.digest import digest, distance, size_of
 from pippy.drivers.compare.tolerance import LEAST, Tolerance, floor_of
 from pippy.drivers.protocol.steps import StepResult
-from pippy.drivers.protocol.trials import Difference, Purpose, Trial, TrialResult
+from pippy.drivers.protocol.trials import Purpose, RunTrial, TrialDifference, TrialResult
 from pippy.drivers.worker.gradients.step_buffers import StepBuffers, own_buffers
 from pippy.drivers.worker.measure.leave_unchanged import left_unchanged
 from pippy.drivers.worker.measure.watch import Watch
@@ -53,11 +53,11 @@ class Trials:
         """Drop what trials are compared with."""
         self.reference, self.noise = {}, {}
 
-    def try_out(self, trial: Trial, inputs: Division, run: Callable[[], StepResult]) -> TrialResult:
+    def try_out(self, trial: RunTrial, inputs: Division, run: Callable[[], StepResult]) -> TrialResult:
         """Carry out a trial. ``run`` runs its step, on these inputs."""
         watch = Watch(inputs) if trial.watch else None
         before = snapshot_of_buffers(dict(self._buffers()))
-        differences: tuple[Difference, ...] = ()
+        differences: tuple[TrialDifference, ...] = ()
         with ExitStack() as stack:
             for module in self.modules.values():
                 stack.enter_context(left_unchanged(module, self.own_random))
@@ -70,11 +70,11 @@ class Trials:
                 differences = self._taken(dict(self._digests(changed)), trial.purpose)
             if trial.follow_buffers:
                 self.step_buffers.follow({(each.call, each.name) for each in differences if each.kind == "buffer"})
-        asked = Asked() if watch is None else watch.asked()
+        asked = TrialNotes() if watch is None else watch.asked()
         is_finite = all(_is_finite(found) for (_, kind, _), found in self.reference.items() if kind == "gradient")
         return TrialResult(result.values, differences, asked, is_finite)
 
-    def _taken(self, found: Digests, purpose: Purpose) -> tuple[Difference, ...]:
+    def _taken(self, found: Digests, purpose: Purpose) -> tuple[TrialDifference, ...]:
         if purpose is Purpose.REFERENCE:
             self.reference, self.noise = found, {}
             return ()
@@ -88,7 +88,7 @@ class Trials:
         dtypes = {place: each.dtype for place, each in self._tensors()}
         off.update({(call, "buffer", name): math.inf for call, name in self.step_buffers.disagreeing()})
         return tuple(
-            Difference(place[0], place[2], place[1], off[place], sizes.get(place, 0.0))
+            TrialDifference(place[0], place[2], place[1], off[place], sizes.get(place, 0.0))
             for place in off
             if not off[place] <= self._allowed(place, sizes.get(place, 0.0), largest, dtypes[place])
         )

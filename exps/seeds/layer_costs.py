@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from exps.seeds.layers import Layers
-from pippy.balance.partition import Load, Row, best_cuts
+from pippy.balance.partition import Row, RunWeight, best_cuts
 from pippy.drivers.plan.cost.costs import Costs
 
 
@@ -37,7 +37,7 @@ class LayerCosts:
             round(1e9 * (forwards * forward + backward)) for forward, backward in zip(self.forward, self.backward)
         ]
         layers = len(weights)
-        cuts = best_cuts(Row(stages, [Load(weights)] * stages, layers=[1] * layers, prices=[0] * layers))
+        cuts = best_cuts(Row(stages, [RunWeight(weights)] * stages, layers=[1] * layers, prices=[0] * layers))
         assert cuts is not None, f"{layers} layers cannot be {stages} stages"
         return [after - before for before, after in pairwise([0, *cuts, layers])]
 

@@ -8,12 +8,12 @@ from typing import Any
 from torch import nn
 
 
-def uncompiled(given: Any) -> Any:
+def original_of(given: Any) -> Any:
     """The module or function that torch.compile was called on, which has its own names; anything else as it is.
 
     >>> import torch
     >>> net = nn.Linear(2, 2)
-    >>> uncompiled(torch.compile(net)) is net, uncompiled(net) is net
+    >>> original_of(torch.compile(net)) is net, original_of(net) is net
     (True, True)
     """
     if isinstance(given, nn.Module):
@@ -21,7 +21,7 @@ def uncompiled(given: Any) -> Any:
         inside = given._orig_mod if dynamo is not None and isinstance(given, dynamo.OptimizedModule) else given
     else:
         inside = getattr(given, "_torchdynamo_orig_callable", given)
-    return given if inside is given else uncompiled(inside)
+    return given if inside is given else original_of(inside)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from pippy.ir.base.brief import brief
-from pippy.ir.base.compiled_modules import uncompiled
+from pippy.ir.base.compiled_modules import original_of
 from pippy.ir.base.errors import MarkError
 from pippy.ir.base.near_names import did_you_mean
 from pippy.ir.base.public_calls import placing_words
@@ -95,7 +95,7 @@ def annotate_split_points(model: nn.Module, spec: Mapping[str, SplitPoint]) -> N
         raise MarkError(f"annotate_split_points takes an nn.Module; this is a {type(model).__name__}")
     if not isinstance(spec, Mapping):
         raise MarkError(f"the split points are {brief(spec)}; give a dict: {{'layer.3': SplitPoint.END}}")
-    modules = dict(uncompiled(model).named_modules(remove_duplicate=False))
+    modules = dict(original_of(model).named_modules(remove_duplicate=False))
     for name, point in spec.items():
         _check_annotation(modules, name, point)
     for name, point in spec.items():

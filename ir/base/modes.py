@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Modes:
+class ModelModes:
     """How a model and its graph depend on the mode. True is training, as in `model.train(True)`.
 
     ``traced`` has the flags that forward reads, by the path of the module, as they were when it was traced. ``refused`` has
     the modes in which the graph is not right, each with the line from which the model does something else. ``after`` has, for
     each mode, the flags that `model.train(mode)` sets to the opposite, which takes a module with a `train` of its own.
 
-    >>> modes = Modes(traced={"": True, "head": True}, refused={False: "net.py:3, in forward"})
+    >>> modes = ModelModes(traced={"": True, "head": True}, refused={False: "net.py:3, in forward"})
     >>> modes.mode_of({"": False, "head": False})
     False
     """

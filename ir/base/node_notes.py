@@ -26,12 +26,12 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import fx
 
-from pippy.ir.base.source_line import Source
+from pippy.ir.base.source_line import SourceLine
 
-T = TypeVar("T")
+NoteContent = TypeVar("NoteContent")
 
 
-class NodeNote(Generic[T]):
+class NodeNote(Generic[NoteContent]):
     """A key of `node.meta`, with the value that a node has without the note, if it has one.
 
     >>> node = fx.Graph().placeholder("x")
@@ -42,15 +42,15 @@ class NodeNote(Generic[T]):
     1
     """
 
-    def __init__(self, key: str, *default: T) -> None:
+    def __init__(self, key: str, *default: NoteContent) -> None:
         self.key, self.default = key, default
 
-    def of(self, node: fx.Node) -> T:
+    def of(self, node: fx.Node) -> NoteContent:
         """What is noted at a node, or the default. Without both it is a `KeyError`."""
-        found: T = node.meta[self.key] if self.key in node.meta or not self.default else self.default[0]
+        found: NoteContent = node.meta[self.key] if self.key in node.meta or not self.default else self.default[0]
         return found
 
-    def get(self, node: fx.Node) -> T | None:
+    def get(self, node: fx.Node) -> NoteContent | None:
         """What is noted at a node, or None."""
         return node.meta.get(self.key)
 
@@ -58,12 +58,12 @@ class NodeNote(Generic[T]):
         """Whether it is noted at a node."""
         return self.key in node.meta
 
-    def put(self, node: fx.Node, value: T) -> None:
+    def put(self, node: fx.Node, value: NoteContent) -> None:
         """Note it at a node."""
         node.meta[self.key] = value
 
 
-SOURCE = NodeNote[Source | None]("source", None)  # the user's line
+SOURCE = NodeNote[SourceLine | None]("source", None)  # the user's line
 MODULE_PATH = NodeNote[str]("module_path", "")  # the module whose forward calls the operation
 GRADIENTS_OFF = NodeNote[bool]("no_grad", False)  # as in `torch.no_grad()`
 # The calls of modules around the node: each one's module and class.

@@ -144,10 +144,10 @@ def module_shares(module: nn.Module) -> bool:
     return isinstance(module, _VIEW_MODULES) or module_changes(module)
 
 
-def module_draws(module: nn.Module) -> bool:
+def torch_module_draws(module: nn.Module) -> bool:
     """Whether the forward of a module of torch draws random numbers, without the modules in it.
 
-    >>> module_draws(nn.Dropout()), module_draws(nn.Dropout(0.0))
+    >>> torch_module_draws(nn.Dropout()), torch_module_draws(nn.Dropout(0.0))
     (True, False)
     """
     rates = [getattr(module, rate) for kind, rate in _RATES_OF_MODULES.items() if isinstance(module, kind)]

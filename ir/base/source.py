@@ -16,7 +16,7 @@ from torch import fx
 
 from pippy.ir.base.errors import PippyWarning
 from pippy.ir.base.node_notes import MODULE_PATH, SOURCE
-from pippy.ir.base.source_line import Source
+from pippy.ir.base.source_line import SourceLine
 
 _PIPPY = Path(__file__).parents[2]
 _OWN = tuple(f"{folder}{os.sep}" for folder in (_PIPPY, (_PIPPY / "ir").resolve(), (_PIPPY / "drivers").resolve()))
@@ -48,26 +48,26 @@ def is_called_by_user(frame: FrameType | None) -> bool:
     return frame is not None and is_users(frame.f_code.co_filename)
 
 
-def of_frame(frame: FrameType | None) -> Source | None:
+def of_frame(frame: FrameType | None) -> SourceLine | None:
     """The user's innermost line, of the frames that tracing called."""
     while frame is not None:
         code = frame.f_code
         if is_users(code.co_filename):
-            return Source(code.co_filename, frame.f_lineno, code.co_name)
+            return SourceLine(code.co_filename, frame.f_lineno, code.co_name)
         if code is TRACE:
             return None
         frame = frame.f_back
     return None
 
 
-def of_traceback(traceback: TracebackType | None, below: str) -> Source | None:
+def of_traceback(traceback: TracebackType | None, below: str) -> SourceLine | None:
     """The user's innermost line in a traceback, of the frames that the function named ``below`` called."""
     found, entered = None, False
     while traceback is not None:
         code = traceback.tb_frame.f_code
         entered = entered or (code.co_name == below and not is_users(code.co_filename))
         if entered and is_users(code.co_filename):
-            found = Source(code.co_filename, traceback.tb_lineno, code.co_name)
+            found = SourceLine(code.co_filename, traceback.tb_lineno, code.co_name)
         traceback = traceback.tb_next
     return found
 

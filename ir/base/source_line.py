@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceLine:
     """A line of the user's code.
 
-    >>> str(Source("net.py", 3, "forward"))
+    >>> str(SourceLine("net.py", 3, "forward"))
     'net.py:3, in forward'
     """
 

@@ -31,10 +31,10 @@ def is_sparse(tensor: torch.Tensor) -> bool:
     return tensor.layout in _LAYOUTS and type(tensor) in _PLAIN
 
 
-def parts_of(tensor: torch.Tensor) -> tuple[SparseForm, tuple[torch.Tensor, ...]]:
+def form_and_parts(tensor: torch.Tensor) -> tuple[SparseForm, tuple[torch.Tensor, ...]]:
     """The form and the parts of a sparse tensor. The parts share its memory.
 
-    >>> form, parts = parts_of(torch.eye(2).to_sparse())
+    >>> form, parts = form_and_parts(torch.eye(2).to_sparse())
     >>> from_parts(form, parts).to_dense()
     tensor([[1., 0.],
             [0., 1.]])
@@ -51,7 +51,7 @@ def parts_of(tensor: torch.Tensor) -> tuple[SparseForm, tuple[torch.Tensor, ...]
 
 
 def from_parts(form: SparseForm, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sparse tensor that `parts_of` took apart. torch's way to unpickle one would keep it for ever, to check it later."""
+    """The sparse tensor that has this form and these parts. One that torch unpickles stays alive for ever."""
     layout, shape, coalesced, requires_grad = form
     if layout is torch.sparse_coo:
         indices, values = parts
@@ -66,14 +66,14 @@ def from_parts(form: SparseForm, parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def plain_parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """The parts of a sparse tensor, and any other tensor itself: what takes memory."""
-    return parts_of(tensor)[1] if is_sparse(tensor) else (tensor,)
+    return form_and_parts(tensor)[1] if is_sparse(tensor) else (tensor,)
 
 
 def map_stored(function: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
     """A function of all values of a tensor; of a sparse one, of those that it stores."""
     if not is_sparse(tensor):
         return function(tensor)
-    form, (*indices, values) = parts_of(tensor)
+    form, (*indices, values) = form_and_parts(tensor)
     return from_parts(form, [*indices, function(values)])
 
 

@@ -2,9 +2,9 @@
 
 `TABLE` has a row for each:
 
-    Setting   of the whole process: read where the driver is called, and set in the processes of the workers
-    Entered   of the calling thread: a context that the workers enter for the command
-    Refused   acts in this process only; the row has the way out
+    ProcessSetting  of the whole process: read where the driver is called, and set in the processes of the workers
+    Entered         of the calling thread: a context that the workers enter for the command
+    Refused         acts in this process only; the row has the way out
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ _checkpoint: Any = torch.utils.checkpoint
 
 
 @dataclass(frozen=True)
-class Setting:
+class ProcessSetting:
     """A setting of the whole process: how it is read, and how it is set."""
 
     name: str
@@ -82,7 +82,7 @@ def _write_determinism(values: tuple[bool, bool, bool]) -> None:
     _C._set_deterministic_fill_uninitialized_memory(values[2])
 
 
-def _flags(name: str, *pairs: tuple[Callable[[], Any], Callable[[Any], Any]]) -> Setting:
+def _flags(name: str, *pairs: tuple[Callable[[], Any], Callable[[Any], Any]]) -> ProcessSetting:
     """A row for several flags that belong together."""
 
     def write(values: tuple[Any, ...]) -> None:
@@ -90,7 +90,7 @@ def _flags(name: str, *pairs: tuple[Callable[[], Any], Callable[[Any], Any]]) ->
             set_one(value)
 
     readers = [read for read, _ in pairs]
-    return Setting(name, lambda: tuple([read() for read in readers]), write)
+    return ProcessSetting(name, lambda: tuple([read() for read in readers]), write)
 
 
 def _read_autocast() -> tuple[Any, ...]:
@@ -159,9 +159,9 @@ def global_hooks() -> list[str]:
 _IN_PIPE = "leave its region before the call, or call pipe(...) in it, which computes in this process"
 _IN_MODEL = "leave its region before the call, or call the model itself in it, which computes in this process"
 
-TABLE: tuple[Setting | Entered | Refused, ...] = (
-    Setting("torch.set_default_dtype", torch.get_default_dtype, torch.set_default_dtype),
-    Setting(
+TABLE: tuple[ProcessSetting | Entered | Refused, ...] = (
+    ProcessSetting("torch.set_default_dtype", torch.get_default_dtype, torch.set_default_dtype),
+    ProcessSetting(
         "torch.use_deterministic_algorithms",
         lambda: (
             _C._get_deterministic_algorithms(),
@@ -170,7 +170,7 @@ TABLE: tuple[Setting | Entered | Refused, ...] = (
         ),
         _write_determinism,
     ),
-    Setting(
+    ProcessSetting(
         "torch.set_float32_matmul_precision, fp32_precision and allow_tf32 of torch.backends",
         _read_precisions,
         _write_precisions,
@@ -202,12 +202,12 @@ TABLE: tuple[Setting | Entered | Refused, ...] = (
         (_C._get_overrideable_sdp_enabled, _C._set_sdp_use_overrideable),
         (lambda: tuple(_C._get_sdp_priority_order()), lambda order: _C._set_sdp_priority_order(list(order))),
     ),
-    Setting(
+    ProcessSetting(
         "torch.autograd.detect_anomaly",
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         lambda values: torch.set_anomaly_enabled(*values),
     ),
-    Setting(
+    ProcessSetting(
         "torch.utils.checkpoint.set_checkpoint_early_stop",
         lambda: _checkpoint._enable_checkpoint_early_stop,
         lambda enable: setattr(_checkpoint, "_enable_checkpoint_early_stop", enable),
@@ -241,7 +241,7 @@ _RECORDED = (
     "torch.set_default_device, with torch.device",
     "torch.utils.checkpoint.set_checkpoint_early_stop",
 )
-SETTINGS = [row for row in TABLE if isinstance(row, Setting)]
+SETTINGS = [row for row in TABLE if isinstance(row, ProcessSetting)]
 ENTERED = [row for row in TABLE if isinstance(row, Entered) and row.enter is not None]
 REFUSED = [row for row in TABLE if isinstance(row, Refused)]
 
@@ -252,7 +252,7 @@ def _allow_reduced(dtype: str, value: tuple[bool, bool]) -> None:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What was read of the rows of `TABLE` that are followed: of each `Setting`, and of each `Entered` with a context."""
+    """What each row of `TABLE` gave that the workers follow: each `ProcessSetting`, and each `Entered` with a context."""
 
     settings: tuple[Any, ...]
     entered: tuple[Any, ...]

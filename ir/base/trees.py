@@ -26,7 +26,7 @@ import torch
 from torch.utils import _pytree
 
 from pippy.ir.base.brief import brief
-from pippy.ir.base.sparse_tensors import is_sparse, parts_of
+from pippy.ir.base.sparse_tensors import form_and_parts, is_sparse
 
 
 def children(value: Any) -> Sequence[Any] | None:
@@ -75,7 +75,7 @@ def _mapping_like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     return changed
 
 
-def names_of(container: Any) -> list[Any] | None:
+def item_names(container: Any) -> list[Any] | None:
     """The names of the items of a container; None if they have none."""
     if isinstance(container, tuple):
         return list(getattr(container, "_fields", ())) or None
@@ -90,7 +90,7 @@ def steps(container: Any) -> list[str]:
     >>> steps({"a": 1}), steps([1, 2])
     (["['a']"], ['[0]', '[1]'])
     """
-    names = names_of(container)
+    names = item_names(container)
     if names is None:
         return [f"[{index}]" for index in range(len(children(container) or ()))]
     is_plain = isinstance(container, Mapping) and not dataclasses.is_dataclass(container)
@@ -160,7 +160,7 @@ def nbytes(value: Any) -> int:
 
 def _tensor_bytes(tensor: torch.Tensor) -> int:
     if is_sparse(tensor):
-        return sum(part.nbytes for part in parts_of(tensor)[1])
+        return sum(part.nbytes for part in form_and_parts(tensor)[1])
     return tensor.numel() * tensor.element_size()
 
 

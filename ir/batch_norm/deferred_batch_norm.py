@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 _NARROW = (torch.float16, torch.bfloat16)
 Statistics = tuple[torch.Tensor | None, torch.Tensor | None]
-Note = Callable[["DeferredBatchNorm", torch.Tensor], Statistics]
+NoteStatistics = Callable[["DeferredBatchNorm", torch.Tensor], Statistics]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class DeferredBatchNorm(_BatchNorm):
     """
 
     replaced: type[_BatchNorm] = nn.SyncBatchNorm  # whose dimensions an input must have: of that, two or more
-    note: Note | None = None  # in a step of a driver
+    note: NoteStatistics | None = None  # in a step of a driver
     noted: tuple[Noted, ...] = ()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

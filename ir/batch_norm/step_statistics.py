@@ -13,7 +13,7 @@ from itertools import count
 import torch
 from torch import nn
 
-from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm, Note, Noted, Statistics, note
+from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm, Noted, NoteStatistics, Statistics, note
 from pippy.ir.run.given_inputs import check_unchanged
 
 
@@ -81,7 +81,7 @@ class StepStatistics:
         self._updates = [each for each in self._updates if not first <= each.step <= last]
 
     @cached_property
-    def _uncompiled(self) -> Note:
+    def _uncompiled(self) -> NoteStatistics:
         """`_noted`, which no compiled graph takes in. To make it imports torch._dynamo, which is slow."""
         return torch.compiler.disable(self._noted, reason=_REASON)
 

@@ -14,10 +14,10 @@ from torch import fx
 
 
 @dataclass(frozen=True)
-class Asked:
+class InputChecks:
     """Nodes that compute what was told of inputs, and check it: plain data, in order.
 
-    ``steps`` has for each its name, its function and its arguments, in which a `Value` stands for an input or an earlier step.
+    ``steps`` has for each its name, its function and its arguments, in which a `ValueReference` is an input or an earlier step.
     """
 
     steps: tuple[tuple[str, Callable[..., Any], Any, Any], ...] = ()
@@ -27,7 +27,7 @@ class Asked:
         steps, found = {name for name, *_ in self.steps}, dict[str, None]()
 
         def note(argument: Any) -> Any:
-            if isinstance(argument, Value) and argument not in steps:
+            if isinstance(argument, ValueReference) and argument not in steps:
                 found[str(argument)] = None
             return argument
 
@@ -43,7 +43,7 @@ class Asked:
             values[name] = function(*filled, **named)
 
 
-class Value(str):
+class ValueReference(str):
     """The name of an input or a step, in the arguments of another."""
 
     __slots__ = ()
@@ -60,4 +60,4 @@ class Method:
 
 
 def _filled(argument: Any, values: Mapping[str, Any]) -> Any:
-    return values[argument] if isinstance(argument, Value) else argument
+    return values[argument] if isinstance(argument, ValueReference) else argument

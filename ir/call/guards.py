@@ -19,8 +19,8 @@ import torch
 
 from pippy.ir.base.errors import InputError
 from pippy.ir.base.trees import describe
-from pippy.ir.call.asked import Asked
-from pippy.ir.call.kinds import Elsewhere, InPieces, Kind, differences, tensor_kinds
+from pippy.ir.call.asked import InputChecks
+from pippy.ir.call.kinds import ArgumentKind, Elsewhere, InPieces, differences, tensor_kinds
 
 _INPUT = re.compile(r"\bL\['(\w+)'\]")
 OF_AN_EXAMPLE = "make another Pipe with this call for its example"
@@ -63,8 +63,8 @@ class Guards:
     ``remedy`` says how to have others.
     """
 
-    kinds: dict[str, Kind] = field(default_factory=dict)
-    asked: Asked = field(default_factory=Asked)
+    kinds: dict[str, ArgumentKind] = field(default_factory=dict)
+    asked: InputChecks = field(default_factory=InputChecks)
     conditions: tuple[Condition, ...] = ()
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     one: tuple[tuple[str, str], ...] = ()
@@ -139,5 +139,5 @@ def differs(path: str, found: str, fixed: str, remedy: str = OF_AN_EXAMPLE) -> s
     )
 
 
-def _has_sizes(kind: Kind) -> bool:
+def _has_sizes(kind: ArgumentKind) -> bool:
     return any(each.sizes for each in tensor_kinds(kind))

@@ -24,7 +24,7 @@ class Elsewhere:
 
 
 @dataclass(frozen=True)
-class Difference:
+class KindDifference:
     """Where a value is of another kind: the way there, what is there, and what should be."""
 
     path: str
@@ -46,12 +46,12 @@ class TensorKind:
         sizes = ", ".join("any" if size is None else str(size) for size in self.sizes)
         return f"{str(self.dtype).removeprefix('torch.')}[{sizes}]"
 
-    def differences(self, value: Any, path: str) -> Iterator[Difference]:
+    def differences(self, value: Any, path: str) -> Iterator[KindDifference]:
         fits = isinstance(value, torch.Tensor) and value.dim() == self.dims
         if isinstance(value, Elsewhere):
             return
         if not fits or self.dtype not in (None, value.dtype):
-            yield Difference(path, describe(value), str(self))
+            yield KindDifference(path, describe(value), str(self))
 
     def tensors(self, value: Any, path: str) -> Iterator[tuple[str, "TensorKind", Any]]:
         yield path, self, value
@@ -67,11 +67,11 @@ class ConstantKind:
     def __str__(self) -> str:
         return f"of class {self.of_class.__name__}" if self.value is _FREE else describe(self.value)
 
-    def differences(self, value: Any, path: str) -> Iterator[Difference]:
+    def differences(self, value: Any, path: str) -> Iterator[KindDifference]:
         if isinstance(value, Elsewhere):
             return
         if type(value) is not self.of_class or (self.value is not _FREE and value != self.value):
-            yield Difference(path, describe(value), str(self))
+            yield KindDifference(path, describe(value), str(self))
 
     def tensors(self, value: Any, path: str) -> Iterator[tuple[str, TensorKind, Any]]:
         yield from ()
@@ -85,33 +85,33 @@ class ContainerKind:
     """A container. ``parts`` has the kinds of what it holds, by the way there: ``['ids']``, ``[0]``, ``.loss``."""
 
     of_class: type
-    parts: dict[str, "Kind"]
+    parts: dict[str, "ArgumentKind"]
 
     def __str__(self) -> str:
         return f"{self.of_class.__name__}({', '.join(map(str, self.parts.values()))})"
 
-    def differences(self, value: Any, path: str) -> Iterator[Difference]:
+    def differences(self, value: Any, path: str) -> Iterator[KindDifference]:
         if isinstance(value, Elsewhere):
             return
         if type(value) is not self.of_class:
-            yield Difference(path, describe(value), str(self))
+            yield KindDifference(path, describe(value), str(self))
             return
-        found = parts_of(value)
+        found = items_by_path(value)
         for way, kind in self.parts.items():
             if way in found:
                 yield from differences(kind, found[way], path + way)
             else:
-                yield Difference(path + way, "not there", str(kind))
+                yield KindDifference(path + way, "not there", str(kind))
         for way in found.keys() - self.parts.keys():
-            yield Difference(path + way, describe(found[way]), "not there")
+            yield KindDifference(path + way, describe(found[way]), "not there")
 
     def tensors(self, value: Any, path: str) -> Iterator[tuple[str, TensorKind, Any]]:
-        found = parts_of(value)
+        found = items_by_path(value)
         for way, kind in self.parts.items():
             yield from kind.tensors(found[way], path + way)
 
 
-Kind = TensorKind | ConstantKind | ContainerKind
+ArgumentKind = TensorKind | ConstantKind | ContainerKind
 
 
 class InPieces:
@@ -120,7 +120,7 @@ class InPieces:
     values: tuple[Any, ...]
 
 
-def differences(kind: Kind, value: Any, path: str) -> Iterator[Difference]:
+def differences(kind: ArgumentKind, value: Any, path: str) -> Iterator[KindDifference]:
     """Where a value is not of this kind."""
     if isinstance(value, InPieces):
         for index, piece in enumerate(value.values):
@@ -137,7 +137,7 @@ def kind_of(
     value: Any,
     of_tensor: _OfTensor = lambda tensor: TensorKind(tensor.dim()),
     of_constant: _OfConstant = lambda constant: ConstantKind(type(constant)),
-) -> Kind:
+) -> ArgumentKind:
     """The kind of a value.
 
     >>> kind = kind_of({"ids": torch.zeros(2, 3), "n": 1})
@@ -153,18 +153,18 @@ def kind_of(
     if children(value) is None:
         return of_constant(value)
     return ContainerKind(
-        type(value), {way: kind_of(part, of_tensor, of_constant) for way, part in parts_of(value).items()}
+        type(value), {way: kind_of(part, of_tensor, of_constant) for way, part in items_by_path(value).items()}
     )
 
 
-def tensor_kinds(kind: Kind) -> list[TensorKind]:
+def tensor_kinds(kind: ArgumentKind) -> list[TensorKind]:
     """Those of all tensors in a value of a kind."""
     if isinstance(kind, ContainerKind):
         return [each for part in kind.parts.values() for each in tensor_kinds(part)]
     return [kind] if isinstance(kind, TensorKind) else []
 
 
-def parts_of(container: Any) -> dict[str, Any]:
+def items_by_path(container: Any) -> dict[str, Any]:
     """What a container holds, by the way there."""
     return dict(zip(steps(container), children(container) or ()))
 
@@ -180,5 +180,5 @@ def leaves_by_path(values: Mapping[str, Any]) -> dict[str, Any]:
         if children(value) is None:
             found[path] = value
         else:
-            found.update(leaves_by_path({path + way: part for way, part in parts_of(value).items()}))
+            found.update(leaves_by_path({path + way: part for way, part in items_by_path(value).items()}))
     return found

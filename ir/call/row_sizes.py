@@ -60,7 +60,7 @@ def compare_rows(first: Any, second: Any, rows: int, more: int, counted: bool) -
     >>> compare_rows([torch.ones(2, 4), torch.ones(4)], [torch.ones(2, 5), torch.ones(4)], 4, 5, counted=False)
     (RowDim(dim=1, counted=False), UNSURE)
     """
-    ours, theirs = parts(first), parts(second)
+    ours, theirs = items_of(first), items_of(second)
     if ours is not None:
         if theirs is None or len(ours) != len(theirs):
             return UNSURE
@@ -85,7 +85,7 @@ def _compare_shapes(first: torch.Tensor, second: torch.Tensor, rows: int, more: 
     return RowDim(dim, counted) if fits else UNSURE
 
 
-def parts(value: Any) -> Sequence[Any] | None:
+def items_of(value: Any) -> Sequence[Any] | None:
     """The items of a container, or of a size; None if ``value`` is neither."""
     return tuple(value) if isinstance(value, torch.Size) else children(value)
 

@@ -12,7 +12,7 @@ from pippy.ir.base.trees import describe
 from pippy.ir.call.model_call import ModelCall
 
 
-def signature_of(pipe: ModelCall) -> inspect.Signature:
+def call_signature(pipe: ModelCall) -> inspect.Signature:
     """The signature of the model's forward. The default of a concrete argument is its value, where Python allows a default."""
     parameters = list(pipe.signature.parameters.values())
     for index, parameter in enumerate(parameters):
@@ -33,7 +33,7 @@ def bind(pipe: ModelCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dic
     """
     args, kwargs = list(args), dict(kwargs)
     values: dict[str, Any] = {}
-    signature = signature_of(pipe)
+    signature = call_signature(pipe)
     if pipe.target_name is not None:
         if pipe.target_name in kwargs:
             values[pipe.target_name] = kwargs.pop(pipe.target_name)

@@ -9,7 +9,7 @@ from torch import fx
 
 from pippy.ir.base.brief import brief
 from pippy.ir.base.errors import NameLookupError
-from pippy.ir.base.modes import Modes
+from pippy.ir.base.modes import ModelModes
 from pippy.ir.base.names import LOSS, Qualnames, stage_name
 from pippy.ir.call.model_call import ModelCall
 from pippy.ir.record.wiring import Wiring
@@ -44,7 +44,7 @@ class Compiled(ModelCall):
     qualnames: Qualnames
     replicated_params: list[dict[str, str]]
     wiring: Wiring
-    modes: Modes
+    modes: ModelModes
     loss: Loss | None = None
     balance: Any = None
     seen_inputs: dict[str, tuple[tuple[int, str], ...]] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from torch import nn
 from pippy.ir.base.errors import ModeError
 from pippy.ir.record.compiled import Compiled
 
-KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOK_ATTRIBUTES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _Hooks = tuple[tuple[Callable[..., Any], ...], ...]
 
 
@@ -27,7 +27,7 @@ def hooks_of(module: nn.Module) -> list[str]:
     >>> hooks_of(linear)
     ['forward_pre_hooks']
     """
-    return [kind.strip("_") for kind in KINDS if getattr(module, kind)]
+    return [kind.strip("_") for kind in HOOK_ATTRIBUTES if getattr(module, kind)]
 
 
 class ModuleHooks:
@@ -84,7 +84,7 @@ def _why(whole: bool, path: str) -> str:
 
 def _hooks(module: nn.Module) -> _Hooks:
     own = vars(module)
-    return tuple([tuple(own[kind].values()) for kind in KINDS])
+    return tuple([tuple(own[kind].values()) for kind in HOOK_ATTRIBUTES])
 
 
 def _called_whole(compiled: Compiled) -> dict[str, list[nn.Module]]:

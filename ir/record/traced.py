@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from pippy.ir.base.modes import Modes
+from pippy.ir.base.modes import ModelModes
 from pippy.ir.call.model_call import ModelCall
 from pippy.ir.call.target import target_name
 
@@ -22,7 +22,7 @@ class Traced(ModelCall):
     model: nn.Module
     graph: fx.Graph
     attributes: dict[str, Any] = field(default_factory=dict)
-    modes: Modes = field(default_factory=Modes)
+    modes: ModelModes = field(default_factory=ModelModes)
     balanced: bool = False
     kept_whole: dict[str, str] = field(default_factory=dict)
     differing: set[str] = field(default_factory=set)

@@ -65,7 +65,7 @@ def _own_draws(module: nn.Module) -> Iterator[Draws]:
     if not type(module).__module__.startswith(_KNOWN_CLASSES):
         yield Draws.TORCHS
         yield _class_draws(type(module))  # type: ignore[arg-type]  # for mypy, the class of a module has no hash
-    if operations.module_draws(module):
+    if operations.torch_module_draws(module):
         yield Draws.TORCHS
     if "function" in module.__dict__ and type(module).__module__.startswith("pippy."):  # a loss function
         yield function_draws(module.__dict__["function"])

@@ -9,20 +9,21 @@
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from pippy.ir.show.structure import Value
+from pippy.ir.show.structure import DrawnValue
 
 T = TypeVar("T")
 
 
-def columns_in_order(values: Sequence[Value]) -> dict[Value, int]:
+def columns_in_order(values: Sequence[DrawnValue]) -> dict[DrawnValue, int]:
     """The number of each value's column, in the order in which values are made. A column is free again where its value ends.
 
-    >>> values = [Value(name, name, "value", *way) for name, way in {"a": (0, (1,)), "b": (0, (2,)), "c": (1, (2,))}.items()]
+    >>> ways = {"a": (0, (1,)), "b": (0, (2,)), "c": (1, (2,))}
+    >>> values = [DrawnValue(name, name, "value", *way) for name, way in ways.items()]
     >>> list(columns_in_order(values).values())
     [0, 1, 0]
     """
     until: list[int] = []
-    columns: dict[Value, int] = {}
+    columns: dict[DrawnValue, int] = {}
     for value in sorted(values, key=lambda value: value.source):
         free = (column for column, end in enumerate(until) if end <= value.source and end < last_use(value))
         column = next(free, len(until))
@@ -31,7 +32,7 @@ def columns_in_order(values: Sequence[Value]) -> dict[Value, int]:
     return columns
 
 
-def last_use(value: Value) -> int:
+def last_use(value: DrawnValue) -> int:
     """The last box that uses a value; if none does, the box that makes it."""
     return max(value.users, default=value.source)
 

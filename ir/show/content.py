@@ -9,7 +9,7 @@ from pippy.ir.record.compiled import Compiled
 from pippy.ir.show.figures import StageFigures, stage_figures
 from pippy.ir.show.readable import bytes_text, count_text, shortened
 from pippy.ir.show.shapes import Shape, Shapes, propagate
-from pippy.ir.show.structure import Box, Structure, Value, structure_of
+from pippy.ir.show.structure import Box, DrawnValue, Structure, structure_of
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class Content:
     stages: dict[str, StageFigures]
     repeated: tuple[int, int] = (0, 0)
 
-    def shape(self, value: Value) -> Shape | None:
+    def shape(self, value: DrawnValue) -> Shape | None:
         """The shape of a value; None without example arguments."""
         return self.shapes.values[value.node] if self.shapes else None
 
-    def size_text(self, value: Value, longest: int = 1000) -> str:
+    def size_text(self, value: DrawnValue, longest: int = 1000) -> str:
         """The shape and the bytes of a value in a line; empty without example arguments. A long shape is shortened."""
         shape = self.shape(value)
         if shape is None:

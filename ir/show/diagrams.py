@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from pippy.ir.show.content import Content
 from pippy.ir.show.readable import shortened
-from pippy.ir.show.structure import Box, Value
+from pippy.ir.show.structure import Box, DrawnValue
 
 _LONGEST = 48
 _MERMAID_SHAPES = {"input": ("([", "])"), "output": ("([", "])"), "stage": ("[", "]"), "loss": ("{{", "}}")}
@@ -62,7 +62,7 @@ def _dot_text(lines: list[str]) -> str:
     return "\\n".join(line.replace("\\", "\\\\").replace('"', '\\"') for line in lines)
 
 
-def _edges(content: Content) -> Iterator[tuple[Value, int]]:
+def _edges(content: Content) -> Iterator[tuple[DrawnValue, int]]:
     return ((value, user) for value in content.structure.values for user in value.users)
 
 
@@ -77,6 +77,6 @@ def _box_lines(content: Content, box: Box) -> list[str]:
     return [shortened(box.name, _LONGEST), *content.stage_texts(box)]
 
 
-def _value_lines(content: Content, value: Value) -> list[str]:
+def _value_lines(content: Content, value: DrawnValue) -> list[str]:
     texts = [value.name, value.special, content.size_text(value, _LONGEST)]
     return [shortened(text, _LONGEST) for text in texts if text]

@@ -4,7 +4,7 @@ from pippy.ir.show.content import Content
 from pippy.ir.show.diagrams import dot, mermaid
 from pippy.ir.show.notebook import html
 from pippy.ir.show.stages_table import stages_table
-from pippy.ir.show.svg import svg
+from pippy.ir.show.svg import pipe_svg
 from pippy.ir.show.text_drawing import text_drawing
 
 
@@ -91,4 +91,4 @@ class Drawing:
         >>> drawing.svg()[:39]
         '<svg xmlns="http://www.w3.org/2000/svg"'
         """
-        return svg(self._content)
+        return pipe_svg(self._content)

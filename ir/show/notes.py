@@ -1,7 +1,7 @@
 """The lines below every drawing: which parameters are replicated, the backward, and what is unknown and why."""
 
 from pippy.ir.show.content import Content
-from pippy.ir.show.structure import Copies, Structure
+from pippy.ir.show.structure import ParameterCopies, Structure
 
 _LONGEST_WAY = 6
 
@@ -18,7 +18,7 @@ def backward_text(structure: Structure) -> str:
     return f"backward: {way}; gradients take the same ways back{none}"
 
 
-def copies_text(structure: Structure, copies: Copies) -> str:
+def copies_text(structure: Structure, copies: ParameterCopies) -> str:
     """One line about parameters of which several stages hold a copy."""
     holders = ", ".join(structure.boxes[index].name for index in copies.boxes)
     return f"replicated: {', '.join(copies.names)} in {holders}; gradients are summed"

@@ -32,7 +32,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Value:
+class DrawnValue:
     """A value and its way, in numbers of boxes. ``node`` is its name in the graph, ``name`` the one to show.
 
     ``kind`` is ``value``, ``target``, ``loss``, or ``parameter`` or ``buffer`` for a tensor of the model that travels;
@@ -50,7 +50,7 @@ class Value:
     def special(self) -> str:
         """A note on a value that is no activation, such as a parameter or the loss; empty for an activation.
 
-        >>> Value("embed_weight", "getitem", "parameter", 1, (2,), "embed.weight").special
+        >>> DrawnValue("embed_weight", "getitem", "parameter", 1, (2,), "embed.weight").special
         'parameter embed.weight'
         """
         if self.kind == "value" or self.name == self.kind:
@@ -59,7 +59,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Copies:
+class ParameterCopies:
     """The names of parameters in the user's model, and the boxes that hold copies of them."""
 
     names: tuple[str, ...]
@@ -71,8 +71,8 @@ class Structure:
     """The structure of a Pipe for a drawing. ``backward`` holds the names of the boxes that have a backward."""
 
     boxes: tuple[Box, ...]
-    values: tuple[Value, ...]
-    copies: tuple[Copies, ...]
+    values: tuple[DrawnValue, ...]
+    copies: tuple[ParameterCopies, ...]
     backward: frozenset[str]
 
 
@@ -101,11 +101,11 @@ def _box(node: fx.Node) -> Box:
     return Box(*((node.name, "input") if node.op == "placeholder" else ("output", "output")))
 
 
-def _value(compiled: Compiled, node: fx.Node, name: str, index: dict[fx.Node, int]) -> Value:
+def _value(compiled: Compiled, node: fx.Node, name: str, index: dict[fx.Node, int]) -> DrawnValue:
     source: Any = node.args[0] if is_getitem(node) else node
     users = tuple(sorted(index[user] for user in node.users if user in index))
     kind, origin = _kind(compiled, node, source)
-    return Value(name, node.name, kind, index[source], users, origin)
+    return DrawnValue(name, node.name, kind, index[source], users, origin)
 
 
 def _kind(compiled: Compiled, node: fx.Node, source: fx.Node) -> tuple[str, str]:
@@ -132,7 +132,7 @@ def _maker(compiled: Compiled, node: fx.Node, source: fx.Node) -> fx.Node | None
     return made
 
 
-def _copies(compiled: Compiled, boxes: tuple[Box, ...]) -> Iterator[Copies]:
+def _copies(compiled: Compiled, boxes: tuple[Box, ...]) -> Iterator[ParameterCopies]:
     """One entry for each set of boxes, with all parameters of which they hold copies."""
     at = {box.name: number for number, box in enumerate(boxes) if box.computes}
     together: dict[tuple[int, ...], list[str]] = {}
@@ -141,4 +141,4 @@ def _copies(compiled: Compiled, boxes: tuple[Box, ...]) -> Iterator[Copies]:
         holders = tuple(sorted(at[stage] for stage in group))
         together.setdefault(holders, []).append(compiled.remap_qualname(f"{stage}.{name}"))
     for holders, names in together.items():
-        yield Copies(tuple(names), holders)
+        yield ParameterCopies(tuple(names), holders)

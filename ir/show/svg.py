@@ -22,8 +22,8 @@ from pippy.ir.show.columns import columns_by_length
 from pippy.ir.show.content import Content
 from pippy.ir.show.notes import notes
 from pippy.ir.show.readable import shortened
-from pippy.ir.show.structure import Copies, Structure, Value
-from pippy.ir.show.svg_elements import LETTER, LINE, RADIUS, Point, arrow, document, group, line, rectangle, words
+from pippy.ir.show.structure import DrawnValue, ParameterCopies, Structure
+from pippy.ir.show.svg_elements import LETTER, LINE, RADIUS, Point, arrow, group, line, rectangle, svg_document, words
 
 _MARGIN, _COLUMN, _GAP = 16.0, 16.0, 12.0
 _BOX, _BOX_HEIGHT, _VALUE_HEIGHT, _PORT = 330.0, 30.0, 22.0, 12.0
@@ -31,7 +31,7 @@ _INSET, _STEMS = 14.0, 80.0  # from a box's left edge to its first line down, an
 _NAME, _LABEL, _COPIES, _NOTE = 24, 60, 30, 120  # the longest texts, in letters
 
 
-def svg(content: Content) -> str:
+def pipe_svg(content: Content) -> str:
     """The text of the SVG. A thick arrow is a transmitted parameter, a dashed line joins copies of a parameter."""
     inside = Element("g")
     width, height = _Layout(inside, content).draw()
@@ -40,7 +40,7 @@ def svg(content: Content) -> str:
         words(group(inside, text), (_MARGIN, height + LINE * (index + 1)), shortened(text, _NOTE))
     widest = max(min(len(text), _NOTE) for text in lines) * LETTER + 2 * _MARGIN
     stages = sum(box.kind == "stage" for box in content.structure.boxes)
-    return document(inside, (max(width, widest), height + LINE * (len(lines) + 1)), f"a Pipe of {stages} stages")
+    return svg_document(inside, (max(width, widest), height + LINE * (len(lines) + 1)), f"a Pipe of {stages} stages")
 
 
 class _Layout:
@@ -64,8 +64,8 @@ class _Layout:
         self.left = _MARGIN + _COLUMN * (max(self.columns.values(), default=-1) + 1)
         self.tops: dict[int, float] = {}
         self.heights: dict[int, float] = {}
-        self.stems: dict[Value, float] = {}
-        self.label_at: dict[Value, Point] = {}
+        self.stems: dict[DrawnValue, float] = {}
+        self.label_at: dict[DrawnValue, Point] = {}
         self.bottom = _MARGIN
         for box in order:
             self._place(box)
@@ -81,17 +81,17 @@ class _Layout:
             self._draw_box(box)
         return width, self.bottom
 
-    def _straight(self) -> Iterator[tuple[Value, int]]:
+    def _straight(self) -> Iterator[tuple[DrawnValue, int]]:
         """For each box, the value that goes straight to the next box; of several values, the one with the shortest way."""
         for box, following in pairwise(self.row):
             candidates = [value for value in self._made_by(box) if following in value.users]
             if candidates:
                 yield min(candidates, key=lambda value: (value.users[-1], value.origin != "")), following
 
-    def _made_by(self, box: int) -> list[Value]:
+    def _made_by(self, box: int) -> list[DrawnValue]:
         return [value for value in self.structure.values if value.source == box]
 
-    def _later_users(self, value: Value) -> list[int]:
+    def _later_users(self, value: DrawnValue) -> list[int]:
         """The boxes that a value reaches by a column."""
         return [user for user in value.users if user != self.straight.get(value)]
 
@@ -109,13 +109,13 @@ class _Layout:
             self.label_at[value] = (self.left + _INSET + apart * len(values), y - _VALUE_HEIGHT / 2 + 2)
         self.bottom = y + _GAP
 
-    def _arriving(self, box: int) -> list[Value]:
+    def _arriving(self, box: int) -> list[DrawnValue]:
         """The values that come to a box by a column, the innermost column first, so that their lines do not cross."""
         return sorted(
             (value for value in self.columns if box in self._later_users(value)), key=self.columns.__getitem__
         )
 
-    def _copies_at(self, box: int) -> list[Copies]:
+    def _copies_at(self, box: int) -> list[ParameterCopies]:
         """The copies that a box holds, in an order in which their lines do not cross beside it."""
         columns = self.copies_columns
         held = [each for each in columns if box in each.boxes]
@@ -125,13 +125,13 @@ class _Layout:
         """The height at which the line with this number meets the side of a box."""
         return self.tops[box] + self.heights[box] / 2 + (index - (count - 1) / 2) * _PORT
 
-    def _label(self, value: Value) -> str:
+    def _label(self, value: DrawnValue) -> str:
         name = "" if self.structure.boxes[value.source].kind == "input" else shortened(value.name, _LABEL // 2)
         special = "" if value.kind == "target" or not value.special else f"({value.special})"
         room = _LABEL - len(name) - len(special) - 4
         return shortened("  ".join(filter(None, [name, special, self.content.size_text(value, room)])), _LABEL)
 
-    def _draw_value(self, value: Value) -> None:
+    def _draw_value(self, value: DrawnValue) -> None:
         source, (label, y) = self.structure.boxes[value.source], self.label_at[value]
         users = ", ".join(self.structure.boxes[user].name for user in value.users)
         texts = [value.name, value.special, self.content.size_text(value), f"{source.name} → {users}"]
@@ -144,7 +144,7 @@ class _Layout:
             arrow(inside, points, style)
         words(inside, (label, y + 4), self._label(value))
 
-    def _ways(self, value: Value, start: Point) -> Iterator[list[Point]]:
+    def _ways(self, value: DrawnValue, start: Point) -> Iterator[list[Point]]:
         """Draw a line in a column to the last user of a value, and branches from it to the other users."""
         users, y = self._later_users(value), self.label_at[value][1]
         for user in users:
@@ -167,7 +167,7 @@ class _Layout:
         widest = max((len(_copies_label(copies)) for copies in self.copies_columns), default=0)
         return max(self.right, names + widest * LETTER if columns else 0) + _MARGIN
 
-    def _heights_of(self, copies: Copies) -> list[float]:
+    def _heights_of(self, copies: ParameterCopies) -> list[float]:
         """The height at which each box holds its copy."""
         held = [(box, self._copies_at(box)) for box in copies.boxes]
         return [self._port(box, at.index(copies), len(at)) for box, at in held]
@@ -191,5 +191,5 @@ def _drawn_order(structure: Structure) -> list[int]:
     return sorted(inputs, key=lambda box: inputs[box] or (len(structure.boxes),), reverse=True) + others
 
 
-def _copies_label(copies: Copies) -> str:
+def _copies_label(copies: ParameterCopies) -> str:
     return shortened(", ".join(copies.names), _COPIES)

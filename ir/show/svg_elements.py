@@ -77,7 +77,7 @@ def arrow(parent: ElementTree.Element, points: Sequence[Point], kind: str) -> No
     ElementTree.SubElement(parent, "polygon", shape)
 
 
-def document(content: ElementTree.Element, size: Point, label: str) -> str:
+def svg_document(content: ElementTree.Element, size: Point, label: str) -> str:
     """The text of the SVG: the content on a ground, white or dark as the reader prefers."""
     width, height = (_number(length) for length in size)
     attributes = {

@@ -4,7 +4,7 @@ from pippy.ir.show.columns import columns_in_order, last_use
 from pippy.ir.show.content import Content
 from pippy.ir.show.notes import notes
 from pippy.ir.show.readable import shortened
-from pippy.ir.show.structure import Box, Value
+from pippy.ir.show.structure import Box, DrawnValue
 
 _START = {"parameter": "◆", "buffer": "◆"}
 _WIDEST_NAME, _WIDEST_SIZE = 32, 48
@@ -24,7 +24,7 @@ class _TextDrawing:
         self.name_width = max(map(len, self.names.values()), default=0)
         self.sizes = {value: content.size_text(value, _WIDEST_SIZE) for value in self.structure.values}
         self.size_width = max(map(len, self.sizes.values()), default=0)
-        self.made: set[Value] = set()
+        self.made: set[DrawnValue] = set()
 
     def lines(self) -> list[str]:
         lines = []
@@ -45,7 +45,7 @@ class _TextDrawing:
                 marks[self.columns[value]] = "│"
         return " ".join(marks)
 
-    def _starting(self, value: Value) -> str:
+    def _starting(self, value: DrawnValue) -> str:
         """The columns where a value is made."""
         marks = [" "] * self.width
         for other in self.made:
@@ -58,7 +58,7 @@ class _TextDrawing:
     def _box(self, box: Box) -> str:
         return "   ".join([f"[{box.name}]", *self.content.stage_texts(box)])
 
-    def _value(self, value: Value) -> str:
+    def _value(self, value: DrawnValue) -> str:
         users = ", ".join(self.structure.boxes[user].name for user in value.users)
         size = f"  {self.sizes[value].ljust(self.size_width)}" if self.size_width else ""
         special = f"  ({value.special})" if value.special else ""

@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 
 from pippy.ir.base.operations import is_in_place
-from pippy.ir.call.asked import Asked, Method, Value
+from pippy.ir.call.asked import InputChecks, Method, ValueReference
 from pippy.ir.run.functions import check_fixed
 
 _HOMES = ("_operator", "builtins", "math")
@@ -16,7 +16,7 @@ _METHODS = frozenset(
 )
 
 
-def asked_of(graph: fx.Graph, is_tensor: Callable[[fx.Node], bool]) -> Asked:
+def asked_of(graph: fx.Graph, is_tensor: Callable[[fx.Node], bool]) -> InputChecks:
     """The calls of `check_fixed` in a traced graph that depend on its inputs alone, and compute nothing with tensors."""
     known: set[fx.Node] = set()
     checks: list[fx.Node] = []
@@ -28,7 +28,7 @@ def asked_of(graph: fx.Graph, is_tensor: Callable[[fx.Node], bool]) -> Asked:
                 known.add(node)
     needed = _with_inputs(checks)
     steps = [node for node in graph.nodes if node in needed and node.op != "placeholder"]
-    return Asked(tuple((node.name, _function(node), *_named((node.args, node.kwargs))) for node in steps))
+    return InputChecks(tuple((node.name, _function(node), *_named((node.args, node.kwargs))) for node in steps))
 
 
 def _is_cheap(node: fx.Node, is_tensor: bool) -> bool:
@@ -56,4 +56,6 @@ def _function(node: fx.Node) -> Callable[..., Any]:
 
 
 def _named(arguments: Any) -> Any:
-    return fx.node.map_arg(arguments, lambda node: Value(node.target if node.op == "placeholder" else node.name))
+    return fx.node.map_arg(
+        arguments, lambda node: ValueReference(node.target if node.op == "placeholder" else node.name)
+    )

@@ -18,7 +18,7 @@ from pippy.ir.base import source
 from pippy.ir.base.errors import TracingError
 from pippy.ir.base.marks import pipe_split
 from pippy.ir.base.node_notes import SOURCE
-from pippy.ir.base.source_line import Source
+from pippy.ir.base.source_line import SourceLine
 from pippy.ir.run.checkpointed_parts import REENTRANT, BeginPart, begin_part, end_part, is_begin, is_end, parts_of
 from pippy.ir.trace.refusals import refused
 from pippy.ir.trace.tracing_thread import is_tracing, patched_here
@@ -118,7 +118,7 @@ def _bound(function: Any) -> list[Any]:
     return [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
 
 
-def _here() -> Source | None:
+def _here() -> SourceLine | None:
     return source.of_frame(sys._getframe(1))
 
 
@@ -141,7 +141,7 @@ def _tracked(result: Any) -> Any:
     return result
 
 
-def _refusal(message: str, where: Source | None) -> TracingError:
+def _refusal(message: str, where: SourceLine | None) -> TracingError:
     return refused(TracingError(message + (f"\n{where.excerpt()}" if where else "")))
 
 

@@ -37,7 +37,7 @@ from pippy.ir.base.node_notes import (
     SOURCE,
     STACK_TRACE,
 )
-from pippy.ir.base.source_line import Source
+from pippy.ir.base.source_line import SourceLine
 from pippy.ir.base.trees import tensors
 from pippy.ir.record.nodes import map_nodes, walk
 from pippy.ir.trace.tracing_thread import is_tracing
@@ -255,9 +255,9 @@ def _modes(node: fx.Node) -> Iterator[bool]:
             yield value
 
 
-def _line(node: fx.Node) -> Source | None:
+def _line(node: fx.Node) -> SourceLine | None:
     """The user's line of a node of a program."""
-    lines = [Source(file, int(line), function) for file, line, function in _LINE.findall(_stack(node))]
+    lines = [SourceLine(file, int(line), function) for file, line, function in _LINE.findall(_stack(node))]
     return next((line for line in reversed(lines) if source.is_users(line.file)), lines[-1] if lines else None)
 
 

@@ -9,7 +9,7 @@ from torch import fx
 from torch.utils import _pytree
 
 from pippy.ir.base.errors import InputError, TracingError
-from pippy.ir.base.modes import Modes
+from pippy.ir.base.modes import ModelModes
 from pippy.ir.base.names import named_state
 from pippy.ir.base.node_notes import EXPORTED_VALUE
 from pippy.ir.call.guards import Condition, Guards
@@ -56,11 +56,11 @@ def _value_of(node: fx.Node, argument: object) -> Any:
     return EXPORTED_VALUE.of(node) if EXPORTED_VALUE.is_at(node) else getattr(argument, "value", None)
 
 
-def modes_of(model: ExportedModel) -> Modes:
+def modes_of(model: ExportedModel) -> ModelModes:
     """The mode in which a program was exported, as far as its operations say so. It cannot follow the other."""
     if model.mode_line is None:
-        return Modes()
-    return Modes(traced={"": model.training}, refused={not model.training: model.mode_line})
+        return ModelModes()
+    return ModelModes(traced={"": model.training}, refused={not model.training: model.mode_line})
 
 
 def check_example(model: ExportedModel, guards: Guards, example: Example | None) -> None:

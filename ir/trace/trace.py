@@ -20,7 +20,7 @@ from pippy.ir.base.marks import (
     split_points,
 )
 from pippy.ir.base.names import named_state
-from pippy.ir.call.asked import Asked
+from pippy.ir.call.asked import InputChecks
 from pippy.ir.call.guards import Guards
 from pippy.ir.call.kinds import kind_of
 from pippy.ir.record.traced import Traced
@@ -184,7 +184,7 @@ class _Recorded:
 
     graph: fx.Graph
     kept_whole: KeptWhole
-    asked: Asked
+    asked: InputChecks
     values: Values
     asked_by_name: AskedByIs
     attributes: dict[str, Any] = field(default_factory=dict)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import fx
 
-from pippy.balance.kept_bytes import KeptBytes, Storage, Value
+from pippy.balance.kept_bytes import KeptBytes, Storage, UnitValue
 from pippy.balance.profile import Profile
 from pippy.ir.base.trees import nbytes
 from pippy.ir.cut.cuts import travelling_parameters
@@ -51,12 +51,12 @@ class _Reading:
         for number, storages in self._saved():
             for key in storages:
                 saved.setdefault(key, []).append(number)
-        values: dict[int | None, list[Value]] = {}
+        values: dict[int | None, list[UnitValue]] = {}
         for node, storages in self.found.storages.items():
             for place, value in self._values(node, storages):
                 values.setdefault(place, []).append(value)
         values |= {
-            key: [Value(INPUT, (self.last,), size)] for key, size in self.found.target.items() if key not in values
+            key: [UnitValue(INPUT, (self.last,), size)] for key, size in self.found.target.items() if key not in values
         }
         kept = [
             Storage(made[key], size, tuple(sorted(set(saved.get(key, ())))), tuple(values.get(key, ())))
@@ -88,7 +88,7 @@ class _Reading:
                 yield self.number[node], self.found.costs[self.number[node]].saved
         yield self.last, self.found.loss.saved
 
-    def _values(self, node: fx.Node, storages: Mapping[int, int]) -> Iterator[tuple[int | None, Value]]:
+    def _values(self, node: fx.Node, storages: Mapping[int, int]) -> Iterator[tuple[int | None, UnitValue]]:
         """A value, by the storages that it is in; None is for a view of a parameter."""
         made, users = self.number.get(node, INPUT), set[int]()
         for user in node.users:
@@ -97,15 +97,15 @@ class _Reading:
         left = self.found.sizes[node]
         for key, size in storages.items():
             own = min(size, left) if len(storages) > 1 else left
-            yield key, Value(made, later, own)
+            yield key, UnitValue(made, later, own)
             left -= own
         if left:
-            yield None, Value(made, later, left)
+            yield None, UnitValue(made, later, left)
 
-    def _parameters(self) -> Iterator[Value]:
+    def _parameters(self) -> Iterator[UnitValue]:
         """Parameters that travel to the other stages that use them."""
         for uses, tensor in travelling_parameters(self.traced, self.spec):
-            yield Value(uses[0], tuple(uses[1:]), nbytes(tensor))
+            yield UnitValue(uses[0], tuple(uses[1:]), nbytes(tensor))
 
 
 def _output(graph: fx.Graph) -> fx.Node:

@@ -26,7 +26,7 @@ Rectangle = tuple[
 
 
 @dataclass(frozen=True)
-class Value:
+class UnitValue:
     """A value: the unit that makes it, the units that use it, in their order, and its bytes.
 
     Inputs of the model are made by unit -1. What the model returns is used by a unit after the last one.
@@ -44,15 +44,15 @@ class Storage:
     made: int
     bytes: int
     saved: tuple[int, ...] = ()
-    values: tuple[Value, ...] = ()
+    values: tuple[UnitValue, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
 class KeptBytes:
     """What each run of units keeps of a micro-batch.
 
-    >>> wide = Storage(0, 100, (), (Value(0, (1,), 100),))  # made by unit 0, used by unit 1, saved by none
-    >>> kept = KeptBytes(3, (wide, Storage(1, 7, (2,), (Value(1, (2,), 7),))))
+    >>> wide = Storage(0, 100, (), (UnitValue(0, (1,), 100),))  # made by unit 0, used by unit 1, saved by none
+    >>> kept = KeptBytes(3, (wide, Storage(1, 7, (2,), (UnitValue(1, (2,), 7),))))
     >>> kept.of(0, 1), kept.of(1, 3), kept.of(0, 3), int(kept.table[0, 1])
     (100, 107, 7, 100)
     """
@@ -117,7 +117,7 @@ def _made_inside(storage: Storage, units: int) -> Iterator[Rectangle]:
             reached = last
 
 
-def _taken(values: Sequence[Value]) -> Iterator[Rectangle]:
+def _taken(values: Sequence[UnitValue]) -> Iterator[Rectangle]:
     """The runs that take values which earlier units make."""
     for value in values:
         yield from first_uses(value.users, value.bytes, value.made + 1)

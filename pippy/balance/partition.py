@@ -35,13 +35,13 @@ Mask = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True, eq=False)
-class Load:
+class RunWeight:
     """What a run of units weighs: the sum of their weights; what several of them hold counts once.
 
     What they keep of a micro-batch depends on where the run begins and ends, and counts ``times``. Every run weighs ``besides``
     more.
 
-    >>> load = Load([1, 2, 3], [{"embedding": 10}, {}, {"embedding": 10}])
+    >>> load = RunWeight([1, 2, 3], [{"embedding": 10}, {}, {"embedding": 10}])
     >>> load.of(0, 1), load.of(0, 3), load.of(1, 3)
     (11, 16, 15)
     """
@@ -126,17 +126,17 @@ class Load:
 class Row:
     """Units in a row, to be cut into ``stages`` runs.
 
-    ``costs`` and ``memory`` hold a Load for each stage (they may differ), ``limits`` the most memory of each stage.
+    ``costs`` and ``memory`` hold a RunWeight for each stage (they may differ), ``limits`` the most memory of each stage.
     ``prices[i]`` is the price of a cut before unit i. ``layers`` says how many layers each unit has; a stage has at least
     ``least`` and at most ``most`` of them. ``measured`` costs are not quite the same each time; they may be wrong by
     ``uncertain`` of themselves.
     """
 
     stages: int
-    costs: Sequence[Load]
+    costs: Sequence[RunWeight]
     layers: Sequence[int]
     prices: Sequence[int]
-    memory: Sequence[Load] = ()
+    memory: Sequence[RunWeight] = ()
     limits: Sequence[int] = ()
     least: Sequence[int] = ()
     most: Sequence[int] = ()
@@ -176,12 +176,12 @@ def best_cuts(row: Row, slack: float = SLACK) -> list[int] | None:
     Of cuts with one price, those whose heaviest stage is lightest, then those whose lightest stage is heaviest, then the
     latest. None if no cut is allowed.
 
-    >>> load = Load([3, 1, 1, 1, 2])
+    >>> load = RunWeight([3, 1, 1, 1, 2])
     >>> best_cuts(Row(2, [load] * 2, layers=[1] * 5, prices=[0] * 5))
     [2]
     >>> best_cuts(Row(2, [load] * 2, layers=[1, 0, 0, 0, 0], prices=[0] * 5)) is None
     True
-    >>> load = Load([50, 49, 51, 50])
+    >>> load = RunWeight([50, 49, 51, 50])
     >>> best_cuts(Row(2, [load] * 2, layers=[1] * 4, prices=[0, 7, 8, 2])), best_cuts(Row(2, [load] * 2, [1] * 4, [0, 2, 8, 2]))
     ([2], [2])
     """
@@ -254,7 +254,7 @@ def _possible_stages(row: Row, unit: int) -> range:
     return range(max(0, row.stages - 1 - after), min(row.stages - 1, before) + 1) or range(row.stages)
 
 
-def _different(loads: Sequence[Load]) -> list[Load]:
+def _different(loads: Sequence[RunWeight]) -> list[RunWeight]:
     return list(dict.fromkeys(loads))
 
 
@@ -268,7 +268,7 @@ class _Search:
         lightest = [min(each) for each in zip(*(load.weights for load in _different(row.costs)))]
         self.before = np.array([0, *accumulate(lightest)], dtype=np.int64)  # what the units before each weigh at least
         least = row.least or [1] * row.stages
-        ends = {count: Load(row.layers).last_starts(count) for count in set(least)}
+        ends = {count: RunWeight(row.layers).last_starts(count) for count in set(least)}
         self.last = [ends[least[stage]] for stage in stages]
 
     def _fixed_starts(self, stage: int) -> list[int]:
@@ -277,7 +277,7 @@ class _Search:
         if self.row.limits and self.row.memory[stage].kept is None:
             bounds.append(self.row.memory[stage].starts(self.row.limits[stage]))
         if self.row.most:
-            bounds.append(Load(self.row.layers).starts(self.row.most[stage]))
+            bounds.append(RunWeight(self.row.layers).starts(self.row.most[stage]))
         return [max(each) for each in zip(*bounds)]
 
     def _starts(self, ceiling: int, floor: int = 0) -> Iterator["_Starts"]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from pippy.balance.progress import Progress
+from pippy.balance.progress import ProfileProgress
 from pippy.balance.restore_model import ChangedTensors, restoring_model
 from pippy.balance.stopwatch import Clock, Stopwatch, Timing
 from pippy.balance.storages import Storages
@@ -40,7 +40,7 @@ from pippy.ir.run.stage_run import as_leaf
 
 
 @dataclass
-class Cost:
+class OperationCost:
     """One operation: nanoseconds of forward and backward, and the storages that autograd saves for it, with their bytes."""
 
     forward: int = 0
@@ -58,10 +58,10 @@ class Profile:
     be wrong by ``uncertain`` of themselves.
     """
 
-    costs: list[Cost] = field(default_factory=list)
+    costs: list[OperationCost] = field(default_factory=list)
     sizes: dict[fx.Node, int] = field(default_factory=dict)
     storages: dict[fx.Node, dict[int, int]] = field(default_factory=dict)
-    loss: Cost = field(default_factory=Cost)
+    loss: OperationCost = field(default_factory=OperationCost)
     target: dict[int, int] = field(default_factory=dict)
     with_gradient: set[fx.Node] = field(default_factory=set)
     changed: set[int] = field(default_factory=set)
@@ -115,7 +115,7 @@ class _Run:
     def run(self, inputs: Mapping[str, Any], loss_fn: Any, target: Any, shown: bool | None) -> Profile:
         """Walk over the graph."""
         numbered = operations(self.traced)
-        progress = Progress(len(numbered) + (loss_fn is not None), shown)
+        progress = ProfileProgress(len(numbered) + (loss_fn is not None), shown)
         expired = values_to_free(list(self.traced.graph.nodes))
         try:
             for node in self.traced.graph.nodes:
@@ -165,7 +165,7 @@ class _Run:
                 return getattr(args[0], node.target)(*args[1:], **kwargs)
             return node.target(*args, **kwargs)
 
-        with self.state.watching([*needs, *held]), explained(node):
+        with self.state.watching([*needs, *held]), explain_operation_errors(node):
             enabled = torch.is_grad_enabled() and not GRADIENTS_OFF.of(node)
             with torch.set_grad_enabled(enabled):
                 trial = _Trial(self, call, (node.args, node.kwargs), needs, self.targets.get(node, set()))
@@ -221,7 +221,7 @@ class _Run:
 
     def _loss(self, loss_fn: Callable[..., Any], output: Any, target: Any) -> None:
         needs = [tensor for _, tensor in named_state(loss_fn)] if isinstance(loss_fn, nn.Module) else []
-        with self.state.watching(needs), explained(None):
+        with self.state.watching(needs), explain_operation_errors(None):
             trial = _Trial(self, lambda given: loss_fn(given, target), output, needs, set())
             self.found.loss = trial.measure()[1]
         self.found.target = self.storages.of(target)
@@ -231,7 +231,7 @@ class _Run:
 class _Timed:
     """What was timed of an operation; the backward of a checkpointed part runs its forward again, so many times."""
 
-    cost: Cost
+    cost: OperationCost
     timing: Timing
     runs_again: int = 0
 
@@ -251,13 +251,13 @@ class _Trial:
         self.weights = [tensor for tensor in needs if tensor.requires_grad]
         self.copies: list[torch.Tensor] = []  # of what the call changes in place
 
-    def measure(self, target: Any = None) -> tuple[Any, Cost]:
+    def measure(self, target: Any = None) -> tuple[Any, OperationCost]:
         """The value of the operation, which calls ``target``, and its cost."""
         arguments, leaves = self._prepared()
         work = None if target is None else work_of(target, *arguments)
         with self.run.storages.saved() as saved:
             value = self.call(arguments)
-        cost, stopwatch = Cost(saved=saved), self.run.stopwatch
+        cost, stopwatch = OperationCost(saved=saved), self.run.stopwatch
         if stopwatch is None or not stopwatch.knows(work):
             self._backward(value, leaves)()
         if stopwatch is not None:
@@ -323,7 +323,7 @@ def _nothing() -> None:
 
 
 @contextmanager
-def explained(node: fx.Node | None) -> Iterator[None]:
+def explain_operation_errors(node: fx.Node | None) -> Iterator[None]:
     """Turn an exception into a BalanceError that names the operation and its line in the model."""
     try:
         yield

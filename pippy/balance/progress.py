@@ -6,10 +6,10 @@ from typing import TextIO
 _LONGEST = 70
 
 
-class Progress:
+class ProfileProgress:
     """Counts steps. A terminal shows one line that changes; a file gets a line for each tenth of the steps.
 
-    >>> progress = Progress(2, shown=True, stream=sys.stdout)
+    >>> progress = ProfileProgress(2, shown=True, stream=sys.stdout)
     >>> progress.step("0")
     profiling 1/2: 0
     >>> progress.step("1")

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from pippy.balance.figures import Figures
 from pippy.balance.kept_bytes import KeptBytes
-from pippy.balance.partition import Load, Row, best_cuts, lightest_cuts, lower_bound, most_stages, runs
+from pippy.balance.partition import Row, RunWeight, best_cuts, lightest_cuts, lower_bound, most_stages, runs
 from pippy.balance.policies import Policy, matching_layers
 from pippy.balance.profile import Profile
 from pippy.balance.report import StageBalance
@@ -24,7 +24,7 @@ _REASONS_SHOWN = 6
 class Weighing:
     """The operations of ``traced``, weighed. Cuts are numbers of operations before which to cut.
 
-    ``costs`` is what the policy makes alike, ``memory`` what a stage holds in bytes; both have a Load for each stage.
+    ``costs`` is what the policy makes alike, ``memory`` what a stage holds in bytes; both have a RunWeight for each stage.
     """
 
     def __init__(
@@ -46,22 +46,22 @@ class Weighing:
             self.layers = [int(index in begins) for index in range(self.count)]
         # Under 1F1B the stage before the last holds one micro-batch more than the last, and so on.
         waiting = [self.stages - stage if in_flight is None else in_flight for stage in range(self.stages)]
-        memory = {each: Load(figures.bytes, figures.held, kept, each) for each in set(waiting)}
+        memory = {each: RunWeight(figures.bytes, figures.held, kept, each) for each in set(waiting)}
         self.memory = [memory[each] for each in waiting]
         self.costs = self._cost_loads()
         timed = found if policy.measure == "time" else None
         self.uncertain = 0.0 if timed is None else min(timed.uncertain, _MOST_UNCERTAIN)
         self.edges = self._allowed_edges()
 
-    def _cost_loads(self) -> list[Load]:
+    def _cost_loads(self) -> list[RunWeight]:
         measure = self.policy.measure
         if measure == "memory":
             return self.memory
         if self.policy.kind == "parameters" and not any(self.figures.parameters):
             raise BalanceError("the model has no parameters to balance; split='uniform' counts its operations instead")
         if measure == "parameters":
-            return [Load(self.figures.parameters)] * self.stages
-        return [Load(self._times() if measure == "time" else self.layers)] * self.stages
+            return [RunWeight(self.figures.parameters)] * self.stages
+        return [RunWeight(self._times() if measure == "time" else self.layers)] * self.stages
 
     def _times(self) -> list[int]:
         assert self.found is not None
@@ -91,7 +91,7 @@ class Weighing:
         weighed = [] if memory_limit is None and besides is None else self.memory
         layers, units = _summed(self.layers, edges), _merged([*self.costs, *weighed], edges)
         # By counts, what has no parameters stays with the layer before it, however long it takes.
-        costs = [Load(layers)] * self.stages if counts else [units[load] for load in self.costs]
+        costs = [RunWeight(layers)] * self.stages if counts else [units[load] for load in self.costs]
         prices, measured = self._prices(edges), self.policy.measure == "time"
         limits = [] if memory_limit is None else [memory_limit] * self.stages
         memory = [replace(units[load], besides=more) for load, more in zip(weighed, besides or [0] * self.stages)]
@@ -246,7 +246,7 @@ def _summed(values: Sequence[int], edges: Iterable[int]) -> list[int]:
     return [sum(values[start:end]) for start, end in pairwise(edges)]
 
 
-def _merged(loads: Sequence[Load], edges: Sequence[int]) -> dict[Load, Load]:
+def _merged(loads: Sequence[RunWeight], edges: Sequence[int]) -> dict[RunWeight, RunWeight]:
     """The loads for the units between these edges."""
     merged = {load.kept: load.kept.merged(edges) for load in loads if load.kept is not None}
     apart = {kept: (each.always(), each.without_always()) for kept, each in merged.items()}
@@ -260,7 +260,7 @@ def _merged(loads: Sequence[Load], edges: Sequence[int]) -> dict[Load, Load]:
     return found
 
 
-def _held_together(load: Load, edges: Sequence[int]) -> list[dict[Hashable, int]]:
+def _held_together(load: RunWeight, edges: Sequence[int]) -> list[dict[Hashable, int]]:
     return [
         {thing: amount for each in load.held[start:end] for thing, amount in each.items()}
         for start, end in pairwise(edges if load.held else ())

@@ -6,14 +6,14 @@ from pippy.cli.check import check
 from pippy.cli.compare import compare
 from pippy.cli.doctor import doctor
 from pippy.cli.fit import fit
-from pippy.cli.problems import Commands
+from pippy.cli.problems import CommandGroup
 from pippy.cli.run import run
 from pippy.cli.schedule import schedule
 from pippy.cli.show import show
-from pippy.cli.validate import validate
+from pippy.cli.validate import validate_files
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(None, "--version", package_name="pippy-compiler", prog_name="pippy")
 def main() -> None:
     """Look at pipelines and run them: the parts of a model, the order of the work, scripts on workers.
@@ -31,5 +31,5 @@ def main() -> None:
     """
 
 
-for _command in (show, fit, schedule, compare, validate, run, check, doctor):
+for _command in (show, fit, schedule, compare, validate_files, run, check, doctor):
     main.add_command(_command)

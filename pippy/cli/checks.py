@@ -345,7 +345,7 @@ def workers() -> Outcome:
     return Outcome(said)
 
 
-CHECKS: dict[str, Check] = {
+DOCTOR_CHECKS: dict[str, Check] = {
     "python": python,
     "torch": torch_itself,
     "packages": packages,

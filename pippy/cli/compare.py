@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 SLOW = (
     5000  # with more micro-batches on all workers than this, the figures of each schedule are said when they are known
 )
-SEARCHED = 1000  # with more computations than this, the list scheduler takes many seconds
+SEARCHED_BY_COMMAND = 1000  # with more computations than this, the list scheduler takes many seconds
 
 
 @click.command(no_args_is_help=True, short_help="Compare all schedules.")
@@ -112,7 +112,7 @@ def made(
     each = stages_per_worker or _stages(entry, workers, costs)
     if name != "list":
         return make_schedule(name, workers=workers, chunks=chunks, stages_per_worker=each)
-    if 3 * workers * chunks * each > SEARCHED:
+    if 3 * workers * chunks * each > SEARCHED_BY_COMMAND:
         raise ArgumentError(f"a search over so many computations takes long; ask for it: pippy schedule {name} …")
     return make_schedule(name, workers=workers, chunks=chunks, stages_per_worker=each, costs=costs)
 

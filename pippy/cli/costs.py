@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pippy.drivers.plan import Costs
 
 
-class Cost(click.ParamType):
+class CostOption(click.ParamType):
     """A number, or one for each stage, with commas between them."""
 
     name = "cost"
@@ -80,10 +80,12 @@ def with_costs(command: Callable[..., Any]) -> Callable[..., Any]:
     stage = "for a worker's stages together, or 1,2,… for each stage"
     return _with(
         command,
-        click.option("--forward", type=Cost(), default=1.0, help=f"Cost of a forward, {stage}.  [1]"),
-        click.option("--input", type=Cost(), default=1.0, help="Of the half of a backward that others wait for.  [1]"),
-        click.option("--weight", type=Cost(), default=1.0, help="Of the half for the weights.  [1]"),
-        click.option("--backward", type=Cost(), help="Of a whole backward.  [input + weight]"),
+        click.option("--forward", type=CostOption(), default=1.0, help=f"Cost of a forward, {stage}.  [1]"),
+        click.option(
+            "--input", type=CostOption(), default=1.0, help="Of the half of a backward that others wait for.  [1]"
+        ),
+        click.option("--weight", type=CostOption(), default=1.0, help="Of the half for the weights.  [1]"),
+        click.option("--backward", type=CostOption(), help="Of a whole backward.  [input + weight]"),
         click.option("--comm", type=float, default=0.0, help="Time from worker to worker.  [0]"),
     )
 

@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 import click
 
-from pippy.cli.checks import CHECKS, CheckResult, checked
+from pippy.cli.checks import DOCTOR_CHECKS, CheckResult, checked
 
 _MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "fails": ("FAILS", "red")}
 
@@ -25,13 +25,13 @@ def doctor(as_json: bool, quick: bool) -> None:
       pippy doctor --json > host.json
     """
     results: list[CheckResult] = []
-    for name, check in CHECKS.items():
+    for name, check in DOCTOR_CHECKS.items():
         if quick and name == "workers":
             continue
         result = checked(name, check, results)
         results.append(result)
         if not as_json:
-            say(result)
+            print_result(result)
     if as_json:
         click.echo(json.dumps([asdict(each) for each in results], indent=2))
     else:
@@ -40,7 +40,7 @@ def doctor(as_json: bool, quick: bool) -> None:
         raise click.exceptions.Exit(1)
 
 
-def say(result: CheckResult) -> None:
+def print_result(result: CheckResult) -> None:
     """Print a result: a line, and another for its remedy."""
     word, colour = _MARKS[result.state]
     click.echo(f"{click.style(word.ljust(8), fg=colour)} {result.name.ljust(16)} {result.said}")

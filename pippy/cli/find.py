@@ -129,10 +129,10 @@ def _check_arguments(what: str, function: Callable[..., Any], given: Iterable[st
         raise click.ClickException(f"{what} needs {', '.join(missing)}; give {remedy}")
 
 
-def value_of(text: str) -> Any:
+def value_from_text(text: str) -> Any:
     """A value from its Python text. Other text is a string.
 
-    >>> value_of("4"), value_of("[1, 2]"), value_of("relu")
+    >>> value_from_text("4"), value_from_text("[1, 2]"), value_from_text("relu")
     (4, [1, 2], 'relu')
     """
     try:

@@ -16,7 +16,7 @@ from pippy.cli.show import given_pipe, made_inputs, pair, parsed
 if TYPE_CHECKING:
     import torch
 
-    from pippy.drivers.choice.memory_fit import Call
+    from pippy.drivers.choice.memory_fit import DividedCall
     from pippy.drivers.plan import Program
     from pippy.ir.pipe import Pipe
 
@@ -108,7 +108,7 @@ _TYPED = (
 )
 
 
-def _rows(call: "Call") -> int:
+def _rows(call: "DividedCall") -> int:
     if call.rows is None:
         raise click.ClickException(
             "without -m, the rows of the inputs are cut into micro-batches, and these have no rows, or not all as many; give "
@@ -117,7 +117,7 @@ def _rows(call: "Call") -> int:
     return call.rows
 
 
-def _counts_that_run(call: "Call", counts: Sequence[int]) -> list[int]:
+def _counts_that_run(call: "DividedCall", counts: Sequence[int]) -> list[int]:
     """Those of some numbers of micro-batches in which the model can be run; which others were tried is said."""
     from pippy.ir.base.errors import PippyError
 

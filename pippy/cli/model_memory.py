@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pippy.cli.show import given_pipe, made_inputs, parsed
-from pippy.cli.stages_memory import counted
+from pippy.cli.stages_memory import count_for_call
 from pippy.ir.show.readable import bytes_text
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class ModelPeaks:
     def of_stages(self, stages: int) -> "tuple[Pipe, PipeBytes]":
         """The model in so many stages, and their bytes."""
         pipe = given_pipe(self.target, {}, (), stages, False, self.loss, None, self.args, self.kwargs)
-        return pipe, counted(pipe, self.chunks, self.args, self.kwargs)
+        return pipe, count_for_call(pipe, self.chunks, self.args, self.kwargs)
 
     def text(self, program: "Program") -> str:
         """The bytes of the worker that holds most."""

@@ -24,7 +24,7 @@ _PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".pdf", ".ps", ".
 INTERRUPTED = 130  # the exit status that shells use after Ctrl-C
 
 
-class Commands(click.Group):
+class CommandGroup(click.Group):
     """A group of commands. Errors about what the user gave are printed as messages, and not as tracebacks."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:

@@ -12,8 +12,8 @@ from pippy.ir.show.text_table import text_table
 if TYPE_CHECKING:
     from pippy.drivers.plan import Costs, Program, Simulation, Timeline
 
-MODES = ["always", "except_last", "never"]  # those of drivers/plan/passes/recompute.py
-WIDEST = 320  # columns; beyond that nobody reads a grid
+CHECKPOINT_MODES = ["always", "except_last", "never"]  # those of drivers/plan/passes/recompute.py
+WIDEST_GRID = 320  # columns; beyond that nobody reads a grid
 
 
 @click.command(no_args_is_help=True, short_help="Draw a schedule, with its figures.")
@@ -21,7 +21,9 @@ WIDEST = 320  # columns; beyond that nobody reads a grid
 @with_sizes
 @click.option("--placement", type=click.Choice(["linear", "looped", "v"]), help="How stages are dealt to workers.")
 @click.option("--memory", type=click.IntRange(1), help="Of list: the most micro-batches that a worker may hold.")
-@click.option("--checkpoint", type=click.Choice(MODES), help="What keeps its inputs only, and is computed again (R).")
+@click.option(
+    "--checkpoint", type=click.Choice(CHECKPOINT_MODES), help="What keeps its inputs only, and is computed again (R)."
+)
 @with_costs
 @click.option("--step", type=click.FloatRange(0, min_open=True), help="The time that a column of the grid stands for.")
 @click.option("--svg", type=click.Path(), help="Write the timeline as a picture to this file.")
@@ -103,10 +105,10 @@ def grid(timeline: "Timeline", step: float | None = None) -> str:
     from pippy.drivers.plan.drawings.text import common_step
 
     column = common_step(timeline) if step is None else Fraction(step)
-    if step is None and timeline.makespan > WIDEST * column:
+    if step is None and timeline.makespan > WIDEST_GRID * column:
         shortest = min((span.duration for spans in timeline.spans for span in spans if span.duration), default=column)
         column = max(column, Fraction(shortest) / 2)
-        if timeline.makespan > WIDEST * column:
+        if timeline.makespan > WIDEST_GRID * column:
             return "The grid is too wide to be read; --svg or --trace draws it, and --step gives it longer columns."
     said = "" if column == 1 else f"\na column is {float(column):.4g}"
     return render_text(timeline, column) + said

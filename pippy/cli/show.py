@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pippy.cli.find import call, find, value_of
+from pippy.cli.find import call, find, value_from_text
 from pippy.cli.pipe_options import pipe_options
 from pippy.cli.problems import check_can_be_written, said_warnings, write
 from pippy.cli.stages_memory import stages_memory
@@ -83,7 +83,7 @@ def pair(text: str) -> tuple[str, Any]:
     name, sign, value = text.partition("=")
     if not sign or not name.isidentifier():
         raise click.BadParameter(f"{text!r} is no NAME=VALUE; write --arg layers=4", param_hint="--arg")
-    return name, value_of(value)
+    return name, value_from_text(value)
 
 
 def given_pipe(

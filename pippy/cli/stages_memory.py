@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 COLUMNS = ("parameters", "gradients", "kept", "forward", "backward")
 
 
-def counted(pipe: "Pipe", chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "PipeBytes":
+def count_for_call(pipe: "Pipe", chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "PipeBytes":
     """The bytes of the stages of a Pipe, for a call in so many micro-batches."""
     import torch
 
@@ -32,7 +32,7 @@ def stages_memory(pipe: "Pipe", args: Sequence[Any], kwargs: Mapping[str, Any]) 
     """A table of what each stage holds for a micro-batch: ``kept`` by each of them until its backward."""
     if not args and not kwargs:
         raise click.UsageError("--memory counts for inputs of some size; give them, as in --input 'float32[32,16]'")
-    sizes = counted(pipe, 1, args, kwargs)
+    sizes = count_for_call(pipe, 1, args, kwargs)
     rows = [
         [f"submod_{number}", *(bytes_text(getattr(stage, name)) for name in COLUMNS)]
         for number, stage in enumerate(sizes.stages)

@@ -9,14 +9,14 @@ from pippy.cli.schedule import head
 if TYPE_CHECKING:
     from pippy.drivers.plan import Program
 
-SHOWN = 10
+SHOWN_FAULTS = 10
 
 
-@click.command(no_args_is_help=True, short_help="Prove that programs can run.")
+@click.command("validate", no_args_is_help=True, short_help="Prove that programs can run.")
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, allow_dash=True))
 @click.option("--buffer", type=click.IntRange(1), help="Validate for channels that hold this many values.")
 @click.option("--mark", is_flag=True, help="Also print the program, with its faults marked.")
-def validate(files: tuple[str, ...], buffer: int | None, mark: bool) -> None:
+def validate_files(files: tuple[str, ...], buffer: int | None, mark: bool) -> None:
     """Prove that the programs in FILES can run: nothing is missing, no workers wait for one another in a circle, and the
     memory limit holds.
 
@@ -63,8 +63,8 @@ def _text(name: str) -> str:
 
 def _first_faults(error: Exception) -> str:
     faults = getattr(error, "faults", ())
-    lines = [str(error).partition("\n")[0], *(f"- {fault}" for fault in faults[:SHOWN])]
-    return "\n".join(lines + ([f"… and {len(faults) - SHOWN} more"] if len(faults) > SHOWN else []))
+    lines = [str(error).partition("\n")[0], *(f"- {fault}" for fault in faults[:SHOWN_FAULTS])]
+    return "\n".join(lines + ([f"… and {len(faults) - SHOWN_FAULTS} more"] if len(faults) > SHOWN_FAULTS else []))
 
 
 def _described(program: "Program") -> str:

@@ -20,7 +20,7 @@ _TAKEN = ("step", TRAINING, "model", "wait", "keep", "folder", "self")
 
 
 @dataclass
-class Checkpoints:
+class TrainingCheckpoints:
     """Where and when a training is saved. ``parts`` are what has a state, by name."""
 
     folder: str
@@ -99,7 +99,7 @@ class Checkpoints:
 
 def checked_checkpoints(
     parts: Mapping[str, Any], folder: Any, every: Any, minutes: Any, keep: Any, resume: Any, also: Any
-) -> Checkpoints | None:
+) -> TrainingCheckpoints | None:
     """The checkpoints, if some are asked for."""
     if folder is None:
         asked = {"save_every": every, "save_minutes": minutes, "keep": keep, "also": also}
@@ -124,4 +124,4 @@ def checked_checkpoints(
                 f"also={{{name!r}: {describe(value)}}}: give objects with a state_dict() and a load_state_dict()"
             )
     resume = resume if isinstance(resume, bool) else os.fspath(resume)
-    return Checkpoints(os.fspath(folder), {**parts, **also}, every, minutes, keep, resume)
+    return TrainingCheckpoints(os.fspath(folder), {**parts, **also}, every, minutes, keep, resume)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pippy.drivers.base.errors import DriverError
-from pippy.drivers.batch.items import call_of
+from pippy.drivers.batch.items import call_of_items
 from pippy.drivers.driver.data_iterators import loss_alone
 from pippy.drivers.driver.driver_base import PipelineDriverBase
 from pippy.drivers.driver.steps.driver_arguments import check_chunks
@@ -21,7 +21,7 @@ from pippy.ir.base.public_calls import placing_words
 from pippy.ir.base.trees import describe
 from pippy.ir.pipe import follow_training_flags
 from pippy.ir.run.random_state import untouched_random_state
-from pippy.training.reader import check_data, generators_of, may_read_ahead
+from pippy.training.reader import check_data, generators_of_data, may_read_ahead
 
 Metric = Callable[[Any, Any], Any]
 _AHEAD = 2
@@ -90,7 +90,7 @@ class Evaluation:
         return means.values()
 
     def _sent(self, item: Any) -> Any:
-        call = call_of([item], self.chunks)
+        call = call_of_items([item], self.chunks)
         has_loss = self.driver.compiled.loss is not None
         asked = {"outputs": True} if self.metric is not None and has_loss else loss_alone(self.driver)
         return self.driver.run_async(call.chunks, *call.args, **asked, **call.kwargs)
@@ -132,7 +132,7 @@ class _Means:
 @contextmanager
 def _untouched(data: Any) -> Iterator[None]:
     """Generators of the data's own have their state again afterwards."""
-    states = [(each, each.get_state()) for each in generators_of(data)]
+    states = [(each, each.get_state()) for each in generators_of_data(data)]
     try:
         yield
     finally:

@@ -18,18 +18,18 @@ from torch import nn
 
 from pippy.drivers.base.errors import CheckError, WorkerLostError
 from pippy.drivers.base.interrupts import first_waits
-from pippy.drivers.batch.items import call_of
+from pippy.drivers.batch.items import call_of_items
 from pippy.drivers.driver.data_iterators import loss_alone
 from pippy.drivers.driver.driver_base import PipelineDriverBase
 from pippy.drivers.driver.steps.updates import Updates
 from pippy.drivers.report.rates import DTYPES
 from pippy.ir.base import source
 from pippy.ir.base.trees import tensors
-from pippy.training.checkpoints import Checkpoints
+from pippy.training.checkpoints import TrainingCheckpoints
 from pippy.training.evaluation import Evaluation
 from pippy.training.options import Length
-from pippy.training.progress import Progress, progress_of
-from pippy.training.reader import Place, Reader, may_read_ahead
+from pippy.training.progress import TrainingProgress, progress_of
+from pippy.training.reader import DataPosition, Reader, may_read_ahead
 from pippy.training.result import StepReport, TrainingResult
 
 Callback = Callable[[StepReport], Any]
@@ -39,7 +39,7 @@ Callback = Callable[[StepReport], Any]
 class Fetched:
     """Items that were read, or what reading them raised; and where the reader was before."""
 
-    before: Place
+    before: DataPosition
     items: list[Any]
     error: Exception | None = None
 
@@ -61,7 +61,7 @@ class Loop:
         length: Length,
         chunks: int | None,
         callbacks: Sequence[Callback] = (),
-        checkpoints: Checkpoints | None = None,
+        checkpoints: TrainingCheckpoints | None = None,
         evaluation: Evaluation | None = None,
         eval_every: int | None = None,
         progress: bool = False,
@@ -115,7 +115,7 @@ class Loop:
         finally:
             progress.end()
 
-    def _has_ended(self, came: list[Any], progress: Progress) -> bool:
+    def _has_ended(self, came: list[Any], progress: TrainingProgress) -> bool:
         """Train to the end. If a worker is lost on the way, go back to the last checkpoint, and give False."""
         try:
             self._steps(came, progress)
@@ -128,7 +128,7 @@ class Loop:
             return False
         return True
 
-    def _recover(self, lost: WorkerLostError, progress: Progress) -> None:
+    def _recover(self, lost: WorkerLostError, progress: TrainingProgress) -> None:
         while self.result.recoveries < self.max_recoveries:
             self.result.recoveries += 1
             assert self.checkpoints is not None
@@ -143,7 +143,7 @@ class Loop:
             return
         raise lost
 
-    def _steps(self, came: list[Any], progress: Progress) -> None:
+    def _steps(self, came: list[Any], progress: TrainingProgress) -> None:
         fetched: Fetched | None = None
         while not came:
             fetched = fetched or self._fetched()
@@ -169,9 +169,9 @@ class Loop:
         if fetched is not None and fetched.items:  # they were read ahead, and are not used
             self.reader.go_back(fetched.before)
 
-    def _checked(self, item: Any, progress: Progress) -> None:
+    def _checked(self, item: Any, progress: TrainingProgress) -> None:
         """Check a step of this item, once. Raises if it is not that of the plain model."""
-        call = call_of([item], self.chunks)
+        call = call_of_items([item], self.chunks)
         report = self.driver.check(*(() if call.chunks is None else (call.chunks,)), *call.args, **call.kwargs)
         if not report:
             raise CheckError(report)
@@ -182,7 +182,7 @@ class Loop:
         """Whether there is an evaluation after the step that was just sent, or is done."""
         return self.eval_every is not None and self.result.steps % self.eval_every == 0
 
-    def _evaluated(self, progress: Progress) -> dict[str, float]:
+    def _evaluated(self, progress: TrainingProgress) -> dict[str, float]:
         assert self.evaluation is not None
         values = self.result.evaluations[self.result.steps] = self.evaluation.run()
         progress.evaluated(self.result.steps, values)
@@ -228,7 +228,7 @@ class Loop:
     def _step(self, items: list[Any], came: list[Any]) -> tuple[StepReport, Fetched | None]:
         """One update. Gives the items of the next one, if they were read while the workers computed."""
         since = time.perf_counter()
-        call = call_of(items, self.chunks)
+        call = call_of_items(items, self.chunks)
         epoch, rates = self.reader.epoch, self.updates.rates()
         running = self.driver.run_async(call.chunks, *call.args, **loss_alone(self.driver), **call.kwargs)
         self.result.steps += 1

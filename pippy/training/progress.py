@@ -10,7 +10,7 @@ from pippy.training.result import StepReport
 _PAUSE = 10.0  # seconds between two lines
 
 
-class Progress:
+class TrainingProgress:
     """Shows nothing; those below show something. ``total`` is the number of steps, if it is known."""
 
     def __init__(self, total: int | None, done: int) -> None:
@@ -31,7 +31,7 @@ class Progress:
         """The training is at its end."""
 
 
-class Lines(Progress):
+class Lines(TrainingProgress):
     """A line on stderr every ten seconds, and for the last step."""
 
     def __init__(self, total: int | None, done: int) -> None:
@@ -60,7 +60,7 @@ class Lines(Progress):
             self.say(f"step {report.step}{of}: {numbers}")
 
 
-class Bar(Progress):
+class Bar(TrainingProgress):
     """A bar of tqdm's."""
 
     def __init__(self, total: int | None, done: int, tqdm: Any) -> None:
@@ -101,16 +101,16 @@ class Rates:
         }
 
 
-def progress_of(wanted: bool, total: int | None, done: int) -> Progress:
+def progress_of(wanted: bool, total: int | None, done: int) -> TrainingProgress:
     """What shows the progress of a training.
 
     >>> type(progress_of(False, 10, 0)).__name__
-    'Progress'
+    'TrainingProgress'
     """
     if not wanted:
-        return Progress(total, done)
+        return TrainingProgress(total, done)
     if sys.stderr is None or not (sys.stderr.isatty() or _in_notebook()):
-        return Lines(total, done) if sys.stderr is not None else Progress(total, done)
+        return Lines(total, done) if sys.stderr is not None else TrainingProgress(total, done)
     try:
         from tqdm.auto import tqdm
     except ImportError:

@@ -22,7 +22,7 @@ from pippy.ir.run.random_state import RandomState
 
 
 @dataclass(frozen=True)
-class Place:
+class DataPosition:
     """A position, and the random numbers there."""
 
     position: dict[str, Any]
@@ -83,7 +83,7 @@ class Reader:
     def _now(self) -> dict[str, Any]:
         return {
             "random": random_values(RandomState.current()),
-            "generators": [each.get_state() for each in generators_of(self.data)],
+            "generators": [each.get_state() for each in generators_of_data(self.data)],
         }
 
     def _end_epoch(self) -> None:
@@ -100,11 +100,11 @@ class Reader:
             return {"epoch": self.epoch, "taken": self.taken, "state": self.data.state_dict()}  # type: ignore[attr-defined]
         return {"epoch": self.epoch, "taken": self.taken, "begin": self._begin or self._now()}
 
-    def place(self) -> "Place":
+    def place(self) -> "DataPosition":
         """Where it is now, for `go_back`."""
-        return Place(self.position(), RandomState.current())
+        return DataPosition(self.position(), RandomState.current())
 
-    def go_back(self, place: "Place") -> None:
+    def go_back(self, place: "DataPosition") -> None:
         """Say that it is where it was, as are the random numbers: what it read since is not used. It reads no more."""
         self._unread = place.position
         place.random.restore()
@@ -124,7 +124,7 @@ class Reader:
                 f"{self.name} {has} a state_dict(), and what the checkpoint was saved with {had}; give data of the same kind"
             )
         else:
-            for generator, state in zip(generators_of(self.data), position["begin"]["generators"]):
+            for generator, state in zip(generators_of_data(self.data), position["begin"]["generators"]):
                 generator.set_state(state)
             if position["taken"]:
                 random_state(position["begin"]["random"]).restore()
@@ -168,7 +168,7 @@ def _parts(data: Any) -> Iterator[Any]:
             yield from _parts(part)
 
 
-def generators_of(data: Any) -> list[torch.Generator]:
+def generators_of_data(data: Any) -> list[torch.Generator]:
     """The generators that it draws from, beside the one of the process."""
     found = {
         id(own): own for part in _parts(data) if isinstance(own := getattr(part, "generator", None), torch.Generator)

@@ -12,7 +12,7 @@ from pippy.drivers.driver.steps.driver_arguments import check_chunks
 from pippy.drivers.driver.steps.updates import Updates, checked_updates
 from pippy.ir.base.public_calls import placing_words
 from pippy.ir.base.trees import describe
-from pippy.training.checkpoints import Checkpoints, checked_checkpoints
+from pippy.training.checkpoints import TrainingCheckpoints, checked_checkpoints
 from pippy.training.evaluation import Evaluation, Metric
 from pippy.training.loop import Callback, Loop
 from pippy.training.options import Length, check_count, check_driver
@@ -105,7 +105,7 @@ def train(
     ).run()
 
 
-def _check_recoveries(most: Any, checkpoints: Checkpoints | None, reader: Reader) -> None:
+def _check_recoveries(most: Any, checkpoints: TrainingCheckpoints | None, reader: Reader) -> None:
     if not isinstance(most, int) or isinstance(most, bool) or most < 0:
         raise DriverError(f"max_recoveries={describe(most)}: give how often a lost worker may be replaced, 0 or more")
     if most and checkpoints is None:

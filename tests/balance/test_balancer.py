@@ -28,8 +28,8 @@ from pippy import (
 from pippy.balance.balancer import Balancer
 from pippy.balance.figures import figures_of
 from pippy.balance.policies import read_split
-from pippy.balance.profile import Cost, Profile
-from pippy.balance.progress import Progress
+from pippy.balance.profile import OperationCost, Profile
+from pippy.balance.progress import ProfileProgress
 from pippy.balance.weighing import Weighing
 from pippy.ir.base.errors import BalanceError, InputError, SplitError
 from pippy.ir.base.names import named_state
@@ -286,7 +286,7 @@ def test_measured_times_that_differ_by_chance_cut_between_the_same_blocks(blocks
     times = [100 + 40 * count for count in figures.parameters]
     seen = set()
     for trial in range(20):
-        costs = [Cost(round(each * numbers.uniform(0.97, 1.03) if trial else each)) for each in times]
+        costs = [OperationCost(round(each * numbers.uniform(0.97, 1.03) if trial else each)) for each in times]
         policy = read_split("time", stages, with_examples=True)
         cuts = Weighing(traced, figures, Profile(costs), policy, None).best_cuts()
         seen.add(tuple(str(figures.nodes[cut].target) for cut in cuts))
@@ -460,7 +460,11 @@ class Terminal(io.StringIO):
 
 def test_progress_is_shown_where_somebody_looks():
     terminal, file, silent = Terminal(), io.StringIO(), io.StringIO()
-    for progress in (Progress(20, None, terminal), Progress(20, True, file), Progress(20, None, silent)):
+    for progress in (
+        ProfileProgress(20, None, terminal),
+        ProfileProgress(20, True, file),
+        ProfileProgress(20, None, silent),
+    ):
         for step in range(20):
             progress.step(f"layer{step}")
         progress.end()

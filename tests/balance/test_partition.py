@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pippy.balance.kept_bytes import KeptBytes, Storage, Value
-from pippy.balance.partition import SLACK, Load, Row, best_cuts, lightest_cuts, lower_bound, most_stages, runs
+from pippy.balance.kept_bytes import KeptBytes, Storage, UnitValue
+from pippy.balance.partition import SLACK, Row, RunWeight, best_cuts, lightest_cuts, lower_bound, most_stages, runs
 
 
 @st.composite
@@ -20,7 +20,7 @@ def kept_bytes(draw, units):
         for _ in range(draw(st.integers(1, 2))):
             first = draw(st.integers(made, units - 1))
             users = draw(st.lists(st.integers(first + 1, units), max_size=2, unique=True))
-            values.append(Value(first, tuple(sorted(users)), draw(st.sampled_from([1, 5, 40]))))
+            values.append(UnitValue(first, tuple(sorted(users)), draw(st.sampled_from([1, 5, 40]))))
         saved = draw(st.lists(st.integers(max(made, 0), units - 1), max_size=2, unique=True))
         found.append(Storage(made, draw(st.sampled_from([3, 9, 50])), tuple(sorted(saved)), tuple(values)))
     return KeptBytes(units, tuple(found))
@@ -30,7 +30,7 @@ def loads(units):
     held = st.lists(st.dictionaries(st.sampled_from("ab"), st.just(7), max_size=2), min_size=units, max_size=units)
     weights = st.lists(st.sampled_from([0, 1, 2, 5, 9, 58, 59, 60]), min_size=units, max_size=units)
     kept = st.one_of(st.none(), kept_bytes(units))
-    return st.builds(Load, weights, st.one_of(st.just(()), held), kept, st.integers(1, 3), st.sampled_from([0, 4]))
+    return st.builds(RunWeight, weights, st.one_of(st.just(()), held), kept, st.integers(1, 3), st.sampled_from([0, 4]))
 
 
 @st.composite
@@ -140,7 +140,7 @@ def test_the_least_memory_is_the_least_that_some_cut_needs(row):
 
 @given(st.lists(st.integers(0, 2), max_size=8))
 def test_as_many_stages_as_have_layers(layers):
-    most, load = most_stages(layers), Load(layers)
+    most, load = most_stages(layers), RunWeight(layers)
     for stages in range(1, len(layers) + 1):
         row = Row(stages, [load] * stages, layers, [0] * len(layers))
         assert (best_cuts(row) is not None) == (stages <= most)
@@ -155,16 +155,16 @@ def test_as_many_stages_as_have_layers(layers):
     ],
 )
 def test_known_answers(weights, stages, cuts, greatest):
-    row = Row(stages, [Load(weights)] * stages, [1] * len(weights), [0] * len(weights))
+    row = Row(stages, [RunWeight(weights)] * stages, [1] * len(weights), [0] * len(weights))
     assert row.greatest(best_cuts(row)) == greatest == row.greatest(cuts)
 
 
 def test_the_bound_knows_which_stages_a_unit_can_be_in():
-    row = Row(2, [Load([8, 1]), Load([4, 1])], [1, 1], [0, 0])
+    row = Row(2, [RunWeight([8, 1]), RunWeight([4, 1])], [1, 1], [0, 0])
     assert lower_bound(row) == (8, 0) == (row.greatest(best_cuts(row)), 0)
 
 
 def test_a_long_row_is_quick():
     weights = [(index * 7919) % 1000 for index in range(3000)]
-    row = Row(16, [Load(weights)] * 16, [1] * 3000, [0] * 3000)
+    row = Row(16, [RunWeight(weights)] * 16, [1] * 3000, [0] * 3000)
     assert row.greatest(best_cuts(row)) < sum(weights) / 16 + 1000

@@ -14,7 +14,7 @@ from pippy import pipeline
 from pippy.balance.balancer import Balancer
 from pippy.balance.figures import figures_of
 from pippy.balance.policies import read_split
-from pippy.balance.profile import Cost, Profile, profile
+from pippy.balance.profile import OperationCost, Profile, profile
 from pippy.balance.restore_model import restoring_model
 from pippy.balance.weighing import Weighing
 from pippy.ir.base.errors import BalanceError, InputError
@@ -471,7 +471,7 @@ def test_equal_operations_take_equal_times_whatever_else_the_machine_does(seed):
 def test_where_times_cannot_tell_cuts_lie_between_blocks():
     """A cut inside of the second block is better by 6 %: that counts unless the times may be wrong by more."""
     traced = trace(nn.Sequential(*equal_blocks(2), nn.Tanh()))
-    costs = [Cost(each) for each in (100, 100, 100, 20, 100, 100, 120)]
+    costs = [OperationCost(each) for each in (100, 100, 100, 20, 100, 100, 120)]
     policy = read_split("time", 2, with_examples=True)
     for uncertain, cut in ((0.0, 4), (0.1, 3)):
         found = Profile(costs, uncertain=uncertain)

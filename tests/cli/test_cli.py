@@ -10,12 +10,12 @@ import pytest
 from click.testing import CliRunner
 
 from pippy.cli import main, problems
-from pippy.cli.problems import Commands, own_trace
+from pippy.cli.problems import CommandGroup, own_trace
 from pippy.drivers.plan.language.errors import ArgumentError
 from pippy.ir.base.errors import TracingError
 
 
-@click.group(cls=Commands)
+@click.group(cls=CommandGroup)
 def failing():
     pass
 

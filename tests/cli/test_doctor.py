@@ -12,21 +12,21 @@ import pytest
 import torch
 
 from pippy.cli import checks
-from pippy.cli.checks import CHECKS, NEEDS_TORCH, REMEDIES, CheckResult, Outcome, checked
+from pippy.cli.checks import DOCTOR_CHECKS, NEEDS_TORCH, REMEDIES, CheckResult, Outcome, checked
 
 
 def test_all_that_is_needed_works_here(pippy):
     """docs/commands.md shows a run with workers."""
     findings = {each["name"]: each for each in json.loads(pippy("doctor --json --quick"))}
-    assert [*findings, "workers"] == list(CHECKS)
+    assert [*findings, "workers"] == list(DOCTOR_CHECKS)
     assert {each["state"] for each in findings.values()} <= {"ok", "warning"}
     assert all(each["remedy"] for each in findings.values() if each["state"] == "warning")
 
 
 def test_what_fails_is_told_of_and_is_the_status(pippy, monkeypatch):
-    monkeypatch.setitem(CHECKS, "loopback", lambda: Outcome("no lo", "put it up", fatal=True))
-    monkeypatch.setitem(CHECKS, "limits", lambda: Outcome("few", "more"))
-    monkeypatch.setitem(CHECKS, "memory", lambda: 1 / 0)
+    monkeypatch.setitem(DOCTOR_CHECKS, "loopback", lambda: Outcome("no lo", "put it up", fatal=True))
+    monkeypatch.setitem(DOCTOR_CHECKS, "limits", lambda: Outcome("few", "more"))
+    monkeypatch.setitem(DOCTOR_CHECKS, "memory", lambda: 1 / 0)
     output = pippy("doctor --quick", status=1)
     assert "FAILS    loopback         no lo\n                          → put it up\n" in output
     assert "warning  limits           few\n                          → more\n" in output
@@ -41,7 +41,7 @@ def test_without_torch_what_needs_it_is_not_checked(pippy, monkeypatch):
     def fail():
         raise error
 
-    monkeypatch.setitem(CHECKS, "torch", fail)
+    monkeypatch.setitem(DOCTOR_CHECKS, "torch", fail)
     findings = {each["name"]: each for each in json.loads(pippy("doctor --json", status=1))}
     assert findings["torch"]["said"] == f"ImportError: {error}"
     assert findings["torch"]["remedy"].startswith("install it: pip install 'torch>=2.")
@@ -50,7 +50,7 @@ def test_without_torch_what_needs_it_is_not_checked(pippy, monkeypatch):
 
 
 def test_every_name_is_that_of_a_check():
-    assert set(NEEDS_TORCH) | set(REMEDIES) <= set(CHECKS)
+    assert set(NEEDS_TORCH) | set(REMEDIES) <= set(DOCTOR_CHECKS)
 
 
 def refused(*_, **__):
@@ -58,7 +58,7 @@ def refused(*_, **__):
 
 
 def said(name):
-    finding = checked(name, CHECKS[name])
+    finding = checked(name, DOCTOR_CHECKS[name])
     return finding.state, f"{finding.said} {finding.remedy}"
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from pippy.training import progress
-from pippy.training.progress import Bar, Lines, Progress, progress_of
+from pippy.training.progress import Bar, Lines, TrainingProgress, progress_of
 from pippy.training.result import StepReport
 
 
@@ -86,4 +86,4 @@ def test_tqdm_is_not_needed(monkeypatch):
 @pytest.mark.parametrize("stderr, wanted", [(None, True), (Terminal(), False)])
 def test_where_nobody_looks_nothing_is_shown(monkeypatch, stderr, wanted):
     monkeypatch.setattr(sys, "stderr", stderr)
-    assert type(progress_of(wanted, 3, 0)) is Progress
+    assert type(progress_of(wanted, 3, 0)) is TrainingProgress

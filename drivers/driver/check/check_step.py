@@ -19,7 +19,7 @@ from pippy.drivers.batch.division import CutTensor, Division, map_divided
 from pippy.drivers.batch.specs import items_with_paths
 from pippy.drivers.compare.tolerance import floor_of
 from pippy.drivers.driver.check.aside import aside
-from pippy.drivers.driver.check.differences import Apart, Comparison, Difference, Key
+from pippy.drivers.driver.check.differences import Apart, ComparedKey, Comparison, Difference
 from pippy.drivers.driver.check.origin import Origin, OriginSearch
 from pippy.drivers.driver.check.plain_optimizer import PlainOptimizer
 from pippy.drivers.driver.check.plain_step import PlainCall, PlainModel, named_outputs
@@ -57,7 +57,7 @@ class RunAside(Protocol):
 class _WorkersStep:
     """The numbers of a step on the workers, the weights of its losses, and copies of parameters that are not like the first."""
 
-    numbers: Mapping[Key, Any]
+    numbers: Mapping[ComparedKey, Any]
     weights: Sequence[float]
     stale: Sequence[Difference]
 
@@ -139,9 +139,9 @@ class StepCheck:
                 numbers |= {("parameter", name): value for name, value in after.items()}
         return _WorkersStep(numbers, step.weights, stale)
 
-    def _numbers(self, result: Any) -> dict[Key, Any]:
+    def _numbers(self, result: Any) -> dict[ComparedKey, Any]:
         """The numbers that a step gave and left."""
-        numbers: dict[Key, Any] = {}
+        numbers: dict[ComparedKey, Any] = {}
         if isinstance(result, LossAndOutputs):
             numbers |= named_outputs(result.outputs)
             result = result.loss
@@ -154,11 +154,11 @@ class StepCheck:
         buffers = self.driver.parameters.fetch(name for name in self.names if name not in known)
         return numbers | {("buffer", name): each for name, each in buffers.items()}
 
-    def _is_compared(self, key: Key) -> bool:
+    def _is_compared(self, key: ComparedKey) -> bool:
         kind, name = key
         return kind in ("loss", "output") or (name in self.names and name not in self.uncompared)
 
-    def _turned(self, plain: PlainModel) -> dict[Key, Any]:
+    def _turned(self, plain: PlainModel) -> dict[ComparedKey, Any]:
         """The numbers of the plain model where the rows are in another order: what rounding alone moves."""
         cut: list[CutTensor] = []
         for value in self.division.arguments.values():
@@ -188,7 +188,7 @@ class StepCheck:
         plain: PlainModel,
         optimizers: Sequence[PlainOptimizer],
         before: Mapping[str, torch.Tensor],
-        numbers: Mapping[Key, Any],
+        numbers: Mapping[ComparedKey, Any],
     ) -> Comparison:
         """With the parameters after an update by the workers' gradients, which are compared by themselves."""
         updated = plain.updated(optimizers, {name: numbers["gradient", name] for name in self.parameters})
@@ -243,7 +243,7 @@ class StepCheck:
         differences: Sequence[Difference],
         weights: Sequence[float],
         before: Mapping[str, torch.Tensor],
-        numbers: Mapping[Key, Any],
+        numbers: Mapping[ComparedKey, Any],
         floor: float,
     ) -> Origin:
         """Where it begins."""

@@ -21,12 +21,12 @@ from pippy.drivers.batch.loss_weights import loss_weights
 from pippy.drivers.compare.tolerance import LEAST, Tolerance, floor_of
 from pippy.drivers.driver.check.rows import TriedRows
 from pippy.drivers.driver.check.trial_steps import TrialSteps, Tried
-from pippy.drivers.protocol.trials import Difference, Purpose
+from pippy.drivers.protocol.trials import Purpose, TrialDifference
 from pippy.ir.base.errors import PippyError
 
 
 @dataclass(frozen=True)
-class Way:
+class LossReduction:
     """How the losses of micro-batches are said to add up: by a reduction, or ``single``, as one loss over all."""
 
     how: str | Callable[..., Any] | None
@@ -34,18 +34,18 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Found:
+class RowComparison:
     """What the comparison of some rows found: the reference, two micro-batches, and what differs.
 
     ``elsewhere`` is the same for two other micro-batches, if these agree.
     """
 
     rows: TriedRows
-    way: Way
+    way: LossReduction
     whole: Tried
     parts: Tried
     allowed: float  # of the loss
-    elsewhere: "Found | None" = None
+    elsewhere: "RowComparison | None" = None
 
     @property
     def loss_differs(self) -> bool:
@@ -56,7 +56,7 @@ class Found:
         return any(each.kind == "buffer" for each in self.parts.differences)
 
     @property
-    def differences(self) -> list[Difference]:
+    def differences(self) -> list[TrialDifference]:
         """What differs, worst first."""
         return sorted(self.parts.differences, key=lambda each: -each.share)
 
@@ -65,13 +65,13 @@ class Found:
         return self.wrong is None
 
     @property
-    def wrong(self) -> "Found | None":
+    def wrong(self) -> "RowComparison | None":
         """The comparison that does not agree: this one, or that of two other micro-batches."""
         if self.loss_differs or self.parts.differences:
             return self
         return None if self.elsewhere is None else self.elsewhere.wrong
 
-    def both(self) -> "Iterator[Found]":
+    def both(self) -> "Iterator[RowComparison]":
         """The comparison, and that of two other micro-batches if there is one."""
         yield self
         if self.elsewhere is not None:
@@ -98,30 +98,30 @@ class Comparisons:
     def __init__(self, trials: TrialSteps) -> None:
         self.trials, self.compiled = trials, trials.placed.compiled
 
-    def weights(self, division: Division, way: Way) -> tuple[float, ...]:
+    def weights(self, division: Division, way: LossReduction) -> tuple[float, ...]:
         """The weights of micro-batches' losses."""
         if way.single:
             return (1.0,) * division.chunks
         return loss_weights(self.compiled.loss_module, division, self.compiled.target_name, way.how)
 
-    def counting(self, rows: TriedRows, way: Way) -> TriedRows:
+    def counting(self, rows: TriedRows, way: LossReduction) -> TriedRows:
         """The rows in an order in which both micro-batches count, if there is one: else nothing would be compared."""
         turned = (rows.rotated(by) for by in range(sum(rows.sizes)))
         return next((each for each in turned if all(self.weights(each.divided(2), way))), rows)
 
-    def begun(self, rows: TriedRows, way: Way, watch: bool = False) -> Found:
+    def begun(self, rows: TriedRows, way: LossReduction, watch: bool = False) -> RowComparison:
         """Compare once. With ``watch``, what the model asks is noted. Raises `Unlike` if there is nothing to compare."""
         rows = self.counting(rows, way)
         whole = self._tried(rows, way, Purpose.REFERENCE, watch)
         if not (math.isfinite(whole.loss) and whole.is_finite):
             raise NotFinite(f"the loss of a few rows is {whole.loss}, or a gradient is no number")
-        return Found(rows, way, whole, self._tried(rows, way, Purpose.COMPARED), self._allowed(whole, 0.0))
+        return RowComparison(rows, way, whole, self._tried(rows, way, Purpose.COMPARED), self._allowed(whole, 0.0))
 
-    def by(self, found: Found, way: Way) -> Found:
+    def by(self, found: RowComparison, way: LossReduction) -> RowComparison:
         """The comparison that was just begun, in another way."""
         return replace(found, way=way, parts=self._tried(found.rows, way, Purpose.COMPARED))
 
-    def measured(self, found: Found) -> Found:
+    def measured(self, found: RowComparison) -> RowComparison:
         """The same once it is known how much rounding moves, which is measured only where it may matter."""
         off = abs(found.parts.loss - found.whole.loss)
         if found.agrees or (off > self._allowed(found.whole, math.inf) and not found.buffers_differ):
@@ -133,7 +133,7 @@ class Comparisons:
         allowed = self._allowed(found.whole, abs(turned.loss - found.whole.loss))
         return replace(found, parts=parts, allowed=allowed)
 
-    def cut_elsewhere(self, found: Found) -> Found:
+    def cut_elsewhere(self, found: RowComparison) -> RowComparison:
         """Compare what was just found to agree with two other micro-batches, too."""
         if not found.agrees or sum(found.rows.sizes) == 2:
             return found
@@ -141,18 +141,18 @@ class Comparisons:
         other = replace(found, rows=rows, parts=self._tried(rows, found.way, Purpose.COMPARED))
         return replace(found, elsewhere=self.measured(other))
 
-    def compared(self, rows: TriedRows, way: Way) -> Found:
+    def compared(self, rows: TriedRows, way: LossReduction) -> RowComparison:
         """Compare, cut in two places."""
         return self.cut_elsewhere(self.measured(self.begun(rows, way)))
 
-    def fit(self, every: Sequence[TriedRows], way: Way) -> bool:
+    def fit(self, every: Sequence[TriedRows], way: LossReduction) -> bool:
         """Whether rows agree in this way, all of them."""
         try:
             return all(self.compared(rows, way).agrees for rows in every)
         except (Unlike, PippyError):
             return False
 
-    def draws(self, found: Found) -> bool:
+    def draws(self, found: RowComparison) -> bool:
         """Whether the same rows give something else when they are computed again."""
         division = found.rows.divided(1)
         weights = self.weights(division, found.way)
@@ -160,7 +160,9 @@ class Comparisons:
         again = self.trials.run(division, weights, Purpose.COMPARED, single_loss=found.way.single, number=1)
         return bool(again.differences) or not abs(again.loss - found.whole.loss) <= found.allowed
 
-    def _tried(self, rows: TriedRows, way: Way, purpose: Purpose, watch: bool = False, follow: bool = False) -> Tried:
+    def _tried(
+        self, rows: TriedRows, way: LossReduction, purpose: Purpose, watch: bool = False, follow: bool = False
+    ) -> Tried:
         """Run a trial. Raises `Unlike` if it cannot be computed."""
         division = rows.divided(2 if purpose is Purpose.COMPARED else 1, turned=purpose is Purpose.NOISE)
         weights = self.weights(division, way)

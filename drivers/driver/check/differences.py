@@ -11,10 +11,10 @@ import torch
 from pippy.drivers.compare.tolerance import Tolerance
 from pippy.ir.base.sparse_tensors import is_sparse
 
-KINDS = ("loss", "output", "gradient", "buffer", "parameter")
+COMPARED_KINDS = ("loss", "output", "gradient", "buffer", "parameter")
 
-Key = tuple[str, str]  # one of `KINDS`, and the name
-Numbers = Mapping[Key, Any]  # a tensor each, or None
+ComparedKey = tuple[str, str]  # one of `COMPARED_KINDS`, and the name
+Numbers = Mapping[ComparedKey, Any]  # a tensor each, or None
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Comparison:
     plain: Numbers
     turned: Numbers
     floor: float
-    known: Mapping[Key, float] = field(default_factory=dict)
+    known: Mapping[ComparedKey, float] = field(default_factory=dict)
 
     def differences(self, numbers: Numbers) -> list[Difference]:
         """What differs, worst first."""
@@ -105,7 +105,7 @@ class Comparison:
             Difference(*key, math.inf, 0.0, why="the plain model has none") for key in numbers if key not in self.plain
         ]
         there = [each for each in found if each is not None]
-        return sorted(there, key=lambda each: (-each.excess, KINDS.index(each.kind)))
+        return sorted(there, key=lambda each: (-each.excess, COMPARED_KINDS.index(each.kind)))
 
     def largest(self, numbers: Numbers) -> float:
         """The largest difference there is, relative to its tensor, or to a thousandth of the largest gradient."""
@@ -113,14 +113,14 @@ class Comparison:
         sizes = [max(apart.size, self._largest(key) / 1000) for key, apart in found]
         return max((apart.off / size for (_, apart), size in zip(found, sizes) if size), default=0.0)
 
-    def _difference(self, key: Key, number: Any) -> Difference | None:
+    def _difference(self, key: ComparedKey, number: Any) -> Difference | None:
         apart = Apart.of(self.plain[key], number)
         allowed = self._allowed(key, apart.size)
         if apart.off <= allowed:
             return None
         return Difference(*key, apart.share, allowed / apart.size if apart.size else 0.0, why=apart.why)
 
-    def _allowed(self, key: Key, size: float) -> float:
+    def _allowed(self, key: ComparedKey, size: float) -> float:
         wanted = self.plain[key]
         if key in self.known:
             return self.known[key] * size
@@ -129,7 +129,7 @@ class Comparison:
         noise = Apart.of(wanted, self.turned[key]).off if key in self.turned else 0.0
         return Tolerance(size, noise, self._largest(key), self.floor).allowed
 
-    def _largest(self, key: Key) -> float:
+    def _largest(self, key: ComparedKey) -> float:
         """The largest number of the tensors beside one: a gradient that should be 0 is rounding alone."""
         return self._largest_gradient if key[0] == "gradient" else 0.0
 

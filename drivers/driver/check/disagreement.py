@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 
 from pippy.drivers.batch.loss_weights import reduction_of
-from pippy.drivers.driver.check.comparisons import Found
+from pippy.drivers.driver.check.comparisons import RowComparison
 from pippy.drivers.driver.check.rows import TriedRows
-from pippy.drivers.protocol.trials import Difference
+from pippy.drivers.protocol.trials import TrialDifference
 from pippy.ir.base.names import LOSS
 from pippy.ir.record.compiled import Compiled
 
 _SHOWN = 5  # differences
 
 
-def disagreement(compiled: Compiled, found: Found) -> str:
+def disagreement(compiled: Compiled, found: RowComparison) -> str:
     """The beginning of an error, which is followed by advice."""
     one, two = found.rows.sizes
     count = one + two
@@ -44,7 +44,7 @@ def _edits_of(rows: TriedRows) -> str:
     return f", in some of which {' and '.join(said)}," if said else ""
 
 
-def _spelled(compiled: Compiled, found: Found) -> str:
+def _spelled(compiled: Compiled, found: RowComparison) -> str:
     if found.way.single:
         return "one loss over all"
     if callable(found.way.how):
@@ -53,7 +53,7 @@ def _spelled(compiled: Compiled, found: Found) -> str:
     return "a sum" if kind == "sum" else "a mean over rows"
 
 
-def _user_name(compiled: Compiled, each: Difference) -> str:
+def _user_name(compiled: Compiled, each: TrialDifference) -> str:
     if each.call == LOSS:
         return repr(f"{LOSS}.{each.name}")
     return f"{compiled.remap_qualname(f'{each.call}.{each.name}')!r} ({each.call})"

@@ -12,13 +12,13 @@ from functools import partial
 
 import torch
 
-from pippy.drivers.compare.asked import Asked, Place, Question
+from pippy.drivers.compare.asked import InputTensor, Question, TrialNotes
 from pippy.drivers.driver.check.rows import Edit, TriedRows
 
 
-def edited(rows: TriedRows, asked: Asked, target: str | None) -> Iterator[TriedRows]:
+def edited(rows: TriedRows, asked: TrialNotes, target: str | None) -> Iterator[TriedRows]:
     """The rows with other targets, edited in two ways; none if nothing is asked."""
-    values: dict[Place, tuple[float, ...]] = {}
+    values: dict[InputTensor, tuple[float, ...]] = {}
     for place, tensor in rows.tensors():
         found = tuple(_values(place, tensor, asked.questions, target))
         if found:
@@ -29,7 +29,9 @@ def edited(rows: TriedRows, asked: Asked, target: str | None) -> Iterator[TriedR
             yield rows.edited({place: Edit(each, partial(put, values=each)) for place, each in values.items()})
 
 
-def _values(place: Place, tensor: torch.Tensor, questions: Sequence[Question], target: str | None) -> Iterator[float]:
+def _values(
+    place: InputTensor, tensor: torch.Tensor, questions: Sequence[Question], target: str | None
+) -> Iterator[float]:
     """The numbers with which a tensor is tried: those that have another answer to what is asked of it."""
     if tensor.dtype == torch.bool:
         yield False

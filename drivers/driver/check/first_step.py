@@ -21,8 +21,8 @@ from pippy.drivers.batch.columns import Column, DivisionOfColumns
 from pippy.drivers.batch.divide_call import guarded_inputs
 from pippy.drivers.batch.division import DividedValue, Division, divided_leaves
 from pippy.drivers.batch.loss_weights import reduction_of
-from pippy.drivers.compare.asked import Asked, Chosen, Question
-from pippy.drivers.driver.check.comparisons import Comparisons, Found, NotFinite, Unlike, Way
+from pippy.drivers.compare.asked import ComputedChoice, Question, TrialNotes
+from pippy.drivers.driver.check.comparisons import Comparisons, LossReduction, NotFinite, RowComparison, Unlike
 from pippy.drivers.driver.check.disagreement import disagreement
 from pippy.drivers.driver.check.edits import edited
 from pippy.drivers.driver.check.remedies import Remedies
@@ -74,8 +74,8 @@ class FirstStep:
         return self.found if self.found is not None else self.reduction
 
     @property
-    def _way(self) -> Way:
-        return Way(self.how, self.single_loss)
+    def _way(self) -> LossReduction:
+        return LossReduction(self.how, self.single_loss)
 
     def check(self, division: Division, columns: Sequence[Column]) -> "Unchecked | None":
         """Check a step that is to be run, if it is of another kind than those before. Raises if its numbers would be wrong.
@@ -141,7 +141,7 @@ class FirstStep:
         if self.reduction is None and not self.single_loss:
             self._check_choices(sets)
 
-    def _compared(self, rows: TriedRows, way: Way) -> Found:
+    def _compared(self, rows: TriedRows, way: LossReduction) -> RowComparison:
         """Compare rows in this way; if they do not agree, in those that a loss of torch asks for itself."""
         begun = self.comparisons.begun(rows, way, watch=True)
         if not begun.agrees and self.reduction is None and not self.single_loss:
@@ -151,7 +151,7 @@ class FirstStep:
                     return found
         return self.comparisons.cut_elsewhere(self.comparisons.measured(begun))
 
-    def _fit_all(self, sets: Sequence[Found], way: Way) -> bool:
+    def _fit_all(self, sets: Sequence[RowComparison], way: LossReduction) -> bool:
         """Whether all sets agree in this way, if they agree in theirs."""
         weights = self.comparisons.weights
         unlike = [
@@ -161,7 +161,7 @@ class FirstStep:
         ]
         return self.comparisons.fit(unlike, way)
 
-    def _adopt(self, way: Way) -> None:
+    def _adopt(self, way: LossReduction) -> None:
         """Weigh micro-batches by what a loss of torch counts."""
         assert callable(way.how)
         self.found = way.how
@@ -188,13 +188,13 @@ class FirstStep:
             reason = reason or f"{sum(rows.sizes)} rows as one micro-batch, and fewer, do not fit into memory="
         raise Unlike(reason)
 
-    def _asked(self, found: Found) -> Asked:
+    def _asked(self, found: RowComparison) -> TrialNotes:
         """What is asked of the rows, by the model and by a reduction that was given."""
         asked = found.whole.asked
         if callable(self.reduction):
             division = found.rows.divided(1)
             with Watch(division) as watch:
-                self.comparisons.weights(division, Way(self.reduction))
+                self.comparisons.weights(division, LossReduction(self.reduction))
             asked = replace(asked, questions=(*asked.questions, *watch.asked().questions))
         return asked
 
@@ -205,14 +205,14 @@ class FirstStep:
             for chunk in range(division.chunks):
                 check_guards(self.compiled, {name: division.take(name, chunk) for name in names})
 
-    def _check_choices(self, sets: Sequence[Found]) -> None:
+    def _check_choices(self, sets: Sequence[RowComparison]) -> None:
         """Raise if the loss is a mean that depends on what is chosen, and that was the same in all rows that were tried."""
         chosen = [each.whole.asked.chosen for each in sets]
         for untried in (each for each in chosen[0] if each.are_all):
             if all(other.are_all for others in chosen for other in others if other.where == untried.where):
                 raise MicrobatchError(_unknown_choice(untried))
 
-    def _remedy(self, sets: Sequence[Found], asked: Asked, with_padding: bool) -> None:
+    def _remedy(self, sets: Sequence[RowComparison], asked: TrialNotes, with_padding: bool) -> None:
         """Find how the losses add up. Raises, with that for advice, unless a loss of torch says it itself.
 
         What torch's losses leave out may never come. If nothing else is wrong, it is waited for, unless it is there now.
@@ -230,7 +230,7 @@ class FirstStep:
                 return
             raise MicrobatchError(_UNKNOWN_DRAWS)
         if candidate is not None and candidate.counted and self.reduction is None:
-            self._adopt(Way(candidate.how))
+            self._adopt(LossReduction(candidate.how))
             return
         if wrong.rows.edits and not with_padding and self._are_torchs(sets, asked):
             self._awaited = asked.questions
@@ -240,7 +240,7 @@ class FirstStep:
             raise MicrobatchError(f"{said}They agree if you give the driver loss_reduction={candidate.text}")
         raise MicrobatchError(said + self.remedies.other_advice([each.rows for each in sets], self._way))
 
-    def _are_torchs(self, sets: Sequence[Found], asked: Asked) -> bool:
+    def _are_torchs(self, sets: Sequence[RowComparison], asked: TrialNotes) -> bool:
         """Whether nothing was put into the rows but what losses of torch leave out."""
         others = {each.place for each in asked.questions if not each.counted}
         if self.compiled.target_name is not None and None in others:  # it was tried with the target
@@ -261,7 +261,7 @@ _UNKNOWN_DRAWS = (
 )
 
 
-def _unknown_choice(chosen: Chosen) -> str:
+def _unknown_choice(chosen: ComputedChoice) -> str:
     if chosen.ranked:
         return (
             "the loss has a mean over rows of what each row chooses, as a loss that balances experts has. All rows that were "

@@ -12,20 +12,20 @@ class NotJoined(Exception):
     """The values of the micro-batches say nothing of the whole."""
 
 
-def joined(parts: Sequence[Any], like: Any, weights: Sequence[float]) -> Any:
+def joined_rows(parts: Sequence[Any], like: Any, weights: Sequence[float]) -> Any:
     """The parts put together to something of the shape of ``like``. What has no rows, and differs, is summed by ``weights``.
 
     Raises `NotJoined` if they cannot be.
 
-    >>> joined([torch.ones(2, 1), torch.zeros(1, 1)], torch.ones(3, 1), weights=(0.5, 0.5)).shape
+    >>> joined_rows([torch.ones(2, 1), torch.zeros(1, 1)], torch.ones(3, 1), weights=(0.5, 0.5)).shape
     torch.Size([3, 1])
-    >>> joined([torch.tensor(4.0), torch.tensor(2.0)], torch.tensor(3.1), (0.5, 0.5))
+    >>> joined_rows([torch.tensor(4.0), torch.tensor(2.0)], torch.tensor(3.1), (0.5, 0.5))
     tensor(3.)
     """
     held = children(like)
     if held is not None:
         items = zip(*(children(each) or () for each in parts), strict=True)
-        return with_children(like, [joined(each, its, weights) for each, its in zip(items, held, strict=True)])
+        return with_children(like, [joined_rows(each, its, weights) for each, its in zip(items, held, strict=True)])
     if not isinstance(like, torch.Tensor):
         return like
     if all(each.shape == like.shape for each in parts):

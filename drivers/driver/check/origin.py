@@ -21,7 +21,7 @@ from pippy.drivers.base.errors import DriverError
 from pippy.drivers.batch.division import Division
 from pippy.drivers.compare.alike import alike
 from pippy.drivers.driver.check.differences import Apart
-from pippy.drivers.driver.check.joined import NotJoined, joined, joined_gradient
+from pippy.drivers.driver.check.joined import NotJoined, joined_gradient, joined_rows
 from pippy.drivers.driver.check.plain_step import whole_input
 from pippy.drivers.lowering.flow import RemoteInterpreter, Work
 from pippy.drivers.protocol.steps import SeenCall
@@ -148,7 +148,7 @@ class OriginSearch:
         calls = [self.seen["F", work.call, microbatch] for microbatch in range(self.division.chunks)]
         try:
             taken = self.whole_inputs[work.call] = [
-                joined([each.takes[at] for each in calls], self._whole(name), self.weights)
+                joined_rows([each.takes[at] for each in calls], self._whole(name), self.weights)
                 for at, name in enumerate(work.takes)
             ]
             made = _Replay(self.compiled, self._module(work.call), work, taken, None).outputs
@@ -156,7 +156,9 @@ class OriginSearch:
             return None
         self.wholes |= {name: value for name, value in zip(work.gives, made) if name is not None}
         with suppress(NotJoined):
-            wanted = [joined([each.gives[at] for each in calls], whole, self.weights) for at, whole in enumerate(made)]
+            wanted = [
+                joined_rows([each.gives[at] for each in calls], whole, self.weights) for at, whole in enumerate(made)
+            ]
             if self._alike(made, wanted):
                 return None
         if work.call == LOSS:

@@ -13,12 +13,12 @@ from pippy.drivers.base.errors import DriverError
 from pippy.drivers.batch.division import CutTensor, Division, PerMicrobatch, map_divided
 from pippy.drivers.batch.specs import items_with_paths
 from pippy.drivers.compare.alike import alike
-from pippy.drivers.driver.check.differences import Key
+from pippy.drivers.driver.check.differences import ComparedKey
 from pippy.drivers.driver.check.plain_optimizer import PlainOptimizer
 from pippy.drivers.driver.steps.asked_outputs import model_output
 from pippy.ir.base.names import LOSS, named_state
 from pippy.ir.base.trees import children, map_tensors
-from pippy.ir.call.signature import signature_of
+from pippy.ir.call.signature import call_signature
 from pippy.ir.record.compiled import Compiled
 from pippy.ir.run.forward_state import Before
 from pippy.ir.run.gradient_hooks import deep_copy
@@ -35,7 +35,7 @@ class PlainCall:
     @classmethod
     def of(cls, compiled: Compiled, division: Division, turned: bool = False) -> "PlainCall":
         """Those of a mini-batch that was divided; with ``turned`` its rows are in the opposite order."""
-        bound = signature_of(compiled).bind_partial()
+        bound = call_signature(compiled).bind_partial()
         for user, name in division.names.items():
             if user != compiled.target_name:
                 bound.arguments[user] = whole_input(division, name, turned)
@@ -113,7 +113,7 @@ class PlainModel:
         """Where it computes."""
         return next((each.device for _, each in self.named_state()), torch.device("cpu"))
 
-    def step(self, call: PlainCall, trains: bool) -> dict[Key, Any]:
+    def step(self, call: PlainCall, trains: bool) -> dict[ComparedKey, Any]:
         """One step: the loss, outputs, gradients and buffers. It is undone then."""
         call, parameters = call.to(self.device), self.parameters()
         try:
@@ -122,7 +122,7 @@ class PlainModel:
                 loss = self._loss(outputs, call.target)
                 if trains:
                     loss.sum().backward()
-            found: dict[Key, Any] = {} if loss is None else {("loss", ""): loss.detach().clone()}
+            found: dict[ComparedKey, Any] = {} if loss is None else {("loss", ""): loss.detach().clone()}
             found |= named_outputs(outputs)
             found |= {("gradient", name): each.grad for name, each in parameters.items() if trains}
             state = {id(each): (name, each) for name, each in [*self.named_state()][::-1]}
@@ -164,7 +164,7 @@ class PlainModel:
         return next((found for each in pairs if (found := self._loss_in(*each)) is not None), None)
 
 
-def named_outputs(value: Any, path: str = "output") -> dict[Key, torch.Tensor]:
+def named_outputs(value: Any, path: str = "output") -> dict[ComparedKey, torch.Tensor]:
     """The tensors that a model returned, by their paths.
 
     >>> list(named_outputs({"logits": torch.ones(2), "more": (torch.ones(1), None)}))

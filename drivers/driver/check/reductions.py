@@ -8,13 +8,13 @@ import torch
 
 from pippy.drivers.batch.division import Division
 from pippy.drivers.batch.specs import items_with_paths
-from pippy.drivers.compare.asked import Asked, Question
+from pippy.drivers.compare.asked import Question, TrialNotes
 
 _VALUES = 8  # of a target that are tried, whether the loss leaves them out
 
 
 @dataclass(frozen=True)
-class Candidate:
+class CandidateReduction:
     """A reduction: as the user writes it, and as a driver takes it. ``counted``: a loss of torch says so itself."""
 
     text: str
@@ -22,10 +22,10 @@ class Candidate:
     counted: bool = False
 
 
-def candidates(division: Division, asked: Asked, target: str | None) -> Iterator[Candidate]:
+def candidate_reductions(division: Division, asked: TrialNotes, target: str | None) -> Iterator[CandidateReduction]:
     """The reductions that may fit a loss of these inputs. ``target`` is the target's name in the Pipe, if there is one."""
-    yield Candidate("'mean'", "mean")
-    yield Candidate("'sum'", "sum")
+    yield CandidateReduction("'mean'", "mean")
+    yield CandidateReduction("'sum'", "sum")
     users = {name: user for user, name in division.names.items()}
     names = sorted(division.arguments, key=lambda name: name != target)
     for name in names:
@@ -35,7 +35,7 @@ def candidates(division: Division, asked: Asked, target: str | None) -> Iterator
         for expression, leaf in _tensors_with_paths(division.take(name, 0), user):
             for count, counted in _counts(expression, leaf, asked.questions):
                 text = f"lambda {'' if name == target or target is None else '*, '}{user}: {count}"
-                yield Candidate(text, eval(text, {"torch": torch}), counted)
+                yield CandidateReduction(text, eval(text, {"torch": torch}), counted)
 
 
 def _counts(expression: str, leaf: torch.Tensor, questions: Sequence[Question]) -> Iterator[tuple[str, bool]]:

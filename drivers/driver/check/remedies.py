@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 from pippy.drivers.batch.division import CutTensor, DividedValue, SameForAll
-from pippy.drivers.compare.asked import Asked
-from pippy.drivers.driver.check.comparisons import Comparisons, Found, Way
-from pippy.drivers.driver.check.reductions import Candidate, candidates
+from pippy.drivers.compare.asked import TrialNotes
+from pippy.drivers.driver.check.comparisons import Comparisons, LossReduction, RowComparison
+from pippy.drivers.driver.check.reductions import CandidateReduction, candidate_reductions
 from pippy.drivers.driver.check.rows import TriedRows
 from pippy.ir.base.errors import PippyError
 
@@ -20,25 +20,25 @@ class Remedies:
     def __init__(self, comparisons: Comparisons, may_be_single: bool) -> None:
         self.comparisons, self.may_be_single = comparisons, may_be_single
 
-    def counts(self, found: Found) -> Iterator[Way]:
+    def counts(self, found: RowComparison) -> Iterator[LossReduction]:
         """The ways that a loss of torch asks for itself and with which the losses add up, if they are others."""
         for candidate in self._candidates(found, found.whole.asked):
             if candidate.counted and not self._misses([found], candidate):
-                way = Way(candidate.how)
+                way = LossReduction(candidate.how)
                 if self.comparisons.weights(found.rows.divided(2), way) != found.parts.weights:
                     yield way
 
-    def reduction(self, sets: Sequence[Found], asked: Asked) -> Candidate | None:
+    def reduction(self, sets: Sequence[RowComparison], asked: TrialNotes) -> CandidateReduction | None:
         """The first reduction with which all sets of rows agree."""
         missing = [(self._misses(sets, each), each) for each in self._candidates(sets[0], asked)]
         best = sorted((each for each in missing if each[0] <= _NEARLY), key=lambda each: (each[0], not each[1].counted))
         rows = [each.rows for each in sets]
-        return next((each for _, each in best[:_TRIED] if self.comparisons.fit(rows, Way(each.how))), None)
+        return next((each for _, each in best[:_TRIED] if self.comparisons.fit(rows, LossReduction(each.how))), None)
 
-    def other_advice(self, rows: Sequence[TriedRows], way: Way) -> str:
+    def other_advice(self, rows: Sequence[TriedRows], way: LossReduction) -> str:
         """What to do where no reduction helps."""
         fit = self.comparisons.fit
-        if self.may_be_single and not way.single and fit(rows, Way(None, single=True)):
+        if self.may_be_single and not way.single and fit(rows, LossReduction(None, single=True)):
             return (
                 "Compute the loss once, over all: PipelineDriverFillDrain(pipe, single_loss=True); or run one micro-batch, "
                 "chunks=1"
@@ -55,14 +55,14 @@ class Remedies:
             "know that the difference does not matter, give the driver check=False"
         )
 
-    def _candidates(self, found: Found, asked: Asked) -> Iterator[Candidate]:
-        return candidates(found.rows.divided(1), asked, self.comparisons.compiled.target_name)
+    def _candidates(self, found: RowComparison, asked: TrialNotes) -> Iterator[CandidateReduction]:
+        return candidate_reductions(found.rows.divided(1), asked, self.comparisons.compiled.target_name)
 
-    def _misses(self, sets: Sequence[Found], candidate: Candidate) -> float:
+    def _misses(self, sets: Sequence[RowComparison], candidate: CandidateReduction) -> float:
         """By how much the losses do not add up, at most."""
         try:
             return max(
-                each.misses(self.comparisons.weights(each.rows.divided(2), Way(candidate.how)))
+                each.misses(self.comparisons.weights(each.rows.divided(2), LossReduction(candidate.how)))
                 for found in sets
                 for each in found.both()
             )

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pippy.drivers.driver.check.differences import KINDS, Difference
+from pippy.drivers.driver.check.differences import COMPARED_KINDS, Difference
 from pippy.drivers.driver.check.origin import Origin
 from pippy.ir.show.readable import shortened
 from pippy.ir.show.text_table import text_table
@@ -48,7 +48,7 @@ class CheckReport:
         return "\n".join([self._verdict(), *self._table(), *(f"not compared: {each}" for each in self.left_out)])
 
     def _verdict(self) -> str:
-        parts = [_count(kind, self.compared[kind]) for kind in KINDS if self.compared.get(kind)]
+        parts = [_count(kind, self.compared[kind]) for kind in COMPARED_KINDS if self.compared.get(kind)]
         listed = ", ".join(parts[:-1]) + " and " * (len(parts) > 1) + parts[-1]
         chunks = "1 micro-batch" if self.chunks == 1 else f"{self.chunks} micro-batches"
         if self.equal:

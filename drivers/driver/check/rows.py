@@ -30,7 +30,7 @@ from pippy.drivers.batch.division import (
     divided_leaves,
     map_divided,
 )
-from pippy.drivers.compare.asked import Place
+from pippy.drivers.compare.asked import InputTensor
 from pippy.ir.base.sparse_tensors import cat, narrow
 from pippy.ir.base.trees import map_tensors, tensors
 
@@ -78,20 +78,20 @@ class TriedRows:
         spread = [self.first + at * (rows - 1) // (few - 1) for at in range(few)]
         self.chosen = _in_halves(spread if pieces else _varied(division, spread, range(rows)))
         self.order = list(range(few))  # in which they are taken, once they are edited
-        self.edits: Mapping[Place, Edit] = {}
+        self.edits: Mapping[InputTensor, Edit] = {}
 
     @property
     def sizes(self) -> tuple[int, int]:
         """The rows of the two micro-batches."""
         return len(self.chosen) - len(self.chosen) // 2, len(self.chosen) // 2
 
-    def tensors(self) -> Iterator[tuple[Place, torch.Tensor]]:
+    def tensors(self) -> Iterator[tuple[InputTensor, torch.Tensor]]:
         """The tensors that have rows, those of the tried rows, with the rows in front."""
         for place, leaf in places_of(self.divided(1)):
             if isinstance(leaf, CutTensor) and leaf.value.layout is torch.strided:
                 yield place, leaf.value.movedim(leaf.dim, 0)
 
-    def edited(self, edits: Mapping[Place, Edit]) -> "TriedRows":
+    def edited(self, edits: Mapping[InputTensor, Edit]) -> "TriedRows":
         """The same rows, with other numbers in some tensors."""
         found = copy.copy(self)
         found.edits = edits
@@ -124,7 +124,7 @@ class TriedRows:
             arguments[name] = map_divided(lambda leaf: self._taken(leaf, next(places), sizes, turned), value)  # noqa: B023
         return replace(self.division, chunks=chunks, sizes=sizes, starts=starts, arguments=arguments, share=None)
 
-    def _taken(self, leaf: DividedValue, place: Place, sizes: Sequence[int], turned: bool) -> DividedValue:
+    def _taken(self, leaf: DividedValue, place: InputTensor, sizes: Sequence[int], turned: bool) -> DividedValue:
         if isinstance(leaf, CutTensor):
             found = _rows_of(leaf.value, leaf.dim, self.chosen)
             if place in self.edits:
@@ -149,7 +149,7 @@ class TriedRows:
         return [self.chosen[at] for at in (self.order[::-1] if turned else self.order)]
 
 
-def places_of(division: Division) -> Iterator[tuple[Place, DividedValue]]:
+def places_of(division: Division) -> Iterator[tuple[InputTensor, DividedValue]]:
     """The values of a mini-batch, each with its place."""
     for name, value in division.arguments.items():
         for number, leaf in enumerate(divided_leaves(value)):
@@ -197,7 +197,7 @@ def _in_halves(chosen: Sequence[int]) -> list[int]:
     return [*first, *(row for at, row in enumerate(chosen) if at % 4 in (1, 2))]
 
 
-def _places(name: str) -> Iterator[Place]:
+def _places(name: str) -> Iterator[InputTensor]:
     """A place for each value in an argument, in their order."""
     return ((name, number) for number in count())
 

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from pippy.drivers.batch.division import Division
-from pippy.drivers.compare.asked import Asked
+from pippy.drivers.compare.asked import TrialNotes
 from pippy.drivers.driver.data.sent_datasets import SentDatasets
 from pippy.drivers.driver.steps.asked_outputs import values_to_return
 from pippy.drivers.driver.steps.programs import DriverPrograms
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.protocol.steps import StepReturning
-from pippy.drivers.protocol.trials import Difference, ForgetTrials, Purpose, Trial
+from pippy.drivers.protocol.trials import ForgetTrials, Purpose, RunTrial, TrialDifference
 from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.ir.run.keyed_draws import RandomStep
 from pippy.ir.run.stage_backward import loss_inside
@@ -29,8 +29,8 @@ class Tried:
     losses: tuple[float, ...]
     weights: tuple[float, ...]
     dtype: torch.dtype
-    differences: tuple[Difference, ...]
-    asked: Asked
+    differences: tuple[TrialDifference, ...]
+    asked: TrialNotes
     is_finite: bool
 
     @property
@@ -83,7 +83,7 @@ class TrialSteps:
         assert returned is not None
         returns = self.placed.returns(returned)
         bodies = {
-            rank: Trial(
+            rank: RunTrial(
                 StepReturning(
                     sent.number,
                     True,
@@ -109,7 +109,7 @@ class TrialSteps:
             tuple(
                 each for rank in ranks for each in answers[rank].differences if self.buffers or each.kind != "buffer"
             ),
-            Asked(
+            TrialNotes(
                 tuple(dict.fromkeys(each for rank in ranks for each in answers[rank].asked.questions)),
                 tuple(each for rank in ranks for each in answers[rank].asked.chosen),
             ),

@@ -16,7 +16,7 @@ from pippy.drivers.base.errors import DriverError
 from pippy.ir.base.brief import brief
 from pippy.ir.base.names import LOSS
 from pippy.ir.base.trees import describe
-from pippy.ir.call.signature import signature_of
+from pippy.ir.call.signature import call_signature
 from pippy.ir.record.compiled import Compiled
 
 _NAME = "outputs"
@@ -61,7 +61,7 @@ def asked_outputs(
     """What ``outputs`` of a call asks for, and the keyword arguments of the model: it may be one of those."""
     if outputs is None:
         return None, kwargs
-    parameters = signature_of(compiled).parameters.values()
+    parameters = call_signature(compiled).parameters.values()
     named = any(each.name == _NAME for each in parameters) and not _by_position(compiled, args, kwargs)
     takes = named or any(each.kind is each.VAR_KEYWORD for each in parameters)
     if not isinstance(outputs, bool):
@@ -85,6 +85,6 @@ def _by_position(compiled: Compiled, args: Sequence[Any], kwargs: Mapping[str, A
     """Whether the model's own argument of that name is among the positional arguments."""
     own = args if compiled.target_name is None or compiled.target_name in kwargs else args[:-1]
     try:
-        return _NAME in signature_of(compiled).bind_partial(*own).arguments
+        return _NAME in call_signature(compiled).bind_partial(*own).arguments
     except TypeError:  # too many; the call is refused later
         return True

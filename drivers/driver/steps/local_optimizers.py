@@ -17,7 +17,7 @@ _trained_by: Any = WeakIdKeyDictionary()  # from a parameter of this process to 
 _hooks: list[Any] = []
 
 
-def watch(parameters: Iterable[torch.Tensor], commands: DriverCommands) -> None:
+def watch_local_optimizers(parameters: Iterable[torch.Tensor], commands: DriverCommands) -> None:
     """From now on, an optimizer that steps these parameters, all without gradients, raises if the driver has trained."""
     if not _hooks:
         _hooks.append(register_optimizer_step_post_hook(_check))

@@ -9,7 +9,7 @@ from pippy.drivers.batch.whole_batch_gradients import check_changed_parameters, 
 from pippy.drivers.choice.auto import Auto, auto_placement
 from pippy.drivers.choice.auto_memory import AutoWithinMemory
 from pippy.drivers.choice.measurements import UNMEASURED, StepPurpose
-from pippy.drivers.choice.memory_fit import Call
+from pippy.drivers.choice.memory_fit import DividedCall
 from pippy.drivers.lowering.lower import Lowered, lower
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.plan import Program, add_recompute, make_schedule
@@ -140,7 +140,7 @@ class DriverPrograms:
         purpose, program = auto.peek(chunks, self._made)
         return self._send(chunks, purpose.program, program)
 
-    def for_step(self, chunks: int, trains: bool, call: Call | None = None) -> tuple[StepPurpose, SentProgram]:
+    def for_step(self, chunks: int, trains: bool, call: DividedCall | None = None) -> tuple[StepPurpose, SentProgram]:
         """The program of the step that comes now, and what it is measured for."""
         auto = self.schedule.auto
         if auto is None or not trains:
@@ -148,7 +148,7 @@ class DriverPrograms:
         purpose, program = auto.next(chunks, self._made, call)
         return purpose, self._send(chunks, purpose.program, program)
 
-    def count_of_chunks(self, call: Call, trains: bool) -> int:
+    def count_of_chunks(self, call: DividedCall, trains: bool) -> int:
         """Into how many micro-batches to cut a call that leaves that to the driver."""
         assert isinstance(self.schedule.auto, AutoWithinMemory)
         return self.schedule.auto.count_of_chunks(self._made, call, trains)

@@ -163,10 +163,10 @@ class Results:
         return value
 
 
-def joined(values: Any, more: Any) -> Any:
+def joined_micro_batches(values: Any, more: Any) -> Any:
     """The values of some micro-batches, and those of the ones that come after them.
 
-    >>> joined(torch.ones(1), torch.zeros(2))
+    >>> joined_micro_batches(torch.ones(1), torch.zeros(2))
     tensor([1., 0., 0.])
     """
     if isinstance(values, torch.Tensor) and isinstance(more, torch.Tensor) and values.dtype == more.dtype:

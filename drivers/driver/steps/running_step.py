@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pippy.drivers.driver.steps.results import Results, joined
+from pippy.drivers.driver.steps.results import Results, joined_micro_batches
 from pippy.drivers.protocol.steps import StepResult
 from pippy.drivers.session.command_log import PendingCommand
 from pippy.drivers.session.session import Session
@@ -40,7 +40,7 @@ class RunningStep:
         for answer in answers.values():  # in the order of the replicas
             self._results.weights = answer.weights or self._results.weights
             for name, value in answer.values.items():
-                values[name] = joined(values[name], value) if name in values else value
+                values[name] = joined_micro_batches(values[name], value) if name in values else value
         by_chance = [each for answer in answers.values() for each in answer.by_chance]
         self._result = self._results.assemble(values, by_chance)
         self._accepted()

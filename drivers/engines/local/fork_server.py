@@ -34,11 +34,11 @@ NEEDED = ("torch", "torch.fx.experimental.symbolic_shapes")
 # The first packet is the controller's sys.path; without it the import of pippy could fail.
 BOOT = (
     "import pickle, socket, sys; s = socket.socket(fileno=int(sys.argv[1])); sys.path[:] = pickle.loads(s.recv(1 << 20)); "
-    "from pippy.drivers.engines.local.fork_server import main; main(s)"
+    "from pippy.drivers.engines.local.fork_server import run_fork_server; run_fork_server(s)"
 )
 
 
-def main(controller: socket.socket) -> None:
+def run_fork_server(controller: socket.socket) -> None:
     """Run the fork server, from its first packet to its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the thread that opened the cluster may have blocked any

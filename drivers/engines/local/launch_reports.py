@@ -10,7 +10,7 @@ import signal
 import socket
 from dataclasses import dataclass, replace
 
-LONGEST = 1 << 16  # a traceback is cut to this many characters; one packet of the socket holds it
+LONGEST_TRACEBACK = 1 << 16  # a traceback is cut to this many characters; one packet of the socket holds it
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,6 @@ def killed_for_memory() -> int:
 def report(controller: socket.socket, message: Ready | Failed | Died) -> None:
     """Send a report, if the controller is there."""
     if isinstance(message, Failed):
-        message = replace(message, text=message.text[-LONGEST:])
+        message = replace(message, text=message.text[-LONGEST_TRACEBACK:])
     with contextlib.suppress(OSError):
         controller.send(pickle.dumps(message), socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)

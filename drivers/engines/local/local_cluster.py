@@ -23,7 +23,7 @@ from pippy.drivers.engines.arguments import (
     worker_names,
 )
 from pippy.drivers.engines.cluster import Cluster
-from pippy.drivers.engines.current_cluster import check_none_open, opened, opening
+from pippy.drivers.engines.current_cluster import check_none_open, note_opened_cluster, opening
 from pippy.drivers.engines.engine import start
 from pippy.drivers.engines.lazy_cluster import note_local_cluster
 from pippy.drivers.engines.local.launch_config import LaunchConfig
@@ -116,7 +116,7 @@ def _started(config: LaunchConfig, timeout: float, start_timeout: float) -> Clus
         if config.uses_rpc:
             rpc.take_reports(session.report_lost)
         routes = Routes.of_host(config.names, socket.gethostname(), not config.uses_rpc, config.devices)
-        return opened(
+        return note_opened_cluster(
             Cluster(config.names, session, engine, torch.device(config.devices[0]).type, routes), config.uses_rpc
         )
     except BaseException:

@@ -20,11 +20,11 @@ _REQUESTS = 512
 
 
 @dataclass(frozen=True)
-class Link:
+class NetworkInterface:
     """A network interface, and the address of this host there; None where it is not known.
 
     >>> link_named("lo")
-    Link(interface='lo', address='127.0.0.1')
+    NetworkInterface(interface='lo', address='127.0.0.1')
     """
 
     interface: str | None = None
@@ -36,7 +36,7 @@ class Link:
         return self.address is not None and not ip_address(self.address).is_loopback
 
 
-def link_of_rank(rank_info: RankInfo) -> tuple[Link, str]:
+def link_of_rank(rank_info: RankInfo) -> tuple[NetworkInterface, str]:
     """The interface on which a rank listens: the one that leads to rank 0; loopback if all ranks are on one host.
 
     torch would choose the address of the host's name, which other hosts often cannot reach. The text says what is wrong with an
@@ -72,20 +72,20 @@ def chosen() -> tuple[str, str] | None:
     return None
 
 
-def link_named(name: str) -> Link:
+def link_named(name: str) -> NetworkInterface:
     """The interface of this name, with its first address.
 
     >>> link_named("none")
-    Link(interface='none', address=None)
+    NetworkInterface(interface='none', address=None)
     """
-    return Link(name, next((address for interface, address in addresses() if interface == name), None))
+    return NetworkInterface(name, next((address for interface, address in addresses() if interface == name), None))
 
 
-def link_to(host: str, port: int) -> Link:
+def link_to(host: str, port: int) -> NetworkInterface:
     """The interface that leads to a host, by its name or an address. Nothing is sent.
 
     >>> link_to("127.0.0.1", 1)
-    Link(interface='lo', address='127.0.0.1')
+    NetworkInterface(interface='lo', address='127.0.0.1')
     """
     with suppress(OSError):
         for family, kind, protocol, _, there in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
@@ -94,8 +94,10 @@ def link_to(host: str, port: int) -> Link:
                 own = probe.getsockname()[0]
                 if ip_address(own).is_loopback:
                     return link_named(LOOPBACK)
-                return Link(next((interface for interface, address in addresses() if address == own), None), own)
-    return Link()
+                return NetworkInterface(
+                    next((interface for interface, address in addresses() if address == own), None), own
+                )
+    return NetworkInterface()
 
 
 def _of_version_4() -> list[tuple[str, str]]:

@@ -13,10 +13,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.engines.routes import Routes
-from pippy.drivers.engines.torchrun.interfaces import Link, chosen, link_to
+from pippy.drivers.engines.torchrun.interfaces import NetworkInterface, chosen, link_to
 from pippy.drivers.engines.torchrun.neighbours import (
     Neighbours,
-    Pair,
+    SocketPair,
     apart,
     close_all,
     meet_neighbours,
@@ -51,10 +51,10 @@ class Meeting:
 
     addresses: list[Address]
     routes: Routes
-    sockets: Pair | None = None
+    sockets: SocketPair | None = None
     connections: ControllerConnections = field(default_factory=ControllerConnections)
     near: frozenset[int] = frozenset()
-    link: Link = field(default_factory=Link)
+    link: NetworkInterface = field(default_factory=NetworkInterface)
     number: int = 0
 
 
@@ -63,7 +63,7 @@ def meet(
     names: Sequence[str],
     timeout: float,
     transport: str | None,
-    link: Link,
+    link: NetworkInterface,
     trouble: str = "",
     device: str = "cpu",
 ) -> Meeting:
@@ -111,7 +111,7 @@ def meet(
     return meeting
 
 
-def _agree(board: RankBoard, hosts: Sequence[str], where: Sequence[str], link: Link) -> Link:
+def _agree(board: RankBoard, hosts: Sequence[str], where: Sequence[str], link: NetworkInterface) -> NetworkInterface:
     """Raise if one of the ranks cannot join. Returns the interface on which this rank listens.
 
     A host whose name leads to its own loopback interface takes the one that leads to another host's address.

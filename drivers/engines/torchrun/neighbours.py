@@ -21,7 +21,7 @@ from pathlib import Path
 from pippy.drivers.engines.torchrun.rank_board import RankBoard
 from pippy.drivers.wire.memory import create_shared, map_shared, no_descriptor
 
-Pair = tuple[socket.socket, socket.socket]  # for messages, and for urgent ones
+SocketPair = tuple[socket.socket, socket.socket]  # for messages, and for urgent ones
 
 _GREETING = struct.Struct("<I32s")  # a rank, and what the memory beside it begins with
 _CREDENTIALS = struct.Struct("3i")
@@ -40,8 +40,8 @@ class Neighbours:
 
     groups: tuple[tuple[int, ...], ...]
     reasons: Mapping[int, str] = field(default_factory=dict)
-    own: Pair | None = None
-    ends: Mapping[int, Pair] = field(default_factory=dict)
+    own: SocketPair | None = None
+    ends: Mapping[int, SocketPair] = field(default_factory=dict)
 
     def of(self, rank: int) -> tuple[int, ...]:
         """The group of a rank."""
@@ -90,7 +90,7 @@ def meet_neighbours(board: RankBoard, hosts: Sequence[str]) -> Neighbours:
     return found
 
 
-def two_pairs() -> tuple[Pair, Pair]:
+def two_pairs() -> tuple[SocketPair, SocketPair]:
     """The two ends of two sockets, which only those can use to whom they are handed."""
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
     return (pairs[0][0], pairs[1][0]), (pairs[0][1], pairs[1][1])
@@ -111,9 +111,9 @@ def _without(groups: Sequence[Sequence[int]], alone: Mapping[int, str]) -> tuple
 # -- the first rank of a host
 
 
-def _welcome(board: RankBoard, others: Sequence[int]) -> dict[int, Pair]:
+def _welcome(board: RankBoard, others: Sequence[int]) -> dict[int, SocketPair]:
     """Let the others in. Returns the sockets to those that are."""
-    came: dict[int, Pair] = {}
+    came: dict[int, SocketPair] = {}
     refused, why = {}, ""
     with ExitStack() as stack:
         door = None
@@ -158,7 +158,7 @@ def _open_door(size: int) -> Iterator[tuple[str, socket.socket]]:
         yield f"/proc/{os.getpid()}/fd/{found}", door
 
 
-def _let_in(door: socket.socket, came: dict[int, Pair]) -> str:
+def _let_in(door: socket.socket, came: dict[int, SocketPair]) -> str:
     """Accept all that wait, and take their sockets. Returns why one could not be let in, if so."""
     why = ""
     while True:
@@ -176,7 +176,7 @@ def _let_in(door: socket.socket, came: dict[int, Pair]) -> str:
                 why = str(error)
 
 
-def _greeted(end: socket.socket) -> tuple[int, Pair]:
+def _greeted(end: socket.socket) -> tuple[int, SocketPair]:
     """Who has come in, and its sockets. Raises OSError unless the two processes can share memory."""
     _check_same_user(end)
     end.setblocking(False)
@@ -196,7 +196,7 @@ def _greeted(end: socket.socket) -> tuple[int, Pair]:
 # -- the others
 
 
-def _come_in(board: RankBoard, first: int) -> Pair | None:
+def _come_in(board: RankBoard, first: int) -> SocketPair | None:
     """Go to the first rank of this host. Returns the sockets to it, or None and writes why."""
     ((place, why),) = board.read("door of", [first])
     pair = None
@@ -209,7 +209,7 @@ def _come_in(board: RankBoard, first: int) -> Pair | None:
     return pair
 
 
-def _hand_over(place: str, rank: int) -> Pair:
+def _hand_over(place: str, rank: int) -> SocketPair:
     """Make two sockets, and hand their other ends to the first rank, beside memory whose content it is told."""
     with ExitStack() as used, ExitStack() as undo:
         descriptor, memory = create_shared(4096)

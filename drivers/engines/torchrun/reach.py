@@ -19,7 +19,7 @@ from pippy.drivers.wire.messages.far_door import socket_for
 WITHIN = 10.0  # seconds: TCP asks again after 1, 3 and 7
 _LINES = 8  # that a message has of them
 
-Place = tuple[str, int]
+SocketAddress = tuple[str, int]
 
 
 def check_reach(board: RankBoard, where: Sequence[str], hosts: Sequence[str], address: str | None) -> None:
@@ -58,14 +58,14 @@ def check_reach(board: RankBoard, where: Sequence[str], hosts: Sequence[str], ad
         )
 
 
-def _open_door(opened: ExitStack, address: str, guests: int) -> Place:
+def _open_door(opened: ExitStack, address: str, guests: int) -> SocketAddress:
     door = opened.enter_context(socket_for(address))
     door.bind((address, 0))
     door.listen(guests)
     return door.getsockname()[:2]
 
 
-def out_of_reach(places: Mapping[int, Place], seconds: float) -> dict[int, str]:
+def out_of_reach(places: Mapping[int, SocketAddress], seconds: float) -> dict[int, str]:
     """Connect with all of these at once, and with each only for a moment. Returns those that could not be had, and why.
 
     >>> door = socket.create_server(("127.0.0.1", 0))

@@ -27,14 +27,14 @@ from pippy.drivers.engines.arguments import (
     worker_names,
 )
 from pippy.drivers.engines.cluster import Cluster
-from pippy.drivers.engines.current_cluster import check_none_open, opened
+from pippy.drivers.engines.current_cluster import check_none_open, note_opened_cluster
 from pippy.drivers.engines.engine import start
 from pippy.drivers.engines.kept_memory import keep_freed_memory
 from pippy.drivers.engines.lazy_cluster import current_lazy_cluster
 from pippy.drivers.engines.local.launch_config import CONTROLLER
 from pippy.drivers.engines.local.local_cluster import local_cluster
 from pippy.drivers.engines.routes import on_devices
-from pippy.drivers.engines.torchrun.interfaces import Link, link_of_rank
+from pippy.drivers.engines.torchrun.interfaces import NetworkInterface, link_of_rank
 from pippy.drivers.engines.torchrun.meeting import Meeting, meet
 from pippy.drivers.engines.torchrun.rank_info import RankInfo
 from pippy.drivers.engines.torchrun.torchrun_engine import TorchrunEngine
@@ -203,7 +203,7 @@ def _worker(
     )
 
 
-def _join(rank_info: RankInfo, timeout: float, link: Link, number: int = 0) -> None:
+def _join(rank_info: RankInfo, timeout: float, link: NetworkInterface, number: int = 0) -> None:
     name = rank_info.rpc_name(rank_info.index) if rank_info.rank else CONTROLLER
     try:
         rpc.join(name, rank_info.rank, rank_info.world_size, "env://", "uv", link.interface, timeout, number)
@@ -250,4 +250,4 @@ def _control(
             f"worker {met.routes.names[at]!r} shares no memory with the others of its host, and passes values as to another "
             f"host, which is slower ({met.routes.far}): {why}"
         )
-    return opened(Cluster(met.routes.names, session, engine, device_type, met.routes), by_rpc=True)
+    return note_opened_cluster(Cluster(met.routes.names, session, engine, device_type, met.routes), by_rpc=True)

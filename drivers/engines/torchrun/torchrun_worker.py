@@ -127,7 +127,7 @@ class TorchrunWorker:
         if not isinstance(message, Leave):
             return self.worker.urgent(message)
         if message.why is not None and not message.now:
-            say(f"worker {self.name!r} (pid {os.getpid()}) leaves: {message.why}")
+            write_error_line(f"worker {self.name!r} (pid {os.getpid()}) leaves: {message.why}")
         rpc.stderr_filter.start()
         self.values.end()
         if message.now:
@@ -155,7 +155,7 @@ class TorchrunWorker:
         """End a process whose stage goes on computing. Of one that has left the cluster, say what goes on."""
         who = f"worker {self.name!r} (pid {os.getpid()})"
         if not self.left:
-            end_process(
+            end_rank(
                 f"{who} ends itself: {LEAVES_WITHIN:g} s after its cluster was closed it was still at {self.worker.doing()}"
             )
         rpc.stderr_filter.stop()
@@ -165,7 +165,9 @@ class TorchrunWorker:
         what = (
             f"its threads {', '.join(map(repr, threads))}" if threads else "an exit handler, or a finally of the script"
         )
-        say(f"the process of {who} goes on {LEAVES_WITHIN:g} s after it has left its cluster: it waits for {what}")
+        write_error_line(
+            f"the process of {who} goes on {LEAVES_WITHIN:g} s after it has left its cluster: it waits for {what}"
+        )
 
     def watch(self, controller: str, timeout: float) -> None:
         """End this process when the controller has ended: at once if the connection to it breaks.
@@ -192,7 +194,7 @@ class TorchrunWorker:
 
     def _gone(self, why: str) -> None:
         if not self.messages.ended:
-            end_process(f"worker {self.name!r} (pid {os.getpid()}) ends itself: {why}")
+            end_rank(f"worker {self.name!r} (pid {os.getpid()}) ends itself: {why}")
 
 
 def answers(controller: str, timeout: float) -> bool:
@@ -213,15 +215,15 @@ def answers(controller: str, timeout: float) -> bool:
     return False
 
 
-def end_process(why: str) -> NoReturn:
+def end_rank(why: str) -> NoReturn:
     """End this process at once: the main thread may be computing, or may wait without an end."""
     try:
         rpc.stderr_filter.stop()
-        say(why)
+        write_error_line(why)
     finally:  # also where there is no memory for the line
         os._exit(1)
 
 
-def say(what: str) -> None:
+def write_error_line(what: str) -> None:
     """Write a line to standard error."""
     print(f"pippy: {what}", file=sys.stderr, flush=True)

@@ -17,7 +17,7 @@ import torch
 
 from pippy.drivers.wire.gpu.accelerator import Accelerator, Event
 from pippy.drivers.wire.value_layout import is_plain_tensor, strides_of
-from pippy.ir.base.sparse_tensors import from_parts, is_sparse, parts_of
+from pippy.ir.base.sparse_tensors import form_and_parts, from_parts, is_sparse
 from pippy.ir.base.trees import map_tensors
 
 
@@ -113,6 +113,6 @@ def _copied(tensor: torch.Tensor, copied: Callable[[torch.Tensor], torch.Tensor]
     if is_plain_tensor(tensor):
         return copied(tensor.detach()).requires_grad_(tensor.requires_grad)
     if is_sparse(tensor):
-        form, parts = parts_of(tensor)
+        form, parts = form_and_parts(tensor)
         return from_parts(form, [copied(part) for part in parts])
     return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
-from pippy.ir.base.sparse_tensors import is_sparse, parts_of
+from pippy.ir.base.sparse_tensors import form_and_parts, is_sparse
 
 
 def unscaled(gradients: Mapping[int, torch.Tensor], scale: float) -> tuple[dict[int, torch.Tensor], list[int]]:
@@ -18,7 +18,9 @@ def unscaled(gradients: Mapping[int, torch.Tensor], scale: float) -> tuple[dict[
     ({7: tensor([2.]), 9: tensor([inf])}, [9])
     """
     found = {key: gradient.float() if gradient.dtype.itemsize == 2 else gradient for key, gradient in gradients.items()}
-    values = {key: parts_of(gradient)[1][-1] if is_sparse(gradient) else gradient for key, gradient in found.items()}
+    values = {
+        key: form_and_parts(gradient)[1][-1] if is_sparse(gradient) else gradient for key, gradient in found.items()
+    }
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for each in values.values():
         alike[each.device, each.dtype].append(each)

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pippy.drivers.batch.division import Division, divided_leaves
-from pippy.drivers.compare.asked import Asked, Chosen, Place, Question
+from pippy.drivers.compare.asked import ComputedChoice, InputTensor, Question, TrialNotes
 from pippy.ir.base import source
 from pippy.ir.base.trees import tensors
 
@@ -70,11 +70,11 @@ class Watch(TorchFunctionMode):
         self._choices: Any = WeakTensorKeyDictionary()  # what is computed from the choice of each row
         self._means: Any = WeakTensorKeyDictionary()  # and over rows
         self._questions: dict[Question, None] = {}
-        self._chosen: list[Chosen] = []
+        self._chosen: list[ComputedChoice] = []
 
-    def asked(self) -> Asked:
+    def asked(self) -> TrialNotes:
         """What was noted."""
-        return Asked(tuple(self._questions), tuple(self._chosen))
+        return TrialNotes(tuple(self._questions), tuple(self._chosen))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -101,7 +101,7 @@ class Watch(TorchFunctionMode):
         if name in ("truediv", "div", "divide") and made.numel() == 1 and len(args) > 1:
             self._note_divisor(args[1])
 
-    def _place(self, tensor: torch.Tensor) -> Place | None:
+    def _place(self, tensor: torch.Tensor) -> InputTensor | None:
         found = self._storages.get(tensor.untyped_storage().data_ptr())
         return found if found is not None else self._derived.get(tensor)
 
@@ -135,7 +135,7 @@ class Watch(TorchFunctionMode):
         elif not made.requires_grad and name in _SAME_CHOICES and any(each in self._choices for each in given):
             if name in _OVER_ROWS and _is_over_rows(first, args, kwargs):
                 alike = (first == first[:1]).flatten(1).all(1) if first.dim() > 1 else first == first[0]
-                self._means[made] = Chosen(_here(), float(alike.sum()), float(len(first)), ranked=True)
+                self._means[made] = ComputedChoice(_here(), float(alike.sum()), float(len(first)), ranked=True)
             else:
                 self._choices[made] = True
 
@@ -168,7 +168,7 @@ class Watch(TorchFunctionMode):
     def _note_divisor(self, divisor: Any) -> None:
         counted = self._masks.get(divisor) if isinstance(divisor, torch.Tensor) else None
         if counted is not None:
-            self._chosen.append(Chosen(_here(), *counted))
+            self._chosen.append(ComputedChoice(_here(), *counted))
 
 
 def _is_index(tensor: torch.Tensor) -> bool:
@@ -182,7 +182,7 @@ def _is_over_rows(tensor: torch.Tensor, args: Any, kwargs: Mapping[str, Any]) ->
     return any(each in (0, -tensor.dim()) for each in dims)
 
 
-def _chosen_for(mean: torch.Tensor) -> Iterator[Chosen]:
+def _chosen_for(mean: torch.Tensor) -> Iterator[ComputedChoice]:
     """The choices by a mask that a mean is made of, found in autograd's graph."""
     todo: list[Any] = [mean.grad_fn]
     seen: set[Any] = set()
@@ -193,10 +193,10 @@ def _chosen_for(mean: torch.Tensor) -> Iterator[Chosen]:
         seen.add(node)
         if node.name().startswith("IndexBackward"):
             masks = [each for each in node._saved_indices if each is not None and each.dtype == torch.bool]
-            yield from (Chosen(_here(), float(mask.sum()), float(mask.numel())) for mask in masks)
+            yield from (ComputedChoice(_here(), float(mask.sum()), float(mask.numel())) for mask in masks)
         elif node.name().startswith("MaskedSelect"):
             mask = node._saved_mask
-            yield Chosen(_here(), float(mask.sum()), float(mask.numel()))
+            yield ComputedChoice(_here(), float(mask.sum()), float(mask.numel()))
         todo += [each for each, _ in node.next_functions]
 
 

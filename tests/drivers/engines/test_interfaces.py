@@ -7,10 +7,10 @@ import pytest
 
 from exps.peers.hosts import NoHosts, hosts, ip
 from pippy.drivers.engines.torchrun import interfaces
-from pippy.drivers.engines.torchrun.interfaces import Link, addresses, link_named, link_of_rank, link_to
+from pippy.drivers.engines.torchrun.interfaces import NetworkInterface, addresses, link_named, link_of_rank, link_to
 from pippy.drivers.engines.torchrun.rank_info import RankInfo
 
-LOOPBACK = Link("lo", "127.0.0.1")
+LOOPBACK = NetworkInterface("lo", "127.0.0.1")
 
 
 @pytest.fixture(autouse=True)
@@ -35,13 +35,17 @@ def test_the_environment_names_it(environment):
     assert link_of_rank(RankInfo(0, 2, 0, 1, True)) == (LOOPBACK, "")
     environment.setenv("TP_SOCKET_IFNAME", "eth7")
     link, trouble = link_of_rank(RankInfo(0, 2, 0, 1, True))
-    assert link == Link("eth7") and "TP_SOCKET_IFNAME is 'eth7'" in trouble and "address are lo" in trouble
+    assert link == NetworkInterface("eth7") and "TP_SOCKET_IFNAME is 'eth7'" in trouble and "address are lo" in trouble
     environment.setenv("TP_SOCKET_IFNAME", "")
     assert link_of_rank(RankInfo(0, 2, 0, 1, True)) == (LOOPBACK, "")
 
 
 def test_what_leads_nowhere():
-    assert link_to("no-such-host.invalid", 1) == Link() and not Link().leaves and link_named("none").address is None
+    assert (
+        link_to("no-such-host.invalid", 1) == NetworkInterface()
+        and not NetworkInterface().leaves
+        and link_named("none").address is None
+    )
 
 
 ASK = (
@@ -64,4 +68,7 @@ def test_addresses_of_both_versions_and_a_second_one():
     except NoHosts as error:
         pytest.skip(str(error))
     assert "('eth0', '10.99.9.1'), ('eth0', '10.99.7.1')" in said and "fe80" not in said
-    assert "Link(interface='eth0', address='10.99.7.1') Link(interface='eth0', address='fd00:7::1')" in said
+    assert (
+        "NetworkInterface(interface='eth0', address='10.99.7.1') NetworkInterface(interface='eth0', address='fd00:7::1')"
+        in said
+    )

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.engines.torchrun import meeting, rank_terms
-from pippy.drivers.engines.torchrun.interfaces import Link
+from pippy.drivers.engines.torchrun.interfaces import NetworkInterface
 from pippy.drivers.engines.torchrun.neighbours import close_all, two_pairs
 from pippy.drivers.engines.torchrun.rank_info import RankInfo
 from pippy.drivers.engines.torchrun.torchrun_engine import TorchrunEngine
@@ -42,7 +42,9 @@ def meet(monkeypatch):
         info = RankInfo(rank, len(hosts), rank, len(hosts), controller_hosts)
         names = [f"w{i}" for i in range(info.workers)]
         try:
-            return meeting.meet(info, names, 20.0, transport, links.get(rank, Link()), troubles.get(rank, ""))
+            return meeting.meet(
+                info, names, 20.0, transport, links.get(rank, NetworkInterface()), troubles.get(rank, "")
+            )
         except ClusterError as error:
             return error
 
@@ -120,10 +122,10 @@ def test_a_module_that_differs_on_one_host_is_named_by_all(meet, monkeypatch):
 
 def test_a_host_whose_own_name_is_its_loopback_listens_where_another_host_is_reached(meet, monkeypatch):
     """Rank 0 knows MASTER_ADDR as 127.0.1.1, as Debian writes it; rank 1 knows the address that others reach."""
-    found = Link("eth0", "10.0.0.1")
+    found = NetworkInterface("eth0", "10.0.0.1")
     monkeypatch.setattr(meeting, "check_reach", lambda *_: None)  # these addresses are nobody's
     monkeypatch.setattr(meeting, "link_to", lambda host, port: found if host == "10.0.0.2" else None)
-    links = {0: Link("lo", "127.0.0.1"), 1: Link("eth0", "10.0.0.2")}
+    links = {0: NetworkInterface("lo", "127.0.0.1"), 1: NetworkInterface("eth0", "10.0.0.2")}
     assert [each.link for each in meet("ab", links=links)] == [found, links[1]]
     monkeypatch.setenv("TP_SOCKET_IFNAME", "lo")
     assert [each.link for each in meet("ab", links=links)[2:]] == [links[0], links[1]]

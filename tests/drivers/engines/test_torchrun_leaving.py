@@ -89,7 +89,7 @@ def test_a_worker_that_had_no_memory_when_its_controller_went_ends(ended, monkey
 
     def watch(to, seconds, broken):
         if told:
-            monkeypatch.setattr(torchrun_worker, "say", no_memory)
+            monkeypatch.setattr(torchrun_worker, "write_error_line", no_memory)
             broken()
         return failed()
 

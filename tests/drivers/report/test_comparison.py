@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from pippy.drivers.base.errors import DriverError
-from pippy.drivers.report.losses import parts
+from pippy.drivers.report.losses import step_parts
 from pippy.drivers.report.rates import BatchSize
 from pippy.drivers.report.record import Recording
 from pippy.drivers.report.units import duration, percent
@@ -42,7 +42,7 @@ def test_the_table_has_both_and_their_differences(page):
     before, after = lasting(3.0, flight=0.5, starting=1.0), lasting(1.0, flight=0.2, adding=2.0)
     before.compare(after, page)
     found = {row[0][0]: [cell for cell, _ in row[1:]] for row in tables(page)[0]}
-    first, second = parts(before.typical), parts(after.typical)
+    first, second = step_parts(before.typical), step_parts(after.typical)
     assert found.pop("part") == ["before", "after", "difference"]
     total = found.pop("the step")
     assert total[:2] == [duration(each.typical.makespan) for each in (before, after)]

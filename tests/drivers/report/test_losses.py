@@ -12,7 +12,7 @@ from pippy.drivers.plan.language.edges import Replicated
 from pippy.drivers.plan.language.instructions import Compute, Receive, Send
 from pippy.drivers.report.activity import Activity, Cause
 from pippy.drivers.report.critical_path import critical_path
-from pippy.drivers.report.losses import Part, losses, parts
+from pippy.drivers.report.losses import StepPart, losses, step_parts
 from tests.drivers.report.test_record import programs, randoms, times
 from tests.drivers.synthetic_steps import slow_stage, stepped
 
@@ -40,7 +40,7 @@ def test_the_critical_path_is_a_chain_of_what_had_to_follow_one_another(
 @given(programs(), randoms, times, times, times, st.none() | times)
 def test_the_parts_add_up_to_the_measured_step(program, dice, flight, starting, ending, adding):
     step = stepped(program, lambda each: dice.random(), flight, starting, ending, adding)
-    found = parts(step)
+    found = step_parts(step)
     assert sum(found.values()) == pytest.approx(step.makespan)
     assert min(found.values()) >= 0
     shown = list(losses(step).values())
@@ -50,16 +50,21 @@ def test_the_parts_add_up_to_the_measured_step(program, dice, flight, starting, 
 def test_each_part_is_what_the_step_would_be_shorter_without_it():
     """A step is made with all of them, and again with one of them taken away."""
     given = {"flight": 0.5, "starting": 3.0, "ending": 1.0, "adding": 2.0}
-    found = parts(slow_stage(3.0, **given))
-    ends = {"flight": Part.TRANSFER, "starting": Part.STARTING, "ending": Part.PYTHON, "adding": Part.ADDING}
+    found = step_parts(slow_stage(3.0, **given))
+    ends = {
+        "flight": StepPart.TRANSFER,
+        "starting": StepPart.STARTING,
+        "ending": StepPart.PYTHON,
+        "adding": StepPart.ADDING,
+    }
     for name, part in ends.items():
         without = slow_stage(3.0, **{key: value for key, value in given.items() if key != name})
         assert found[part] == pytest.approx(slow_stage(3.0, **given).makespan - without.makespan)
     program = slow_stage(3.0).program
     even = float(simulate(program, 1.5, 0.75, 0.75, backward=1.5).makespan)
-    assert found[Part.UNEVEN] == pytest.approx(slow_stage(3.0).makespan - even)
-    assert found[Part.COMPUTING] == pytest.approx(4 * 12.0 / 4)
-    assert found[Part.SCHEDULE] == pytest.approx(even - 12.0)
+    assert found[StepPart.UNEVEN] == pytest.approx(slow_stage(3.0).makespan - even)
+    assert found[StepPart.COMPUTING] == pytest.approx(4 * 12.0 / 4)
+    assert found[StepPart.SCHEDULE] == pytest.approx(even - 12.0)
 
 
 def test_sending_that_keeps_the_sender_from_its_next_pass_is_on_the_path():
@@ -75,8 +80,8 @@ def test_one_slow_pass_is_a_loss_of_its_own():
     """Medians do not show it; whoever waits for it does."""
     program = add_communication(make_schedule("1f1b", workers=3, chunks=5))
     step = stepped(program, lambda each: {"F0.1": 100.0}.get(str(each), float(isinstance(each, Compute))))
-    assert next(iter(losses(step))) == Part.SLOWER
-    assert parts(step)[Part.UNEVEN] == 0
+    assert next(iter(losses(step))) == StepPart.SLOWER
+    assert step_parts(step)[StepPart.UNEVEN] == 0
 
 
 def test_adding_up_is_that_of_the_last_worker_to_bring_gradients():

@@ -22,7 +22,7 @@ from pippy.drivers.wire.pickling import pickle_by_value, pickle_message, unpickl
 from pippy.drivers.wire.received_values import Interrupted
 from pippy.drivers.wire.transport import SentCount
 from pippy.drivers.wire.worker_transport import WorkerTransport
-from pippy.ir.base.sparse_tensors import parts_of
+from pippy.ir.base.sparse_tensors import form_and_parts
 from pippy.ir.base.trees import nbytes
 from tests.drivers.simulated_device import SimulatedDevice
 
@@ -297,9 +297,9 @@ def test_sparse_tensors_arrive_as_they_were(three, name):
 
 def same_sparse(left, right):
     assert type(right) is torch.Tensor and right.is_leaf
-    form, parts = parts_of(left)
-    assert form == parts_of(right)[0]
-    return [same(*pair) for pair in zip(parts, parts_of(right)[1], strict=True)]
+    form, parts = form_and_parts(left)
+    assert form == form_and_parts(right)[0]
+    return [same(*pair) for pair in zip(parts, form_and_parts(right)[1], strict=True)]
 
 
 @pytest.mark.parametrize("size", [3, 100_000])

@@ -16,8 +16,8 @@ from pippy.ir.show.content import Content, StageFigures, content_of
 from pippy.ir.show.diagrams import dot, mermaid
 from pippy.ir.show.notebook import html
 from pippy.ir.show.readable import shortened
-from pippy.ir.show.structure import Box, Copies, Structure, Value, structure_of
-from pippy.ir.show.svg import svg
+from pippy.ir.show.structure import Box, DrawnValue, ParameterCopies, Structure, structure_of
+from pippy.ir.show.svg import pipe_svg
 from tests.ir.show.shown import Named, drawn, example
 from tests.zoo import WAYS, exhibits
 
@@ -75,9 +75,9 @@ def nasty():
     """A content with names that mean something in every language that we write."""
     boxes = (Box("x", "input"), Box(NASTY, "stage"), Box("submod_1", "stage"), Box("output", "output"))
     ways = [(0, (1,)), (1, (2,)), (1, (2, 3)), (2, (3,))]
-    values = tuple(Value(f"{NASTY}{i}", f"v{i}", "parameter", *way, origin=NASTY) for i, way in enumerate(ways))
+    values = tuple(DrawnValue(f"{NASTY}{i}", f"v{i}", "parameter", *way, origin=NASTY) for i, way in enumerate(ways))
     stages = {box.name: StageFigures(box.name, (NASTY,), 1, 4, 0) for box in boxes if box.kind == "stage"}
-    return Content(Structure(boxes, values, (Copies((NASTY,), (1, 2)),), frozenset()), None, stages)
+    return Content(Structure(boxes, values, (ParameterCopies((NASTY,), (1, 2)),), frozenset()), None, stages)
 
 
 def scattered(seed):
@@ -94,11 +94,11 @@ def scattered(seed):
         users = tuple(sorted(choose.sample(later, min(len(later), count))))
         origin = choose.choice(["", "layer.weight"]) if source >= inputs else ""
         name = f"value_{index}" if source >= inputs else boxes[source].name
-        values.append(Value(name, f"v{index}", "parameter" if origin else "value", source, users, origin))
+        values.append(DrawnValue(name, f"v{index}", "parameter" if origin else "value", source, users, origin))
     groups = [
         sorted(choose.sample(range(inputs, inputs + stages), 2)) for _ in range(choose.randrange(4)) if stages > 1
     ]
-    copies = tuple(Copies((f"layer.{index}",), tuple(group)) for index, group in enumerate(groups))
+    copies = tuple(ParameterCopies((f"layer.{index}",), tuple(group)) for index, group in enumerate(groups))
     stages = {box.name: StageFigures(box.name, (), 1, 4, 0) for box in boxes if box.kind == "stage"}
     return Content(Structure(boxes, tuple(values), copies, frozenset()), None, stages)
 
@@ -159,7 +159,7 @@ def test_dot_quotes_what_it_must(name):
 @every_content
 def test_the_svg_is_well_formed_and_names_everything(name):
     content = CONTENTS[name]
-    root = ElementTree.fromstring(svg(content))
+    root = ElementTree.fromstring(pipe_svg(content))
     titles = [(title.text or "").splitlines()[0] for title in root.iter(f"{SVG}title")]
     for named in (*content.structure.boxes, *content.structure.values):
         assert named.name in titles
@@ -172,7 +172,7 @@ def test_the_svg_is_well_formed_and_names_everything(name):
 @every_content
 def test_every_use_has_an_arrow(name):
     structure = CONTENTS[name].structure
-    heads = list(ElementTree.fromstring(svg(CONTENTS[name])).iter(f"{SVG}polygon"))
+    heads = list(ElementTree.fromstring(pipe_svg(CONTENTS[name])).iter(f"{SVG}polygon"))
     assert len(heads) == sum(len(value.users) for value in structure.values)
 
 
@@ -223,7 +223,7 @@ def check_texts(drawing):
 
 @every_content
 def test_no_text_is_crossed_or_covered(name):
-    check_texts(svg(CONTENTS[name]))
+    check_texts(pipe_svg(CONTENTS[name]))
 
 
 @pytest.mark.filterwarnings("ignore:a mark after the model's last operation")
@@ -241,7 +241,7 @@ def test_the_zoo_is_drawn(name, sharing):
 
 @every_content
 def test_no_box_is_crossed_or_covered(name):
-    root = ElementTree.fromstring(svg(CONTENTS[name]))
+    root = ElementTree.fromstring(pipe_svg(CONTENTS[name]))
     boxes = list(rectangles(root))
     for number, box in enumerate(boxes):
         inner = (box[0] + 1, box[1] + 1, box[2] - 1, box[3] - 1)
@@ -252,7 +252,7 @@ def test_no_box_is_crossed_or_covered(name):
 @every_content
 def test_lines_only_cross(name):
     """No two lines run along one another, those of one value left out."""
-    root = ElementTree.fromstring(svg(CONTENTS[name]))
+    root = ElementTree.fromstring(pipe_svg(CONTENTS[name]))
     lines = [list(segments(group)) for group in root.iter(f"{SVG}g") if group.find(f"{SVG}path") is not None]
     for number, one in enumerate(lines):
         for other in lines[number + 1 :]:
@@ -277,14 +277,14 @@ def test_a_chain_goes_straight_down():
 
 
 def test_the_input_that_is_used_first_is_next_to_its_stage():
-    root = ElementTree.fromstring(svg(CONTENTS["example"]))
+    root = ElementTree.fromstring(pipe_svg(CONTENTS["example"]))
     names = [text for text in root.iter(f"{SVG}text") if text.get("font-weight")]
     names.sort(key=lambda text: float(text.get("y")))
     assert [text.text for text in names[:3]] == ["target", "x", "submod_0"]
 
 
 def test_a_parameter_that_travels_and_copies_look_different():
-    root = ElementTree.fromstring(svg(CONTENTS["example"]))
+    root = ElementTree.fromstring(pipe_svg(CONTENTS["example"]))
     strokes = [path.get("stroke") for path in root.iter(f"{SVG}path")]
     dashed = [path.get("stroke") for path in root.iter(f"{SVG}path") if path.get("stroke-dasharray")]
     assert len(set(strokes)) == 3

@@ -14,7 +14,7 @@ from pippy import MultiUseParameterConfig, Pipe, pipe_split, pipeline
 from pippy.ir.show.columns import columns_by_length, columns_in_order, last_use
 from pippy.ir.show.content import content_of
 from pippy.ir.show.drawing import Drawing
-from pippy.ir.show.structure import Value, structure_of
+from pippy.ir.show.structure import DrawnValue, structure_of
 from tests.ir.show.shown import ExampleCode, Guessing, drawn, example
 
 X = torch.randn(4, 8)
@@ -123,7 +123,7 @@ def test_what_is_sent_is_received_or_returned():
     pipe, args = drawn()["four"]
     content = content_of(pipe, args)
     values, boxes, output = content.structure.values, content.structure.boxes, len(content.structure.boxes) - 1
-    sizes: dict[Value, Any] = {value: content.shapes.values[value.node].nbytes for value in values}
+    sizes: dict[DrawnValue, Any] = {value: content.shapes.values[value.node].nbytes for value in values}
     given = sum([sizes[value] * len(value.users) for value in values if boxes[value.source].kind == "input"])
     returned = sum([sizes[value] for value in values if output in value.users])
     forwards = [stage.forward for stage in content.stages.values()]
@@ -184,7 +184,7 @@ def some_values(seed):
     choose = random.Random(seed)
     sources = [choose.randrange(9) for _ in range(15)]
     return [
-        Value(
+        DrawnValue(
             f"v{i}", f"v{i}", "value", source, tuple(sorted(choose.sample(range(source + 1, 11), choose.randrange(3))))
         )
         for i, source in enumerate(sources)

@@ -28,7 +28,7 @@ from pippy import (
     train,
 )
 from pippy.drivers.base.errors import DriverError, MicrobatchError, StepError, WorkerLostError
-from pippy.drivers.batch.items import call_of
+from pippy.drivers.batch.items import call_of_items
 from pippy.drivers.driver.drivers import PipelineDriverFillDrain
 from pippy.drivers.wire.pickling import pickle_message
 from pippy.ir.base.errors import InputError
@@ -628,12 +628,12 @@ def test_mini_batches_that_are_run_as_one(threads):
     driver = PipelineDriver1F1B(pipeline(Chain(2), nn.CrossEntropyLoss()), threads)
     loader, parts = IndexLoader(Rows(x, labels)), [range(7), range(7, 14), range(14, 16)]
     given = [(x[part], labels[part]) for part in parts]
-    calls = [call_of(items, 3) for items in ([loader.batch(part) for part in parts], given)]
+    calls = [call_of_items(items, 3) for items in ([loader.batch(part) for part in parts], given)]
     assert calls[0].chunks == calls[1].chunks == 8
     assert_same(*(step(driver, call.chunks, *call.args) for call in calls))
     other = IndexLoader(Rows(x, labels))
     with pytest.raises(MicrobatchError, match="take all of them from one loader"):
-        call_of([loader.batch(range(7)), other.batch(range(7))], 3)
+        call_of_items([loader.batch(range(7)), other.batch(range(7))], 3)
 
 
 # Ahead of the steps
