@@ -12,8 +12,14 @@ from pippy.drivers.base.interrupts import first_waits
 from pippy.drivers.model.optimizers.stale_models import StaleModels
 from pippy.drivers.model.state.filling import Filling
 from pippy.drivers.placement.placed_pipe import PlacedPipe
-from pippy.drivers.protocol.gradients import ClampGradients, GradientNorms, ReduceGradients, ScaleGradients
-from pippy.drivers.protocol.parameters import Fetch, Store
+from pippy.drivers.protocol.gradients import (
+    ClampGradients,
+    FetchGradients,
+    GradientNorms,
+    ReduceGradients,
+    ScaleGradients,
+)
+from pippy.drivers.protocol.states import GiveState, RestoreState, WorkerState
 from pippy.drivers.session.driver_commands import DriverCommands, GradientState
 from pippy.ir.base.brief import brief
 from pippy.ir.base.compiled_modules import original_of
@@ -34,9 +40,11 @@ class RemoteParameters:
         wanted = list(names)
         by_worker = self.placed.first_locations(wanted, owned=gradients)
         found: dict[str, Any] = dict.fromkeys(wanted)
-        bodies = {worker: Fetch(tuple(own.values()), gradients) for worker, own in by_worker.items()}
-        for worker, tensors in self.commands.call(bodies).items():
-            found.update(zip(by_worker[worker], tensors))
+        kind = FetchGradients if gradients else GiveState
+        bodies = {worker: kind(tuple(own.values())) for worker, own in by_worker.items()}
+        for worker, answer in self.commands.call(bodies).items():
+            own = by_worker[worker]
+            found.update(zip(own, answer) if gradients else {name: answer.tensors[own[name]] for name in own})
         return found
 
     # Gradients
@@ -133,7 +141,7 @@ class RemoteParameters:
             loaded = self.pipe.load_state_dict(state_dict, strict)
             values = {name: state_dict[name].detach().cpu() for name in self._on_workers(state_dict)}
             stores = self.placed.for_all_copies(values)
-            self.commands.call({worker: Store(tensors) for worker, tensors in stores.items()})
+            self.commands.call({worker: RestoreState(WorkerState(own)) for worker, own in stores.items()})
             self.filling.filled(values)
             if not loaded.missing_keys:
                 self.stale.end()

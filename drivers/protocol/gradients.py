@@ -28,6 +28,13 @@ class GradientBucket:
 
 
 @dataclass(frozen=True)
+class FetchGradients:
+    """Give the gradients of the parameters at these locations."""
+
+    locations: tuple[TensorLocation, ...]
+
+
+@dataclass(frozen=True)
 class ReduceGradients:
     """Add up the gradients of replicated parameters, unless that was done."""
 

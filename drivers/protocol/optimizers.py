@@ -34,19 +34,3 @@ class OptimizerStep:
     optimizer: int
     groups: tuple[Mapping[str, Any], ...] | None
     reduce: bool
-
-
-@dataclass(frozen=True)
-class OptimizerState:
-    """Give an optimizer's state for the parameters at these locations."""
-
-    optimizer: int
-    locations: tuple[TensorLocation, ...]
-
-
-@dataclass(frozen=True)
-class LoadOptimizerState:
-    """Replace an optimizer's state."""
-
-    optimizer: int
-    state: Mapping[TensorLocation, Mapping[str, Any]]

@@ -1,4 +1,4 @@
-"""Where a worker has tensors of the model; reading, writing and making them."""
+"""Where a worker has tensors of the model, and making them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,21 +34,6 @@ class ElsewhereTensor:
         """The tensor without numbers that takes its place."""
         tensor = torch.empty(self.shape, dtype=self.dtype, device="meta")
         return nn.Parameter(tensor, requires_grad=False) if self.is_parameter else tensor
-
-
-@dataclass(frozen=True)
-class Fetch:
-    """Give the tensors at these locations, or their gradients."""
-
-    locations: tuple[TensorLocation, ...]
-    gradients: bool = False
-
-
-@dataclass(frozen=True)
-class Store:
-    """Copy these values into the tensors at their locations."""
-
-    tensors: Mapping[TensorLocation, torch.Tensor]
 
 
 @dataclass(frozen=True)

@@ -24,15 +24,16 @@ from pippy.drivers.protocol.checkpoints import TakeState
 from pippy.drivers.protocol.commands import Answer, Command, CommandElsewhere, ZeroGrad
 from pippy.drivers.protocol.held_states import PutBackState
 from pippy.drivers.protocol.kept_states import TakeKept
-from pippy.drivers.protocol.optimizers import LoadOptimizerState, OptimizerStep
-from pippy.drivers.protocol.parameters import Initialize, Store
+from pippy.drivers.protocol.optimizers import OptimizerStep
+from pippy.drivers.protocol.parameters import Initialize
 from pippy.drivers.protocol.peers import NeedsPeers
 from pippy.drivers.protocol.stages import ForgetPeers
+from pippy.drivers.protocol.states import RestoreState
 from pippy.drivers.protocol.urgent import GiveUp
 from pippy.drivers.session.step_errors import given_up_error, late_text, step_error, stuck_error
 from pippy.ir.base.surroundings import Surroundings
 
-_CHANGES = OptimizerStep, Store, LoadOptimizerState, TakeState, TakeKept, Initialize, PutBackState
+_CHANGES = OptimizerStep, RestoreState, TakeState, TakeKept, Initialize, PutBackState
 
 
 def _nothing() -> None:

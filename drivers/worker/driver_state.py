@@ -3,24 +3,31 @@
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from pippy.drivers.batch.columns import DivisionOfColumns
 from pippy.drivers.compare.alike import alike
-from pippy.drivers.protocol.checkpoints import ReadState, TakeState, WriteState, WrittenState
+from pippy.drivers.protocol.checkpoints import ReadState, TakeState, WriteState
 from pippy.drivers.protocol.commands import Command
 from pippy.drivers.protocol.datasets import AddDataset, DatasetSeen
 from pippy.drivers.protocol.generation import AddGeneration, Generate, Generated
-from pippy.drivers.protocol.gradients import ClampGradients, GradientNorms, ReduceGradients, ScaleGradients
+from pippy.drivers.protocol.gradients import (
+    ClampGradients,
+    FetchGradients,
+    GradientNorms,
+    ReduceGradients,
+    ScaleGradients,
+)
 from pippy.drivers.protocol.held_states import HoldState, PutBackState
 from pippy.drivers.protocol.kept_states import KeepState, TakeKept
-from pippy.drivers.protocol.optimizers import LoadOptimizerState, MakeOptimizer, OptimizerState, OptimizerStep
-from pippy.drivers.protocol.parameters import Fetch, Initialize, Store, TensorLocation
+from pippy.drivers.protocol.optimizers import MakeOptimizer, OptimizerStep
+from pippy.drivers.protocol.parameters import Initialize, TensorLocation
 from pippy.drivers.protocol.programs import AddProgram
 from pippy.drivers.protocol.stages import Load
+from pippy.drivers.protocol.states import GiveState, RestoreState, WorkerState
 from pippy.drivers.protocol.steps import StageFlags, Step, StepResult, StepReturning
 from pippy.drivers.protocol.trials import ForgetTrials, RunTrial, TrialResult
 from pippy.drivers.wire.gpu.copies import DeviceCopies
@@ -47,6 +54,7 @@ from pippy.drivers.worker.out_of_order import OutOfOrderExecutor
 from pippy.drivers.worker.state.held_state import HeldState
 from pippy.drivers.worker.state.initialization import initialize
 from pippy.drivers.worker.state.kept_states import KeptStates
+from pippy.drivers.worker.state.snapshots import Snapshots
 from pippy.drivers.worker.state.state_reader import StateReader
 from pippy.drivers.worker.state.state_writer import StateWriter
 from pippy.drivers.worker.step_context import StepContext, StepDevice
@@ -91,9 +99,10 @@ class DriverState:
         self.running: Executor | None = None
         self.hooks_looked_at = False  # whether hooks of modules are known to change nothing that the script would miss
         self.generation: Generation | None = None
-        self.writer, self.reader = StateWriter(self.tensor, device, given_up), StateReader(self.tensor, device)
+        self.snapshots = Snapshots(self.modules, self.optimizers, self.tensor, device)
+        self.writer, self.reader = StateWriter(self.snapshots, given_up), StateReader(self.snapshots)
         self.datasets = DatasetReader(self.modules, given_up, shares_process)
-        self.kept = KeptStates(index, self.modules, transport, device)
+        self.kept = KeptStates(index, self.snapshots, transport)
         self.step_buffers = StepBuffers(self.modules)
         self.trials = Trials(self.modules, device, self.gradients.clear_grad, self.step_buffers, not shares_process)
         self.held: HeldState | None = None
@@ -105,22 +114,21 @@ class DriverState:
             StepReturning: self._step,
             RunTrial: self._try_out,
             ForgetTrials: lambda body, number: self.trials.forget(),
-            Fetch: self._fetch,
-            Store: self._store,
+            GiveState: self._give_state,
+            RestoreState: self._restore_state,
             Initialize: self._initialize,
+            FetchGradients: self._fetch_gradients,
             ReduceGradients: self._reduce,
             GradientNorms: self._norms,
             ScaleGradients: self._scale,
             ClampGradients: self._clamp,
             MakeOptimizer: self._make_optimizer,
             OptimizerStep: self._optimizer_step,
-            OptimizerState: self._optimizer_state,
-            LoadOptimizerState: self._load_optimizer_state,
-            WriteState: self._write_state,
-            ReadState: self._read_state,
-            TakeState: self._take_state,
-            KeepState: lambda body, number: self.kept.keep(body, self.optimizers, number),
-            TakeKept: self._take_kept,
+            WriteState: lambda body, number: self.writer.write(body),
+            ReadState: lambda body, number: self.reader.read(body),
+            TakeState: lambda body, number: self.reader.take(body),
+            KeepState: self.kept.keep,
+            TakeKept: self.kept.take,
             HoldState: self._hold_state,
             PutBackState: self._put_back_state,
             AddGeneration: self._add_generation,
@@ -285,17 +293,13 @@ class DriverState:
             return nullcontext()
         return shared_generators.borrowed([self.device] if self.device.type == "cuda" else [], executor.draws)
 
-    def _fetch(self, fetch: Fetch, number: int) -> list[torch.Tensor | None]:
-        own = map(self.tensor, fetch.locations)
-        found = [self.gradients.of(id(each)) for each in own] if fetch.gradients else list(own)
-        return [None if tensor is None else tensor.detach().cpu() for tensor in found]
+    def _give_state(self, body: GiveState, number: int) -> WorkerState:
+        return cast(
+            WorkerState, map_tensors(torch.Tensor.cpu, self.snapshots.snapshot(body.tensors, body.optimizers, False))
+        )
 
-    def _store(self, store: Store, number: int) -> None:
-        with torch.no_grad():
-            for place, tensor in store.tensors.items():
-                self.tensor(place).copy_(tensor)
-        for optimizer in self.optimizers.values():
-            optimizer.parameters_changed = True
+    def _restore_state(self, body: RestoreState, number: int) -> None:
+        self.snapshots.restore(body.state)
 
     def _initialize(self, body: Initialize, number: int) -> list[str]:
         copies = {name: [self.tensor(place) for place in places] for name, places in body.tensors.items()}
@@ -309,6 +313,10 @@ class DriverState:
         for optimizer in self.optimizers.values():
             optimizer.parameters_changed = True
         return unwritten
+
+    def _fetch_gradients(self, fetch: FetchGradients, number: int) -> list[torch.Tensor | None]:
+        found = [self.gradients.of(id(self.tensor(place))) for place in fetch.locations]
+        return [None if tensor is None else tensor.detach().cpu() for tensor in found]
 
     def _reduce(self, body: ReduceGradients, number: int) -> None:
         self.gradients.reduce(number)
@@ -347,32 +355,6 @@ class DriverState:
             self.shares[step.optimizer].exchange(number, self.transport)
             for number_of, each in self.optimizers.items():
                 each.parameters_changed = each.parameters_changed or number_of != step.optimizer
-
-    def _optimizer_state(self, body: OptimizerState, number: int) -> list[dict[str, Any] | None]:
-        optimizer = self.optimizers.get(body.optimizer)
-        return [optimizer.state_of(id(self.tensor(place))) if optimizer else None for place in body.locations]
-
-    def _load_optimizer_state(self, body: LoadOptimizerState, number: int) -> None:
-        if body.optimizer in self.optimizers:
-            # Two copies of a parameter must not share one tensor of the message.
-            states = {
-                id(self.tensor(place)): map_tensors(torch.clone, dict(state)) for place, state in body.state.items()
-            }
-            self.optimizers[body.optimizer].load_state(states)
-
-    def _write_state(self, write: WriteState, number: int) -> WrittenState | None:
-        return self.writer.write(write, self.optimizers)
-
-    def _read_state(self, read: ReadState, number: int) -> None:
-        self.reader.read(read)
-
-    def _take_state(self, take: TakeState, number: int) -> None:
-        self.reader.take(take, self.optimizers)
-
-    def _take_kept(self, take: TakeKept, number: int) -> None:
-        self.kept.take(take, self.optimizers, number)
-        for optimizer in self.optimizers.values():
-            optimizer.parameters_changed = True
 
     def _hold_state(self, body: HoldState, number: int) -> None:
         self.held = HeldState(self.modules, self.gradients, self.optimizers, self.device)

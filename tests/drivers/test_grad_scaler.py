@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from pippy import MultiUseParameterConfig, pipe_split, pipeline
 from pippy.drivers.base.errors import DriverError, OptimizerError
 from pippy.drivers.driver.drivers import PipelineDriver, PipelineDriver1F1B
-from pippy.drivers.protocol.parameters import Fetch
+from pippy.drivers.protocol.states import GiveState
 from tests.drivers.models import Chain
 from tests.drivers.test_mixed_precision import MasterByHand
 
@@ -210,7 +210,7 @@ def test_an_infinity_of_one_copy_is_known_to_all(threads):
 
 
 def fetched(driver, worker, place):
-    return driver.commands.call({worker: Fetch((place,))})[worker][0]
+    return driver.commands.call({worker: GiveState((place,))})[worker].tensors[place]
 
 
 def test_states_are_those_of_torch(threads):

@@ -134,9 +134,10 @@ def test_a_run_goes_on_from_saved_states_to_the_bit(threads, model_first):
 
 
 def state_on(driver, optimizer, worker, place):
-    from pippy.drivers.protocol.optimizers import OptimizerState
+    from pippy.drivers.protocol.states import GiveState
 
-    return driver.commands.call({worker: OptimizerState(optimizer.number, (place,))})[worker][0]
+    answer = driver.commands.call({worker: GiveState((), {optimizer.number: (place,)})})[worker]
+    return answer.optimizers[optimizer.number].get(place)
 
 
 def test_copies_follow_parameters_that_are_loaded(threads):

@@ -89,11 +89,11 @@ def test_copies_of_a_replicated_parameter_stay_alike(cluster):
 
 
 def copies(driver, name):
-    from pippy.drivers.protocol.parameters import Fetch
+    from pippy.drivers.protocol.states import GiveState
 
     places = driver.placed.locations(name)
     assert len(places) > 1
-    return [driver.commands.call({worker: Fetch((place,))})[worker][0] for worker, place in places]
+    return [driver.commands.call({worker: GiveState((place,))})[worker].tensors[place] for worker, place in places]
 
 
 @pytest.mark.parametrize("config", MultiUseParameterConfig)

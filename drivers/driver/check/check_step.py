@@ -27,7 +27,8 @@ from pippy.drivers.driver.check.report import CheckReport
 from pippy.drivers.driver.steps.asked_outputs import LossAndOutputs, model_output
 from pippy.drivers.model.model_on_workers import ModelOnWorkers
 from pippy.drivers.placement.placed_pipe import PlacedPipe
-from pippy.drivers.protocol.parameters import Fetch, TensorLocation
+from pippy.drivers.protocol.parameters import TensorLocation
+from pippy.drivers.protocol.states import GiveState
 from pippy.drivers.protocol.steps import SeenCall
 from pippy.ir.base.brief import brief
 from pippy.ir.base.names import LOSS, named_state, stage_index, stage_name
@@ -206,9 +207,9 @@ class StepCheck:
         wanted: dict[int, list[TensorLocation]] = {}
         for worker, place in [each for found in several.values() for each in found]:
             wanted.setdefault(worker, []).append(place)
-        bodies = {worker: Fetch(tuple(found), False) for worker, found in wanted.items()}
+        bodies = {worker: GiveState(tuple(found)) for worker, found in wanted.items()}
         answers = self.driver.commands.call(bodies) if bodies else {}
-        held = {(worker, place): value for worker, own in wanted.items() for place, value in zip(own, answers[worker])}
+        held = {(worker, place): value for worker in wanted for place, value in answers[worker].tensors.items()}
         return [
             Difference(
                 "parameter", name, off, 0.0, _stage_of(place.call, self.placed), f"the copy on {self._worker(worker)}"

@@ -19,7 +19,8 @@ from pippy.drivers.model.optimizers.gradient_layouts import check_gradient_layou
 from pippy.drivers.model.optimizers.optimizer_check import check_separable
 from pippy.drivers.model.optimizers.stale_models import StaleModels
 from pippy.drivers.placement.placed_pipe import PlacedPipe
-from pippy.drivers.protocol.optimizers import LoadOptimizerState, MakeOptimizer, OptimizerState, OptimizerStep
+from pippy.drivers.protocol.optimizers import MakeOptimizer, OptimizerStep
+from pippy.drivers.protocol.states import GiveState, RestoreState, WorkerState
 from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.drivers.wire.pickling import pickle_by_value
 from pippy.drivers.worker.gradients.worker_optimizer import MASTER
@@ -242,10 +243,11 @@ class PipelineOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state by the names of the parameters, and the groups with names for parameters."""
         by_worker = self.placed.first_locations(self.names.values(), self.divided)
-        bodies = {worker: OptimizerState(self.number, tuple(own.values())) for worker, own in by_worker.items()}
+        bodies = {worker: GiveState((), {self.number: tuple(own.values())}) for worker, own in by_worker.items()}
         found: dict[str, Any] = {}
-        for worker, states in self.commands.call(bodies).items():
-            found.update(zip(by_worker[worker], states))
+        for worker, answer in self.commands.call(bodies).items():
+            states = answer.optimizers[self.number]
+            found.update({name: states.get(place) for name, place in by_worker[worker].items()})
         names = [name for name, _ in self.named_parameters()]
         return {
             "state": {name: found[name] for name in names if found.get(name)},
@@ -276,7 +278,8 @@ class PipelineOptimizer(Optimizer):
         self.commands.wait()
         with first_waits():
             self.take_options(groups)
-            self.commands.call({worker: LoadOptimizerState(self.number, own) for worker, own in stores.items()})
+            states = {worker: WorkerState({}, {self.number: own}) for worker, own in stores.items()}
+            self.commands.call({worker: RestoreState(own) for worker, own in states.items()})
 
     def __reduce__(self) -> Any:
         raise TypeError("this optimizer's state lives on workers; pickle optimizer.state_dict()")

@@ -28,7 +28,7 @@ from pippy.drivers.model.state.loading import Loading, load_objects
 from pippy.drivers.model.state.saving import GivenObjects, Saving
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.protocol.kept_states import KeepState
-from pippy.drivers.protocol.parameters import Store
+from pippy.drivers.protocol.states import RestoreState, WorkerState
 from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.ir.base import source
 from pippy.ir.base.names import named_state
@@ -214,7 +214,7 @@ class Recovery:
         }
         if left:
             stores = self.placed.for_all_copies(left)
-            self.commands.call({worker: Store(own) for worker, own in stores.items() if own})
+            self.commands.call({worker: RestoreState(WorkerState(own)) for worker, own in stores.items() if own})
 
 
 def finish_saving(finish: Callable[[], None]) -> None:

@@ -1,25 +1,24 @@
 """Reads a worker's part of a checkpoint: first all of it beside what the worker has, and then in its place."""
 
 import socket
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from pippy.drivers.base.errors import CheckpointError
-from pippy.drivers.files.plain_values import random_state
 from pippy.drivers.files.safetensors_files import StoredTensor
 from pippy.drivers.protocol.checkpoints import ReadState, TakeState
 from pippy.drivers.protocol.parameters import TensorLocation
-from pippy.drivers.worker.gradients.worker_optimizer import WorkerOptimizer
+from pippy.drivers.protocol.states import WorkerState
+from pippy.drivers.worker.state.snapshots import Snapshots
 from pippy.ir.base.trees import describe
 
 
 class StateReader:
     """Reads for one driver. What was read is kept until it is taken or dropped, so that a fault in it changes nothing."""
 
-    def __init__(self, tensor: Callable[[TensorLocation], torch.Tensor], device: torch.device) -> None:
-        self._tensor, self._device = tensor, device
+    def __init__(self, snapshots: Snapshots) -> None:
+        self._snapshots = snapshots
         self._tensors: dict[TensorLocation, torch.Tensor] = {}
         self._states: dict[int, dict[TensorLocation, dict[str, Any]]] = {}
 
@@ -29,7 +28,7 @@ class StateReader:
         try:
             once: dict[StoredTensor, torch.Tensor] = {}  # copies of a parameter are read once
             for place, stored in message.tensors.items():
-                own = self._tensor(place)
+                own = self._snapshots.tensor(place)
                 if own.shape != stored.shape or own.dtype != stored.dtype:
                     raise CheckpointError(
                         f"{place.name} is {describe(own)} on the worker, and in the checkpoint "
@@ -50,26 +49,17 @@ class StateReader:
             self._drop()
             raise
 
-    def take(self, message: TakeState, optimizers: Mapping[int, WorkerOptimizer]) -> None:
+    def take(self, message: TakeState) -> None:
         """Put what was read where it belongs, or drop it."""
         if message.take:
-            with torch.no_grad():
-                for place, value in self._tensors.items():
-                    self._tensor(place).copy_(value)
-            for optimizer in optimizers.values():
-                optimizer.parameters_changed = True
-            for number, others in message.others.items():
-                if number in optimizers:
-                    states = self._states.get(number, {})
-                    optimizers[number].load_state(
-                        {
-                            id(self._tensor(place)): {**states.get(place, {}), **others.get(place, {})}
-                            for place in states.keys() | others.keys()
-                        }
-                    )
-            if message.random is not None:
-                gpus = (self._device,) if self._device.type == "cuda" else ()
-                random_state(message.random, gpus).restore()
+            states = {
+                number: {
+                    place: {**read.get(place, {}), **others.get(place, {})} for place in read.keys() | others.keys()
+                }
+                for number, others in message.others.items()
+                for read in [self._states.get(number, {})]
+            }
+            self._snapshots.restore(WorkerState(self._tensors, states, message.random), is_kept=False)
         self._drop()
 
     def _drop(self) -> None:

@@ -10,14 +10,11 @@ from typing import Any, cast
 import torch
 
 from pippy.drivers.base.errors import CheckpointError
-from pippy.drivers.files.plain_values import random_values
 from pippy.drivers.files.safetensors_files import check_writable, write_tensors
 from pippy.drivers.protocol.checkpoints import WriteState, WrittenState
 from pippy.drivers.protocol.commands import Failure
-from pippy.drivers.protocol.parameters import TensorLocation
 from pippy.drivers.wire.received_values import Interrupted
-from pippy.drivers.worker.gradients.worker_optimizer import WorkerOptimizer
-from pippy.ir.run.random_state import RandomState
+from pippy.drivers.worker.state.snapshots import Snapshots
 
 _Files = Mapping[str, Mapping[str, torch.Tensor]]  # by the name of the file, then of the tensor
 
@@ -41,39 +38,32 @@ class _Beside:
 class StateWriter:
     """Writes for one driver, on the thread of the worker, or on one of its own while the worker goes on."""
 
-    def __init__(
-        self, tensor: Callable[[TensorLocation], torch.Tensor], device: torch.device, given_up: Callable[[], bool]
-    ) -> None:
-        self._tensor, self._device, self._given_up = tensor, device, given_up
+    def __init__(self, snapshots: Snapshots, given_up: Callable[[], bool]) -> None:
+        self._snapshots, self._given_up = snapshots, given_up
         self._beside = _Beside()
 
-    def write(self, message: WriteState, optimizers: Mapping[int, WorkerOptimizer]) -> WrittenState | None:
+    def write(self, message: WriteState) -> WrittenState | None:
         """Write the files; with ``copy``, begin to."""
-        files: dict[str, dict[str, torch.Tensor]] = {
-            message.file: {name: self._tensor(place).detach() for name, place in message.tensors.items()}
-        }
+        wanted = {number: tuple(places.values()) for number, (_, places) in message.optimizers.items()}
+        state = self._snapshots.snapshot(message.tensors.values(), wanted)
+        files = {message.file: {name: state.tensors[place] for name, place in message.tensors.items()}}
         others: dict[int, dict[str, dict[str, Any]]] = {}
         for number, (file, places) in message.optimizers.items():
-            states = {name: self._state(optimizers.get(number), place) for name, place in places.items()}
-            files[file], others[number] = _parted(states)
+            own = state.optimizers[number]
+            files[file], others[number] = _parted({name: own.get(place, {}) for name, place in places.items()})
         files = {name: tensors for name, tensors in files.items() if tensors}
         for tensors in files.values():
             check_writable(tensors)
-        gpus = [self._device] if self._device.type == "cuda" else []
-        random = random_values(RandomState.current(gpus))
         if not message.copy:
-            return self._written(message, files, others, random, self._check)
+            return self._written(message, files, others, state.random, self._check)
         copied = {file: {name: _copied(each) for name, each in own.items()} for file, own in files.items()}
-        self._beside = _Beside(partial(self._written, message, copied, others, random, lambda: None))
+        self._beside = _Beside(partial(self._written, message, copied, others, state.random, lambda: None))
         threading.Thread(target=self._beside.run, name="pippy checkpoint", daemon=True).start()
         return None
 
     def ask(self) -> WrittenState | Failure | None:
         """What became of what is written on a thread; None while it is under way. Any thread may call this."""
         return self._beside.outcome
-
-    def _state(self, optimizer: WorkerOptimizer | None, place: TensorLocation) -> dict[str, Any]:
-        return (optimizer.state_of(id(self._tensor(place))) if optimizer else None) or {}
 
     def _check(self) -> None:
         if self._given_up():

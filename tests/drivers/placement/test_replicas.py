@@ -24,7 +24,7 @@ from pippy import (
 )
 from pippy.drivers.base.errors import DriverError, OptimizerError, StepError, WorkerLostError
 from pippy.drivers.engines.local.local_cluster import local_cluster
-from pippy.drivers.protocol.parameters import Fetch
+from pippy.drivers.protocol.states import GiveState
 from pippy.drivers.worker.gradients.gradient_sums import FIRST_NUMBER
 from tests.drivers.models import TiedLanguage
 from tests.drivers.processes import stop, within
@@ -43,7 +43,10 @@ def batch(rows=11):
 
 def copies(driver, name):
     """The copies of a parameter or buffer on all workers."""
-    return [driver.commands.call({rank: Fetch((place,))})[rank][0] for rank, place in driver.placed.locations(name)]
+    return [
+        driver.commands.call({rank: GiveState((place,))})[rank].tensors[place]
+        for rank, place in driver.placed.locations(name)
+    ]
 
 
 def check_replicas_are_equal(driver, replicas=2):

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from pippy import pipe_split
 from pippy.drivers.driver.steps import results
 from pippy.drivers.plan.language.instructions import Receive, Send
-from pippy.drivers.protocol.parameters import Store
+from pippy.drivers.protocol.states import RestoreState, WorkerState
 from pippy.drivers.worker import handlers
 from pippy.drivers.worker.bind import BINDERS
 from pippy.drivers.worker.driver_state import DriverState
@@ -185,13 +185,13 @@ def activation_rounded(monkeypatch):
 
 
 def copy_not_stored(monkeypatch):
-    inner = DriverState._store
+    inner = DriverState._restore_state
 
-    def store(self, body, number):
+    def restore(self, body, number):
         changed = {
             place: each + 0.01 if (place.call, place.name) == ("submod_2", "shared") else each
-            for place, each in body.tensors.items()
+            for place, each in body.state.tensors.items()
         }
-        inner(self, Store(changed), number)
+        inner(self, RestoreState(WorkerState(changed)), number)
 
-    monkeypatch.setattr(DriverState, "_store", store)
+    monkeypatch.setattr(DriverState, "_restore_state", restore)
