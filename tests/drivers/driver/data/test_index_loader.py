@@ -228,19 +228,19 @@ def test_only_those_load_that_use_it(threads, make, wanted):
 
 def test_a_step_is_one_message_to_every_worker_and_its_bytes_are_those_of_the_indices(threads, monkeypatch):
     sizes = []
-    post = type(threads.session).post
+    send = type(threads.session).send
 
     def counting(self, worker, message):
         data, tensors = pickle_message(message)
         sizes.append(len(data) + sum(tensor.nbytes for tensor in tensors))
-        return post(self, worker, message)
+        return send(self, worker, message)
 
     driver = PipelineDriver1F1B(pipeline(Chain(3, width=256), nn.MSELoss()), threads)
     x, target = torch.randn(512, 256), torch.randn(512, 256)
     loader = IndexLoader(TensorDataset(x, target), batch_size=64)
     for batch in (loader.batch(range(64)), loader.batch(range(64)), (x[:64], target[:64])):
         driver.run(4, *batch)
-    monkeypatch.setattr(type(threads.session), "post", counting)
+    monkeypatch.setattr(type(threads.session), "send", counting)
     driver.run(4, *loader.batch(range(64, 128)))
     by_index, sizes[:] = sizes[:], []
     driver.run(4, x[:64], target[:64])
