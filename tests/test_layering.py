@@ -1,10 +1,12 @@
-"""Imports run strictly downward, between folders and between files. Imports for typing count, too.
+"""Imports run strictly downward, between folders and between files, and a name is defined in one file.
 
-A layer is a folder, but for files at the root of pippy/. It may import from the layers before it, and from itself.
+A layer is a folder, but for files at the root of pippy/. It may import from the layers before it, and from itself. Imports for
+typing count, too.
 """
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -30,6 +32,39 @@ LAYERS = """
 """.split()
 PURE = ("drivers/plan",)  # these import no torch
 WITHOUT_TRACER = ("ir/run", "drivers/worker")
+
+# Top-level names that several files define, each with what it means there. This list may only get shorter.
+SEVERAL_MEANINGS = {
+    "Accept": "an action of the command log, and twice a function that accepts the answers of a command",
+    "Bound": "an instruction that is bound to its handler: once with all arguments, in three files with those after the step",
+    "Connect": "an action of the command log, and the urgent message that it sends",
+    "Costs": "the costs of a program, and a function from the name of a cost to those of the stages",
+    "Faults": "an iterator over the faults of a Pipe, and the faults of a program",
+    "Future": "`torch.futures.Future`, which three files name so",
+    "Gradients": "the gradients of one worker, and a tuple of tensors that are gradients",
+    "Key": "a type variable, a kind of instruction, and twice a value by its name and micro-batch",
+    "LIMIT": "the most bytes of a device, and of shared memory, that two workers use",
+    "Messages": "what carries messages to workers, and what carries gradients between them",
+    "Number": "a float or a fraction, in two files",
+    "Place": "where a tensor is: in a module, on a GPU, in shared memory, among inputs, and in a stage",
+    "Recorded": "a graph that was recorded: with the value of each name, and with what forward asked",
+    "Returned": "a type variable for what a function returns, in two files",
+    "Run": "adjacent stages on one worker, and a function that runs a stage",
+    "Send": "an instruction, and an action of the command log",
+    "Trials": "the answers that a trace tries, and the steps that a worker tries",
+    "WHOLE": "the lines of a program that is shown whole, and the passes of a stage without halves",
+    "Watch": "what sees the calls of C functions, and what sees what a model asks of numbers",
+    "Worker": "a process that runs instructions, and a function from an instruction to the number of a worker",
+    "backward_input": "the half I of a backward, and the handler of its instruction",
+    "backward_weight": "the half W of a backward, and the handler of its instruction",
+    "check_inputs": "that a stage has not changed its inputs, and that a Pipe has the inputs of the model",
+    "check_values": "the rule for the values of a Pipe, and the proof of those of a program",
+    "in_turn": "passes in the order of their times, and calls of a driver one after the other",
+    "modes_of": "in which mode a program was exported, and which stages compute forwards again",
+    "phases": "the phases of a schedule, in the file of each schedule that has them",
+    "refusal": "the error of a buffer, and of a random number, that a trace cannot follow",
+    "value_name": "the name of a value while a graph is cut, and in the graph that was cut",
+}
 
 
 def module_name(path: Path) -> str:
@@ -77,6 +112,30 @@ def upward_imports(files: Mapping[str, Path], path: Path) -> list[str]:
     ]
 
 
+def defined_names(path: Path) -> Iterator[str]:
+    """The names that a file defines at its top level, without those that begin with an underscore."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            targets = [node.name]
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            assigned = node.targets if isinstance(node, ast.Assign) else [node.target]
+            targets = [
+                name.id for each in assigned for name in getattr(each, "elts", [each]) if isinstance(name, ast.Name)
+            ]
+        else:
+            continue
+        yield from (name for name in set(targets) if not name.startswith("_"))
+
+
+def files_by_name(files: Mapping[str, Path]) -> dict[str, list[str]]:
+    """The files that define each top-level name."""
+    found = defaultdict(list)
+    for path in files.values():
+        for name in set(defined_names(path)):
+            found[name].append(str(path.relative_to(ROOT)))
+    return found
+
+
 def graph_of(files: Mapping[str, Path]) -> nx.DiGraph:
     """Which file imports which. A package's own file names those below it, so that it is left out."""
     modules = {name for name, path in files.items() if path.name != "__init__.py"}
@@ -116,6 +175,12 @@ def test_no_files_name_one_another_in_a_circle():
     assert circles(own_files()) == []
 
 
+def test_a_name_is_defined_in_one_file():
+    several = {name: where for name, where in files_by_name(own_files()).items() if len(where) > 1}
+    assert {name: where for name, where in several.items() if name not in SEVERAL_MEANINGS} == {}
+    assert [name for name in SEVERAL_MEANINGS if name not in several] == [], "take these off the list"
+
+
 @pytest.mark.parametrize("folder", PURE)
 def test_schedules_are_pure_python(folder):
     imported = {name for path in (ROOT / folder).rglob("*.py") for _, name in imported_names(path)}
@@ -146,6 +211,18 @@ def test_faults_are_seen(tmp_path, monkeypatch):
         "ir/run/a.py:3: ir.run.b",
     ]
     assert circles(files)[0][-2:] == ["pippy.ir.run.a", "pippy.ir.run.b"]
+
+
+def test_names_of_several_files_are_seen(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    (tmp_path / "ir").mkdir()
+    (tmp_path / "ir/a.py").write_text("class Part: ...\nKINDS: tuple = ()\n_own, free = 1, 2\n")
+    (tmp_path / "ir/b.py").write_text("def Part(): ...\nKINDS = free = _own = 1\n")
+    assert {name: len(where) for name, where in files_by_name(own_files()).items()} == {
+        "Part": 2,
+        "KINDS": 2,
+        "free": 2,
+    }
 
 
 def test_the_folders_are_links():

@@ -24,7 +24,7 @@ class StepPurpose:
 
 
 UNMEASURED = StepPurpose("")  # a step of any other schedule
-MEASURED = (
+MEASURED_STEPS = (
     StepPurpose("first", weigh=True),
     StepPurpose("whole", record=True),
     StepPurpose("whole", record=True),
@@ -52,7 +52,7 @@ class Measurements(ABC):
     @property
     def purpose(self) -> StepPurpose:
         """What the next step that is measured is for."""
-        return MEASURED[min(self.done, len(MEASURED) - 1)]
+        return MEASURED_STEPS[min(self.done, len(MEASURED_STEPS) - 1)]
 
     @abstractmethod
     def next_step(self) -> tuple[StepPurpose, Program]:
@@ -70,7 +70,7 @@ class Measurements(ABC):
         """Begin to measure a step. Gives a function to call, after sending, with how to wait for the step."""
         if self.choice is not None:
             return lambda answers: None
-        purpose = MEASURED[self.done]
+        purpose = MEASURED_STEPS[self.done]
         note = self.recording.begin(program, ranks, [str(rank) for rank in ranks])
 
         def use_answers(results: Mapping[int, StepResult]) -> None:
@@ -98,7 +98,7 @@ class Measurements(ABC):
         self.done += 1
         try:
             use_answers(results)
-            if self.done == len(MEASURED):
+            if self.done == len(MEASURED_STEPS):
                 self.costs = measured_costs(self.recording.steps)
                 self.choice = self.choose(self.costs)
                 self.recording = Recording()

@@ -7,7 +7,7 @@ from pippy.drivers.plan.cost.held_bytes import HeldBytes
 from pippy.drivers.report.step_data import StepData
 from pippy.drivers.report.units import duration, size
 
-WIDTH, HEIGHT = 900, 80
+MEMORY_WIDTH, HEIGHT = 900, 80
 Series = tuple[str, Sequence[int]]  # "measured" or "counted", and the most bytes held while each instruction ran
 HOW = (
     "<p>For memory over time, record with <code>driver.record(memory=True)</code>; "
@@ -47,7 +47,7 @@ def _of_worker(step: StepData, worker: int, held: Sequence[Series], highest: int
     words = escape(f"{step.named(worker)}: at its peak {peaks}", quote=True)
     return (
         f"<figure><figcaption>{words}{_difference(held)}</figcaption>"
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{words}">{drawn}</svg>'
+        f'<svg viewBox="0 0 {MEMORY_WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{words}">{drawn}</svg>'
         f'<div class="ends"><span>0 s</span><span>{duration(step.makespan)}</span></div></figure>'
     )
 
@@ -78,6 +78,6 @@ def _points(step: StepData, worker: int, numbers: Sequence[int], highest: int) -
     begin, whole = record.started, step.makespan or 1.0
     for end, held in sorted(zip([*record.ends, record.ended], numbers)):
         y = 2 + (HEIGHT - 2) * (1 - held / highest)
-        yield WIDTH * begin / whole, y
-        yield WIDTH * end / whole, y
+        yield MEMORY_WIDTH * begin / whole, y
+        yield MEMORY_WIDTH * end / whole, y
         begin = end

@@ -16,8 +16,8 @@ from pippy.drivers.report.colours import FILLS, HATCHED, css_class, dark_colours
 from pippy.drivers.report.step_data import StepData
 from pippy.drivers.report.units import duration, size
 
-WIDTH, LEFT, RIGHT, TOP = 1200, 110, 16, 26
-ROW, GAP = 26, 5
+DRAWING_WIDTH, LEFT, RIGHT, TOP = 1200, 110, 16, 26
+ROW_HEIGHT, ROW_GAP = 26, 5
 LONGEST_WORKER_NAME = 15  # letters of a worker's name that are shown
 NARROWEST_NAMED_BOX = 20  # pixels; a narrower box shows its name in its tooltip only
 THINNEST = 0.2  # pixels; thinner boxes are left out, unless they are computations
@@ -49,8 +49,8 @@ def draw(step: StepData, page: bool = False, number: int = 0) -> Element:
     differ by ``number``."""
     rows = len(step.workers)
     span = max(step.makespan, float(step.predicted.makespan)) or 1.0
-    second = TOP + rows * (ROW + GAP) + TOP
-    bottom = second + rows * (ROW + GAP)
+    second = TOP + rows * (ROW_HEIGHT + ROW_GAP) + TOP
+    bottom = second + rows * (ROW_HEIGHT + ROW_GAP)
     legend = used(step)
     height = bottom + (8 if page else 12 + 18 * (1 + (len(legend) - 1) // 8))
     root = Element(
@@ -58,8 +58,8 @@ def draw(step: StepData, page: bool = False, number: int = 0) -> Element:
         {
             **({} if page else {"xmlns": "http://www.w3.org/2000/svg"}),
             "class": "step",
-            "viewBox": f"0 0 {WIDTH} {height}",
-            "width": str(WIDTH),
+            "viewBox": f"0 0 {DRAWING_WIDTH} {height}",
+            "width": str(DRAWING_WIDTH),
             "height": str(height),
             "font-family": "system-ui, sans-serif",
             "font-size": "11",
@@ -68,7 +68,7 @@ def draw(step: StepData, page: bool = False, number: int = 0) -> Element:
             "aria-label": f"timeline of a step of {duration(step.makespan)} on {rows} workers",
         },
     )
-    plot = WIDTH - LEFT - RIGHT
+    plot = DRAWING_WIDTH - LEFT - RIGHT
     clip = SubElement(SubElement(root, "clipPath", {"id": f"plot{number}"}), "rect")
     clip.attrib |= {"x": str(LEFT), "y": "0", "width": str(plot), "height": str(bottom)}
     _hatch(root)
@@ -95,7 +95,9 @@ def _arrows(root: Element, step: StepData, number: int) -> None:
         for receive, end in zip(order, record.ends):
             if isinstance(receive, Receive):
                 sent = step.send_times[receive.value, receive.microbatch, worker]
-                y1, y2 = (str(TOP + each * (ROW + GAP) + ROW // 2) for each in (receive.source, worker))
+                y1, y2 = (
+                    str(TOP + each * (ROW_HEIGHT + ROW_GAP) + ROW_HEIGHT // 2) for each in (receive.source, worker)
+                )
                 times = {"data-s": f"{sent:.9f}", "data-e": f"{end:.9f}"}
                 shape = {"y1": y1, "y2": y2, "marker-end": "url(#head)", "visibility": "hidden"}
                 SubElement(arrows, "line", {"data-v": _edge(receive, worker), **times, **shape})
@@ -122,7 +124,7 @@ def _row_names(root: Element, step: StepData, top: int, title: str) -> None:
     heading = SubElement(root, "text", {"class": "row", "x": "4", "y": str(top - 8), "font-weight": "bold"})
     heading.text = title
     for worker, name in enumerate(step.workers):
-        place = {"class": "row", "x": "4", "y": str(top + worker * (ROW + GAP) + 17)}
+        place = {"class": "row", "x": "4", "y": str(top + worker * (ROW_HEIGHT + ROW_GAP) + 17)}
         SubElement(root, "text", place).text = _short(name, worker)
 
 
@@ -134,7 +136,7 @@ def _measured(boxes: Element, step: StepData, worker: int, scale: float, page: b
             kind = str(instruction.op) if isinstance(instruction, Compute) else each.cause
             name = _name(instruction, several) if isinstance(instruction, Compute) else ""
             what = kind, name, _title(step, worker, each, instruction)
-            box = _box(boxes, TOP + worker * (ROW + GAP), (each.start, each.end), scale, what, page)
+            box = _box(boxes, TOP + worker * (ROW_HEIGHT + ROW_GAP), (each.start, each.end), scale, what, page)
             if page and isinstance(instruction, Send | Receive):
                 box.set("data-v", _edge(instruction, instruction.to if isinstance(instruction, Send) else worker))
 
@@ -145,7 +147,7 @@ def _predicted(boxes: Element, step: StepData, worker: int, top: int, scale: flo
         start, end = float(span.start), float(span.end)
         title = f"{span.compute} as predicted\n{duration(end - start)}, from {duration(start)}"
         what = str(span.compute.op), _name(span.compute, several), title
-        _box(boxes, top + worker * (ROW + GAP), (start, end), scale, what, page)
+        _box(boxes, top + worker * (ROW_HEIGHT + ROW_GAP), (start, end), scale, what, page)
 
 
 def _legend(root: Element, legend: dict[str, str], bottom: int) -> None:
@@ -175,7 +177,7 @@ def _box(
     if page:
         group.attrib |= {"data-s": f"{start:.9f}", "data-e": f"{end:.9f}"}
     SubElement(group, "title").text = title
-    shape = {"x": f"{x:.2f}", "y": str(top), "width": f"{width:.2f}", "height": str(ROW), "fill": _fill(kind)}
+    shape = {"x": f"{x:.2f}", "y": str(top), "width": f"{width:.2f}", "height": str(ROW_HEIGHT), "fill": _fill(kind)}
     SubElement(group, "rect", shape)
     if name and (page or width >= NARROWEST_NAMED_BOX):
         place = {"x": f"{x + width / 2:.2f}", "y": str(top + 17), "text-anchor": "middle"}
@@ -212,7 +214,7 @@ def _title(step: StepData, worker: int, each: Activity, instruction: Instruction
 
 def _axis(root: Element, span: float, bottom: int) -> None:
     axis = SubElement(root, "g", {"class": "axis"})
-    scale = (WIDTH - LEFT - RIGHT) / span
+    scale = (DRAWING_WIDTH - LEFT - RIGHT) / span
     for at in ticks(span):
         x = f"{LEFT + at * scale:.2f}"
         SubElement(axis, "line", {"x1": x, "x2": x, "y1": "14", "y2": str(bottom), "stroke": FAINT})

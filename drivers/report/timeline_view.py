@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 from pippy.drivers.report.colours import FILLS, css_class
 from pippy.drivers.report.step_data import StepData
-from pippy.drivers.report.svg import LEFT, RIGHT, WIDTH, draw, used
+from pippy.drivers.report.svg import DRAWING_WIDTH, LEFT, RIGHT, draw, used
 from pippy.drivers.report.units import duration
 
 
@@ -18,7 +18,7 @@ def timeline(step: StepData, span: float = 0.0, number: int = 0) -> str:
         for kind, words in used(step).items()
     )
     span = max(span, step.makespan, float(step.predicted.makespan))
-    frame = json.dumps({"left": LEFT, "right": WIDTH - RIGHT, "span": span})
+    frame = json.dumps({"left": LEFT, "right": DRAWING_WIDTH - RIGHT, "span": span})
     return (
         '<div class="timeline"><div class="tools"><button data-do="in">zoom in</button><button data-do="out">zoom out</button>'
         '<button data-do="all">all</button>'

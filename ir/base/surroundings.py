@@ -243,7 +243,7 @@ _RECORDED = (
 )
 SETTINGS = [row for row in TABLE if isinstance(row, ProcessSetting)]
 ENTERED = [row for row in TABLE if isinstance(row, Entered) and row.enter is not None]
-REFUSED = [row for row in TABLE if isinstance(row, Refused)]
+REFUSED_ROWS = [row for row in TABLE if isinstance(row, Refused)]
 
 
 def _allow_reduced(dtype: str, value: tuple[bool, bool]) -> None:
@@ -308,7 +308,7 @@ class ChangesInForward:
 
 def refused_here() -> Refused | None:
     """What is in force around this call and cannot go to the workers, if there is something."""
-    for row in REFUSED:
+    for row in REFUSED_ROWS:
         if row.read():
             return row
     return None
