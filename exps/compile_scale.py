@@ -3,7 +3,7 @@
 Question: is compiling close to linear in the size of the model, and below 3 s for 1,000 layers and 10 s for 200
           transformer blocks in 64 stages?
 Command:  python exps/compile_scale.py            (`make bench` runs it; see --help)
-Finding:  see docs/changing.md, "How fast it compiles".
+Finding:  see docs/decisions.md, "Compiling".
 """
 
 import argparse
