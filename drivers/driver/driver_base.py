@@ -3,15 +3,16 @@
 A driver makes the schedule's program for as many micro-batches as are asked for, lowers it for its Pipe, and sends each
 worker its part, once. From then on each step takes one message for each worker.
 
-    PipelineDriverBase ──▶ programs      made by the schedule, lowered, sent, kept
-        arguments,     ──▶ commands      what the workers are told, and the state of their gradients
-        run, record    ──▶ placed        the Pipe with its stages placed on workers; programs and commands use it, too
+    PipelineDriverBase ──▶ steps         a call divided, prepared, posted, and its result put together
+        arguments,     ──▶ programs      made by the schedule, lowered, sent, kept
+        run, record    ──▶ commands      what the workers are told, and the state of their gradients
+                       ──▶ placed        the Pipe with its stages placed on workers; the others use it, too
 
 What a driver does with the parameters, gradients and optimizers of its model is in model_on_workers.py.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from html import escape
@@ -19,25 +20,16 @@ from typing import Any
 
 import torch
 
-from pippy.drivers.base.errors import DriverError, MicrobatchError
-from pippy.drivers.batch.divide_call import divide_call
-from pippy.drivers.batch.division import Division
-from pippy.drivers.batch.refused_inputs import refuse_inputs
+from pippy.drivers.base.errors import DriverError
 from pippy.drivers.choice.auto import Auto
-from pippy.drivers.choice.auto_memory import AutoWithinMemory
-from pippy.drivers.choice.memory_fit import DividedCall
-from pippy.drivers.choice.stage_estimates import call_to_fit
 from pippy.drivers.count.driver_memory import DriverMemory
 from pippy.drivers.count.optimizer_bytes import counted_optimizer
 from pippy.drivers.count.pipe_bytes import count_pipe
-from pippy.drivers.driver.check.check_step import StepAside, StepCheck, checked_model
-from pippy.drivers.driver.check.first_step import FirstStep, Unchecked
+from pippy.drivers.driver.check.check_step import StepCheck, checked_model
 from pippy.drivers.driver.check.report import CheckReport
-from pippy.drivers.driver.check.trial_bytes import TrialBytes
-from pippy.drivers.driver.check.trial_steps import TrialSteps
-from pippy.drivers.driver.data.sent_datasets import SentDatasets, check_no_columns, columns_in
+from pippy.drivers.driver.data.sent_datasets import check_no_columns
 from pippy.drivers.driver.data_iterators import loss_alone, next_call
-from pippy.drivers.driver.steps.asked_outputs import asked_outputs
+from pippy.drivers.driver.step_runner import StepRunner, StepSettings, surroundings_of
 from pippy.drivers.driver.steps.driver_arguments import (
     check_chunks,
     check_options,
@@ -50,9 +42,7 @@ from pippy.drivers.driver.steps.driver_arguments import (
 )
 from pippy.drivers.driver.steps.evaluating import evaluating
 from pippy.drivers.driver.steps.local_optimizers import watch_local_optimizers
-from pippy.drivers.driver.steps.prepared_step import StepCall, prepare
-from pippy.drivers.driver.steps.programs import DriverPrograms, RequestedSchedule, SentProgram, check_single_loss
-from pippy.drivers.driver.steps.results import Results
+from pippy.drivers.driver.steps.programs import DriverPrograms, RequestedSchedule, check_single_loss
 from pippy.drivers.driver.steps.running_step import RunningStep
 from pippy.drivers.driver.steps.updates import check_trains, checked_updates
 from pippy.drivers.engines.cluster import Cluster
@@ -61,24 +51,18 @@ from pippy.drivers.engines.topology import DriverPlaces
 from pippy.drivers.generation.generation import TokenGeneration
 from pippy.drivers.model.model_on_workers import ModelOnWorkers
 from pippy.drivers.model.recovery.recovery import finish_saving
-from pippy.drivers.placement.parameter_hooks import PlacedHooks
 from pippy.drivers.placement.placed_pipe import PlacedPipe
 from pippy.drivers.placement.replicas import RunningStatistics, Topology
 from pippy.drivers.plan import Program
 from pippy.drivers.plan.passes.halves import has_halves
-from pippy.drivers.protocol.steps import Step, StepResult
 from pippy.drivers.report.model_names import model_names
-from pippy.drivers.report.rates import batch_size
 from pippy.drivers.report.record import Recording
-from pippy.drivers.session.command_log import PendingCommand
-from pippy.drivers.session.driver_commands import DriverCommands, Hooks, in_turn
+from pippy.drivers.session.driver_commands import DriverCommands, in_turn
 from pippy.drivers.session.nonfinite_gradients import NonFiniteGradients
 from pippy.drivers.session.step_numbers import first_numbers
 from pippy.drivers.worker.compiling import compile_options
-from pippy.ir.base import source
 from pippy.ir.base.brief import brief
 from pippy.ir.base.public_calls import placing_words
-from pippy.ir.base.surroundings import Surroundings, refused_here
 from pippy.ir.pipe import Pipe, compiled_of, example_of, follow_parameters, follow_training_flags, module_hooks_of
 from pippy.ir.show.content import content_of
 from pippy.ir.show.html_table import html_table
@@ -140,19 +124,18 @@ class PipelineDriverBase(ModelOnWorkers):
         check_options(type(self), self.schedule, options)
         compiled = compiled_of(pipe)
         self.cluster = current_cluster() if cluster is None else cluster
-        self.chunk_spec, self.batch_dims, self.output_spec = chunk_spec, batch_dims, output_spec
-        self.loss_reduction, self.single_loss = loss_reduction, single_loss
-        self.step_timeout, self.out_of_order = seconds(step_timeout), checked_out_of_order(out_of_order)
-        self.mask, self.options = _debug_mask_minibatches, options
-        self.buffers = checked_buffers(buffers)
-        self.compile, numbers = compile_options(compile), first_numbers(keyed_random)
+        cutting = chunk_spec, batch_dims, output_spec
+        mask, timeout = _debug_mask_minibatches, seconds(step_timeout)
+        settings = StepSettings(*cutting, loss_reduction, single_loss, mask, timeout)
+        out_of_order, by_step = checked_out_of_order(out_of_order), checked_buffers(buffers) != "per_microbatch"
+        compile_with, numbers = compile_options(compile), first_numbers(keyed_random)
         chosen = chosen_workers(len(self.cluster), compiled.num_stages, world_size, all_ranks, replicas)
         self.replicas = replicas
         if replicas > 1:
-            check_replicated(replicas, auto=self._auto is not None, single_loss=single_loss, mask=self.mask)
-        self._statistics = RunningStatistics(compiled) if replicas > 1 else None
-        self.checkpoint = checked_checkpoint(checkpoint, compiled.num_stages)
-        schedule = RequestedSchedule(self.schedule, options, compiled.num_stages, self._auto, self.checkpoint, replicas)
+            check_replicated(replicas, auto=self._auto is not None, single_loss=single_loss, mask=mask)
+        statistics = RunningStatistics(compiled) if replicas > 1 else None
+        checkpoint = checked_checkpoint(checkpoint, compiled.num_stages)
+        schedule = RequestedSchedule(self.schedule, options, compiled.num_stages, self._auto, checkpoint, replicas)
         self.placement = schedule.example(chunks=1, workers=len(chosen) // replicas).placement
         self._check_placement(compiled.num_stages)
         workers = self.placement.workers
@@ -162,11 +145,11 @@ class PipelineDriverBase(ModelOnWorkers):
             for at in range(0, len(self.ranks), workers)
         ]
         follow_parameters(pipe)
-        self._module_hooks = module_hooks_of(pipe).again()
-        self._module_hooks.check()
-        placed = PlacedPipe(compiled, ranks[0], self.compile, ranks[1:])
+        module_hooks = module_hooks_of(pipe).again()
+        module_hooks.check()
+        placed = PlacedPipe(compiled, ranks[0], compile_with, ranks[1:])
         if single_loss:
-            check_single_loss(schedule.example(chunks=3, workers=workers), placed.loss_stage, self.mask)
+            check_single_loss(schedule.example(chunks=3, workers=workers), placed.loss_stage, mask)
         self.session = self.cluster.session
         self.number = self.cluster.next_driver()
         nonfinite = NonFiniteGradients(placed, [name for name, _ in pipe.named_parameters()])
@@ -174,14 +157,13 @@ class PipelineDriverBase(ModelOnWorkers):
             self.session, self.number, placed.workers, bool(placed.replicated), nonfinite, numbers
         )
         super().__init__(pipe, placed, commands, self.cluster)
-        self.programs = DriverPrograms(pipe, schedule, placed, commands, workers, single_loss, self.out_of_order)
-        self.datasets = SentDatasets(compiled, commands, self.cluster.workers, loss_reduction)
-        self._trial_bytes = TrialBytes(pipe, self.placement, torch.device(self.cluster.device_type))
-        self._first_step = self._made_first_step() if check and compiled.loss is not None else None
-        self.hooks = PlacedHooks(pipe, placed)
+        self.programs = DriverPrograms(pipe, schedule, placed, commands, workers, single_loss, out_of_order)
+        self.steps = StepRunner(
+            self, settings, self.ranks, self.placement, self.programs, self._auto, module_hooks, statistics
+        )
+        if check and compiled.loss is not None:
+            self.steps.check_first(replicas == 1, by_step)
         self._generation = TokenGeneration(pipe, placed, commands, workers)
-        self._probed: set[tuple[int, bool, bool]] = set()  # kinds of steps whose outputs were checked
-        self._recording: Recording | None = None
         commands.load(placed.loads(), placed.flags())
         watch_local_optimizers(pipe.parameters(), commands)
         self._places = DriverPlaces.of(type(self).__name__, placed.replicas)
@@ -241,7 +223,7 @@ class PipelineDriverBase(ModelOnWorkers):
     @property
     def trains(self) -> bool:
         """Whether a step leaves gradients: there is a loss, and gradients are on."""
-        return self.compiled.loss is not None and torch.is_grad_enabled()
+        return self.steps.trains
 
     # Steps
 
@@ -287,39 +269,18 @@ class PipelineDriverBase(ModelOnWorkers):
         args = args[len(given) :]
         check_chunks(chunks, None)
         self.filling.check("check()")
-        surroundings = _surroundings("check")
+        surroundings = surroundings_of("check")
         follow_training_flags(self.pipe)
         self.commands.wait()
-        call = self._call(surroundings, chunks, args, kwargs, None)
+        call = self.steps.call(surroundings, chunks, args, kwargs, None)
         plain = checked_model(self, model)
-        rows = self.datasets.loaded_here(call.division, call.columns, call.trains)
-        return StepCheck(self, plain, rows, call.trains, partial(self._step_aside, call)).report()
-
-    def _adds_up(self, hooks: Hooks) -> bool:
-        """Whether the next step adds up the gradients of copies at its end."""
-        if self.hooks.of_copies(hooks):
-            self.reduce_gradients()  # of the steps before, which these hooks have not seen
-        return bool(self.placed.replicated) and (self.commands.last_before_update or self.hooks.of_copies(hooks))
+        rows = self.steps.datasets.loaded_here(call.division, call.columns, call.trains)
+        return StepCheck(self, plain, rows, call.trains, partial(self.steps.aside, call)).report()
 
     def _usual_chunks(self) -> int:
         """A number of micro-batches that suits any schedule: as many as a pipeline has workers."""
         workers = self.placement.workers
         return self.programs.schedule.example(chunks=max(2, workers), workers=workers).chunks
-
-    def _step_aside(self, call: StepCall, outputs: bool, see: bool) -> StepAside:
-        """A step of which nothing is to remain: random numbers and batch norms are the same for every row."""
-        call = replace(call, outputs=outputs)
-        if self._first_step is not None and call.trains:
-            with suppress(MicrobatchError):  # the report says what differs
-                self._first_step.check(call.division, call.columns)
-        results = self._results(call, self.output_spec if outputs else None)
-        sent = self.programs.next(call.division.chunks, call.trains)
-        answers: list[Mapping[int, StepResult]] = []
-        running = RunningStep(self.session, results, lambda: None)
-        posted = self._post(self._prepared(call, sent, results, alike=True, see=see), call, running)
-        result = running.posted(posted, answers.append).result()
-        seen = [each for answer in answers[0].values() for each in answer.seen]
-        return StepAside(result, results.weights, seen)
 
     @in_turn
     def run_async(self, chunks: int | None, *args: Any, outputs: Any = None, **kwargs: Any) -> RunningStep:
@@ -327,119 +288,7 @@ class PipelineDriverBase(ModelOnWorkers):
         self.saving.raise_error()
         check_chunks(chunks, self._auto)
         self.filling.check("run()")
-        outputs, kwargs = asked_outputs(self.compiled, outputs, args, kwargs)
-        surroundings = _surroundings()
-        follow_training_flags(self.pipe)
-        if self._statistics is not None:
-            self._statistics.check()
-        fitted = None
-        if self._auto is not None and self._auto.counts_bytes:
-            fitted = self._fitted(args, kwargs)
-            chunks = self.programs.count_of_chunks(fitted, self.trains) if chunks is None else chunks
-        assert chunks is not None
-        call = self._call(surroundings, chunks, args, kwargs, outputs)
-        results = self._results(call, self.output_spec)
-        purpose, sent = self.programs.for_step(chunks, call.trains, fitted)
-        unchecked = None
-        if self._first_step is not None and call.trains:
-            unchecked = self._first_step.check(call.division, call.columns)
-            if self._first_step.found is not None:
-                results = self._results(call, self.output_spec)
-        unprobed = (chunks, call.trains, outputs is not None)
-        record = self._recording
-        steps = self._prepared(
-            call,
-            sent,
-            results,
-            record=record is not None or purpose.record,
-            weigh=purpose.weigh,
-            count_memory=record is not None and record.memory,
-            probe_outputs=results.merges
-            and call.division.chunks > 1
-            and not call.division.mask
-            and unprobed not in self._probed,
-        )
-        running = RunningStep(self.session, results, partial(self._accepted, unprobed, unchecked))
-        self.session.wait_given_up(self.step_timeout)
-        program = sent.lowered.program
-        note = measured = None
-        if record is not None:
-            names = [self.cluster.workers[rank] for rank in self.ranks]
-            note = record.begin(program, self.ranks, names, batch_size(call.division, self.compiled))
-        if self._auto is not None and call.trains:
-            measured = self._auto.begin(chunks, program, self.ranks)
-        posted = self._post(steps, call, running)
-        if measured is not None:
-            measured(partial(self.session.wait, posted))
-        return running.posted(posted, note)
-
-    def _call(
-        self,
-        surroundings: Surroundings,
-        chunks: int,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        outputs: bool | None,
-    ) -> StepCall:
-        """What a step is asked to do. Raises if an argument cannot be cut, or cannot be sent."""
-        trains = self.trains
-        refuse_inputs([*args, *kwargs.values()], trains)
-        division = divide_call(self.compiled, chunks, args, kwargs, self.chunk_spec, self.batch_dims, self.mask)
-        self._module_hooks.check()
-        hooks = self.hooks.now() if trains else self.commands.hooks
-        scale = self._grad_scaler.scale_of_steps if self._grad_scaler is not None and trains else None
-        return StepCall(division, columns_in(args, kwargs), trains, outputs, surroundings, hooks, scale)
-
-    def _prepared(self, call: StepCall, sent: SentProgram, results: Results, **how: Any) -> dict[int, Step]:
-        """The message for each worker, and before it the datasets that the worker loads from. ``how`` are fields of `Step`."""
-        message = replace(call.message(sent, results.weights, call.trains and self._adds_up(call.hooks)), **how)
-        told = self.commands.flags_to_send(self.placed.flags(), call.hooks)
-        steps = prepare(call, message, sent, results, self.placed, self.ranks, self.datasets, told)
-        self.datasets.send(call.columns, {rank: step.inputs for rank, step in steps.items()})
-        return steps
-
-    def _post(self, steps: Mapping[int, Step], call: StepCall, running: RunningStep) -> PendingCommand:
-        accept = running.accept if call.scale is None else self.commands.nonfinite.step(running.accept)
-        reduce = any(step.reduce for step in steps.values())
-        return self.commands.post_step(steps, call.trains, reduce, self.step_timeout, call.surroundings, accept)
-
-    def _fitted(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DividedCall:
-        """What is to fit into the memory of the workers, and is counted if it was not."""
-        check_no_columns((args, kwargs), f"schedule={self.schedule!r} with memory=")
-
-        def divided(chunks: int) -> Division:
-            return divide_call(self.compiled, chunks, args, kwargs, self.chunk_spec, self.batch_dims, self.mask)
-
-        states = [each.counted() for each in self._optimizers]
-        return call_to_fit(self.pipe, (args, kwargs), divided, torch.device(self.cluster.device_type), states)
-
-    def _made_first_step(self) -> FirstStep:
-        by_step = self.buffers != "per_microbatch"
-        given = self.placed, self.programs, self.commands, self.datasets, self.step_timeout, self.cluster.device_type
-        may_be_single = self.compiled.loss_module is not None and self.replicas == 1
-        trials = TrialSteps(*given, by_step)
-        return FirstStep(trials, self.loss_reduction, self.single_loss, may_be_single, self._trial_fits)
-
-    def _trial_fits(self, rows: Division) -> bool:
-        """Whether a trial with these rows stays within ``memory=``."""
-        return not isinstance(self._auto, AutoWithinMemory) or self._trial_bytes.fit(
-            rows, self._auto.memory.limits(self.placement), [each.counted() for each in self._optimizers]
-        )
-
-    def _results(self, call: StepCall, output_spec: Any) -> Results:
-        how = self.loss_reduction if self._first_step is None else self._first_step.how
-        given = output_spec, how, self.single_loss, call.trains, call.outputs
-        return Results(self.compiled, self.placed.value_names, call.division, *given)
-
-    def _accepted(self, unprobed: tuple[int, bool, bool], unchecked: Unchecked | None) -> None:
-        """A step was run, and its answers were not refused. ``unchecked`` says why it could not be checked before."""
-        self._probed.add(unprobed)
-        if unchecked is not None and self._first_step is not None:
-            self._first_step.note(unchecked)
-            source.warn(
-                f"the first step was not checked against the plain model: {unchecked.reason}. Compare a step with "
-                "driver.check(...); to leave out check and warning, give the driver check=False"
-            )
+        return self.steps.run(chunks, args, kwargs, outputs)
 
     def train_batch(
         self,
@@ -509,15 +358,13 @@ class PipelineDriverBase(ModelOnWorkers):
         {'step': 0}
         """
         finish_saving(self.saving.finish)
-        return self.recovery.recover(self.loading, self._send_again, self.step_timeout)
+        return self.recovery.recover(self.loading, self._send_again, self.steps.settings.timeout)
 
     def _send_again(self, workers: Collection[int]) -> None:
         """Some workers have stages and optimizers, and nothing else: send them the rest, now or when it is needed."""
         self.programs.send_again(workers)
         self._generation.forget()
-        self.datasets.forget(workers)
-        if self._first_step is not None:
-            self._first_step.forget()
+        self.steps.forget(workers)
 
     @contextmanager
     def record(self, limit: int = 100, memory: bool = False) -> Iterator[Recording]:
@@ -526,11 +373,12 @@ class PipelineDriverBase(ModelOnWorkers):
         With ``memory=True`` they also note the bytes that they hold with each instruction, which takes time on the CPU.
         docs/recording.md says what a Recording shows.
         """
-        before, self._recording = self._recording, Recording(limit, memory=memory, model=model_names(self.compiled))
+        made = Recording(limit, memory=memory, model=model_names(self.compiled))
+        before, self.steps.recording = self.steps.recording, made
         try:
-            yield self._recording
+            yield made
         finally:
-            self._recording = before
+            self.steps.recording = before
 
     def memory(
         self, chunks: int, *args: Any, optimizer: Callable[..., torch.optim.Optimizer] | None = None, **kwargs: Any
@@ -540,7 +388,7 @@ class PipelineDriverBase(ModelOnWorkers):
         Takes what `run` takes; without arguments, the example that the Pipe was made with is the mini-batch. The state of
         optimizers is that of the driver's own; before it has one, ``optimizer`` is a class to count with. See docs/memory.md.
         """
-        if self.single_loss:
+        if self.steps.settings.single_loss:
             raise DriverError(
                 "memory() cannot count a step with single_loss=True, whose loss holds the whole mini-batch at "
                 "once; measure a step instead: with driver.record(memory=True) as recording"
@@ -548,14 +396,13 @@ class PipelineDriverBase(ModelOnWorkers):
         follow_training_flags(self.pipe)
         args, kwargs = (args, kwargs) if args or kwargs else example_of(self.pipe)
         check_no_columns((args, kwargs), "memory()")
-        division = divide_call(self.compiled, chunks, args, kwargs, self.chunk_spec, self.batch_dims, self.mask)
+        division = self.steps.divided(chunks, args, kwargs)
         states = [counted_optimizer(optimizer)] if optimizer else [each.counted() for each in self._optimizers]
-        device = torch.device(self.cluster.device_type)
         program, trains = self.program(chunks), self.trains
-        sizes = count_pipe(self.pipe, division, device, trains, states, has_halves(program))
+        sizes = count_pipe(self.pipe, division, self.steps.device, trains, states, has_halves(program))
         sizes = replace(sizes, divided={self.ranks.index(rank): count for rank, count in sizes.divided.items()})
-        checks = trains and self._first_step is not None
-        check = partial(self._trial_bytes.of_first_step, division, states) if checks else tuple
+        checks = trains and self.steps.first_step is not None
+        check = partial(self.steps.trial_bytes.of_first_step, division, states) if checks else tuple
         return DriverMemory(program, sizes, bool(states) or not trains, check)
 
     def train(self, mode: bool = True) -> "PipelineDriverBase":
@@ -600,7 +447,7 @@ class PipelineDriverBase(ModelOnWorkers):
         >>> torch.equal(made, model.generate(ids, max_new_tokens=4, pad_token_id=0))
         True
         """
-        _surroundings("generate")
+        surroundings_of("generate")
         self.filling.check("generate()")
         return self._generation.run(
             others.pop("input_ids", None) if ids is None else ids,
@@ -625,14 +472,3 @@ class PipelineDriverBase(ModelOnWorkers):
         raise TypeError(
             "a driver belongs to its cluster's controller and cannot be pickled; pickle driver.state_dict()"
         )
-
-
-def _surroundings(method: str = "run") -> Surroundings:
-    """What surrounds the call of the driver."""
-    refused = refused_here()
-    if refused is not None:
-        raise DriverError(
-            f"driver.{method}() is called inside of {refused.name}, which has no effect on workers, where the "
-            f"stages run; {refused.remedy}"
-        )
-    return Surroundings.current()

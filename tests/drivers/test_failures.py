@@ -471,7 +471,7 @@ def test_a_step_that_takes_too_long(own):
     """Before it and after it are steps that may take as long as they do."""
     training = Training(own)
     training.step()
-    training.driver.step_timeout = 0.5
+    training.driver.steps.settings.timeout = 0.5
     with (
         slow_until_told(own, "F1.1", "from worker 1"),
         within(1.5),
@@ -480,14 +480,14 @@ def test_a_step_that_takes_too_long(own):
         training.fail(SLOW)
     text = str(caught.value)
     assert "F1.1" in text and "from worker 1" in text, text
-    training.driver.step_timeout = None
+    training.driver.steps.settings.timeout = None
     training.check()
 
 
 def test_a_stage_that_never_ends(own):
     training = Training(own)
     training.step()
-    training.driver.step_timeout, own.session.timeout = 0.5, 3.0
+    training.driver.steps.settings.timeout, own.session.timeout = 0.5, 3.0
     with within(6.0), pytest.raises(StepError, match="the processes of this cluster were ended") as caught:
         training.fail(ENDLESS)
     assert "'worker1' was still at its instruction" in str(caught.value)

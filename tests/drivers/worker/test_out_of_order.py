@@ -207,7 +207,7 @@ def test_a_step_that_fails_is_told_of_and_forgotten(cluster, schedule, how):
 def test_a_step_that_takes_too_long_says_what_each_waits_for(cluster):
     training = Training(cluster, out_of_order=True)
     training.step()
-    training.driver.step_timeout = 0.4
+    training.driver.steps.settings.timeout = 0.4
     with (
         slow_until_told(cluster, "F1.1", "from worker 1"),
         within(1.5),
@@ -216,7 +216,7 @@ def test_a_step_that_takes_too_long_says_what_each_waits_for(cluster):
         training.fail(SLOW)
     text = str(caught.value)
     assert "F1.1" in text and "from worker 1" in text, text
-    training.driver.step_timeout = None
+    training.driver.steps.settings.timeout = None
     training.check()
     training.driver.close()
 

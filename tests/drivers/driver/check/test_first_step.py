@@ -695,9 +695,9 @@ def test_it_stays_within_memory(threads):
     pipe = pipeline(Wide(), nn.MSELoss())
     needed = max(PipelineDriver1F1B(pipe, threads).memory(8, x, x).check)
     driver = PipelineDriver(pipe, threads, schedule="auto", memory=needed)
-    assert driver._trial_fits(TriedRows(division_of(driver, x)).divided(1))
+    assert driver.steps.trial_fits(TriedRows(division_of(driver, x)).divided(1))
     less = PipelineDriver(pipe, threads, schedule="auto", memory=needed - 1)
-    assert not less._trial_fits(TriedRows(division_of(less, x)).divided(1))
+    assert not less.steps.trial_fits(TriedRows(division_of(less, x)).divided(1))
 
 
 def division_of(driver, x):

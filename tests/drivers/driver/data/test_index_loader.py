@@ -309,7 +309,8 @@ def test_replicas_of_the_pipeline_take_their_shares(cluster, how):
     for chunks in (2, 3, 4):
         assert_same(step(driver, chunks, *loader.batch(range(10))), step(driver, chunks, x[:10], labels[:10]))
     if how is not None:
-        driver.loss_reduction = driver.datasets.loss_reduction = lambda target, x: (target != -100).sum()
+        counted = driver.steps.datasets.loss_reduction = lambda target, x: (target != -100).sum()
+        driver.steps.settings.loss_reduction = counted
         with pytest.raises(DriverError, match="by index, or all as tensors"):
             driver.run(2, x[:10], loader.batch(range(10))[1])
     driver.close()

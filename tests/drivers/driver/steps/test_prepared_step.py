@@ -33,13 +33,13 @@ def driver(threads):
 
 def prepared(driver, outputs=None, trains=True, told=None, **how):
     with torch.set_grad_enabled(trains):
-        call = driver._call(Surroundings.current(), 3, (X, SKIPPED, TARGET), {}, outputs)
-        sent, results = driver.programs.next(3, trains), driver._results(call, None)
+        call = driver.steps.call(Surroundings.current(), 3, (X, SKIPPED, TARGET), {}, outputs)
+        sent, results = driver.programs.next(3, trains), driver.steps.results(call, None)
     message = call.message(sent, results.weights, reduce=False)
     for name, value in how.items():
         object.__setattr__(message, name, value)
     counts = list(driver.cluster.session.counts)
-    found = prepare(call, message, sent, results, driver.placed, driver.ranks, driver.datasets, told)
+    found = prepare(call, message, sent, results, driver.placed, driver.ranks, driver.steps.datasets, told)
     assert driver.cluster.session.counts == counts  # nothing was sent
     return found
 

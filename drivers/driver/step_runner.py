@@ -1,0 +1,251 @@
+"""Steps of one driver: a call is divided, prepared for each worker, posted, and its result put together from the answers."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from pippy.drivers.base.errors import DriverError, MicrobatchError
+from pippy.drivers.batch.divide_call import divide_call
+from pippy.drivers.batch.division import Division
+from pippy.drivers.batch.refused_inputs import refuse_inputs
+from pippy.drivers.choice.auto import Auto
+from pippy.drivers.choice.auto_memory import AutoWithinMemory
+from pippy.drivers.choice.memory_fit import DividedCall
+from pippy.drivers.choice.stage_estimates import call_to_fit
+from pippy.drivers.driver.check.check_step import StepAside
+from pippy.drivers.driver.check.first_step import FirstStep, Unchecked
+from pippy.drivers.driver.check.trial_bytes import TrialBytes
+from pippy.drivers.driver.check.trial_steps import TrialSteps
+from pippy.drivers.driver.data.sent_datasets import SentDatasets, check_no_columns, columns_in
+from pippy.drivers.driver.steps.asked_outputs import asked_outputs
+from pippy.drivers.driver.steps.prepared_step import StepCall, prepare
+from pippy.drivers.driver.steps.programs import DriverPrograms, SentProgram
+from pippy.drivers.driver.steps.results import Results
+from pippy.drivers.driver.steps.running_step import RunningStep
+from pippy.drivers.model.model_on_workers import ModelOnWorkers
+from pippy.drivers.placement.parameter_hooks import PlacedHooks
+from pippy.drivers.placement.replicas import RunningStatistics
+from pippy.drivers.plan.language.placement import Placement
+from pippy.drivers.protocol.steps import Step, StepResult
+from pippy.drivers.report.rates import batch_size
+from pippy.drivers.report.record import Recording
+from pippy.drivers.session.command_log import PendingCommand
+from pippy.drivers.session.driver_commands import Hooks
+from pippy.ir.base import source
+from pippy.ir.base.surroundings import Surroundings, refused_here
+from pippy.ir.pipe import follow_training_flags
+from pippy.ir.record.module_hooks import ModuleHooks
+
+
+@dataclass
+class StepSettings:
+    """What a driver was told of its steps: how arguments are cut and results merged, and how long a step may take."""
+
+    chunk_spec: Any
+    batch_dims: Any
+    output_spec: Any
+    loss_reduction: str | Callable[..., Any] | None
+    single_loss: bool
+    mask: bool
+    timeout: float | None
+
+
+class StepRunner:
+    """Runs the steps of a driver, which is ``model``. ``ranks`` are its workers; ``auto``, if any, chooses the schedule."""
+
+    def __init__(
+        self,
+        model: ModelOnWorkers,
+        settings: StepSettings,
+        ranks: Sequence[int],
+        placement: Placement,
+        programs: DriverPrograms,
+        auto: Auto[Any] | None,
+        module_hooks: ModuleHooks,
+        statistics: RunningStatistics | None,
+    ) -> None:
+        self.model, self.settings, self.programs = model, settings, programs
+        self.ranks, self.placement = ranks, placement
+        self.compiled, self.placed, self.commands = model.compiled, model.placed, model.commands
+        self.session, self.device = model.cluster.session, torch.device(model.cluster.device_type)
+        self.datasets = SentDatasets(self.compiled, self.commands, model.cluster.workers, settings.loss_reduction)
+        self.hooks = PlacedHooks(model.pipe, self.placed)
+        self.recording: Recording | None = None
+        self.first_step: FirstStep | None = None
+        self.trial_bytes = TrialBytes(model.pipe, placement, self.device)
+        self._auto, self._module_hooks, self._statistics = auto, module_hooks, statistics
+        self._probed: set[tuple[int, bool, bool]] = set()  # kinds of steps whose outputs were checked
+
+    def check_first(self, is_single: bool, by_step: bool) -> None:
+        """Have the first step checked. ``is_single`` says that there is one pipeline, ``by_step`` how buffers are compared."""
+        settings = self.settings
+        given = self.placed, self.programs, self.commands, self.datasets, settings.timeout, self.device.type
+        may_be_single = self.compiled.loss_module is not None and is_single
+        trials = TrialSteps(*given, by_step)
+        self.first_step = FirstStep(
+            trials, settings.loss_reduction, settings.single_loss, may_be_single, self.trial_fits
+        )
+
+    @property
+    def trains(self) -> bool:
+        """Whether a step leaves gradients: there is a loss, and gradients are on."""
+        return self.compiled.loss is not None and torch.is_grad_enabled()
+
+    def forget(self, workers: Collection[int]) -> None:
+        """Other processes are in the places of these workers: they have no data, and the next step is the first of them."""
+        self.datasets.forget(workers)
+        if self.first_step is not None:
+            self.first_step.forget()
+
+    def divided(self, chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Division:
+        """How the arguments of a call are cut."""
+        settings = self.settings
+        return divide_call(self.compiled, chunks, args, kwargs, settings.chunk_spec, settings.batch_dims, settings.mask)
+
+    def run(self, chunks: int | None, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> RunningStep:
+        """Begin a step."""
+        outputs, kwargs = asked_outputs(self.compiled, outputs, args, kwargs)
+        surroundings = surroundings_of("run")
+        follow_training_flags(self.model.pipe)
+        if self._statistics is not None:
+            self._statistics.check()
+        fitted = None
+        if self._auto is not None and self._auto.counts_bytes:
+            fitted = self._fitted(args, kwargs)
+            chunks = self.programs.count_of_chunks(fitted, self.trains) if chunks is None else chunks
+        assert chunks is not None
+        call = self.call(surroundings, chunks, args, kwargs, outputs)
+        results = self.results(call, self.settings.output_spec)
+        purpose, sent = self.programs.for_step(chunks, call.trains, fitted)
+        unchecked = None
+        if self.first_step is not None and call.trains:
+            unchecked = self.first_step.check(call.division, call.columns)
+            if self.first_step.found is not None:
+                results = self.results(call, self.settings.output_spec)
+        unprobed = (chunks, call.trains, outputs is not None)
+        record = self.recording
+        steps = self._prepared(
+            call,
+            sent,
+            results,
+            record=record is not None or purpose.record,
+            weigh=purpose.weigh,
+            count_memory=record is not None and record.memory,
+            probe_outputs=results.merges
+            and call.division.chunks > 1
+            and not call.division.mask
+            and unprobed not in self._probed,
+        )
+        running = RunningStep(self.session, results, partial(self._accepted, unprobed, unchecked))
+        self.session.wait_given_up(self.settings.timeout)
+        program = sent.lowered.program
+        note = measured = None
+        if record is not None:
+            names = [self.model.cluster.workers[rank] for rank in self.ranks]
+            note = record.begin(program, self.ranks, names, batch_size(call.division, self.compiled))
+        if self._auto is not None and call.trains:
+            measured = self._auto.begin(chunks, program, self.ranks)
+        posted = self._post(steps, call, running)
+        if measured is not None:
+            measured(partial(self.session.wait, posted))
+        return running.posted(posted, note)
+
+    def aside(self, call: StepCall, outputs: bool, see: bool) -> StepAside:
+        """A step of which nothing is to remain: random numbers and batch norms are the same for every row."""
+        call = replace(call, outputs=outputs)
+        if self.first_step is not None and call.trains:
+            with suppress(MicrobatchError):  # the report says what differs
+                self.first_step.check(call.division, call.columns)
+        results = self.results(call, self.settings.output_spec if outputs else None)
+        sent = self.programs.next(call.division.chunks, call.trains)
+        answers: list[Mapping[int, StepResult]] = []
+        running = RunningStep(self.session, results, lambda: None)
+        posted = self._post(self._prepared(call, sent, results, alike=True, see=see), call, running)
+        result = running.posted(posted, answers.append).result()
+        seen = [each for answer in answers[0].values() for each in answer.seen]
+        return StepAside(result, results.weights, seen)
+
+    def call(
+        self,
+        surroundings: Surroundings,
+        chunks: int,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        outputs: bool | None,
+    ) -> StepCall:
+        """What a step is asked to do. Raises if an argument cannot be cut, or cannot be sent."""
+        trains = self.trains
+        refuse_inputs([*args, *kwargs.values()], trains)
+        division = self.divided(chunks, args, kwargs)
+        self._module_hooks.check()
+        hooks = self.hooks.now() if trains else self.commands.hooks
+        scale = self.model._grad_scaler.scale_of_steps if self.model._grad_scaler is not None and trains else None
+        return StepCall(division, columns_in(args, kwargs), trains, outputs, surroundings, hooks, scale)
+
+    def _prepared(self, call: StepCall, sent: SentProgram, results: Results, **how: Any) -> dict[int, Step]:
+        """The message for each worker, and before it the datasets that the worker loads from. ``how`` are fields of `Step`."""
+        message = replace(call.message(sent, results.weights, call.trains and self._adds_up(call.hooks)), **how)
+        told = self.commands.flags_to_send(self.placed.flags(), call.hooks)
+        steps = prepare(call, message, sent, results, self.placed, self.ranks, self.datasets, told)
+        self.datasets.send(call.columns, {rank: step.inputs for rank, step in steps.items()})
+        return steps
+
+    def _post(self, steps: Mapping[int, Step], call: StepCall, running: RunningStep) -> PendingCommand:
+        accept = running.accept if call.scale is None else self.commands.nonfinite.step(running.accept)
+        reduce = any(step.reduce for step in steps.values())
+        return self.commands.post_step(steps, call.trains, reduce, self.settings.timeout, call.surroundings, accept)
+
+    def _adds_up(self, hooks: Hooks) -> bool:
+        """Whether the next step adds up the gradients of copies at its end."""
+        if self.hooks.of_copies(hooks):
+            self.model.reduce_gradients()  # of the steps before, which these hooks have not seen
+        return bool(self.placed.replicated) and (self.commands.last_before_update or self.hooks.of_copies(hooks))
+
+    def _fitted(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DividedCall:
+        """What is to fit into the memory of the workers, and is counted if it was not."""
+        check_no_columns((args, kwargs), f"schedule={self.programs.schedule.schedule!r} with memory=")
+
+        def divided(chunks: int) -> Division:
+            return self.divided(chunks, args, kwargs)
+
+        states = [each.counted() for each in self.model._optimizers]
+        return call_to_fit(self.model.pipe, (args, kwargs), divided, self.device, states)
+
+    def trial_fits(self, rows: Division) -> bool:
+        """Whether a trial with these rows stays within ``memory=``."""
+        return not isinstance(self._auto, AutoWithinMemory) or self.trial_bytes.fit(
+            rows,
+            self._auto.memory.limits(self.placement),
+            [each.counted() for each in self.model._optimizers],
+        )
+
+    def results(self, call: StepCall, output_spec: Any) -> Results:
+        """What puts together the result of a call."""
+        how = self.settings.loss_reduction if self.first_step is None else self.first_step.how
+        given = output_spec, how, self.settings.single_loss, call.trains, call.outputs
+        return Results(self.compiled, self.placed.value_names, call.division, *given)
+
+    def _accepted(self, unprobed: tuple[int, bool, bool], unchecked: Unchecked | None) -> None:
+        """A step was run, and its answers were not refused. ``unchecked`` says why it could not be checked before."""
+        self._probed.add(unprobed)
+        if unchecked is not None and self.first_step is not None:
+            self.first_step.note(unchecked)
+            source.warn(
+                f"the first step was not checked against the plain model: {unchecked.reason}. Compare a step with "
+                "driver.check(...); to leave out check and warning, give the driver check=False"
+            )
+
+
+def surroundings_of(method: str) -> Surroundings:
+    """What surrounds the call of a method of a driver. Raises if it has no effect on workers."""
+    refused = refused_here()
+    if refused is not None:
+        raise DriverError(
+            f"driver.{method}() is called inside of {refused.name}, which has no effect on workers, where the "
+            f"stages run; {refused.remedy}"
+        )
+    return Surroundings.current()
