@@ -1,4 +1,4 @@
-"""schedule="auto": the first steps are measured, then the schedule is chosen that the measurements make the fastest.
+"""schedule="auto": the first steps are measured, then the schedule runs that is the fastest by what was measured.
 
 The steps that are measured are ordinary training steps. For each number of micro-batches:
 
@@ -53,7 +53,7 @@ one number or one for each worker
 
     @property
     def choice(self) -> Choice | Fitted | None:
-        """What was chosen for the number of micro-batches of the latest step; None while that is being measured."""
+        """The choice for the number of micro-batches of the latest step; None while its steps are measured."""
         if self._latest is None:
             return None
         self._finish_step(self._latest)
@@ -70,21 +70,20 @@ one number or one for each worker
                 )
 
     def next(self, chunks: int, make: Make, call: DividedCall | None = None) -> tuple[StepPurpose, Program]:
-        """What the next step with ``chunks`` micro-batches is for, and its program. Waits for a measured step first.
+        """The purpose and the program of the next step with ``chunks`` micro-batches. Waits first for a step that is measured.
 
-        ``make`` makes the program of 1F1B; where bytes are counted, with the edges of the Pipe, and ``call`` is what is to be
-        run.
+        ``make`` makes the program of 1F1B; where bytes are counted, it has the edges of the Pipe. ``call`` is the call to run.
         """
         measurements = self._latest = self._measurements_for(chunks, make, call)
         self._finish_step(measurements)
         return measurements.next_step()
 
     def peek(self, chunks: int, make: Make) -> tuple[StepPurpose, Program]:
-        """What the next step would be, as far as is known now. Does not wait."""
+        """The purpose and the program of the next step, as far as they are known now. Does not wait."""
         return self._measurements_for(chunks, make, None).next_step()
 
     def begin(self, chunks: int, program: Program, ranks: Sequence[int]) -> Callable[[Answers], None]:
-        """Begin to measure the step that `next` gave. Gives a function to call, after sending, with how to wait for it."""
+        """Begin to measure the step that `next` gave. Returns a function to call after sending, with what waits for it."""
         return self._measured[chunks].begin(program, ranks)
 
     @abstractmethod

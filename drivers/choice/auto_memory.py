@@ -1,8 +1,7 @@
 """schedule="auto" with memory=: all programs fit, from the first step on.
 
-Bytes are counted before the first step, and again for larger shapes. Costs are guessed until they are measured as auto.py
-says.
-Without a number of micro-batches, two numbers are measured that fit, and then the best of all numbers is run.
+Bytes are counted before the first step, and again for larger shapes. Costs are guessed until they are measured (auto.py).
+If a call gives no number of micro-batches, two numbers that fit are measured, and then the best of all numbers runs.
 """
 
 import logging
@@ -33,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class _Counts:
-    """The numbers of micro-batches that are measured for so many rows, and the one that was chosen then."""
+    """For one number of rows: the numbers of micro-batches to measure, and the one that was chosen after that."""
 
     shapes: CallShapes
     measured: tuple[int, ...]
@@ -63,9 +62,9 @@ class AutoWithinMemory(Auto[WithinMemory]):
         return self._measured[chunks].next_step()
 
     def count_of_chunks(self, make: Make, call: DividedCall, trains: bool) -> int:
-        """Into how many micro-batches to cut the next call, which leaves that to us. Waits for a measured step first.
+        """The number of micro-batches for a call that gives none. Waits first for a step that is measured.
 
-        A call that does not train takes the number that is known for as many rows: it holds less.
+        A call that does not train holds less, so it takes the number that was chosen for as many rows.
         """
         rows = self.memory.rows_to_cut(call)
         counts = self._by_rows.get(rows)
@@ -83,7 +82,7 @@ class AutoWithinMemory(Auto[WithinMemory]):
         return counts.chosen
 
     def _counts_to_measure(self, make: Make, call: DividedCall) -> _Counts:
-        """The best number of micro-batches by guessed costs, and the next: two tell what a row takes from what each takes."""
+        """The two best numbers of micro-batches by guessed costs. Two show what a row costs, and what a micro-batch costs."""
         fitted = self.memory.best(self._every_count(make, call), call.rows, measured=False)
         fitting = sorted({way.chunks for way in fitted.candidates} - {fitted.chunks})
         others = [count for count in fitting if count > fitted.chunks][:1] or fitting[-1:]

@@ -16,7 +16,7 @@ from pippy.drivers.report.record import Recording
 
 @dataclass(frozen=True)
 class StepPurpose:
-    """What a step is for: it runs the program of this name, and may be recorded, or weigh what stages keep."""
+    """The purpose of a step: the name of its program, and whether it is recorded, or measures the bytes that stages keep."""
 
     program: str
     record: bool = False
@@ -39,7 +39,7 @@ Answers = Callable[[], Mapping[int, StepResult]]  # waits for a step, and gives 
 
 @dataclass
 class Measurements(ABC):
-    """The measurements so far; once they are complete, what was chosen by them."""
+    """The measurements so far, and the choice once they are complete."""
 
     programs: dict[str, Program]
     done: int = 0
@@ -51,23 +51,23 @@ class Measurements(ABC):
 
     @property
     def purpose(self) -> StepPurpose:
-        """What the next step that is measured is for."""
+        """The purpose of the next step that is measured."""
         return MEASURED_STEPS[min(self.done, len(MEASURED_STEPS) - 1)]
 
     @abstractmethod
     def next_step(self) -> tuple[StepPurpose, Program]:
-        """What the next step is for, and its program."""
+        """The purpose of the next step, and its program."""
 
     @abstractmethod
     def choose(self, costs: Costs) -> Choice | Fitted:
-        """The schedule that these costs make the fastest."""
+        """The schedule that is the fastest by these costs."""
 
     @abstractmethod
     def weighed(self, kept: Mapping[int, tuple[int, int]]) -> None:
-        """Use what each stage keeps for its backward, and how much of it are its inputs, in bytes."""
+        """Use the bytes that each stage keeps for its backward, and the part of them that are its inputs."""
 
     def begin(self, program: Program, ranks: Sequence[int]) -> Callable[[Answers], None]:
-        """Begin to measure a step. Gives a function to call, after sending, with how to wait for the step."""
+        """Begin to measure a step. Returns a function to call after sending, with what waits for the step."""
         if self.choice is not None:
             return lambda answers: None
         purpose = MEASURED_STEPS[self.done]

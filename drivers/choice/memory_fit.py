@@ -1,9 +1,9 @@
 """`memory=` of a driver with `schedule="auto"`: each step fits, the first one too, and the choice is the fastest that does.
 
-a call comes          are its shapes no larger than those that were counted? then what was chosen for them fits
-otherwise             bytes are counted on fake tensors, costs are guessed from FLOPs, or are those that were measured
-before the measured   an order with whole backwards is searched that fits, and fits with halves, too
-after them            everything is searched, with the measured costs
+shapes no larger than those counted   what was chosen for those fits
+larger shapes                         bytes are counted on fake tensors; costs are those measured, or guessed from FLOPs
+before costs are measured             an order is searched that fits with whole backwards, and with halves
+after that                            all schedules are searched, with the measured costs
 """
 
 from collections.abc import Callable, Sequence
@@ -32,9 +32,9 @@ CallShapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class DividedCall:
-    """The arguments of one call of a driver, how they are cut into so many micro-batches, and what one of those takes.
+    """The arguments of one call of a driver. ``divided`` cuts them into micro-batches; ``estimate`` says what one takes.
 
-    ``optimizers`` is how many the driver has, whose states count.
+    ``optimizers`` is the number of the driver's optimizers, whose states are counted too.
     """
 
     arguments: tuple[Any, ...]
@@ -44,19 +44,19 @@ class DividedCall:
 
     @cached_property
     def rows(self) -> int | None:
-        """Those of the mini-batch, or None if nothing in it has rows."""
+        """The number of rows of the mini-batch; None if nothing in it has rows."""
         sizes = self.divided(1).sizes
         return None if sizes is None else sum(sizes)
 
     @cached_property
     def shapes(self) -> CallShapes:
-        """What the bytes depend on: the number of optimizers, whether autocast is in force, and the sizes of the tensors."""
+        """All that the bytes depend on: the number of optimizers, whether autocast is in force, the shapes of the tensors."""
         casts = (1,) * torch._C._is_any_autocast_enabled()
         return ((self.optimizers,), casts, *(tuple(tensor.shape) for tensor in tensors(self.arguments)))
 
 
 def no_larger(shapes: CallShapes, counted: CallShapes) -> bool:
-    """Whether tensors of these sizes fit into tensors of those.
+    """Whether no tensor of ``shapes`` is larger than the one of ``counted`` in its place.
 
     >>> no_larger(((8, 3), ()), ((8, 4), ())), no_larger(((9, 3),), ((8, 4),)), no_larger(((8,),), ((8, 4),))
     (True, False, False)
@@ -80,7 +80,7 @@ class MemoryFit:
         return limits_of(self.given, placement.workers, self.option)
 
     def rows_to_cut(self, call: DividedCall) -> int:
-        """The rows of a call that leaves the number of micro-batches to us."""
+        """The number of rows of a call that gives no number of micro-batches. Raises if it has none."""
         if call.rows is None:
             raise DriverError(
                 "chunks=None: no argument has rows to cut; give the number of micro-batches, as in driver.run(1, x, target)"
@@ -90,15 +90,15 @@ class MemoryFit:
     def problem(
         self, plain: Program, call: DividedCall, chunks: Sequence[int], live: tuple[int, ...] | None
     ) -> Problem:
-        """What is to fit: a call, in one of so many micro-batches. ``plain`` has the placement and the edges."""
+        """The problem: a call, cut into one of the numbers ``chunks``, must fit. ``plain`` has the placement and the edges."""
         return Problem(plain, self.limits(plain.placement), call.estimate, tuple(chunks), self.checkpoint, live)
 
     def best(self, problem: Problem, rows: int | None, measured: bool) -> Fitted:
-        """What to run. Where nothing fits, the error says what would."""
+        """The fastest way that fits. If none fits, the error says what would."""
         return Fitted.of(self.found(problem, rows, thorough=measured), problem.limits, measured)
 
     def found(self, problem: Problem, rows: int | None, thorough: bool) -> Found:
-        """All that fits."""
+        """All ways that fit."""
         found = search(problem, thorough)
         if not found.ways:
             more = [each for each in counts_of_chunks(rows or 1) if each > max(problem.chunks)]
@@ -121,12 +121,12 @@ class MemoryFit:
 def measured_micro_batch(
     sizes_of: Callable[[int], MicroBatch], costs: Callable[[int], Costs]
 ) -> Callable[[int], MicroBatch]:
-    """Figures with measured costs in place of those that were guessed."""
+    """What a micro-batch takes, with measured costs in place of guessed ones."""
     return lambda chunks: replace(sizes_of(chunks), costs=costs(chunks))
 
 
 def counts_of_chunks(rows: int) -> list[int]:
-    """Into how many micro-batches to try to cut rows: mostly numbers that divide them, each clearly more than the one before.
+    """The numbers of micro-batches to try for so many rows. Most divide the rows, and each is clearly more than the last.
 
     >>> counts_of_chunks(8), counts_of_chunks(60), counts_of_chunks(17)
     ([1, 2, 4, 8], [1, 2, 3, 5, 10, 15, 30, 60], [1, 2, 4, 8, 16, 17])

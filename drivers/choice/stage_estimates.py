@@ -1,8 +1,8 @@
-"""What one micro-batch takes in each stage, found on fake tensors: its bytes, and a guess of its time.
+"""What one micro-batch takes in each stage, by fake tensors: its bytes, and a guess of its time.
 
-The guess is for the steps that come before anything is measured. If the Pipe was cut by measured times, it is those, and more
-or less of them if the micro-batch has more or fewer FLOPs than the example; otherwise it is made from the FLOPs. Only the
-proportions matter, between stages and between a computation and what it costs to begin one.
+The guess is for the steps before any is measured. If the Pipe was cut by measured times, they are multiplied by the FLOPs of
+the micro-batch over those of the example. Otherwise the guess is made from the FLOPs alone. Only proportions matter: between
+stages, and between a computation and the time to begin one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +49,7 @@ def call_to_fit(
     device: torch.device,
     optimizers: Sequence[CountedOptimizer],
 ) -> DividedCall:
-    """A call whose micro-batches are counted when that is asked for, once for each number of them."""
+    """A call. The bytes of its micro-batches are counted when they are needed, once for each number of micro-batches."""
 
     @cache
     def estimate(chunks: int) -> MicroBatch:
@@ -62,7 +62,7 @@ def call_to_fit(
 
 
 def _balanced_costs(pipe: Pipe, flops: Sequence[int], device: str) -> Costs | None:
-    """Costs from the times that the balancer measured, if it did, and on such a device. Its example has FLOPs, too."""
+    """Costs from the times that the balancer measured for its example; None if it measured none on such a device."""
     compiled = compiled_of(pipe)
     seconds = None if compiled.balance is None else compiled.balance.seconds()
     if seconds is None or any(each.device.type != device for each in pipe.parameters()):
@@ -76,12 +76,12 @@ def _balanced_costs(pipe: Pipe, flops: Sequence[int], device: str) -> Costs | No
 
 
 def _without_memory(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    """A tensor of such a shape on a device, whose elements are one number."""
+    """A tensor of this shape and dtype on a device, whose elements share the memory of one number."""
     return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
 
 
 def _flops(compiled: Compiled, division: Division) -> list[int]:
-    """Those of one forward of each stage; the loss counts for its own."""
+    """The FLOPs of one forward of each stage. Those of the loss count for the stage that it runs with."""
     found, last = [0] * compiled.num_stages, loss_stage(compiled)
     shapes = propagate_inputs(compiled, {name: division.take(name, 0) for name in division.arguments})
     for call, amount in shapes.flops.items():
@@ -91,9 +91,9 @@ def _flops(compiled: Compiled, division: Division) -> list[int]:
 
 
 def costs_by_rows(rows: int, known: Mapping[int, Costs], chunks: int) -> Costs:
-    """Costs of a micro-batch when ``rows`` are cut into so many, from those with one or two other numbers of micro-batches.
+    """Costs of a micro-batch if ``rows`` are cut into ``chunks``, from the costs for one or two other numbers of micro-batches.
 
-    What does not depend on the rows is what two numbers have in common; of one, nothing is known of it.
+    Two numbers show which part of a cost does not depend on the rows. One number does not show it, so it is taken to be 0.
 
     >>> known = {2: Costs([5.0], [4.0], [4.0], [8.0]), 4: Costs([3.0], [2.0], [2.0], [4.0])}
     >>> costs_by_rows(8, known, 8).forward, costs_by_rows(8, known, 8).backward

@@ -29,7 +29,7 @@ class GivenLimits:
 
 @dataclass
 class WithinLimits(Measurements):
-    """1F1B is measured, or an order that keeps the limits; then all schedules are simulated that keep them."""
+    """Measures 1F1B, or an order within the limits; then simulates all schedules, and chooses within the limits."""
 
     limits: Limits = field(default_factory=Limits)
     given_bytes: GivenLimit | None = None
@@ -37,7 +37,7 @@ class WithinLimits(Measurements):
 
     @classmethod
     def of(cls, plain: Program, given: GivenLimits, checkpoint: Checkpoint) -> "WithinLimits":
-        """Those that begin with the program of 1F1B."""
+        """The measurements that begin with the program of 1F1B."""
         limits = given.of_workers(plain)
         programs = _programs(plain, limits, checkpoint)
         return cls(programs, limits=limits, given_bytes=given.bytes, checkpoint=checkpoint)
@@ -79,7 +79,7 @@ class WithinLimits(Measurements):
 
 
 def _programs(plain: Program, limits: Limits, checkpoint: Checkpoint) -> dict[str, Program]:
-    """The programs to measure. They keep the limits, as far as the bytes that stages keep are known."""
+    """The programs to measure. They stay within the limits, as far as the bytes that stages keep are known."""
     counts = limits.counts(plain.placement)
     whole = plain
     if counts is not None and not _fits(plain, counts, limits):

@@ -13,7 +13,7 @@ from pippy.drivers.plan.language.program import Program
 
 @dataclass(kw_only=True)
 class WithinMemory(Measurements):
-    """An order is measured that fits; then everything is searched that fits, with the measured costs."""
+    """Measures an order that fits; then searches all that fits, with the measured costs."""
 
     memory: MemoryFit
     problem: Problem  # what has to fit
@@ -25,7 +25,7 @@ class WithinMemory(Measurements):
     def of(
         cls, memory: MemoryFit, plain: Program, problem: Problem, call: DividedCall, before: "WithinMemory | None"
     ) -> "WithinMemory":
-        """Those for a call. Where smaller shapes were measured ``before``, the costs are known, and nothing is measured."""
+        """The measurements for a call. If smaller shapes were measured ``before``, their costs are used instead."""
         version = 0 if before is None else before.version + 1
         costs = None if before is None else before.costs
         if before is not None and costs is not None:
@@ -52,7 +52,7 @@ class WithinMemory(Measurements):
         """Nothing is weighed: the bytes were counted."""
 
     def _of_version(self, purpose: StepPurpose) -> StepPurpose:
-        """With the name of a program that is counted anew for larger shapes."""
+        """The same purpose, with another name for its program, whose bytes were counted again for larger shapes."""
         return replace(purpose, program=f"{purpose.program} {self.version}") if self.version else purpose
 
 

@@ -6,8 +6,8 @@ normalize the rows that they get. To compare two divisions, each is replaced by 
     a random operation     gives a fixed number: no dropout, the middle of a distribution, the most likely sample
     a batch norm           normalizes by its running statistics, and leaves them as they are
 
-Random operations are replaced where torch dispatches, below autograd, so that it matters not who calls them: functions of
-Python, layers of C++, a forward that is run again in the backward. Forward and backward must both run inside.
+Random operations are replaced where torch dispatches, below autograd. So all callers are covered: functions of Python, layers
+of C++, a forward that is run again in the backward. Forward and backward must both run inside.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,9 +27,9 @@ FixedDraw = Callable[[Mapping[str, Any]], Any]
 
 @contextmanager
 def alike(batch_norms: bool = True) -> Iterator[None]:
-    """Inside, every random operation gives the same for each row, and batch norms normalize by what they have.
+    """Inside, every random operation gives the same for each row, and batch norms normalize by their running statistics.
 
-    With ``batch_norms=False`` those normalize as always. A batch norm still counts its calls (``num_batches_tracked``).
+    With ``batch_norms=False`` batch norms normalize as always. A batch norm still counts its calls (``num_batches_tracked``).
 
     >>> dropout, norm = torch.nn.Dropout(), torch.nn.BatchNorm1d(2, affine=False)
     >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -94,7 +94,7 @@ def _arguments_if_random(func: Any) -> tuple[tuple[str, ...], str | None]:
 
 
 def _drawn(func: Any, given: Mapping[str, Any], every: Mapping[str, Any]) -> Any:
-    """What a random operation gives: of a sample, what is the same for each row. ``every`` has what is left out, too."""
+    """The fixed result of a random operation, the same for each row. ``every`` adds the defaults to ``given``."""
     name = name_of(func)
     if name in _DRAWN:
         return _DRAWN[name](every)

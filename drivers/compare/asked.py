@@ -1,6 +1,6 @@
 """What a model asks of numbers on the way to a mean: which targets count, which tokens are chosen, by what a sum is divided.
 
-While the answer is the same for all rows that were tried, nobody can see what the loss does with the other answer. So each
+If the answer is the same for all rows of a trial, the trial does not show what the loss does with the other answer. So each
 question is tried with rows that have both answers.
 """
 
@@ -17,7 +17,7 @@ InputTensor = tuple[
 class Question:
     """Whether numbers are ``sign`` (==, >, >= or nan) ``value``: of one tensor of the user, or of all that hold integers.
 
-    ``counted``: a loss of torch asks, which leaves out what is equal, or weighs it by ``weights``.
+    With ``counted``, a loss of torch asks: it leaves out the numbers that are equal, or weighs them by ``weights``.
 
     >>> Question(">", 0.0).examples()
     (0, 1)
@@ -30,7 +30,7 @@ class Question:
     weights: tuple[float, ...] = ()
 
     def examples(self) -> tuple[float, ...]:
-        """Numbers with each answer; for == the one that is asked for, as others are there."""
+        """A number for each answer. For == it is ``value`` alone, as the rows have other numbers already."""
         return {
             "==": (self.value,),
             ">": (math.floor(self.value), math.floor(self.value) + 1),
@@ -39,7 +39,7 @@ class Question:
         }[self.sign]
 
     def counts(self, expression: str) -> Iterator[str]:
-        """How those with each answer are counted, as it is written."""
+        """The Python text that counts the numbers with each answer."""
         if self.sign == "nan":
             yield f"(~{expression}.isnan()).sum()"
         signs = {"==": ("!=", "=="), ">": (">", "<="), ">=": (">=", "<")}.get(self.sign, ())
@@ -48,9 +48,9 @@ class Question:
 
 @dataclass(frozen=True)
 class ComputedChoice:
-    """How many of ``of`` numbers were chosen by a mask that was computed, on the way to a mean; at which line of the model.
+    """A mask that the model computes has chosen ``count`` of ``of`` numbers, on the way to a mean, at a line of the model.
 
-    With ``ranked``, as by argmax, ``count`` of ``of`` rows choose as the first one, and the choices are averaged over rows.
+    With ``ranked``, as by argmax, ``count`` of ``of`` rows choose what the first row chooses, and a mean is taken over rows.
     """
 
     where: str

@@ -1,7 +1,7 @@
 """When two tensors that should be equal are equal: the rounding is measured, not guessed.
 
-The same rows in another order round differently, and nothing else. So what that moves a tensor by, the ``noise``, says how much
-another division of the rows may move it. A floor for each dtype stands below it, for a tensor that happens to move by nothing.
+The same rows in another order differ by rounding alone. The difference that this makes to a tensor is its ``noise``: another
+division of the rows may change the tensor by about as much. The least tolerance of a dtype is for a tensor without noise.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ LEAST = (
 
 
 def floor_of(*dtypes: torch.dtype) -> float:
-    """The part of a tensor's size that rounding may always take, for the narrowest of some dtypes.
+    """The least tolerance, relative to a tensor's largest element, for the dtype of these that rounds most.
 
     >>> floor_of(torch.float64, torch.float32)
     1e-05

@@ -36,7 +36,7 @@ class DriverMemory:
 
     @cached_property
     def check(self) -> tuple[int, ...]:
-        """The most that each worker holds while the first step checks itself, before it runs; empty if it does not."""
+        """The most bytes that each worker holds in the check before the first step; empty if there is no check."""
         return self.count_check()
 
     @cached_property
@@ -51,7 +51,7 @@ class DriverMemory:
 
     @property
     def series(self) -> tuple[tuple[tuple[str, int, int], ...], ...]:
-        """For each worker its instructions, each with the most bytes while it runs and those that are held when it is done."""
+        """For each worker: each instruction, the most bytes held while it runs, and the bytes held after it."""
         orders = lowered_program(self.program).orders
         return tuple(
             tuple(zip((*map(str, order), "end"), held.most, held.after)) for order, held in zip(orders, self.workers)

@@ -1,4 +1,4 @@
-"""The bytes that the state of an optimizer takes, found with fake tensors: it does one step on parameters without numbers."""
+"""The bytes of an optimizer's state. They are counted after one step on fake tensors, which have shapes and no numbers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ Group = tuple[Sequence[torch.Tensor], Mapping[str, Any]]  # parameters, and thei
 class CountedOptimizer:
     """An optimizer whose state is counted: how it is made, the parameters of each group (None: all), the dtype of copies.
 
-    If its state is divided among replicas, ``shares`` has for each worker the parameters that it updates, by its stages.
+    If the state is divided among replicas, ``shares`` has the names of the parameters that each worker updates, by stage.
     """
 
     make: Callable[[list[dict[str, Any]]], Optimizer]
@@ -36,7 +36,7 @@ class CountedOptimizer:
         return state_bytes(self.make, groups, mode, unit, self.master_dtype)
 
     def of_workers(self, stages: Sequence[Mapping[str, torch.Tensor]], mode: Any, unit: int) -> dict[int, int]:
-        """The bytes on each worker, if the state is divided, for the fake parameters of all stages."""
+        """The bytes on each worker of a state that is divided. ``stages`` are the fake parameters of all stages."""
         return {
             worker: sum(
                 self.of({name: each for name, each in stages[stage].items() if name in names}, mode, unit)
@@ -56,7 +56,7 @@ def counted_optimizer(make: Callable[..., Optimizer]) -> CountedOptimizer:
 
 
 class _OneForNumbers(TorchDispatchMode):
-    """Answers 1 where an optimizer asks for the number in a tensor: the count of its steps, of which no size depends."""
+    """Answers 1 where an optimizer asks for the number in a tensor. That is the count of its steps; no size depends on it."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -75,7 +75,7 @@ def state_bytes(
     unit: int = 1,
     master_dtype: torch.dtype | None = None,
 ) -> int:
-    """What an optimizer holds beside the parameters after a step on these fake ones: moments, counts, and copies of parameters.
+    """The bytes that an optimizer holds after a step on fake parameters: moments, counts, copies of parameters.
 
     >>> from torch._subclasses.fake_tensor import FakeTensorMode
     >>> with FakeTensorMode() as mode:

@@ -1,14 +1,14 @@
-"""The bytes of the stages of a Pipe and of what passes between them, found with fake tensors: nothing is computed.
+"""The bytes of the stages of a Pipe and of the values between them, counted on fake tensors: nothing is computed.
 
-The stages are copied with fake tensors in place of their own, and run as a worker runs them: all on one worker, one micro-batch
-after the other. Values that stages pass to each other are copied, as if they were sent. What is alive is looked at before and
-after each computation, and at its most:
+A copy of the stages, with fake tensors, runs as on a worker: all stages on one worker, one micro-batch after the other. Values
+that stages pass to each other are copied, as if they were sent. The bytes that are alive are counted before each computation,
+after it, and at their most:
 
     F0.0 F1.0 B1.0 B0.0   the gradients of parameters appear          F0.1 F1.1 B1.1 B0.1   they are there
     F0.0 F1.0 I1.0 W1.0 I0.0 W0.0 ...                                 the same, with backwards in halves
 
-So all that a worker does is in it: what custom functions and checkpoints inside of the model keep, what autocast casts, what
-layers defer. Not in it is what a kernel takes for itself while it runs, and what torch.compile saves.
+So the bytes of custom functions, of checkpoints inside of the model, of autocast's casts and of deferred layers are counted.
+The memory that a kernel takes for itself while it runs, and what torch.compile saves, are not.
 """
 
 import copy
@@ -57,8 +57,8 @@ _Storages = frozenset[tuple[int, int, int]]  # as `LiveStorages.storages_of` giv
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What a computation did: the most above what was alive before it, and how much more was alive after it."""
+class _ComputationBytes:
+    """The bytes of a computation beyond those alive before it: at its most, and after it."""
 
     most: int
     more: int
@@ -74,9 +74,9 @@ def count_pipe(
 ) -> PipeBytes:
     """The bytes of the stages of a Pipe, for the micro-batches of ``division`` (the largest counts) on ``device``.
 
-    Needs no driver and no worker. The state of ``optimizers`` counts as it is after their first step. Without ``halves``,
-    nothing is known of backwards in halves, and half as much is run. What is divided among replicas is in ``divided`` by the
-    numbers that the workers have in the cluster.
+    Needs no driver and no worker. The state of ``optimizers`` is that after their first step. Without ``halves``, backwards in
+    halves are not counted, and half as much is run. The result's ``divided`` has the bytes that are divided among replicas,
+    by the worker's number in the cluster.
 
     >>> from pippy.drivers.batch.divide_call import divide_call
     >>> pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.MSELoss())
@@ -95,11 +95,11 @@ def count_pipe(
         whole = lower(pipe, orders[trains])
     largest = max(range(division.chunks), key=lambda each: _rows(division, each))
     with heard(), untouched_random_state(), torch.inference_mode(False), explain_fake_errors():
-        counted = _Counted(pipe, division, largest, device, trains)
+        counted = _FakeRun(pipe, division, largest, device, trains)
         passes = counted.run(whole)
-        by_halves: dict[str, _Seen] = {}
+        by_halves: dict[str, _ComputationBytes] = {}
         if trains and halves:
-            halved = _Counted(pipe, division, largest, device, trains)
+            halved = _FakeRun(pipe, division, largest, device, trains)
             by_halves = halved.run(lower(pipe, in_halves(orders[True])))
         found = [_stage(stage, counted, passes, stage in whole.program.backward) for stage in range(stages)]
         if by_halves:
@@ -138,7 +138,7 @@ def _rows(division: Division, microbatch: int) -> int:
     return 0 if division.sizes is None else division.sizes[microbatch]
 
 
-class _Counted:
+class _FakeRun:
     """A run of all stages on fake tensors, on one worker."""
 
     def __init__(self, pipe: Pipe, division: Division, microbatch: int, device: torch.device, trains: bool) -> None:
@@ -159,7 +159,7 @@ class _Counted:
             name: [map_tensors(self._fake, division.take(name, microbatch)) for _ in range(MICROBATCHES)]
             for name in division.arguments
         }
-        self.passes: dict[str, _Seen] = {}
+        self.passes: dict[str, _ComputationBytes] = {}
         self.values: dict[str, int] = {}
         self.owned: set[str] = set()
         self.copied: set[str] = set()
@@ -194,8 +194,8 @@ class _Counted:
                 own[self.placed.compiled.qualnames.canonical.get(user, user)] = parameter
         return found
 
-    def run(self, lowered: Lowered) -> dict[str, _Seen]:
-        """What each computation did, by its text."""
+    def run(self, lowered: Lowered) -> dict[str, _ComputationBytes]:
+        """The bytes of each computation, by its text."""
         (program,) = self.placed.programs(0, lowered, single_loss=False).values()
         (transport,) = in_process(1)
         statistics = StepStatistics.of(self.modules, {})
@@ -229,7 +229,7 @@ class _Counted:
                 self.freed[instruction.stage] = {key: each for key, each in held.items() if key not in left}
             self._note_places(instruction, made, "given")
             torch.clear_autocast_cache()  # the next computation does, first
-            self.passes[str(instruction)] = _Seen(live.most - before, live.bytes - before)
+            self.passes[str(instruction)] = _ComputationBytes(live.most - before, live.bytes - before)
             self._note_values(instruction, made, seen)
             self.gradients[f"{instruction.op}{instruction.stage}"] = self._gradients_of(instruction.stage)
             if instruction.op == Op.FORWARD:
@@ -248,7 +248,7 @@ class _Counted:
         return [each for call in self._calls(stage) for each in self.modules[call].buffers()]
 
     def _averages(self, stage: int) -> list[torch.Tensor]:
-        """What batch normalizations change; on fake tensors they do not tell."""
+        """The running statistics that batch norms change in training. On fake tensors a change cannot be seen."""
         modules = [each for call in self._calls(stage) for each in self.modules[call].modules()]
         norms = [each for each in modules if isinstance(each, _NormBase) and each.training]
         return [each for norm in norms for each in (norm.running_mean, norm.running_var) if each is not None]
@@ -276,7 +276,7 @@ class _Counted:
             of_stage[role, name] = self.live.storages_of(found)
 
     def _held_of(self, compute: Compute) -> dict[tuple[str, str], _Storages]:
-        """Those of the noted values of a stage of which all memory is held."""
+        """The noted values of a stage whose memory is all alive."""
         noted = self.noted.get((compute.stage, compute.microbatch), {})
         return {key: each for key, each in noted.items() if each and all(map(self.live.is_alive, each))}
 
@@ -305,7 +305,7 @@ def _received(tensor: torch.Tensor) -> torch.Tensor:
     return found.requires_grad_(tensor.requires_grad)
 
 
-def _stage(stage: int, counted: _Counted, passes: Mapping[str, _Seen], trains: bool) -> StageBytes:
+def _stage(stage: int, counted: _FakeRun, passes: Mapping[str, _ComputationBytes], trains: bool) -> StageBytes:
     calls = counted._calls(stage)
     own = [each for call in calls for each in (*counted.modules[call].parameters(), *counted.modules[call].buffers())]
     results = sum(
@@ -333,8 +333,10 @@ def _stage(stage: int, counted: _Counted, passes: Mapping[str, _Seen], trains: b
     )
 
 
-def _between_halves(stage: int, found: StageBytes, counted: _Counted, halves: Mapping[str, _Seen]) -> StageBytes:
-    """With what is known of the halves of its backward."""
+def _between_halves(
+    stage: int, found: StageBytes, counted: _FakeRun, halves: Mapping[str, _ComputationBytes]
+) -> StageBytes:
+    """The bytes of a stage, with those between the two halves of its backward."""
     if f"W{stage}.0" not in halves:
         return found
     first, later = halves[f"W{stage}.0"], halves[f"W{stage}.1"]
@@ -354,7 +356,7 @@ def _between_halves(stage: int, found: StageBytes, counted: _Counted, halves: Ma
     )
 
 
-def _inputs(lowered: Lowered, division: Division, counted: _Counted) -> Iterator[ModelInput]:
+def _inputs(lowered: Lowered, division: Division, counted: _FakeRun) -> Iterator[ModelInput]:
     for name in lowered.inputs:
         stages = sorted(
             key.stage

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, whoever wrote it: where each tensor is, by the user's names, and the plain values.
+"""What a checkpoint contains: where each tensor is, by the user's names, and the plain values.
 
 A checkpoint of pippy's is a folder with
 
@@ -8,7 +8,7 @@ A checkpoint of pippy's is a folder with
     values.pt                               plain values, states of schedulers, options of optimizers, random numbers
     checkpoint.json                         the names, lengths and hashes of these files, and tied names
 
-Read are also folders of safetensors files, with or without an index, and one such file.
+Folders of safetensors files, with or without an index, can be read too, and so can one such file.
 """
 
 import json
@@ -49,7 +49,7 @@ class Contents:
 
 
 def shard(name: str, number: int, count: int) -> str:
-    """The name of a file, one of several.
+    """The name of file ``number`` of ``count``.
 
     >>> shard("model", 0, 2)
     'model-00001-of-00002.safetensors'
@@ -58,7 +58,7 @@ def shard(name: str, number: int, count: int) -> str:
 
 
 def contents_of(path: str | os.PathLike[str]) -> Contents:
-    """What is in a checkpoint, or in the newest of a run; or in a folder of safetensors files, or in one such file."""
+    """The contents of a checkpoint, of the newest one of a run, of a folder of safetensors files, or of one such file."""
     path = os.path.abspath(os.fspath(path))
     if os.path.isfile(path):
         return Contents(path, read_header(path))
@@ -164,7 +164,7 @@ def _listed(path: str, index: str, there: list[str]) -> list[str]:
 
 
 def _check_complete(path: str, there: list[str]) -> None:
-    """Raise if of several numbered files one is not there."""
+    """Raise if one of several numbered files is missing."""
     for name in there:
         match = _SHARD.fullmatch(name)
         wanted = [shard(match[1], number, int(match[3])) for number in range(int(match[3]))] if match else []

@@ -15,14 +15,15 @@ from pippy.ir.base.public_calls import placing_words
 
 @placing_words()
 def load_checkpoint(path: str | os.PathLike[str], /, **given: Any) -> dict[str, Any]:
-    """Read a checkpoint in plain PyTorch, without workers. Gives what was saved, by the names it was saved by.
+    """Read a checkpoint in plain PyTorch, without workers. Returns what was saved, by the names given to `driver.save`.
 
-    What is given by name is loaded, and left out of the result: ``model=`` a module, and optimizers of torch's, schedulers and
-    the like as they were named in `driver.save`. The state of an optimizer finds its parameters by their names in the model.
-    What is not given comes back: values as they were, and state dicts; that of an optimizer has its parameters numbered in
-    the order of its groups, whose ``param_names`` has their names.
+    Give objects by name, and their state is loaded: ``model=`` a module; optimizers of torch, schedulers and other objects by
+    the names that they had in `driver.save`. An optimizer's state finds its parameters by their names in the model. Everything
+    else is returned: values as they were, and state dicts. In the state dict of an optimizer, parameters are numbered in the
+    order of its groups, and ``param_names`` of each group has their names.
 
-    The path is that of a checkpoint, or of a run, for its newest; or of a folder of safetensors files, which has a model alone.
+    The path is that of a checkpoint, or of a run, for its newest checkpoint, or of a folder of safetensors files, which has the
+    model alone.
 
     >>> import tempfile, torch
     >>> from pippy import Pipe, PipelineDriver1F1B, load_checkpoint, local_cluster
@@ -73,7 +74,7 @@ def _state_dicts(contents: Contents) -> dict[str, Any]:
 def _numbered(
     states: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
-    """The state dict of an optimizer, as torch has it: parameters have numbers, group by group, in the order of ``names``."""
+    """The state dict of an optimizer, as torch has it: parameters are numbered by group, in the order of ``names``."""
     numbers = {name: number for number, name in enumerate(name for own in names for name in own)}
     return {
         "state": {number: states[name] for name, number in numbers.items() if name in states},
@@ -85,7 +86,7 @@ def _numbered(
 
 
 def _ordered(name: str, optimizer: Optimizer, saved: Mapping[str, Any], model: Any) -> dict[str, Any]:
-    """The state dict of an optimizer in the order in which it has its parameters."""
+    """A saved state dict of an optimizer, with parameters in the order that ``optimizer`` has."""
     if not isinstance(model, nn.Module):
         raise CheckpointError(
             f"the state of {name}={type(optimizer).__name__} has parameters by their names in a model; give model= too"

@@ -1,6 +1,6 @@
 """Values that are read without running code: numbers, strings, tensors, and containers of them.
 
-They are written with `torch.save` and read with ``weights_only=True``, which makes nothing else, whatever a file says.
+They are written with `torch.save` and read with ``weights_only=True``, which makes no other objects, whatever a file has.
 """
 
 import io
@@ -29,9 +29,9 @@ def packed(values: Mapping[str, Any]) -> bytes:
 
 
 def unpacked(data: bytes, path: str = "values") -> dict[str, Any]:
-    """What `packed` was given. ``path`` is the file that has the bytes. Raises a CheckpointError if they are anything else.
+    """The values that `packed` made bytes of. ``path`` is their file. Raises a CheckpointError for other bytes.
 
-    What torch says of such a file is left out: it advises to run the code that is in it.
+    The error does not repeat torch's message, which advises to run the code in the file.
 
     >>> unpacked(b"something else", "values.pt")
     Traceback (most recent call last):
@@ -91,7 +91,7 @@ def random_values(state: RandomState) -> dict[str, Any]:
 
 
 def random_state(values: Mapping[str, Any], devices: tuple[Any, ...] = ()) -> RandomState:
-    """The state that `random_values` was given. What it had of GPUs becomes that of ``devices``."""
+    """The inverse of `random_values`. The states of GPUs become those of ``devices``."""
     pythons, numpys = values["python"], values["numpy"] if "numpy" in sys.modules else None
     if pythons is not None:
         pythons = pythons[0], tuple(pythons[1].tolist()), pythons[2]
@@ -104,5 +104,5 @@ def random_state(values: Mapping[str, Any], devices: tuple[Any, ...] = ()) -> Ra
 
 
 def _tensor(numbers: Any) -> torch.Tensor:
-    """Many numbers, which take long to pickle one by one."""
+    """Numbers as a tensor: to pickle them one by one takes long."""
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")

@@ -1,4 +1,4 @@
-"""The folder of a run: its checkpoints, each in a folder of its own, which is there whole or not at all.
+"""The folder of a run: its checkpoints, each in a folder of its own. A checkpoint is complete, or it is not there.
 
     run/
       step-10/               a checkpoint
@@ -7,7 +7,7 @@
       .lock                  locked by the process that writes
 
 A process that is killed leaves a folder whose name begins with a dot. Nobody reads it, and the next save removes it.
-Which checkpoint is the newest nothing says but their numbers: each has one more than those that were there.
+Checkpoints are numbered, each with one more than those before it: the largest number is the newest checkpoint.
 """
 
 import fcntl
@@ -30,7 +30,7 @@ _SAVING, _REMOVED, _LOCK = ".saving-", ".removed-", ".lock"
 
 
 def read_manifest(path: str) -> dict[str, Any] | None:
-    """What a checkpoint says of itself; None if the folder is no checkpoint of pippy's."""
+    """The content of `checkpoint.json` in this folder; None if the folder is no checkpoint of pippy's."""
     try:
         text = read_file(os.path.join(path, MANIFEST))
     except (FileNotFoundError, NotADirectoryError):
@@ -80,7 +80,7 @@ def _numbered(folder: str, also_damaged: bool = True) -> list[tuple[int, str]]:
 class NewCheckpoint:
     """A checkpoint that is being written to ``path``, beside those of a run. Only one can be at a time.
 
-    `put_in_place` makes it one of them. Leaving the context without it removes what was written.
+    `put_in_place` makes it a checkpoint of the run. If the context ends before that, what was written is removed.
     """
 
     def __init__(self, folder: str, step: int | None) -> None:
@@ -105,7 +105,7 @@ class NewCheckpoint:
         self.end()
 
     def _free_name(self, word: str, number: int) -> str:
-        """The name for a step; with a second number if there is a checkpoint of this step, which stays what it is."""
+        """A name for a checkpoint of this step. If there is one already, the name gets a second number, and the other stays."""
         name, again = f"{word}-{number}", 1
         while os.path.lexists(os.path.join(self.folder, name)):
             again += 1
@@ -113,7 +113,7 @@ class NewCheckpoint:
         return name
 
     def put_in_place(self, content: Mapping[str, Any]) -> str:
-        """Write its manifest and rename it: all else is on the disk already. ``content`` says what is in it."""
+        """Write the manifest, ``content``, and rename the folder. All other files must be on the disk."""
         manifest = {"format": FORMAT, "version": VERSION, "number": self.number, **content}
         write_file(self.path, MANIFEST, [("all", json.dumps(manifest, indent=1).encode())])
         sync_folder(self.path)
@@ -140,7 +140,7 @@ class NewCheckpoint:
                 self._unlock()
 
     def _remove_left_over(self) -> None:
-        """What processes left that were killed: whoever has the lock is the only one who writes."""
+        """Remove the folders that killed processes left. Nobody else writes, as this process has the lock."""
         for name in os.listdir(self.folder):
             if name.startswith((_SAVING, _REMOVED)):
                 shutil.rmtree(os.path.join(self.folder, name), ignore_errors=True)

@@ -4,8 +4,8 @@
     the header      JSON: the dtype, the shape and the place of each tensor by its name; "__metadata__" has strings
     the tensors     their elements, one tensor after the other
 
-The library `safetensors` writes such a file in one call. These functions give way to whoever gives the work up, and hash
-the bytes on their way, so that nothing is read again; what reads needs no more than one tensor's place.
+The library `safetensors` writes such a file in one call. These functions can be given up in between. They hash the bytes while
+they write them, so that no file is read again. To read a tensor, only its place in the file is needed.
 """
 
 import json
@@ -47,7 +47,7 @@ _METADATA = "__metadata__"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor's elements are: the file, the offset in it; and what they are. ``hash`` is None if nobody has noted it.
+    """A tensor in a file: where its elements are, their dtype and shape. ``hash`` is None if the checkpoint has none.
 
     >>> StoredTensor("a.safetensors", 64, torch.float32, (2, 3)).nbytes
     24
@@ -91,7 +91,7 @@ def write_tensors(
     metadata: Mapping[str, str],
     goes_on: Callable[[], None] = lambda: None,
 ) -> WrittenFile:
-    """Write tensors to a new file in a folder. ``goes_on`` is called now and then, and raises if the work was given up.
+    """Write tensors to a new file in a folder. ``goes_on`` is called between pieces, and raises if the work was given up.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -144,7 +144,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def read_header(path: str, written: Mapping[str, str] | None = None) -> dict[str, StoredTensor]:
-    """The places of a file's tensors. ``written`` has the hashes of its pieces, if they were noted."""
+    """Read where the tensors of a file are. ``written`` has the hashes of its pieces, if the checkpoint has them."""
     hashes, size = written or {}, os.stat(path).st_size
     start = bytearray(8)
     if size >= len(start):

@@ -1,7 +1,7 @@
 """Files that are on the disk when they are said to be.
 
-What is written is followed by fsync, of the file and of the folder that names it; without, a file may be empty after a power
-failure, though it was closed long before.
+After a write, fsync is called for the file, and for the folder that has its name. Without it, a file may be empty after a power
+failure, even if it was closed long before.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ class WrittenFile:
 
 
 def open_unbuffered(path: str, mode: str) -> FileIO:
-    """A file, as the built-in open has modes. It is closed when nothing refers to it, as Ctrl-C may come at any time.
+    """Open a file without a buffer; modes are those of `open`. It is closed when nothing refers to it, also after Ctrl-C.
 
     >>> with open_unbuffered("/dev/zero", "r") as file:
     ...     file.read(2)
@@ -100,7 +100,7 @@ def read_file(path: str) -> bytes:
 
 
 def check_hash(what: str, data: Any, expected: str | None) -> None:
-    """Raise if bytes are not those that were written. Without a hash nothing is known of them."""
+    """Raise if the hash of ``data`` is not the expected one. Without an expected hash, do nothing."""
     if expected is not None and hashlib.sha256(data).hexdigest() != expected:
         raise CheckpointError(
             f"{what} is damaged: the hash of its bytes is not the hash of what was written; load another checkpoint"

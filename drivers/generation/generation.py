@@ -1,4 +1,4 @@
-"""What `driver.generate` does: the model is checked, then the prompts, then the graphs are made that make tokens."""
+"""`driver.generate`: it checks the model, then the prompts, and makes the graphs that make tokens at the first call."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,11 +23,11 @@ class TokenGeneration:
         self._graphs: TokenGraphs | None = None
 
     def forget(self) -> None:
-        """The workers do not have the graphs that make tokens: the next call makes and sends them."""
+        """Note that the workers have lost the graphs that make tokens: the next call makes and sends them again."""
         self._graphs = None
 
     def run(self, ids: Any, others: Mapping[str, Any], **arguments: Any) -> torch.Tensor:
-        """Check the arguments of a call, those of `prompts_of`, and give the prompts with the tokens behind them."""
+        """Check the arguments of a call, those of `prompts_of`, and return the prompts with the new tokens behind them."""
         model = self._language_model()
         prompts = prompts_of(model, ids, workers=self._workers, others=others, **arguments)
         if self._graphs is None:

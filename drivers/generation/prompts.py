@@ -38,13 +38,13 @@ class Prompts:
     sampling: Sampling | None
 
     def message(self, takes: Collection[str]) -> Generate:
-        """What a worker is sent whose stages take these inputs."""
+        """The message to a worker whose stages take the inputs ``takes``."""
         inputs = {name: value for name, value in self.inputs.items() if name in takes}
         one = self.inputs["input_ids"].shape[1] == 1
         return Generate(inputs, one, self.rows, self.length, self.ends, self.padding, self.sampling)
 
     def finished(self, generated: Generated) -> torch.Tensor:
-        """The prompts with their tokens. Rows that ended before others are padded."""
+        """The prompts with the new tokens behind them. A row that has ended before others is padded."""
         ids = self.inputs["input_ids"]
         longest = max(each.shape[1] for each in generated.tokens)
         padded = [

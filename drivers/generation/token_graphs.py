@@ -3,7 +3,7 @@
 driver.generate(ids, max_new_tokens=20)
     │ first call: the model is traced with a cache, and cut where the Pipe is cut          AddGeneration ──▶ each worker
     ▼ each call: prompts, how long, how tokens are drawn                                   Generate ──▶ each worker
-ids with what was generated behind them  ◀── tokens, from the worker that has the last stage
+ids with the new tokens behind them      ◀── tokens, from the worker that has the last stage
 """
 
 import torch
@@ -38,7 +38,7 @@ class TokenGraphs:
         commands.call(adds)
 
     def run(self, prompts: Prompts) -> torch.Tensor:
-        """Generate, and give the prompts with the tokens behind them."""
+        """Generate, and return the prompts with the new tokens behind them."""
         generated: Generated = self.commands.call(
             {worker: prompts.message(takes) for worker, takes in self.takes.items()}
         )[self.choosing]
@@ -70,7 +70,7 @@ class _Lowered:
         return [at for at, rank in enumerate(self.placed.ranks) if rank == worker]
 
     def part_of(self, worker: int) -> TokenGraph:
-        """What a worker is sent of it."""
+        """The part of the graph that a worker is sent."""
         own = self._own(worker)
         held = {key: TensorLocation(call, name) for key, (call, name) in self.held.items()}
         modules = {at: self.cut.stage(at) for at in own}
@@ -89,7 +89,7 @@ class _Lowered:
         return TokenStage(at, named, self.takes[at], self.gives[at], self._receives(at), self._sends(at))
 
     def _sent(self, source: int, worker: int) -> tuple[str, ...]:
-        """What a stage sends to another worker: all that the stages there take of it, in one message."""
+        """The message from a stage to another worker: all values of the stage that stages there take."""
         if worker == self.placed.ranks[source]:
             return ()
         wanted = {name for at in self._own(worker) if at > source for name in self.takes[at]}
@@ -100,7 +100,7 @@ class _Lowered:
         return tuple((worker, names) for worker, names in sent if names)
 
     def _receives(self, at: int) -> tuple[tuple[int, int, tuple[str, ...]], ...]:
-        """The messages that the worker of a stage waits for before it: those that no earlier stage there has waited for."""
+        """The messages that a worker waits for before a stage, without those that it has for an earlier stage."""
         worker = self.placed.ranks[at]
         earlier = {name for before in self._own(worker) if before < at for name in self.takes[before]}
         found = []

@@ -12,9 +12,9 @@ Sized = tuple[ReplicatedParameter, int]
 
 
 def gradient_buckets(parameters: Sequence[ReplicatedParameter], sizes: Mapping[str, int]) -> tuple[GradientBucket, ...]:
-    """Buckets of parameters, of which each of their workers adds up about as many bytes. ``sizes`` are the bytes by name.
+    """Divide parameters into buckets. All workers with copies add up about as many bytes. ``sizes`` are the bytes by name.
 
-    Those of different stages are in different buckets, as their gradients are there at different times.
+    Parameters of different stages are in different buckets, as their gradients are complete at different times.
 
     >>> from pippy.drivers.protocol.parameters import TensorLocation
     >>> places = {name: TensorLocation(f"submod_{stage}", name) for name, stage in [("a", 0), ("b", 0), ("c", 0), ("d", 2)]}
@@ -46,7 +46,7 @@ def _divided(sized: Sequence[Sized], loads: dict[int, int]) -> dict[int, list[Si
 
 
 def _filled(sized: Iterable[Sized]) -> Iterator[tuple[ReplicatedParameter, ...]]:
-    """Parameters in buckets, in order."""
+    """The parameters of one worker in buckets, in their order."""
     full = total = 0
     numbered = []
     for each, size in sized:

@@ -15,10 +15,10 @@ from pippy.ir.run.gradient_hooks import GradientHooks
 
 
 class PlacedHooks:
-    """What the workers of a driver have to know of the hooks that its parameters have now.
+    """What the workers of a driver are told of the hooks that its parameters have now.
 
-    A hook runs where a gradient becomes whole: on the worker of a parameter, or on the one that adds up those of its copies. It
-    travels by value. A parameter or buffer that it holds is the worker's own; one that is on another worker has no numbers.
+    A hook runs where a gradient is complete: on the worker of its parameter, or on the worker that adds up the gradients of
+    copies. It is sent by value. A parameter or buffer that it holds is the worker's own; one of another worker has no numbers.
 
     >>> from torch import nn
     >>> from pippy.ir.pipe import compiled_of
@@ -37,9 +37,9 @@ class PlacedHooks:
         self._now: Mapping[int, WorkerHooks] = {}
 
     def now(self) -> Mapping[int, WorkerHooks]:
-        """What each worker has to know; the same object as before if nothing has changed. Raises if a hook cannot be sent.
+        """What each worker is told; the same object as before if no hook has changed. Raises if a hook cannot be sent.
 
-        What a hook holds may have changed, so it is pickled each time.
+        The objects that a hook holds may have changed, so it is pickled each time.
         """
         own = {place: NamedHooks(self._name(place), hooks) for place, hooks in self._hooked().items()}
         if own or self._now:
@@ -49,7 +49,7 @@ class PlacedHooks:
         return self._now
 
     def of_copies(self, hooks: Mapping[int, WorkerHooks]) -> bool:
-        """Whether there are hooks of parameters of which workers have copies."""
+        """Whether a parameter with copies has a hook."""
         return any(place in self._adds_up for each in hooks.values() for place in each.places)
 
     def _hooked(self) -> dict[TensorLocation, GradientHooks]:

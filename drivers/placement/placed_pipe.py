@@ -66,7 +66,7 @@ class PlacedPipe:
         return [call for call in self.nodes if worker in self.workers_of(call)]
 
     def loads(self, workers: Iterable[int] | None = None) -> dict[int, Load]:
-        """The message with its stages for each worker, or for some."""
+        """For each worker, or for those given, the message with its stages."""
         seed = torch.initial_seed() % 2**62
         return {worker: self._load(worker, seed) for worker in (self.workers if workers is None else workers)}
 
@@ -116,7 +116,7 @@ class PlacedPipe:
 
     @cached_property
     def replicated(self) -> tuple[ReplicatedParameter, ...]:
-        """The parameters of which there are copies, and where those are: replicated ones, and all if there are replicas."""
+        """The parameters with copies, and where the copies are. With replicas of the pipeline, all parameters have copies."""
         groups = [
             tuple(TensorLocation(call, name) for call, name in each.items()) for each in self.compiled.replicated_params
         ]
@@ -134,7 +134,7 @@ class PlacedPipe:
 
     @cached_property
     def buckets(self) -> tuple[GradientBucket, ...]:
-        """The same parameters, as their gradients are added up: without replicas each alone, where its first copy is."""
+        """The parameters with copies, in buckets. Those of a bucket are added up together; without replicas it has one."""
         if len(self.replicas) == 1:
             return tuple(GradientBucket(each.copies[0][0], (each,)) for each in self.replicated)
         sizes = {}
@@ -159,14 +159,14 @@ class PlacedPipe:
         return ReplicatedParameter(self.compiled.qualnames.canonical.get(name, name), tuple(copies))
 
     def loss_call(self, lowered: Lowered) -> tuple[str, Work]:
-        """The name of the value that the loss is, or lies in, and the call that gives it."""
+        """The name of the value that is the loss, or contains it, and the call that computes it."""
         assert self.compiled.loss is not None
         name = next(name for node, name in self.value_names.items() if node.name == self.compiled.loss.value)
         calls = (call for key, calls in lowered.work.items() if key.phase == "F" for call in calls)
         return name, next(call for call in calls if name in call.gives)
 
     def returns(self, values: Mapping[fx.Node, Any]) -> dict[int, dict[str, Any]]:
-        """The values that each worker makes, of those given: by its rank, then by name, with what was given with it."""
+        """Sort ``values`` by the worker that makes each: by its rank, then by name."""
         found: dict[int, dict[str, Any]] = {worker: {} for worker in self.workers}
         for call, node in self.nodes.items():
             for value in outputs_of(node):
@@ -175,8 +175,8 @@ class PlacedPipe:
         return found
 
     def locations(self, name: str) -> list[tuple[int, TensorLocation]]:
-        """Where a parameter or buffer of the user's is: the worker and location of each copy, those of the first replica first.
-        None if no stage uses it."""
+        """The worker and location of each copy of a parameter or buffer of the user's, those of the first replica first.
+        Empty if no stage uses it."""
         found = []
         for qualname in self.compiled.stage_qualnames(name):
             call, _, local = qualname.partition(".")
@@ -185,16 +185,16 @@ class PlacedPipe:
 
     @cached_property
     def _owners(self) -> dict[str, int]:
-        """The worker that adds up the gradients of each parameter of which there are copies."""
+        """The worker that adds up the gradients of each parameter with copies."""
         return {each.name: bucket.owner for bucket in self.buckets for each in bucket.parameters}
 
     def owned(self, name: str) -> list[tuple[int, TensorLocation]]:
-        """As `locations`, the copies on the worker that adds up its gradients."""
+        """The worker and location of the copies on the worker that adds up the gradients of this parameter."""
         owner = self._owners.get(self.compiled.qualnames.canonical.get(name, name))
         return [copy for copy in self.locations(name) if owner is None or copy[0] == owner]
 
     def owned_by_stage(self) -> dict[int, dict[int, frozenset[str]]]:
-        """For each worker and each of its stages, the parameters whose gradients that worker adds up."""
+        """The names of the parameters whose gradients each worker adds up, by worker and stage."""
         found: dict[int, dict[int, set[str]]] = {worker: {} for worker in self.workers}
         for bucket in self.buckets:
             for each in bucket.parameters:
@@ -208,8 +208,8 @@ class PlacedPipe:
         }
 
     def first_locations(self, names: Iterable[str], owned: bool = False) -> dict[int, dict[str, TensorLocation]]:
-        """Where to read each of these parameters and buffers, by worker: one copy of each. With ``owned``, on the worker that
-        adds up its gradients."""
+        """Where to read these parameters and buffers, one copy of each, by worker. With ``owned``, it is that on the worker
+        which adds up the gradients."""
         found: dict[int, dict[str, TensorLocation]] = {}
         for name in names:
             for worker, location in (self.owned if owned else self.locations)(name)[:1]:
@@ -217,8 +217,8 @@ class PlacedPipe:
         return found
 
     def for_all_copies(self, values: Mapping[str, Any], owned: bool = False) -> dict[int, dict[TensorLocation, Any]]:
-        """A value for each of some parameters and buffers, by name, becomes one for each copy of it, by worker. With ``owned``,
-        for each copy on the worker that adds up its gradients."""
+        """Give the value of each name to each copy of this parameter or buffer, by worker and location. With ``owned``, only to
+        copies on the worker that adds up the gradients."""
         found: dict[int, dict[TensorLocation, Any]] = {worker: {} for worker in self.workers}
         for name, value in values.items():
             for worker, location in (self.owned if owned else self.locations)(name):
@@ -271,7 +271,7 @@ class PlacedPipe:
 
     @cached_property
     def model_parameters(self) -> dict[TensorLocation, torch.Tensor]:
-        """The parameters of all stages by where they are, with the model's own in place of copies."""
+        """The parameters of all stages by their locations. In place of a copy it has the parameter of the model."""
         return {
             TensorLocation(call, name): own
             for call in self.nodes
@@ -285,7 +285,7 @@ class PlacedPipe:
 
     @cached_property
     def _parameters(self) -> dict[str, list[torch.Tensor]]:
-        """The parameters of each stage, with the model's own in place of copies, which follow it only when the Pipe runs."""
+        """The parameters of each stage; the model's own in place of copies, which take its values only when the Pipe runs."""
         owners = {id(copy): owner for owner, *copies in self.compiled.copies() for copy in copies}
         return {
             call: [owners.get(id(each), each) for each in self.compiled.stage(call).parameters()] for call in self.nodes

@@ -1,4 +1,4 @@
-"""Replicas of a pipeline: which worker holds which stage of which replica, and what they cannot do.
+"""Replicas of a pipeline: which worker holds which stage of which replica, and which models cannot have replicas.
 
 stage        0         1
 replica 0    worker0   worker1      micro-batches 0 to 3
@@ -19,7 +19,7 @@ from pippy.ir.record.compiled import Compiled
 
 @dataclass(frozen=True)
 class Topology:
-    """Which worker holds which stage of which replica of the pipeline: print it, or ask for one.
+    """Which worker holds which stage of which replica of the pipeline. `topology[replica, stage]` is the number of a worker.
 
     ``ranks`` has the worker of each stage, for each replica. ``names`` are those of all workers of the cluster.
 
@@ -47,7 +47,7 @@ class Topology:
 
 
 class RunningStatistics:
-    """The norms of a Pipe that may have running statistics: what each replica sees would change its own copy of them."""
+    """The norms of a Pipe that may have running statistics. Each replica sees other rows, so its statistics would be others."""
 
     def __init__(self, compiled: Compiled) -> None:
         self.norms: Mapping[str, Any] = {

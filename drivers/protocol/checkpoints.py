@@ -13,9 +13,9 @@ from pippy.drivers.protocol.parameters import TensorLocation
 class WriteState:
     """Write what the worker holds to files in a folder, and give a `WrittenState`.
 
-    ``tensors`` has the locations of parameters and buffers, by their names in ``file``. ``optimizers`` has for each
-    optimizer, by its number, its file and the locations of its parameters. With ``copy``, copy all that, and write it while
-    other commands run: `AskWritten` asks what became of it.
+    ``tensors`` has the locations of parameters and buffers, by their names in ``file``. ``optimizers`` has the file of each
+    optimizer, by its number, and the locations of its parameters. With ``copy``, the worker copies all that, and writes the
+    copies while other commands run; `AskWritten` asks for the result.
     """
 
     file: str
@@ -28,8 +28,8 @@ class WriteState:
 
 @dataclass(frozen=True)
 class WrittenState:
-    """What a worker has written. ``others`` has what is no tensor of the states of optimizers, by their numbers and by the
-    names of parameters; ``random`` the state of the worker's random numbers."""
+    """What a worker has written. ``random`` is the state of its random numbers. ``others`` has what is no tensor in the states
+    of optimizers, by the optimizer's number and the parameter's name."""
 
     files: tuple[WrittenFile, ...]
     others: Mapping[int, Mapping[str, Mapping[str, Any]]]
@@ -38,7 +38,7 @@ class WrittenState:
 
 @dataclass(frozen=True)
 class AskWritten:
-    """Urgent: give the `WrittenState` of what a driver's worker writes, a `Failure`, or None while it is under way."""
+    """Urgent: answer with the `WrittenState` of a `WriteState` with ``copy``, with a `Failure`, or None while it is written."""
 
     driver: int
 
@@ -47,7 +47,7 @@ class AskWritten:
 class ReadState:
     """Read tensors from files, and keep them beside those that the worker has, until `TakeState`.
 
-    ``tensors`` has where each parameter and buffer is read from; ``optimizers`` so for each item of the states of optimizers.
+    ``tensors`` says where to read each parameter and buffer, ``optimizers`` where to read each item of their states.
     """
 
     tensors: Mapping[TensorLocation, StoredTensor]
@@ -56,7 +56,7 @@ class ReadState:
 
 @dataclass(frozen=True)
 class TakeState:
-    """Take what was read, or drop it. ``others`` has what is no tensor of the states of optimizers."""
+    """Use what was read, or drop it. ``others`` has what is no tensor in the states of optimizers."""
 
     take: bool
     others: Mapping[int, Mapping[TensorLocation, Mapping[str, Any]]] = field(default_factory=dict)

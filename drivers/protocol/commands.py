@@ -26,7 +26,7 @@ class Command:
 
 @dataclass(frozen=True)
 class CommandElsewhere(Command):
-    """A command whose call was surrounded by something else than the last one that these workers were told of."""
+    """A command with new `Surroundings`: those of the user's call have changed since the workers were told of them."""
 
     surroundings: Surroundings | None = None
 

@@ -11,11 +11,10 @@ from pippy.drivers.wire.pickling import Pickled
 class AddDataset:
     """A dataset that inputs of steps are loaded from, under a number: sent once.
 
-    ``dataset`` is the dataset, or for some of its columns a dataset of each; or "package.module:function", which makes it.
-    ``collate`` puts items together; None for torch's own. ``keys`` are the columns that this worker needs. ``sample`` is an
-    index, whose row is compared among workers that make the dataset. ``rules`` has the Pipe's guards and what weighs losses,
-    once for a driver. The datasets with the numbers ``gone`` are dropped. ``beside``: mini-batches that come next are loaded on
-    threads, beside the steps.
+    ``dataset`` is the dataset, or a dataset for each of some columns, or "package.module:function", which makes it. ``collate``
+    puts items together; None stands for torch's own. ``keys`` are the columns that this worker needs. Workers that make the
+    dataset compare their row ``sample``. ``rules`` has the Pipe's guards and what weighs losses, and is sent once for a driver.
+    The datasets with the numbers ``gone`` are dropped. With ``beside``, threads load the next mini-batches during the steps.
     """
 
     number: int

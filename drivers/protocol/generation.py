@@ -12,10 +12,10 @@ from pippy.drivers.wire.pickling import Pickled
 
 @dataclass(frozen=True)
 class TokenStage:
-    """How a stage takes part in making a token.
+    """The messages of a stage when a token is made.
 
-    ``receives`` has the stages on other workers that send it values, with their workers and the names of the values, and
-    ``sends`` the workers that it sends values to.
+    ``receives`` has the stages on other workers that send values to it: their workers, and the names of the values. ``sends``
+    has the workers that it sends values to.
     """
 
     stage: int
@@ -30,8 +30,8 @@ class TokenStage:
 class TokenGraph:
     """A worker's part of the graph that makes a token.
 
-    ``modules`` has the code of the stages, with a `TensorLocation` for each tensor that the worker has already. ``logits``
-    is the value that the token is chosen from, by the worker ``choosing``, and ``told`` are the workers that it tells.
+    ``modules`` has the code of the stages, with a `TensorLocation` for each tensor that the worker has already. The worker
+    ``choosing`` chooses the token from the value ``logits``, and sends it to the workers ``told``.
     """
 
     stages: tuple[TokenStage, ...]
@@ -74,8 +74,8 @@ class Sampling:
 class Generate:
     """Make up to ``length`` tokens behind each prompt, in chunks of so many ``rows``.
 
-    ``inputs`` are those of the prompts, by their names, which are of ``one_token`` or of more. A row is finished by one of the
-    tokens ``ends``, and is ``padding`` from then on.
+    ``inputs`` are those of the prompts, by name. With ``one_token``, each prompt is one token. A row ends with one of the
+    tokens ``ends``, and has ``padding`` behind it.
     """
 
     inputs: Mapping[str, torch.Tensor]

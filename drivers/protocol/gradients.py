@@ -7,8 +7,9 @@ from pippy.drivers.protocol.parameters import TensorLocation
 
 @dataclass(frozen=True)
 class ReplicatedParameter:
-    """The user's name of a parameter of which there are copies, and the worker and location of each: those of the first
-    replica of the pipeline first, and in a replica in the order of the stages."""
+    """A parameter with copies: the user's name, and the worker and location of each copy.
+
+    Copies are in the order of the replicas of the pipeline, and within a replica in that of the stages."""
 
     name: str
     copies: tuple[tuple[int, TensorLocation], ...]
@@ -16,7 +17,7 @@ class ReplicatedParameter:
 
 @dataclass(frozen=True)
 class GradientBucket:
-    """Parameters of which the same workers have copies, and whose gradients are added up together, by the worker ``owner``."""
+    """Parameters with copies on the same workers. The worker ``owner`` adds up their gradients together."""
 
     owner: int
     parameters: tuple[ReplicatedParameter, ...]

@@ -1,13 +1,13 @@
-"""What a driver has on its workers is held aside while something is tried, and is put back."""
+"""A driver's state on its workers is set aside while a step is tried, and is put back after it."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class HoldState:
-    """Hold what the driver has on the worker, but for programs and the like. It goes on without gradients."""
+    """Set aside the driver's state on the worker, without its programs. The driver goes on without gradients."""
 
 
 @dataclass(frozen=True)
 class PutBackState:
-    """Put back what was held: all that was done since then is undone."""
+    """Put back the state that was set aside: all changes since then are undone."""

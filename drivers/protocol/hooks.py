@@ -20,17 +20,17 @@ class NamedHooks:
 
 @dataclass(frozen=True)
 class WorkerHooks:
-    """What one worker has to know of the hooks of a model.
+    """What one worker is told of the hooks of a model.
 
-    ``places`` has all parameters here that have hooks, and whether some of them are called after the accumulation.
-    ``functions`` is a dict of `NamedHooks` for those whose gradients become whole here, by location; None if there are none.
+    ``places`` has the parameters on the worker that have hooks, and whether some hooks are called after the accumulation.
+    ``functions`` has the `NamedHooks` of those whose gradients become complete on this worker, by location; None if none do.
     """
 
     places: Mapping[TensorLocation, bool] = field(default_factory=dict)
     functions: Pickled | None = None
 
     def is_like(self, other: "WorkerHooks") -> bool:
-        """Whether these are the same hooks, and hold the same."""
+        """Whether these are the same hooks, and hold the same objects."""
         one, two = self.functions, other.functions
         return self.places == other.places and (one is two if one is None or two is None else same_bytes(one, two))
 

@@ -24,9 +24,9 @@ class KeepState(NeedsPeers):
 
 @dataclass(frozen=True)
 class TakeKept(NeedsPeers):
-    """Go back to a point: send copies that others lack, and take those that this worker lacks.
+    """Go back to a point: send the copies that other workers lack, and take those that this worker lacks.
 
-    ``sends`` and ``receives`` have whose copy it is, and where it goes, or comes from.
+    For each copy, ``sends`` has the worker that it is of, and the one that it goes to; ``receives`` the one that it comes from.
     """
 
     point: int
@@ -34,5 +34,5 @@ class TakeKept(NeedsPeers):
     receives: tuple[tuple[int, int], ...]
 
     def peers(self, worker: int) -> set[int]:
-        """Those that copies go to, and come from."""
+        """The workers that copies go to, or come from."""
         return {other for _, other in (*self.sends, *self.receives)} - {worker}

@@ -14,9 +14,9 @@ from pippy.drivers.wire.pickling import Pickled
 class MakeOptimizer:
     """Make an optimizer, and keep it under a number. A group has the locations of its parameters, and its options.
 
-    With ``master_dtype`` the optimizer has copies of that dtype of the parameters that have another. If there are replicas of
-    the pipeline, ``names`` are those of all its parameters, and ``divided`` says that each worker has the state of those
-    alone whose gradients it adds up; it sends them to the others.
+    With ``master_dtype`` the optimizer updates copies, of this dtype, of the parameters that have another dtype. If there are
+    replicas of the pipeline, ``names`` are those of all its parameters. With ``divided``, a worker has only the state of the
+    parameters whose gradients it adds up, and sends these parameters to the other workers.
     """
 
     optimizer: int

@@ -19,7 +19,7 @@ class TensorLocation:
 
 @dataclass(frozen=True)
 class ElsewhereTensor:
-    """Stands for a tensor of the model that is not to be made on this worker, and has no numbers there."""
+    """Stands for a tensor of the model that this worker does not make."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -38,10 +38,10 @@ class ElsewhereTensor:
 
 @dataclass(frozen=True)
 class Initialize:
-    """Have the modules make the tensors with these names, the user's, at these locations, one for each copy on the worker.
+    """Initialize the tensors with these names, the user's, at these locations: one location for each copy on the worker.
 
-    ``model`` is the model, in which a name stands for each of the tensors, and the function that initializes its modules. The
-    answer lists the names of those that nothing has written.
+    ``model`` has the model, in which a name stands for each tensor, and the function that initializes its modules. The answer
+    lists the names of the tensors that nothing has written.
     """
 
     model: Pickled

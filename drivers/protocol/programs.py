@@ -19,9 +19,10 @@ class InputIndex:
 
 @dataclass(frozen=True)
 class CallForm:
-    """How the graph calls a stage: with its inputs in order, or as ``template`` has them, with an `InputIndex` for each.
+    """How the graph calls a stage: with its inputs in order, or with the arguments ``template``.
 
-    ``seen`` has the numbers and names of the inputs that the stage must not change in place.
+    An `InputIndex` in the template stands for an input. ``seen`` has the numbers and names of the inputs that the stage must
+    not change in place.
     """
 
     name: str
@@ -62,6 +63,6 @@ class AddProgram(NeedsPeers):
     out_of_order: OutOfOrderLimits | None = None
 
     def peers(self, worker: int) -> set[int]:
-        """Those to which it sends, and from which it receives."""
+        """The workers that it sends to, or receives from."""
         others = {other(each) for each in self.order if (other := each.kind.sends_to or each.kind.receives_from)}
         return {self.ranks[other] for other in others}

@@ -13,8 +13,8 @@ class Load(NeedsPeers):
     """The stages that a worker will run.
 
     ``modules`` holds the stages by their names in the graph. ``constant`` names the tensors of each stage that other stages
-    read too. ``buckets`` have all parameters of which there are copies. ``twins`` are the workers that hold the same stages,
-    one for each replica of the pipeline, if there are replicas; ``notes`` says that they have deferred batch norms. ``compile``
+    read too. ``buckets`` have all parameters with copies. ``twins`` are the workers that hold the same stages, one for each
+    replica of the pipeline, if there are replicas; ``notes`` says whether these stages have deferred batch norms. ``compile``
     has the options of torch.compile, or None if the stages are not compiled.
     """
 
@@ -27,8 +27,8 @@ class Load(NeedsPeers):
     notes: bool = False
 
     def peers(self, worker: int) -> set[int]:
-        """Those with which it adds up gradients: the owner of a bucket has to do with all others. And those that it tells what
-        deferred batch norms have noted."""
+        """The workers that it adds up gradients with: the owner of a bucket with all others. And the workers that it sends the
+        statistics of deferred batch norms to."""
         found = {*self.twins} - {worker} if self.notes else set()
         for bucket in self.buckets:
             others = {*bucket.workers} - {bucket.owner}
@@ -43,6 +43,6 @@ class Unload:
 
 @dataclass(frozen=True)
 class ForgetPeers:
-    """Other processes are in the places of these workers: drop the connections with those that were there."""
+    """Drop the connections with these workers: other processes have taken their places."""
 
     peers: tuple[int, ...]

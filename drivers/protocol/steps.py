@@ -23,13 +23,14 @@ class Step:
     """Run a program once.
 
     ``weights`` has the weight of each micro-batch's loss. ``flags`` has the flags of each stage, or None if they did not
-    change; ``hooks`` those of parameters in the same way. With ``reduce``, the gradients of replicated parameters are added
-    up at the end. With ``record``, the times of all instructions are recorded; with ``count_memory``, also what is held
-    then. With ``weigh``, the worker measures how many bytes each stage keeps for its backward. With ``scale``, the loss is
-    multiplied by it for the backward, and the gradients are divided by it in the end. With ``probe_outputs``, it is checked
-    which returned values have the rows of a micro-batch by chance. ``random`` says of which step the random numbers are;
-    None if the worker goes on with its own. ``weighed``: the worker has found ``weights``. With ``alike``, random
-    operations and batch norms give the same for every row; with ``see``, it is noted what each call takes and gives.
+    change; ``hooks`` in the same way has the hooks of parameters. With ``reduce``, the gradients of replicated parameters are
+    added up at the end. With ``record``, the times of all instructions are recorded; with ``count_memory``, also the bytes
+    that are held. With ``weigh``, the worker measures how many bytes each stage keeps for its backward. With ``scale``, the
+    loss is multiplied by it for the backward, and the gradients are divided by it at the end. With ``probe_outputs``, the
+    worker finds the returned values that have as many rows as a micro-batch by chance. ``random`` says of which step the
+    random numbers are; None if the worker goes on with its own. With ``weighed``, the worker computes ``weights``. With
+    ``alike``, random operations and batch norms give the same for every row. With ``see``, the worker notes what each call
+    takes and gives.
     """
 
     program: int
@@ -64,12 +65,12 @@ class StepReturning(Step):
 class WorkerRecord:
     """One worker's times in a recorded step, in seconds of its monotonic clock. ``clock`` names the clock: one for each host.
 
-    The worker took up the step at ``began``, and was done at ``ended``. The first instruction began at ``started``, and each
-    of the others when the one before it ended. ``ends`` has the end of each instruction, by the instruction's number, and
+    The worker began the step at ``began``, and ended it at ``ended``. The first instruction began at ``started``, and each of
+    the others when the one before it ended. By the instruction's number, ``ends`` has the end of each instruction, and
     ``sizes`` the bytes of each send. At ``adding`` the worker began to add up the gradients of replicated parameters.
     ``memory`` is the peak in bytes, and ``memory_of`` says what was measured. ``cpu`` is the processor time of the worker's
-    thread; None where the thread waits for a device. ``held`` has the most bytes that were held while each instruction ran,
-    and those after it, with those of the end of the step behind them; None if they were not asked for.
+    thread; None where the thread waits for a device. ``held`` has the most bytes that were held during each instruction, and
+    the bytes after it; the last item is for the end of the step. It is None if bytes were not recorded.
     """
 
     clock: str
@@ -124,11 +125,10 @@ class StepResult:
     """What a worker gives back after a step: the returned values by name.
 
     ``peak_live`` is the largest number of micro-batches that its stages held at a time. ``kept`` has the bytes that one micro-
-    batch of each stage keeps, and those of its inputs alone, if the step was asked to measure them. ``nonfinite`` has the
-    parameters whose gradients are not finite, if the loss was scaled. ``by_chance`` has the values, and the numbers of the
-    tensors in them, that have as many rows as a micro-batch, and not its rows. ``weights`` are those of the losses, if a
-    worker was to find them. ``seen`` has what the calls took and gave, if
-    that was to be noted.
+    batch of each stage keeps, and those of its inputs alone, if the step measures them. ``nonfinite`` has the parameters whose
+    gradients are not finite, if the loss was scaled. ``by_chance`` has the values, with the numbers of the tensors in them,
+    that have as many rows as a micro-batch by chance. ``weights`` are those of the losses, if the worker computes them.
+    ``seen`` has what each call took and gave, if that is noted.
     """
 
     values: Mapping[str, Any]

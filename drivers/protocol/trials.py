@@ -1,4 +1,4 @@
-"""A step that is run aside, to compare it with another one: it leaves nothing on the worker but what is compared."""
+"""A trial: a step that is compared with another one. It leaves nothing on the worker but the tensors to compare."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from pippy.drivers.protocol.steps import Step
 
 
 class Purpose(Enum):
-    """What becomes of the gradients and buffers of a trial.
+    """What is done with the gradients and buffers of a trial.
 
     >>> Purpose.REFERENCE.value
     'the trials after it are compared with it'
@@ -24,11 +24,11 @@ class Purpose(Enum):
 
 @dataclass(frozen=True)
 class RunTrial:
-    """Run ``step`` aside: gradients, buffers, random numbers and attributes of modules are afterwards what they were.
+    """Run ``step`` as a trial: gradients, buffers, random numbers and attributes of modules are afterwards as before it.
 
     Random numbers and batch norms are the same for every row: see `pippy.drivers.compare.alike`. With ``watch``, the worker
-    notes what is asked of numbers on the way to a mean. With ``follow_buffers``, buffers that differ change once in each step
-    from now on, and not once for each micro-batch.
+    notes what the model asks of numbers on the way to a mean. With ``follow_buffers``, buffers that differ change from now on
+    once in a step, and not once for each micro-batch.
     """
 
     step: Step
@@ -39,12 +39,12 @@ class RunTrial:
 
 @dataclass(frozen=True)
 class ForgetTrials:
-    """Drop what trials are compared with."""
+    """Drop the tensors that trials are compared with."""
 
 
 @dataclass(frozen=True)
 class TrialDifference:
-    """A tensor of a stage that two trials give otherwise: by ``off``, where its largest element is ``size``.
+    """A tensor of a stage that differs between two trials by ``off``. Its largest element is ``size``.
 
     ``kind`` is "gradient" or "buffer", ``name`` its name in the stage ``call``.
     """
@@ -63,9 +63,9 @@ class TrialDifference:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """What a worker gives back: returned values by name, what differs, and what was asked of numbers.
+    """What a worker answers: returned values by name, the differences, and what the model asked of numbers.
 
-    ``is_finite``: all that trials are compared with are numbers.
+    ``is_finite`` says whether all tensors that trials are compared with are finite.
     """
 
     values: Mapping[str, Any]

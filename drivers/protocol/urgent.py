@@ -1,11 +1,11 @@
-"""What a worker is asked while it runs commands, and answers at once."""
+"""Urgent messages: a worker answers them at once, while it runs commands."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Urgent: give up those of the commands from ``first`` to ``last`` that are not done yet."""
+    """Urgent: give up the commands from ``first`` to ``last``, as far as they are not done."""
 
     first: int
     last: int
