@@ -69,7 +69,6 @@ class PendingCommand:
     calls: dict[int, Any] = field(default_factory=dict)
     claimed: set[int] = field(default_factory=set)  # the workers whose answers a thread is taking in, or has
     answers: dict[int, Answer] = field(default_factory=dict)
-    failed: int | None = None  # the first worker that has answered so
     dropped: dict[int, list[int]] = field(default_factory=dict)
 
     def unanswered(self) -> list[Any]:
@@ -256,33 +255,29 @@ class CommandLog:
             self.dropped[worker].append(driver)
 
     def answered(self, command: PendingCommand, worker: int, answer: Answer) -> list[Action]:
-        """A worker has answered a command."""
+        """A worker has answered the oldest command. The first failure counts."""
         if command.done:  # it was given up meanwhile
             self.gave_up(command.calls[worker])
             return []
         command.answers[worker] = answer
-        if answer.failure is not None and command.failed is None:
-            command.failed = worker
-        return self.judge() if command is self.outstanding[0] else []
+        if answer.failure is None:
+            return self.complete()
+        name, peer = self.names[worker], answer.failure.peer
+        if peer is not None:
+            return [Lose(peer, f"worker {name!r} found the connection to it closed")]
+        return self.give_up(step_error(name, worker, command.number, command.bodies[worker], answer.failure))
 
-    def judge(self) -> list[Action]:
-        """What follows for the oldest command from the answers that are there: its first failure counts."""
+    def complete(self) -> list[Action]:
+        """What follows if all workers have answered the oldest command."""
         oldest = self.outstanding[0]
-        if oldest.failed is None:
-            return [Accept(oldest)] if len(oldest.answers) == len(oldest.bodies) else []
-        worker, failure = oldest.failed, oldest.answers[oldest.failed].failure
-        assert failure is not None
-        if failure.peer is not None:
-            return [Lose(failure.peer, f"worker {self.names[worker]!r} found the connection to it closed")]
-        return self.give_up(step_error(self.names[worker], worker, oldest.number, oldest.bodies[worker], failure))
+        return [Accept(oldest)] if len(oldest.answers) == len(oldest.bodies) else []
 
     def accepted(self, command: PendingCommand, now: float) -> None:
         """The controller could use the answers: the command is done, and the time of the next one begins."""
-        if not command.done:
-            self.outstanding.popleft()
-            command.done, self.settled = True, command.number
-            if self.outstanding:
-                self.outstanding[0].since = max(self.outstanding[0].since, now)
+        self.outstanding.popleft()
+        command.done, self.settled = True, command.number
+        if self.outstanding:
+            self.outstanding[0].since = max(self.outstanding[0].since, now)
 
     # What is given up
 
@@ -311,7 +306,6 @@ class CommandLog:
             for worker, drivers in command.dropped.items():  # a worker that had not begun it has dropped nothing
                 self.dropped[worker] += drivers
         self.outstanding.clear()
-        self.settled = self.number
         return [Undo(command) for command in reversed(given_up)]
 
     def gave_up(self, call: Any) -> None:
@@ -361,10 +355,9 @@ class CommandLog:
             self.starts[worker] += 1
         self.broken = self.lost = self.lost_error = None
         self.number += 1
-        self.settled = self.number
         others = [worker for worker in range(len(self.names)) if worker not in workers]
         told = [] if self.untold is None else [Tell(worker, self.untold) for worker in others]
-        forget = Command(self.number, self.number - 1, -1, ForgetPeers(tuple(workers)))
+        forget = Command(self.number, self.settled, -1, ForgetPeers(tuple(workers)))
         return [*told, *(Send(worker, forget, None) for worker in others)]
 
     def replaced(self) -> None:

@@ -268,7 +268,7 @@ class Session:
             oldest = self.log.outstanding[0]
             calls, left = oldest.unclaimed(), oldest.left(time.monotonic())
             if not oldest.bodies:
-                self._do(self.log.judge())
+                self._do(self.log.complete())
         for call in self.completed(calls, left, lambda: oldest.done):
             with self.lock:
                 if not oldest.claim(call.worker):

@@ -4,9 +4,9 @@ from collections import deque
 from contextlib import suppress
 from typing import Any
 
-from hypothesis import settings
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pippy.drivers.base.errors import ClusterError, StepError, WorkerLostError
 from pippy.drivers.protocol.commands import Answer, Command, Failure
@@ -72,7 +72,7 @@ class Worker:
     def end(self, answers: dict[Any, Any], failure: Failure | None = None) -> None:
         assert self.running is not None
         (call, command), self.running = self.running, None
-        if failure is not None and command.number <= self.given_up_through:
+        if failure is not None and self.to_clean_up:  # a receive is interrupted, of whatever command it is
             failure = GIVEN_UP
         answers[call] = Answer(command.number, failure)
         if failure is None and command.body == STEP:
@@ -217,71 +217,155 @@ class Cluster:
             self.log.replaced()
 
 
-AT_WORK = st.integers(0, WORKERS - 1)
+def posted(log: CommandLog, bodies: dict[int, Any], now: float = 0.0, **options: Any) -> PendingCommand:
+    """A command whose calls are named after the worker and its number."""
+    command = PendingCommand(bodies, **options)
+    for action in log.post(command, now):
+        assert isinstance(action, Send)
+        log.sent(action.worker, f"{action.worker}.{command.number}", command)
+    return command
 
 
-@settings(max_examples=150, stateful_step_count=60)
-class AnyOrder(RuleBasedStateMachine):
-    """Three senders, each with a driver on two of the three workers, or on all of them."""
+def give_up(log: CommandLog, error: BaseException) -> list[int]:
+    """The workers that are told."""
+    told = [action.worker for action in log.give_up(error) if isinstance(action, Tell)]
+    for worker in told:
+        log.sent(worker, f"{worker} gives up")
+    log.told(error)
+    return told
+
+
+@pytest.fixture
+def log() -> CommandLog:
+    return CommandLog(["first", "second", "third"])
+
+
+def test_nothing_is_posted_until_all_have_given_up_and_have_ended_what_they_did(log):
+    """A worker that has heard of it may still be at an instruction; so it is found if that does not end."""
+    posted(log, {0: STEP})
+    assert give_up(log, KeyboardInterrupt()) == [0, 1, 2], "also those that have no part in it: later commands had"
+    owed = ["0 gives up", "1 gives up", "2 gives up", "0.1"]
+    for call in owed:
+        assert posted(log, {1: STEP}).number == 0
+        log.gave_up(call)
+    assert posted(log, {1: STEP}).number == 2
+
+
+def test_the_time_of_a_step_begins_when_the_one_before_it_is_done(log):
+    first, second = posted(log, {0: STEP}, now=0.0, limit=5.0), posted(log, {0: STEP}, now=1.0, limit=5.0)
+    assert (first.left(4.0), second.left(4.0)) == (1.0, 2.0)
+    log.answered(first, 0, Answer())
+    log.accepted(first, now=4.0)
+    assert second.left(4.0) == 5.0
+
+
+def test_a_time_limit_is_noted_once_and_not_when_all_is_answered(log):
+    late, answered = posted(log, {0: STEP}, limit=5.0), posted(log, {0: STEP}, limit=5.0)
+    assert log.timed_out(late) == [AskDump(late)]
+    assert log.timed_out(late) == [] and late.left(9.0) is None
+    answered.answers[0] = Answer()
+    assert log.timed_out(answered) == []
+
+
+def test_what_a_thread_waits_for_before_it_sends(log):
+    """A step of one driver that fails takes all with it that was sent after it, and so none of another driver's."""
+    first = posted(log, {0: STEP}, driver=1, sender="a thread")
+    assert log.last_of_others("another", driver=2) is first
+    assert log.last_of_others("a thread", driver=2) is None and log.last_of_others("another", driver=1) is None
+
+
+def test_a_worker_is_lost_as_it_is_told_to_give_up(log):
+    """So that is the error, and not the failure that came of it."""
+    first, second = posted(log, {0: OptimizerStep(0, None, False)}, driver=4), posted(log, {1: STEP}, driver=5)
+    actions = log.answered(first, 0, Answer(failure=FAILED))
+    lost = WorkerLostError("second", 1, "here", 1, "it died")
+    assert log.lose(1, lost) == [Undo(second), Undo(first)]
+    assert isinstance(actions[-1], Told) and log.told(actions[-1].error) == []
+    assert first.error is lost and second.error is lost
+    assert log.untold == GiveUp(1, 2) and log.half_changed_drivers == {4}
+    another = WorkerLostError("third", 2, "here", 1, "it was killed")
+    assert log.lose(2, another) == []
+    assert log.to_replace == {1, 2} and log.lost_error is lost and "it died" in str(log.broken)
+
+
+def test_replaced_workers_begin_anew_and_the_others_are_told_what_they_were_not(log):
+    posted(log, {0: STEP, 1: STEP})
+    log.lose(1, WorkerLostError("second", 1, "here", 1, "it died"))
+    told = [(each.worker, each.message) for each in log.replace([1]) if isinstance(each, Tell)]
+    assert told == [(0, GiveUp(1, 1)), (2, GiveUp(1, 1))] and log.broken is None and log.starts == [0, 1, 0]
+    log.replaced()
+    assert not log.to_replace
+    log.lose(2, WorkerLostError("third", 2, "here", 1, "it died"))
+    assert [each.worker for each in log.replace([2]) if isinstance(each, Tell)] == [], "they were told"
+
+
+def test_a_driver_that_is_gone_is_named_again_if_the_command_that_named_it_was_given_up(log):
+    """A worker that had not begun that command kept the driver's stages for ever."""
+    log.drop(7, (0,))
+    (send,) = log.post(command := PendingCommand({0: STEP}), 0.0)
+    assert send.message.dropped == (7,)
+    log.sent(0, "a call", command)
+    give_up(log, KeyboardInterrupt())
+    for call in list(log.unanswered):
+        log.gave_up(call)
+    (send,) = log.post(PendingCommand({0: STEP}), 0.0)
+    assert send.message.dropped == (7,)
+
+
+class AnyOrder:
+    """Three senders, each with a driver on some of the workers. Events have a number, which says of whom or what they are."""
 
     PLACES = ((0, 1, 2), (0, 2), (1, 2))
 
-    @initialize()
-    def begin(self) -> None:
+    def __init__(self) -> None:
         self.cluster, self.log = (cluster := Cluster()), cluster.log
         self.drivers = [0, 1, 2]
         self.gone: list[int] = []
         self.posted: list[PendingCommand] = []
-        self.outcomes: dict[PendingCommand, Any] = {}
+        self.texts: dict[PendingCommand, str] = {}
 
-    def starts(self, sender: int) -> list[int]:
-        return [self.log.starts[worker] for worker in self.PLACES[sender]]
-
-    @rule(sender=st.integers(0, 2), body=st.sampled_from([STEP, STEP, UPDATE]), ends=st.booleans())
-    def post(self, sender: int, body: Any, ends: bool) -> None:
+    def post(self, which: int) -> None:
+        sender, body = which % 3, UPDATE if which >= 9 else STEP
         if sender not in self.log.turns:
             self.log.ask_turn(sender)
-        driver = self.drivers[sender]
-        if self.log.broken or not self.log.has_turn(sender) or self.log.last_of_others(sender, driver) is not None:
+        others = self.log.last_of_others(sender, self.drivers[sender])
+        if self.log.broken or not self.log.has_turn(sender) or others is not None:
             return
-        command = self.cluster.post(driver, dict.fromkeys(self.PLACES[sender], body), sender, limit=1.0)
+        bodies = dict.fromkeys(self.PLACES[sender][which in (4, 5) :], body)
+        command = self.cluster.post(self.drivers[sender], bodies, sender, limit=1.0)
         if command.number:
             self.posted.append(command)
-        else:
-            assert self.log.unanswered
-        if ends:
+        if which % 4:
             self.log.end_turn(sender)
 
-    @rule(sender=st.integers(0, 2))
-    def end_turn(self, sender: int) -> None:
-        self.log.end_turn(sender)
+    def end_turn(self, which: int) -> None:
+        self.log.end_turn(which % 3)
 
-    @rule(at=AT_WORK)
-    def worker_begins(self, at: int) -> None:
-        worker = self.cluster.workers[at]
+    def worker_begins(self, which: int) -> None:
+        worker = self.cluster.workers[which % 3]
         if worker.queue and worker.running is None:
             worker.begin(self.cluster.answers)
 
-    @rule(at=AT_WORK, how=st.sampled_from([None, None, FAILED, "peer"]))
-    def worker_ends(self, at: int, how: Any) -> None:
-        worker = self.cluster.workers[at]
-        if worker.running is not None:
-            dead = [peer for peer, each in enumerate(self.cluster.workers) if not each.alive]
-            if how == "peer":
-                how = Failure("PeerLost", "", peer=dead[0]) if dead else None
-            if isinstance(worker.running[1].body, ForgetPeers):
-                how = None
-            worker.end(self.cluster.answers, how)
+    def worker_ends(self, which: int, failure: Failure | None = None) -> None:
+        worker = self.cluster.workers[which % 3]
+        if worker.running is not None and not (failure and isinstance(worker.running[1].body, ForgetPeers)):
+            worker.end(self.cluster.answers, failure)
 
-    @rule(at=AT_WORK)
-    def worker_takes_what_is_urgent(self, at: int) -> None:
-        if self.cluster.workers[at].urgent:
-            self.cluster.workers[at].take_urgent(self.cluster.answers)
+    def worker_fails(self, which: int) -> None:
+        self.worker_ends(which, FAILED)
 
-    @rule(which=st.integers(0, 8), refuses=st.sampled_from([False, False, False, True]))
-    def hear(self, which: int, refuses: bool) -> None:
+    def worker_misses_another(self, which: int) -> None:
+        for peer, other in enumerate(self.cluster.workers):
+            if not other.alive:
+                self.worker_ends(which, Failure("PeerLost", "", peer=peer))
+
+    def worker_takes_what_is_urgent(self, which: int) -> None:
+        if self.cluster.workers[which % 3].urgent:
+            self.cluster.workers[which % 3].take_urgent(self.cluster.answers)
+
+    def hear(self, which: int) -> None:
         if found := self.cluster.heard():
-            self.cluster.refuses = refuses
+            self.cluster.refuses = which == 11
             under_way, (command, worker, call) = list(self.log.outstanding), found[which % len(found)]
             failure = command and self.cluster.answers[call].failure
             self.cluster.hear(command, worker, call)
@@ -293,81 +377,67 @@ class AnyOrder(RuleBasedStateMachine):
         """The error of each command says which has failed first, and where."""
         first, *others = given_up
         assert isinstance(first.error, StepError) and first.error.worker == worker
-        for each in others:
-            assert f"step {each.number} was given up because step {first.number} failed:\nworker {worker}" in str(
-                each.error
-            )
+        said = f"was given up because step {first.number} failed:\nworker {worker}"
+        assert all(f"step {each.number} {said}" in str(each.error) for each in others)
 
-    @rule()
-    def ctrl_c(self) -> None:
+    def ctrl_c(self, which: int) -> None:
         self.cluster.do(self.log.give_up(KeyboardInterrupt()))
 
-    @rule(stuck=st.sampled_from([False, False, True]))
-    @precondition(lambda self: self.log.outstanding)
-    def takes_too_long(self, stuck: bool) -> None:
-        self.cluster.is_stuck = stuck
-        oldest = self.log.outstanding[0]
-        self.cluster.do(self.log.timed_out(oldest))
+    def take_too_long(self, which: int) -> None:
+        self.cluster.is_stuck = which >= 10
+        for oldest in [*self.log.outstanding][:1]:
+            if oldest.unanswered():
+                self.cluster.do(self.log.timed_out(oldest))
+                assert oldest.done
+                assert "longer than 1 s" in str(oldest.error) or self.log.lost
         self.cluster.is_stuck = False
-        assert oldest.done and (not self.cluster.ended or self.log.broken)
 
-    @rule(at=AT_WORK)
-    def worker_dies(self, at: int) -> None:
-        if not self.cluster.ended:
-            self.cluster.workers[at] = Worker()
-            self.cluster.workers[at].alive = False
+    def worker_dies(self, which: int) -> None:
+        self.cluster.workers[which % 3] = Worker()
+        self.cluster.workers[which % 3].alive = False
 
-    @rule()
-    def worker_is_missed(self) -> None:
+    def miss(self, which: int) -> None:
         self.cluster.miss()
 
-    @rule(finish=st.booleans())
-    @precondition(lambda self: self.log.lost)
-    def lost_are_replaced(self, finish: bool) -> None:
-        self.cluster.replace(finish)
+    def replace(self, which: int) -> None:
+        if self.log.lost:
+            self.cluster.replace(finish=which > 3)
 
-    @rule(sender=st.integers(0, 2))
-    def driver_is_gone(self, sender: int) -> None:
+    def driver_is_gone(self, which: int) -> None:
+        sender = which % 3
         self.log.drop(self.drivers[sender], self.PLACES[sender])
         self.gone.append(self.drivers[sender])
         self.drivers[sender] += 3
 
-    @invariant()
-    def every_command_ends_once(self) -> None:
-        ends = [*self.cluster.accepted, *self.cluster.undone]
-        assert len(set(ends)) == len(ends)
-        assert {each for each in self.posted if each.done} == set(ends) & set(self.posted)
-        assert [each for each in self.posted if not each.done] == list(self.log.outstanding)
-        for command in self.posted:
-            if command.done:
-                assert (command.error is None) == (command in self.cluster.accepted)
-                if not isinstance(command.error, ClusterError):
-                    assert self.outcomes.setdefault(command, str(command.error)) in str(command.error)
+    def check(self) -> None:
+        """What holds at any time."""
+        log, accepted, undone = self.log, self.cluster.accepted, self.cluster.undone
+        # Each command ends once: it succeeds, or is undone and has an error, which stays.
+        ends = [*accepted, *undone]
+        assert len({*ends}) == len(ends) and {each for each in self.posted if each.done} == {*ends} & {*self.posted}
+        assert [each for each in self.posted if not each.done] == [*log.outstanding]
+        assert all(each.error is None and len(each.answers) == len(each.bodies) for each in accepted)
+        assert all(str(each.error).startswith(self.texts.setdefault(each, str(each.error))) for each in undone)
+        # No gradient counts of a step that has not succeeded.
+        counted = {step for each in self.cluster.workers for steps in each.counted.values() for step in steps}
+        assert counted <= {each.number for each in accepted}
+        # What is under way is of one sender, so that none fails with what another has sent.
+        assert len({each.sender for each in log.outstanding}) <= 1
+        # Only what is lost or stuck breaks a cluster; then nothing is waited for.
+        assert bool(log.broken) == bool(log.lost or self.cluster.ended)
+        assert not log.broken or not (log.outstanding or log.unanswered)
+        # Half changed are the drivers, and only those, that were at an update when a worker was lost.
+        lost = [each for each in undone if isinstance(each.error, ClusterError)]
+        assert log.half_changed_drivers == {each.driver for each in lost if UPDATE in each.bodies.values()}
 
-    @invariant()
-    def no_gradient_of_a_step_that_has_not_succeeded_counts(self) -> None:
-        succeeded = {each.number for each in self.cluster.accepted}
-        for worker in self.cluster.workers:
-            assert {step for steps in worker.counted.values() for step in steps} <= succeeded
-
-    @invariant()
-    def a_broken_cluster_waits_for_nothing_and_another_is_broken_by_nothing_but_a_loss(self) -> None:
-        if self.log.broken:
-            assert not self.log.outstanding and not self.log.unanswered
-        assert bool(self.log.broken) == bool(self.log.lost or self.cluster.ended)
-
-    @invariant()
-    def the_drivers_that_were_at_an_update_when_a_worker_was_lost_are_half_changed(self) -> None:
-        lost = [each for each in self.cluster.undone if isinstance(each.error, ClusterError)]
-        assert self.log.half_changed_drivers == {each.driver for each in lost if UPDATE in each.bodies.values()}
-
-    def teardown(self) -> None:
+    def end(self) -> None:
         """Without another fault all comes to its end: each sender gets its turn, and its steps count everywhere."""
         if self.cluster.ended:
             return
         for sender in [*self.log.turns]:
             assert self.log.has_turn(sender)
             self.log.end_turn(sender)
+        assert not self.log.turns
         self.settle()
         for sender in (0, 1, 2, 0, 1, 2):
             command = self.cluster.post(self.drivers[sender], dict.fromkeys(self.PLACES[sender], STEP), sender)
@@ -375,7 +445,7 @@ class AnyOrder(RuleBasedStateMachine):
             assert command in self.cluster.accepted
         for sender, driver in enumerate(self.drivers):
             for worker in self.PLACES[sender]:
-                self.counts_all(self.cluster.workers[worker], driver)
+                self.counts_all(worker, driver)
         for each in self.cluster.workers:
             assert not {*each.counted} & {*self.gone}
 
@@ -386,15 +456,41 @@ class AnyOrder(RuleBasedStateMachine):
             if self.log.lost or any(not each.alive for each in self.cluster.workers):
                 self.cluster.replace()
         assert not self.log.broken and not self.log.outstanding and not self.log.unanswered
-        self.every_command_ends_once()
+        self.check()
 
-    def counts_all(self, worker: Worker, driver: int) -> None:
+    def counts_all(self, at: int, driver: int) -> None:
         """The steps of a driver that have succeeded since a worker is there have left their gradients."""
-        steps = [
-            each.number for each in self.cluster.accepted if each.driver == driver and STEP in each.bodies.values()
-        ]
-        steps = [each for each in steps if each > worker.born]
-        assert [*worker.counted[driver], *worker.pending[driver]] == steps
+        worker = self.cluster.workers[at]
+        steps = [each.number for each in self.cluster.accepted if each.driver == driver and each.bodies.get(at) == STEP]
+        left = [*worker.counted[driver], *worker.pending[driver]]
+        assert left == [each for each in steps if each > worker.born]
 
 
-TestAnyOrder = AnyOrder.TestCase
+HOW_OFTEN = {
+    AnyOrder.post: 8,
+    AnyOrder.end_turn: 3,
+    AnyOrder.worker_begins: 12,
+    AnyOrder.worker_ends: 12,
+    AnyOrder.worker_takes_what_is_urgent: 6,
+    AnyOrder.hear: 16,
+    AnyOrder.worker_fails: 2,
+    AnyOrder.worker_misses_another: 2,
+    AnyOrder.ctrl_c: 2,
+    AnyOrder.take_too_long: 1,
+    AnyOrder.worker_dies: 1,
+    AnyOrder.miss: 2,
+    AnyOrder.replace: 3,
+    AnyOrder.driver_is_gone: 1,
+}
+EVENTS = st.sampled_from([event for event, often in HOW_OFTEN.items() for _ in range(often)])
+
+
+@settings(max_examples=300)
+@given(st.lists(st.tuples(EVENTS, st.integers(0, 11)), min_size=50, max_size=120))
+def test_any_order_of_events(events: list[tuple[Any, int]]) -> None:
+    """Nothing waits for ever, each command ends once, what failed first is named, and a failed step leaves no gradients."""
+    order = AnyOrder()
+    for event, which in events:
+        event(order, which)
+        order.check()
+    order.end()
