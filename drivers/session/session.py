@@ -179,12 +179,13 @@ class Session:
                     last = self.log.last_of_others(thread, driver)
                 if last is not None:
                     self._await_done(last)  # its errors are raised there
-            return do()
+            result = do()
         finally:
             try:
                 self._end_turn(thread)
             finally:  # Ctrl-C may have come just before
                 self._end_turn(thread)
+        return result
 
     def _end_turn(self, thread: int) -> None:
         self.log.end_turn(thread)

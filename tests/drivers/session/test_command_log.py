@@ -274,6 +274,21 @@ def test_what_a_thread_waits_for_before_it_sends(log):
     assert log.last_of_others("a thread", driver=2) is None and log.last_of_others("another", driver=1) is None
 
 
+def test_an_answer_that_comes_after_its_command_was_given_up(log):
+    """Another thread had given it up. So it does not count, and the worker owes it no more."""
+    command = posted(log, {0: STEP})
+    give_up(log, KeyboardInterrupt())
+    assert "0.1" in log.unanswered
+    assert log.answered(command, 0, Answer("too late")) == []
+    assert "0.1" not in log.unanswered and not command.answers
+
+
+def test_a_worker_that_misses_another_says_which_is_lost(log):
+    command = posted(log, {0: STEP, 1: STEP})
+    how = "worker 'first' found the connection to it closed"
+    assert log.answered(command, 0, Answer(failure=Failure("PeerLost", "", peer=1))) == [Lose(1, how)]
+
+
 def test_a_worker_is_lost_as_it_is_told_to_give_up(log):
     """So that is the error, and not the failure that came of it."""
     first, second = posted(log, {0: OptimizerStep(0, None, False)}, driver=4), posted(log, {1: STEP}, driver=5)

@@ -1,5 +1,6 @@
 """What a call that failed says of its worker: a worker that answers a ping after it lives."""
 
+import threading
 import time
 
 import pytest
@@ -10,6 +11,7 @@ from pippy.drivers.session.calls import Address, PendingCall
 from pippy.drivers.session.session import Session
 from pippy.drivers.wire.messages.controller_connections import ControllerConnections
 from pippy.drivers.wire.pickling import pickle_message
+from tests.drivers.interrupted_everywhere import lost, places
 
 
 class Pings(Session):
@@ -91,3 +93,37 @@ def test_time_in_which_the_controller_was_stopped_too_does_not_count():
     lid.ping.add_done_callback(lambda _: calls[0].future.set_result(pickle_message("done")))
     assert next(waiting).answer == "done"
     assert not session.broken
+
+
+def test_ctrl_c_leaves_nobody_waiting_for_a_turn_wherever_it_comes():
+    session = Session([Address("worker0", "here", 1)])
+    files = "drivers/session/session.py", "session/command_log.py"
+
+    def take_a_turn():
+        session.in_turn(lambda: session.in_turn(int), driver=0)
+
+    found = places(take_a_turn, files)
+    assert len(found) > 10
+    for place in found:
+        assert not lost(take_a_turn, files, place)
+        assert not session.log.turns
+
+
+def test_threads_take_turns_in_the_order_in_which_they_came():
+    session, order = Session([Address("worker0", "here", 1)]), []
+
+    def take_a_turn(number):
+        session.in_turn(lambda: order.append(number))
+
+    def hold():
+        for number, thread in enumerate(threads):
+            thread.start()
+            while len(session.log.turns) < number + 2:
+                time.sleep(0)
+        order.append("first")
+
+    threads = [threading.Thread(target=take_a_turn, args=(number,)) for number in range(4)]
+    session.in_turn(hold)
+    for thread in threads:
+        thread.join(30)
+    assert order == ["first", 0, 1, 2, 3] and not session.log.turns

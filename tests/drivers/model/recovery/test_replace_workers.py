@@ -98,6 +98,22 @@ def test_a_driver_without_stages_on_the_lost_worker_goes_on_with_its_gradients(w
     other.check()
 
 
+def test_a_step_that_was_under_way_as_a_worker_was_lost_leaves_no_gradients_though_others_were_tried_then(workers):
+    """A step that was refused in the broken cluster took its place in what the other workers were told to give up."""
+    other = Training(workers, stages=2, all_ranks=[0, 2])
+    other.step()
+    given_up = other.driver.run_async(3, torch.randn(6, 4), torch.randn(6, 4))
+    for call in given_up._posted.calls.values():
+        workers.session.answer(call)  # it has succeeded, and the controller has not looked yet
+    workers.session.mark_lost(1, "killed")
+    for _ in range(2):
+        with pytest.raises(ClusterError, match="lost a worker"):
+            other.driver.run(3, torch.randn(6, 4), torch.randn(6, 4))
+    replace_lost_workers(workers)
+    other.step()
+    other.check()
+
+
 def test_an_update_that_was_under_way_as_a_worker_was_lost_may_be_done_by_half(workers):
     other = Training(workers, stages=2, all_ranks=[0, 2])
     optimizer = other.driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)
