@@ -38,7 +38,7 @@ from exps.peers.hosts import LINK, hosts
 from pippy.drivers.engines.kept_memory import keep_freed_memory
 from pippy.drivers.engines.torchrun.interfaces import link_named
 from pippy.drivers.wire.messages import rpc
-from pippy.drivers.wire.messages.far_door import Invitation, come_in, open_door
+from pippy.drivers.wire.messages.doors import Invitation, come_in, open_door
 from pippy.drivers.wire.messages.message_queue import MessageQueue
 from pippy.drivers.wire.messages.rpc_values import RpcValues
 from pippy.drivers.wire.pickling import pickle_message, unpickle

@@ -17,7 +17,7 @@ import pippy
 from pippy import PipelineDriver
 from pippy.drivers.base.errors import StepError, WorkerLostError
 from pippy.drivers.plan.orders.registry import REGISTRY
-from pippy.drivers.wire.messages import far_door, rpc
+from pippy.drivers.wire.messages import doors, rpc
 from pippy.drivers.wire.messages.controller_connections import ControllerConnections
 from pippy.drivers.wire.worker_transport import WorkerTransport
 from tests.drivers.cut_connections import let_nothing_in
@@ -143,13 +143,13 @@ def tell_of_connections():
 
 def close_doors():
     """Let nothing in at the ports that this process opens for connections."""
-    inner = far_door.socket_for
+    inner = doors.socket_for
 
     def closed(address):
         let_nothing_in(end := inner(address))
         return end
 
-    far_door.socket_for = closed
+    doors.socket_for = closed
 
 
 for kind in ("deliver", "post", "urgent"):

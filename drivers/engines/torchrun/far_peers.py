@@ -8,7 +8,7 @@ from functools import partial
 
 from pippy.drivers.protocol.urgent import Invite, Ping
 from pippy.drivers.wire.messages import rpc
-from pippy.drivers.wire.messages.far_door import Invitation, come_in, open_door
+from pippy.drivers.wire.messages.doors import Invitation, come_in, open_door
 from pippy.drivers.wire.messages.message_queue import DeliveryFailure
 from pippy.drivers.wire.messages.rpc_values import BEYOND
 from pippy.drivers.wire.pickling import pickle_message, unpickle

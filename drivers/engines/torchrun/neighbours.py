@@ -1,7 +1,7 @@
 """The ranks of one host find each other: each gets two sockets to the first of them, which can make more.
 
     each rank       writes its host on the board: those with equal ones are to be neighbours
-    the first rank  opens a door, which is a unix socket without a name: this user's processes find it among its open files
+    the first rank  opens a door (doors.py)
     the others      hand over one end of two sockets there, and memory that both are to see, and write that they have
     the first rank  takes what has come, closes the door, and writes of which rank nothing has, and why
 
@@ -9,22 +9,20 @@ A rank whose sockets have not come has no neighbours, and is reached by RPC. Whe
 """
 
 import os
-import shutil
 import socket
 import struct
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pippy.drivers.engines.torchrun.rank_board import RankBoard
 from pippy.drivers.wire.memory import create_shared, map_shared, no_descriptor
+from pippy.drivers.wire.messages.doors import check_same_user, listen_here
 
 SocketPair = tuple[socket.socket, socket.socket]  # for messages, and for urgent ones
 
 _GREETING = struct.Struct("<I32s")  # a rank, and what the memory beside it begins with
-_CREDENTIALS = struct.Struct("3i")
 
 
 @dataclass
@@ -118,7 +116,7 @@ def _welcome(board: RankBoard, others: Sequence[int]) -> dict[int, SocketPair]:
     with ExitStack() as stack:
         door = None
         try:
-            place, door = stack.enter_context(_open_door(len(others)))
+            place, door = stack.enter_context(listen_here(len(others)))
             board.write("door of", [place, ""])
         except OSError as error:
             board.write("door of", ["", f"rank {board.rank} could not open a socket: {error}"])
@@ -134,28 +132,6 @@ def _welcome(board: RankBoard, others: Sequence[int]) -> dict[int, SocketPair]:
         close_all(came.pop(other))
     board.write("refused by", refused)
     return came
-
-
-@contextmanager
-def _open_door(size: int) -> Iterator[tuple[str, socket.socket]]:
-    """A socket that listens, and where processes of this user can connect to it: among the open files of this process.
-
-    A socket gets a name when it begins to listen, which is removed at once: whenever this process is killed, none is left.
-    """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door, ExitStack() as opened:
-        directory = tempfile.mkdtemp(prefix="pippy-")
-        try:
-            folder = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-            opened.callback(os.close, folder)
-            name = f"/proc/self/fd/{folder}/door"  # the directory's own name may be longer than a unix socket's can
-            door.bind(name)
-            found = os.open(name, os.O_PATH | os.O_CLOEXEC)
-            opened.callback(os.close, found)
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
-        door.listen(size)
-        door.setblocking(False)
-        yield f"/proc/{os.getpid()}/fd/{found}", door
 
 
 def _let_in(door: socket.socket, came: dict[int, SocketPair]) -> str:
@@ -178,7 +154,7 @@ def _let_in(door: socket.socket, came: dict[int, SocketPair]) -> str:
 
 def _greeted(end: socket.socket) -> tuple[int, SocketPair]:
     """Who has come in, and its sockets. Raises OSError unless the two processes can share memory."""
-    _check_same_user(end)
+    check_same_user(end)
     end.setblocking(False)
     packet, descriptors, _, _ = socket.recv_fds(end, _GREETING.size, 3)
     with ExitStack() as undo:
@@ -221,15 +197,8 @@ def _hand_over(place: str, rank: int) -> SocketPair:
         used.callback(close_all, theirs)
         end = used.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         end.connect(place)
-        _check_same_user(end)
+        check_same_user(end)
         descriptors = [descriptor, *(each.fileno() for each in theirs)]
         socket.send_fds(end, [_GREETING.pack(rank, content)], descriptors)
         undo.pop_all()
     return own
-
-
-def _check_same_user(end: socket.socket) -> None:
-    """Raise unless the other end is of a process of this user."""
-    _, user, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    if user != os.geteuid():
-        raise PermissionError(f"it belongs to user {user}, and this process to user {os.geteuid()}")

@@ -4,20 +4,18 @@ The first rank of each host opens a port, and writes where; it connects with tho
 with which it could not. All ranks read that, and all raise if a host is out of reach of another, in one direction or both.
 """
 
-import errno
-import os
-import select
-import socket
-import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.engines.torchrun.rank_board import RankBoard
-from pippy.drivers.wire.messages.far_door import socket_for
+from pippy.drivers.wire.messages.doors import connect_to, listen_at
 
 WITHIN = 10.0  # seconds: TCP asks again after 1, 3 and 7
 _LINES = 8  # that a message has of them
+
+Place = tuple[str, int]
 
 SocketAddress = tuple[str, int]
 
@@ -36,7 +34,8 @@ def check_reach(board: RankBoard, where: Sequence[str], hosts: Sequence[str], ad
             own = f"{hosts[board.rank]} ({address})"
             place, wrong = ("", 0), []
             try:
-                place = _open_door(opened, address, len(firsts)) if address is not None else place
+                if address is not None:
+                    place = opened.enter_context(listen_at(address, len(firsts))).getsockname()[:2]
             except OSError as error:
                 wrong.append(f"{own} cannot listen there: {error.strerror}")
             board.write("door for hosts", place)
@@ -58,16 +57,10 @@ def check_reach(board: RankBoard, where: Sequence[str], hosts: Sequence[str], ad
         )
 
 
-def _open_door(opened: ExitStack, address: str, guests: int) -> SocketAddress:
-    door = opened.enter_context(socket_for(address))
-    door.bind((address, 0))
-    door.listen(guests)
-    return door.getsockname()[:2]
-
-
 def out_of_reach(places: Mapping[int, SocketAddress], seconds: float) -> dict[int, str]:
     """Connect with all of these at once, and with each only for a moment. Returns those that could not be had, and why.
 
+    >>> import socket
     >>> door = socket.create_server(("127.0.0.1", 0))
     >>> out_of_reach({3: door.getsockname()}, 5.0)
     {}
@@ -76,22 +69,16 @@ def out_of_reach(places: Mapping[int, SocketAddress], seconds: float) -> dict[in
     >>> out_of_reach({3: place}, 5.0)
     {3: 'Connection refused'}
     """
-    failed, end_time, poll = {}, time.monotonic() + seconds, select.poll()
-    with ExitStack() as opened:
-        waiting: dict[int, tuple[int, socket.socket]] = {}
-        for rank, (address, port) in places.items():
-            end = opened.enter_context(socket_for(address))
-            end.setblocking(False)
-            code = end.connect_ex((address, port))
-            if code == errno.EINPROGRESS:
-                waiting[end.fileno()] = rank, end
-                poll.register(end, select.POLLOUT)
-            elif code:
-                failed[rank] = os.strerror(code)
-        while waiting and (left := end_time - time.monotonic()) > 0:
-            for descriptor, _ in poll.poll(left * 1000):
-                poll.unregister(descriptor)
-                rank, end = waiting.pop(descriptor)
-                if code := end.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                    failed[rank] = os.strerror(code)
-        return failed | {rank: f"no answer within {seconds:g} s" for rank, _ in waiting.values()}
+
+    def why_not(place: Place) -> str | None:
+        try:
+            connect_to(*place, seconds).close()
+        except TimeoutError:
+            return f"no answer within {seconds:g} s"
+        except OSError as error:
+            return error.strerror
+        return None
+
+    with ThreadPoolExecutor(max(1, len(places))) as threads:
+        found = dict(zip(places, threads.map(why_not, places.values())))
+    return {rank: why for rank, why in found.items() if why is not None}

@@ -15,6 +15,7 @@ from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.engines.torchrun import neighbours
 from pippy.drivers.engines.torchrun.neighbours import close_all, meet_neighbours, this_host
 from pippy.drivers.engines.torchrun.rank_board import RankBoard
+from pippy.drivers.wire.messages import doors
 from tests.drivers.processes import listening, within
 
 
@@ -64,7 +65,7 @@ def test_ranks_of_a_host_get_sockets_to_the_first_of_them(closed):
 
 def test_nobody_else_can_come_in_and_nothing_is_left(closed, monkeypatch, tmp_path):
     """While the door is open it has no name, so a first rank that is killed leaves none; afterwards nobody listens."""
-    monkeypatch.setattr(neighbours.tempfile, "tempdir", str(tmp_path / ("long" * 40)))
+    monkeypatch.setattr(doors.tempfile, "tempdir", str(tmp_path / ("long" * 40)))
     (tmp_path / ("long" * 40)).mkdir()
     seen, inner = [], neighbours._let_in
 
@@ -84,7 +85,7 @@ def test_nobody_else_can_come_in_and_nothing_is_left(closed, monkeypatch, tmp_pa
     "what, how, words",
     [
         ("create_shared", OSError(38, "not here"), "OSError: .*not here"),
-        ("_check_same_user", PermissionError("user 7"), "PermissionError: user 7"),
+        ("check_same_user", PermissionError("user 7"), "PermissionError: user 7"),
         ("two_pairs", OSError(24, "Too many open files"), "Too many open files"),
         ("map_shared", OSError(12, "no memory"), "rank 0 could not let it in: .*no memory"),
     ],
@@ -132,7 +133,7 @@ def _raise(text):
 
 
 def test_a_first_rank_without_a_door(closed, monkeypatch):
-    monkeypatch.setattr(neighbours.tempfile, "mkdtemp", lambda **_: _raise("no folder"))
+    monkeypatch.setattr(doors.tempfile, "mkdtemp", lambda **_: _raise("no folder"))
     met = closed(meet(["a"] * 3))
     assert all(each.groups == ((0,), (1,), (2,)) for each in met.values())
     assert met[0].reasons[1] == "rank 0 could not open a socket: no folder"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from pippy.drivers.base.errors import PeerLost
 from pippy.drivers.wire.known_layouts import LAYOUTS
-from pippy.drivers.wire.messages.far_door import come_in, open_door
+from pippy.drivers.wire.messages.doors import come_in, open_door
 from pippy.drivers.wire.received_values import ReceivedValues
 from pippy.drivers.wire.tcp_connection import TcpConnection
 from pippy.drivers.wire.worker_transport import WorkerTransport
