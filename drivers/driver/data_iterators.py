@@ -36,5 +36,5 @@ def next_call(data_iter: Iterator[Any], chunks: Any, method: str) -> RunCall:
 
 
 def loss_alone(driver: ModelOnWorkers) -> dict[str, Any]:
-    """What to give `run` for the loss alone: what a model returns beside its loss stays on the workers."""
+    """The arguments with which `run` gives the loss alone. What the model returns beside it stays on the workers."""
     return {} if driver.compiled.loss_module is not None or driver.compiled.loss is None else {"outputs": False}

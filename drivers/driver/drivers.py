@@ -19,7 +19,7 @@ from pippy.ir.pipe import Pipe
 
 @placing_words('PipelineDriver(pipe, schedule="auto")', more=["memory"], owner="driver")
 class PipelineDriver(PipelineDriverBase):
-    """Runs a Pipe by any schedule: by name, as a program, or by the best one for what the first steps took.
+    """Runs a Pipe by any schedule: by name, as a program, or by the best one for the times of the first steps.
 
     With ``schedule="auto"``, ``memory_limit`` are the bytes that the activations on each worker may take, and ``max_live``
     is how many stage-micro-batches it may hold; both are one number, or one for each worker. See docs/schedules.md.

@@ -1,4 +1,4 @@
-"""Steps and updates of a driver that do not count: afterwards all is as before, on the workers and in what is known of them."""
+"""Steps and updates of a driver that are undone: on the workers, and in what the controller knows of them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ _OF_COMMANDS = ("gradients", "zeroed", "trained", "steps", "steps_of_last_update
 
 @contextmanager
 def aside(commands: DriverCommands, optimizers: Sequence[PipelineOptimizer]) -> Iterator[None]:
-    """A context that begins without gradients, and at whose end all is as it was."""
+    """A context for steps and updates. It begins without gradients; at its end the driver is as before."""
     commands.call(dict.fromkeys(commands.workers, HoldState()))
     held = [(commands, _OF_COMMANDS), (commands.nonfinite, tuple(vars(commands.nonfinite)))]
     held += [(each, ("_sent", "stepped")) for each in optimizers]

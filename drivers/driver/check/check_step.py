@@ -1,8 +1,8 @@
 """`driver.check`: the same step on the workers and by the plain model, compared.
 
-workers     what they have is held aside; a step; its gradients and buffers; an update; all is put back
+workers     their state is set aside; a step; its gradients and buffers; an update; the state is put back
 here        a copy of the plain model, with the workers' numbers: the step, and once more with the rows in another order
-compared    differences; if there are some, the workers do the step again and note what each call takes and gives
+compared    if there are differences, the workers do the step again and note what each call takes and gives
 """
 
 from collections import Counter
@@ -41,7 +41,7 @@ from pippy.ir.run.random_state import untouched_random_state
 
 @dataclass(frozen=True)
 class StepAside:
-    """What a step gave that does not count: its result, how its losses were weighted, and what its calls took and gave."""
+    """A step that was undone: its result, the weights of its losses, and what its calls took and gave."""
 
     result: Any
     weights: Sequence[float]
@@ -49,14 +49,14 @@ class StepAside:
 
 
 class RunAside(Protocol):
-    """Runs a step of a driver that does not count; with ``see``, what its calls take and give is noted."""
+    """Runs a step of a driver that is undone. With ``see``, what its calls take and give is noted."""
 
     def __call__(self, outputs: bool, see: bool) -> StepAside: ...
 
 
 @dataclass(frozen=True)
 class _WorkersStep:
-    """The numbers of a step on the workers, the weights of its losses, and copies of parameters that are not like the first."""
+    """A step on the workers: its numbers, the weights of its losses, and copies of parameters that differ from the first."""
 
     numbers: Mapping[ComparedKey, Any]
     weights: Sequence[float]
@@ -64,7 +64,7 @@ class _WorkersStep:
 
 
 class StepCheck:
-    """One comparison of a driver's step with the plain model's, of the rows of ``division``, all of them in this process."""
+    """Compares a step of a driver with a step of the plain model. All rows of ``division`` are in this process."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class StepCheck:
         self.parameters = [name for name, _ in driver.pipe.named_parameters() if self.placed.locations(name)]
 
     def report(self) -> CheckReport:
-        """Do it."""
+        """Run both steps, and compare them."""
         before = self.driver.parameters.fetch(self.names)
         optimizers = [PlainOptimizer(each) for each in self.driver._optimizers] if self.trains else []
         if self.trains and not optimizers:
@@ -127,7 +127,7 @@ class StepCheck:
         )
 
     def _on_workers(self, optimizers: Sequence[PlainOptimizer], outputs: bool) -> "_WorkersStep":
-        """The step on the workers, and an update, of which nothing remains."""
+        """Run the step and an update on the workers, and undo them."""
         with aside(self.driver.commands, self.driver._optimizers):
             step = self.run(outputs, False)
             numbers, stale = self._numbers(step.result), self._stale_copies()
@@ -141,7 +141,7 @@ class StepCheck:
         return _WorkersStep(numbers, step.weights, stale)
 
     def _numbers(self, result: Any) -> dict[ComparedKey, Any]:
-        """The numbers that a step gave and left."""
+        """The tensors of a step to compare: what it returned, and the gradients and buffers that it left."""
         numbers: dict[ComparedKey, Any] = {}
         if isinstance(result, LossAndOutputs):
             numbers |= named_outputs(result.outputs)
@@ -160,7 +160,7 @@ class StepCheck:
         return kind in ("loss", "output") or (name in self.names and name not in self.uncompared)
 
     def _turned(self, plain: PlainModel) -> dict[ComparedKey, Any]:
-        """The numbers of the plain model where the rows are in another order: what rounding alone moves."""
+        """The numbers of the plain model with the rows in another order, which differ by rounding alone."""
         cut: list[CutTensor] = []
         for value in self.division.arguments.values():
             map_divided(lambda leaf: cut.append(leaf) if isinstance(leaf, CutTensor) else None, value)
@@ -176,7 +176,7 @@ class StepCheck:
         }
 
     def _floor(self, plain: PlainModel) -> float:
-        """What is rounding in any case, by the dtypes that compute."""
+        """The least tolerance of the dtypes that compute."""
         held = [each.dtype for _, each in plain.named_state()]
         held += [each.dtype for name in self.division.arguments for each in self.division.whole(name)]
         if torch.is_autocast_enabled(plain.device.type):
@@ -191,7 +191,7 @@ class StepCheck:
         before: Mapping[str, torch.Tensor],
         numbers: Mapping[ComparedKey, Any],
     ) -> Comparison:
-        """With the parameters after an update by the workers' gradients, which are compared by themselves."""
+        """Add the parameters after an update. Both sides update by the workers' gradients, which are compared already."""
         updated = plain.updated(optimizers, {name: numbers["gradient", name] for name in self.parameters})
         updated = {name: value for name, value in updated.items() if name in before}
         return replace(
@@ -201,7 +201,7 @@ class StepCheck:
         )
 
     def _stale_copies(self) -> list[Difference]:
-        """Copies of parameters and buffers on the workers that are not like the first."""
+        """The copies of parameters and buffers on the workers that differ from the first copy."""
         places = {name: self.placed.locations(name) for name in self.names}
         several = {name: found for name, found in places.items() if len(found) > 1}
         wanted: dict[int, list[TensorLocation]] = {}
@@ -223,7 +223,7 @@ class StepCheck:
         return self.driver.cluster.workers[worker]
 
     def _stage(self, difference: Difference) -> str:
-        """The stage of a tensor: where a parameter or buffer is, and which makes an output or the loss."""
+        """The stage of a tensor: the one that has the parameter or buffer, or that makes the output or the loss."""
         if difference.kind == "loss" and self.compiled.loss is not None:
             nodes = self.compiled.split_gm.graph.nodes
             return self._maker(next(node for node in nodes if node.name == self.compiled.loss.value))
@@ -247,7 +247,7 @@ class StepCheck:
         numbers: Mapping[ComparedKey, Any],
         floor: float,
     ) -> Origin:
-        """Where it begins."""
+        """Where the differences begin."""
         if any(each.kind != "parameter" for each in differences):
             with aside(self.driver.commands, self.driver._optimizers):
                 seen = self.run(False, True).seen
@@ -261,7 +261,7 @@ class StepCheck:
         return _by_place(differences)
 
     def _named(self, origin: Origin) -> Origin:
-        """With the workers of its stage."""
+        """Add the names of the workers that hold the stage."""
         workers = self.placed.workers_of(origin.stage) if origin.stage in self.placed.nodes else ()
         return replace(origin, workers=tuple(map(self._worker, workers)))
 
@@ -295,7 +295,7 @@ def checked_model(driver: ModelOnWorkers, given: Any) -> nn.Module:
 
 
 def _of_update(before: torch.Tensor, after: torch.Tensor) -> float:
-    """What rounding explains of a parameter after an update: of the update, and of the sum."""
+    """The tolerance for a parameter after an update: by the rounding of the update, and of the sum."""
     if not after.is_floating_point():
         return 0.0
     after = after.detach().cpu()
@@ -304,12 +304,12 @@ def _of_update(before: torch.Tensor, after: torch.Tensor) -> float:
 
 
 def _stage_of(call: str, placed: PlacedPipe) -> str:
-    """The stage that a call is of: the loss is computed with one."""
+    """The stage of a call: that of the loss is the one that it runs with."""
     return stage_name(placed.loss_stage) if call == LOSS else call
 
 
 def _at(value: Any, path: str, here: str) -> Any:
-    """What is at a path, or holds it."""
+    """The item of ``value`` at a path, or the item that contains it."""
     for inner, item in items_with_paths(value, here) or ():
         if path.startswith(inner):
             return _at(item, path, inner)
@@ -317,7 +317,7 @@ def _at(value: Any, path: str, here: str) -> Any:
 
 
 def _by_place(differences: Sequence[Difference]) -> Origin:
-    """Where it begins if each call gives what it should: the last stage with wrong gradients, or where the worst is."""
+    """Where differences begin if no call is wrong: the last stage with wrong gradients, or that of the worst difference."""
     wrong = [each for each in differences if each.kind == "gradient" and each.stage]
     if wrong:
         last = max(wrong, key=lambda each: stage_index(each.stage.rpartition(", ")[2]) or 0)

@@ -1,9 +1,9 @@
-"""Compares a few rows as one micro-batch with the same rows as two: in one way in which losses add up, and cut in two places.
+"""Compares a few rows as one micro-batch with the same rows as two micro-batches, cut in two places, for one `LossReduction`.
 
     begun        reference · two micro-batches
-    by           two micro-batches, whose losses add up in another way
-    measured     noise · two micro-batches              if what differs may be rounding, or a buffer that changes once in a step
-    elsewhere    two other micro-batches                the first two may agree by chance
+    by           two micro-batches                      with another reduction
+    measured     noise · two micro-batches              if differences may be rounding, or a buffer that changes once in a step
+    elsewhere    two other micro-batches                as the first two may agree by chance
 
 Each is compared with the reference that was run last.
 """
@@ -27,7 +27,7 @@ from pippy.ir.base.errors import PippyError
 
 @dataclass(frozen=True)
 class LossReduction:
-    """How the losses of micro-batches are said to add up: by a reduction, or ``single``, as one loss over all."""
+    """How the losses of micro-batches become that of the mini-batch: by a reduction, or ``single``, over all rows."""
 
     how: str | Callable[..., Any] | None
     single: bool = False
@@ -35,9 +35,9 @@ class LossReduction:
 
 @dataclass(frozen=True)
 class RowComparison:
-    """What the comparison of some rows found: the reference, two micro-batches, and what differs.
+    """The comparison of some rows: the reference, two micro-batches, and the differences.
 
-    ``elsewhere`` is the same for two other micro-batches, if these agree.
+    ``elsewhere`` is the comparison of two other micro-batches; it is made if the first two agree.
     """
 
     rows: TriedRows
@@ -57,7 +57,7 @@ class RowComparison:
 
     @property
     def differences(self) -> list[TrialDifference]:
-        """What differs, worst first."""
+        """The differences, the worst first."""
         return sorted(self.parts.differences, key=lambda each: -each.share)
 
     @property
@@ -66,30 +66,30 @@ class RowComparison:
 
     @property
     def wrong(self) -> "RowComparison | None":
-        """The comparison that does not agree: this one, or that of two other micro-batches."""
+        """The comparison that does not agree, of this one and that of two other micro-batches; None if both agree."""
         if self.loss_differs or self.parts.differences:
             return self
         return None if self.elsewhere is None else self.elsewhere.wrong
 
     def both(self) -> "Iterator[RowComparison]":
-        """The comparison, and that of two other micro-batches if there is one."""
+        """This comparison, and that of two other micro-batches if there is one."""
         yield self
         if self.elsewhere is not None:
             yield self.elsewhere
 
     def misses(self, weights: Sequence[float]) -> float:
-        """By how much of the loss the losses of the micro-batches do not add up with these weights; 0 if they do."""
+        """How far the sum of the losses with these weights is from the loss, relative to it; 0 if they are equal."""
         total = sum(weight * loss for weight, loss in zip(weights, self.parts.losses) if weight)
         off = abs(total - self.whole.loss)
         return 0.0 if off <= self.allowed else off / max(abs(self.whole.loss), self.allowed)
 
 
 class Unlike(Exception):
-    """Nothing can be compared; the message says why."""
+    """Raised if nothing can be compared. The message says why."""
 
 
 class NotFinite(Unlike):
-    """The loss is no number: another step may show more."""
+    """Raised if the loss is not finite. Another step may be compared."""
 
 
 class Comparisons:
@@ -105,12 +105,12 @@ class Comparisons:
         return loss_weights(self.compiled.loss_module, division, self.compiled.target_name, way.how)
 
     def counting(self, rows: TriedRows, way: LossReduction) -> TriedRows:
-        """The rows in an order in which both micro-batches count, if there is one: else nothing would be compared."""
+        """The rows in an order in which both micro-batches have a weight, if there is one; else nothing would be compared."""
         turned = (rows.rotated(by) for by in range(sum(rows.sizes)))
         return next((each for each in turned if all(self.weights(each.divided(2), way))), rows)
 
     def begun(self, rows: TriedRows, way: LossReduction, watch: bool = False) -> RowComparison:
-        """Compare once. With ``watch``, what the model asks is noted. Raises `Unlike` if there is nothing to compare."""
+        """Compare once. With ``watch``, workers note what the model asks. Raises `Unlike` if there is nothing to compare."""
         rows = self.counting(rows, way)
         whole = self._tried(rows, way, Purpose.REFERENCE, watch)
         if not (math.isfinite(whole.loss) and whole.is_finite):
@@ -118,11 +118,11 @@ class Comparisons:
         return RowComparison(rows, way, whole, self._tried(rows, way, Purpose.COMPARED), self._allowed(whole, 0.0))
 
     def by(self, found: RowComparison, way: LossReduction) -> RowComparison:
-        """The comparison that was just begun, in another way."""
+        """The comparison that was begun last, with another reduction."""
         return replace(found, way=way, parts=self._tried(found.rows, way, Purpose.COMPARED))
 
     def measured(self, found: RowComparison) -> RowComparison:
-        """The same once it is known how much rounding moves, which is measured only where it may matter."""
+        """The comparison with measured rounding. Rounding is measured only if it may explain the differences."""
         off = abs(found.parts.loss - found.whole.loss)
         if found.agrees or (off > self._allowed(found.whole, math.inf) and not found.buffers_differ):
             return found
@@ -134,7 +134,7 @@ class Comparisons:
         return replace(found, parts=parts, allowed=allowed)
 
     def cut_elsewhere(self, found: RowComparison) -> RowComparison:
-        """Compare what was just found to agree with two other micro-batches, too."""
+        """Compare two other micro-batches too, if the first two agree."""
         if not found.agrees or sum(found.rows.sizes) == 2:
             return found
         rows = self.counting(found.rows.cut_elsewhere(), found.way)
@@ -142,18 +142,18 @@ class Comparisons:
         return replace(found, elsewhere=self.measured(other))
 
     def compared(self, rows: TriedRows, way: LossReduction) -> RowComparison:
-        """Compare, cut in two places."""
+        """Compare the rows, cut in two places."""
         return self.cut_elsewhere(self.measured(self.begun(rows, way)))
 
     def fit(self, every: Sequence[TriedRows], way: LossReduction) -> bool:
-        """Whether rows agree in this way, all of them."""
+        """Whether all these sets of rows agree with this reduction."""
         try:
             return all(self.compared(rows, way).agrees for rows in every)
         except (Unlike, PippyError):
             return False
 
     def draws(self, found: RowComparison) -> bool:
-        """Whether the same rows give something else when they are computed again."""
+        """Whether the same rows give other numbers when they are computed again."""
         division = found.rows.divided(1)
         weights = self.weights(division, found.way)
         self.trials.run(division, weights, Purpose.REFERENCE, single_loss=found.way.single)

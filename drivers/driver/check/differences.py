@@ -1,4 +1,4 @@
-"""What of a step differs from what it should be, by more than rounding explains."""
+"""The tensors of a step that are wrong by more than rounding."""
 
 import math
 from collections.abc import Mapping
@@ -19,10 +19,10 @@ Numbers = Mapping[ComparedKey, Any]  # a tensor each, or None
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor of a step that is not what it should be. ``off`` and ``allowed`` are relative to its largest element.
+    """A tensor of a step that is wrong. ``off`` and ``allowed`` are relative to its largest element.
 
-    ``kind`` is "loss", "output", "gradient", "buffer" or "parameter" (after one step of the optimizers); ``stage`` is where it
-    is; ``why`` says what cannot be said by a number.
+    ``kind`` is "loss", "output", "gradient", "buffer" or "parameter" (after one step of the optimizers). ``stage`` is the stage
+    that has it or makes it. ``why`` says in words what no number can say.
     """
 
     kind: str
@@ -34,13 +34,13 @@ class Difference:
 
     @property
     def excess(self) -> float:
-        """How many times what is allowed it is off."""
+        """The difference divided by the tolerance."""
         return self.off / self.allowed if self.allowed else math.inf
 
 
 @dataclass(frozen=True)
 class Apart:
-    """How far two tensors are apart at most, and the largest element of the first; or why they cannot be compared, in words.
+    """The largest difference of two tensors, and the largest element of the first; or the reason why they cannot be compared.
 
     >>> Apart.of(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 3.0]))
     Apart(off=1.0, size=4.0, why='')
@@ -54,7 +54,7 @@ class Apart:
 
     @classmethod
     def of(cls, wanted: torch.Tensor | None, number: torch.Tensor | None) -> "Apart":
-        """Those of two tensors. None, as for a gradient that nobody needs, stands for zeros."""
+        """Compare two tensors. None, as for a gradient that nobody needs, stands for zeros."""
         if wanted is None or number is None:
             there = number if wanted is None else wanted
             return cls(_size(there), 0.0 if wanted is None else _size(there)) if there is not None else cls(0.0, 0.0)
@@ -87,10 +87,10 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the numbers of a step should be, and how far they may be off.
+    """The right numbers of a step, and their tolerances.
 
-    ``turned`` are those of the rows in another order, which says what rounding alone moves; ``floor`` is the part of a tensor's
-    size that rounding may always take. ``known`` has that part for tensors that do not depend on the rows' order.
+    ``turned`` are the numbers with the rows in another order, which differ by rounding alone. ``floor`` is the least tolerance,
+    relative to a tensor's largest element. ``known`` has the tolerances of tensors that do not depend on the rows' order.
     """
 
     plain: Numbers
@@ -99,7 +99,7 @@ class Comparison:
     known: Mapping[ComparedKey, float] = field(default_factory=dict)
 
     def differences(self, numbers: Numbers) -> list[Difference]:
-        """What differs, worst first."""
+        """The tensors that are wrong, the worst first."""
         found = [self._difference(key, numbers.get(key)) for key in self.plain]
         found += [
             Difference(*key, math.inf, 0.0, why="the plain model has none") for key in numbers if key not in self.plain
@@ -108,7 +108,7 @@ class Comparison:
         return sorted(there, key=lambda each: (-each.excess, COMPARED_KINDS.index(each.kind)))
 
     def largest(self, numbers: Numbers) -> float:
-        """The largest difference there is, relative to its tensor, or to a thousandth of the largest gradient."""
+        """The largest of all differences, relative to its tensor, or to a thousandth of the largest gradient."""
         found = [(key, Apart.of(self.plain[key], each)) for key, each in numbers.items() if key in self.plain]
         sizes = [max(apart.size, self._largest(key) / 1000) for key, apart in found]
         return max((apart.off / size for (_, apart), size in zip(found, sizes) if size), default=0.0)
@@ -130,7 +130,7 @@ class Comparison:
         return Tolerance(size, noise, self._largest(key), self.floor).allowed
 
     def _largest(self, key: ComparedKey) -> float:
-        """The largest number of the tensors beside one: a gradient that should be 0 is rounding alone."""
+        """The largest element of all tensors of a kind. A gradient that should be 0 is compared with it."""
         return self._largest_gradient if key[0] == "gradient" else 0.0
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What the error says of rows that do not agree: which rows, what their losses are, and what else differs."""
+"""The text of the error for rows that do not agree: which rows, their losses, and all other differences."""
 
 from collections.abc import Sequence
 
@@ -38,7 +38,7 @@ def disagreement(compiled: Compiled, found: RowComparison) -> str:
 
 
 def _edits_of(rows: TriedRows) -> str:
-    """Which numbers were put into the rows, as later batches may have them."""
+    """The text that says which numbers were put into the rows, as later batches may have them."""
     users = {name: user for user, name in rows.division.names.items()}
     said = [f"{users.get(place[0], place[0])!r} is {_listed(edit.values)}" for place, edit in rows.edits.items()]
     return f", in some of which {' and '.join(said)}," if said else ""

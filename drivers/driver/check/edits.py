@@ -1,4 +1,4 @@
-"""Rows whose targets are partly padding: other numbers in some tensors, for each question that a model asks of them.
+"""Rows with other numbers in some tensors, such as padding in targets: both answers to each question that a model asks.
 
 labels        5 rows of 6        first edit                  second edit
               3 1 4 1 5 9        3 1 4 -100 -100 -100        3 1 4 1 5 9
@@ -17,7 +17,7 @@ from pippy.drivers.driver.check.rows import Edit, TriedRows
 
 
 def edited(rows: TriedRows, asked: TrialNotes, target: str | None) -> Iterator[TriedRows]:
-    """The rows with other targets, edited in two ways; none if nothing is asked."""
+    """The rows with other numbers, edited in two ways; none if the model asks nothing."""
     values: dict[InputTensor, tuple[float, ...]] = {}
     for place, tensor in rows.tensors():
         found = tuple(_values(place, tensor, asked.questions, target))
@@ -32,7 +32,7 @@ def edited(rows: TriedRows, asked: TrialNotes, target: str | None) -> Iterator[T
 def _values(
     place: InputTensor, tensor: torch.Tensor, questions: Sequence[Question], target: str | None
 ) -> Iterator[float]:
-    """The numbers with which a tensor is tried: those that have another answer to what is asked of it."""
+    """The numbers to put into a tensor: those with the other answer to each question about it."""
     if tensor.dtype == torch.bool:
         yield False
         return
@@ -52,7 +52,7 @@ def _values(
 
 
 def _put(tensor: torch.Tensor, values: Sequence[float], second: bool) -> torch.Tensor:
-    """Put the numbers in turn into the first rows, or into the last ones; where a row has several places, into a half."""
+    """Put the numbers in turn into the first rows, or into the last ones. In a row of several numbers, a half is replaced."""
     rows = range(len(tensor) - 1, -1, -1) if second else range(len(tensor))
     for row, value in zip(rows, values):
         places = tensor[row].reshape(-1)

@@ -4,9 +4,9 @@
     with padding             compared, cut in two places ─┼─▶ all agree: the step goes on
     with other padding       compared, cut in two places ─┘   else: remedies are tried in the same way
 
-Loss, every gradient and every buffer are compared, of all stages; see comparisons.py and worker/trials.py. So it matters not
-which loss it is, and in which stage its parts are made. Where a loss of torch says itself what it counts, its micro-batches are
-weighted so. It is done once, and again when something changes that bears on it.
+The loss, every gradient and every buffer are compared, of all stages; see comparisons.py and worker/trials.py. So any loss is
+checked, in whichever stages its parts are made. If a loss of torch tells what it counts, micro-batches are weighted by that.
+The check is made once, and again when something changes that its result depends on.
 """
 
 import itertools
@@ -38,7 +38,7 @@ _LOOKED_AT = 5  # leaves of an argument, to know its kind
 
 @dataclass(frozen=True)
 class Unchecked:
-    """A kind of step that could not be checked, and why. With ``again``, the next step of this kind is tried."""
+    """A kind of step that could not be checked, and the reason. With ``again``, the next step of this kind is checked."""
 
     kind: Any
     reason: str
@@ -46,7 +46,7 @@ class Unchecked:
 
 
 class FirstStep:
-    """Checks the first steps of one driver. ``reduction`` is what it was given as ``loss_reduction``.
+    """Checks the first steps of one driver. ``reduction`` is the driver's ``loss_reduction``.
 
     ``fits`` says whether workers may hold so many rows at a time.
     """
@@ -70,7 +70,7 @@ class FirstStep:
 
     @property
     def how(self) -> str | Callable[..., Any] | None:
-        """How the losses of micro-batches add up, as far as it was given or found."""
+        """The reduction of the losses of micro-batches: the one that was given, or that a check has found."""
         return self.found if self.found is not None else self.reduction
 
     @property
@@ -78,9 +78,9 @@ class FirstStep:
         return LossReduction(self.how, self.single_loss)
 
     def check(self, division: Division, columns: Sequence[Column]) -> "Unchecked | None":
-        """Check a step that is to be run, if it is of another kind than those before. Raises if its numbers would be wrong.
+        """Check a step before it runs, if no step of its kind was checked. Raises if its numbers would be wrong.
 
-        Gives the reason if nothing could be compared, and it was not noted before.
+        If nothing could be compared, returns the reason, once for each kind of step.
         """
         kind = self._kind(division)
         held = self._holds_awaited(division)
@@ -102,7 +102,7 @@ class FirstStep:
         return unchecked
 
     def _holds_awaited(self, division: Division) -> bool:
-        """Whether targets are left out now that no step has held before."""
+        """Whether the step has a number that a check waits for: one that the loss leaves out."""
         for question in self._awaited:
             for place, leaf in places_of(division):
                 held = leaf.held()
@@ -111,16 +111,16 @@ class FirstStep:
         return False
 
     def forget(self) -> None:
-        """A worker was replaced, which does not know which buffers change."""
+        """Check the next step again: a worker was replaced, and does not know which buffers change."""
         self._checked.clear()
         self._awaited = ()
 
     def note(self, unchecked: "Unchecked") -> None:
-        """It was said that this kind of step could not be checked: it is not said again."""
+        """Note that the user was told that this kind of step could not be checked: the warning is not repeated."""
         (self._not_finite if unchecked.again else self._checked).append(unchecked.kind)
 
     def _kind(self, division: Division) -> Any:
-        """What bears on whether a step may be cut: modes, and the kinds of arguments."""
+        """The kind of a step, all that decides whether it may be cut: the modes of modules, and the kinds of arguments."""
         flags = {call: its.training for calls in self.trials.placed.flags().values() for call, its in calls.items()}
         return flags, {name: _kinds(value) for name, value in division.arguments.items()}
 
@@ -142,7 +142,7 @@ class FirstStep:
             self._check_choices(sets)
 
     def _compared(self, rows: TriedRows, way: LossReduction) -> RowComparison:
-        """Compare rows in this way; if they do not agree, in those that a loss of torch asks for itself."""
+        """Compare rows with this reduction, and if they do not agree, with those that losses of torch tell."""
         begun = self.comparisons.begun(rows, way, watch=True)
         if not begun.agrees and self.reduction is None and not self.single_loss:
             for other in self.remedies.counts(begun):
@@ -152,7 +152,7 @@ class FirstStep:
         return self.comparisons.cut_elsewhere(self.comparisons.measured(begun))
 
     def _fit_all(self, sets: Sequence[RowComparison], way: LossReduction) -> bool:
-        """Whether all sets agree in this way, if they agree in theirs."""
+        """Whether all sets of rows agree with this reduction. A set is compared again if its weights are others."""
         weights = self.comparisons.weights
         unlike = [
             found.rows
@@ -162,7 +162,7 @@ class FirstStep:
         return self.comparisons.fit(unlike, way)
 
     def _adopt(self, way: LossReduction) -> None:
-        """Weigh micro-batches by what a loss of torch counts."""
+        """Use the reduction that a loss of torch tells."""
         assert callable(way.how)
         self.found = way.how
         self.trials.datasets.weigh_by(way.how)
@@ -189,7 +189,7 @@ class FirstStep:
         raise Unlike(reason)
 
     def _asked(self, found: RowComparison) -> TrialNotes:
-        """What is asked of the rows, by the model and by a reduction that was given."""
+        """The questions about the rows that the model asks, and the reduction that was given."""
         asked = found.whole.asked
         if callable(self.reduction):
             division = found.rows.divided(1)
@@ -206,16 +206,16 @@ class FirstStep:
                 check_guards(self.compiled, {name: division.take(name, chunk) for name in names})
 
     def _check_choices(self, sets: Sequence[RowComparison]) -> None:
-        """Raise if the loss is a mean that depends on what is chosen, and that was the same in all rows that were tried."""
+        """Raise if the loss is a mean over chosen numbers, and all rows of the trials had the same choice."""
         chosen = [each.whole.asked.chosen for each in sets]
         for untried in (each for each in chosen[0] if each.are_all):
             if all(other.are_all for others in chosen for other in others if other.where == untried.where):
                 raise MicrobatchError(_unknown_choice(untried))
 
     def _remedy(self, sets: Sequence[RowComparison], asked: TrialNotes, with_padding: bool) -> None:
-        """Find how the losses add up. Raises, with that for advice, unless a loss of torch says it itself.
+        """Find the reduction of the losses. Raises an error that advises it, unless a loss of torch tells the reduction.
 
-        What torch's losses leave out may never come. If nothing else is wrong, it is waited for, unless it is there now.
+        The numbers that a loss of torch leaves out may never come. If only they are wrong, the check waits for them.
         """
         sets = [each if each.way == self._way else self.comparisons.compared(each.rows, self._way) for each in sets]
         wrong = next((found for each in sets if (found := each.wrong) is not None), None)
@@ -241,7 +241,7 @@ class FirstStep:
         raise MicrobatchError(said + self.remedies.other_advice([each.rows for each in sets], self._way))
 
     def _are_torchs(self, sets: Sequence[RowComparison], asked: TrialNotes) -> bool:
-        """Whether nothing was put into the rows but what losses of torch leave out."""
+        """Whether only numbers that losses of torch leave out were put into the rows."""
         others = {each.place for each in asked.questions if not each.counted}
         if self.compiled.target_name is not None and None in others:  # it was tried with the target
             return False
@@ -279,7 +279,7 @@ def _unknown_choice(chosen: ComputedChoice) -> str:
 
 
 def _kinds(value: Any) -> Any:
-    """What of an argument bears on how it is cut: classes, dtypes, dimensions; what is no tensor as it is, if it is short."""
+    """The kind of an argument, all that decides how it is cut: classes, dtypes, dimensions, and values that are no tensors."""
     return tuple(_kind(leaf) for leaf in divided_leaves(value))
 
 

@@ -1,4 +1,4 @@
-"""The value of a stage for a whole mini-batch, from those for its micro-batches."""
+"""The value of a stage for the mini-batch, made of its values for the micro-batches."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,13 +9,13 @@ from pippy.ir.base.trees import children, with_children
 
 
 class NotJoined(Exception):
-    """The values of the micro-batches say nothing of the whole."""
+    """Raised if the value for the mini-batch does not follow from those for the micro-batches."""
 
 
 def joined_rows(parts: Sequence[Any], like: Any, weights: Sequence[float]) -> Any:
-    """The parts put together to something of the shape of ``like``. What has no rows, and differs, is summed by ``weights``.
+    """Join the values of micro-batches to one with the shape of ``like``. Numbers without rows are summed by ``weights``.
 
-    Raises `NotJoined` if they cannot be.
+    Raises `NotJoined` if the shapes do not fit.
 
     >>> joined_rows([torch.ones(2, 1), torch.zeros(1, 1)], torch.ones(3, 1), weights=(0.5, 0.5)).shape
     torch.Size([3, 1])

@@ -1,10 +1,11 @@
-"""Where a difference begins: each call of a stage is run once more in this process, on what the worker had for it.
+"""Where a difference begins: each call of a stage runs once more in this process, with the inputs that it had on its worker.
 
-    forwards, from the first stage    it took what another gave?   here it gives the same?   for all rows at once, too?
-    backwards, from the last          the same of gradients, and do those of its parameters add up to what the workers have?
+    forwards, from the first stage    1 its inputs are what other calls gave?   2 its outputs are the same here?
+                                      3 they are the same for all rows at once?
+    backwards, from the last          the same for gradients; and do those of parameters add up to what the workers have?
 
-The first no is where it begins. "For all rows at once" is no fault of a worker: such a stage mixes rows, or counts them, so
-that micro-batches are not what the plain model computes.
+The first "no" is where the difference begins. If it answers question 3, no worker is wrong: such a stage mixes rows, or counts
+them, so that micro-batches do not give what the plain model computes.
 """
 
 import copy
@@ -66,8 +67,8 @@ class _Replay:
 
 
 class OriginSearch:
-    """Looks for the first call whose numbers are wrong. ``seen`` is what workers noted of a step, ``numbers`` what parameters
-    and buffers were before it, ``gradients`` what it left, and ``hooks`` those of parameters."""
+    """Looks for the first call whose numbers are wrong. ``seen`` has what workers noted of a step, ``numbers`` the parameters
+    and buffers before it, ``gradients`` those that it left, and ``hooks`` the hooks of parameters."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class OriginSearch:
         self.holders: dict[str, set[str]] = {}
 
     def find(self) -> Origin | None:
-        """Where it begins; None if nothing is wrong in any call."""
+        """Where the difference begins; None if no call is wrong."""
         with alike():
             for work in self.forwards:
                 found = self._forward_fault(work)
@@ -131,7 +132,7 @@ class OriginSearch:
         return self._mixed(work)
 
     def _given_to(self, name: str, microbatch: int) -> Any:
-        """What a call is to take: an input of the model, or what another call gave."""
+        """The right value for an input of a call: an input of the model, or what another call gave."""
         if name not in self.maker:
             return self.division.take(name, microbatch)
         work, at = self.maker[name]
@@ -142,7 +143,7 @@ class OriginSearch:
         return stage_name(self.maker[name][0].stage) if name in self.maker else "the call"
 
     def _mixed(self, work: Work) -> str | None:
-        """What is wrong if the call is not the same for all rows at once."""
+        """The fault if the call is not the same for all rows at once; None if it is."""
         if self.division.sizes is None or not self.division.is_cut:
             return None
         calls = [self.seen["F", work.call, microbatch] for microbatch in range(self.division.chunks)]
@@ -166,7 +167,7 @@ class OriginSearch:
         return "from all rows at once it computes something else than from micro-batches: it mixes rows, or counts them"
 
     def _mixed_backward(self, work: Work, parts: nn.Module) -> str | None:
-        """What is wrong if gradients of parameters differ for all rows at once. ``parts`` has the sums over micro-batches."""
+        """The fault if gradients of parameters differ for all rows at once. ``parts`` has the sums over micro-batches."""
         calls = [self.seen["B", work.call, microbatch] for microbatch in range(self.division.chunks)]
         given, module = [], self._module(work.call)
         try:
@@ -185,7 +186,7 @@ class OriginSearch:
         return None
 
     def _whole(self, name: str) -> Any:
-        """A value for the whole mini-batch: an input, or what a call of all rows at once gives."""
+        """A value for all rows at once: an input, or what a call gives for all rows."""
         return self.wholes[name] if name in self.maker else whole_input(self.division, name)
 
     # Backwards
@@ -211,7 +212,7 @@ class OriginSearch:
         return self._wrong_sum(work.call, module) or self._mixed_backward(work, module)
 
     def _gradients_for(self, backward: Work, microbatch: int) -> list[Any]:
-        """The gradients of a call's outputs, from what those gave that use them."""
+        """The gradients of a call's outputs: what the calls that use these outputs gave."""
         return [
             reduce(add_gradients, [self._gradient(name, microbatch) for name in each], None)
             if isinstance(each, tuple)
@@ -227,7 +228,7 @@ class OriginSearch:
         return None
 
     def _wrong_sum(self, call: str, module: nn.Module) -> str | None:
-        """What is wrong if the gradients of a stage's parameters are not the sum over micro-batches, and over copies."""
+        """The fault if the gradients of a stage's parameters are not the sum over micro-batches, and over copies."""
         own = dict(module.named_parameters())
         for local, name in self._parameter_names(call).items():
             self.totals[name] = add_gradients(self.totals.get(name), own[local].grad)
@@ -243,7 +244,7 @@ class OriginSearch:
     # Of both
 
     def _module(self, call: str) -> nn.Module:
-        """A copy of a stage with the numbers of before the step."""
+        """A copy of a stage with the parameters and buffers of before the step."""
         module = copy.deepcopy(self.compiled.stage(call))
         with torch.no_grad():
             for local, tensor in named_state(module):
@@ -260,12 +261,12 @@ class OriginSearch:
         return {local: self._users(call, local) for local, _ in self.compiled.stage(call).named_parameters()}
 
     def _same_gradient(self, one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-        """Whether two gradients of a parameter are the same; one that should be 0 is rounding alone."""
+        """Whether two gradients of a parameter are equal but for rounding. One that should be 0 is rounding alone."""
         apart = Apart.of(one, other)
         return apart.off <= self.floor * max(apart.size, self.largest / 10)
 
     def _alike(self, one: Any, other: Any) -> bool:
-        """Whether two trees of tensors are the same but for rounding. No gradient is a gradient of zeros."""
+        """Whether two trees of tensors are equal but for rounding. None stands for a gradient of zeros."""
         mine, theirs = list(_flat(one)), list(_flat(other))
         if len(mine) != len(theirs):
             return not any(map(_matters, [*mine, *theirs])) if not (mine and theirs) else False
@@ -308,7 +309,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _wanting(value: Any, gradient: Any) -> Any:
-    """A value whose tensors require the gradients that there are of it."""
+    """A value whose tensors require a gradient where ``gradient`` has one."""
     if isinstance(value, torch.Tensor):
         wants = gradient is not None and value.is_floating_point()
         return value.detach().requires_grad_(wants)

@@ -11,7 +11,7 @@ from pippy.drivers.worker.gradients.worker_optimizer import MASTER
 
 
 class PlainOptimizer:
-    """What a `PipelineOptimizer` is now. Its state is fetched from the workers."""
+    """A copy of a `PipelineOptimizer` as it is now. Its state is fetched from the workers."""
 
     def __init__(self, optimizer: PipelineOptimizer) -> None:
         self.factory, self.master_dtype = optimizer.factory, optimizer.master_dtype
@@ -41,7 +41,7 @@ class PlainOptimizer:
                     parameters[name].copy_(updated[name])
 
     def _master(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
-        """What torch's optimizer has for a parameter: itself, or a copy of it that has more bits."""
+        """The tensor that torch's optimizer updates for a parameter: the parameter, or a copy of it with more bits."""
         dtype = self.master_dtype
         if dtype is None or not parameter.is_floating_point() or parameter.dtype == dtype:
             return parameter

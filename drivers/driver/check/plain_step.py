@@ -34,7 +34,7 @@ class PlainCall:
 
     @classmethod
     def of(cls, compiled: Compiled, division: Division, turned: bool = False) -> "PlainCall":
-        """Those of a mini-batch that was divided; with ``turned`` its rows are in the opposite order."""
+        """The arguments of a mini-batch that was divided. With ``turned``, its rows are in the opposite order."""
         bound = call_signature(compiled).bind_partial()
         for user, name in division.names.items():
             if user != compiled.target_name:
@@ -55,7 +55,7 @@ class PlainCall:
 
 
 def whole_input(division: Division, name: str, turned: bool = False) -> Any:
-    """An input of the Pipe for the whole mini-batch; with ``turned``, its rows in the opposite order."""
+    """An input of the Pipe for the mini-batch. With ``turned``, its rows are in the opposite order."""
     return map_divided(lambda leaf: _whole(leaf, turned), division.arguments[name])
 
 
@@ -75,7 +75,7 @@ def _whole(leaf: Any, turned: bool) -> Any:
 
 
 class PlainModel:
-    """A copy of the user's model, and of its loss, with other numbers. The model itself is left alone."""
+    """A copy of the user's model, and of its loss, with other numbers. The user's model does not change."""
 
     def __init__(self, model: nn.Module, compiled: Compiled, numbers: Mapping[str, torch.Tensor]) -> None:
         self.compiled = compiled
@@ -114,7 +114,7 @@ class PlainModel:
         return next((each.device for _, each in self.named_state()), torch.device("cpu"))
 
     def step(self, call: PlainCall, trains: bool) -> dict[ComparedKey, Any]:
-        """One step: the loss, outputs, gradients and buffers. It is undone then."""
+        """Run a step, and undo it: gives the loss, outputs, gradients and buffers."""
         call, parameters = call.to(self.device), self.parameters()
         try:
             with alike(), torch.set_grad_enabled(trains):
@@ -150,7 +150,7 @@ class PlainModel:
         return None if self.compiled.loss is None else self._loss_in(model_output(self.compiled), outputs)
 
     def _loss_in(self, output: Any, value: Any) -> Any:
-        """The loss in what the model returned: where the Pipe has it."""
+        """The loss in the output of the model, at the place where the Pipe has it."""
         if isinstance(output, fx.Node):
             loss = self.compiled.loss
             return loss_inside(loss.seed, value) if loss is not None and output.name == loss.value else None

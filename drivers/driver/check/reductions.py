@@ -1,4 +1,4 @@
-"""How losses of micro-batches may add up: the reductions that are tried where the one that was assumed does not fit."""
+"""The reductions of losses that are tried if the one that was assumed does not fit."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _VALUES = 8  # of a target that are tried, whether the loss leaves them out
 
 @dataclass(frozen=True)
 class CandidateReduction:
-    """A reduction: as the user writes it, and as a driver takes it. ``counted``: a loss of torch says so itself."""
+    """A reduction, as the user writes it, and as a driver takes it. With ``counted``, a loss of torch tells it."""
 
     text: str
     how: str | Callable[..., Any]
@@ -39,7 +39,8 @@ def candidate_reductions(division: Division, asked: TrialNotes, target: str | No
 
 
 def _counts(expression: str, leaf: torch.Tensor, questions: Sequence[Question]) -> Iterator[tuple[str, bool]]:
-    """Expressions that count what a tensor holds, first what is asked of it; and whether a loss of torch counts so."""
+    """Expressions that count the numbers in a tensor, first those that questions are about. Each comes with whether a loss of
+    torch counts so."""
     found: dict[str, bool] = {}
     shifted = f"{expression}[:, 1:]"
     index = not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool)

@@ -1,4 +1,4 @@
-"""Finds what to do about rows that do not agree: another reduction, a single loss, an input that is not cut. All is tried."""
+"""Finds the advice for rows that do not agree: another reduction, a single loss, or an input that is not cut. All are tried."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -15,13 +15,13 @@ _NEARLY = 1e-3  # of a loss: reductions that give it otherwise are not tried
 
 
 class Remedies:
-    """What to do about the rows that a driver compares. ``may_be_single`` says whether it can have a single loss."""
+    """The advice for rows that do not agree. ``may_be_single`` says whether the driver can have a single loss."""
 
     def __init__(self, comparisons: Comparisons, may_be_single: bool) -> None:
         self.comparisons, self.may_be_single = comparisons, may_be_single
 
     def counts(self, found: RowComparison) -> Iterator[LossReduction]:
-        """The ways that a loss of torch asks for itself and with which the losses add up, if they are others."""
+        """The reductions that a loss of torch tells and with which the losses add up, other than the one in use."""
         for candidate in self._candidates(found, found.whole.asked):
             if candidate.counted and not self._misses([found], candidate):
                 way = LossReduction(candidate.how)
@@ -36,7 +36,7 @@ class Remedies:
         return next((each for _, each in best[:_TRIED] if self.comparisons.fit(rows, LossReduction(each.how))), None)
 
     def other_advice(self, rows: Sequence[TriedRows], way: LossReduction) -> str:
-        """What to do where no reduction helps."""
+        """The advice if no reduction helps."""
         fit = self.comparisons.fit
         if self.may_be_single and not way.single and fit(rows, LossReduction(None, single=True)):
             return (
@@ -59,7 +59,7 @@ class Remedies:
         return candidate_reductions(found.rows.divided(1), asked, self.comparisons.compiled.target_name)
 
     def _misses(self, sets: Sequence[RowComparison], candidate: CandidateReduction) -> float:
-        """By how much the losses do not add up, at most."""
+        """The largest difference between the loss and the sum of the micro-batches' losses with this reduction."""
         try:
             return max(
                 each.misses(self.comparisons.weights(each.rows.divided(2), LossReduction(candidate.how)))

@@ -23,9 +23,9 @@ _WORDS = {
 class CheckReport:
     """A training step on the workers beside the plain model: true if all numbers are the same, but for rounding.
 
-    ``differences`` has what is not the same, worst first, and ``begins`` the stage where that begins. ``compared`` says how
-    many tensors of each kind were compared, ``left_out`` what was not, and why. ``largest`` is the largest difference of all
-    that were compared, relative to its tensor, and ``rounding`` what another order of the rows moves in the plain model.
+    ``differences`` has the tensors that are wrong, the worst first, and ``begins`` the stage where they begin. ``compared`` is
+    the number of tensors of each kind that were compared; ``left_out`` has the others, with reasons. ``largest`` is the largest
+    difference, relative to its tensor, and ``rounding`` the largest that another order of the rows makes in the plain model.
     """
 
     chunks: int
@@ -38,7 +38,7 @@ class CheckReport:
 
     @property
     def equal(self) -> bool:
-        """Whether all that was compared is the same."""
+        """Whether all tensors that were compared are the same."""
         return not self.differences
 
     def __bool__(self) -> bool:

@@ -1,4 +1,4 @@
-"""A few rows of a mini-batch, to try a step with: as one micro-batch, in another order, and as two uneven ones.
+"""A few rows of a mini-batch for trials: as one micro-batch, in the opposite order, and as two uneven micro-batches.
 
 the mini-batch      16 rows
 chosen              0 11 15 3 7
@@ -7,8 +7,8 @@ divided             0 11 15 | 3 7
 cut elsewhere       3 7 0 | 11 15
 edited              the same, where some targets of row 0 are -100
 
-Rows that are like others show little: with labels 3 3 3, every count is as good as every other, and of rows that are all
-padding nothing is compared. So those are chosen whose numbers are not yet among the chosen, and both halves get some.
+Rows that are alike show little: with labels 3 3 3, every count fits as well as any other, and rows of padding alone compare
+nothing. So rows are chosen whose numbers no chosen row has yet, and both halves get some of them.
 """
 
 import copy
@@ -40,18 +40,18 @@ _NUMBERS = 64  # of each
 
 @dataclass(frozen=True)
 class Edit:
-    """Puts numbers into a tensor with its rows in front. ``values`` are those, to be told."""
+    """Puts numbers into a tensor whose first dimension is its rows. ``values`` are these numbers, for messages."""
 
     values: tuple[float, ...]
     put: Callable[[torch.Tensor], torch.Tensor]
 
 
 class NoRows(Exception):
-    """A mini-batch of which no rows can be tried."""
+    """Raised if a mini-batch has no rows that can be tried."""
 
 
 class TriedRows:
-    """A few rows of a mini-batch, ``count`` of them, of one micro-batch alone where the user has cut the rows.
+    """``count`` rows of a mini-batch. If the user has cut the mini-batch, they are of one micro-batch.
 
     >>> from pippy.drivers.batch.divide import divide
     >>> rows = TriedRows(divide({"x": torch.arange(16)}, chunks=4))
@@ -86,7 +86,7 @@ class TriedRows:
         return len(self.chosen) - len(self.chosen) // 2, len(self.chosen) // 2
 
     def tensors(self) -> Iterator[tuple[InputTensor, torch.Tensor]]:
-        """The tensors that have rows, those of the tried rows, with the rows in front."""
+        """The tensors that have rows, for the rows of the trial; rows are their first dimension."""
         for place, leaf in places_of(self.divided(1)):
             if isinstance(leaf, CutTensor) and leaf.value.layout is torch.strided:
                 yield place, leaf.value.movedim(leaf.dim, 0)
@@ -98,24 +98,24 @@ class TriedRows:
         return found
 
     def rotated(self, by: int) -> "TriedRows":
-        """The same rows, of which others come first."""
+        """The same rows, rotated by so many."""
         found = copy.copy(self)
         found.order = [*self.order[by:], *self.order[:by]]
         return found
 
     def cut_elsewhere(self) -> "TriedRows":
-        """The same rows, of which others make the first micro-batch."""
+        """The same rows, with other rows in the first micro-batch."""
         return self.rotated(self.sizes[0])
 
     def with_argument(self, name: str, spec: Callable[[DividedValue], DividedValue]) -> "TriedRows":
-        """The same rows of a mini-batch of which one argument is divided in another way."""
+        """The same rows, where one argument of the mini-batch has another spec."""
         arguments = {**self.division.arguments, name: map_divided(spec, self.division.arguments[name])}
         found = copy.copy(self)
         found.division = replace(self.division, arguments=arguments)
         return found
 
     def divided(self, chunks: int, turned: bool = False) -> Division:
-        """The rows as one micro-batch or as two; ``turned``: in the contrary order."""
+        """The rows as one micro-batch or as two. With ``turned``, they are in the opposite order."""
         sizes = self.sizes if chunks == 2 else (len(self.chosen),)
         starts = tuple(accumulate(sizes[:-1], initial=0))
         arguments = {}
@@ -157,7 +157,7 @@ def places_of(division: Division) -> Iterator[tuple[InputTensor, DividedValue]]:
 
 
 def _varied(division: Division, spread: Sequence[int], rows: range) -> list[int]:
-    """As many rows as in ``spread``, first those whose numbers are not yet among the chosen; where that is equal, those."""
+    """Choose as many rows as in ``spread``, first those with new numbers. Of rows that are equally new, those in ``spread``."""
     others = rows[:: max(1, len(rows) // _LOOKED_AT)]
     candidates = list(dict.fromkeys([*spread, *others]))
     kinds = [_numbers(leaf, candidates) for _, leaf in places_of(division)]
@@ -173,12 +173,12 @@ def _varied(division: Division, spread: Sequence[int], rows: range) -> list[int]
 
 
 def _news(seen: Mapping[tuple[int, float], int], kind: int, numbers: Collection[float]) -> float:
-    """How new the numbers of a row are: 1 if none was chosen yet."""
+    """How new the numbers of a row are: 1 if no chosen row has one of them, and less the more of them do."""
     return sum(1 / (1 + seen.get((kind, number), 0)) for number in numbers) / max(1, len(numbers))
 
 
 def _numbers(leaf: DividedValue, rows: Sequence[int]) -> list[set[float]]:
-    """The numbers in each of some rows, or some of them; nothing where they cannot be seen."""
+    """Numbers in each of the rows, or some of them; nothing if they cannot be read."""
     if not isinstance(leaf, CutTensor) or leaf.value.layout is not torch.strided or leaf.value.is_complex():
         return []
     value = leaf.value.detach()
@@ -190,7 +190,7 @@ def _numbers(leaf: DividedValue, rows: Sequence[int]) -> list[set[float]]:
 
 
 def _in_halves(chosen: Sequence[int]) -> list[int]:
-    """The rows, so that those chosen first are in both micro-batches: 1 4 5 | 2 3."""
+    """Order the rows so that both micro-batches have some of those chosen first: 1 4 5 | 2 3."""
     if len(chosen) == 3:
         return [chosen[0], chosen[2], chosen[1]]
     first = [row for at, row in enumerate(chosen) if at % 4 in (0, 3)]
@@ -203,7 +203,7 @@ def _places(name: str) -> Iterator[InputTensor]:
 
 
 def _cut(dim: int, rows: int, chosen: Sequence[int], tensor: torch.Tensor) -> torch.Tensor:
-    """The chosen ones of the rows of a tensor, if it has rows."""
+    """The chosen rows of a tensor, if it has rows."""
     return _rows_of(tensor, dim, chosen) if tensor.dim() > dim and tensor.shape[dim] == rows else tensor
 
 

@@ -1,4 +1,4 @@
-"""What a trial holds on each worker, in bytes, counted before it runs."""
+"""The bytes that a trial takes on each worker, counted before it runs."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ _COMPARING = 3  # numbers of float64 for each of a digest, while two are compare
 
 
 class TrialBytes:
-    """Counts what each worker of a pipeline holds in a trial.
+    """Counts the bytes that each worker of a pipeline holds in a trial.
 
     >>> from pippy.drivers.batch.divide import divide
     >>> pipe = Pipe.from_sequential(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()), torch.nn.MSELoss())
@@ -34,7 +34,7 @@ class TrialBytes:
         self.pipe, self.placement, self.device = pipe, placement, device
 
     def of(self, rows: Division, optimizers: Sequence[CountedOptimizer] = ()) -> tuple[int, ...]:
-        """The most that each worker holds with these rows as one micro-batch: as two they hold no more."""
+        """The most bytes that each worker holds for these rows as one micro-batch. As two micro-batches they take no more."""
         sizes = count_pipe(self.pipe, rows, self.device, True, optimizers, halves=False)
         order = make_schedule("fill_drain", workers=self.placement.workers, chunks=1, placement=self.placement)
         program = lower(self.pipe, order).program
@@ -55,7 +55,7 @@ class TrialBytes:
         return all(map(int.__le__, self.of(rows, optimizers), limits))
 
     def of_first_step(self, division: Division, optimizers: Sequence[CountedOptimizer] = ()) -> tuple[int, ...]:
-        """What each worker holds while the first step with this mini-batch checks itself; nothing if it does not."""
+        """The bytes that each worker holds in the check before a first step with this mini-batch; empty if there is none."""
         try:
             return self.of(TriedRows(division).divided(1), optimizers) if division.is_cut else ()
         except NoRows:

@@ -21,9 +21,9 @@ from pippy.ir.run.stage_backward import loss_inside
 
 @dataclass(frozen=True)
 class Tried:
-    """What a trial gave: the loss of each micro-batch, the weights that they had, what differs, and what was asked.
+    """The result of a trial: the losses of micro-batches, their weights, the differences, and what the model asked.
 
-    ``is_finite``: what it is compared with are numbers.
+    ``is_finite`` says whether the tensors that it is compared with are finite.
     """
 
     losses: tuple[float, ...]
@@ -35,14 +35,14 @@ class Tried:
 
     @property
     def loss(self) -> float:
-        """The loss of all rows. A micro-batch of weight 0 counts nothing, even if its loss is no number."""
+        """The loss of all rows. A micro-batch of weight 0 does not count, even if its loss is not finite."""
         return sum(weight * loss for weight, loss in zip(self.weights, self.losses) if weight)
 
 
 class TrialSteps:
     """The trials of one driver. ``limit`` is how many seconds each may take.
 
-    With ``buffers``, those that forward changes are compared, too.
+    With ``buffers``, the buffers that forward changes are compared, too.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class TrialSteps:
         number: int = 0,
         follow: bool = False,
     ) -> Tried:
-        """Run a trial with these rows, divided as they are. ``number`` is what random numbers are keyed by.
+        """Run a trial with the rows of ``division``. Random numbers are keyed by ``number``.
 
-        With ``follow``, buffers that differ are those that change once in a step from now on.
+        With ``follow``, the buffers that differ change from now on once in a step.
         """
         sent = self.programs.for_trial(division.chunks, single_loss)
         ranks = list(dict.fromkeys(self.placed.ranks[stage] for stage in _first_stages(sent.lowered.program.placement)))

@@ -15,7 +15,7 @@ _numbers = itertools.count()
 
 
 class DatasetSource:
-    """A dataset, its number, and what is sent of it. ``rows`` is how many rows it has, if that is known.
+    """A dataset, its number, and the forms in which it is sent. ``rows`` is its number of rows, if that is known.
 
     >>> DatasetSource("package.module:function", None).rows
     """
@@ -52,7 +52,7 @@ class DatasetSource:
         return isinstance(self.dataset, str)
 
     def sent_dataset(self, keys: Collection[Hashable]) -> Pickled | Mapping[Hashable, Pickled] | str:
-        """What a worker is sent that needs these columns."""
+        """What a worker is sent if it needs these columns."""
         if self.by_name:
             return str(self.dataset)
         if self.columns is None or not keys <= self.columns.keys():  # type: ignore[operator]
@@ -60,7 +60,7 @@ class DatasetSource:
         return {key: self._pickled(("column", key), self.columns[key]) for key in keys}
 
     def sent_collate(self) -> Pickled | None:
-        """What a worker is sent to put rows together."""
+        """The function that a worker is sent to put rows together."""
         return None if self.collate in (None, default_collate) else self._pickled("collate", self.collate)
 
     def _pickled(self, key: Any, value: Any) -> Pickled:

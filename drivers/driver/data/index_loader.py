@@ -110,7 +110,7 @@ class IndexLoader:
         return self._columns(IndexBatch(self.source.number, self._listed(indices), (self.seed, self._single)))
 
     def __iter__(self) -> Iterator[Columns]:
-        """The mini-batches of the next epoch; of the same, behind those that were given, after `load_state_dict`."""
+        """The mini-batches of the next epoch. After `load_state_dict`, those of the same epoch that were not given yet."""
         epoch, skip, self._loaded = self.epoch, self.given, False
         self._begin_epoch(epoch)
         batches = (
@@ -131,20 +131,20 @@ class IndexLoader:
             self.sampler.generator.manual_seed(hash((self.seed, epoch)))
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is that of this epoch, which the order and the random numbers of the dataset depend on.
+        """Set the epoch of the next iteration. The order and the random numbers of the dataset depend on it.
 
-        If a state was loaded that is from the end of this epoch, nothing is left of it, and the iteration is empty.
+        If a state was loaded that is from the end of this epoch, no mini-batch of it is left, and the iteration is empty.
         """
         if epoch != self.epoch:
             ended = self._loaded and (epoch + 1, 0) == (self.epoch, self.given)
             self.epoch, self.given = epoch, sys.maxsize if ended else 0
 
     def state_dict(self) -> dict[str, int]:
-        """Where it is: the epoch, how many of its mini-batches were given, and the seed."""
+        """The position: the epoch, the number of its mini-batches that were given, and the seed."""
         return {"seed": self.seed, "epoch": self.epoch, "given": self.given, "single": self._single}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on where another loader of the same dataset was."""
+        """Go on from the position of another loader of the same dataset."""
         self._loaded = True
         self.seed, self.epoch, self.given, self._single = (state[key] for key in ("seed", "epoch", "given", "single"))
 
@@ -160,7 +160,7 @@ class IndexLoader:
 
 
 def _with_those_ahead(batches: Iterable[IndexBatch], count: int) -> Iterator[IndexBatch]:
-    """Each mini-batch, with as many of those that come next."""
+    """Each mini-batch, with the ``count`` mini-batches that come next."""
     waiting = deque[IndexBatch]()
     for batch in batches:
         waiting.append(batch)

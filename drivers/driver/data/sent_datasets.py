@@ -1,7 +1,7 @@
 """Which workers have which datasets, and what each worker loads in a step.
 
 first step with a dataset    AddDataset ──▶ the workers that use its columns ──DatasetSeen──▶ compared: is it the same?
-each step                    the indices go with the step; no message more
+each step                    the indices go with the step, without another message
 """
 
 import weakref
@@ -40,12 +40,12 @@ class SentDatasets:
         self.gone: list[int] = []  # datasets that nobody has any more
 
     def weigh_by(self, loss_reduction: Callable[..., Any] | str) -> None:
-        """From now on, workers that load targets weigh losses so: they are told with their datasets."""
+        """From now on, workers that load targets weigh losses by this function, which is sent with their datasets."""
         self.loss_reduction = loss_reduction
         self.forget(self.told)
 
     def forget(self, ranks: Collection[int]) -> None:
-        """These workers have no datasets any more."""
+        """Note that these workers have lost their datasets."""
         for key in [key for key in self.sent if key[1] in ranks]:
             del self.sent[key]
         self.told.difference_update(ranks)
@@ -55,8 +55,8 @@ class SentDatasets:
     ) -> dict[int, Division]:
         """Each worker's part of a mini-batch, by its rank.
 
-        If a worker finds the weights of the losses, that is the ``weigher``, by its place in the pipeline. One of the workers
-        that load what the Pipe was traced for checks that.
+        If a worker computes the weights of the losses, ``weigher`` is its place in the pipeline. If the Pipe was traced for
+        values that workers load, one of these workers checks them.
         """
         program, workers = lowered.program, lowered.program.placement.workers
         shares = [division] if program.replicas == 1 else [division.part(share) for share in program.shares]
@@ -76,13 +76,13 @@ class SentDatasets:
         return found
 
     def _checked(self, division: Division, inputs: Mapping[str, Container[int]]) -> tuple[list[str], int | None]:
-        """The inputs that the Pipe was traced for, and the worker that checks them: one that loads some of them."""
+        """The inputs whose values the Pipe was traced for, and the worker that checks them, as it loads some of them."""
         guarded = [name for name in guarded_inputs(self.compiled, division) if name in inputs]
         loaded = [name for name in guarded if loaded_columns(division.arguments[name])]
         return guarded, min(inputs[loaded[0]]) if loaded else None  # type: ignore[call-overload]
 
     def _check_weighed(self, division: Division, weighed: Sequence[str], weigher: int | None, replicas: int) -> None:
-        """Raise if a replica would have only its own part of what weighs the losses of all."""
+        """Raise if a replica would weigh the losses of all replicas by its own part of the rows."""
         given = [name for name in weighed if not loaded_columns(division.arguments[name])]
         if weigher is not None and replicas > 1 and given:
             users = {name: user for user, name in division.names.items()}
@@ -108,7 +108,7 @@ class SentDatasets:
         return LoadingRules(self.compiled.guards, self.compiled.target_name, self.loss_reduction)
 
     def loaded_here(self, division: Division, columns: Sequence[Column], trains: bool) -> Division:
-        """A mini-batch with what the workers load of it, loaded in this process."""
+        """A mini-batch with all its values in this process, also those that the workers load."""
         if not isinstance(division, DivisionOfColumns):
             return division
         reader = DatasetReader({}, lambda: False, shares_process=True)
@@ -177,7 +177,7 @@ def _keys(division: Division, number: int) -> frozenset[Hashable]:
 
 
 def check_no_columns(values: Any, what: str) -> None:
-    """Raise if some of the values are loaded by workers: ``what`` counts the sizes of all."""
+    """Raise if workers load some of the values, as ``what`` needs the sizes of all."""
     for column in columns_in(values):
         raise DriverError(
             f"{what} needs sizes, but the sizes of {column!r} are not known in this process, because workers load "

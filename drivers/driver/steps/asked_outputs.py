@@ -1,4 +1,4 @@
-"""What a step is asked to give beside the loss: the argument ``outputs`` of `driver.run`.
+"""The argument ``outputs`` of `driver.run`: what a step gives beside the loss.
 
 outputs    the step gives                                     the workers return
 ─────────────────────────────────────────────────────────────────────────────────────────
@@ -41,9 +41,9 @@ def model_output(compiled: Compiled) -> Any:
 
 
 def values_to_return(compiled: Compiled, outputs: bool | None) -> dict[fx.Node, Any] | None:
-    """The values that the workers return, each with None for all of it, or with the seed that says where in it the loss is.
+    """The values that the workers return. Each has None if all of it is returned, or a seed that marks the loss in it.
 
-    None if they are those that they return anyway.
+    Returns None if these are the values that the program returns.
     """
     if outputs is None or compiled.loss is None:
         return None
@@ -58,7 +58,7 @@ def values_to_return(compiled: Compiled, outputs: bool | None) -> dict[fx.Node, 
 def asked_outputs(
     compiled: Compiled, outputs: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[bool | None, dict[str, Any]]:
-    """What ``outputs`` of a call asks for, and the keyword arguments of the model: it may be one of those."""
+    """The argument ``outputs`` of `run`, and the keyword arguments of the model, which may have an ``outputs`` of its own."""
     if outputs is None:
         return None, kwargs
     parameters = call_signature(compiled).parameters.values()

@@ -1,4 +1,4 @@
-"""The arguments of a driver that are about the driver itself: which workers, how long, in which order, what again."""
+"""Checks the arguments of a driver: its workers, time limits, the order of work, recomputed forwards, buffers."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from inspect import signature
@@ -18,7 +18,7 @@ from pippy.ir.base.trees import describe
 def chosen_workers(
     there: int, stages: int, world_size: int | None, all_ranks: Sequence[int] | None, replicas: int = 1
 ) -> list[int]:
-    """The workers that a driver uses, of those that are there: as many for each replica.
+    """The workers of a cluster that a driver uses: as many for each replica.
 
     >>> chosen_workers(there=4, stages=2, world_size=None, all_ranks=None)
     [0, 1]
@@ -63,7 +63,7 @@ def seconds(limit: Any) -> float | None:
 
 
 def checked_out_of_order(given: Any) -> bool | int:
-    """How many micro-batches a worker may hold that takes them out of order."""
+    """The number of micro-batches that a worker may hold if it runs out of order."""
     if isinstance(given, bool) or (isinstance(given, int) and given > 0):
         return given
     raise DriverError(
@@ -73,7 +73,7 @@ def checked_out_of_order(given: Any) -> bool | int:
 
 
 def checked_checkpoint(given: Any, stages: int) -> Checkpoint:
-    """Which forwards are computed again."""
+    """The checked argument ``checkpoint``: which forwards are computed again."""
     if not isinstance(given, (str, Mapping)):
         raise ArgumentError(
             f"checkpoint={brief(given)} is no mode; take one of {', '.join(map(repr, MODES))}, or a dict of stage to mode"
@@ -83,7 +83,7 @@ def checked_checkpoint(given: Any, stages: int) -> Checkpoint:
 
 
 def checked_buffers(given: Any) -> str | None:
-    """What becomes of buffers that forward changes by the rows of a micro-batch."""
+    """The checked argument ``buffers``: how buffers change that forward changes by the rows of a micro-batch."""
     if given is None or given == "per_microbatch":
         return given
     raise DriverError(
@@ -93,7 +93,7 @@ def checked_buffers(given: Any) -> str | None:
 
 
 def check_replicated(replicas: int, *, auto: bool, single_loss: bool, mask: bool) -> None:
-    """Raise if an argument does not go together with replicas."""
+    """Raise if an argument cannot be used with replicas."""
     given = f"replicas={replicas} and"
     if auto:
         raise DriverError(
@@ -121,7 +121,7 @@ def check_chunks(given: Any, auto: Auto[Any] | None) -> None:
 
 
 def check_options(driver: type, schedule: object, options: Mapping[str, Any]) -> None:
-    """Raise if an argument is none of the driver, and no option of its schedule, and it is known what was meant."""
+    """Raise if an argument is neither the driver's nor an option of its schedule, and it is known what to give instead."""
     taken = {"stages_per_worker", "placement"}
     if isinstance(schedule, str) and schedule in REGISTRY:
         order = REGISTRY[schedule].schedule

@@ -8,7 +8,7 @@ from pippy.ir.pipe import Pipe, follow_training_flags
 
 @contextmanager
 def evaluating(pipe: Pipe) -> Iterator[None]:
-    """All stages are in evaluation mode inside; afterwards each module is in the mode that it was in."""
+    """Put all stages in evaluation mode inside; afterwards each module has its mode of before."""
     follow_training_flags(pipe)
     flags = {module: module.training for module in pipe.modules()}
     pipe.eval()

@@ -1,4 +1,4 @@
-"""Notices an optimizer of this process that steps parameters which a driver trains on workers: it finds no gradients."""
+"""Notices an optimizer of this process that steps parameters of a driver. Their gradients are on the workers."""
 
 import weakref
 from collections.abc import Iterable

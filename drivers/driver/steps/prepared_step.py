@@ -1,4 +1,4 @@
-"""A step before it is sent: what was asked for, and a message for each worker. Made from plain values; nothing is sent here.
+"""A step before it is sent: the call, and a message for each worker. They are made from plain values; nothing is sent here.
 
 args, kwargs ──▶ StepCall ──┐
 program, as sent ───────────┼──▶ prepare ──▶ a Step for each worker ──▶ DriverCommands.post_step
@@ -22,10 +22,10 @@ from pippy.ir.base.surroundings import Surroundings
 
 @dataclass(frozen=True)
 class StepCall:
-    """What a step is asked to do: with which rows, whether it leaves gradients, and what it gives beside the loss.
+    """A call of a step: its rows, whether it leaves gradients, and what it gives beside the loss.
 
-    ``columns`` are those parts of the rows that workers load, ``surroundings`` what was in force around the call, and ``hooks``
-    those of parameters then. The loss is multiplied by ``scale`` for the backward, if there is one.
+    ``columns`` are the parts of the rows that workers load, ``surroundings`` what was in force around the call, and ``hooks``
+    the hooks of parameters then. If there is a ``scale``, the loss is multiplied by it for the backward.
     """
 
     division: Division
@@ -37,7 +37,7 @@ class StepCall:
     scale: float | None
 
     def message(self, sent: SentProgram, weights: tuple[float, ...], reduce: bool) -> Step:
-        """What all workers are told; `prepare` adds what each is told alone."""
+        """The message to all workers. `prepare` adds what is for one worker alone."""
         return Step(sent.number, self.trains, self.division, weights, reduce=reduce, scale=self.scale)
 
 

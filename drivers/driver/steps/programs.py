@@ -26,7 +26,7 @@ _FORWARD = "forward only"
 
 @dataclass(frozen=True)
 class RequestedSchedule:
-    """The schedule that the user asked for: a name with its options, or a program. ``stages`` is how many the Pipe has.
+    """The schedule that the user gave: a name with its options, or a program. ``stages`` is the number of stages of the Pipe.
 
     >>> RequestedSchedule("1f1b", {}, stages=4).make(chunks=2, workers=2).placement.worker_of
     (0, 0, 1, 1)
@@ -40,7 +40,7 @@ class RequestedSchedule:
     replicas: int = 1
 
     def make(self, chunks: int, workers: int) -> Program:
-        """The program for a number of micro-batches and of workers of each replica, not lowered yet."""
+        """The program for so many micro-batches, and so many workers of each replica. It is not lowered."""
         if isinstance(self.schedule, Program):
             return add_recompute(self._given(self.schedule, chunks, workers), self.checkpoint)
         require("schedule", self.schedule, str, f"give one of auto, {', '.join(REGISTRY)}, or a Program")
@@ -58,13 +58,13 @@ class RequestedSchedule:
         return make_schedule(self.schedule, workers=workers, chunks=chunks, checkpoint=self.checkpoint, **options)
 
     def example(self, chunks: int, workers: int) -> Program:
-        """A program for ``chunks`` micro-batches of each replica, or the user's own, which is for one number of them only."""
+        """A program for ``chunks`` micro-batches of each replica, or the user's own program, whatever number it is for."""
         return self.make(
             self.schedule.chunks if isinstance(self.schedule, Program) else chunks * self.replicas, workers
         )
 
     def _check_v(self, name: str, workers: int, per_worker: Sequence[int]) -> None:
-        """Refuse a V-shaped schedule where the stages are not two for each worker, unless options say where they are."""
+        """Refuse a V-shaped schedule without two stages for each worker, unless the options place the stages."""
         if name not in REGISTRY or REGISTRY[name].placement != "v" or set(per_worker) == {2} or self.options:
             return
         if self.stages % 2 == 0 and self.stages // 2 < workers:
@@ -127,13 +127,13 @@ class DriverPrograms:
         self.sent: dict[tuple[int, str], SentProgram] = {}  # by the number of micro-batches, and what it is for
 
     def send_again(self, workers: Collection[int]) -> None:
-        """Send some workers their parts of all programs: they have none."""
+        """Send these workers their parts of all programs, as they have none."""
         for sent in self.sent.values():
             parts = self.placed.programs(sent.number, sent.lowered, sent.single_loss, sent.out_of_order)
             self.commands.call({worker: parts[worker] for worker in workers if worker in parts})
 
     def next(self, chunks: int, trains: bool) -> SentProgram:
-        """The program of the next step with ``chunks`` micro-batches, as far as is known now."""
+        """The program of the next step with ``chunks`` micro-batches, as far as it is known now."""
         auto = self.schedule.auto
         if auto is None or not trains:
             return self._plain(chunks, trains)
@@ -141,7 +141,7 @@ class DriverPrograms:
         return self._send(chunks, purpose.program, program)
 
     def for_step(self, chunks: int, trains: bool, call: DividedCall | None = None) -> tuple[StepPurpose, SentProgram]:
-        """The program of the step that comes now, and what it is measured for."""
+        """The program of the step that runs now, and what is measured in it."""
         auto = self.schedule.auto
         if auto is None or not trains:
             return UNMEASURED, self._plain(chunks, trains)
@@ -149,12 +149,12 @@ class DriverPrograms:
         return purpose, self._send(chunks, purpose.program, program)
 
     def count_of_chunks(self, call: DividedCall, trains: bool) -> int:
-        """Into how many micro-batches to cut a call that leaves that to the driver."""
+        """The number of micro-batches for a call that gives none."""
         assert isinstance(self.schedule.auto, AutoWithinMemory)
         return self.schedule.auto.count_of_chunks(self._made, call, trains)
 
     def _made(self, chunks: int) -> Program:
-        """What the automatic schedule begins with; with the edges of the Pipe, where bytes are counted."""
+        """The program that the automatic schedule begins with. If bytes are counted, it has the edges of the Pipe."""
         made = self.schedule.make(chunks, self.workers)
         counted = self.schedule.auto is not None and self.schedule.auto.counts_bytes
         return lower(self.pipe, made).program if counted else made

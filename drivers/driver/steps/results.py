@@ -21,10 +21,10 @@ from pippy.ir.run.stage_backward import loss_inside
 
 
 class Results:
-    """Turns the values that the workers return for one step into what the user is given.
+    """Makes the result of a step from the values that the workers return.
 
     ``names`` has the names of the top-level graph's values, by which the workers return them. The other arguments are what
-    the driver was given. ``assumes`` says that nobody knows how the loss is reduced, so that it must be checked.
+    the driver was given. ``assumes`` says that the reduction of the loss is not known, so that it must be checked.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Results:
         return loss_weights(self.compiled.loss_module, self.division, self.compiled.target_name, self.loss_reduction)
 
     def _weighs_elsewhere(self) -> bool:
-        """Whether a worker finds the weights of the losses, as it has loaded what they are found by."""
+        """Whether a worker computes the weights of the losses, as it loads the inputs that they depend on."""
         if not isinstance(self.division, DivisionOfColumns) or self.division.chunks == 1:
             return False
         names = weighing_inputs(self.division, self.compiled.target_name, self.loss_reduction)
@@ -80,7 +80,7 @@ class Results:
         return isinstance(output, fx.Node) and self._is_loss(output) and not isinstance(self.loss_seed, list)
 
     def assemble(self, returned: Mapping[str, Any], by_chance: Sequence[tuple[str, int]] = ()) -> Any:
-        """The whole mini-batch's result. ``by_chance`` names tensors that have the rows of a micro-batch by chance."""
+        """The result of the mini-batch. ``by_chance`` names tensors that have as many rows as a micro-batch by chance."""
         loss = None if self.compiled.loss is None else self._total(self._losses(returned))
         if not self.merges:
             return loss
@@ -94,7 +94,7 @@ class Results:
         return LossAndOutputs(loss, outputs) if self.outputs else outputs
 
     def _known_row_dims(self, values: Mapping[str, Sequence[Any]]) -> dict[int, int | None]:
-        """Where the tensors of the first micro-batch have their rows, where tracing has seen it: with one row more."""
+        """The dimension of the rows of the first micro-batch's tensors, as far as tracing with one more row has shown it."""
         if not self.division.has_rows_in_front():
             return {}
         found = ((its[0], self.compiled.row_sizes.get(name, UNSURE)) for name, its in values.items() if len(its))
@@ -131,11 +131,11 @@ class Results:
 
     @property
     def loss_seed(self) -> Any:
-        """Where in its value the loss is: nested lists, if it is inside of something."""
+        """The seed that marks the loss in its value: nested lists, if the loss is inside of containers."""
         return None if self.compiled.loss is None else self.compiled.loss.seed
 
     def _total(self, losses: Any) -> torch.Tensor:
-        """The loss of the mini-batch. A micro-batch in which nothing counts has a loss that is no number: left out."""
+        """The loss of the mini-batch. A micro-batch in which no target counts is left out, as its loss is not finite."""
         shape = losses[0].shape  # one number, but it may be in brackets
         losses = torch.stack([loss.reshape(()) for loss in losses]) if isinstance(losses, list) else losses
         weights = torch.tensor(self.weights[: len(losses)], dtype=losses.dtype)
@@ -164,7 +164,7 @@ class Results:
 
 
 def joined_micro_batches(values: Any, more: Any) -> Any:
-    """The values of some micro-batches, and those of the ones that come after them.
+    """Join the values of some micro-batches with those of the micro-batches after them.
 
     >>> joined_micro_batches(torch.ones(1), torch.zeros(2))
     tensor([1., 0., 0.])
@@ -175,9 +175,10 @@ def joined_micro_batches(values: Any, more: Any) -> Any:
 
 
 def explaining_backward(loss: torch.Tensor) -> torch.Tensor:
-    """A loss whose `backward()` says that its gradients are there already. In all else it is a tensor like others.
+    """A loss whose `backward()` raises, and says that the gradients are on the workers. In all else it is a usual tensor.
 
-    To require a gradient would change more: `float(loss)` would warn, `loss.numpy()` raise, and a list of losses hold graphs.
+    It does not require a gradient: else `float(loss)` would warn, `loss.numpy()` would raise, and a list of losses would keep
+    graphs.
 
     >>> explaining_backward(torch.ones(())).backward()
     Traceback (most recent call last):
@@ -204,7 +205,7 @@ def _map_output(function: Callable[[Any], Any], output: Any) -> Any:
 
 
 def _replaced(seed: Any, value: Any, loss: Any) -> Any:
-    """A value with the part that a seed marks replaced."""
+    """A value whose part that the seed marks is replaced by the loss."""
     if seed is None:
         return value
     if isinstance(seed, list):

@@ -1,4 +1,4 @@
-"""A step that the workers do while the script goes on."""
+"""A step that runs on the workers while the script goes on."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from pippy.drivers.session.session import Session
 class RunningStep:
     """A step that was dispatched with `run_async`. ``note`` is given the answers, if the step is recorded.
 
-    ``accepted`` is called when no answer was refused. ``rows`` is how many the mini-batch has; None if nothing in it has rows.
+    ``accepted`` is called when no answer was refused. ``rows`` is the number of rows; None if the mini-batch has none.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class RunningStep:
         return self
 
     def accept(self, answers: Mapping[int, StepResult]) -> None:
-        """Put the answers together when they are there. If that fails, the step has failed."""
+        """Make the result from the answers. If that fails, the step has failed."""
         assert self._results is not None
         values: dict[str, Any] = {}
         for answer in answers.values():  # in the order of the replicas
@@ -49,7 +49,7 @@ class RunningStep:
         return f"<RunningStep, {'done' if self._posted is None else 'not waited for'}>"
 
     def result(self) -> Any:
-        """Wait for the step, and give what `run` would have given."""
+        """Wait for the step, and return what `run` returns."""
         posted = self._posted
         if posted is not None:
             self._end(self._session.wait(posted))

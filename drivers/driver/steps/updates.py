@@ -1,4 +1,4 @@
-"""What happens to the parameters after a mini-batch: gradients are clipped, optimizers and schedulers step."""
+"""The update of the parameters after a mini-batch: gradients are clipped, optimizers and schedulers step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from pippy.ir.base.trees import describe
 
 @dataclass(frozen=True)
 class Updates:
-    """What happens to the parameters after each mini-batch."""
+    """The update of the parameters after each mini-batch."""
 
     optimizers: tuple[PipelineOptimizer, ...]
     schedulers: tuple[Any, ...] = ()
@@ -29,7 +29,7 @@ class Updates:
         return tuple(float(group["lr"]) for each in self.optimizers for group in each.param_groups if "lr" in group)
 
     def apply(self, driver: ModelOnWorkers) -> float | None:
-        """Clip the gradients, update the parameters with them, and drop them. Gives their norm, if it was taken."""
+        """Clip the gradients, update the parameters with them, and drop them. Returns their norm if ``max_norm`` is given."""
         norm = None
         if self.max_norm is not None:
             norm = float(driver.clip_grad_norm_(self.max_norm))
@@ -46,19 +46,19 @@ class Updates:
         return norm
 
     def evaluated(self, values: Mapping[str, float]) -> None:
-        """An evaluation has given these: what some schedulers step by."""
+        """Note the values of an evaluation, which some schedulers step by."""
         for scheduler in self.schedulers:
             if isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step(values["loss"])
 
     def parts(self) -> dict[str, Any]:
-        """What has a state, by the name that it has in a checkpoint."""
+        """The optimizers, schedulers and the scaler, by their names in a checkpoint."""
         found = {**_named("optimizer", self.optimizers), **_named("scheduler", self.schedulers)}
         return found if self.scaler is None else {**found, "scaler": self.scaler}
 
 
 def _named(name: str, parts: Sequence[Any]) -> dict[str, Any]:
-    """One is called by its name, several by a number behind it."""
+    """Name the parts: one by the name alone, several by the name with a number."""
     return {name: parts[0]} if len(parts) == 1 else {f"{name}_{at}": part for at, part in enumerate(parts)}
 
 

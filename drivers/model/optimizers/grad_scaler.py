@@ -4,8 +4,8 @@
                               each worker, when its part of the step ends: its gradients are divided by the scale
     driver.run ◀────────────  each worker: which of its gradients are not finite
 
-So the gradients on the workers are always those of the loss itself, and the controller knows after each step, without a
-message, whether an optimizer may step. What is left for `unscale_` is to look.
+So the gradients on the workers are always those of the loss itself. The controller knows after each step, without another
+message, whether an optimizer may step. `unscale_` only reads that.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ class PipelineGradScaler(torch.amp.GradScaler):
 
     @property
     def scale_of_steps(self) -> float | None:
-        """What the loss of the next step is multiplied by. None if the scaler is not enabled."""
+        """The scale of the loss in the next step; None if the scaler is not enabled."""
         return self.get_scale() if self._enabled else None
 
     def scale(self, outputs: Any) -> Any:
@@ -47,7 +47,7 @@ class PipelineGradScaler(torch.amp.GradScaler):
         )
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look whether the gradients of an optimizer are finite. They are unscaled on the workers already."""
+        """Note whether the gradients of an optimizer are finite. The workers have unscaled them already."""
         if not self._enabled:
             return
         self._check_optimizer(optimizer)
@@ -90,7 +90,7 @@ class PipelineGradScaler(torch.amp.GradScaler):
         return None
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Let the scale grow, or take it back, as torch's does."""
+        """Make the scale larger or smaller, as torch's GradScaler does."""
         if self._enabled and new_scale is None and not self._has_looked():
             raise OptimizerError(
                 "scaler.update() was called without scaler.step(optimizer) before it; for each update call "

@@ -1,6 +1,6 @@
-"""Whether an optimizer takes the gradients of its parameters, sparse or dense, as far as the Pipe tells.
+"""Whether an optimizer can take the gradients of its parameters, which are sparse or dense by the modules that use them.
 
-Without this, torch's error would come in a step, on the workers that have such parameters, after others have done the update.
+Without this check, torch's error would come in a step, on the workers with such parameters, after other workers have updated.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ def check_gradient_layouts(
 
 
 def has_sparse_gradient(compiled: Compiled, name: str) -> bool | None:
-    """Whether the gradient of a parameter is sparse, by the modules that use it; None if that does not tell.
+    """Whether the gradient of a parameter is sparse, by the modules that use it; None if these do not decide it.
 
     >>> from pippy.ir.pipe import Pipe
     >>> model = nn.Sequential(nn.Embedding(3, 2, sparse=True), nn.Linear(2, 2))
@@ -74,7 +74,7 @@ def _of_module(module: nn.Module, tensor: torch.Tensor) -> bool | None:
 def _failure(
     optimizer_class: type, args: Sequence[Any], options: Mapping[str, Any], group: Mapping[str, Any], sparse: bool
 ) -> Exception | None:
-    """What an optimizer raises for a sparse, or a dense, gradient."""
+    """The exception of an optimizer for a sparse or a dense gradient; None if it takes it."""
     parameter = nn.Parameter(torch.ones(4, 4))
     parameter.grad = torch.eye(4).to_sparse(1) if sparse else torch.eye(4)
     with torch.random.fork_rng(devices=[]):

@@ -1,7 +1,7 @@
 """An optimizer whose parameters, and whose state, live on the workers.
 
-To torch it is an optimizer of the model's own parameters: learning rate schedulers change its groups as ever. Before each
-step the options that changed go to the workers.
+For torch it is an optimizer of the parameters in this process: learning rate schedulers change its groups. Before each step
+the changed options are sent to the workers.
 """
 
 import fnmatch
@@ -120,7 +120,7 @@ class PipelineOptimizer(Optimizer):
         return {**group, "params": ... if group["params"] is ... else self._named(group["params"])}
 
     def _named(self, params: Any) -> list[str]:
-        """The names of the parameters that a group means."""
+        """The names of the parameters of a group, which may have patterns or parameters."""
         found: list[str] = []
         for wanted in [params] if isinstance(params, (str, torch.Tensor)) else params:
             if isinstance(wanted, torch.Tensor):
@@ -172,7 +172,7 @@ class PipelineOptimizer(Optimizer):
         )
 
     def counted(self) -> CountedOptimizer:
-        """What the bytes of its state are counted with."""
+        """The optimizer as `pippy.drivers.count` counts the bytes of its state."""
         groups = [
             (frozenset(self.names[id(each)] for each in group["params"]), options)
             for group, options in zip(self.param_groups, self._options())

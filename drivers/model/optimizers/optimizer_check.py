@@ -1,4 +1,4 @@
-"""Whether an optimizer updates each parameter by itself, so that workers may each have a part of the parameters."""
+"""Whether an optimizer updates each parameter without the others, so that each worker may have some of the parameters."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,8 +15,8 @@ _SCALES = (1e-3, 1.0, 1e3)  # of the gradients: some optimizers mix parameters o
 def check_separable(optimizer_class: type, args: Sequence[Any], options: Mapping[str, Any]) -> None:
     """Raise if the update of a parameter depends on the other parameters of its group.
 
-    It is tried out, on a parameter that is alone, and then beside another. A class that does not run on these parameters
-    says nothing.
+    The class is tried on one parameter, and on the same one beside another. If it cannot run on these, nothing is known, and
+    nothing is raised.
 
     >>> check_separable(torch.optim.AdamW, (), {"lr": 0.1})
     """
@@ -37,7 +37,7 @@ def check_separable(optimizer_class: type, args: Sequence[Any], options: Mapping
 
 
 def _updated(optimizer_class: type, args: Sequence[Any], options: Mapping[str, Any], count: int) -> torch.Tensor:
-    """A parameter after a few steps, as one of ``count``."""
+    """A parameter after a few steps of an optimizer that has ``count`` parameters."""
     numbers = torch.Generator().manual_seed(0)
     parameters = [nn.Parameter(torch.randn(4, 4, generator=numbers)) for _ in range(2)][:count]
     optimizer: Optimizer = optimizer_class([{"params": parameters}], *args, **options)

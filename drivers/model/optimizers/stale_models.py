@@ -1,8 +1,8 @@
 """Warns when a model of this process is called, or its state dict is read, and a driver has updated only copies on the workers.
 
-The first update after the workers and this process had the same places a hook for state dicts on each module of the model, and
-sets what `model(x)` calls; the next `driver.copy_to(model)` takes both away again. A forward hook would do the second, too, but
-torch has other kernels for layers with hooks, and hooks are pickled.
+At the first update that makes the model of this process older than the workers', each module gets a hook for its state dict,
+and another function for `model(x)` to call. The next `driver.copy_to(model)` removes both. A forward hook cannot replace the
+function: torch has other kernels for layers with hooks, and hooks are pickled.
 """
 
 import weakref
@@ -42,11 +42,11 @@ class StaleModels:
                 self._handles.append(_Call(model, self))
 
     def end(self) -> None:
-        """The model in this process is as it is on the workers, or nobody can copy it any more."""
+        """Stop warning: the model in this process is as on the workers, or it can no longer be copied from there."""
         _remove(self._handles)
 
     def warn_once(self, what: str, instead: str) -> None:
-        """Warn the user whose line does ``what``, if that was not done since the latest update."""
+        """Warn at the user's line that does ``what``, once after each update."""
         if what in self._warned or source.is_called_by_pippy():
             return
         self._warned.add(what)
@@ -57,13 +57,13 @@ class StaleModels:
         )
 
     def has_changed(self) -> bool:
-        """Whether somebody has changed the model of this process: the user may have loaded what was trained."""
+        """Whether the model of this process was changed: the user may have loaded the trained parameters."""
         pairs = [(reference(), version) for reference, version in self._parameters]
         return any(each is None or each._version != version for each, version in pairs)
 
 
 class _Hook:
-    """What a module calls before its state dict is read. A copied or pickled one does nothing."""
+    """The hook that a module calls before its state dict is read. A copied or pickled hook does nothing."""
 
     def __init__(self, stale: StaleModels) -> None:
         self._stale = weakref.ref(stale)
@@ -82,7 +82,7 @@ _CALLED = "_compiled_call_impl"
 
 
 class _Call:
-    """What a call of a model goes through."""
+    """The function that a call of a model goes through."""
 
     def __init__(self, model: nn.Module, stale: StaleModels) -> None:
         self._model, self._stale = weakref.ref(model), weakref.ref(stale)
@@ -96,7 +96,7 @@ class _Call:
         return model._call_impl(*args, **kwargs)
 
     def remove(self) -> None:
-        """Let a call be as before, unless the user has compiled the model since."""
+        """Remove the function, unless the user has compiled the model since."""
         model = self._model()
         if model is not None and model.__dict__.get(_CALLED) is self:
             del model.__dict__[_CALLED]

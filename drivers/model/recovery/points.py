@@ -1,4 +1,4 @@
-"""Points of a run from which `driver.recover` can go on: what the controller remembers of each."""
+"""Points of a run from which `driver.recover` can go on, as the controller knows them."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from pippy.ir.run.random_state import RandomState
 
 @dataclass(frozen=True)
 class ControllerState:
-    """What the controller of a driver had at a point, beside what was given by name.
+    """The controller's part of a point, beside the objects given by name.
 
-    ``options`` has those of each optimizer, by its number; ``stepped`` the numbers of those that had made a step.
+    ``options`` has the options of each optimizer, by its number; ``stepped`` the numbers of those that had made a step.
     """
 
     numbers: StepNumbers | None
@@ -30,7 +30,7 @@ class ControllerState:
     def current(
         cls, commands: DriverCommands, optimizers: Iterable[PipelineOptimizer], scaler: PipelineGradScaler | None
     ) -> "ControllerState":
-        """As it is now. All steps must have been waited for."""
+        """The state as it is now. No step may be running."""
         own = list(optimizers)
         return cls(
             commands.numbers,
@@ -58,10 +58,10 @@ class ControllerState:
 
 @dataclass(frozen=True)
 class MemoryPoint:
-    """A point that workers hold, each its own state and that of a neighbour: `protect` made it.
+    """A point in the memory of the workers, made by `protect`: each has a copy of its own state and of a neighbour's.
 
-    ``values`` and ``states`` are those of what was given, as plain values; ``objects`` what has the states. ``holders`` has
-    for each worker the one that holds its copy.
+    ``values`` and ``states`` are plain values: those that were given, and the states of ``objects``. ``holders`` has for each
+    worker the neighbour with the copy of its state.
     """
 
     number: int
@@ -73,11 +73,11 @@ class MemoryPoint:
     state: ControllerState
 
     def gone(self, lost: Collection[int]) -> set[int]:
-        """The workers whose state is nowhere when these are lost."""
+        """The workers whose state is lost with these workers."""
         return {worker for worker in lost if self.holders[worker] in lost}
 
     def bodies(self, lost: Collection[int]) -> dict[int, TakeKept]:
-        """What each worker is told to go back to this point, when some hold nothing."""
+        """The message for each worker to go back to this point; the workers ``lost`` have no copies."""
         held = {holder: worker for worker, holder in self.holders.items()}  # whose copy each worker holds
         moves = [(worker, self.holders[worker], worker) for worker in lost]
         moves += [(held[worker], held[worker], worker) for worker in lost]
@@ -93,7 +93,7 @@ class MemoryPoint:
 
 @dataclass(frozen=True)
 class DiskPoint:
-    """A checkpoint that was saved or loaded. ``given`` has what has a state in it, by name, as `load` takes it."""
+    """A checkpoint that was saved or loaded. ``given`` has the objects whose states are in it, by their names in `load`."""
 
     path: str
     given: Mapping[str, Any]
@@ -102,10 +102,10 @@ class DiskPoint:
 
     @property
     def optimizers(self) -> frozenset[int]:
-        """The numbers of the optimizers that it has the state of."""
+        """The numbers of the optimizers whose state is in the checkpoint."""
         return frozenset(each.number for each in self.given.values() if isinstance(each, PipelineOptimizer))
 
     @property
     def lacks(self) -> frozenset[int]:
-        """The numbers of the optimizers that had made steps, and that it has no state of: nobody can go on from it."""
+        """The numbers of optimizers that had made steps, but have no state in the checkpoint: a run cannot go on from it."""
         return self.state.stepped - self.optimizers

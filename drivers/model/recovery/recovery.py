@@ -58,16 +58,16 @@ class Recovery:
     # Points
 
     def saving(self, given: GivenObjects) -> Callable[[str], None]:
-        """A checkpoint is being saved. Returns what is called with its path when it is in place."""
+        """Note that a checkpoint is being saved. Returns a function to call with its path when it is in place."""
         state = self._now()
         return lambda path: self._note(DiskPoint(path, {**given.optimizers, **given.objects}, state))
 
     def loaded(self, path: str, given: Mapping[str, Any], whole: bool) -> None:
-        """A checkpoint was loaded; ``whole`` says that it had all of the model."""
+        """Note that a checkpoint was loaded; ``whole`` says whether it had all tensors of the model."""
         self._note(DiskPoint(os.path.abspath(path), dict(given), self._now(), whole))
 
     def begin_at(self) -> None:
-        """The random numbers of the start were set."""
+        """Note that the random numbers of the start were set."""
         if not any(each.stepped for each in self.optimizers):
             self.start = ControllerState.current(self.commands, (), None)
 
@@ -85,7 +85,7 @@ class Recovery:
         self._add(point)
 
     def protect(self, saving: Saving, given: Mapping[str, Any]) -> None:
-        """Have the workers keep what they hold, and each the state of a neighbour."""
+        """Have each worker copy its state, and keep the copy of a neighbour."""
         objects, values = saving.kept_values(given)
         workers = self.placed.workers
         holders = dict(zip(workers, (*workers[1:], workers[0])))
@@ -110,9 +110,9 @@ class Recovery:
     def recover(
         self, loading: Loading, send_again: Callable[[Collection[int]], None], limit: float | None
     ) -> dict[str, Any]:
-        """Replace what is lost, and go back to the newest point. Gives its values.
+        """Replace lost workers, and go back to the newest point. Returns the point's values.
 
-        ``send_again`` sends some workers what they had beside stages and optimizers.
+        ``send_again`` sends workers what they had beside stages and optimizers.
         """
         self.commands.check_open()
         in_turn = partial(self.commands.session.in_turn, partial(self._recover, loading, send_again, limit))
@@ -140,7 +140,7 @@ class Recovery:
             return self._to_kept(point) if isinstance(point, MemoryPoint) else self._to_saved(point, loading)
 
     def _newest_left(self, lost: Collection[int]) -> DiskPoint | MemoryPoint | None:
-        """The newest point that is still there; None for the start."""
+        """The newest point that the lost workers leave complete; None for the start."""
         for point in reversed(self.points):
             gone = point.gone(lost) if isinstance(point, MemoryPoint) else ()
             if not gone:
@@ -169,7 +169,7 @@ class Recovery:
             )
 
     def _rebuild(self, workers: Collection[int], send_again: Callable[[Collection[int]], None]) -> None:
-        """Send some workers all that they have had but for its state."""
+        """Send workers their stages and optimizers, without a state."""
         if workers:
             self.commands.call(self.placed.loads(workers))
             for optimizer in self.optimizers:
@@ -192,7 +192,7 @@ class Recovery:
         return copy.deepcopy(dict(point.values))
 
     def _make_fresh(self, there: Collection[int]) -> None:
-        """Make the optimizers again that a point has no state of."""
+        """Make those optimizers again that have no state in the point."""
         for optimizer in self.optimizers:
             if optimizer.number not in there:
                 optimizer.make_again(self.placed.workers)
@@ -205,7 +205,7 @@ class Recovery:
         return dict(values)
 
     def _store_unsaved(self) -> None:
-        """Buffers that are not persistent are those of the Pipe again, as in another process that loads a checkpoint."""
+        """Give buffers that are not persistent the values of the Pipe, as in another process that loads a checkpoint."""
         saved = {id(each) for each in self.pipe.state_dict(keep_vars=True).values()}
         left = {
             name: each.detach().cpu()

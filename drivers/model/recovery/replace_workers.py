@@ -1,9 +1,9 @@
 """Puts other processes in the places of the workers that a cluster has lost. The other workers keep what they hold.
 
-    who is lost: those that died, and those that leave a ping unanswered
-    fork server:     what is left of them is killed ──▶ others are forked, with new sockets to the controller
-    other workers:   give up what they were told to, and drop their connections with those that were lost
-    controller:      goes on; two workers are connected again by the first message that needs it
+    lost workers:    those that died, and those that do not answer a ping
+    fork server:     kills what is left of them ──▶ forks others, with new sockets to the controller
+    other workers:   give up their commands, and drop their connections with lost workers
+    controller:      goes on; the first message that needs it connects two workers again
 
 A worker that was replaced holds nothing. Each driver that had stages there refuses its commands until it has recovered.
 """
@@ -18,8 +18,8 @@ from pippy.drivers.engines.cluster import Cluster
 def replace_lost_workers(cluster: Cluster, limit: float | None = None) -> tuple[int, ...]:
     """Replace the workers that are lost, if there are any. Gives their numbers.
 
-    The others may take ``limit`` seconds to end what they do; None if they may take as long as they answer pings. If this
-    fails, or Ctrl-C ends it, nothing of the cluster can be used, and it can be called again.
+    The other workers have ``limit`` seconds to end what they do; with None, as long as they answer pings. If this fails, or
+    Ctrl-C ends it, the cluster cannot be used until another call succeeds.
     """
     if cluster.closed:
         raise ClusterError("this cluster is closed; open another")

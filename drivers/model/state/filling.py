@@ -1,4 +1,4 @@
-"""The parameters and buffers that a driver's workers have without numbers, as their model is on the meta device.
+"""Gives numbers to the parameters and buffers of workers whose model is on the meta device.
 
 with torch.device("meta"): model = ...    ─▶  Pipe  ─▶  driver: the workers have memory for their parts, without numbers
 driver.initialize()        each worker makes its own     ─┐
@@ -29,7 +29,7 @@ _SHOWN = 6  # names in an error
 
 
 class Filling:
-    """Which tensors of one driver have no numbers yet, by the user's names, and what gives them some."""
+    """The tensors of one driver that have no numbers yet, by the user's names. `initialize` gives them numbers."""
 
     def __init__(self, pipe: Pipe, placed: PlacedPipe, commands: DriverCommands) -> None:
         self.pipe, self.placed, self.commands = pipe, placed, commands
@@ -38,14 +38,14 @@ class Filling:
         self.can_begin_again = True  # whether what the workers were given first is known
 
     def filled(self, names: Iterable[str]) -> None:
-        """The workers were given these tensors."""
+        """Note that the workers have numbers for these tensors."""
         canonical = self.placed.compiled.qualnames.canonical
         given = {canonical.get(name, name) for name in names}
         self.can_begin_again &= given.isdisjoint(self.placed.empty)
         self.empty -= given
 
     def begin_again(self) -> None:
-        """The workers have their stages as they were first: make what was made then."""
+        """Initialize again as before: the workers have new stages without numbers."""
         self.empty = set(self.placed.empty)
         if self._initialized is not None:
             self.initialize(*self._initialized)
@@ -60,7 +60,7 @@ class Filling:
             )
 
     def initialize(self, function: Function | None, seed: int | None) -> None:
-        """Have the workers make what has no numbers yet."""
+        """Have the workers make the tensors that have no numbers."""
         if function is not None and not callable(function):
             raise InitializationError(
                 f"function={brief(function)} is called with each module of the model; give a function of a module"
@@ -111,7 +111,7 @@ class Filling:
 
 
 def _check_modules(model: nn.Module, empty: dict[int, str]) -> None:
-    """Raise if a module has a tensor to be made, and no function that makes it."""
+    """Raise if a module has a tensor without numbers, and no function that initializes it."""
     for path, module in _initialized_by_rule("", model):
         for name in ("_init_weights", "init_weights"):
             if callable(getattr(module, name, None)):

@@ -1,10 +1,10 @@
-"""The controller's part of `driver.load`: what fits, who reads what, and then all of it at once.
+"""The controller's part of `driver.load`: all is compared and read first, and then put in place at once.
 
     load: all names, shapes and dtypes are compared with those of the model
          ──ReadState──▶ each worker reads its part, beside what it has
          ──TakeState──▶ each worker puts it in place
 
-What does not fit, or cannot be read, is found before the last line, and then nothing has changed.
+If something does not fit, or cannot be read, that is an error before the last line, and nothing has changed.
 """
 
 import copy
@@ -37,7 +37,7 @@ _SHOWN = 8  # names in one line of an error
 
 
 class LoadedValues(dict[str, Any]):
-    """The plain values of a checkpoint, as a dict, and which names of the model and of the checkpoint had no counterpart.
+    """The plain values of a checkpoint, as a dict, and the names that only the model, or only the checkpoint, has.
 
     >>> loaded = LoadedValues({"step": 10}, missing_keys=["head.weight"], unexpected_keys=[])
     >>> loaded, loaded.missing_keys
@@ -50,7 +50,7 @@ class LoadedValues(dict[str, Any]):
 
 
 class Loading:
-    """Loads into one driver's model, and into what goes with it."""
+    """Loads checkpoints into one driver's model, its optimizers and other objects."""
 
     def __init__(
         self, pipe: Pipe, placed: PlacedPipe, commands: DriverCommands, stale: StaleModels, filling: Filling
@@ -61,7 +61,7 @@ class Loading:
     def load(
         self, path: str | os.PathLike[str], strict: bool, given: Mapping[str, Any], all_random: bool = False
     ) -> LoadedValues:
-        """Load. Gives the plain values. With ``all_random``, random states are loaded though nothing else is given."""
+        """Load a checkpoint, and return its plain values. With ``all_random``, random states are loaded in any case."""
         if not isinstance(strict, bool):
             raise CheckpointError(
                 f"strict={describe(strict)}: give True to have every name of the model and of the checkpoint, or False for "
@@ -85,7 +85,7 @@ class Loading:
         return LoadedValues(contents.values.get("values", {}), missing, unexpected)
 
     def _takes_random_state(self, contents: Contents, given: Mapping[str, Any]) -> bool:
-        """Whether random numbers go on where they were. Raises if they cannot, and nobody has said that they need not."""
+        """Whether random states are loaded. Raises if they cannot be, unless ``given`` leaves them out by name."""
         if RANDOM_STATE in given:
             if given[RANDOM_STATE] is not None:
                 raise CheckpointError(
@@ -207,7 +207,7 @@ class Loading:
         names: SavedNames,
         optimizers: Mapping[str, PipelineOptimizer],
     ) -> dict[str, torch.Tensor]:
-        """Let each worker read its part, and keep it beside what it has. Gives what no stage uses."""
+        """Have each worker read its part, beside the tensors that it has. Returns the tensors that no stage uses."""
         places = self.placed.for_all_copies(tensors)
         states = {
             each.number: self.placed.for_all_copies(contents.optimizers.get(name, {}), each.divided)
@@ -232,7 +232,7 @@ class Loading:
         return unused
 
     def _take(self, contents: Contents, optimizers: Mapping[str, PipelineOptimizer], goes_on: bool) -> None:
-        """Let each worker put in place what it has read."""
+        """Have each worker put in place what it has read."""
         others = {
             each.number: self.placed.for_all_copies(contents.values["optimizers"][name]["others"], each.divided)
             for name, each in optimizers.items()
@@ -253,9 +253,9 @@ class Loading:
 def _fitting(
     contents: Contents, names: SavedNames, strict: bool
 ) -> tuple[dict[str, StoredTensor], list[str], list[str]]:
-    """What to read for each tensor of the model, what is missing, and what the model does not have.
+    """The stored tensor for each tensor of the model, the names that the checkpoint lacks, and those that the model lacks.
 
-    Raises, and names all that does not fit; without ``strict``, names that one side lacks may stay apart.
+    Raises an error that lists all faults; without ``strict``, a name that one side lacks is no fault.
     """
     found, taken = {}, set()
     for name, own in names.names.items():
@@ -290,7 +290,7 @@ def _fitting(
 
 
 def load_objects(states: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
-    """Load states into the script's objects: all, or none if one of them refuses."""
+    """Load states into objects of the script: into all of them, or into none if one raises."""
     before = {name: copy.deepcopy(each.state_dict()) for name, each in objects.items()}
     for at, (name, each) in enumerate(objects.items()):
         try:

@@ -1,4 +1,4 @@
-"""The tensors of a driver's model as a checkpoint has them: each once, by one of its names in the state dict."""
+"""The names of a driver's tensors in a checkpoint: it has each tensor once, by one of its names in the state dict."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from pippy.ir.pipe import Pipe
 class SavedNames:
     """``tensors`` has each tensor of the state dict by the name that it is saved by. ``names`` has all names of each.
 
-    ``extra`` has what the state dict holds beside tensors; ``unused`` the names of tensors that no stage uses, and that are
+    ``extra`` has the items of the state dict that are no tensors; ``unused`` the names of tensors that no stage uses, which are
     in this process alone.
 
     >>> from pippy import Pipe
@@ -34,7 +34,7 @@ class SavedNames:
 
     @classmethod
     def of(cls, pipe: Pipe, placed: PlacedPipe) -> "SavedNames":
-        """Those of a Pipe whose stages are placed."""
+        """The names for a Pipe whose stages are placed."""
         canonical = placed.compiled.qualnames.canonical
         state = pipe.state_dict(keep_vars=True)
         groups: dict[str, list[str]] = {}
@@ -51,11 +51,11 @@ class SavedNames:
 
     @property
     def nowhere(self) -> set[str]:
-        """The names of tensors on the meta device that no stage uses: nobody has given them numbers."""
+        """The names of tensors on the meta device that no stage uses. They have no numbers anywhere."""
         return {name for name in self.unused if self.tensors[name].is_meta}
 
     def with_numbers(self) -> "SavedNames":
-        """Those without the tensors that are nowhere."""
+        """The names without those of `nowhere`."""
         gone = self.nowhere
         tensors = {name: each for name, each in self.tensors.items() if name not in gone}
         names = {name: own for name, own in self.names.items() if name not in gone}

@@ -1,11 +1,11 @@
-"""The controller's part of `driver.save`: who writes what, and when the checkpoint is put in place.
+"""The controller's part of `driver.save`: it tells each worker what to write, and puts the checkpoint in place.
 
     save ──WriteState──▶ each worker: its parameters, buffers, states of optimizers ──▶ files, synced
          ◀─WrittenState─ their lengths and hashes
          ──▶ the index, the values, the manifest ──▶ one rename
 
-With ``wait=False`` each worker answers when it has copied what it will write. A thread of the controller then asks the workers
-from time to time whether they are done, and does the rest.
+With ``wait=False`` each worker answers when it has made copies, and then writes the copies. A thread of the controller asks the
+workers from time to time whether they are done, and does the rest.
 """
 
 import json
@@ -54,7 +54,7 @@ class GivenObjects:
 
     @classmethod
     def sorted(cls, given: Mapping[str, Any], commands: DriverCommands | None) -> "GivenObjects":
-        """Tell them apart."""
+        """Sort the objects into optimizers, objects with a state dict, and plain values."""
         found = cls()
         for name, value in given.items():
             if name in TAKEN:
@@ -81,7 +81,7 @@ def check_is_of(name: str, optimizer: PipelineOptimizer, commands: DriverCommand
 
 
 class Saving:
-    """Saves one driver's model, and what goes with it."""
+    """Saves one driver's model, its optimizers and other objects."""
 
     def __init__(
         self, pipe: Pipe, placed: PlacedPipe, commands: DriverCommands, cluster: Cluster, filling: Filling
@@ -92,7 +92,7 @@ class Saving:
         self._error: BaseException | None = None
 
     def save(self, folder: str | os.PathLike[str], wait: bool, keep: int | None, given: Mapping[str, Any]) -> str:
-        """Save. Gives the path of the checkpoint, which is there when it is whole."""
+        """Save, and return the path of the checkpoint. There is nothing at this path before the checkpoint is complete."""
         self.finish()
         if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
             raise CheckpointError(
@@ -128,7 +128,7 @@ class Saving:
                     new.end()
 
     def kept_values(self, given: Mapping[str, Any]) -> tuple[GivenObjects, dict[str, Any]]:
-        """What `protect` was given, and its values as they are now."""
+        """The objects that `protect` was given, and their values as they are now."""
         self.filling.check("protect()")
         objects = GivenObjects.sorted(given, self.commands)
         values = self._values(objects, SavedNames.of(self.pipe, self.placed).with_numbers())
@@ -149,14 +149,14 @@ class Saving:
         self.cluster.unfinished.append(self.finish)
 
     def finish(self) -> None:
-        """Wait for what is still being written, and raise what went wrong with it."""
+        """Wait for the checkpoint that is still being written, and raise its error."""
         thread = self._thread
         if thread is not None:
             thread.join()
         self.raise_error()
 
     def raise_error(self) -> None:
-        """Raise what went wrong with a checkpoint that was written beside the run, once."""
+        """Raise the error of a checkpoint that was written beside the run, once."""
         thread = self._thread
         if thread is not None and not thread.is_alive():
             error, self._error, self._thread = self._error, None, None
@@ -190,7 +190,7 @@ class Saving:
             self._error = error
 
     def _ask(self, worker: int) -> WrittenState:
-        """What a worker has written, when it has."""
+        """What a worker has written. Waits until it is done."""
         session, driver = self.commands.session, self.commands.driver
         clock, pause = threading.Event(), 0.01
         while True:
@@ -204,7 +204,7 @@ class Saving:
 
 
 class _Work:
-    """One checkpoint: what each worker writes of it, and the files that list what they have written."""
+    """One checkpoint: the part of each worker, and the files that list what the workers have written."""
 
     def __init__(
         self,
@@ -242,18 +242,18 @@ class _Work:
         return WriteState(self.files.get(worker, ""), self.new.path, own, self._tied(own), optimizers, copy)
 
     def _tied(self, own: Mapping[str, Any]) -> dict[str, str]:
-        """For each further name of these tensors the one that is stored, as `safetensors.torch.save_model` notes it."""
+        """For each further name of these tensors the stored name, in the form of `safetensors.torch.save_model`."""
         return {other: name for other, name in self.names.tied.items() if name in own}
 
     def write_unused(self) -> None:
-        """Write what no stage uses, and no worker has."""
+        """Write the tensors that no stage uses, so that no worker has them."""
         own = {name: self.names.tensors[name].detach() for name in self.names.unused}
         if own:
             metadata = {**self._tied(own), "format": "pt"}
             self.unused = [write_tensors(self.new.path, self.own_file, own, metadata)]
 
     def end(self, written: Mapping[int, WrittenState]) -> str:
-        """Write the rest, and put the checkpoint in place. Gives its path."""
+        """Write the other files, and put the checkpoint in place. Returns its path."""
         files = [*self.unused, *(file for state in written.values() for file in state.files)]
         self._check_lengths(files)
         self._add_workers_values(written)
@@ -313,7 +313,7 @@ class _Work:
 
 @contextmanager
 def _refused(folder: str) -> Iterator[None]:
-    """Say of what goes wrong on a worker, or with a file, what became of the checkpoint."""
+    """Turn an error of a worker, or of a file, into one that says that the checkpoint was not written."""
     try:
         yield
     except (OSError, StepError) as error:
