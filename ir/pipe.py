@@ -320,7 +320,7 @@ def follow_training_flags(pipe: Pipe) -> None:
 
 
 def verify(pipe: Pipe) -> None:
-    """Check a Pipe against the rules of the IR, and raise once with all violations.
+    """Check that a Pipe is what its stages make, and raise once with what is wrong.
 
     >>> pipe = Pipe.from_sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
     >>> verify(pipe)
@@ -333,7 +333,7 @@ def verify(pipe: Pipe) -> None:
         submod_0 = submod_0(input_1)
         submod_1 = submod_1(submod_0)
         return None
-        ^^^ returns None; the model returns _1
+        ^^^ must be return submod_1
     """
     if not isinstance(pipe, Pipe):
         raise InputError(

@@ -38,7 +38,7 @@ class BatchNormError(PippyError, TypeError):
 
 
 class VerificationError(PippyError):
-    """A Pipe breaks the rules of the IR. ``faults`` lists every broken rule."""
+    """A Pipe breaks the rules of the IR. ``faults`` lists what is wrong: of the top-level graph, the first difference."""
 
     def __init__(self, message: str, faults: tuple[str, ...] = ()) -> None:
         super().__init__(message)

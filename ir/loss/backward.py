@@ -27,8 +27,13 @@ def attach_backward(compiled: Compiled) -> None:
     assert compiled.loss is not None
     loss = next(node for node in graph.nodes if node.name == compiled.loss.value)
     with graph.inserting_before(graph.output_node()):
-        _Backward(graph, loss, compiled.loss.seed).emit()
+        write_backward(graph, loss, compiled.loss.seed)
     compiled.split_gm.recompile()
+
+
+def write_backward(graph: fx.Graph, loss: fx.Node, seed: Any) -> None:
+    """Write the backward pass into a top-level graph, where new nodes go: from the loss, whose gradient is ``seed``."""
+    _Backward(graph, loss, seed).emit()
 
 
 class _Backward:

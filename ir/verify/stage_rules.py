@@ -10,14 +10,15 @@ from torch import fx, nn
 from pippy.ir.base.errors import NameLookupError
 from pippy.ir.base.marks import pipe_split
 from pippy.ir.base.names import LOSS, named_state
+from pippy.ir.record.compiled import Compiled
 from pippy.ir.run.stage_backward import stage_backward
-from pippy.ir.verify.subject import Fault, Faults, Subject
+from pippy.ir.verify.faults import Fault, Faults
 
 
-def check_stage_graphs(subject: Subject) -> Faults:
+def check_stage_graphs(compiled: Compiled) -> Faults:
     """A stage uses only its inputs and the tensors and modules that it holds. It has no mark and no backward, and its last
     node is its output."""
-    for name, module in subject.compiled.stages():
+    for name, module in compiled.stages():
         if not isinstance(module, fx.GraphModule):
             yield Fault(None, f"{name} is a {type(module).__name__}, not a graph module")
             continue
@@ -48,13 +49,13 @@ def _has(module: Any, target: str) -> bool:
     return True
 
 
-def check_names(subject: Subject) -> Faults:
+def check_names(compiled: Compiled) -> Faults:
     """Every tensor of the user's model is in one stage, or is recorded as copies in several, or as unused."""
-    names = subject.compiled.qualnames
+    names = compiled.qualnames
     actual: dict[str, list[str]] = {}
-    for stage, module in subject.compiled.stages():
+    for stage, module in compiled.stages():
         for local, tensor in named_state(module):
-            canonical = _canonical(subject, f"{stage}.{local}")
+            canonical = _canonical(compiled, f"{stage}.{local}")
             if canonical is None and isinstance(tensor, nn.Parameter):
                 yield Fault(None, f"{stage}.{local} is no parameter of the model's")
             if canonical is not None and not any(p.startswith(f"{stage}.") for p in actual.get(canonical, ())):
@@ -71,16 +72,15 @@ def check_names(subject: Subject) -> Faults:
         yield Fault(None, f"the model has no parameter or buffer named {sorted(unknown)}")
 
 
-def _canonical(subject: Subject, place: str) -> str | None:
+def _canonical(compiled: Compiled, place: str) -> str | None:
     try:
-        return subject.compiled.qualnames.canonical.get(subject.compiled.remap_qualname(place))
+        return compiled.qualnames.canonical.get(compiled.remap_qualname(place))
     except NameLookupError:
         return None
 
 
-def check_sharing(subject: Subject) -> Faults:
+def check_sharing(compiled: Compiled) -> Faults:
     """No two stages hold the same parameter. Copies are in `replicated_params`, with equal shapes and dtypes."""
-    compiled = subject.compiled
     holders: dict[int, list[str]] = {}
     for stage, module in compiled.split_gm.named_children():
         for name, parameter in module.named_parameters():
@@ -91,20 +91,20 @@ def check_sharing(subject: Subject) -> Faults:
     written = Counter(
         frozenset(f"{stage}.{name}" for stage, name in group.items()) for group in compiled.replicated_params
     )
-    wanted = Counter(frozenset(places) for places in _copied(subject))
+    wanted = Counter(frozenset(places) for places in _copied(compiled))
     for group_places in written - wanted:
         yield Fault(None, f"replicated_params has {sorted(group_places)}, which are not the copies of one parameter")
     for group_places in wanted - written:
         yield Fault(None, f"{sorted(group_places)} are copies of one parameter; replicated_params does not say so")
     for group in compiled.replicated_params:
-        yield from _check_copies(subject, group)
+        yield from _check_copies(compiled, group)
 
 
-def _copied(subject: Subject) -> list[tuple[str, ...]]:
+def _copied(compiled: Compiled) -> list[tuple[str, ...]]:
     """The stage-local names of each tensor that can have a gradient and is in several stages."""
-    state = dict(named_state(subject.compiled.split_gm))
+    state = dict(named_state(compiled.split_gm))
     copied = []
-    for places in subject.compiled.qualnames.places.values():
+    for places in compiled.qualnames.places.values():
         held = [state.get(place) for place in places]
         if len(places) > 1 and any(
             isinstance(each, nn.Parameter) or (each is not None and each.requires_grad) for each in held
@@ -113,8 +113,8 @@ def _copied(subject: Subject) -> list[tuple[str, ...]]:
     return copied
 
 
-def _check_copies(subject: Subject, group: dict[str, str]) -> Faults:
-    state = dict(named_state(subject.compiled.split_gm))
+def _check_copies(compiled: Compiled, group: dict[str, str]) -> Faults:
+    state = dict(named_state(compiled.split_gm))
     held = [state.get(f"{stage}.{name}") for stage, name in group.items()]
     if any(tensor is None for tensor in held):
         return  # check_sharing has yielded a fault for it
@@ -127,4 +127,4 @@ def _likeness(tensor: torch.Tensor | None) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.dtype  # the values, and requires_grad, follow the owner when the Pipe runs
 
 
-STAGE_RULES: tuple[Callable[[Subject], Faults], ...] = (check_stage_graphs, check_names, check_sharing)
+STAGE_RULES: tuple[Callable[[Compiled], Faults], ...] = (check_stage_graphs, check_names, check_sharing)

@@ -1,12 +1,15 @@
-"""The verifier: it checks every rule, and reports all violations in one error, which prints the graph with the faults."""
+"""The verifier: it checks every rule, and reports the violations in one error, which prints the graph with the faults."""
+
+from collections.abc import Callable
+from functools import partial
 
 from torch import fx
 
 from pippy.ir.base.errors import VerificationError
 from pippy.ir.record.compiled import Compiled
-from pippy.ir.verify.graph_rules import GRAPH_RULES
+from pippy.ir.verify.faults import Fault, Faults, examined
 from pippy.ir.verify.stage_rules import STAGE_RULES
-from pippy.ir.verify.subject import Fault, Subject, examined
+from pippy.ir.verify.top_level import check_top_level, line
 
 
 def check_rules(compiled: Compiled, before_backward: bool = False) -> None:
@@ -14,12 +17,15 @@ def check_rules(compiled: Compiled, before_backward: bool = False) -> None:
 
     ``before_backward`` says that the model has its loss, but not its backward pass yet.
     """
-    subject = Subject(compiled, before_backward)
-    faults = [fault for rule in (*GRAPH_RULES, *STAGE_RULES) for fault in examined(rule, subject)]
+    rules: list[Callable[[Compiled], Faults]] = [
+        partial(check_top_level, before_backward=before_backward),
+        *STAGE_RULES,
+    ]
+    faults = [fault for rule in rules for fault in examined(rule, compiled)]
     if faults:
         count = "1 rule" if len(faults) == 1 else f"{len(faults)} rules"
         raise VerificationError(
-            f"the Pipe breaks {count}:\n{marked_graph(subject.nodes, faults)}",
+            f"the Pipe breaks {count}:\n{marked_graph(list(compiled.split_gm.graph.nodes), faults)}",
             tuple(f"{fault.node.name}: {fault.message}" if fault.node else fault.message for fault in faults),
         )
 
@@ -28,17 +34,7 @@ def marked_graph(nodes: list[fx.Node], faults: list[Fault]) -> str:
     """The graph as text, with each fault under its node. Faults without a node are at the end."""
     lines = []
     for node in nodes:
-        lines.append(f"    {_line(node)}")
+        lines.append(f"    {line(node, node.args, node.kwargs)}")
         lines += [f"    ^^^ {fault.message}" for fault in faults if fault.node is node]
     lines += [f"- {fault.message}" for fault in faults if fault.node is None]
     return "\n".join(lines)
-
-
-def _line(node: fx.Node) -> str:
-    if node.op == "placeholder":
-        return node.name
-    if node.op == "output":
-        return f"return {', '.join(map(str, node.args))}"
-    arguments = [str(arg) for arg in node.args] + [f"{name}={value}" for name, value in node.kwargs.items()]
-    target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target)
-    return f"{node.name} = {target}({', '.join(arguments)})"

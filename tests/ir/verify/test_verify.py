@@ -319,22 +319,18 @@ def same_but_for_ids(one: str, other: str) -> bool:
     return identities.sub("]", one) == identities.sub("]", other)
 
 
-def test_all_violations_come_in_one_error_with_the_graph_marked():
+def test_the_first_difference_is_marked_and_all_else_comes_in_the_same_error():
     pipe = pickle.loads(base("ExampleCode"))
     graph = pipe.split_gm.graph
     named = {node.name: node for node in graph.nodes}
-    swap(named["submod_1"], 0, 1)
+    swap(named["submod_1"], 0, 1)  # the first difference
     named["stage_backward_1"].kwargs = {**named["stage_backward_1"].kwargs, "output_grads": None}
     pipe.replicated_params.pop()
     with pytest.raises(VerificationError) as caught:
         verify(pipe)
     lines = str(caught.value).splitlines()
     call = lines.index("    submod_1 = submod_1(getitem_2, getitem)")
-    assert lines[call + 1] == "    ^^^ submod_1 takes (relu, mm_param) but is given (mm_param, relu)"
-    backward = next(index for index, line in enumerate(lines) if line.startswith("    stage_backward_1 ="))
-    assert (
-        lines[backward + 1].startswith("    ^^^ has other input_values")
-        or "gradient of submod_2" in lines[backward + 1]
-    )
+    assert lines[call + 1] == "    ^^^ must be submod_1 = submod_1(getitem, getitem_2)"
+    assert sum(line.startswith("    ^^^") for line in lines) == 1, "the first difference"
     assert any("replicated_params does not say so" in line for line in lines)
-    assert len(caught.value.faults) >= 3
+    assert len(caught.value.faults) >= 2
