@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from pippy.ir.base.brief import brief
 from pippy.ir.base.compiled_modules import original_of
-from pippy.ir.base.errors import InputError
+from pippy.ir.base.errors import BalanceError, InputError
 from pippy.ir.base.interrupts import heard
 from pippy.ir.base.public_calls import placing_words
 from pippy.ir.base.trees import map_tensors, tensors
 from pippy.ir.call.signature import bind, check_guards
-from pippy.ir.compiler import Cut, check_loss_arguments, compile_traced
+from pippy.ir.compile import compile_traced
 from pippy.ir.cut.params import MultiUseParamSpec
 from pippy.ir.loss.returned_loss import LossSpec
 from pippy.ir.model_parts import (
@@ -29,6 +30,7 @@ from pippy.ir.record.compiled import Compiled
 from pippy.ir.record.module_hooks import ModuleHooks
 from pippy.ir.record.traced import Traced
 from pippy.ir.reference import run_reference
+from pippy.ir.request import Request
 from pippy.ir.run.copies import follow_owners
 from pippy.ir.run.gradient_hooks import deep_copy
 from pippy.ir.show.content import content_of
@@ -42,6 +44,8 @@ from pippy.ir.trace.trace import TracerLike, trace
 from pippy.ir.trace.untraceable import check_model
 from pippy.ir.training_flags import TrainingFlags
 from pippy.ir.verify.verify import check_rules
+
+Cut = Callable[[Traced], Any]
 
 _COMPILED = "pippy.compiled"  # no part of a model can have this name, since it has a dot
 _TRAINING_FLAGS = "pippy.training_flags"
@@ -103,16 +107,16 @@ class Pipe(nn.Module):
 
         ``cut`` may mark the traced graph itself; what it gives becomes ``balance`` of the Pipe.
         """
-        model, loss_fn = module_of(original_of(model)), original_of(loss_fn)
-        check_model(model)
-        check_loss_arguments(loss_fn, output_loss_value_spec)
-        with heard(), torch.inference_mode(False):
-            model = deep_copy(model) if deep_copy_module else model
-            example = Example.of(model, example_args, example_kwargs, loss_fn is not None)
-            traced = trace(model, tracer, concrete_args, example)
-            pipe = Pipe(traced, compile_traced(traced, multi_use_param_spec, loss_fn, output_loss_value_spec, cut))
-            pipe.__dict__[_EXAMPLE] = None if example is None else _without_numbers(example)
-            return pipe
+        request = Request(
+            loss_fn=loss_fn,
+            output_loss_value_spec=output_loss_value_spec,
+            multi_use_param_spec=multi_use_param_spec,
+            tracer=tracer,
+            concrete_args=concrete_args,
+            example_args=example_args,
+            example_kwargs=example_kwargs,
+        )
+        return pipe_of(model, request, cut, deep_copy_module)
 
     @staticmethod
     def from_sequential(
@@ -133,10 +137,10 @@ class Pipe(nn.Module):
         >>> Pipe.from_sequential([nn.Linear(2, 2), lambda x: torch.flatten(x), nn.ReLU()])(torch.ones(3, 2)).shape
         torch.Size([6])
         """
-        model, loss_fn = original_of(model), original_of(loss_fn)
-        check_loss_arguments(loss_fn, None)
+        model, request = original_of(model), Request(loss_fn=loss_fn)
+        _check_cut(cut)
         traced = trace_sequential(deep_copy(model) if deep_copy_module else model, marked=cut is None)
-        return Pipe(traced, compile_traced(traced, loss_fn=loss_fn, cut=cut))
+        return Pipe(traced, compile_traced(traced, request, None if cut is None else cut(traced)))
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -277,6 +281,28 @@ def example_of(pipe: Pipe) -> tuple[tuple[Any, ...], dict[str, Any]]:
             "in driver.memory(4, x, target). Tensors of the meta device are enough: torch.empty(32, 8, device='meta')"
         )
     return found.args, found.kwargs
+
+
+def pipe_of(model: nn.Module, request: Request, cut: Cut | None = None, deep_copy_module: bool = False) -> Pipe:
+    """Trace a model, cut it at its marks, or at those that ``cut`` places, and compile it as was asked for."""
+    model = module_of(original_of(model))
+    check_model(model)
+    _check_cut(cut)
+    with heard(), torch.inference_mode(False):
+        model = deep_copy(model) if deep_copy_module else model
+        example = request.example(model)
+        traced = trace(model, request.tracer, request.concrete_args, example)
+        balance = None if cut is None else cut(traced)
+        pipe = Pipe(traced, compile_traced(traced, request, balance))
+        pipe.__dict__[_EXAMPLE] = None if example is None else _without_numbers(example)
+        return pipe
+
+
+def _check_cut(cut: object) -> None:
+    if cut is not None and not callable(cut):
+        raise BalanceError(
+            f"cut={brief(cut)} is a {type(cut).__name__}; give a pippy.balance.balancer.Balancer, or leave it out"
+        )
 
 
 def _without_numbers(example: Example) -> Example:

@@ -11,7 +11,8 @@ from pippy.ir.base.errors import BalanceError
 from pippy.ir.base.public_calls import placing_words
 from pippy.ir.cut.params import MultiUseParamSpec
 from pippy.ir.loss.returned_loss import LossSpec
-from pippy.ir.pipe import Pipe
+from pippy.ir.pipe import Pipe, pipe_of
+from pippy.ir.request import Request
 from pippy.ir.trace.trace import TracerLike
 
 
@@ -104,42 +105,21 @@ def pipeline(
         return _loss
     <BLANKLINE>
     """  # noqa: E501
-    balancer = _balancer(
-        split,
-        num_stages,
-        {
-            "example_args": example_args,
-            "example_kwargs": example_kwargs,
-            "memory_limit": memory_limit,
-            "param_scale": param_scale,
-            "in_flight": in_flight,
-        },
+    request = Request(
         loss_fn=loss_fn,
+        output_loss_value_spec=output_loss_value_spec,
         multi_use_param_spec=multi_use_param_spec,
-        output_loss_value_spec=output_loss_value_spec,
-        progress=progress,
-    )
-    return Pipe.from_tracing(
-        model,
-        multi_use_param_spec,
-        loss_fn=loss_fn,
-        output_loss_value_spec=output_loss_value_spec,
         tracer=tracer,
         concrete_args=concrete_args,
         example_args=example_args,
         example_kwargs=example_kwargs,
-        deep_copy_module=deep_copy_module,
-        cut=balancer,
     )
-
-
-def _balancer(split: Split, num_stages: int | str | None, how: Mapping[str, Any], **others: Any) -> Balancer | None:
-    """What places the cuts; None if nothing asks for that. Those of ``how`` are refused then that would do nothing."""
+    how = {"memory_limit": memory_limit, "param_scale": param_scale, "in_flight": in_flight}
+    balancer = None
     if split is not None or num_stages is not None:
-        return Balancer(split, num_stages, **how, **others)
-    given = [name for name, value in how.items() if value is not None and not name.startswith("example_")]
-    if given:
+        balancer = Balancer(split, num_stages, request=request, progress=progress, **how)  # type: ignore[arg-type]
+    elif given := [name for name, value in how.items() if value is not None]:
         raise BalanceError(
             f"{', '.join(given)}: the model is only cut evenly if num_stages is given; give num_stages too"
         )
-    return None
+    return pipe_of(model, request, balancer, deep_copy_module)

@@ -113,9 +113,9 @@ def test_the_examples_of_the_builder():
 
 def test_a_link_to_a_file_leads_to_a_page_that_shows_it(site, ids):
     made = site / "docs/changing.html"
-    assert 'href="../files/ir/compiler.html"' in made.read_text()
+    assert 'href="../files/ir/compile.html"' in made.read_text()
     assert list(site.rglob("*.py")) == []  # nothing to download
-    assert "def compile_traced" in (site / "files/ir/compiler.html").read_text()
+    assert "def compile_traced" in (site / "files/ir/compile.html").read_text()
 
 
 def test_the_reference_leads_to_the_line_of_each_name(site):

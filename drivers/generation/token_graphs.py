@@ -16,11 +16,12 @@ from pippy.drivers.protocol.parameters import TensorLocation
 from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.drivers.wire.pickling import pickle_by_value
 from pippy.ir.base.names import stage_name
-from pippy.ir.compiler import compile_traced
+from pippy.ir.compile import compile_traced
 from pippy.ir.cut.cut_alike import held_tensors, mark_alike
 from pippy.ir.cut.params import MultiUseParameterConfig
 from pippy.ir.record.compiled import Compiled
 from pippy.ir.record.nodes import flat_inputs
+from pippy.ir.request import Request
 from pippy.ir.trace.generation_call import trace_generation
 
 
@@ -51,7 +52,8 @@ class _Lowered:
     def __init__(self, model: torch.nn.Module, placed: PlacedPipe, is_prompt: bool) -> None:
         traced = trace_generation(model, is_prompt)
         self.stages = mark_alike(traced, placed.compiled)
-        self.cut = compile_traced(traced, _replicated(placed.compiled), loss_spec=False)
+        request = Request(multi_use_param_spec=_replicated(placed.compiled), output_loss_value_spec=False)
+        self.cut = compile_traced(traced, request)
         self.held = held_tensors(self.cut, self.stages, placed.compiled)
         self.placed = PlacedPipe(self.cut, [placed.ranks[stage] for stage in self.stages])
         names = self.placed.value_names

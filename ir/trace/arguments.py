@@ -75,15 +75,10 @@ class Example:
     target: str | None = None
 
     @staticmethod
-    def of(
-        model: nn.Module, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, with_target: bool
-    ) -> "Example | None":
-        """The example that is given by ``args`` and ``kwargs``; None if neither is."""
-        check_examples(args, kwargs)
-        if args is None and not kwargs:
-            return None
-        args, kwargs = tuple(args or ()), dict(kwargs or {})
-        return Example(args, kwargs, target_name([*signature_of(model).parameters]) if with_target else None)
+    def of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], with_target: bool) -> "Example":
+        """The example that is given by ``args`` and ``kwargs``."""
+        target = target_name([*signature_of(model).parameters]) if with_target else None
+        return Example(tuple(args), dict(kwargs), target)
 
     def of_model(self, signature: inspect.Signature) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the model, without the target."""

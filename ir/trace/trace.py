@@ -23,6 +23,8 @@ from pippy.ir.base.names import named_state
 from pippy.ir.call.asked import InputChecks
 from pippy.ir.call.guards import Guards
 from pippy.ir.call.kinds import kind_of
+from pippy.ir.cut.assigned_buffers import write_early
+from pippy.ir.cut.views import connect_views
 from pippy.ir.record.traced import Traced
 from pippy.ir.run.snapshot import Snapshot
 from pippy.ir.trace.arguments import (
@@ -99,7 +101,14 @@ def _trace_example(
 ) -> Traced:
     call = call_of(model, concrete_args, example)
     with tracing(model):
-        return _trace(model, tracer, call)
+        return _with_shared_memory(_trace(model, tracer, call))
+
+
+def _with_shared_memory(traced: Traced) -> Traced:
+    """A traced graph in which each node that changes memory stands where it must, and shares it with whom it does."""
+    write_early(traced)
+    connect_views(traced)
+    return traced
 
 
 def trace_call(model: nn.Module, call: Call) -> Traced:
@@ -108,7 +117,10 @@ def trace_call(model: nn.Module, call: Call) -> Traced:
     with tracing(model), recording_training_reads(), restoring_attributes(model, silent=True) as before:
         recorded = _record(model, tracer_of(None), call, before)
         finish_assigned(recorded.graph)
-        return Traced(model, recorded.graph, recorded.attributes, concrete_args=call.concrete, signature=call.signature)
+        attributes, signature = recorded.attributes, call.signature
+        return _with_shared_memory(
+            Traced(model, recorded.graph, attributes, concrete_args=call.concrete, signature=signature)
+        )
 
 
 def _trace(

@@ -9,7 +9,7 @@
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,17 +33,15 @@ from pippy.ir.base.errors import BalanceError, InputError
 from pippy.ir.call.signature import bind
 from pippy.ir.cut.constraints import Constraint, constraints
 from pippy.ir.cut.cuts import crossing, mark, marks
-from pippy.ir.cut.params import MultiUseParamSpec
-from pippy.ir.loss.loss_function import check_loss_function
-from pippy.ir.loss.returned_loss import LossSpec
 from pippy.ir.record.traced import Traced
-from pippy.ir.trace.arguments import check_examples
+from pippy.ir.request import Request
 
 PARAM_SCALE = 4.0  # a parameter, its gradient, and the two moments of Adam
 
 
 class Balancer:
-    """Cuts a traced graph as `pipeline` was asked to; `pippy.pipeline` says what the arguments mean.
+    """Cuts a traced graph as `pipeline` was asked to; `pippy.pipeline` says what the arguments mean. Those that are not of
+    the balancer, as ``loss_fn`` and ``example_args``, are a ``request``, or given by name.
 
     `pipeline` makes one by itself. With `Pipe.from_sequential` it is given as ``cut``:
 
@@ -59,42 +57,35 @@ class Balancer:
         split: Split = "auto",
         num_stages: int | str | None = None,
         *,
-        loss_fn: Callable[..., Any] | None = None,
-        multi_use_param_spec: MultiUseParamSpec = None,
-        example_args: Sequence[Any] | None = None,
-        example_kwargs: Mapping[str, Any] | None = None,
+        request: Request | None = None,
         memory_limit: int | str | None = None,
         param_scale: float | None = None,
         in_flight: int | None = None,
-        output_loss_value_spec: LossSpec = None,
         progress: bool | None = None,
         clock: Clock = time.perf_counter_ns,
+        **asked: Any,
     ) -> None:
-        check_examples(example_args, example_kwargs)
+        self.request = Request(**asked) if request is None else request
         _check_memory(param_scale, in_flight)
-        if loss_fn is not None:
-            check_loss_function(loss_fn)
-        self.with_examples = example_args is not None or bool(example_kwargs)
-        self.policy = self.asked = read_split(split, num_stages, self.with_examples)
-        self.loss_fn, self.spec = loss_fn, multi_use_param_spec
-        self.args, self.kwargs = tuple(example_args or ()), dict(example_kwargs or {})
+        self.policy = self.asked = read_split(split, num_stages, self.request.has_example)
         self.memory_limit, self.in_flight = _bytes_of(memory_limit), in_flight
         self.param_scale = PARAM_SCALE if param_scale is None else param_scale
-        self.loss_spec, self.progress, self.clock = output_loss_value_spec, progress, clock
+        self.progress, self.clock = progress, clock
 
     def __call__(self, traced: Traced) -> Balance:
         """Mark ``traced``, and say what the stages are like."""
         _check_unmarked(traced)
         is_meta = any(tensor.is_meta for tensor in traced.model.parameters())
         self.policy = without_numbers(self.asked) if is_meta else self.asked
-        figures = figures_of(traced, self.spec, self.param_scale)
-        found = self._profile(traced) if self.with_examples else None
+        spec, with_loss = self.request.multi_use_param_spec, self.request.loss_fn is not None
+        figures = figures_of(traced, spec, self.param_scale)
+        found = self._profile(traced) if self.request.has_example else None
         if found is not None:
-            figures.crossing = crossing(traced, found.sizes, self.spec)
-            figures.constraints = [*constraints(traced, self.spec, found.changed), *_untravelling(figures, found)]
-        kept = None if found is None else kept_by_operations(traced, found, self.loss_fn is not None, self.spec)
+            figures.crossing = crossing(traced, found.sizes, spec)
+            figures.constraints = [*constraints(traced, spec, found.changed), *_untravelling(figures, found)]
+        kept = None if found is None else kept_by_operations(traced, found, with_loss, spec)
         weighing = Weighing(traced, figures, found, self.policy, self.in_flight, kept)
-        counted = self._counted(traced)
+        counted = CountedStages(traced, self.request, self.in_flight)
 
         def count(cuts: Sequence[int]) -> tuple[int, ...] | None:
             peaks = counted.peaks([figures.nodes[cut] for cut in cuts]) if found is not None else None
@@ -118,9 +109,6 @@ class Balancer:
             return cuts, peaks
         return (weighing.best_cuts(), None) if limit is None else cuts_within(weighing, limit, count)
 
-    def _counted(self, traced: Traced) -> CountedStages:
-        return CountedStages(traced, self.args, self.kwargs, self.loss_fn, self.loss_spec, self.spec, self.in_flight)
-
     def _report(self, weighing: Weighing, cuts: Sequence[int], peaks: Sequence[int] | None, uncounted: str) -> Balance:
         bound, alone = weighing.bound(cuts)
         stages = tuple(
@@ -132,18 +120,19 @@ class Balancer:
         return Balance(self.policy.text, self.policy.measure, stages, bound, alone, optimal, note, within)
 
     def _profile(self, traced: Traced) -> Profile:
-        name = None if self.loss_fn is None else traced.name_for_target()
+        request = self.request
+        name = None if request.loss_fn is None else traced.name_for_target()
         try:
-            values = bind(replace(traced, target_name=name), self.args, self.kwargs)
+            values = bind(replace(traced, target_name=name), *request.arguments)
         except InputError as error:
             raise InputError(f"example_args are not arguments of this Pipe: {error}") from None
         return profile(
             traced,
             values,
-            self.loss_fn,
+            request.loss_fn,
             None if name is None else values.get(name),
             timed=self.policy.kind == "time",
-            trains=self.loss_spec is not False and torch.is_grad_enabled(),
+            trains=request.output_loss_value_spec is not False and torch.is_grad_enabled(),
             progress=self.progress,
             clock=self.clock,
         )

@@ -1,8 +1,7 @@
 """What the stages of given cuts hold at their peaks, by the count that drivers take: they run on fake tensors."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -14,27 +13,22 @@ from pippy.drivers.lowering.lower import lower
 from pippy.drivers.plan import make_schedule
 from pippy.drivers.plan.cost.held_bytes import PipeBytes, peak_bytes
 from pippy.drivers.plan.language.program import Program
-from pippy.ir.compiler import compile_traced
+from pippy.ir.compile import compile_traced
 from pippy.ir.cut.cuts import mark, marks
-from pippy.ir.cut.params import MultiUseParamSpec
-from pippy.ir.loss.returned_loss import LossSpec
 from pippy.ir.pipe import Pipe, compiled_of
 from pippy.ir.record.traced import Traced
+from pippy.ir.request import Request
 
 
 @dataclass
 class CountedStages:
-    """Counts the stages of a traced graph without marks, for one micro-batch of these arguments.
+    """Counts the stages of a traced graph without marks, for one micro-batch: the example of the request.
 
     ``uncounted`` is the reason, once the model could not be run with fake tensors.
     """
 
     traced: Traced
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    loss_fn: Callable[..., Any] | None = None
-    loss_spec: LossSpec = None
-    spec: MultiUseParamSpec = None
+    request: Request
     in_flight: int | None = None
     uncounted: str = ""
 
@@ -49,7 +43,8 @@ class CountedStages:
             return None
         device = next((each.device for each in self.traced.model.parameters()), torch.device("cpu"))
         try:
-            sizes = count_pipe(pipe, divide_call(compiled, 1, self.args, self.kwargs), device, halves=False)
+            division = divide_call(compiled, 1, *self.request.arguments)
+            sizes = count_pipe(pipe, division, device, halves=False)
         except DriverError as error:
             self.uncounted = str(error.__cause__).partition("\n")[0]
             return None
@@ -59,7 +54,7 @@ class CountedStages:
         balanced = self.traced.balanced
         mark(self.traced, before)
         try:
-            return Pipe(self.traced, compile_traced(self.traced, self.spec, self.loss_fn, self.loss_spec))
+            return Pipe(self.traced, compile_traced(self.traced, self.request))
         finally:
             self.traced.balanced = balanced
             for node in marks(self.traced):

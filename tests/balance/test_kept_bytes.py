@@ -21,10 +21,11 @@ from pippy.drivers.lowering.lower import lower
 from pippy.drivers.plan import make_schedule
 from pippy.drivers.plan.cost.held_bytes import peak_bytes
 from pippy.ir.base.errors import BalanceError
-from pippy.ir.compiler import compile_traced
+from pippy.ir.compile import compile_traced
 from pippy.ir.cut.constraints import constraints
 from pippy.ir.cut.cuts import mark
 from pippy.ir.pipe import Pipe, compiled_of
+from pippy.ir.request import Request
 from pippy.ir.trace.trace import trace
 from tests.drivers.thread_cluster import thread_cluster
 from tests.test_random_models import BINARY, UNARY, WIDTH, Random
@@ -82,7 +83,7 @@ def kept_and_counted(model, config, places, rows=64):
     edges = Weighing(traced, figures, found, read_split([1], None, False), None).edges[1:-1]
     cuts = sorted({edges[place % len(edges)] for place in places}) if edges else []
     mark(traced, [figures.nodes[cut] for cut in cuts])
-    pipe = Pipe(traced, compile_traced(traced, config, loss_of))
+    pipe = Pipe(traced, compile_traced(traced, Request(multi_use_param_spec=config, loss_fn=loss_of)))
     bounds = [0, *cuts, len(figures.nodes)]
     return [(kept.of(bounds[stage], bounds[stage + 1]), each) for stage, each in counted(pipe, x, target).items()]
 

@@ -79,7 +79,7 @@ def marked():
 
 def test_nodes_have_declared_notes_only():
     model, x = marked(), torch.ones(3, 4)
-    example = Example.of(model, (x,), None, False)
+    example = Example.of(model, (x,), {}, False)
     traced = [trace(model), trace(model, example=example), trace_sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))]
     for each in traced:
         make_plan(each, None)

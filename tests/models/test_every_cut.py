@@ -7,8 +7,9 @@ import torch
 
 from pippy.ir.base.errors import SplitError
 from pippy.ir.base.marks import pipe_split
-from pippy.ir.compiler import compile_traced
+from pippy.ir.compile import compile_traced
 from pippy.ir.pipe import Pipe
+from pippy.ir.request import Request
 from pippy.ir.trace.arguments import Example
 from pippy.ir.trace.trace import trace
 from tests.comparisons import assert_same_gradients, twin
@@ -32,7 +33,7 @@ def test_gpt2():
         with here.graph.inserting_before(node):
             here.graph.create_node("call_function", pipe_split)
         try:
-            pipe = Pipe(here, compile_traced(here))
+            pipe = Pipe(here, compile_traced(here, Request()))
         except SplitError:  # two operations that must stay together
             continue
         cut += pipe.num_stages == 2

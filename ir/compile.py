@@ -1,0 +1,37 @@
+"""The compiler: the passes in their order."""
+
+from typing import Any
+
+from pippy.ir.cut.name_draws import name_draws
+from pippy.ir.cut.split import split
+from pippy.ir.loss.backward import attach_backward
+from pippy.ir.loss.loss_function import attach_loss_function
+from pippy.ir.loss.reserved_names import reserve_names
+from pippy.ir.loss.returned_loss import default_loss_spec, find_returned_loss
+from pippy.ir.record.compiled import Compiled
+from pippy.ir.record.traced import Traced
+from pippy.ir.request import Request
+from pippy.ir.verify.verify import check_rules
+
+
+def compile_traced(traced: Traced, request: Request, balance: Any = None) -> Compiled:
+    """From a marked graph to stages with their loss and backward. Each pass takes a verified record and leaves one.
+
+    ``balance`` is what is known of the stages, if the marks were placed to make them alike.
+    """
+    name_draws(traced)
+    if request.loss_fn is not None:
+        reserve_names(traced)
+    compiled = split(traced, request.multi_use_param_spec)
+    compiled.balance = balance
+    check_rules(compiled)
+    if request.loss_fn is not None:
+        attach_loss_function(compiled, request.loss_fn, traced.name_for_target())
+    else:
+        spec = request.output_loss_value_spec
+        find_returned_loss(compiled, default_loss_spec(compiled, traced.model) if spec is None else spec)
+    if compiled.loss is not None:
+        check_rules(compiled, before_backward=True)
+        attach_backward(compiled)
+        check_rules(compiled)
+    return compiled
