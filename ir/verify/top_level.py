@@ -131,7 +131,7 @@ def _content(node: fx.Node, same: Mapping[fx.Node, fx.Node] | None = None) -> tu
 
 def _text(node: fx.Node, same: Mapping[fx.Node, fx.Node]) -> str:
     args, kwargs = _arguments(node, same)
-    return line(node, args, kwargs)
+    return text_of_node(node, args, kwargs)
 
 
 def _arguments(node: fx.Node, same: Mapping[fx.Node, fx.Node] | None) -> tuple[Any, Any]:
@@ -139,7 +139,7 @@ def _arguments(node: fx.Node, same: Mapping[fx.Node, fx.Node] | None) -> tuple[A
     return arguments if same is None else fx.node.map_arg(arguments, same.__getitem__)
 
 
-def line(node: fx.Node, args: Any, kwargs: Any) -> str:
+def text_of_node(node: fx.Node, args: Any, kwargs: Any) -> str:
     """A node with these arguments, as text."""
     if node.op == "placeholder":
         return node.name

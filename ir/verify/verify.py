@@ -9,7 +9,7 @@ from pippy.ir.base.errors import VerificationError
 from pippy.ir.record.compiled import Compiled
 from pippy.ir.verify.faults import Fault, Faults, examined
 from pippy.ir.verify.stage_rules import STAGE_RULES
-from pippy.ir.verify.top_level import check_top_level, line
+from pippy.ir.verify.top_level import check_top_level, text_of_node
 
 
 def check_rules(compiled: Compiled, before_backward: bool = False) -> None:
@@ -34,7 +34,7 @@ def marked_graph(nodes: list[fx.Node], faults: list[Fault]) -> str:
     """The graph as text, with each fault under its node. Faults without a node are at the end."""
     lines = []
     for node in nodes:
-        lines.append(f"    {line(node, node.args, node.kwargs)}")
+        lines.append(f"    {text_of_node(node, node.args, node.kwargs)}")
         lines += [f"    ^^^ {fault.message}" for fault in faults if fault.node is node]
     lines += [f"- {fault.message}" for fault in faults if fault.node is None]
     return "\n".join(lines)
