@@ -57,13 +57,10 @@ SEVERAL_MEANINGS = {
     "Worker": "a process that runs instructions, and a function from an instruction to the number of a worker",
     "backward_input": "the half I of a backward, and the handler of its instruction",
     "backward_weight": "the half W of a backward, and the handler of its instruction",
-    "check_inputs": "that a stage has not changed its inputs, and that a Pipe has the inputs of the model",
-    "check_values": "the rule for the values of a Pipe, and the proof of those of a program",
     "in_turn": "passes in the order of their times, and calls of a driver one after the other",
     "modes_of": "in which mode a program was exported, and which stages compute forwards again",
     "phases": "the phases of a schedule, in the file of each schedule that has them",
     "refusal": "the error of a buffer, and of a random number, that a trace cannot follow",
-    "value_name": "the name of a value while a graph is cut, and in the graph that was cut",
 }
 
 
