@@ -5,14 +5,11 @@ generators of random numbers of torch.
 """
 
 import os
-import select
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
-
-import torch
 
 from pippy.drivers.base.errors import RECOVERY_ADVICE, ClusterError
 from pippy.drivers.engines.arguments import worker_names
@@ -25,40 +22,14 @@ from pippy.drivers.wire.gpu.accelerator import Accelerator
 from pippy.drivers.wire.gpu.copies import DeviceCopies
 from pippy.drivers.wire.gpu.device_transport import DeviceTransport
 from pippy.drivers.wire.in_process import in_process
+from pippy.drivers.wire.messages.controller_messages import ControllerMessages
 from pippy.drivers.wire.messages.message_queue import Ended, MessageQueue
 from pippy.drivers.wire.messages.own_messages import OwnMessages
-from pippy.drivers.wire.pickling import Pickled
-from pippy.drivers.wire.pollable_event import PollableEvent
 from pippy.drivers.worker.worker import Worker
 from pippy.drivers.worker.worker_context import WorkerContext
 
 _EVERYTHING = GiveUp(first=0, last=1 << 62)
 _ENDS_WITHIN = 10.0  # seconds
-
-
-class ThreadMessages:
-    """Messages to workers of this process; each is copied on its way, as between processes."""
-
-    def __init__(self, own: Sequence[OwnMessages]) -> None:
-        self.own = own
-
-    def post(self, worker: int, number: int, pickled: Pickled) -> "torch.futures.Future[Pickled]":
-        """Put a message into a worker's queue; the future has its answer."""
-        return self.own[worker].post(number, pickled)
-
-    def urgent(self, worker: int, pickled: Pickled) -> "torch.futures.Future[Pickled]":
-        """Have a message answered now, on this thread."""
-        return self.own[worker].urgent(pickled)
-
-    def connect(self, one: int, other: int) -> int | None:
-        """Threads of one process need no connection."""
-
-    def wait(self, wakeup: PollableEvent, timeout: float) -> None:
-        """Sleep until the event is set, or the time is up."""
-        poll = select.poll()  # which takes descriptors of any number
-        poll.register(wakeup, select.POLLIN)
-        if poll.poll(timeout * 1000):
-            wakeup.clear()
 
 
 class ThreadEngine:
@@ -86,9 +57,8 @@ class ThreadEngine:
             for index, (transport, own) in enumerate(zip(transports, copies))
         ]
         self.workers = [worker(context) for context in self.contexts]
-        self.messages = ThreadMessages(
-            [OwnMessages(context.messages, each.urgent) for context, each in zip(self.contexts, self.workers)]
-        )
+        own = [OwnMessages(context.messages, each.urgent) for context, each in zip(self.contexts, self.workers)]
+        self.messages = ControllerMessages(own=dict(enumerate(own)))
         self._threads = [
             threading.Thread(target=_run, args=(each,), name=f"pippy {name}", daemon=True)
             for name, each in zip(names, self.workers)

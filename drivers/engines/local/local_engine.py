@@ -25,7 +25,7 @@ from pippy.drivers.engines.standard_streams import open_standard_streams
 from pippy.drivers.session.calls import Address, Messages
 from pippy.drivers.wire.messages import rpc
 from pippy.drivers.wire.messages.controller_connections import ControllerConnections
-from pippy.drivers.wire.messages.rpc_messages import RpcMessages
+from pippy.drivers.wire.messages.controller_messages import ControllerMessages
 from pippy.drivers.wire.pollable_event import PollableEvent
 
 # glibc keeps freed memory: kept_memory.py says why, and does it in processes that others have started
@@ -138,7 +138,7 @@ class LocalEngine:
     @property
     def messages(self) -> Messages:
         """What carries messages to the workers."""
-        return RpcMessages(self._rpc_names) if self.config.uses_rpc else self.connections
+        return ControllerMessages(self._rpc_names) if self.config.uses_rpc else self.connections
 
     def deaths(self, wait: float = 0.0) -> Mapping[int, str]:
         """The workers that have died, and how. Waits up to so many seconds for the first."""

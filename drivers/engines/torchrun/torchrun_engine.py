@@ -11,9 +11,8 @@ from pippy.drivers.engines.torchrun.rank_info import RankInfo
 from pippy.drivers.engines.torchrun.torchrun_worker import Leave, TorchrunWorker
 from pippy.drivers.session.calls import Address
 from pippy.drivers.wire.messages import rpc
-from pippy.drivers.wire.messages.mixed_messages import MixedMessages
+from pippy.drivers.wire.messages.controller_messages import ControllerMessages
 from pippy.drivers.wire.messages.own_messages import OwnMessages
-from pippy.drivers.wire.messages.rpc_messages import RpcMessages
 from pippy.drivers.wire.pickling import pickle_message
 
 
@@ -39,7 +38,7 @@ class TorchrunEngine:
         self.others = [name for name in names if name != CONTROLLER]
         first = {index: group[0] for group in met.routes.groups for index in group}
         own = {} if worker is None else {rank_info.index: OwnMessages(worker.messages, worker.urgent)}
-        self.messages = MixedMessages(met.near, met.connections, RpcMessages(names), first, connects_hosts, own)
+        self.messages = ControllerMessages(names, met.near, met.connections, first, connects_hosts, own)
 
     fixed = (
         "torchrun started the workers, and it starts all of them again, each with the script: torchrun --max-restarts 3; there "

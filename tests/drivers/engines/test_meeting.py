@@ -21,9 +21,10 @@ from pippy.drivers.engines.torchrun.torchrun_worker import TorchrunWorker
 from pippy.drivers.protocol.urgent import Connect
 from pippy.drivers.session.calls import Address
 from pippy.drivers.session.session import Session
+from pippy.drivers.wire.messages import rpc
 from pippy.drivers.wire.messages.controller_connections import ControllerConnections
+from pippy.drivers.wire.messages.controller_messages import ControllerMessages
 from pippy.drivers.wire.messages.message_queue import DeliveryFailure
-from pippy.drivers.wire.messages.mixed_messages import MixedMessages
 from pippy.drivers.wire.pickling import pickle_message
 from tests.drivers.processes import few_descriptors
 
@@ -144,24 +145,25 @@ class Asked:
         return future
 
 
-def session(by_rpc, **options):
-    messages = MixedMessages([0, 1], ControllerConnections(), by_rpc, {0: 0, 1: 0, 2: 2, 3: 2, 4: 2, 5: 5})
+def session(monkeypatch, asked, **options):
+    monkeypatch.setattr(rpc, "urgent", asked.urgent)
+    messages = ControllerMessages(range(6), near=[0, 1], first={0: 0, 1: 0, 2: 2, 3: 2, 4: 2, 5: 5})
     return Session([Address(f"w{i}", "there", 1) for i in range(6)], messages=messages, **options)
 
 
-def test_the_first_worker_of_another_host_is_asked_once_to_connect_two_others():
-    asked = session(rpc := Asked())
+def test_the_first_worker_of_another_host_is_asked_once_to_connect_two_others(monkeypatch):
+    asked = session(monkeypatch, by_rpc := Asked())
     for _ in range(2):
         asked.connect(3, {1, 2, 4, 5})
-    assert rpc.workers == [2, 2]
+    assert by_rpc.workers == [2, 2]
 
 
-def test_that_it_cannot_is_raised_and_it_is_asked_again():
-    asked = session(rpc := Asked(DeliveryFailure("no free file descriptor")))
+def test_that_it_cannot_is_raised_and_it_is_asked_again(monkeypatch):
+    asked = session(monkeypatch, by_rpc := Asked(DeliveryFailure("no free file descriptor")))
     for _ in range(2):
         with pytest.raises(ClusterError, match="no free file descriptor"):
             asked.connect(3, {4})
-    assert rpc.workers == [2, 2]
+    assert by_rpc.workers == [2, 2]
 
 
 def test_a_first_worker_connects_two_others_and_says_so_if_it_cannot():
@@ -192,13 +194,13 @@ def test_a_first_worker_connects_two_others_and_says_so_if_it_cannot():
         theirs[1].close()
 
 
-def test_a_lost_worker_is_followed_by_what_can_be_done():
+def test_a_lost_worker_is_followed_by_what_can_be_done(monkeypatch):
     """Under torchrun no other process can take its place, so the error does not advise to call `recover`."""
-    here = session(Asked())
+    here = session(monkeypatch, Asked())
     assert str(here.mark_lost(2, "killed")).endswith(
         "is lost: killed; call driver.recover(), or close this cluster and open another"
     )
-    under = session(Asked(), recovery_advice=TorchrunEngine.recovery_advice)
+    under = session(monkeypatch, Asked(), recovery_advice=TorchrunEngine.recovery_advice)
     error = under.mark_lost(2, "killed")
     assert "recover" not in str(error) and "torchrun --max-restarts 3" in str(error)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)

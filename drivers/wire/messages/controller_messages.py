@@ -1,50 +1,54 @@
-"""The controller's messages: to the worker of its process, to others of its host over connections, elsewhere by RPC."""
+"""The controller's messages: to workers of its process, to others of its host over connections, elsewhere by RPC."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
+from pippy.drivers.wire.messages import rpc
 from pippy.drivers.wire.messages.controller_connections import ControllerConnections
 from pippy.drivers.wire.messages.own_messages import OwnMessages
-from pippy.drivers.wire.messages.rpc_messages import RpcMessages
 from pippy.drivers.wire.pickling import Pickled
 from pippy.drivers.wire.pollable_event import PollableEvent
 
 
-class MixedMessages:
-    """Messages to the workers ``near`` over ``connections``, and to the others ``by_rpc``.
+class ControllerMessages:
+    """Messages to the workers ``near`` over ``connections``, and to the others by their ``names`` for RPC.
 
     ``first`` gives, for workers of other hosts that have neighbours there, the worker that can connect those. With ``far``
-    the workers of different hosts are connected, too. ``own`` has the worker of this process, if there is one.
+    the workers of different hosts are connected, too. ``own`` has the workers of this process.
 
-    >>> messages = MixedMessages([0], ControllerConnections(), RpcMessages(["a", "b", "c", "d"]), {1: 1, 2: 1, 3: 3})
+    >>> messages = ControllerMessages(["a", "b", "c", "d"], near=[0], first={1: 1, 2: 1, 3: 3})
     >>> messages.connect(1, 2), messages.connect(0, 1), messages.connect(2, 3)
     (1, None, None)
     """
 
     def __init__(
         self,
-        near: Collection[int],
-        connections: ControllerConnections,
-        by_rpc: RpcMessages,
-        first: Mapping[int, int],
+        names: Sequence[str] = (),
+        near: Collection[int] = (),
+        connections: ControllerConnections | None = None,
+        first: Mapping[int, int] = {},
         far: bool = False,
         own: Mapping[int, OwnMessages] = {},
     ) -> None:
-        self.near, self.connections, self.by_rpc, self.first = frozenset(near), connections, by_rpc, dict(first)
-        self.far, self.own = far, own
+        self.names, self.near, self.connections = names, frozenset(near), connections or ControllerConnections()
+        self.first, self.far, self.own = dict(first), far, own
 
     def post(self, worker: int, number: int, pickled: Pickled) -> "torch.futures.Future[Pickled]":
         """Put a message into a worker's queue; the future has its answer."""
         if worker in self.own:
             return self.own[worker].post(number, pickled)
-        return (self.connections if worker in self.near else self.by_rpc).post(worker, number, pickled)
+        if worker in self.near:
+            return self.connections.post(worker, number, pickled)
+        return rpc.post(self.names[worker], number, pickled)
 
     def urgent(self, worker: int, pickled: Pickled) -> "torch.futures.Future[Pickled]":
         """Send a message that is answered even while the worker computes."""
         if worker in self.own:
             return self.own[worker].urgent(pickled)
-        return (self.connections if worker in self.near else self.by_rpc).urgent(worker, pickled)
+        if worker in self.near:
+            return self.connections.urgent(worker, pickled)
+        return rpc.urgent(self.names[worker], pickled)
 
     def connect(self, one: int, other: int) -> int | None:
         """Give two workers of this host a socket to each other. If a worker can give them one, return it."""
