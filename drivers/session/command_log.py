@@ -67,23 +67,13 @@ class PendingCommand:
     done: bool = False
     error: Exception | None = None
     calls: dict[int, Any] = field(default_factory=dict)
-    claimed: set[int] = field(default_factory=set)  # the workers whose answers a thread is taking in, or has
+    unclaimed: dict[int, Any] = field(default_factory=dict)  # the calls whose answers no thread is taking in, or has
     answers: dict[int, Answer] = field(default_factory=dict)
     dropped: dict[int, list[int]] = field(default_factory=dict)
 
     def unanswered(self) -> list[Any]:
         """The calls that are not answered."""
         return [call for worker, call in self.calls.items() if worker not in self.answers]
-
-    def unclaimed(self) -> list[Any]:
-        """The calls whose answers nobody is taking in."""
-        return [call for worker, call in self.calls.items() if worker not in self.claimed]
-
-    def claim(self, worker: int) -> bool:
-        """Whether the caller is to take in this answer: true once."""
-        is_first = worker not in self.claimed
-        self.claimed.add(worker)
-        return is_first
 
     def values(self) -> dict[int, Any]:
         """What the workers answered with, in the order in which they were told."""
@@ -247,7 +237,7 @@ class CommandLog:
         if command is None:
             self.unanswered[call] = worker
         else:
-            command.calls[worker] = call
+            command.calls[worker] = command.unclaimed[worker] = call
 
     def drop(self, driver: int, workers: Collection[int]) -> None:
         """A driver is gone: the next command of each of these workers says so."""

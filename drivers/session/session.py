@@ -267,18 +267,17 @@ class Session:
             if not self.log.outstanding:
                 return
             oldest = self.log.outstanding[0]
-            calls, left = oldest.unclaimed(), oldest.left(time.monotonic())
+            calls, left = [*oldest.unclaimed.values()], oldest.left(time.monotonic())
             if not oldest.bodies:
                 self._do(self.log.complete())
         for call in self.completed(calls, left, lambda: oldest.done):
+            if oldest.unclaimed.pop(call.worker, None) is not None:
+                answer = _answer(call)
+                with self.lock:
+                    self._do(self.log.answered(oldest, call.worker, answer))
+        if not oldest.done:
             with self.lock:
-                if not oldest.claim(call.worker):
-                    continue
-            answer = _answer(call)
-            with self.lock:
-                self._do(self.log.answered(oldest, call.worker, answer))
-        with self.lock:
-            self._do(self.log.timed_out(oldest))
+                self._do(self.log.timed_out(oldest))
 
     def _await_given_up(self, limit: float | None, late: PendingCommand | None = None) -> None:
         calls = list(self.log.unanswered)
