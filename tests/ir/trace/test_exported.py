@@ -65,16 +65,15 @@ class Called(nn.Module):
         return self.model(*args, **self.kwargs)
 
 
-@pytest.mark.parametrize("with_example", [True, False])
 @pytest.mark.parametrize(
-    "case, training",
+    "case, training, with_example",
     [
-        ("language", True),
-        ("normed", True),
-        ("normed", False),
-        ("counted", True),
-        ("classifier", True),
-        ("classifier", False),
+        ("language", True, True),
+        ("normed", True, False),
+        ("normed", False, True),
+        ("counted", True, False),
+        ("classifier", True, True),
+        ("classifier", False, False),
     ],
 )
 def test_two_steps_are_those_of_the_model_and_of_the_program(case, training, with_example):
