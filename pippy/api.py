@@ -22,9 +22,9 @@ from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.cut.params import MultiUseParameterConfig
 from pippy.ir.loss.loss_wrappers import LossWrapper, TrivialLossWrapper
 from pippy.ir.pipe import Pipe, verify
+from pippy.ir.run.computed_again import is_checkpointing, is_recomputing
 from pippy.ir.run.keyed_draws import keyed_random
 from pippy.ir.run.layers import LayerSpec, TiedLayerSpec
-from pippy.ir.run.repeated_forward import is_checkpointing, is_recomputing
 from pippy.ir.trace.tracer import PipeTracer
 from pippy.pipeline import pipeline
 from pippy.training.evaluation import evaluate

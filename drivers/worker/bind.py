@@ -25,11 +25,11 @@ from pippy.drivers.protocol.programs import AddProgram
 from pippy.drivers.worker import handlers
 from pippy.drivers.worker.gradients.step_buffers import StepBuffers
 from pippy.drivers.worker.handlers import Bound, Handle
+from pippy.drivers.worker.repeated_forward import RepeatedForward
 from pippy.drivers.worker.stage_call import StageCall
 from pippy.drivers.worker.step_context import Key
 from pippy.ir.base.names import LOSS
 from pippy.ir.run.may_draw import Draws
-from pippy.ir.run.repeated_forward import RepeatedForward
 from pippy.ir.run.stage_draws import stage_draws
 
 

@@ -20,6 +20,7 @@ import torch
 from pippy.drivers.base.errors import PeerLost
 from pippy.drivers.wire.received_values import Interrupted
 from pippy.drivers.worker.halves.split_backward import DeferredGradients
+from pippy.drivers.worker.repeated_forward import cut
 from pippy.drivers.worker.stage_call import StageCall
 from pippy.drivers.worker.step_context import Key, StepContext
 from pippy.ir.base.errors import StageError
@@ -27,7 +28,6 @@ from pippy.ir.base.names import LOSS
 from pippy.ir.base.trees import describe, map_tensors
 from pippy.ir.run.keyed_draws import set_draw_key
 from pippy.ir.run.opaque_values import check_opaque_leaves
-from pippy.ir.run.repeated_forward import cut
 from pippy.ir.run.stage_backward import add_gradients, loss_inside, stage_backward, weighted
 from pippy.ir.run.stage_run import StageRun, as_leaf, run_backward
 

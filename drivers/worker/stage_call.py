@@ -10,11 +10,11 @@ from torch import nn
 from pippy.drivers.protocol.programs import InputIndex
 from pippy.drivers.worker.gradients.step_buffers import StepBuffers
 from pippy.drivers.worker.halves.split_backward import WeightDeferral
+from pippy.drivers.worker.repeated_forward import RepeatedForward
 from pippy.ir.base.trees import map_instances
 from pippy.ir.run.changing_tensors import apart_from, memory_of_layers
 from pippy.ir.run.given_inputs import NamedInputs, check_inputs, check_unchanged, snapshot_of_inputs
 from pippy.ir.run.may_draw import Draws
-from pippy.ir.run.repeated_forward import RepeatedForward
 from pippy.ir.run.stage_draws import drawn_as_whole, seed_whole
 from pippy.ir.run.stage_run import run_stage
 

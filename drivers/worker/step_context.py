@@ -11,10 +11,10 @@ from pippy.drivers.wire.gpu.copies import DeviceCopies
 from pippy.drivers.wire.transport import Transport
 from pippy.drivers.worker.gradients.single_loss import SingleLoss
 from pippy.drivers.worker.halves.split_backward import DeferredGradients
+from pippy.drivers.worker.repeated_forward import Kept
 from pippy.ir.base.trees import map_tensors
 from pippy.ir.batch_norm.step_statistics import StepStatistics
 from pippy.ir.run.keyed_draws import DrawKey, RandomStep
-from pippy.ir.run.repeated_forward import Kept
 from pippy.ir.run.stage_run import StageRun
 
 Key = tuple[str, int]  # a value, by its name and micro-batch

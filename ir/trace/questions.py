@@ -24,7 +24,7 @@ from torch import fx
 from pippy.ir.base import source
 from pippy.ir.base.errors import TracingError
 from pippy.ir.base.node_notes import SOURCE
-from pippy.ir.run import repeated_forward
+from pippy.ir.run import computed_again
 from pippy.ir.trace.refusals import refused
 from pippy.ir.trace.tracing_thread import patched_here
 
@@ -53,7 +53,7 @@ def refusing_to_say_what_runs() -> Iterator[None]:
             f"forward() calls pippy.is_{what}(), which tracing would answer once for every run", sys._getframe(1)
         )
 
-    with patched_here(repeated_forward, "is_now", refuse):
+    with patched_here(computed_again, "is_now", refuse):
         yield
 
 

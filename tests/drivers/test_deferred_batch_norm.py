@@ -15,10 +15,10 @@ import pippy
 from pippy import MicroBatches, pipe_split, pipeline
 from pippy.drivers.base.errors import StepError
 from pippy.drivers.driver.drivers import PipelineDriver, PipelineDriver1F1B, PipelineDriverFillDrain
+from pippy.drivers.worker import repeated_forward
 from pippy.errors import SharedParameterError
 from pippy.ir.pipe import compiled_of
 from pippy.ir.reference import run_microbatches
-from pippy.ir.run import repeated_forward
 from tests.drivers.test_driver import assert_bits
 from tests.ir.cut.test_params import NormTwice
 

@@ -16,11 +16,11 @@ from pippy.drivers.compare.alike import alike
 from pippy.drivers.driver.check.differences import ComparedKey
 from pippy.drivers.driver.check.plain_optimizer import PlainOptimizer
 from pippy.drivers.driver.steps.asked_outputs import model_output
+from pippy.drivers.worker.state.forward_state import Before
 from pippy.ir.base.names import LOSS, named_state
 from pippy.ir.base.trees import children, map_tensors
 from pippy.ir.call.signature import call_signature
 from pippy.ir.record.compiled import Compiled
-from pippy.ir.run.forward_state import Before
 from pippy.ir.run.gradient_hooks import deep_copy
 from pippy.ir.run.stage_backward import loss_inside
 

@@ -1,1 +1,1 @@
-"""A worker's part of a checkpoint, copies for its neighbours, what is held aside, and parameters made in their place."""
+"""The state of a worker: its part of a checkpoint, copies for its neighbours, what is held aside, and parameters made here."""

@@ -7,7 +7,7 @@ from torch import nn
 
 from pippy.drivers.worker.gradients.gradients import Gradients
 from pippy.drivers.worker.gradients.worker_optimizer import WorkerOptimizer
-from pippy.ir.run.forward_state import Before, RandomNumbers
+from pippy.drivers.worker.state.forward_state import Before, RandomNumbers
 
 
 class HeldState:

@@ -9,72 +9,22 @@ fails there. Where the first run changes something that earlier ones did not cha
 graph is kept, as it is where it changes a parameter.
 """
 
-import threading
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Container, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from pippy.drivers.worker.state.forward_state import Before, Change, RandomNumbers, RandomNumbersThen, as_before
 from pippy.ir.base.errors import StageError
 from pippy.ir.base.trees import describe, map_leaves, map_tensors, tensors
-from pippy.ir.run.forward_state import Before, Change, RandomNumbers, RandomNumbersThen, as_before
+from pippy.ir.run.computed_again import said
 from pippy.ir.run.snapshot import Snapshot
 from pippy.ir.run.stage_run import as_leaf
 
 Run = Callable[[tuple[Any, ...]], Any]  # runs the stage on leaves
-
-
-class _Now(threading.local):
-    checkpointing = recomputing = False
-
-
-_now = _Now()
-
-
-def is_checkpointing() -> bool:
-    """Whether this forward keeps its inputs only, and will be computed again (`checkpoint=` of a driver). For your own layers.
-
-    While a model is traced, this is refused: ask in a leaf module.
-
-    >>> is_checkpointing()
-    False
-    """
-    return is_now("checkpointing")
-
-
-def is_recomputing() -> bool:
-    """Whether this forward is computed again, for its backward (`checkpoint=` of a driver). For your own layers.
-
-    A layer that counts its calls should not count this one. While a model is traced, this is refused: ask in a leaf module.
-
-    >>> class Counting(torch.nn.Module):
-    ...     calls = []
-    ...     def forward(self, x):
-    ...         if not is_recomputing():
-    ...             self.calls.append(len(x))
-    ...         return x
-    >>> Counting()(torch.zeros(3)).shape, Counting.calls
-    (torch.Size([3]), [3])
-    """
-    return is_now("recomputing")
-
-
-def is_now(what: str) -> bool:
-    """Whether a forward of this thread is that, "checkpointing" or "recomputing"."""
-    return getattr(_now, what)
-
-
-@contextmanager
-def _said(name: str) -> Iterator[None]:
-    before = getattr(_now, name)
-    setattr(_now, name, True)
-    try:
-        yield
-    finally:
-        setattr(_now, name, before)
 
 
 @dataclass
@@ -115,7 +65,7 @@ class RepeatedForward:
         given = Snapshot(tensors_given, [each for each in tensors_given if known is None or each in known.inputs])
         before = Before(self.modules, None if known is None else known.tensors)
         random, weights = self.random.now(), Snapshot(dict(enumerate(self.parameters)))
-        with _said("checkpointing"):
+        with said("checkpointing"):
             outputs = run(inputs)
         changes, written, complete = before.changes()
         changed = set(given.changed())
@@ -144,7 +94,7 @@ class RepeatedForward:
             if kept.drew is not None:
                 stack.enter_context(kept.drew.in_force())
             stack.enter_context(as_before(kept.changes))
-            stack.enter_context(_said("recomputing"))
+            stack.enter_context(said("recomputing"))
             outputs = run(both)
         self._compare(kept, outputs)
         return outputs
