@@ -11,7 +11,7 @@ _cut.maxstring = _cut.maxother = _MOST // 2
 
 
 def some(texts: Iterable[Any], most: int = 10) -> list[str]:
-    """The first of some texts, each as long as it may be, and how many more there are.
+    """The first ``most`` of some texts, shortened, and the number of the others.
 
     >>> some("abcde", most=2), some("ab", most=2)
     (['a', 'b', 'and 3 more'], ['a', 'b'])

@@ -1,4 +1,4 @@
-"""What torch.compile was called on: a Pipe follows the code inside, and its stages are compiled by a driver's ``compile=``."""
+"""Modules that torch.compile was called on: a Pipe traces the code inside; ``compile=`` of a driver compiles its stages."""
 
 import sys
 from collections.abc import Iterator

@@ -1,10 +1,10 @@
 """The fake tensors that models run on here, which have a shape, a dtype and a device, but no numbers.
 
-Torch finds what an operation gives for them by rules of its own, and some rules refuse what the operation takes: those of
-`grouped_mm` know bfloat16 only. Then the operation is called with zeros.
+torch has rules for the results of operations on them. Some rules refuse arguments that the operation takes: the rule of
+`grouped_mm` takes bfloat16 only. Then the operation itself is called, with zeros.
 
     torch.mm(x, w)              the rule of torch
-    grouped_mm(x, w, offs)      float32: the rule fails, the operation does not; so its result is as the real one is
+    grouped_mm(x, w, offs)      float32: the rule fails, and the operation gives the result
     torch.mm(x, w.T)            both fail: the error of the rule
 """
 

@@ -33,11 +33,11 @@ _UNHEARD = 0.05  # seconds
 
 @contextmanager
 def heard() -> Iterator[None]:
-    """Ctrl-C in the block interrupts it, wherever it comes; or, if it was dropped nevertheless, comes at the end of the block.
+    """Inside, Ctrl-C raises KeyboardInterrupt wherever it comes. If it was dropped nevertheless, it raises at the end.
 
-    A fake tensor is asked for its device by code that ends the process if the answer is an exception. When it ends, Python
-    drops what is raised. Code of torch that changes its modes leaves them wrong. In all these places Ctrl-C comes again, a
-    millisecond later. So it does where Python has dropped it.
+    In three places an exception does harm: while torch reads the device of a fake tensor, it ends the process; while an object
+    is deleted, Python drops it; while torch changes its modes, they stay wrong. There Ctrl-C is sent again, a millisecond later.
+    It is sent again, too, if Python has dropped it.
 
     >>> with heard():
     ...     print("can be interrupted")
@@ -71,7 +71,7 @@ def heard() -> Iterator[None]:
 
 
 def _is_dropped(frame: FrameType | None) -> bool:
-    """Whether an exception would not get out of here."""
+    """Whether an exception would be dropped, or do harm, in this frame."""
     if (
         frame is not None and frame.f_code.co_qualname == "count.<locals>.wrapper"
     ):  # before a fake tensor's own function
@@ -90,7 +90,7 @@ def _is_dropped(frame: FrameType | None) -> bool:
 
 
 class _Unraisable:
-    """A hook for what Python drops: Ctrl-C comes again. What ends may be any library's, and its names are not known here."""
+    """The hook for exceptions that Python drops: it sends Ctrl-C again. Objects of any library may drop one at their end."""
 
     def __init__(self) -> None:
         self.before = sys.unraisablehook
@@ -103,9 +103,9 @@ class _Unraisable:
 
 
 def come_again() -> None:
-    """Have Ctrl-C come again, a millisecond later, or when it will not be dropped. For the main thread.
+    """Send Ctrl-C again, a millisecond later, or later if it would be dropped. Only the main thread calls this.
 
-    The hook for what is dropped stays: nobody knows when Ctrl-C has got out.
+    The hook for dropped exceptions stays, as nothing tells when Ctrl-C was raised in the end.
 
     >>> try:
     ...     come_again()
@@ -146,8 +146,8 @@ def _interrupt_soon() -> None:
 class _Heard:
     """How often the handlers of this module were called.
 
-    Python notes a signal, and calls the handler later. If the main thread begins to sleep in between, it sleeps on: the signal
-    is sent again until it is heard. Nothing is sent once it is, as that would be a second Ctrl-C.
+    Python notes a signal, and calls the handler later. If the main thread begins to sleep in between, it does not wake up. So
+    the signal is sent again until the handler is called, and not after that, as it would be a second Ctrl-C.
     """
 
     def __init__(self) -> None:
@@ -155,12 +155,12 @@ class _Heard:
         self._turn = threading.RLock()  # the handler may interrupt itself
 
     def note(self) -> None:
-        """A handler is called."""
+        """Note that a handler was called."""
         with self._turn:
             self.times += 1
 
     def send_unless(self, times: int) -> bool:
-        """Send Ctrl-C if none was heard since then. Returns whether it is to be sent again if nobody hears it."""
+        """Send Ctrl-C if no handler was called since ``times`` calls. Returns whether to try again."""
         with self._turn:
             main, handler = threading.main_thread().ident, signal.getsignal(signal.SIGINT)
             if self.times != times or main is None or not callable(handler):

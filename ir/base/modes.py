@@ -9,8 +9,8 @@ class ModelModes:
     """How a model and its graph depend on the mode. True is training, as in `model.train(True)`.
 
     ``traced`` has the flags that forward reads, by the path of the module, as they were when it was traced. ``refused`` has
-    the modes in which the graph is not right, each with the line from which the model does something else. ``after`` has, for
-    each mode, the flags that `model.train(mode)` sets to the opposite, which takes a module with a `train` of its own.
+    the modes in which the graph is wrong, each with the line where the model does something else. ``after`` has, for each mode,
+    the flags that `model.train(mode)` sets to the opposite; only a module with a `train` of its own does that.
 
     >>> modes = ModelModes(traced={"": True, "head": True}, refused={False: "net.py:3, in forward"})
     >>> modes.mode_of({"": False, "head": False})
@@ -26,7 +26,7 @@ class ModelModes:
         return self.after.get(mode, {}).get(path, mode)
 
     def mode_of(self, flags: Mapping[str, bool]) -> bool | None:
-        """The mode whose flags these are, of all that forward reads; None if it is neither."""
+        """The mode to which all these flags belong, of those that forward reads; None if some belong to another."""
         for mode in (True, False):
             if all(flags.get(path) == self.flag(path, mode) for path in self.traced):
                 return mode

@@ -1,8 +1,7 @@
 """Qualified names: a stage's names for tensors and modules, and the user's names for them.
 
-In a stage they have the user's names, after the name of the stage: ``lin.weight`` of the model is ``submod_1.lin.weight``
-of the Pipe. If the first part of a name is one that a graph module needs for itself (``graph``, ``code``, …), a ``_`` is
-added to it.
+A name in a Pipe is the name of the stage and the user's name: ``lin.weight`` of the model is ``submod_1.lin.weight`` there. If a
+graph module needs the first part of a name for itself (``graph``, ``code``, …), a ``_`` is added to this part.
 """
 
 import re
@@ -112,7 +111,7 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
 
 
 def named_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """All parameters and buffers with their names; a tensor with several names is there once for each."""
+    """All parameters and buffers with their names; a tensor with several names comes once for each."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 

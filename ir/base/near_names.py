@@ -1,11 +1,11 @@
-"""What a user may have meant by a name that does not exist. Without torch, so that every layer can use it."""
+"""Advice for a name that does not exist: the known names that are like it. Every layer can use this, as it needs no torch."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 
 def near_names(name: object, known: Iterable[str], *, most: int = 3, cutoff: float = 0.4) -> list[str]:
-    """The known names that are like ``name``, the nearest first. ``cutoff`` says how like: 1 for the same name.
+    """The known names that are like ``name``, the nearest first. ``cutoff`` is the least likeness; 1 is that of equal names.
 
     >>> near_names("lin.wieght", ["lin.weight", "lin.bias", "norm"])
     ['lin.weight', 'lin.bias']

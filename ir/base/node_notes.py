@@ -1,4 +1,4 @@
-"""What is noted at the nodes of a graph, in `node.meta`: each key, the type of its value, and what it says.
+"""The notes at the nodes of a graph, in `node.meta`: each key, the type of its value, and its meaning.
 
 Nothing else reads or writes `node.meta` (tests/ir/test_node_notes.py). The nodes of a stage keep SOURCE and MODULE_PATH only.
 
@@ -32,7 +32,7 @@ NoteContent = TypeVar("NoteContent")
 
 
 class NodeNote(Generic[NoteContent]):
-    """A key of `node.meta`, with the value that a node has without the note, if it has one.
+    """A key of `node.meta`, and the default value for nodes without it, if there is a default.
 
     >>> node = fx.Graph().placeholder("x")
     >>> GRADIENTS_OFF.of(node), STAGE.get(node)
@@ -46,20 +46,20 @@ class NodeNote(Generic[NoteContent]):
         self.key, self.default = key, default
 
     def of(self, node: fx.Node) -> NoteContent:
-        """What is noted at a node, or the default. Without both it is a `KeyError`."""
+        """The value at a node, or the default. Raises a `KeyError` if there is neither."""
         found: NoteContent = node.meta[self.key] if self.key in node.meta or not self.default else self.default[0]
         return found
 
     def get(self, node: fx.Node) -> NoteContent | None:
-        """What is noted at a node, or None."""
+        """The value at a node, or None."""
         return node.meta.get(self.key)
 
     def is_at(self, node: fx.Node) -> bool:
-        """Whether it is noted at a node."""
+        """Whether a node has the note."""
         return self.key in node.meta
 
     def put(self, node: fx.Node, value: NoteContent) -> None:
-        """Note it at a node."""
+        """Give a node the note."""
         node.meta[self.key] = value
 
 
@@ -83,7 +83,7 @@ _PLACE: tuple[NodeNote[Any], ...] = (SOURCE, MODULE_PATH)
 
 
 def place_of(node: fx.Node) -> dict[str, Any]:
-    """Where the user's model has a node, as plain data: the notes that the nodes of a stage keep, also in a pickle."""
+    """The place of a node in the user's model, as plain data: the notes that nodes of a stage have, also after pickling."""
     return {note.key: note.of(node) for note in _PLACE if note.of(node)}
 
 

@@ -77,7 +77,7 @@ def name_of(operation: Callable[..., Any] | str) -> str:
 
 
 def is_in_place(operation: Callable[..., Any] | str) -> bool:
-    """Whether an operation changes its first argument, and returns that, by the name of the operation.
+    """Whether an operation changes its first argument in place and returns it, by the name of the operation.
 
     >>> import operator
     >>> is_in_place(operator.iadd), is_in_place("add_"), is_in_place("add")
@@ -97,7 +97,7 @@ def _operator(operation: Callable[..., Any] | str) -> str | None:
 
 
 def effect_of(operation: Callable[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Effect | None:
-    """What the call of a function, or of a method by its name, changes and shares; None if nobody knows.
+    """What the call of a function, or of a method by its name, changes and shares; None if it is not known.
 
     >>> effect_of("detach", ("x",), {}), effect_of(torch.relu_, ("x",), {})
     (Effect(changed=[], shared=['x']), Effect(changed=['x'], shared=['x']))
@@ -156,7 +156,7 @@ def torch_module_draws(module: nn.Module) -> bool:
 
 @cache
 def draws(operation: Any) -> bool:
-    """Whether an operator, or what torch has by a name, draws random numbers.
+    """Whether an operator, or the function of torch with a name, draws random numbers.
 
     >>> draws(torch.ops.aten.bernoulli.p), draws("bernoulli_"), draws("relu")
     (True, True, False)
@@ -169,7 +169,7 @@ def draws(operation: Any) -> bool:
 
 
 def overloads_of(operator: Any) -> list[torch._ops.OpOverload]:
-    """The overloads of an operator of torch; of one overload, that."""
+    """The overloads of an operator of torch. Of an overload, it alone."""
     if isinstance(operator, torch._ops.OpOverload):
         return [operator]
     return [getattr(operator, name) for name in operator.overloads()]
@@ -191,7 +191,7 @@ def drops_nothing(function: Callable[..., Any], args: Sequence[Any], kwargs: Map
 
 @dataclass(frozen=True)
 class _Argument:
-    """What a schema says of one argument."""
+    """One argument of a schema."""
 
     name: str
     kwarg_only: bool

@@ -1,4 +1,4 @@
-"""Where a word belongs that a call does not take: to another of pippy's calls, or it is misspelt. Public calls note theirs."""
+"""Advice for a word that a call does not take: another call takes it, or it is misspelt. Public calls note their words."""
 
 from collections.abc import Collection, Iterable, Mapping
 
@@ -19,7 +19,7 @@ def place_words(usage: str, words: Iterable[str]) -> None:
 
 
 def hint(word: str, own: Collection[str]) -> str:
-    """What to do about a word that a call does not take, which takes those of ``own``; empty if that is not known.
+    """The advice for a word that a call with the words ``own`` does not take; empty if there is none.
 
     >>> place_words("sew(pieces, x)", ["pieces", "buttonholes"])
     >>> hint("pieces", ["x"]), hint("butonholes", ["x"])
@@ -44,7 +44,7 @@ def hints(words: Iterable[str], own: Collection[str]) -> str:
 
 
 def refuse_words(call: str, given: Mapping[str, object], own: Collection[str], unless_known: bool = False) -> None:
-    """Raise if a call is given words that are not among its own. With ``unless_known`` only for those of which a hint is known.
+    """Raise if a call gets words that are not its own. With ``unless_known``, only for words with a hint.
 
     >>> refuse_words("make", {"sise": 3}, ["size"])
     Traceback (most recent call last):

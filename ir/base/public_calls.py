@@ -1,4 +1,4 @@
-"""What public calls have in common: arguments that do not fit are told with the place where they belong, or their spelling.
+"""Errors of public calls: for an argument that does not fit, they name the call that takes it, or the right spelling.
 
 `placing_words` is a decorator, of a function or of a class with all its public methods. It does nothing unless Python refuses
 the arguments: then it raises an `InputError` in place of Python's TypeError.
@@ -21,10 +21,10 @@ _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 def placing_words(
     usage: str = "", methods: dict[str, str] | None = None, owner: str = "", more: Iterable[str] = ()
 ) -> Callable[[_Call], _Call]:
-    """The decorator. ``usage`` is how one writes a call of the function, or of the class; ``methods`` have theirs.
+    """The decorator. ``usage`` is the text of a call of the function, or of the class; ``methods`` has the texts of methods.
 
-    Errors of other calls name those with a usage as the places where a word belongs. ``owner`` is what an object of the class
-    is called, and ``more`` are words that the call takes without naming them.
+    Errors of other calls advise a call with a usage if it takes the word. ``owner`` is the usual name for an object of the
+    class, and ``more`` are words that the call takes without naming them.
 
     >>> @placing_words("area(width)")
     ... def area(width, *, height=1):
@@ -68,7 +68,7 @@ def takes_any(call: Callable[..., Any]) -> bool:
 def check_words(
     call: str, given: dict[str, Any], callee: Callable[..., Any], own: Collection[str] = (), filled: str = ""
 ) -> None:
-    """Raise if what is passed on to ``callee`` has words that it does not take, or that is ``filled`` by the call already.
+    """Raise if words that are passed on to ``callee`` are not taken by it, or are ``filled`` by the call already.
 
     ``own`` are the words of the call itself.
     """
@@ -116,7 +116,7 @@ def _unfit(signature: inspect.Signature, label: str, usage: str, args: Any, kwar
 
 
 def misfits(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """All that is wrong with the arguments of a call, of which Python tells the first; empty if that is something else.
+    """All faults of the arguments of a call, where Python names only the first; empty if it finds another kind of fault.
 
     >>> misfits(inspect.signature(lambda x, mask, *, scale: 0), (1,), {"masks": 2, "scales": 3})
     "missing required arguments: 'mask', 'scale'; got unexpected keyword arguments 'masks', 'scales'"

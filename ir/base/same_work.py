@@ -34,7 +34,7 @@ _OF_STATE_DICTS = frozenset(
 
 
 class _NoKey(Exception):
-    """Something may do other work each time."""
+    """Raised for an operation that may do other work each time."""
 
 
 def work_of(target: Callable[..., Any] | str | nn.Module, args: Any, kwargs: Any) -> Hashable | None:
@@ -58,7 +58,7 @@ def work_of(target: Callable[..., Any] | str | nn.Module, args: Any, kwargs: Any
 
 
 def tensor_key(tensor: torch.Tensor) -> Hashable:
-    """All that an operation can know of a tensor but its numbers. Raises if that is not all."""
+    """All of a tensor that an operation can depend on, but its numbers. Raises if there may be more."""
     if type(tensor) not in _TENSORS or tensor.layout is not torch.strided or tensor.is_quantized:
         raise _NoKey
     return (

@@ -1,4 +1,4 @@
-"""Sparse tensors: the plain tensors that they are made of, and what torch has for plain tensors only.
+"""Sparse tensors: the plain tensors that they are made of, and functions that torch has for plain tensors only.
 
 | layout                  | parts                                        | rows that can be cut           |
 |-------------------------|----------------------------------------------|--------------------------------|
@@ -18,7 +18,7 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class SparseForm(NamedTuple):
-    """All of a sparse tensor but its parts. ``coalesced`` is None where the layout does not know the word."""
+    """All of a sparse tensor but its parts. ``coalesced`` is None for layouts other than COO."""
 
     layout: torch.layout
     shape: torch.Size
@@ -65,12 +65,12 @@ def from_parts(form: SparseForm, parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def plain_parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The parts of a sparse tensor, and any other tensor itself: what takes memory."""
+    """The tensors that take the memory of a tensor: the parts of a sparse one, and any other itself."""
     return form_and_parts(tensor)[1] if is_sparse(tensor) else (tensor,)
 
 
 def map_stored(function: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    """A function of all values of a tensor; of a sparse one, of those that it stores."""
+    """Apply a function to all values of a tensor; of a sparse tensor, to those that it stores."""
     if not is_sparse(tensor):
         return function(tensor)
     form, (*indices, values) = form_and_parts(tensor)

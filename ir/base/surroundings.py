@@ -1,4 +1,4 @@
-"""What surrounds a call in the user's process and bears on its numbers: the workers follow it, or the call is refused.
+"""The surroundings of a call: what in the user's process changes its numbers. The workers follow it, or the call is refused.
 
 `TABLE` has a row for each:
 
@@ -34,7 +34,7 @@ class ProcessSetting:
 
 @dataclass(frozen=True)
 class Entered:
-    """Something of the calling thread. ``enter`` makes the same on a worker: it is given what was read, and the device."""
+    """A context of the calling thread. ``enter`` makes the same context on a worker, from what was read and the device."""
 
     name: str
     read: Callable[[], Any]
@@ -43,7 +43,7 @@ class Entered:
 
 @dataclass(frozen=True)
 class Refused:
-    """Something that cannot go to the workers. ``read`` says whether it is in force."""
+    """A context or mode that workers cannot follow. ``read`` says whether it is in force."""
 
     name: str
     read: Callable[[], Any]
@@ -259,7 +259,7 @@ class Surroundings:
 
     @staticmethod
     def current() -> "Surroundings":
-        """What surrounds this call."""
+        """The surroundings of this call."""
         return Surroundings(tuple([row.read() for row in SETTINGS]), tuple([row.read() for row in ENTERED]))
 
     def set_process(self) -> None:
@@ -269,7 +269,7 @@ class Surroundings:
                 row.write(value)
 
     def changed_settings(self) -> list[str]:
-        """The names of the settings that are not so in this process."""
+        """The names of the settings that are different in this process."""
         return [row.name for row, value in zip(SETTINGS, self.settings, strict=True) if row.read() != value]
 
     @contextmanager
@@ -291,9 +291,9 @@ class Surroundings:
 
 
 class ChangesInForward:
-    """Says which rows of the table are not as they were when this was made: a graph that is traced would lose them.
+    """Finds the rows of the table that have changed since this was made: a traced graph would not have these changes.
 
-    Gradient modes, default devices and what is said of checkpointed parts do not count: they are recorded.
+    Gradient modes, default devices and settings of checkpointed parts are not counted, as tracing records them.
     """
 
     ROWS = [row for row in TABLE if row.name not in _RECORDED]

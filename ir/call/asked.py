@@ -1,4 +1,4 @@
-"""What Python was told of the inputs while forward was traced. It is checked before a call runs, or sends anything.
+"""Checks of inputs: what Python read of them while forward was traced must be the same in each call, before it runs.
 
 forward                         the graph                       checked before the call
 ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -15,7 +15,7 @@ from torch import fx
 
 @dataclass(frozen=True)
 class InputChecks:
-    """Nodes that compute what was told of inputs, and check it: plain data, in order.
+    """Nodes that compute what Python read of inputs, and check it: plain data, in order.
 
     ``steps`` has for each its name, its function and its arguments, in which a `ValueReference` is an input or an earlier step.
     """
@@ -23,7 +23,7 @@ class InputChecks:
     steps: tuple[tuple[str, Callable[..., Any], Any, Any], ...] = ()
 
     def inputs(self) -> list[str]:
-        """The names of the inputs that are looked at."""
+        """The names of the inputs that are checked."""
         steps, found = {name for name, *_ in self.steps}, dict[str, None]()
 
         def note(argument: Any) -> Any:

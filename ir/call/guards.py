@@ -1,12 +1,12 @@
-"""What was fixed when a model was traced, and is checked at each call.
+"""What was fixed when a model was traced; each call is checked for it.
 
                                             of an example                       of a program of torch.export
     ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
     kinds       of the arguments            classes, numbers of dimensions      these, dtypes, sizes, and constants
-    asked       of inputs, by forward       values that Python was told         none
+    asked       of inputs, by forward       values that Python has read         none
     conditions  on sizes                    none                                as torch writes them: x.size()[1] > 3
 
-Kinds are those of a whole call; the rest is checked for each micro-batch. Sizes stay free, as far as forward has not asked.
+Kinds are checked for the call, the others for each micro-batch. Sizes are free, unless forward has read them.
 """
 
 import math
@@ -28,7 +28,7 @@ OF_AN_EXAMPLE = "make another Pipe with this call for its example"
 
 @dataclass(frozen=True)
 class Condition:
-    """What must hold of the sizes of inputs, as torch writes it.
+    """A condition on the sizes of inputs, as torch writes it.
 
     >>> condition = Condition("L['x'].size()[0] >= 4")
     >>> condition.names, condition.holds({"x": torch.ones(3)})
@@ -56,11 +56,11 @@ class Condition:
 class Guards:
     """What each call must have in common with the example.
 
-    ``kinds`` are those of the arguments, by their names. ``dtypes`` has those of the model's parameters and buffers, by their
-    names, if they are written into the graph. ``one`` has pairs of inputs that must be one object, ``different`` those that
-    must be two: forward asks by `is`. ``flags`` has the defaults of inputs that are True or False, where no example says more;
-    ``other_than`` has the defaults that forward asks for by `is`, and that inputs must not be.
-    ``remedy`` says how to have others.
+    ``kinds`` are the kinds of the arguments, by name. ``dtypes`` are those of the model's parameters and buffers, by name, if
+    the graph depends on them. ``one`` has pairs of inputs that must be one object, and ``different`` pairs that must be two, as
+    forward compares them by `is`. ``flags`` has the defaults of inputs that are True or False, if there is no example.
+    ``other_than`` has defaults that forward compares with by `is`, and that inputs must not be. ``remedy`` is the advice of
+    errors.
     """
 
     kinds: dict[str, ArgumentKind] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Guards:
     remedy: str = OF_AN_EXAMPLE
 
     def other_kinds(self, arguments: Mapping[str, Any], required: Sequence[str] = ()) -> Iterator[str]:
-        """What is wrong with the kinds of a call's arguments, but for those of ``required`` that are None."""
+        """The faults in the kinds of a call's arguments, without those of ``required`` that are None."""
         for name, kind in self.kinds.items():
             if arguments[name] is None and name in required:
                 continue
@@ -132,7 +132,7 @@ class Guards:
 
 
 def differs(path: str, found: str, fixed: str, remedy: str = OF_AN_EXAMPLE) -> str:
-    """What is wrong with an argument that differs from the example."""
+    """The text about an argument that differs from the example."""
     return (
         f"{path} is {found}; in the example that the model was traced with it was {fixed}. The Pipe is only valid "
         f"for that value; pass it, or {remedy}"

@@ -1,4 +1,4 @@
-"""Of what kind a value is: a tensor with so many dimensions, a container of such, a number. Forward is traced for one kind.
+"""The kind of a value: a tensor with so many dimensions, a number, a container of kinds. Forward is traced for one kind.
 
 The kind of an argument of an exported program says more: the dtypes of its tensors, the sizes that are not free, and its
 numbers.
@@ -16,7 +16,7 @@ _FREE = object()  # in place of a constant that may be any of its class
 
 
 class Elsewhere:
-    """Stands for a value that this process does not have. Its kind is checked where it is.
+    """Stands for a value that this process does not have. Its kind is checked in the process that has it.
 
     >>> list(kind_of(torch.ones(2)).differences(Elsewhere(), "x"))
     []
@@ -25,7 +25,7 @@ class Elsewhere:
 
 @dataclass(frozen=True)
 class KindDifference:
-    """Where a value is of another kind: the way there, what is there, and what should be."""
+    """A difference of kinds: its path in the value, what is there, and what should be there."""
 
     path: str
     found: str
@@ -59,7 +59,7 @@ class TensorKind:
 
 @dataclass(frozen=True)
 class ConstantKind:
-    """What is no tensor and holds none: of a class, or with a value."""
+    """A value without tensors: of a class, or equal to one value."""
 
     of_class: type
     value: Any = _FREE
@@ -82,7 +82,7 @@ class ConstantKind:
 
 @dataclass(frozen=True)
 class ContainerKind:
-    """A container. ``parts`` has the kinds of what it holds, by the way there: ``['ids']``, ``[0]``, ``.loss``."""
+    """A container. ``parts`` has the kinds of its items, by their paths: ``['ids']``, ``[0]``, ``.loss``."""
 
     of_class: type
     parts: dict[str, "ArgumentKind"]
@@ -115,7 +115,7 @@ ArgumentKind = TensorKind | ConstantKind | ContainerKind
 
 
 class InPieces:
-    """What stands for a value in pieces, one for each micro-batch: ``values``. Each is of the kind of the value."""
+    """A value in pieces, one for each micro-batch: ``values``. Each is of the kind of the value."""
 
     values: tuple[Any, ...]
 
@@ -158,19 +158,19 @@ def kind_of(
 
 
 def tensor_kinds(kind: ArgumentKind) -> list[TensorKind]:
-    """Those of all tensors in a value of a kind."""
+    """The kinds of all tensors in a value of this kind."""
     if isinstance(kind, ContainerKind):
         return [each for part in kind.parts.values() for each in tensor_kinds(part)]
     return [kind] if isinstance(kind, TensorKind) else []
 
 
 def items_by_path(container: Any) -> dict[str, Any]:
-    """What a container holds, by the way there."""
+    """The items of a container by their paths in it."""
     return dict(zip(steps(container), children(container) or ()))
 
 
 def leaves_by_path(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves of values, by the name of each and the way into it.
+    """The leaves of named values, by the name and the path in the value.
 
     >>> leaves_by_path({"x": 1, "batch": {"ids": (2, 3)}})
     {'x': 1, "batch['ids'][0]": 2, "batch['ids'][1]": 3}

@@ -1,4 +1,4 @@
-"""How a model is called: what the arguments of a call are bound to. What was traced has it, and what was compiled."""
+"""How a model is called: what the arguments of a call are bound to. `Traced` and `Compiled` are such."""
 
 import inspect
 from abc import ABC, abstractmethod

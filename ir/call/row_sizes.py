@@ -41,9 +41,9 @@ class RowSize:
 
 @dataclass(frozen=True)
 class RowDim:
-    """The dimension of a tensor that has its rows, or as many values for each row.
+    """The dimension of a tensor in which its rows are, or as many values for each row.
 
-    ``counted``: it depends on the number of rows, and not on what they hold. For fewer rows it has the first of its values.
+    With ``counted``, it depends on the number of rows, and not on their values: for fewer rows it has the first of its values.
     """
 
     dim: int
@@ -51,9 +51,9 @@ class RowDim:
 
 
 def compare_rows(first: Any, second: Any, rows: int, more: int, counted: bool) -> Any:
-    """What a value that is ``first`` for ``rows`` rows and ``second`` for ``more`` has of them: as above, for each part of it.
+    """How a value depends on the rows, which is ``first`` for ``rows`` rows and ``second`` for ``more``: see the table above.
 
-    ``counted``: it does not depend on what the rows hold.
+    With ``counted``, it does not depend on the values of the rows.
 
     >>> compare_rows((20, 16), (25, 16), 4, 5, counted=True)
     (RowSize(each=5, rest=0), None)
@@ -91,7 +91,7 @@ def items_of(value: Any) -> Sequence[Any] | None:
 
 
 def dims_of(found: Any, value: Any) -> Iterator[RowDim | _Unsure | None]:
-    """For each leaf of the value where its rows are, None if it has none."""
+    """For each leaf of the value the dimension of its rows; None if it has none."""
     if isinstance(found, tuple) and children(value) is not None:
         for each, item in zip(found, children(value) or ()):
             yield from dims_of(each, item)

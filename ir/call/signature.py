@@ -71,7 +71,7 @@ def bind(pipe: ModelCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dic
 
 
 def _check_unpacked(pipe: ModelCall, arguments: Mapping[str, Any]) -> None:
-    """Refuse a dict of arguments, as a tokenizer gives, in the place of one of them."""
+    """Refuse a dict of all arguments, as a tokenizer gives, in the place of one argument."""
     for name, kind in pipe.guards.kinds.items():
         given = arguments.get(name)
         if isinstance(given, Mapping) and name in given and any(kind.differences(given, name)):
@@ -117,7 +117,7 @@ def _other_constants(pipe: ModelCall, arguments: Mapping[str, Any]) -> Iterator[
 
 
 def _is_own_default(pipe: ModelCall, name: str) -> bool:
-    """Whether a constant is a default of a class of the user's, which says that the argument is left out."""
+    """Whether a constant is a default that stands for an argument left out: an object of a class of the user's."""
     fixed = pipe.concrete_args[name]
     plain = fixed is None or isinstance(fixed, (bool, int, float, str))
     return not plain and fixed is pipe.signature.parameters[name].default

@@ -1,4 +1,4 @@
-"""What the loss's target is called, as an input of a Pipe."""
+"""The name of the loss's target among the inputs of a Pipe."""
 
 from collections.abc import Collection
 from itertools import count

@@ -15,11 +15,11 @@ from pippy.drivers.wire.pickling import pickle_message, unpickle
 
 
 class FarPeers:
-    """Connects worker ``index`` with its ``peers`` of other hosts, whose names for RPC ``name`` gives.
+    """Connects worker ``index`` with its ``peers`` of other hosts. ``name`` gives their names for RPC.
 
-    ``address`` is the one of this host that the others reach; without it there are no connections. ``take`` gets each
-    connection, with the peer's number. What cannot be connected goes by RPC, and standard error says why. Neither method
-    takes longer than ``timeout``.
+    ``address`` is the address by which others reach this host; without it there are no connections. ``take`` gets each
+    connection, with the peer's number. Values for a peer that cannot be connected go by RPC, and standard error says why.
+    Neither method takes longer than ``timeout``.
 
     >>> FarPeers(0, str, [1], None, 5.0, print).invite(1)
     """
@@ -39,7 +39,7 @@ class FarPeers:
         self._dialled: set[int] = set()
 
     def invite(self, guest: int) -> Invitation | None:
-        """Open a door for a peer, and return where it is; None if there can be none."""
+        """Open a door for a peer, and return its place; None if it cannot be opened."""
         if self.address is None:
             return None
         # RPC connects with the first call. Where that has no free descriptor, torch ends the process: not later, with a value.
@@ -47,7 +47,7 @@ class FarPeers:
         return open_door(self.address, partial(self.take, guest), 2 * self.within, self.silence)
 
     def dial(self, peer: int) -> None:
-        """Get a connection with a peer, unless there is one, or there can be none."""
+        """Connect with a peer, unless that is done, or cannot be done."""
         with self._lock:
             if self.address is None or peer in self._dialled:
                 return

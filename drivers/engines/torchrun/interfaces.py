@@ -1,4 +1,4 @@
-"""Which network interface of this host leads to the others, and which address the others reach it by."""
+"""The network interface of this host that leads to the others, and the address by which the others reach it."""
 
 import os
 import socket
@@ -21,7 +21,7 @@ _REQUESTS = 512
 
 @dataclass(frozen=True)
 class NetworkInterface:
-    """A network interface, and the address of this host there; None where it is not known.
+    """A network interface, and the address of this host on it; None if it is not known.
 
     >>> link_named("lo")
     NetworkInterface(interface='lo', address='127.0.0.1')
@@ -56,7 +56,7 @@ def link_of_rank(rank_info: RankInfo) -> tuple[NetworkInterface, str]:
 
 
 def addresses() -> list[tuple[str, str]]:
-    """The interfaces of this host with their addresses, those of IPv4 first; none of IPv6 that are for one link only.
+    """The interfaces of this host with their addresses, IPv4 first, without IPv6 addresses that are valid on one link only.
 
     >>> ("lo", "127.0.0.1") in addresses()
     True
@@ -65,7 +65,7 @@ def addresses() -> list[tuple[str, str]]:
 
 
 def chosen() -> tuple[str, str] | None:
-    """The environment variable that names an interface, and the name: the first one, where gloo takes several."""
+    """The environment variable that names an interface, and the name; the first one if there are several, as for gloo."""
     for variable in CHOSEN_BY:
         if name := os.environ.get(variable, "").partition(",")[0].strip():
             return variable, name

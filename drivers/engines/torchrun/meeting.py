@@ -1,4 +1,4 @@
-"""How the ranks that torchrun has started meet: what each is to know of the others, before RPC connects them."""
+"""How the ranks that torchrun has started meet: they tell each other where they are, before RPC connects them."""
 
 import os
 import socket
@@ -36,17 +36,17 @@ _kept: list[Store] = []
 
 @dataclass
 class Meeting:
-    """What a rank knows once all have met.
+    """What a rank knows after all ranks have met.
 
     Attributes:
         addresses: where each worker is.
         routes: how values go between each two.
-        sockets: this rank's sockets to the first rank of its host, if values go through shared memory anywhere near: for
-            messages, and for urgent ones.
+        sockets: this rank's sockets to the first rank of its host, if they share memory: one for messages, and one for urgent
+            messages.
         connections: if this is the first rank of its host, its connections to the workers there.
         near: the workers that these connections reach.
         link: the network interface of this host on which this rank listens.
-        number: how many meetings there were at this store before: torchrun may keep it when it starts the ranks again.
+        number: how many meetings there were at this store before: torchrun may use one store for several starts of the ranks.
     """
 
     addresses: list[Address]
@@ -67,9 +67,9 @@ def meet(
     trouble: str = "",
     device: str = "cpu",
 ) -> Meeting:
-    """Meet the other ranks at torchrun's store, and get sockets to those of this host, unless all is to go by RPC.
+    """Meet the other ranks at torchrun's store, and get sockets to those of this host, unless ``transport`` is RPC.
 
-    ``link`` is the interface that leads to MASTER_ADDR; ``trouble`` says why this rank cannot join, which then all raise.
+    ``link`` is the interface that leads to MASTER_ADDR. ``trouble`` says why this rank cannot join; then all ranks raise it.
     The worker of this rank computes on ``device``.
     """
     try:
@@ -152,7 +152,7 @@ def _no_store(rank_info: RankInfo, error: Exception) -> str:
 
 
 def _number_of_meeting(store: Store, rank_info: RankInfo) -> int:
-    """How many meetings of these ranks there were at a store: what is left of them there must not be read again."""
+    """The number of earlier meetings at a store. What they have written there must not be read again."""
     if os.environ.get("LOCAL_WORLD_SIZE") == str(rank_info.world_size):  # one agent of torchrun, which counts restarts
         return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     return int(store.add(f"pippy meetings of rank {rank_info.rank}", 1)) - 1

@@ -1,11 +1,11 @@
 """The ranks of one host find each other: each gets two sockets to the first of them, which can make more.
 
-    each rank       writes its host on the board: those with equal ones are to be neighbours
+    each rank       writes its host on the board: ranks with the same host may be neighbours
     the first rank  opens a door (doors.py)
-    the others      hand over one end of two sockets there, and memory that both are to see, and write that they have
-    the first rank  takes what has come, closes the door, and writes of which rank nothing has, and why
+    the others      hand over one end of two sockets there, and memory that both must see, and write that this is done
+    the first rank  takes what has come, closes the door, and writes which ranks have not come, and why
 
-A rank whose sockets have not come has no neighbours, and is reached by RPC. When this is over no rank listens.
+A rank whose sockets have not come has no neighbours, and is reached by RPC. In the end no rank listens.
 """
 
 import os
@@ -27,10 +27,10 @@ _GREETING = struct.Struct("<I32s")  # a rank, and what the memory beside it begi
 
 @dataclass
 class Neighbours:
-    """The ranks in ``groups`` of which each shares memory, and the sockets of this rank.
+    """The groups of ranks that share memory, and the sockets of this rank.
 
-    The first rank of a group has ``ends`` of sockets to the others, which have the other ends as their ``own``. ``reasons``
-    says of a rank that is alone why it could not join the others of its host.
+    The first rank of a group has the ``ends`` of sockets to the others, and these have the other ends as their ``own``. For a
+    rank that is alone, ``reasons`` says why it could not join the others of its host.
 
     >>> Neighbours(((0, 1), (2,))).of(1)
     (0, 1)
@@ -47,9 +47,9 @@ class Neighbours:
 
 
 def this_host() -> str:
-    """Equal in processes that may find each other by the names of files and share memory, which is then tried.
+    """A text that is equal in processes that seem to be on one host: they see the same files, and may share memory.
 
-    The environment variable PIPPY_HOST tells apart processes that are to be taken for several hosts.
+    The environment variable PIPPY_HOST makes processes of one host count as several hosts.
     """
     mounts = ""
     with suppress(OSError):
@@ -62,7 +62,7 @@ def this_host() -> str:
 
 
 def apart(ranks: int) -> Neighbours:
-    """No rank has neighbours: all are to be reached by RPC.
+    """The result without neighbours: all ranks are reached by RPC.
 
     >>> apart(2).groups
     ((0,), (1,))
@@ -89,7 +89,7 @@ def meet_neighbours(board: RankBoard, hosts: Sequence[str]) -> Neighbours:
 
 
 def two_pairs() -> tuple[SocketPair, SocketPair]:
-    """The two ends of two sockets, which only those can use to whom they are handed."""
+    """The two ends of two sockets. Only processes that get an end can use it."""
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
     return (pairs[0][0], pairs[1][0]), (pairs[0][1], pairs[1][1])
 
@@ -110,7 +110,7 @@ def _without(groups: Sequence[Sequence[int]], alone: Mapping[int, str]) -> tuple
 
 
 def _welcome(board: RankBoard, others: Sequence[int]) -> dict[int, SocketPair]:
-    """Let the others in. Returns the sockets to those that are."""
+    """Accept the others. Returns the sockets to those that have come."""
     came: dict[int, SocketPair] = {}
     refused, why = {}, ""
     with ExitStack() as stack:
@@ -135,7 +135,7 @@ def _welcome(board: RankBoard, others: Sequence[int]) -> dict[int, SocketPair]:
 
 
 def _let_in(door: socket.socket, came: dict[int, SocketPair]) -> str:
-    """Accept all that wait, and take their sockets. Returns why one could not be let in, if so."""
+    """Accept all that wait, and take their sockets. Returns why one could not be accepted, if one could not."""
     why = ""
     while True:
         try:
@@ -153,7 +153,7 @@ def _let_in(door: socket.socket, came: dict[int, SocketPair]) -> str:
 
 
 def _greeted(end: socket.socket) -> tuple[int, SocketPair]:
-    """Who has come in, and its sockets. Raises OSError unless the two processes can share memory."""
+    """The rank that has come, and its sockets. Raises OSError unless the two processes can share memory."""
     check_same_user(end)
     end.setblocking(False)
     packet, descriptors, _, _ = socket.recv_fds(end, _GREETING.size, 3)

@@ -1,4 +1,4 @@
-"""Where each rank writes what the others read: torchrun's store, while a cluster starts."""
+"""A board on which each rank writes for the others while a cluster starts: torchrun's store."""
 
 import json
 import threading
@@ -45,7 +45,7 @@ class RankBoard:
         return [json.loads(self.store.get(key)) for key in keys.values()]
 
     def _wait(self, keys: list[str]) -> None:
-        """Wait on another thread: where torch waits, Ctrl-C is not heard before the end."""
+        """Wait on another thread, as Ctrl-C cannot interrupt torch while it waits."""
         failed: list[Exception] = []
 
         def wait() -> None:

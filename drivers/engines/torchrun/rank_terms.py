@@ -1,7 +1,7 @@
-"""What must be the same on all ranks, and what keeps one from joining. Each rank writes both, so all refuse, and say who.
+"""Checks what must be the same on all ranks. Each rank writes its own, so that all refuse, and name the rank that differs.
 
-Versions differ where one host was updated and another was not; files, where the script was edited on one host alone. Stages are
-sent as they are on rank 0, but what they import is read where they run: other files there would give other numbers.
+Versions differ if one host alone was updated, files if the script was edited on one host alone. Stages are sent as they are on
+rank 0, but the modules that they import are read where they run: other files would give other numbers.
 """
 
 import hashlib

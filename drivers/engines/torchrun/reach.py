@@ -1,7 +1,7 @@
-"""The hosts of a job try to connect with each other before RPC does, which would take long to fail and not say with whom.
+"""Checks that hosts reach each other, before RPC connects: RPC would take long to fail, and would not say which host it was.
 
-The first rank of each host opens a port, and writes where; it connects with those of the others, sends nothing, and writes
-with which it could not. All ranks read that, and all raise if a host is out of reach of another, in one direction or both.
+The first rank of each host opens a port, and writes its address. It connects with the ports of the others, sends nothing, and
+writes which it could not reach. All ranks read that, and raise if a host cannot reach another, in one direction or both.
 """
 
 from collections.abc import Mapping, Sequence
@@ -58,7 +58,7 @@ def check_reach(board: RankBoard, where: Sequence[str], hosts: Sequence[str], ad
 
 
 def out_of_reach(places: Mapping[int, SocketAddress], seconds: float) -> dict[int, str]:
-    """Connect with all of these at once, and with each only for a moment. Returns those that could not be had, and why.
+    """Connect with all of these addresses at once, for a moment. Returns those that cannot be reached, with the reasons.
 
     >>> import socket
     >>> door = socket.create_server(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""The engine of a cluster under torchrun, which has started the processes: they are joined, and told to leave."""
+"""The engine of a cluster under torchrun. The processes run already: the engine joins them, and tells them to leave."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -56,7 +56,7 @@ class TorchrunEngine:
         return self.met.addresses
 
     def deaths(self, wait: float = 0.0) -> Mapping[int, str]:
-        """Nobody says so here."""
+        """Nothing: torchrun does not tell which processes have died."""
         return {}
 
     def replace(self, workers: Iterable[int]) -> Mapping[int, Address]:

@@ -148,11 +148,11 @@ class TorchrunWorker:
             raise OSError("a worker has not taken its earlier sockets, and there is no room for another; try again")
 
     def has_left(self) -> None:
-        """The worker is out of its cluster: what the process does now is the script's own affair, and so is how it ends."""
+        """Note that the worker has left its cluster: from then on the process belongs to the script alone."""
         self.left = True
 
     def _still_here(self) -> None:
-        """End a process whose stage goes on computing. Of one that has left the cluster, say what goes on."""
+        """End the process if its stage goes on computing. If it has left the cluster, say what still runs."""
         who = f"worker {self.name!r} (pid {os.getpid()})"
         if not self.left:
             end_rank(
