@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from pippy.drivers.compare.asked import TrialNotes
+from pippy.drivers.compare.trial_notes import TrialNotes
 from pippy.drivers.protocol.steps import Step
 
 

@@ -16,9 +16,9 @@ from torch import nn
 
 from pippy.drivers.batch.division import Division
 from pippy.drivers.compare.alike import alike
-from pippy.drivers.compare.asked import TrialNotes
 from pippy.drivers.compare.digest import digest, distance, size_of
 from pippy.drivers.compare.tolerance import LEAST, Tolerance, floor_of
+from pippy.drivers.compare.trial_notes import TrialNotes
 from pippy.drivers.protocol.steps import StepResult
 from pippy.drivers.protocol.trials import Purpose, RunTrial, TrialDifference, TrialResult
 from pippy.drivers.worker.gradients.step_buffers import StepBuffers, own_buffers

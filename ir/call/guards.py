@@ -19,7 +19,7 @@ import torch
 
 from pippy.ir.base.errors import InputError
 from pippy.ir.base.trees import describe
-from pippy.ir.call.asked import InputChecks
+from pippy.ir.call.input_checks import InputChecks
 from pippy.ir.call.kinds import ArgumentKind, Elsewhere, InPieces, differences, tensor_kinds
 
 _INPUT = re.compile(r"\bL\['(\w+)'\]")

@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 
 from pippy.ir.base.operations import is_in_place
-from pippy.ir.call.asked import InputChecks, Method, ValueReference
+from pippy.ir.call.input_checks import InputChecks, Method, ValueReference
 from pippy.ir.run.functions import check_fixed
 
 _HOMES = ("_operator", "builtins", "math")

@@ -20,8 +20,8 @@ from pippy.ir.base.marks import (
     split_points,
 )
 from pippy.ir.base.names import named_state
-from pippy.ir.call.asked import InputChecks
 from pippy.ir.call.guards import Guards
+from pippy.ir.call.input_checks import InputChecks
 from pippy.ir.call.kinds import kind_of
 from pippy.ir.cut.assigned_buffers import write_early
 from pippy.ir.cut.views import connect_views

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from pippy.drivers.compare.asked import InputTensor, Question, TrialNotes
+from pippy.drivers.compare.trial_notes import InputTensor, Question, TrialNotes
 from pippy.drivers.driver.check.rows import Edit, TriedRows
 
 

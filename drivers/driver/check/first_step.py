@@ -21,7 +21,7 @@ from pippy.drivers.batch.columns import Column, DivisionOfColumns
 from pippy.drivers.batch.divide_call import guarded_inputs
 from pippy.drivers.batch.division import DividedValue, Division, divided_leaves
 from pippy.drivers.batch.loss_weights import reduction_of
-from pippy.drivers.compare.asked import ComputedChoice, Question, TrialNotes
+from pippy.drivers.compare.trial_notes import ComputedChoice, Question, TrialNotes
 from pippy.drivers.driver.check.comparisons import Comparisons, LossReduction, NotFinite, RowComparison, Unlike
 from pippy.drivers.driver.check.disagreement import disagreement
 from pippy.drivers.driver.check.edits import edited

@@ -8,7 +8,7 @@ import torch
 
 from pippy.drivers.batch.division import Division
 from pippy.drivers.batch.specs import items_with_paths
-from pippy.drivers.compare.asked import Question, TrialNotes
+from pippy.drivers.compare.trial_notes import Question, TrialNotes
 
 _VALUES = 8  # of a target that are tried, whether the loss leaves them out
 

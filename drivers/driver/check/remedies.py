@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from pippy.drivers.batch.division import CutTensor, DividedValue, SameForAll
-from pippy.drivers.compare.asked import TrialNotes
+from pippy.drivers.compare.trial_notes import TrialNotes
 from pippy.drivers.driver.check.comparisons import Comparisons, LossReduction, RowComparison
 from pippy.drivers.driver.check.reductions import CandidateReduction, candidate_reductions
 from pippy.drivers.driver.check.rows import TriedRows

@@ -30,7 +30,7 @@ from pippy.drivers.batch.division import (
     divided_leaves,
     map_divided,
 )
-from pippy.drivers.compare.asked import InputTensor
+from pippy.drivers.compare.trial_notes import InputTensor
 from pippy.ir.base.sparse_tensors import cat, narrow
 from pippy.ir.base.trees import map_tensors, tensors
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from pippy.drivers.batch.division import Division
-from pippy.drivers.compare.asked import TrialNotes
+from pippy.drivers.compare.trial_notes import TrialNotes
 from pippy.drivers.driver.data.sent_datasets import SentDatasets
 from pippy.drivers.driver.steps.asked_outputs import values_to_return
 from pippy.drivers.driver.steps.programs import DriverPrograms

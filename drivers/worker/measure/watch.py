@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pippy.drivers.batch.division import Division, divided_leaves
-from pippy.drivers.compare.asked import ComputedChoice, InputTensor, Question, TrialNotes
+from pippy.drivers.compare.trial_notes import ComputedChoice, InputTensor, Question, TrialNotes
 from pippy.ir.base import source
 from pippy.ir.base.trees import tensors
 
