@@ -36,8 +36,8 @@ def heard() -> Iterator[None]:
     """Inside, Ctrl-C raises KeyboardInterrupt wherever it comes. If it was dropped nevertheless, it raises at the end.
 
     In three places an exception does harm: while torch reads the device of a fake tensor, it ends the process; while an object
-    is deleted, Python drops it; while torch changes its modes, they stay wrong. There Ctrl-C is sent again, a millisecond later.
-    It is sent again, too, if Python has dropped it.
+    is deleted, Python drops it; while torch changes its modes, they stay wrong. There Ctrl-C is sent again a millisecond
+    later. It is sent again, too, if Python has dropped it.
 
     >>> with heard():
     ...     print("can be interrupted")

@@ -1,7 +1,7 @@
 """Qualified names: a stage's names for tensors and modules, and the user's names for them.
 
-A name in a Pipe is the name of the stage and the user's name: ``lin.weight`` of the model is ``submod_1.lin.weight`` there. If a
-graph module needs the first part of a name for itself (``graph``, ``code``, …), a ``_`` is added to this part.
+A name in a Pipe is the name of the stage and the user's name: ``lin.weight`` of the model is ``submod_1.lin.weight`` there. If
+a graph module needs the first part of a name for itself (``graph``, ``code``, …), a ``_`` is added to this part.
 """
 
 import re

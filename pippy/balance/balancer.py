@@ -1,11 +1,11 @@
 """The pass that balances: from a traced graph without marks to one with marks, and a report.
 
-    figures  what each operation holds        ─┐
-    profile  what each takes, if measured     ─┼▶ a row of units that cannot be cut ──▶ the best cuts ──▶ marks, report
-    policy   what is to be alike              ─┘                                         ▲       │
+    figures  the bytes of each operation      ─┐
+    profile  its time, if that is measured    ─┼▶ a row of units that cannot be cut ──▶ the best cuts ──▶ marks, report
+    policy   what stages have alike           ─┘                                         ▲       │
                                                               with memory_limit: again ──┴── peaks of the stages, counted
 
-`Balancer` holds what was asked for; it is called with the traced graph.
+A `Balancer` has the arguments; it is called with the traced graph.
 """
 
 import time
@@ -40,8 +40,8 @@ PARAM_SCALE = 4.0  # a parameter, its gradient, and the two moments of Adam
 
 
 class Balancer:
-    """Cuts a traced graph as `pipeline` was asked to; `pippy.pipeline` says what the arguments mean. Those that are not of
-    the balancer, as ``loss_fn`` and ``example_args``, are a ``request``, or given by name.
+    """Cuts a traced graph by arguments of `pippy.pipeline`, which explains them. Arguments that are not about balancing, as
+    ``loss_fn`` and ``example_args``, are a ``request``, or given by name.
 
     `pipeline` makes one by itself. With `Pipe.from_sequential` it is given as ``cut``:
 
@@ -73,7 +73,7 @@ class Balancer:
         self.progress, self.clock = progress, clock
 
     def __call__(self, traced: Traced) -> Balance:
-        """Mark ``traced``, and say what the stages are like."""
+        """Mark ``traced``, and return the report about the stages."""
         _check_unmarked(traced)
         is_meta = any(tensor.is_meta for tensor in traced.model.parameters())
         self.policy = without_numbers(self.asked) if is_meta else self.asked
@@ -99,7 +99,7 @@ class Balancer:
         return self._report(weighing, cuts, peaks, counted.uncounted)
 
     def _cuts(self, weighing: Weighing, count: Count) -> tuple[list[int], tuple[int, ...] | None]:
-        """The cuts, and with a limit of memory what their stages hold at their peaks."""
+        """The cuts, and with a limit of memory the peaks of their stages."""
         limit = self.memory_limit
         if self.policy.names:
             cuts = named_cuts(weighing.traced, self.policy.names)
@@ -188,7 +188,7 @@ def _check_unmarked(traced: Traced) -> None:
 
 
 def _untravelling(figures: Figures, found: Profile) -> list[Constraint]:
-    """Constraints for values that cannot be sent: what makes one and all that use it are in one stage."""
+    """Constraints for values that cannot be sent: the operation that makes one and all that use it are in one stage."""
     number = {node: index for index, node in enumerate(figures.nodes)}
     kept = []
     for node in found.untravelling:

@@ -1,4 +1,4 @@
-"""What the stages of given cuts hold at their peaks, by the count that drivers take: they run on fake tensors."""
+"""The peaks of the stages of given cuts, in bytes. They are counted on fake tensors, as drivers count."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ from pippy.ir.request import Request
 class CountedStages:
     """Counts the stages of a traced graph without marks, for one micro-batch: the example of the request.
 
-    ``uncounted`` is the reason, once the model could not be run with fake tensors.
+    ``uncounted`` is the reason if the model could not run on fake tensors.
     """
 
     traced: Traced
@@ -33,9 +33,9 @@ class CountedStages:
     uncounted: str = ""
 
     def peaks(self, before: Sequence[fx.Node]) -> tuple[int, ...] | None:
-        """The most that each stage holds beside parameters, gradients and optimizer, when it is cut before these operations.
+        """The most bytes that each stage holds beside parameters, gradients and optimizer, if cuts are before these operations.
 
-        None where that is not known: without a loss, and where fake tensors cannot run the model.
+        None if it is not known: without a loss, and if the model cannot run on fake tensors.
         """
         pipe = self._pipe(before)
         compiled = compiled_of(pipe)

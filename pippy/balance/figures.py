@@ -1,4 +1,4 @@
-"""Counts what each operation of a traced graph holds: layers, parameters, bytes. Nothing is run."""
+"""Counts the layers, parameters and bytes of each operation of a traced graph. Nothing runs."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ from pippy.ir.run.checkpointed_parts import is_begin, is_end
 
 @dataclass
 class Figures:
-    """The operations in order, and for each what it holds.
+    """The operations in order, and their layers, parameters and bytes.
 
     ``layers`` is 1 for an operation that uses parameters, or for each if none does. ``parameters`` counts each parameter
-    where it is first used. ``held`` has the bytes of tensors that are in every stage that uses them, ``bytes`` of those
-    that are in the first only; a parameter to be trained counts ``param_scale`` times. ``crossing`` is what crosses a cut
-    before the operation, and ``inside`` of how many modules of lists it would be, one in the other.
+    where it is first used. ``held`` has the bytes of tensors that every stage with a use has, ``bytes`` those of tensors that
+    only the first such stage has; a trained parameter counts ``param_scale`` times. ``crossing`` are the bytes that cross a cut
+    before the operation, and ``inside`` is the number of modules of lists, one inside the other, that this cut would divide.
     """
 
     nodes: list[fx.Node]

@@ -1,4 +1,4 @@
-"""What the operations of a traced graph keep for their backwards, from their profile: storages, and the values in them."""
+"""The storages that operations of a traced graph keep for their backwards, by their profile, and the values in them."""
 
 from collections.abc import Iterator, Mapping
 
@@ -17,7 +17,7 @@ INPUT = -1  # what makes the inputs of the model
 
 
 def kept_by_operations(traced: Traced, found: Profile, with_loss: bool, spec: MultiUseParamSpec = None) -> KeptBytes:
-    """What runs of operations keep of the micro-batch that was profiled.
+    """The bytes that runs of operations keep of the micro-batch that was profiled.
 
     >>> import torch
     >>> from torch import nn
@@ -66,7 +66,7 @@ class _Reading:
         return KeptBytes(len(self.nodes), tuple(kept))
 
     def _seen(self) -> Iterator[tuple[int, Mapping[int, int]]]:
-        """Who makes which storages. The first that has one makes it."""
+        """The operation that makes each storage: the first whose value is in it."""
         yield INPUT, self.found.target
         for node in self.traced.graph.nodes:
             if node in self.found.storages:
@@ -76,7 +76,7 @@ class _Reading:
         yield self.last, self.found.loss.saved
 
     def _saved(self) -> Iterator[tuple[int, Mapping[int, int]]]:
-        """What is saved, as far as a backward comes to it: what leads to no output is dropped when the forward is done."""
+        """The saved storages that a backward reads. Those that lead to no output are dropped at the end of the forward."""
         reached = set[fx.Node]()
         for node in reversed(self.nodes):
             if node in self.found.with_gradient and any(
@@ -89,7 +89,7 @@ class _Reading:
         yield self.last, self.found.loss.saved
 
     def _values(self, node: fx.Node, storages: Mapping[int, int]) -> Iterator[tuple[int | None, UnitValue]]:
-        """A value, by the storages that it is in; None is for a view of a parameter."""
+        """A value in each of its storages; None stands for a view of a parameter."""
         made, users = self.number.get(node, INPUT), set[int]()
         for user in node.users:
             users.update(self.after if user.op == "output" else [self.number[user]] if user in self.number else [])

@@ -1,13 +1,13 @@
-"""The bytes that a stage keeps of a micro-batch until its backward, which depends on where the stage begins and ends.
+"""The bytes that a stage keeps of a micro-batch until its backward. They depend on where the stage begins and ends.
 
     x ──▶ a ──▶ b ──▶ c ──▶     a, b and c are units, and what is between them are values
 
 A stage keeps, each storage once:
 
 - what autograd saves of the storages that its own units make;
-- those of its values that go on to other stages: the backward begins with them;
-- the values that it takes from other stages, whether autograd saves them or not. They have arrived in memory of their own, so
-  what its units save of the storages that these were parts of is not counted once more.
+- its values that go to other stages: the backward begins with them;
+- the values that it takes from other stages, whether autograd saves them or not. They arrive in memory of their own. So if its
+  units save a storage that such a value was a part of, this storage is not counted again.
 
 So a value that crosses a cut is kept on both sides of it, and perhaps on neither if both sides are one stage.
 """
@@ -49,7 +49,7 @@ class Storage:
 
 @dataclass(frozen=True, eq=False)
 class KeptBytes:
-    """What each run of units keeps of a micro-batch.
+    """The bytes that each run of units keeps of a micro-batch.
 
     >>> wide = Storage(0, 100, (), (UnitValue(0, (1,), 100),))  # made by unit 0, used by unit 1, saved by none
     >>> kept = KeptBytes(3, (wide, Storage(1, 7, (2,), (UnitValue(1, (2,), 7),))))
@@ -61,7 +61,7 @@ class KeptBytes:
     storages: tuple[Storage, ...]
 
     def of(self, start: int, end: int) -> int:
-        """What the units from ``start`` to before ``end`` keep."""
+        """The bytes that the units from ``start`` to before ``end`` keep."""
         return sum(
             amount
             for first, last, first_end, last_end, amount in self._rectangles
@@ -70,11 +70,11 @@ class KeptBytes:
 
     @cached_property
     def table(self) -> Table:
-        """What all runs keep: by their start and their end."""
+        """The bytes that all runs keep, by their start and their end."""
         return table_of(self.units, self._rectangles)
 
     def always(self) -> list[int]:
-        """What each unit keeps in whichever stage it is: what it makes and saves itself."""
+        """The bytes that each unit keeps in whichever stage it is: those of storages that it makes and saves itself."""
         found = [0] * self.units
         for each in self.storages:
             if each.made in each.saved:
@@ -82,7 +82,7 @@ class KeptBytes:
         return found
 
     def merged(self, edges: Sequence[int]) -> "KeptBytes":
-        """The same for larger units, which are the units between these edges."""
+        """The same for larger units: all units between two edges are one."""
         count = len(edges) - 1
 
         def unit(number: int) -> int:
@@ -91,7 +91,7 @@ class KeptBytes:
         return KeptBytes(count, tuple(_renumbered(each, unit) for each in self.storages))
 
     def without_always(self) -> "KeptBytes":
-        """What is kept beside `always`."""
+        """The same without the bytes of `always`."""
         return KeptBytes(
             self.units,
             tuple(replace(each, bytes=0) if each.made in each.saved else each for each in self.storages),
@@ -105,7 +105,7 @@ class KeptBytes:
 
 
 def _made_inside(storage: Storage, units: int) -> Iterator[Rectangle]:
-    """The runs that make a storage and keep it: it is saved in them, or goes on to another stage."""
+    """The runs that make a storage and keep it, as they save it, or as it goes to another stage."""
     if storage.made < 0 or not storage.bytes:
         return
     spans = [(each.made + 1, each.users[-1]) for each in storage.values if each.users]
@@ -124,7 +124,7 @@ def _taken(values: Sequence[UnitValue]) -> Iterator[Rectangle]:
 
 
 def first_uses(users: Sequence[int], amount: int, start: int = 0) -> Iterator[Rectangle]:
-    """The runs, from ``start`` on, that have one of these units: for each unit those in which it is the first."""
+    """The runs, from ``start`` on, that have one of these units; for each unit, the runs in which it is the first."""
     for user in users:
         if user >= start:
             yield start, user, user + 1, LAST, amount

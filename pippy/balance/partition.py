@@ -6,15 +6,15 @@ is found by bisection over whole numbers. One step of it, for a floor and a ceil
     1 for each stage and each end of it: from where to where it may start      (a window that only moves to the right)
     2 stage by stage: which ends can be reached, and at which price            (stages × units)
 
-A cut that is a little cheaper in every step is worth more than a heaviest stage that is a little lighter. So the ceiling
-is raised by `SLACK`, and the cuts with the lowest price under it are taken. Among these, costs that are exact choose: first
-the lowest ceiling, then, by another bisection, those whose lightest stage is heaviest, then the latest. Costs that were
-measured are a little different each time; there everything within `SLACK` counts as alike, and the latest are taken. How
-different they are may be known: then the ceiling is raised by that, if it is more.
+Cuts over which less is sent in every step are worth more than a slightly lighter heaviest stage. So the ceiling is raised by
+`SLACK`, and the cuts with the lowest price under it are taken. Of several, exact costs choose the lowest ceiling; then, by
+another bisection, the heaviest lightest stage; then the latest cuts. Measured costs differ a little each time. With them, all
+cuts within `SLACK` count as alike, and the latest are taken. If it is known that measured costs differ by more, the ceiling is
+raised by that.
 
-What a stage keeps depends on where it begins and ends, and may be less for a larger stage. Then the starts that are allowed
-are no window, but any set. Both steps look at all of those that can be reached and leave no more than the stages behind
-them may hold (at most stages × units × units).
+The bytes that a stage keeps depend on where it begins and ends, and a larger stage may keep less. Then the allowed starts are
+no window, but any set. Both steps look at all starts that can be reached and that leave no more than the later stages may hold
+(at most stages × units × units).
 """
 
 from bisect import bisect_left
@@ -36,10 +36,10 @@ Mask = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
 @dataclass(frozen=True, eq=False)
 class RunWeight:
-    """What a run of units weighs: the sum of their weights; what several of them hold counts once.
+    """The weight of a run of units: the sum of their weights, where a tensor of several units counts once.
 
-    What they keep of a micro-batch depends on where the run begins and ends, and counts ``times``. Every run weighs ``besides``
-    more.
+    The bytes that they keep of a micro-batch depend on where the run begins and ends, and count ``times``. Every run weighs
+    ``besides`` more.
 
     >>> load = RunWeight([1, 2, 3], [{"embedding": 10}, {}, {"embedding": 10}])
     >>> load.of(0, 1), load.of(0, 3), load.of(1, 3)
@@ -61,11 +61,11 @@ class RunWeight:
         return sum(self.weights[start:end]) + sum(held.values()) + kept + self.besides
 
     def least_of(self, unit: int) -> int:
-        """What a stage weighs at least in which a unit is."""
+        """The least weight of a stage with this unit."""
         return self.weights[unit] + sum(self.held[unit].values() if self.held else ()) + self.besides
 
     def once(self) -> int:
-        """What counts once in a stage of all units, beside their weights."""
+        """The weight of tensors of several units, which count once, in a stage of all units."""
         return replace(self, kept=None).of(0, len(self.weights)) - sum(self.weights)
 
     def most(self) -> int:
@@ -200,7 +200,7 @@ def best_cuts(row: Row, slack: float = SLACK) -> list[int] | None:
 
 
 def _no_less(row: Row) -> int:
-    """Some stage costs as much, however the row is cut."""
+    """A cost that some stage has, however the row is cut."""
     weights = [min(each) for each in zip(*(load.weights for load in _different(row.costs)))]
     return max(ceil(sum(weights) / row.stages), *weights)
 
@@ -212,7 +212,7 @@ def _least(holds: Callable[[int], bool], low: int, high: int, step: int = 1) -> 
 
 
 def _evenest(search: "_Search", ceiling: int, price: int | None, step: int) -> list[int]:
-    """Of the cuts with this price under a ceiling, those whose lightest stage is heaviest; as good as that, if measured."""
+    """The cuts with this price under a ceiling whose lightest stage is heaviest; nearly so for measured costs."""
 
     def too_high(floor: int) -> bool:
         cuts = search.cheapest(ceiling, floor)
@@ -225,12 +225,12 @@ def _evenest(search: "_Search", ceiling: int, price: int | None, step: int) -> l
 
 
 def lightest_cuts(row: Row) -> list[int] | None:
-    """The cuts whose heaviest stage holds least memory, whatever the limits; None if no cut is allowed."""
+    """The cuts whose heaviest stage has the least memory, whatever the limits; None if no cut is allowed."""
     return best_cuts(replace(row, costs=row.memory, limits=[], measured=False), slack=0.0)
 
 
 def most_stages(layers: Sequence[int]) -> int:
-    """Into how many stages units can be cut so that each has a layer.
+    """The largest number of stages such that each has a layer.
 
     >>> most_stages([0, 2, 0, 1])
     2
@@ -239,7 +239,7 @@ def most_stages(layers: Sequence[int]) -> int:
 
 
 def lower_bound(row: Row) -> tuple[int, int | None]:
-    """The lowest cost that the heaviest stage can have: the mean, or that of one unit alone, whose number is then given."""
+    """The lowest cost that the heaviest stage can have: the mean, or the cost of one unit, with the number of this unit."""
     loads, units = _different(row.costs), range(row.units)
     weights = sum(min(load.weights[unit] for load in loads) for unit in units)
     mean = ceil((weights + min(load.once() for load in loads)) / row.stages)
@@ -328,10 +328,9 @@ class _Search:
 
 
 class _Starts:
-    """Where one stage may start, for each end: in a window, and where the run weighs by all ``tables`` what it may.
+    """The allowed starts of one stage, for each end: in a window, and with weights within the limits of all ``tables``.
 
-    Each table comes with the least and the most that a run may weigh. Where there are tables, ends before ``first_end`` do
-    not count.
+    Each table comes with the least and the most weight of a run. If there are tables, ends before ``first_end`` do not count.
     """
 
     def __init__(self, windows: list[Window], tables: Sequence[tuple[Table, int, int]], first_end: int) -> None:

@@ -26,10 +26,10 @@ _KNOWN = ("auto", "uniform", "parameters", "type:REGEX", "time", "size")
 
 @dataclass(frozen=True)
 class Policy:
-    """A split as it was asked for.
+    """A split as the user gave it.
 
-    ``kind`` is a key of MEASURES, or "names" or "counts" for cuts by hand. ``text`` is what a report calls it. ``assumes`` says
-    that nobody asked for parameters to be balanced, and nothing else is known.
+    ``kind`` is a key of MEASURES, or "names" or "counts" for cuts by hand. ``text`` is its name in reports. ``assumes`` says
+    that parameters are balanced without being asked for, as nothing else is known.
     """
 
     kind: str
@@ -42,7 +42,7 @@ class Policy:
 
     @property
     def measure(self) -> str:
-        """What the costs of a report are; cuts by hand are shown by their parameters."""
+        """The measure of the costs in a report; for cuts by hand, their parameters."""
         return MEASURES.get(self.kind, "parameters")
 
 
@@ -68,7 +68,7 @@ def read_split(split: Split, num_stages: int | str | None, with_examples: bool) 
 
 
 def without_numbers(policy: Policy) -> Policy:
-    """The policy for a model on the meta device, whose operations take no time. Raises if time was asked for."""
+    """The policy for a model on the meta device, whose operations take no time. Raises if the split is by time."""
     if policy.kind != "time":
         return policy
     if policy.text != "time":

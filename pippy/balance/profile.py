@@ -1,8 +1,8 @@
-"""What each operation of a model takes in time and memory, found by running it alone.
+"""The time and the memory of each operation of a model, measured by running it alone.
 
     for each operation, in order                                                        who
     ────────────────────────────────────────────────────────────────────────────────    ──────────────────
-    1 its arguments become leaves; what it changes in place, a copy                     _Trial._prepared
+    1 its arguments become leaves; those that it changes, copies                        _Trial._prepared
     2 one run gives the value for later operations, and what autograd saves             _Trial, Storages
     3 more runs, each followed by a backward of the operation alone, give the times;    _Trial, Stopwatch
       fewer if others have done the same work
@@ -50,7 +50,7 @@ class OperationCost:
 
 @dataclass
 class Profile:
-    """The cost of each operation in order, the bytes of its value, the cost of the loss, and what the runs showed.
+    """The cost of each operation in order, the bytes of its value, the cost of the loss, and facts that the runs showed.
 
     ``storages`` has for each value, inputs included, the storages that it is in, with their bytes; ``target`` those of the
     loss's target. ``with_gradient`` are the operations whose values require one. ``changed`` has the ids of tensors of the
@@ -181,7 +181,7 @@ class _Run:
             self.found.untravelling.append(node)
 
     def _enter_or_leave(self, node: fx.Node) -> None:
-        """In a checkpointed part, autograd saves what it is given, and runs its operations once more for each part around."""
+        """Begin or end a checkpointed part. Autograd saves its inputs, and runs its operations again for each part around."""
         part = self.parts.get(node)
         cost = self.found.costs[-1]
         if part is not None:
@@ -198,7 +198,7 @@ class _Run:
             self.around -= 1
 
     def _put(self, node: fx.Node, value: Any) -> None:
-        """Keep a value, cut off from what made it."""
+        """Note a value, detached from the operation that made it."""
         self.flags[node] = [tensor.requires_grad for tensor in tensors(value)]
         self.values[node] = map_tensors(torch.Tensor.detach, value)
 
@@ -207,7 +207,7 @@ class _Run:
         self.found.storages[node] = self.storages.of(self.values[node])
 
     def _change(self, node: fx.Node, call: Callable[[Any], Any], wanted: bool) -> None:
-        """Do to the values themselves what was done to copies, so that values that share their memory change too."""
+        """Change the values themselves, as copies of them were changed, so that values that share their memory change too."""
         with torch.no_grad():
             value = call(map_nodes(self.values.__getitem__, (node.args, node.kwargs)))
         self.values[node] = map_tensors(torch.Tensor.detach, value)
@@ -229,7 +229,7 @@ class _Run:
 
 @dataclass
 class _Timed:
-    """What was timed of an operation; the backward of a checkpointed part runs its forward again, so many times."""
+    """The timing of an operation, and how often the backward of a checkpointed part runs its forward again."""
 
     cost: OperationCost
     timing: Timing

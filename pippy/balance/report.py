@@ -14,7 +14,7 @@ _COST = 4  # the column of the costs, before that of the shares
 
 
 def milliseconds(nanoseconds: int) -> str:
-    """A time as people read it.
+    """A time in milliseconds, as text.
 
     >>> milliseconds(1_234_567), milliseconds(45_600)
     ('1.23 ms', '0.046 ms')
@@ -34,12 +34,11 @@ COST_TEXT: dict[str, Callable[[int], str]] = {
 
 @dataclass(frozen=True)
 class StageBalance:
-    """One stage: its layers, what it costs in the measure of the balance, and what it holds and sends on, in bytes.
+    """One stage: its layers, its cost in the measure of the balance, and the bytes that it holds and sends.
 
-    ``sends`` is what crosses the cut behind it for one micro-batch, with the skips on their way to later stages; None for
-    the last stage, and where the sizes are not known for want of example arguments. ``memory`` is what it holds between
-    computations, ``peak`` the most that it holds; None where there is no limit that it is compared with. ``forward`` is what
-    its forward takes of a cost that is a time.
+    ``sends`` are the bytes that cross the cut behind it for one micro-batch, with those of skips to later stages. It is None
+    for the last stage, and without example arguments. ``memory`` are the bytes that it holds between computations, ``peak`` the
+    most that it holds; None if there is no limit. ``forward`` is the part of its forward in a cost that is a time.
     """
 
     name: str
@@ -60,8 +59,8 @@ class Balance:
 
     ``measure`` says what the costs are: layers, matches, parameters, time (nanoseconds) or memory (bytes). ``bound`` is the
     lowest cost that the heaviest stage can have: the mean, or the cost of the one layer that ``alone`` names. ``optimal``
-    says that no other cuts under the given limits have a heaviest stage that is lighter by the part ``within`` of it, which is
-    3 %, or more where measured times may be wrong by more; it is False for cuts by hand.
+    says that, under the given limits, no other cuts have a heaviest stage that is lighter by more than ``within`` of its cost:
+    3 %, or more if measured times may be wrong by more. It is False for cuts by hand.
 
     >>> stages = (StageBalance("submod_0", "a", "b", 2, 30, 30, 120, 64), StageBalance("submod_1", "c", "c", 1, 20, 20, 80, None))
     >>> balance = Balance("parameters", "parameters", stages, 25, None, True, "parameters once")
@@ -107,7 +106,7 @@ class Balance:
         return found if trained else None
 
     def summary(self) -> str:
-        """In a sentence: how uneven the stages are, and how even they could be."""
+        """A sentence that says how uneven the stages are, and how even they could be."""
         if len(self.stages) == 1:
             return f"by {self.policy}: one stage"
         bound = self.bound / self.mean if self.mean else 1.0

@@ -1,4 +1,4 @@
-"""Parts of a model are run to measure them; afterwards the model holds again what it held before."""
+"""Restores a model after its parts have run to be measured."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,9 +13,9 @@ from pippy.ir.trace.restore_attributes import restoring_attributes
 
 
 class ChangedTensors:
-    """The tensors that changed while they were watched, with copies of what they held before.
+    """The tensors that changed while they were watched, with copies of their numbers of before.
 
-    A copy is kept only of what has changed, and one part is watched at a time, so a large model is never copied whole.
+    Only a tensor that changes is copied, and one part is watched at a time, so a large model is never copied as a whole.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""How long a forward and a backward take, found from several calls.
+"""Measures how long a forward and a backward take, from several calls.
 
 A machine that does something else meanwhile makes calls longer, and never shorter. So a time is the lower quartile of its
 calls. Operations that do the same work (`same_work.py`) have one time: equal blocks weigh the same, however busy the machine.
@@ -39,7 +39,7 @@ class Timing:
 
     @property
     def uncertain(self) -> int:
-        """By how much the time may be another one: how far the shortest calls are apart."""
+        """The uncertainty of the times: the difference between the shortest calls."""
         return sum(_lower_quartile(times) - min(times) for times in (self.forwards, self.backwards))
 
 
@@ -48,7 +48,7 @@ def _lower_quartile(times: Sequence[int]) -> int:
 
 
 class Stopwatch:
-    """Times calls. Where parts of the modules are on an accelerator, it waits until that is done."""
+    """Times calls. If modules are on an accelerator, it waits until that has computed."""
 
     def __init__(self, modules: Sequence[nn.Module], clock: Clock) -> None:
         devices = {tensor.device for module in modules for _, tensor in named_state(module)}
@@ -73,7 +73,7 @@ class Stopwatch:
     def time(self, once: Once, work: Hashable | None = None) -> Timing:
         """The times of ``work``, of which ``once`` times one forward and one backward.
 
-        Short calls are repeated, and each time that the same work is met it is timed once more.
+        Short calls are repeated. The same work is timed again each time that it comes.
         The time that it takes to read the clock, and to start autograd, is subtracted.
         """
         if self.knows(work):

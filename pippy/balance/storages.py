@@ -1,4 +1,4 @@
-"""Which storages tensors are in, and which of them autograd saves in a forward, for the backward."""
+"""The storages of tensors, and those that autograd saves in a forward for the backward."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from pippy.ir.base.trees import tensors
 
 
 class Storages:
-    """Tells storages apart, by a key for each. Those of the model's tensors do not count.
+    """Gives each storage a key. Storages of the model's tensors are left out.
 
     >>> storages, x = Storages([]), torch.ones(8, requires_grad=True)
     >>> with storages.saved() as saved:
@@ -38,7 +38,7 @@ class Storages:
         return found
 
     def copied(self, copy: torch.Tensor, original: torch.Tensor) -> None:
-        """Take the storage of a copy for the one that was copied."""
+        """Give the storage of a copy the key of the original."""
         both = self.of(copy), self.of(original)
         self.stands_for.update(zip(both[0], both[1].items()))
 

@@ -1,4 +1,4 @@
-"""A model's operations under one policy: what each costs, which must be in one stage, and where the best cuts are."""
+"""A model's operations under one policy: the cost of each, those that must be in one stage, and the best cuts."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
@@ -22,9 +22,9 @@ _REASONS_SHOWN = 6
 
 
 class Weighing:
-    """The operations of ``traced``, weighed. Cuts are numbers of operations before which to cut.
+    """The operations of ``traced`` with their weights. A cut is the number of the operation behind it.
 
-    ``costs`` is what the policy makes alike, ``memory`` what a stage holds in bytes; both have a RunWeight for each stage.
+    ``costs`` are what the policy makes alike, ``memory`` the bytes of a stage; both have a RunWeight for each stage.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Weighing:
         return [*edges, self.count]
 
     def _row(self, memory_limit: int | None = None, besides: Sequence[int] | None = None) -> Row:
-        """The units between allowed edges, to be cut as the policy says. Stages hold so much ``besides`` what is weighed.
+        """The units between allowed edges, to be cut by the policy. Each stage holds ``besides`` more bytes than are weighed.
 
         Without a limit and without ``besides``, memory is left out.
         """
@@ -98,7 +98,7 @@ class Weighing:
         return Row(self.stages, costs, layers, prices, memory, limits, counts, counts, measured, self.uncertain)
 
     def _prices(self, edges: Sequence[int]) -> list[int]:
-        """What crosses a cut; where that is the same, it is cheaper to cut between the modules of a list than in one."""
+        """The bytes that cross each cut. Of equal ones, a cut between the modules of a list is cheaper than one inside."""
         crossing, inside = self.figures.crossing, self.figures.inside
         scale = 1 + (self.stages - 1) * max(inside)
         return [crossing[edge] * scale + inside[edge] for edge in edges[:-1]]
@@ -111,7 +111,7 @@ class Weighing:
         return found
 
     def search(self, memory_limit: int | None = None, besides: Sequence[int] | None = None) -> list[int] | None:
-        """The best cuts under the limit, if each stage holds so much ``besides`` what is weighed; None if there are none."""
+        """The best cuts under the limit, if each stage holds ``besides`` more bytes; None if there are none."""
         found = self._best(self._row(memory_limit, besides))
         if found is None and self.policy.counts and self._best(self._row()) is None:
             self.edges = list(range(self.count + 1))  # cut as it was asked; the splitter refuses it if it must
@@ -119,7 +119,7 @@ class Weighing:
         return None if found is None else [self.edges[unit] for unit in found]
 
     def lightest(self, besides: Sequence[int]) -> list[int] | None:
-        """The cuts whose heaviest stage holds least."""
+        """The cuts whose heaviest stage has the least memory."""
         found = lightest_cuts(self._row(besides=besides))
         return None if found is None else [self.edges[unit] for unit in found]
 
@@ -127,19 +127,19 @@ class Weighing:
         return self._even_cuts(row) or best_cuts(row)
 
     def memories(self, cuts: Sequence[int]) -> list[int]:
-        """What the stages of these cuts weigh in memory."""
+        """The bytes of the stages of these cuts."""
         return [load.of(*run) for load, run in zip(self.memory, runs(cuts, self.count))]
 
     def parameter_bytes(self, cuts: Sequence[int]) -> list[int]:
-        """What the parameters and buffers in the stages of these cuts weigh."""
+        """The bytes of the parameters and buffers in the stages of these cuts."""
         return [replace(load, kept=None).of(*run) for load, run in zip(self.memory, runs(cuts, self.count))]
 
     def greatest(self, cuts: Sequence[int], peaks: Sequence[int] | None = None) -> int:
-        """What the heaviest stage holds: at its peak, if that is known."""
+        """The bytes of the heaviest stage, at its peak if that is known."""
         return max(peaks or self.memories(cuts))
 
     def _even_cuts(self, row: Row) -> list[int] | None:
-        """Where layers are counted: cuts with which no stage has two layers more than another, if there are such cuts."""
+        """If the policy counts layers: cuts with which no stage has two layers more than another; None if there are none."""
         if self.policy.measure not in ("layers", "matches"):
             return None
         least, rest = divmod(sum(row.layers), self.stages)
@@ -196,7 +196,7 @@ class Weighing:
         return ", ".join(names if len(names) <= _NAMES_SHOWN else [*names[:half], "…", *names[-half:]])
 
     def name(self, index: int) -> str:
-        """What the user calls an operation: the module that it calls, or its name in the graph."""
+        """The user's name for an operation: the module that it calls, or its name in the graph."""
         node = self.figures.nodes[index]
         return str(node.target) if node.op == "call_module" else node.name
 

@@ -1,13 +1,13 @@
-"""Finds the best cuts whose stages keep a limit of bytes, by the count that drivers take.
+"""Finds the best cuts whose stages stay within a limit of bytes, counted as drivers count.
 
-What a stage keeps between computations is known for all cuts. What it holds at its peak, when a computation needs more for
-itself, is counted for one set of cuts at a time. So, until the stages of the cuts that are found keep the limit,
+The bytes of a stage between computations are known for all cuts. Its peak, with the bytes that a computation takes for itself,
+is counted for one set of cuts at a time. So these steps are repeated until the peaks are within the limit:
 
-    1 search the best cuts whose stages keep it with what each stage has been seen to need beside what it keeps
-    2 count what their stages hold at their peaks
+    1 search the best cuts whose stages are within it, with the bytes that computations of each stage were seen to take
+    2 count the peaks of their stages
 
-Each time a stage is found to need more than before. If nothing is left, the lightest cuts are looked for in the same way; they
-do not depend on the limit, so the one that is named where they break it is one under which there are cuts.
+Each time a stage is seen to take more than before. If no cuts are left, the lightest cuts are searched in the same way. They do
+not depend on the limit. So if their peak breaks it, the error can name that peak as a limit under which there are cuts.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ Count = Callable[
 
 
 def cuts_within(weighing: Weighing, limit: int, count: Count) -> tuple[list[int], Peaks | None]:
-    """The best cuts under a limit, and what their stages hold at their peaks. Raises BalanceError if there are none."""
+    """The best cuts under a limit, and the peaks of their stages. Raises BalanceError if there are none."""
     besides = [0] * weighing.stages
     while (cuts := weighing.search(limit, besides)) is not None:
         peaks = count(cuts)

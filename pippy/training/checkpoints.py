@@ -21,7 +21,7 @@ _TAKEN = ("step", TRAINING, "model", "wait", "keep", "folder", "self")
 
 @dataclass
 class TrainingCheckpoints:
-    """Where and when a training is saved. ``parts`` are what has a state, by name."""
+    """Where and when a training is saved. ``parts`` are the objects with a state, by name."""
 
     folder: str
     parts: Mapping[str, Any]
@@ -51,7 +51,7 @@ class TrainingCheckpoints:
             driver.saving.finish()
 
     def go_on(self, driver: PipelineDriverBase, reader: Reader, result: TrainingResult) -> None:
-        """Go on from the checkpoint that there is, if there is one."""
+        """Go on from the checkpoint of the folder, if there is one."""
         driver.saving.finish()
         path = self._to_resume()
         if path is None:
@@ -85,7 +85,7 @@ class TrainingCheckpoints:
         result.checkpoint = path
 
     def _take(self, values: Mapping[str, Any], reader: Reader, result: TrainingResult) -> None:
-        """Go where a checkpoint was whose values these are."""
+        """Go to the position of a checkpoint with these values."""
         reader.go_to(values[TRAINING]["data"])
         result.go_on(values["step"], reader.epoch, values[TRAINING])
         self.saved, self.since = result.steps, time.monotonic()
@@ -100,7 +100,7 @@ class TrainingCheckpoints:
 def checked_checkpoints(
     parts: Mapping[str, Any], folder: Any, every: Any, minutes: Any, keep: Any, resume: Any, also: Any
 ) -> TrainingCheckpoints | None:
-    """The checkpoints, if some are asked for."""
+    """The checkpoints; None if the arguments ask for none."""
     if folder is None:
         asked = {"save_every": every, "save_minutes": minutes, "keep": keep, "also": also}
         given = [name for name, value in asked.items() if value is not None]

@@ -1,4 +1,4 @@
-"""Evaluating a model on other data: its loss and metrics, without gradients, and with nothing of the training changed.
+"""Evaluates a model on other data: its loss and metrics, without gradients. The training does not change.
 
 eval mode, no_grad ──▶ a step for each item, two ahead ──▶ means, each item weighted by its rows
 afterwards every module is in the mode, and every generator has the state, that it had before

@@ -37,7 +37,7 @@ Callback = Callable[[StepReport], Any]
 
 @dataclass(frozen=True)
 class Fetched:
-    """Items that were read, or what reading them raised; and where the reader was before."""
+    """Items that were read, or the exception from reading them; and the position of the reader before."""
 
     before: DataPosition
     items: list[Any]
@@ -116,7 +116,7 @@ class Loop:
             progress.end()
 
     def _has_ended(self, came: list[Any], progress: TrainingProgress) -> bool:
-        """Train to the end. If a worker is lost on the way, go back to the last checkpoint, and give False."""
+        """Train to the end. If a worker is lost, go back to the last checkpoint, and return False."""
         try:
             self._steps(came, progress)
             if self.evaluation is not None and not came and not self.result.evaluations.get(self.result.steps):
@@ -170,7 +170,7 @@ class Loop:
             self.reader.go_back(fetched.before)
 
     def _checked(self, item: Any, progress: TrainingProgress) -> None:
-        """Check a step of this item, once. Raises if it is not that of the plain model."""
+        """Check a step of this item, once. Raises if it differs from the plain model's."""
         call = call_of_items([item], self.chunks)
         report = self.driver.check(*(() if call.chunks is None else (call.chunks,)), *call.args, **call.kwargs)
         if not report:
@@ -179,7 +179,7 @@ class Loop:
         self.check = False
 
     def _evaluates(self) -> bool:
-        """Whether there is an evaluation after the step that was just sent, or is done."""
+        """Whether an evaluation follows the step that was sent last."""
         return self.eval_every is not None and self.result.steps % self.eval_every == 0
 
     def _evaluated(self, progress: TrainingProgress) -> dict[str, float]:
@@ -189,7 +189,7 @@ class Loop:
         return values
 
     def _is_due(self) -> bool:
-        """Whether the run is saved after the step that was just sent, or is done."""
+        """Whether the run is saved after the step that was sent last."""
         return self.checkpoints is not None and self.checkpoints.is_due(self.result.steps)
 
     def _save(self, wait: bool) -> None:
@@ -197,14 +197,14 @@ class Loop:
             self.checkpoints.save(self.driver, self.reader, self.result, wait)
 
     def _end_saving(self, error: Exception) -> None:
-        """Let what is being written be written, so that the run can go on from it."""
+        """Wait for a checkpoint that is being written, so that the run can go on from it."""
         try:
             self.driver.saving.finish()
         except Exception as other:
             error.add_note(f"beside that: {type(other).__name__}: {other}")
 
     def _fetched(self) -> Fetched:
-        """The items of the next step; none if the training is at its end."""
+        """The items of the next step; empty at the end of the training."""
         before = self.reader.place()
         try:
             while not self._is_over():
@@ -226,7 +226,7 @@ class Loop:
         return over or self.reader.ended
 
     def _step(self, items: list[Any], came: list[Any]) -> tuple[StepReport, Fetched | None]:
-        """One update. Gives the items of the next one, if they were read while the workers computed."""
+        """Make one update. Returns the items of the next one, if they were read while the workers computed."""
         since = time.perf_counter()
         call = call_of_items(items, self.chunks)
         epoch, rates = self.reader.epoch, self.updates.rates()
@@ -242,7 +242,7 @@ class Loop:
 
 
 def _first_ctrl_c_waits() -> AbstractContextManager[list[Any]]:
-    """What Ctrl-C does is left to the script, if it has a handler of its own."""
+    """Inside, the first Ctrl-C ends the training after its step, unless the script has a handler of its own."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         return first_waits()
     return nullcontext([])

@@ -1,4 +1,4 @@
-"""What `pippy.train` was asked for, checked before anything runs: how long, and with what."""
+"""Checks the arguments of `pippy.train` before anything runs."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ def check_driver(driver: Any, what: str) -> None:
 
 @dataclass(frozen=True)
 class Length:
-    """How long to train: so many steps, or so many epochs, or what ends first. A step takes ``accumulate`` items."""
+    """The length of a training: so many steps, or so many epochs, whichever ends first. A step takes ``accumulate`` items."""
 
     steps: int | None
     epochs: int | None
@@ -30,7 +30,7 @@ class Length:
 
     @classmethod
     def checked(cls, steps: Any, epochs: Any, accumulate: Any) -> "Length":
-        """The length, if it is one."""
+        """The length, with checked arguments."""
         if steps is None and epochs is None:
             raise DriverError(
                 "the length of the training is missing; give steps=, the number of updates, or epochs=, how often "
@@ -41,7 +41,7 @@ class Length:
         return cls(steps, epochs, accumulate)
 
     def total(self, data: Any) -> int | None:
-        """How many steps there will be, if that is known.
+        """The number of steps, if it is known.
 
         >>> Length(None, 3, 2).total([1, 2, 3]), Length(5, 3, 2).total([1, 2, 3]), Length(None, 1).total(iter([1]))
         (6, 5, None)
@@ -53,7 +53,7 @@ class Length:
         return min(found, default=None)
 
     def is_over(self, step: int, epoch: int) -> bool:
-        """Whether a run that has come so far is at its end.
+        """Whether the training ends after this step and epoch.
 
         >>> Length(10, None).is_over(10, 0), Length(10, 3).is_over(5, 2)
         (True, False)
@@ -62,7 +62,7 @@ class Length:
 
 
 def check_count(name: str, value: Any, optional: bool = True) -> None:
-    """Raise unless this is a number of things, 1 or more."""
+    """Raise unless this is a whole number, 1 or more."""
     if value is None and optional:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -1,4 +1,4 @@
-"""How far a training is: a bar of tqdm's if it is installed and somebody looks at it, and else a line now and then."""
+"""Shows the progress of a training: by a bar of tqdm on a terminal or in a notebook, if it is installed, and else by lines."""
 
 import sys
 import time
@@ -11,16 +11,16 @@ _PAUSE = 10.0  # seconds between two lines
 
 
 class TrainingProgress:
-    """Shows nothing; those below show something. ``total`` is the number of steps, if it is known."""
+    """Shows nothing; its subclasses show something. ``total`` is the number of steps, if it is known."""
 
     def __init__(self, total: int | None, done: int) -> None:
         self.total, self.done = total, done
 
     def show(self, report: StepReport) -> None:
-        """A step is done."""
+        """Show a step that is done."""
 
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
-        """So was an evaluation."""
+        """Show an evaluation after a step."""
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
         self.say(f"step {step}: evaluation {numbers}")
 
@@ -28,7 +28,7 @@ class TrainingProgress:
         """Write a line."""
 
     def end(self) -> None:
-        """The training is at its end."""
+        """End the display."""
 
 
 class Lines(TrainingProgress):
@@ -81,7 +81,7 @@ class Bar(TrainingProgress):
 
 
 class Rates:
-    """The loss, and samples and tokens per second since the numbers were asked for last."""
+    """The loss, and samples and tokens per second since the last call of `numbers`."""
 
     def __init__(self) -> None:
         self._since, self._rows, self._tokens = time.perf_counter(), 0, 0
@@ -92,7 +92,7 @@ class Rates:
         self._tokens += report.tokens or 0
 
     def numbers(self, report: StepReport) -> dict[str, str]:
-        """What is shown."""
+        """The numbers to show, as text."""
         now = time.perf_counter()
         seconds, counts = max(now - self._since, 1e-9), {"samples/s": self._rows, "tokens/s": self._tokens}
         self._since, self._rows, self._tokens = now, 0, 0
@@ -102,7 +102,7 @@ class Rates:
 
 
 def progress_of(wanted: bool, total: int | None, done: int) -> TrainingProgress:
-    """What shows the progress of a training.
+    """The object that shows the progress of a training.
 
     >>> type(progress_of(False, 10, 0)).__name__
     'TrainingProgress'

@@ -1,10 +1,10 @@
-"""Reads data item by item, and knows where it is, so that a run that goes on reads what it would have read.
+"""Reads data item by item, and knows its position, so that a resumed run reads the same items.
 
     position    epoch 2, 5 items taken, the random numbers as they were when epoch 2 began
     go to it    these random numbers ──▶ iter(data) ──▶ 5 items are read and dropped ──▶ the random numbers as they were
 
-So a DataLoader that shuffles gives the same items again, with workers of its own and without, though it says nothing of its
-position. Data with a ``state_dict()`` and ``load_state_dict()`` is asked for its own instead, and nothing is read twice.
+So a DataLoader that shuffles gives the same items again, with workers of its own and without, although it has no position. Data
+with ``state_dict()`` and ``load_state_dict()`` has one: then this is used, and nothing is read twice.
 """
 
 import os
@@ -30,7 +30,7 @@ class DataPosition:
 
 
 class Reader:
-    """Reads ``data`` epoch after epoch. ``ended`` if it was read, and cannot be read again: an iterator.
+    """Reads ``data`` epoch after epoch. ``ended`` says that the data is an iterator, and at its end.
 
     >>> reader = Reader([1, 2, 3])
     >>> reader.take(2), reader.take(2), reader.take(2), reader.take(2)
@@ -58,7 +58,7 @@ class Reader:
         return hasattr(self.data, "state_dict") and hasattr(self.data, "load_state_dict")
 
     def take(self, count: int) -> list[Any]:
-        """Up to so many items of this epoch. None are left: an empty list, and the next epoch comes."""
+        """Up to ``count`` items of this epoch. At its end, an empty list; then the next epoch begins."""
         if self._iterator is None:
             self._open()
         found: list[Any] = []
@@ -93,7 +93,7 @@ class Reader:
         self.epoch, self.taken, self._iterator, self._begin = self.epoch + 1, 0, None, None
 
     def position(self) -> dict[str, Any]:
-        """Where it is, as plain values."""
+        """The position, as plain values."""
         if self._unread is not None:
             return self._unread
         if self._has_state:
@@ -101,16 +101,16 @@ class Reader:
         return {"epoch": self.epoch, "taken": self.taken, "begin": self._begin or self._now()}
 
     def place(self) -> "DataPosition":
-        """Where it is now, for `go_back`."""
+        """The position now, for `go_back`."""
         return DataPosition(self.position(), RandomState.current())
 
     def go_back(self, place: "DataPosition") -> None:
-        """Say that it is where it was, as are the random numbers: what it read since is not used. It reads no more."""
+        """Go back to a position and its random numbers, as the items read since are not used. After this it reads no more."""
         self._unread = place.position
         place.random.restore()
 
     def go_to(self, position: Mapping[str, Any]) -> None:
-        """Go where another reader of such data was. The random numbers are left as they are."""
+        """Go to the position of another reader of the same data. The random numbers do not change."""
         now = RandomState.current()
         self.epoch, self.taken, self._iterator, self._begin = position["epoch"], 0, None, None
         self._unread = None
@@ -151,15 +151,15 @@ def check_data(data: Any, name: str) -> None:
 
 
 def may_read_ahead(driver: PipelineDriverBase) -> bool:
-    """Whether data may be read while a step is under way: not if this process has stages.
+    """Whether data may be read while a step runs: not if this process has stages.
 
-    These draw random numbers here, and data may draw from the same generators.
+    Stages draw random numbers, and the data may draw from the same generators.
     """
     return all(driver.cluster.session.workers[rank].pid != os.getpid() for rank in driver.ranks)
 
 
 def _parts(data: Any) -> Iterator[Any]:
-    """The data, and what a DataLoader is made of."""
+    """The data, and the parts of a DataLoader."""
     if data is not None:
         yield data
     for name in ("dataset", "batch_sampler", "sampler"):
@@ -169,7 +169,7 @@ def _parts(data: Any) -> Iterator[Any]:
 
 
 def generators_of_data(data: Any) -> list[torch.Generator]:
-    """The generators that it draws from, beside the one of the process."""
+    """The generators that the data draws from, without that of the process."""
     found = {
         id(own): own for part in _parts(data) if isinstance(own := getattr(part, "generator", None), torch.Generator)
     }

@@ -1,4 +1,4 @@
-"""Data without an end, for loops that take one item after the other."""
+"""An iterator over data that has no end, for loops that take one item after the other."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -28,7 +28,7 @@ class RepeatingLoader(Iterator[Any]):
 
     @property
     def epoch(self) -> int:
-        """How often it has begun anew."""
+        """How often the data was begun again."""
         return self._reader.epoch
 
     def __next__(self) -> Any:
@@ -43,5 +43,5 @@ class RepeatingLoader(Iterator[Any]):
         return self._reader.position()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go where another one was. Random numbers are left as they are."""
+        """Go to the position of another loader. Random numbers do not change."""
         self._reader.go_to(state)

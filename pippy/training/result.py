@@ -1,4 +1,4 @@
-"""What `pippy.train` gives, and what it tells callbacks."""
+"""The result of `pippy.train`, and the reports that callbacks get."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -64,10 +64,10 @@ class TrainingResult:
         return f"<TrainingResult: {self.steps} steps{loss}{evaluation}>"
 
     def values(self) -> dict[str, Any]:
-        """What a checkpoint has of it, as plain values."""
+        """The part of the result that a checkpoint has, as plain values."""
         return {"losses": torch.tensor(self.losses, dtype=torch.float64), "evaluations": dict(self.evaluations)}
 
     def go_on(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
-        """Take what a checkpoint has."""
+        """Take the part of the result that a checkpoint has."""
         self.losses, self.evaluations = values["losses"].tolist(), dict(values["evaluations"])
         self.steps, self.epochs = step, epoch
