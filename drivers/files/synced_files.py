@@ -6,6 +6,7 @@ failure, even if it was closed long before.
 
 import hashlib
 import os
+import socket
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,13 @@ class WrittenFile:
     name: str
     bytes: int
     hashes: dict[str, str]
+
+
+def not_there(path: str) -> CheckpointError:
+    """The error of a process whose host does not see a file or folder of a checkpoint."""
+    return CheckpointError(
+        f"{path} is not there on {socket.gethostname()}; give a folder on a file system that all hosts share, at the same path"
+    )
 
 
 def open_unbuffered(path: str, mode: str) -> FileIO:

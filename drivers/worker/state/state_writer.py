@@ -1,6 +1,5 @@
 """Writes what a worker holds to the files of a checkpoint: parameters, buffers, states of optimizers."""
 
-import socket
 import threading
 import traceback
 from collections.abc import Callable, Mapping
@@ -9,8 +8,8 @@ from typing import Any, cast
 
 import torch
 
-from pippy.drivers.base.errors import CheckpointError
 from pippy.drivers.files.safetensors_files import check_writable, write_tensors
+from pippy.drivers.files.synced_files import not_there
 from pippy.drivers.protocol.checkpoints import WriteState, WrittenState
 from pippy.drivers.protocol.commands import Failure
 from pippy.drivers.wire.received_values import Interrupted
@@ -78,10 +77,7 @@ class StateWriter:
             try:
                 written.append(write_tensors(message.folder, name, tensors, metadata, goes_on))
             except FileNotFoundError as error:
-                raise CheckpointError(
-                    f"{message.folder} is not there on {socket.gethostname()}; give a folder on a file system that all hosts "
-                    "share, at the same path"
-                ) from error
+                raise not_there(message.folder) from error
         return WrittenState(tuple(written), others, random)
 
 
