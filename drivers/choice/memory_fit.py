@@ -95,9 +95,9 @@ class MemoryFit:
 
     def best(self, problem: Problem, rows: int | None, measured: bool) -> Fitted:
         """The fastest way that fits. If none fits, the error says what would."""
-        return Fitted.of(self.found(problem, rows, thorough=measured), problem.limits, measured)
+        return Fitted.of(self.fitting(problem, rows, thorough=measured), problem.limits, measured)
 
-    def found(self, problem: Problem, rows: int | None, thorough: bool) -> Found:
+    def fitting(self, problem: Problem, rows: int | None, thorough: bool) -> Found:
         """All ways that fit."""
         found = search(problem, thorough)
         if not found.ways:
@@ -107,7 +107,7 @@ class MemoryFit:
 
     def to_measure(self, problem: Problem, rows: int | None) -> tuple[Program, Program]:
         """The programs of the steps that are measured: with whole backwards, and with halves. Both fit."""
-        ways = self.found(problem, rows, thorough=False).ways
+        ways = self.fitting(problem, rows, thorough=False).ways
         sizes = problem.micro_batch(problem.chunks[0]).sizes
         whole = [way for way in ways if not has_halves(way.program)]
         for way in whole:

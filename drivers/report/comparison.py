@@ -16,11 +16,13 @@ Names = tuple[str, str]
 ROUNDING_SECONDS = 1e-9  # seconds; less is rounding
 
 
-def comparison(steps: StepPair, kept: tuple[Sequence[StepData], Sequence[StepData]], names: Names, title: str) -> str:
-    """The HTML that compares a step of one recording with a step of another. ``kept`` are all the steps of each."""
+def comparison(
+    steps: StepPair, recorded: tuple[Sequence[StepData], Sequence[StepData]], names: Names, title: str
+) -> str:
+    """The HTML that compares a step of one recording with a step of another. ``recorded`` are all the steps of each."""
     whole = max(each.makespan for each in steps)
     span = max(whole, *(float(each.predicted.makespan) for each in steps))
-    notes = filter(None, (unlike(steps, names), by_chance(kept, names)))
+    notes = filter(None, (unlike(steps, names), by_chance(recorded, names)))
     lead = (
         f'<div class="findings"><p><b>{escape(difference(steps, names))}</b> {escape(largest_difference(steps))}</p>'
         f"{''.join(f'<p>{escape(note)}</p>' for note in notes)}</div>"
@@ -67,12 +69,12 @@ def changed(steps: StepPair) -> dict[StepPart, float]:
     return {part: second.get(part, 0.0) - first.get(part, 0.0) for part in StepPart if part in first or part in second}
 
 
-def by_chance(kept: tuple[Sequence[StepData], Sequence[StepData]], names: Names) -> str:
+def by_chance(recorded: tuple[Sequence[StepData], Sequence[StepData]], names: Names) -> str:
     """Says so if steps of one recording are as long as those of the other, so that the difference may be chance."""
-    (low, high), (other_low, other_high) = ((min(each), max(each)) for each in (_lengths(its) for its in kept))
+    (low, high), (other_low, other_high) = ((min(each), max(each)) for each in (_lengths(its) for its in recorded))
     ranges = " and ".join(
         f"{duration(min(its))} to {duration(max(its))} in {name} ({len(its)} kept)"
-        for name, its in zip(names, map(_lengths, kept))
+        for name, its in zip(names, map(_lengths, recorded))
     )
     if low > other_high or other_low > high:
         return f"All steps of one are shorter than all of the other: {ranges}."

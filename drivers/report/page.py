@@ -23,9 +23,11 @@ Counted = Callable[
 ]  # what each worker should hold in a program; None if not known
 
 
-def page(step: StepData, kept: Sequence[StepData], dropped: int, title: str, counted: Counted = lambda _: None) -> str:
-    """The HTML of the report about one of the ``kept`` steps of a recording, with others of them to click on."""
-    strip = steps_strip(step, kept, dropped, lambda each: about(each, counted(each.program)))
+def page(
+    step: StepData, recorded: Sequence[StepData], dropped: int, title: str, counted: Counted = lambda _: None
+) -> str:
+    """The HTML of the report about one of the ``recorded`` steps of a recording, with others of them to click on."""
+    strip = steps_strip(step, recorded, dropped, lambda each: about(each, counted(each.program)))
     return html_document(title, f'{strip}<main id="step">{about(step, counted(step.program))}</main>')
 
 

@@ -18,34 +18,36 @@ MOST_STEPS = 12
 MOST_INSTRUCTIONS = 10_000  # of all steps together that are packed
 
 
-def steps_strip(shown: StepData, kept: Sequence[StepData], dropped: int, about: Callable[[StepData], str]) -> str:
+def steps_strip(shown: StepData, recorded: Sequence[StepData], dropped: int, about: Callable[[StepData], str]) -> str:
     """The strip as HTML. ``about`` makes what the page says of a step."""
-    lengths = [each.makespan for each in kept]
-    at = next(number for number, each in enumerate(kept) if each is shown)
-    there = packed_steps(at, kept)
-    bars = "".join(_bar(number, each, max(lengths), number == at, number in there) for number, each in enumerate(kept))
-    packed = "".join(_packed(number, about(kept[number])) for number in there if number != at)
+    lengths = [each.makespan for each in recorded]
+    at = next(number for number, each in enumerate(recorded) if each is shown)
+    there = packed_steps(at, recorded)
+    bars = "".join(
+        _bar(number, each, max(lengths), number == at, number in there) for number, each in enumerate(recorded)
+    )
+    packed = "".join(_packed(number, about(recorded[number])) for number in there if number != at)
     others = f", and {dropped} earlier ones dropped" if dropped else ""
-    missing = "" if len(there) == len(kept) else " Grey bars are not on this page; report(step=...) shows them."
+    missing = "" if len(there) == len(recorded) else " Grey bars are not on this page; report(step=...) shows them."
     said = (
-        f"{count_with_noun(len(kept), 'step')} kept{others}: {duration(min(lengths))} to {duration(max(lengths))}, median "
+        f"{count_with_noun(len(recorded), 'step')} kept{others}: {duration(min(lengths))} to {duration(max(lengths))}, median "
         f"{duration(median(lengths))}. "
     )
     buttons = '<button data-go="-1">‹ step before</button><button data-go="1">step after ›</button>'
     return (
         f'<nav><p>{said}<span id="shown">This page shows step {at}, of {duration(shown.makespan)}.</span>{missing}</p>'
-        + (f'<div class="steps">{bars}</div><div class="tools">{buttons}</div>{packed}' if len(kept) > 1 else "")
+        + (f'<div class="steps">{bars}</div><div class="tools">{buttons}</div>{packed}' if len(recorded) > 1 else "")
         + "</nav>"
     )
 
 
-def packed_steps(shown: int, kept: Sequence[StepData]) -> list[int]:
+def packed_steps(shown: int, recorded: Sequence[StepData]) -> list[int]:
     """The numbers of the steps that the page has."""
-    by_length = sorted(range(len(kept)), key=lambda number: kept[number].makespan)
-    wanted = dict.fromkeys([shown, by_length[-1], by_length[0], *reversed(range(len(kept)))])
+    by_length = sorted(range(len(recorded)), key=lambda number: recorded[number].makespan)
+    wanted = dict.fromkeys([shown, by_length[-1], by_length[0], *reversed(range(len(recorded)))])
     found, room = [shown], MOST_INSTRUCTIONS
     for number in [each for each in wanted if each != shown][: MOST_STEPS - 1]:
-        room -= sum(map(len, kept[number].program.orders))
+        room -= sum(map(len, recorded[number].program.orders))
         if room >= 0:
             found.append(number)
     return sorted(found)

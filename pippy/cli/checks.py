@@ -46,12 +46,12 @@ class Outcome:
 Check = Callable[[], Outcome]
 
 
-def checked(name: str, check: Check, before: Iterable[CheckResult] = ()) -> CheckResult:
+def run_check(name: str, check: Check, before: Iterable[CheckResult] = ()) -> CheckResult:
     """Run a check.
 
-    >>> checked("host", lambda: Outcome("strange", "change it"))
+    >>> run_check("host", lambda: Outcome("strange", "change it"))
     CheckResult(name='host', state='warning', said='strange', remedy='change it')
-    >>> checked("host", lambda: 1 / 0).state
+    >>> run_check("host", lambda: 1 / 0).state
     'fails'
     """
     if name in NEEDS_TORCH and any(each.name == "torch" and each.state == "fails" for each in before):
@@ -64,17 +64,17 @@ def checked(name: str, check: Check, before: Iterable[CheckResult] = ()) -> Chec
     return CheckResult(name, "fails" if said.fatal else "warning" if said.remedy else "ok", said.text, said.remedy)
 
 
-def numbers(text: str) -> tuple[int, ...]:
+def version_numbers(text: str) -> tuple[int, ...]:
     """The numbers at the start of a version.
 
-    >>> numbers("2.13.0+cpu"), numbers("2.14.0a0")
+    >>> version_numbers("2.13.0+cpu"), version_numbers("2.14.0a0")
     ((2, 13, 0), (2, 14, 0))
     """
     found = re.match(r"\d+(\.\d+)*", text)
     return tuple(map(int, found[0].split("."))) if found else ()
 
 
-def least(package: str) -> str | None:
+def oldest_version(package: str) -> str | None:
     """The oldest version of a package that pippy accepts."""
     with suppress(PackageNotFoundError):
         for line in requires(DISTRIBUTION) or ():
@@ -91,7 +91,7 @@ def python() -> Outcome:
         return Outcome(here, "workers need Linux; graphs, schedules and drawings work here", fatal=True)
     with suppress(PackageNotFoundError):
         wanted = metadata(DISTRIBUTION)["Requires-Python"].removeprefix(">=")
-        if sys.version_info[: len(numbers(wanted))] < numbers(wanted):
+        if sys.version_info[: len(version_numbers(wanted))] < version_numbers(wanted):
             return Outcome(here, f"pippy needs Python {wanted} or newer; make an environment with one", fatal=True)
     return Outcome(here)
 
@@ -103,8 +103,8 @@ def torch_itself() -> Outcome:
     from torch.distributed import rpc
 
     here = f"{torch.__version__}, imported in {time.perf_counter() - began:.1f} s"
-    wanted = least("torch")
-    if wanted and numbers(torch.__version__)[: len(numbers(wanted))] < numbers(wanted):
+    wanted = oldest_version("torch")
+    if wanted and version_numbers(torch.__version__)[: len(version_numbers(wanted))] < version_numbers(wanted):
         return Outcome(here, f"pippy is made for torch {wanted} or newer; pip install 'torch>={wanted}'", fatal=True)
     if not rpc.is_available() or not hasattr(rpc, "TensorPipeRpcBackendOptions"):
         return Outcome(f"{here}, without RPC", "workers need a torch that was built with distributed RPC", fatal=True)
@@ -117,8 +117,8 @@ def packages() -> Outcome:
     for name in ("cloudpickle", "networkx"):
         importlib.import_module(name)
         found.append(f"{name} {version(name)}")
-        wanted = least(name)
-        if wanted and numbers(version(name))[: len(numbers(wanted))] < numbers(wanted):
+        wanted = oldest_version(name)
+        if wanted and version_numbers(version(name))[: len(version_numbers(wanted))] < version_numbers(wanted):
             return Outcome(
                 found[-1], f"pippy needs {name} {wanted} or newer; pip install '{name}>={wanted}'", fatal=True
             )
@@ -233,7 +233,8 @@ def limits() -> Outcome:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     processes = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    said = f"open files {bound(files)}, processes {bound(processes)}, locked memory {bound(locked, 1024, ' KiB')}"
+    said = f"open files {limit_text(files)}, processes {limit_text(processes)}, "
+    said += f"locked memory {limit_text(locked, 1024, ' KiB')}"
     if 0 <= files < _FEW_FILES:
         return Outcome(said, f"many workers need many open files; ulimit -n {_FEW_FILES} or more")
     if 0 <= processes < _FEW_PROCESSES:
@@ -243,10 +244,10 @@ def limits() -> Outcome:
     return Outcome(said)
 
 
-def bound(value: int, unit: int = 1, word: str = "") -> str:
+def limit_text(value: int, unit: int = 1, word: str = "") -> str:
     """A limit in words.
 
-    >>> bound(-1), bound(65536, 1024, " KiB")
+    >>> limit_text(-1), limit_text(65536, 1024, " KiB")
     ('unlimited', '64 KiB')
     """
     return "unlimited" if value < 0 else f"{value // unit}{word}"
@@ -363,7 +364,7 @@ DOCTOR_CHECKS: dict[str, Check] = {
 }
 NEEDS_TORCH = ("packages", "shared memory", "GPUs", "workers")
 REMEDIES = {
-    "torch": f"install it: pip install 'torch>={least('torch') or '2.13'}'",
+    "torch": f"install it: pip install 'torch>={oldest_version('torch') or '2.13'}'",
     "packages": "reinstall pippy in this environment: pip install --force-reinstall pippy-compiler",
     "system calls": "workers need these; use a newer kernel, or a container that allows them",
     "temporary files": "set TMPDIR to a folder that you can write",

@@ -72,8 +72,8 @@ def compare(
         if slow:
             click.echo(f"{number} of {len(REGISTRY)}: {name} ", err=True, nl=False)
         try:
-            program = made(name, entry, workers, chunks, stages_per_worker, priced)
-            by, cells = row(program, priced)
+            program = compared_program(name, entry, workers, chunks, stages_per_worker, priced)
+            by, cells = comparison_row(program, priced)
             rows.append((by, cells if peaks is None else [*cells, peaks.text(program)]))
             done = f"makespan {cells[2]}, bubble {cells[3]}, peak {cells[4]}"
         except ScheduleError as error:
@@ -100,7 +100,7 @@ def compare(
         raise click.ClickException("no schedule fits; the lines above say why")
 
 
-def made(
+def compared_program(
     name: str, entry: "RegisteredSchedule", workers: int, chunks: int, stages_per_worker: int | None, costs: "Costs"
 ) -> "Program":
     """The program of a schedule. Raises an error if there is none to compare."""
@@ -125,7 +125,7 @@ def _stages(entry: "RegisteredSchedule", workers: int, costs: "Costs") -> int:
     return 2 if entry.placement == "looped" else entry.stages_per_worker
 
 
-def row(program: "Program", costs: "Costs") -> tuple[tuple[float, float], list[str]]:
+def comparison_row(program: "Program", costs: "Costs") -> tuple[tuple[float, float], list[str]]:
     """What to sort by, and the cells."""
     from pippy.drivers.plan import add_communication, simulate_with
     from pippy.drivers.plan.language.instructions import Send

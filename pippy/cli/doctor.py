@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 import click
 
-from pippy.cli.checks import DOCTOR_CHECKS, CheckResult, checked
+from pippy.cli.checks import DOCTOR_CHECKS, CheckResult, run_check
 
 _MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "fails": ("FAILS", "red")}
 
@@ -28,7 +28,7 @@ def doctor(as_json: bool, quick: bool) -> None:
     for name, check in DOCTOR_CHECKS.items():
         if quick and name == "workers":
             continue
-        result = checked(name, check, results)
+        result = run_check(name, check, results)
         results.append(result)
         if not as_json:
             print_result(result)

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from pippy.cli.problems import hint_at, put_first, raised
+from pippy.cli.problems import hint_at, put_first_in_path, user_code_error
 from pippy.ir.base.near_names import near_names
 
 
@@ -62,18 +62,18 @@ def _choices(where: str, module: ModuleType) -> str:
 
 
 def _module(name: str) -> ModuleType:
-    put_first(str(Path.cwd()))
+    put_first_in_path(str(Path.cwd()))
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise raised(name, error) from error
+            raise user_code_error(name, error) from error
         known = [each.name for each in pkgutil.iter_modules([str(Path.cwd())])]
         raise click.ClickException(
             f"there is no module {error.name!r}, neither in this folder nor where Python looks; {hint_at(name, known)}"
         ) from None
     except (Exception, SystemExit) as error:
-        raise raised(name, error) from error
+        raise user_code_error(name, error) from error
 
 
 def _module_of_file(path: str) -> ModuleType:
@@ -81,7 +81,7 @@ def _module_of_file(path: str) -> ModuleType:
     if not file.is_file():
         known = [each.name for each in file.parent.glob("*.py")]
         raise click.ClickException(f"there is no file {path!r}; {hint_at(file.name, known)}")
-    put_first(str(file.parent))
+    put_first_in_path(str(file.parent))
     taken = file.stem in sys.modules or file.stem in sys.stdlib_module_names
     spec = importlib.util.spec_from_file_location(f"_file_{file.stem}" if taken else file.stem, file)
     assert spec is not None and spec.loader is not None
@@ -90,7 +90,7 @@ def _module_of_file(path: str) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[spec.name]
-        raise raised(path, error) from error
+        raise user_code_error(path, error) from error
     return module
 
 
@@ -107,7 +107,9 @@ def call(what: str, function: Callable[..., Any], given: dict[str, Any]) -> Any:
     try:
         return function(**given)
     except (Exception, SystemExit) as error:
-        raise raised(f"{what}({', '.join(f'{name}={value!r}' for name, value in given.items())})", error) from error
+        raise user_code_error(
+            f"{what}({', '.join(f'{name}={value!r}' for name, value in given.items())})", error
+        ) from error
 
 
 def _check_arguments(what: str, function: Callable[..., Any], given: Iterable[str]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pippy.cli.pipe_options import pipe_options
-from pippy.cli.problems import said_warnings
+from pippy.cli.problems import plain_warnings
 from pippy.cli.show import given_pipe, made_inputs, pair, parsed
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def fit(
     from pippy.ir.pipe import compiled_of
 
     args, kwargs = made_inputs([parsed(each) for each in inputs])
-    with said_warnings(), _as_typed():
+    with plain_warnings(), _as_typed():
         pipe = _training_pipe(target, workers, args, kwargs, **how)
         compiled = compiled_of(pipe)
         call = call_to_fit(

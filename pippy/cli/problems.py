@@ -51,7 +51,7 @@ class CommandGroup(click.Group):
 
 
 @contextmanager
-def said_warnings() -> Iterator[None]:
+def plain_warnings() -> Iterator[None]:
     """Inside, pippy's warnings are printed without the line of pippy's code that they come from."""
     from pippy.ir.base.errors import PippyWarning
 
@@ -111,10 +111,10 @@ def _is_ours(trace: TracebackType) -> bool:
     return file.is_relative_to(LIBRARY / "cli") or str(file).startswith("<frozen ") or file.parts[-2:] in _RUNNERS
 
 
-def raised(what: str, error: BaseException) -> click.ClickException:
+def user_code_error(what: str, error: BaseException) -> click.ClickException:
     """The message after the user's code raised: what raised, and the user's lines.
 
-    >>> raised("model.py", ValueError("3 layers")).message
+    >>> user_code_error("model.py", ValueError("3 layers")).message
     'model.py raised ValueError: 3 layers'
     """
     *place, cause = traceback.format_exception_only(error)  # only a SyntaxError says where it is
@@ -143,7 +143,7 @@ def write(path: str, text: str) -> None:
     click.echo(f"written: {path}", err=True)
 
 
-def put_first(folder: str) -> None:
+def put_first_in_path(folder: str) -> None:
     """Put a folder first in ``sys.path``, as Python does with a script's folder."""
     if not sys.flags.safe_path:
         sys.path.insert(0, folder)

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from pippy.cli.problems import INTERRUPTED, hint_at, own_trace, put_first
+from pippy.cli.problems import INTERRUPTED, hint_at, own_trace, put_first_in_path
 
 _UNDER_TORCHRUN = (
     "this process was started by torchrun (RANK and WORLD_SIZE are set), which starts the workers itself; give torchrun the "
@@ -139,7 +139,7 @@ def as_python(script: str, args: Sequence[str], module: bool) -> Iterator[None]:
     sys.argv = [script, *args]
     if not sys.flags.safe_path:
         sys.path[:1] = []  # the folder of `pippy` itself
-    put_first(str(Path.cwd() if module else Path(script).resolve().parent))
+    put_first_in_path(str(Path.cwd() if module else Path(script).resolve().parent))
     try:
         yield
     finally:

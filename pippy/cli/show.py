@@ -9,7 +9,7 @@ import click
 
 from pippy.cli.find import call, find, value_from_text
 from pippy.cli.pipe_options import pipe_options
-from pippy.cli.problems import check_can_be_written, said_warnings, write
+from pippy.cli.problems import check_can_be_written, plain_warnings, write
 from pippy.cli.stages_memory import stages_memory
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def show(
         check_can_be_written(output)
     kind = kind or (_SUFFIXES.get(Path(output).suffix, "all") if output else "all")
     args, kwargs = made_inputs([parsed(each) for each in inputs])
-    with said_warnings():
+    with plain_warnings():
         pipe = given_pipe(target, given, split, num_stages, sequential, loss, shared, args, kwargs)
         text = stages_memory(pipe, args, kwargs) if memory else _drawn(pipe, kind, args, kwargs)
     if output:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pippy.cli import checks
-from pippy.cli.checks import DOCTOR_CHECKS, NEEDS_TORCH, REMEDIES, CheckResult, Outcome, checked
+from pippy.cli.checks import DOCTOR_CHECKS, NEEDS_TORCH, REMEDIES, CheckResult, Outcome, run_check
 
 
 def test_all_that_is_needed_works_here(pippy):
@@ -58,7 +58,7 @@ def refused(*_, **__):
 
 
 def said(name):
-    finding = checked(name, DOCTOR_CHECKS[name])
+    finding = run_check(name, DOCTOR_CHECKS[name])
     return finding.state, f"{finding.said} {finding.remedy}"
 
 
@@ -92,7 +92,7 @@ def test_what_is_amiss_is_found(monkeypatch, name, target, value, state, words):
     [("torch", "99.0", "pip install 'torch>=99.0'"), ("packages", "99", "pip install 'cloudpickle>=99'")],
 )
 def test_versions_that_are_too_old(monkeypatch, name, least, words):
-    monkeypatch.setattr(checks, "least", lambda package: least)
+    monkeypatch.setattr(checks, "oldest_version", lambda package: least)
     assert said(name)[0] == "fails"
     assert words in said(name)[1]
 
@@ -100,8 +100,8 @@ def test_versions_that_are_too_old(monkeypatch, name, least, words):
 def test_the_least_versions_are_those_that_the_distribution_declares():
     declared = {line.partition(">=")[0]: line.partition(">=")[2] for line in metadata.requires("pippy-compiler")}
     for package in ("torch", "cloudpickle", "networkx"):
-        assert checks.least(package) == declared[package]
-    assert checks.least("no-such-package") is None
+        assert checks.oldest_version(package) == declared[package]
+    assert checks.oldest_version("no-such-package") is None
 
 
 @pytest.mark.parametrize(

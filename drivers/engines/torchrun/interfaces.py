@@ -44,7 +44,7 @@ def link_of_rank(rank_info: RankInfo) -> tuple[NetworkInterface, str]:
     """
     if rank_info.local_world_size == rank_info.world_size:
         return link_named(LOOPBACK), ""
-    if (named := chosen()) is None:
+    if (named := interface_from_environment()) is None:
         return link_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), ""
     variable, name = named
     link = link_named(name)
@@ -64,7 +64,7 @@ def addresses() -> list[tuple[str, str]]:
     return [*_of_version_4(), *_of_version_6()]
 
 
-def chosen() -> tuple[str, str] | None:
+def interface_from_environment() -> tuple[str, str] | None:
     """The environment variable that names an interface, and the name; the first one if there are several, as for gloo."""
     for variable in CHOSEN_BY:
         if name := os.environ.get(variable, "").partition(",")[0].strip():

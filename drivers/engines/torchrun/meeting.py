@@ -13,19 +13,19 @@ from torch.distributed.rendezvous import rendezvous
 
 from pippy.drivers.base.errors import ClusterError
 from pippy.drivers.engines.routes import Routes
-from pippy.drivers.engines.torchrun.interfaces import NetworkInterface, chosen, link_to
+from pippy.drivers.engines.torchrun.interfaces import NetworkInterface, interface_from_environment, link_to
 from pippy.drivers.engines.torchrun.neighbours import (
     Neighbours,
     SocketPair,
-    apart,
     close_all,
     meet_neighbours,
     this_host,
     two_pairs,
+    without_neighbours,
 )
 from pippy.drivers.engines.torchrun.rank_board import RankBoard
 from pippy.drivers.engines.torchrun.rank_info import RankInfo
-from pippy.drivers.engines.torchrun.rank_terms import check_terms, terms, write_files
+from pippy.drivers.engines.torchrun.rank_terms import check_terms, terms_of_rank, write_files
 from pippy.drivers.engines.torchrun.reach import check_reach
 from pippy.drivers.session.calls import Address
 from pippy.drivers.wire.messages.controller_connections import ControllerConnections
@@ -82,12 +82,12 @@ def meet(
     board = RankBoard(store, rank_info.rank, timeout)
     write_files(board)
     given_here = {"names": names, "transport": transport, "controller_hosts": rank_info.controller_hosts}
-    board.write("terms of", [trouble, link.address if link.leaves else "", terms(given_here)])
+    board.write("terms of", [trouble, link.address if link.leaves else "", terms_of_rank(given_here)])
     board.write("host of", [socket.gethostname(), os.getpid(), this_host(), device])
     found = board.read("host of", range(rank_info.world_size))
     link = _agree(board, [each[0] for each in found], [each[2] for each in found], link)
     if transport == "rpc":
-        neighbours = apart(rank_info.world_size)
+        neighbours = without_neighbours(rank_info.world_size)
     else:
         neighbours = meet_neighbours(board, [host for _, _, host, _ in found])
     at = [found[rank_info.rank_of(worker)] for worker in range(len(names))]
@@ -120,7 +120,7 @@ def _agree(board: RankBoard, hosts: Sequence[str], where: Sequence[str], link: N
     try:
         _check(board, found, hosts)
         others = [address for host, (_, address, _) in zip(where, found) if address and host != where[board.rank]]
-        if not link.leaves and others and not chosen():
+        if not link.leaves and others and not interface_from_environment():
             link = link_to(others[0], 1)
         check_reach(board, where, hosts, link.address)
         return link

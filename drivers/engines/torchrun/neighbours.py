@@ -61,10 +61,10 @@ def this_host() -> str:
     return f"{running} {mounts} {os.environ.get('PIPPY_HOST', '')}"
 
 
-def apart(ranks: int) -> Neighbours:
+def without_neighbours(ranks: int) -> Neighbours:
     """The result without neighbours: all ranks are reached by RPC.
 
-    >>> apart(2).groups
+    >>> without_neighbours(2).groups
     ((0,), (1,))
     """
     return Neighbours(tuple((rank,) for rank in range(ranks)))

@@ -23,10 +23,10 @@ _VERSIONS = ("Python", "torch", "pippy")
 _FILES = "files"
 
 
-def terms(arguments: Mapping[str, Any]) -> dict[str, str]:
+def terms_of_rank(arguments: Mapping[str, Any]) -> dict[str, str]:
     """What must be the same in this process as in the others: versions, and these arguments of `cluster`.
 
-    >>> list(terms({"transport": None}))
+    >>> list(terms_of_rank({"transport": None}))
     ['Python', 'torch', 'pippy', 'transport']
     """
     values = (

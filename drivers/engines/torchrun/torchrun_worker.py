@@ -186,7 +186,7 @@ class TorchrunWorker:
                 if watched.done():  # there was no memory to say so
                     self._broke()
                 in_step = self.worker.command is not None and self.transport.waiting_for() is not None
-                if (in_step or self.values.lost_peers) and not answers(controller, timeout):
+                if (in_step or self.values.lost_peers) and not answers_ping(controller, timeout):
                     self._gone(f"the controller left a ping unanswered for {timeout:g} s")
 
     def _broke(self) -> None:
@@ -197,7 +197,7 @@ class TorchrunWorker:
             end_rank(f"worker {self.name!r} (pid {os.getpid()}) ends itself: {why}")
 
 
-def answers(controller: str, timeout: float) -> bool:
+def answers_ping(controller: str, timeout: float) -> bool:
     """Whether a process answers a ping in time. A ping that fails is no answer: another one is sent."""
     end_time = time.monotonic() + timeout
     while (left := end_time - time.monotonic()) > 0:

@@ -102,8 +102,10 @@ def test_a_rank_that_cannot_join_is_named_by_all(meet):
 )
 def test_ranks_that_differ_are_named_by_all(meet, monkeypatch, name, remedy):
     """Rank 2 has another version, or was called with other arguments."""
-    known = rank_terms.terms
-    monkeypatch.setattr(meeting, "terms", lambda given: known(given) | ({name: "2.12.0"} if meet.own.rank == 2 else {}))
+    known = rank_terms.terms_of_rank
+    monkeypatch.setattr(
+        meeting, "terms_of_rank", lambda given: known(given) | ({name: "2.12.0"} if meet.own.rank == 2 else {})
+    )
     for each in meet("aab"):
         text, host = str(each), socket.gethostname()
         assert remedy in text and f"; 2.12.0 on {host} (rank 2)" in text and f"on {host} (ranks 0, 1); " in text

@@ -119,5 +119,5 @@ def test_a_ping_that_fails_is_no_answer(monkeypatch, pings):
     monkeypatch.setattr(rpc, "urgent", urgent)
     monkeypatch.setattr(torchrun_worker, "_AGAIN", 0.01)
     start, answered = time.monotonic(), "an answer" in pings
-    assert torchrun_worker.answers("controller", 10.0 if answered else 0.2) == answered
+    assert torchrun_worker.answers_ping("controller", 10.0 if answered else 0.2) == answered
     assert time.monotonic() - start < 9
