@@ -1,6 +1,7 @@
 """A Pipe whose stages have their workers: where everything is, and what each worker is sent."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain, count
 from typing import Any
@@ -134,15 +135,21 @@ class PlacedPipe:
 
     @cached_property
     def buckets(self) -> tuple[GradientBucket, ...]:
-        """The parameters with copies, in buckets. Those of a bucket are added up together; without replicas it has one."""
-        if len(self.replicas) == 1:
-            return tuple(GradientBucket(each.copies[0][0], (each,)) for each in self.replicated)
+        """The parameters with copies, in buckets. Those of a bucket are added up together. One that several stages have is in
+        a bucket of its own."""
+        shared = [each for each in self.replicated if len(each.copies) > len(self.replicas)]
+        alone = [each for each in self.replicated if len(each.copies) == len(self.replicas)]
         sizes = {}
-        for each in self.replicated:
+        for each in alone:
             place = each.copies[0][1]
             tensor = get_tensor(self.compiled.stage(place.call), place.name)
             sizes[each.name] = tensor.numel() * tensor.element_size()
-        return gradient_buckets(self.replicated, sizes)
+        parts = []
+        for bucket in gradient_buckets(alone, sizes):
+            index = stage_index(bucket.parameters[0].copies[0][1].call)
+            part = bucket.workers.index(bucket.owner)
+            parts.append(replace(bucket, sum=f"stage {self.loss_stage if index is None else index} part {part}"))
+        return (*(GradientBucket(each.copies[0][0], (each,), each.name) for each in shared), *parts)
 
     def _parameter_places(self) -> Iterator[TensorLocation]:
         """Where each parameter is."""
@@ -230,8 +237,9 @@ class PlacedPipe:
     ) -> dict[int, AddProgram]:
         """Each worker's part of a program. ``out_of_order`` is what the driver was given."""
         placement, shares = lowered.program.placement, lowered.program.shares
+        replicas = self.replicas[: lowered.program.replicas]  # a trial has the first one only
         ranks = tuple(
-            ranks[placement.stages_of(worker)[0]] for ranks in self.replicas for worker in range(placement.workers)
+            ranks[placement.stages_of(worker)[0]] for ranks in replicas for worker in range(placement.workers)
         )
         value_numbers = {edge.value: number for number, edge in enumerate(lowered.program.flow)}
         return {

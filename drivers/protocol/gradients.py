@@ -17,10 +17,12 @@ class ReplicatedParameter:
 
 @dataclass(frozen=True)
 class GradientBucket:
-    """Parameters with copies on the same workers. The worker ``owner`` adds up their gradients together."""
+    """Parameters with copies on the same workers. The worker ``owner`` adds up their gradients together, as a part of the
+    ``sum`` of a program."""
 
     owner: int
     parameters: tuple[ReplicatedParameter, ...]
+    sum: str = ""
 
     @property
     def workers(self) -> list[int]:

@@ -46,9 +46,10 @@ class OutOfOrderLimits:
 class AddProgram(NeedsPeers):
     """A worker's part of a program, under a number: sent once, run in many steps.
 
-    ``value_numbers`` numbers the values that are sent between workers. ``ranks`` has the cluster's worker for each worker of
-    the program. ``returns`` lists the values that go back to the controller. Without ``out_of_order``, the worker keeps the
-    order of its instructions. ``share`` are the micro-batches that it computes.
+    ``value_numbers`` numbers the values that are sent between workers; the gradients that are added up follow behind.
+    ``ranks`` has the cluster's worker for each worker of the program. ``returns`` lists the values that go back to the
+    controller. Without ``out_of_order``, the worker keeps the order of its instructions. ``share`` are the micro-batches that
+    it computes.
     """
 
     program: int

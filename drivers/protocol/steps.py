@@ -24,7 +24,7 @@ class Step:
 
     ``weights`` has the weight of each micro-batch's loss. ``flags`` has the flags of each stage, or None if they did not
     change; ``hooks`` in the same way has the hooks of parameters. With ``reduce``, the gradients of replicated parameters are
-    added up at the end. With ``record``, the times of all instructions are recorded; with ``count_memory``, also the bytes
+    added up. With ``record``, the times of all instructions are recorded; with ``count_memory``, also the bytes
     that are held. With ``weigh``, the worker measures how many bytes each stage keeps for its backward. With ``scale``, the
     loss is multiplied by it for the backward, and the gradients are divided by it at the end. With ``probe_outputs``, the
     worker finds the returned values that have as many rows as a micro-batch by chance. ``random`` says of which step the

@@ -15,9 +15,12 @@ from pippy.drivers.plan.language.instructions import (
     Free,
     Op,
     Receive,
+    ReceiveGradients,
+    ReceiveSum,
     Reduce,
-    ReduceStage,
     Send,
+    SendGradients,
+    SendSum,
     own_value,
 )
 from pippy.drivers.plan.language.instructions import Key as InstructionKey
@@ -36,8 +39,8 @@ from pippy.ir.run.stage_draws import stage_draws
 class BoundProgram:
     """A program on one worker: ``code`` has the handler of each of its instructions, and what that takes after the step.
 
-    ``gathers`` says whether the loss is computed once over the whole mini-batch, on this worker. ``draws`` is what the stages
-    draw from.
+    ``sums`` are those that add up gradients. ``gathers`` says whether the loss is computed once over the whole mini-batch, on
+    this worker. ``draws`` is what the stages draw from.
     """
 
     def __init__(
@@ -79,7 +82,14 @@ class BoundProgram:
         }
         self.draws = Draws.of(stage_draws(call.module) for call in self.calls.values())
         self.gathers = program.single_loss and LOSS in self.calls
-        self.code: list[Bound] = [BINDERS[each.key](self, each) for each in program.order]
+        self.first_bucket = len(program.value_numbers)  # of the messages with gradients that are added up
+        self.computes_until = max(
+            (at for at, each in enumerate(program.order) if isinstance(each, Compute)), default=-1
+        )
+        self.code: list[Bound] = []
+        for self.at, instruction in enumerate(program.order):
+            self.code.append(BINDERS[instruction.key](self, instruction))
+        self.sums = [bound for bound, each in zip(self.code, program.order) if each.kind.adds_up]
 
     def _outside(self, stage: int, call: str) -> list[bool]:
         work = self.program.work[Pass("F", stage)]
@@ -109,12 +119,21 @@ class BoundProgram:
     def free(self, free: Free) -> Bound:
         return handlers.free, (own_value(free),)
 
-    def reduce_stage(self, each: ReduceStage) -> Bound:
-        return handlers.stage_is_through, ([work.call for work in self.program.work.get(Pass("F", each.stage), ())],)
+    def send_gradients(self, send: SendGradients) -> Bound:
+        return handlers.send_gradients, (send.sum, self.program.ranks[send.to], self.first_bucket)
+
+    def receive_gradients(self, receive: ReceiveGradients) -> Bound:
+        source, whole = self.program.ranks[receive.source], self.at > self.computes_until
+        return handlers.receive_gradients, (receive.sum, source, self.first_bucket, whole)
 
     def reduce(self, each: Reduce) -> Bound:
-        """Gradients are added up when the step ends, in the same order on all workers."""
-        return handlers.nothing, ()
+        return handlers.add_up, (each.sum,)
+
+    def send_sum(self, send: SendSum) -> Bound:
+        return handlers.send_sum, (send.sum, self.program.ranks[send.to], self.first_bucket)
+
+    def receive_sum(self, receive: ReceiveSum) -> Bound:
+        return handlers.receive_sum, (receive.sum, self.program.ranks[receive.source], self.first_bucket)
 
     def forward(self, compute: Compute) -> Bound:
         stage, microbatch = compute.stage, compute.microbatch
@@ -182,8 +201,11 @@ BINDERS: dict[InstructionKey, Callable[[BoundProgram, Any], Bound]] = {
     Send: BoundProgram.send,
     Receive: BoundProgram.receive,
     Free: BoundProgram.free,
-    ReduceStage: BoundProgram.reduce_stage,
+    SendGradients: BoundProgram.send_gradients,
+    ReceiveGradients: BoundProgram.receive_gradients,
     Reduce: BoundProgram.reduce,
+    SendSum: BoundProgram.send_sum,
+    ReceiveSum: BoundProgram.receive_sum,
 }
 
 

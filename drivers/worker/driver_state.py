@@ -87,12 +87,13 @@ class DriverState:
         if load.compile is not None:
             compile_modules(self.modules.values(), unpickle(load.compile))
         unique = {id(p): p for module in self.modules.values() for p in module.parameters()}
-        self.gradients = Gradients(list(unique.values()), GradientSums(load.buckets, index, self.tensor), transport)
+        self.gradients = Gradients(list(unique.values()), GradientSums(load.buckets, index, self.tensor))
         self.statistics = StepStatistics.of(self.modules, self.constant)
         self.buffers = ReplicaBuffers(self.modules) if load.twins else None
         if self.statistics is not None and load.twins:
             self.statistics.exchange = NotesOfReplicas(load.twins, index, transport).exchange
         self.programs: dict[int, Executor] = {}
+        self.sums: Executor | None = None  # a program that adds up gradients
         self.optimizers: dict[int, WorkerOptimizer] = {}
         self.buckets = load.buckets
         self.shares: dict[int, ParameterShares] = {}  # of the optimizers that are divided among replicas
@@ -177,7 +178,9 @@ class DriverState:
     def _add_program(self, program: AddProgram, number: int) -> None:
         bound = BoundProgram(program, self.modules, self.constant, self.device, self.step_buffers)
         given, limits = (bound, self.transport, self.device, self.copies), program.out_of_order
-        self.programs[program.program] = OutOfOrderExecutor(*given, limits) if limits else Executor(*given)
+        self.programs[program.program] = made = OutOfOrderExecutor(*given, limits) if limits else Executor(*given)
+        if bound.sums and (self.sums is None or len(program.ranks) >= len(self.sums.program.ranks)):
+            self.sums = made  # a trial has one replica of the pipeline only
 
     def _add_dataset(self, body: AddDataset, number: int) -> DatasetSeen:
         return self.datasets.add(body)
@@ -186,7 +189,7 @@ class DriverState:
         if not step.record:
             return self._run_step(self._loaded(step), number)
         recorder = self.programs[step.program].recorder
-        recorder.begin()
+        recorder.begin(step.reduce)
         step = self._loaded(step)
         with recorder.counting(self._held(step)) if step.count_memory else nullcontext():
             result = self._run_step(step, number)
@@ -233,8 +236,8 @@ class DriverState:
         if step.hooks is not None:
             self.gradients.hooks = ParameterHooks(step.hooks, self.tensor)
         self.running = executor = self.programs[step.program]
-        self.gradients.begin_step(number, step.reduce and step.trains, step.scale)
         context = self._context(step, number)
+        context.adding = adding = self.gradients.begin_step(step.reduce and step.trains, step.scale)
         if step.inputs.mask:
             context.own_rows = step.inputs.own_rows
         if step.scale is not None:
@@ -265,9 +268,8 @@ class DriverState:
             result = replace(result, seen=tuple(witness.seen))
         if step.weighed:
             result = replace(result, weights=step.weights)
-        messages = executor.recorder.note_adding() if step.record and step.reduce else None
         if step.trains:
-            nonfinite = self.gradients.end_step(number, step.reduce, step.scale, messages)
+            nonfinite = self.gradients.end_step(number, adding, step.scale)
             if nonfinite:
                 result = replace(result, nonfinite=tuple(self._places(nonfinite)))
         return result
@@ -284,7 +286,6 @@ class DriverState:
             self.given_up,
             returns=step.returns if isinstance(step, StepReturning) else None,
             random=step.random,
-            stage_is_through=self.gradients.stage_is_through,
         )
 
     def _random(self, executor: Executor, step: Step) -> AbstractContextManager[None]:
@@ -319,11 +320,19 @@ class DriverState:
         return [None if tensor is None else tensor.detach().cpu() for tensor in found]
 
     def _reduce(self, body: ReduceGradients, number: int) -> None:
-        self.gradients.reduce(number)
+        self._add_up(number)
+
+    def _add_up(self, number: int) -> None:
+        """Add up the gradients of copies, by the instructions of a program that do so."""
+        adding = self.gradients.begin_reduction()
+        if self.sums is not None:
+            given = (self.transport, self.place)
+            self.sums.add_up(StepContext(number, {}, (), True, *given, given_up=self.given_up, adding=adding))
+        self.gradients.end_reduction(number, adding)
 
     def _norms(self, norms: GradientNorms, number: int) -> list[torch.Tensor | None]:
         if norms.reduce:
-            self.gradients.reduce(number)
+            self._add_up(number)
         found = [self.gradients.of(id(self.tensor(place))) for place in norms.locations]
         return [None if grad is None else norm(grad, norms.norm_type).cpu() for grad in found]
 
@@ -332,7 +341,7 @@ class DriverState:
 
     def _clamp(self, clamp: ClampGradients, number: int) -> None:
         if clamp.reduce:
-            self.gradients.reduce(number)
+            self._add_up(number)
         self.gradients.clamp(number, clamp.limit)
 
     def _make_optimizer(self, make: MakeOptimizer, number: int) -> None:
@@ -348,11 +357,12 @@ class DriverState:
 
     def _optimizer_step(self, step: OptimizerStep, number: int) -> None:
         if step.reduce:
-            self.gradients.reduce(number)
+            self._add_up(number)
         if step.optimizer in self.optimizers:  # else no stage on this worker has parameters of it
             self.optimizers[step.optimizer].step(self.gradients, step.groups or ())
         if step.optimizer in self.shares:
-            self.shares[step.optimizer].exchange(number, self.transport)
+            behind_sums = (self.sums.bound.first_bucket if self.sums else 0) + len(self.buckets)
+            self.shares[step.optimizer].exchange(number, self.transport, behind_sums)
             for number_of, each in self.optimizers.items():
                 each.parameters_changed = each.parameters_changed or number_of != step.optimizer
 

@@ -65,6 +65,11 @@ class Executor:
             set_draw_key(None)
             step.drop()
 
+    def add_up(self, step: StepContext) -> None:
+        """Run the instructions that add up gradients, and no others."""
+        for handle, operands in self.bound.sums:
+            handle(step, *operands)
+
     def _draw_keys(self, random: RandomStep | None, chunks: int) -> Mapping[int | None, DrawKey]:
         """What the random numbers of each micro-batch are drawn with, and those of the mini-batch; none if nothing draws."""
         if random is None or self.draws is Draws.NOTHING:

@@ -6,7 +6,7 @@
     I  the half  as B, but the gradients of the weights are put off
     W  the half  computes those
     send, receive, free      move and drop values, by name and micro-batch
-    reduce stage             the gradients of a stage are whole, and those that others add up may leave
+    send gradients, reduce, send sum, and what receives      add up the gradients of copies: gradient_sums.py
 
 A computation is one or more calls, of its stage and of `_loss`, and each has a handler of its own.
 """
@@ -245,11 +245,42 @@ def free(step: StepContext, key: Key) -> None:
     del step.values[key]
 
 
-def stage_is_through(step: StepContext, calls: Sequence[str]) -> None:
-    """The last backward of a stage is over."""
+def send_gradients(step: StepContext, name: str, to: int, first: int) -> None:
+    """Send this worker's gradients of a sum to the one that adds them up. ``first`` is the number of the first bucket."""
     if step.given_up():
         raise Interrupted
-    step.stage_is_through(calls)
+    if step.adding is not None:
+        for at, gradients in step.adding.leaving(name):
+            step.transport.send(to, (step.number, first + at, step.adding.sums.index), gradients)
+
+
+def receive_gradients(step: StepContext, name: str, source: int, first: int, whole: bool) -> None:
+    """Wait for another worker's gradients of a sum. ``whole`` says that those of this worker will not change."""
+    if step.adding is not None:
+        for at in step.adding.sums.buckets_of(name):
+            found = step.transport.receive((step.number, first + at, source), source)
+            step.adding.arrived(at, source, found, whole)
+
+
+def add_up(step: StepContext, name: str) -> None:
+    """Make a sum, if this step adds up gradients."""
+    if step.adding is not None:
+        step.adding.add_up(name)
+
+
+def send_sum(step: StepContext, name: str, to: int, first: int) -> None:
+    """Send a sum to another worker."""
+    if step.adding is not None:
+        for at, totals in step.adding.leaving_sums(name):
+            step.transport.send(to, (step.number, first + at, to), totals)
+
+
+def receive_sum(step: StepContext, name: str, source: int, first: int) -> None:
+    """Wait for a sum."""
+    if step.adding is not None:
+        for at in step.adding.awaited(name):
+            key = step.number, first + at, step.adding.sums.index
+            step.adding.take(at, step.transport.receive(key, source))
 
 
 def nothing(step: StepContext) -> None:

@@ -31,7 +31,7 @@ from pippy.drivers.plan.language.instructions import (
     Instruction,
     MicrobatchValue,
     Op,
-    ReduceStage,
+    SendGradients,
 )
 from pippy.drivers.plan.language.program import live_changes, peak_live
 
@@ -165,8 +165,10 @@ class ComputationQueues:
                     if op not in (Op.FORWARD, Op.RECOMPUTE) and stage == gathers:
                         self._need(at, [place for (o, s, _), place in passes.items() if (o, s) == (Op.FORWARD, stage)])
                     passes[op, stage, microbatch] = at
-                case ReduceStage(stage):
-                    self._need(at, [adding[stage]])
+                case SendGradients():
+                    self._need(at, list(adding.values()))
+                case _ if each.kind.adds_up:  # these come last
+                    pass
                 case _:
                     self._move(at, each, makers, users)
 

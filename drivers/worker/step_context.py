@@ -9,6 +9,7 @@ import torch
 
 from pippy.drivers.wire.gpu.copies import DeviceCopies
 from pippy.drivers.wire.transport import Transport
+from pippy.drivers.worker.gradients.gradient_sums import AddingUp
 from pippy.drivers.worker.gradients.single_loss import SingleLoss
 from pippy.drivers.worker.halves.split_backward import DeferredGradients
 from pippy.drivers.worker.repeated_forward import Kept
@@ -55,8 +56,8 @@ class StepContext:
 
     ``own_rows`` takes a micro-batch's rows from the inputs of the loss, if each of those is the whole mini-batch. ``returns``
     are the values to return, if not those of the program, each with the place of the loss if only that is wanted. ``random``
-    says of which step the random numbers are. ``stage_is_through`` is called with the calls of a stage of replicas when its
-    last backward is over. A step that is ``given_up`` ends at the next computation.
+    says of which step the random numbers are. ``adding`` makes the sums of gradients, in a step that adds them up. A step that
+    is ``given_up`` ends at the next computation.
 
     ``live`` is how many micro-batches the stages hold. ``casts`` says whether autocast is on.
     """
@@ -72,7 +73,7 @@ class StepContext:
     own_rows: Callable[[Any, int], Any] | None = None
     returns: Mapping[str, Any] | None = None
     random: RandomStep | None = None
-    stage_is_through: Callable[[Sequence[str]], None] = lambda calls: None
+    adding: AddingUp | None = None
 
     values: dict[Key, Any] = field(default_factory=dict)
     runs: dict[Key, StageRun] = field(default_factory=dict)

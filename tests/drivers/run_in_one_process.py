@@ -13,7 +13,19 @@ import torch
 from pippy import Pipe
 from pippy.drivers.lowering.lower import Lowered
 from pippy.drivers.plan.language.edges import Pass
-from pippy.drivers.plan.language.instructions import Compute, Free, Instruction, Op, Receive, Reduce, Send
+from pippy.drivers.plan.language.instructions import (
+    Compute,
+    Free,
+    Instruction,
+    Op,
+    Receive,
+    ReceiveGradients,
+    ReceiveSum,
+    Reduce,
+    Send,
+    SendGradients,
+    SendSum,
+)
 from pippy.ir.base.names import stage_index
 from pippy.ir.base.trees import tensors
 from pippy.ir.record.nodes import map_nodes
@@ -75,6 +87,13 @@ class LocalRun:
                 del held[value, microbatch]
             case Reduce():
                 self.reduced += 1
+            case SendGradients(name, to) | SendSum(name, to):
+                self.channels.setdefault((worker, to), deque()).append(((name, 0), None))
+            case ReceiveGradients(name, source) | ReceiveSum(name, source):
+                channel = self.channels.get((source, worker))
+                if not channel:
+                    return False
+                assert channel.popleft()[0] == (name, 0)
         return True
 
     def compute(self, worker: int, compute: Compute) -> None:

@@ -21,7 +21,6 @@ from pippy import (
 from pippy.drivers.plan import make_schedule, simulate
 from pippy.drivers.plan.language.instructions import Send
 from pippy.drivers.plan.orders.registry import REGISTRY
-from pippy.drivers.worker.gradients.gradient_sums import FIRST_NUMBER
 from tests.drivers.models import Chain, TiedLanguage
 
 pytestmark = pytest.mark.usefixtures("in_float64", "seeded")
@@ -210,12 +209,13 @@ def test_the_sums_of_replicated_gradients_begin_while_others_drain(threads, monk
     pipe = pipeline(copy.deepcopy(plain), nn.MSELoss(), multi_use_param_spec=MultiUseParameterConfig.REPLICATE)
     driver = PipelineDriver1F1B(pipe, threads)
     transport, arrived, backwards = threads.engine.workers[0].context.transport, [], []
+    first = len(driver.program(3).flow)  # the number of the gradients, behind those of values
 
     def wait_for_the_part():
         backwards.append(1)
         if len(backwards) == 6:  # the last micro-batch of the second step
             deadline = time.monotonic() + 20
-            while not transport.ready((threads.session.log.number, FIRST_NUMBER, 1)):
+            while not transport.ready((threads.session.log.number, first, 1)):
                 assert time.monotonic() < deadline, "the part is sent after the drain"
             arrived.append(1)
 

@@ -134,21 +134,22 @@ def test_the_halves_of_a_backward(threads, monkeypatch, how, place):
 
 @pytest.mark.parametrize("when", ["in the step", "after it"])
 def test_a_reduction_that_fails_on_one_worker_counts_on_none(threads, monkeypatch, when):
-    from pippy.drivers.worker.gradients.gradient_sums import GradientSums
+    from pippy.drivers.worker.gradients.gradient_sums import AddingUp
 
     training = Training(threads)
     training.step()
     if when == "in the step":
         training.driver.zero_grad()
         training.plain.zero_grad()
-    inner = GradientSums._received
+    inner = AddingUp.take
 
     def fail(self, *args):
         inner(self, *args)
         raise ArithmeticError("a sum that fails")
 
-    monkeypatch.setattr(GradientSums, "_received", fail)
-    with within(2.0), pytest.raises(StepError, match="adding up the gradients of replicated") as caught:
+    monkeypatch.setattr(AddingUp, "take", fail)
+    where = r"(reduce|receive sum of) \S+weight" if when == "in the step" else "adding up the gradients of replicated"
+    with within(2.0), pytest.raises(StepError, match=where) as caught:
         training.start().result() if when == "in the step" else training.driver.grad_norm()
     assert "a sum that fails" in str(caught.value)
     monkeypatch.undo()

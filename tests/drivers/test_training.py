@@ -131,11 +131,13 @@ def test_gradients_accumulate_over_several_runs(cluster, looks):
 
 
 def test_copies_are_added_up_once_per_update(threads, monkeypatch):
-    from pippy.drivers.worker.gradients.gradient_sums import GradientSums
+    from pippy.drivers.worker.gradients.gradient_sums import AddingUp
 
     sums = []
-    inner = GradientSums.of
-    monkeypatch.setattr(GradientSums, "of", lambda self, *args: sums.append(self.index) or inner(self, *args))
+    inner = AddingUp.__init__
+    monkeypatch.setattr(
+        AddingUp, "__init__", lambda self, own, *args: sums.append(own.index) or inner(self, own, *args)
+    )
     _, pipe = tied()
     driver = PipelineDriver1F1B(pipe, threads, world_size=2)
     optimizer = driver.instantiate_optimizer(torch.optim.SGD, lr=0.1)

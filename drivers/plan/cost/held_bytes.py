@@ -18,10 +18,18 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from pippy.drivers.plan.language.edges import Pass
-from pippy.drivers.plan.language.instructions import Compute, Instruction, Op
+from pippy.drivers.plan.language.edges import Pass, Sum
+from pippy.drivers.plan.language.instructions import (
+    Compute,
+    Instruction,
+    Op,
+    ReceiveGradients,
+    ReceiveSum,
+    Reduce,
+    SendGradients,
+)
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.plan.passes.communicate import add_communication
 
@@ -233,6 +241,12 @@ class _Walk:
         self.kept = self.results = self.gradients = 0
         self.with_gradients: set[tuple[int, bool]] = set()  # stages, and whether all of their gradients are there
         stages = [sizes.stages[stage] for stage in self.own]
+        self.sums = {each.name: each for each in program.sums}
+        self.arrived: dict[str, int] = defaultdict(
+            int
+        )  # the bytes of others' gradients of each sum that wait to be added
+        self.computes_until = max((at for at, each in enumerate(self.order) if isinstance(each, Compute)), default=-1)
+        self.computes = True
         self.parameters = sum(each.parameters for each in stages)
         self.optimizer = sum(each.optimizer for each in stages) + sizes.divided.get(worker, 0)
 
@@ -248,7 +262,8 @@ class _Walk:
     def run(self) -> HeldBytes:
         most, after, peak, at = [], [], self._held(0), 0
         for index, instruction in enumerate(chain(self.order, [None])):
-            before = self._held(self._working(instruction) if instruction else self._adding_up())
+            before = self._held(self._working(instruction) if instruction else 0)
+            self.computes = index <= self.computes_until
             if instruction is not None:
                 self._apply(instruction)
             held = self._held(0)
@@ -264,6 +279,7 @@ class _Walk:
         if self.sizes.inputs_stay:
             inputs += sum(each.total for each in self.inputs.values()) * self.share // self.program.chunks
         kept, values = self.kept + outputs, waiting + self.results
+        working += sum(self.arrived.values())
         return Held(self.parameters, self.gradients, self.optimizer, kept, inputs, values, working)
 
     def _size(self, name: str) -> int:
@@ -276,6 +292,9 @@ class _Walk:
 
     def _working(self, instruction: Instruction) -> int:
         """The most that an instruction needs at a time, above what is held when it begins."""
+        if isinstance(instruction, ReceiveGradients):
+            size = self.sizes.replicated.get(instruction.sum, 0)
+            return size * self._copies(self.sums[instruction.sum], instruction.source)
         if not isinstance(instruction, Compute):
             return 0
         stage, op = self.sizes.stages[instruction.stage], instruction.op
@@ -295,6 +314,9 @@ class _Walk:
             self._computations[instruction.op](instruction)
             return
         kind = instruction.kind
+        if kind.adds_up:
+            self._add_up(instruction)
+            return
         if kind.gives:
             self._change(kind.gives(instruction), _WAITING, 1)
         if kind.drops:
@@ -391,20 +413,19 @@ class _Walk:
         self.gradients += early + (late if whole else 0)
         self.with_gradients |= {(stage, False), (stage, whole)}
 
-    def _adding_up(self) -> int:
-        """What the sums of the gradients of copies take when the step ends. Those of the buckets of replicas, of which there
-        is one at a time beside the gradients, are left out."""
-        found = []
-        for copies in self.program.replicated:
-            here = sum(stage in self.own for stage in copies.stages)
-            if here:
-                owned = self.worker < self.program.placement.workers and copies.stages[0] in self.own
-                others = len(copies.stages) * self.program.replicas - here
-                found.append((owned, here, others, self.sizes.replicated.get(copies.parameter, 0)))
-        sums = most = -sum(here * size for owned, here, _, size in found if not owned)  # sent before all
-        for owned, here, others, size in sorted(
-            found, key=lambda each: not each[0]
-        ):  # the sums that are made here come first
-            most = max(most, sums + (others if owned else here) * size)
-            sums += 0 if owned else here * size  # the owner's sum and its copies are in the place of its gradients
-        return max(most, 0)
+    def _add_up(self, instruction: Any) -> None:
+        """What a part of a sum changes, of a replicated parameter. Those of the stages of replicas, which are in parts and one
+        at a time beside the gradients, are left out."""
+        each, size = self.sums[instruction.sum], self.sizes.replicated.get(instruction.sum, 0)
+        if isinstance(instruction, SendGradients):
+            self.gradients -= size * self._copies(each, self.worker)
+        elif isinstance(instruction, ReceiveGradients):
+            if self.computes:  # else they are added at once
+                self.arrived[each.name] += size * self._copies(each, instruction.source)
+        elif isinstance(instruction, Reduce):  # the sum and its copies are in the place of this worker's gradients
+            self.arrived.pop(each.name, None)
+        elif isinstance(instruction, ReceiveSum):
+            self.gradients += size * self._copies(each, self.worker)
+
+    def _copies(self, each: Sum, worker: int) -> int:
+        return sum(stage in self.program.stages_of(worker) for stage in each.stages)

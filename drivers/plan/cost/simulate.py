@@ -108,7 +108,12 @@ class Simulator:
         self.costs = costs.resolve(program)
         self.now: list[Number] = [0] * program.workers
         self.spans: list[list[Span]] = [[] for _ in program.orders]
-        self.waited: list[dict[int, Number]] = [defaultdict(int) for _ in program.orders]
+        self.waited: list[dict[int, Number]] = [
+            defaultdict(int) for _ in program.orders
+        ]  # by each before a computation
+        self.waiting: list[dict[int, Number]] = [
+            defaultdict(int) for _ in program.orders
+        ]  # since the latest computation
         self.free_at: dict[tuple[int, int], Number] = defaultdict(int)
         self.arrivals: dict[tuple[MicrobatchValue, int], Number] = {}
         for worker, first, end in DryRun(program, Transfers(program).waits()).stretches:
@@ -117,7 +122,10 @@ class Simulator:
 
     def step(self, worker: int, instruction: Instruction) -> None:
         if isinstance(instruction, Compute):
-            start = self.now[worker]
+            start, waiting = self.now[worker], self.waiting[worker]
+            while waiting:
+                source, waited = waiting.popitem()
+                self.waited[worker][source] += waited
             self.now[worker] = start + self.costs.compute(instruction)
             self.spans[worker].append(Span(instruction, start, self.now[worker]))
             return
@@ -129,14 +137,14 @@ class Simulator:
 
     def send(self, worker: int, key: MicrobatchValue, to: int) -> None:
         channel, value = (worker, to), key[0]
-        self.free_at[channel] = max(self.now[worker], self.free_at[channel]) + self.costs.occupied[value]
-        self.arrivals[key, to] = self.free_at[channel] + self.costs.latency[value]
+        self.free_at[channel] = max(self.now[worker], self.free_at[channel]) + self.costs.occupied.get(value, 0)
+        self.arrivals[key, to] = self.free_at[channel] + self.costs.latency.get(value, 0)
 
     def receive(self, worker: int, key: MicrobatchValue, source: int) -> None:
         arrival = self.arrivals[key, worker]
         if arrival > self.now[worker]:
             if self.spans[worker]:  # else it is fill
-                self.waited[worker][source] += arrival - self.now[worker]
+                self.waiting[worker][source] += arrival - self.now[worker]
             self.now[worker] = arrival
 
     def timeline(self) -> Timeline:

@@ -60,6 +60,22 @@ class Replicated:
         return f"{self.parameter} {' '.join(map(str, self.stages))}"
 
 
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Gradients that are added up over the copies of their parameters, on the worker ``owner``; these stages have the copies.
+
+    >>> str(Sum("emb.weight", 0, (0, 3)))
+    'emb.weight on worker 0'
+    """
+
+    name: str
+    owner: int
+    stages: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} on worker {self.owner}"
+
+
 def chain(stages: int, backward: Collection[int]) -> tuple[Edge, ...]:
     """The edges of stages in a row: activations go up, and gradients go down between stages that have a backward.
 

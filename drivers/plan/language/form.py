@@ -4,7 +4,7 @@ import re
 from operator import attrgetter
 from string import Formatter
 
-from pippy.drivers.plan.language.scanner import NAME, NUMBER, QUALIFIED_NAME, Scanner
+from pippy.drivers.plan.language.scanner import NAME, NUMBER, SUM, Scanner
 
 # What the fields of instructions look like, and what an error calls them.
 FIELDS = {
@@ -13,7 +13,7 @@ FIELDS = {
     "to": (NUMBER, "a worker number"),
     "source": (NUMBER, "a worker number"),
     "value": (NAME, "the name of a value"),
-    "parameter": (QUALIFIED_NAME, "the qualified name of a parameter"),
+    "sum": (SUM, "the name of a sum: of a parameter, or stage 2 part 0"),
 }
 
 

@@ -11,10 +11,13 @@ An instruction is a small frozen value with one exact text:
 | ``send x.0 to 3``        | put value ``x`` of micro-batch 0 into the channel to worker 3, and go on               |
 | ``receive x.0 from 1``   | take value ``x`` of micro-batch 0 from the channel from worker 1, or wait for it       |
 | ``free x.0``             | drop value ``x`` of micro-batch 0                                                      |
-| ``reduce emb.weight``    | add this worker's gradient of a replicated parameter to the sum over all copies        |
-| ``reduce stage 2``       | add this worker's gradients of stage 2 to the sums over all replicas of the pipeline   |
+| ``reduce emb.weight``    | add up the gradients of a parameter of which there are copies, over all of them        |
 
-A worker does not wait for a send or a reduction, unless a channel is full. The sum of a reduction is there when the step ends.
+Before that come ``send gradients of emb.weight to 0`` and ``receive gradients of emb.weight from 3``, and after it
+``send sum of emb.weight to 3`` and ``receive sum of emb.weight from 0``. In replicas of a pipeline, all parameters have copies;
+those of a stage are added up in parts, as ``stage 2 part 0``. A step that only accumulates gradients passes over all of these.
+
+A worker does not wait for a send, unless a channel is full.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,7 +62,8 @@ class Kind:
 
     A computation has a ``meaning`` for legends and the ``colour`` of its boxes. It comes ``after`` other passes of its stage
     and micro-batch, ``excludes`` others, and holds by ``live`` more stage-micro-batches when it is done. ``phase`` is the pass
-    whose values it takes and gives: the program's edges say which these are. ``cost`` is its time, by stage.
+    whose values it takes and gives: the program's edges say which these are. ``cost`` is its time, by stage. What ``adds_up``
+    is a part of a sum of gradients: it takes and gives what is no edge of the program.
 
     >>> KINDS[Free].drops(Free("x", microbatch=0))
     ('x', 0)
@@ -78,6 +82,7 @@ class Kind:
     live: int = 0
     phase: Phase | None = None
     cost: Callable[[Costs], Sequence[float | Fraction]] | None = None
+    adds_up: bool = False
 
 
 class Instruction:
@@ -163,28 +168,77 @@ class Free(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
+class SendGradients(Instruction):
+    """Put this worker's gradients of a sum into the channel to the worker that adds them up.
+
+    >>> str(SendGradients("emb.weight", to=0))
+    'send gradients of emb.weight to 0'
+    """
+
+    sum: str
+    to: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveGradients(Instruction):
+    """Take another worker's gradients of a sum from the channel.
+
+    >>> str(ReceiveGradients("stage 2 part 0", source=3))
+    'receive gradients of stage 2 part 0 from 3'
+    """
+
+    sum: str
+    source: int
+
+
+@dataclass(frozen=True, slots=True)
 class Reduce(Instruction):
-    """Add this worker's gradient of a replicated parameter to the sum over all copies, and go on.
+    """Add up the gradients of a sum: this worker's, and those that it has received.
 
     >>> str(Reduce("emb.weight"))
     'reduce emb.weight'
     """
 
-    parameter: str
+    sum: str
 
 
 @dataclass(frozen=True, slots=True)
-class ReduceStage(Instruction):
-    """Add this worker's gradients of a stage to the sums over all replicas of the pipeline, and go on.
+class SendSum(Instruction):
+    """Put a sum into the channel to another worker.
 
-    >>> str(ReduceStage(2))
-    'reduce stage 2'
+    >>> str(SendSum("emb.weight", to=3))
+    'send sum of emb.weight to 3'
     """
 
-    stage: int
+    sum: str
+    to: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveSum(Instruction):
+    """Take a sum from the channel from the worker that has added it up.
+
+    >>> str(ReceiveSum("emb.weight", source=0))
+    'receive sum of emb.weight from 0'
+    """
+
+    sum: str
+    source: int
 
 
 own_value = attrgetter("value", "microbatch")
+
+
+def gradients_of(each: Any) -> MicrobatchValue:
+    """The gradients of a sum as a value: of all micro-batches."""
+    return f"gradients of {each.sum}", 0
+
+
+def sum_of(each: Any) -> MicrobatchValue:
+    """A sum as a value."""
+    return f"sum of {each.sum}", 0
+
+
 Key = Op | type[Instruction]  # of a computation, its operation; of any other instruction, its class
 
 # All that is known of each kind. A kind whose text begins as that of another goes before it.
@@ -234,13 +288,25 @@ KINDS: dict[Key, Kind] = {
         live=-1,
         cost=lambda costs: costs("backward_weight") or (),
     ),
+    SendGradients: Kind(
+        Form("send gradients of {sum} to {to}"), takes=gradients_of, sends_to=attrgetter("to"), adds_up=True
+    ),
+    ReceiveGradients: Kind(
+        Form("receive gradients of {sum} from {source}"),
+        gives=gradients_of,
+        receives_from=attrgetter("source"),
+        adds_up=True,
+    ),
+    Reduce: Kind(Form("reduce {sum}"), adds_up=True),
+    SendSum: Kind(Form("send sum of {sum} to {to}"), takes=sum_of, sends_to=attrgetter("to"), adds_up=True),
+    ReceiveSum: Kind(
+        Form("receive sum of {sum} from {source}"), gives=sum_of, receives_from=attrgetter("source"), adds_up=True
+    ),
     Send: Kind(Form("send {value}.{microbatch} to {to}"), takes=own_value, sends_to=attrgetter("to")),
     Receive: Kind(
         Form("receive {value}.{microbatch} from {source}"), gives=own_value, receives_from=attrgetter("source")
     ),
     Free: Kind(Form("free {value}.{microbatch}"), takes=own_value, drops=own_value),
-    ReduceStage: Kind(Form("reduce stage {stage}")),
-    Reduce: Kind(Form("reduce {parameter}")),
 }
 
 

@@ -8,6 +8,7 @@ NUMBER = re.compile("0|[1-9][0-9]{0,8}")  # nothing here is counted in billions
 NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 SCHEDULE = re.compile(r"[!-~]+( [!-~]+)*")
 QUALIFIED_NAME = re.compile(r"[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*")
+SUM = re.compile(rf"stage (?:{NUMBER.pattern}) part (?:{NUMBER.pattern})|{QUALIFIED_NAME.pattern}")
 
 
 class Scanner:

@@ -7,8 +7,11 @@ same order:
 
 A value is sent as soon as it is made, once to each worker that needs it. It is received right before its first use, or before
 that of a value that is sent after it, because channels deliver in order. It is freed right after its last use. A stage itself
-keeps what it needs of its inputs for its backward. A reduction comes right after the last backward that uses the worker's
-copies, so that it runs while the pipeline drains.
+keeps what it needs of its inputs for its backward.
+
+Gradients that another worker adds up leave right after the last backward that brings some, so that they are under way while the
+pipeline drains. After its own computations, a worker adds up what it owns, one sum after another, and then takes the sums of
+others. So all gradients are sent before any are waited for.
 """
 
 from collections import defaultdict
@@ -25,14 +28,14 @@ from pippy.drivers.plan.language.instructions import (
     Instruction,
     Op,
     Receive,
-    Reduce,
-    ReduceStage,
     Send,
+    SendGradients,
 )
 from pippy.drivers.plan.language.program import Program
+from pippy.drivers.plan.language.sums import stages_with_gradients, sum_work
 from pippy.drivers.plan.proofs.computations import check_computations
 from pippy.drivers.plan.proofs.faults import Faults
-from pippy.drivers.plan.proofs.values import last_backward
+from pippy.drivers.plan.proofs.sums import last_backward
 from pippy.drivers.plan.proofs.waits import Location, production
 
 
@@ -55,8 +58,12 @@ def add_communication(program: Program, early_recompute: bool = True) -> Program
     return replace(program, orders=tuple(Communication(computations, early_recompute).orders()), lowered=True)
 
 
+Transfer = tuple[
+    int, int, Instruction, int
+]  # when it is sent, the rank of that, how it is received, and when it is needed
+
 # The order of what belongs to the same computation.
-RECEIVE, COMPUTE, SEND, FREE, REDUCE = range(5)
+RECEIVE, COMPUTE, SEND, FREE, ADD_UP = range(5)
 
 
 class Communication:
@@ -68,13 +75,17 @@ class Communication:
         self.receiving = self.places if early_recompute else self.places | places_of_recomputes(program)
         self.targets = {edge.value: targets_by_worker(program, edge) for edge in program.flow}
         self.due: list[list[tuple[int, int, Instruction]]] = [[] for _ in program.orders]
+        self.channels: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
         edges: dict[Pass, list[Edge]] = defaultdict(list)
         for edge in program.flow:
             edges[edge.source].append(edge)
         for worker, order in enumerate(program.computations):
             self.due[worker] += [(index, COMPUTE, compute) for index, compute in enumerate(order)]
             self.add_transfers(worker, order, edges)
-            self.add_reductions(worker)
+
+        self.add_sums()
+        for (_, to), channel in self.channels.items():
+            self.add_receives(to, channel)
 
     def orders(self) -> Iterator[tuple[Instruction, ...]]:
         for due in self.due:
@@ -82,8 +93,7 @@ class Communication:
             yield tuple(instruction for _, _, instruction in due)
 
     def add_transfers(self, worker: int, order: Iterable[Compute], edges: Mapping[Pass, Iterable[Edge]]) -> None:
-        """Send, receive and free what this worker makes."""
-        channels: dict[int, list[tuple[Receive, int]]] = defaultdict(list)
+        """Send and free what this worker makes."""
         first = worker - worker % self.program.placement.workers  # the first worker of its replica
         for index, compute in enumerate(order):
             done, chunk = produced_by(compute), compute.microbatch
@@ -97,26 +107,45 @@ class Communication:
                         continue
                     self.due[worker].append((index, SEND, Send(edge.value, chunk, to)))
                     first_use = min(self.receiving[target, chunk][1] for target in targets)
-                    channels[to].append((Receive(edge.value, chunk, worker), first_use))
+                    transfer = (index, SEND, Receive(edge.value, chunk, worker), first_use)
+                    self.channels[worker, to].append(transfer)
                     self.due[to].append((max(uses), FREE, Free(edge.value, chunk)))
                 self.due[worker].append((last, FREE, Free(edge.value, chunk)))
-        for to, channel in channels.items():
-            self.add_receives(to, channel)
 
-    def add_receives(self, worker: int, channel: Sequence[tuple[Receive, int]]) -> None:
+    def add_receives(self, worker: int, channel: Sequence[Transfer]) -> None:
         """Receive in the order of sending: each value before its first use, and before those that are sent after it."""
-        latest = accumulate((first_use for _, first_use in reversed(channel)), min)
-        for (receive, _), index in zip(channel, reversed(list(latest))):
+        channel = sorted(channel, key=itemgetter(0, 1))
+        latest = accumulate((first_use for *_, first_use in reversed(channel)), min)
+        for (_, _, receive, _), index in zip(channel, reversed(list(latest))):
             self.due[worker].append((index, RECEIVE, receive))
 
-    def add_reductions(self, worker: int) -> None:
-        last = last_backward(self.program.computations[worker])
-        for copies in self.program.replicated:
-            held = [last[stage] for stage in copies.stages if stage in last]
-            if held:
-                self.due[worker].append((max(held), REDUCE, Reduce(copies.parameter)))
-        if self.program.replicas > 1:
-            self.due[worker] += [(index, REDUCE, ReduceStage(stage)) for stage, index in last.items()]
+    def add_sums(self) -> None:
+        """Send gradients as soon as they are whole. Behind all computations, one sum after another is made and sent."""
+        program = self.program
+        ends = [self.ends_of_backwards(worker) for worker in range(program.workers)]
+        behind = [len(order) for order in program.computations]
+        owned = sorted(program.sums, key=lambda each: ends[each.owner].get(each.name, -1))
+        turns = {each.name: sum(other.owner == each.owner for other in owned[:at]) for at, each in enumerate(owned)}
+        for each in owned:
+            turn = behind[each.owner] + turns[each.name]
+            for worker in program.holders(each):
+                for instruction in sum_work(program, each, worker):
+                    at = ends[worker][each.name] if isinstance(instruction, SendGradients) else turn
+                    kind = instruction.kind
+                    if kind.receives_from and worker == each.owner:
+                        source = kind.receives_from(instruction)
+                        self.channels[source, worker].append((ends[source][each.name], ADD_UP, instruction, turn))
+                    elif kind.receives_from:
+                        last = behind[worker] + len(owned)
+                        self.channels[each.owner, worker].append((turn, ADD_UP, instruction, last))
+                    else:
+                        self.due[worker].append((at, ADD_UP, instruction))
+
+    def ends_of_backwards(self, worker: int) -> dict[str, int]:
+        """When a worker's gradients of each sum are whole: the index of the last backward that brings some."""
+        last, program = last_backward(self.program.computations[worker]), self.program
+        own = {each.name: stages_with_gradients(program, each, worker) for each in program.sums}
+        return {name: max(last[stage] for stage in stages) for name, stages in own.items() if stages}
 
 
 def places_of_recomputes(program: Program) -> dict[tuple[Pass, int], Location]:

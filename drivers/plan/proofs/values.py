@@ -1,7 +1,6 @@
 """Checks a lowered program worker by worker: each value is there when it is used, and is freed at the end."""
 
 from collections import defaultdict
-from collections.abc import Iterable
 
 from pippy.drivers.plan.language.edges import Edge, Pass, produced_by
 from pippy.drivers.plan.language.instructions import (
@@ -9,19 +8,18 @@ from pippy.drivers.plan.language.instructions import (
     Free,
     Instruction,
     MicrobatchValue,
-    Reduce,
-    ReduceStage,
 )
 from pippy.drivers.plan.language.program import Program
 from pippy.drivers.plan.proofs.faults import Faults
+from pippy.drivers.plan.proofs.sums import check_sums
 
 
 def check_values(program: Program, faults: Faults) -> None:
-    """Note values that are used too early or too late, sent to a wrong worker or never freed, and wrong reductions."""
+    """Note values that are used too early or too late, sent to a wrong worker or never freed, and wrong sums."""
     frees = any(instruction.key is Free for order in program.orders for instruction in order)
     for worker in range(program.workers):
         WorkerValues(program, worker, faults).check(frees)
-        check_reductions(program, worker, faults)
+        check_sums(program, worker, faults)
 
 
 class WorkerValues:
@@ -57,6 +55,8 @@ class WorkerValues:
         if isinstance(instruction, Compute):
             return self.compute(instruction)
         kind = instruction.kind
+        if kind.adds_up:  # see sums.py
+            return []
         problems: list[str] = []
         if kind.takes:
             held = kind.takes(instruction)
@@ -112,41 +112,3 @@ def takers(program: Program, edge: Edge, worker: int = 0) -> list[int]:
     """The workers to which a value has to be sent, in the replica of a worker."""
     needing = {program.beside(worker, target.stage) for target in edge.targets}
     return sorted(needing - {program.beside(worker, edge.source.stage)})
-
-
-def check_reductions(program: Program, worker: int, faults: Faults) -> None:
-    """Each worker with a copy must reduce its gradient once, after the last backward of its copies: of a replicated parameter,
-    and of a stage if there are replicas of the pipeline."""
-    held = set(program.stages_of(worker)).intersection(program.backward)
-    last = last_backward(program.orders[worker])
-    due: dict[Reduce | ReduceStage, int] = {
-        Reduce(copies.parameter): max(last.get(stage, -1) for stage in held.intersection(copies.stages))
-        for copies in program.replicated
-        if held.intersection(copies.stages)
-    }
-    if program.replicas > 1:
-        due |= {ReduceStage(stage): last.get(stage, -1) for stage in held}
-    missing = set(due)
-    for index, instruction in enumerate(program.orders[worker]):
-        if not isinstance(instruction, Reduce | ReduceStage):
-            continue
-        if instruction not in due:
-            faults.at(
-                worker, index, f"no backward on worker {worker} has to do with {str(instruction).split(' ', 1)[1]}"
-            )
-        elif instruction not in missing:
-            faults.at(worker, index, "is reduced twice")
-        elif index < due[instruction]:
-            faults.at(worker, index, f"comes before {program.orders[worker][due[instruction]]}")
-        missing.discard(instruction)
-    for left in sorted(map(str, missing)):
-        faults.at_end(worker, f"{left} is missing")
-
-
-def last_backward(order: Iterable[Instruction]) -> dict[int, int]:
-    """The index of each stage's last backward, whole or its weight half."""
-    return {
-        instruction.stage: index
-        for index, instruction in enumerate(order)
-        if isinstance(instruction, Compute) and instruction.kind.live < 0
-    }

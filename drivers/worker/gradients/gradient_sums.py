@@ -1,42 +1,28 @@
 """Adds up the gradients of parameters of which several workers have copies: of replicated parameters, and of replicas.
 
-Parameters that the same workers hold go in buckets, one message for each. One of the workers owns a bucket: it adds up, in the
-order of the copies, so that the sums are the same in every run, and on every worker.
+Parameters that the same workers hold go in buckets, one message for each; a sum of a program is one or more of them. One of the
+workers owns a bucket: it adds up, in the order of the copies, so that the sums are the same in every run, and on every worker.
 
     worker 1 ──its gradients──▶ the owner, worker 0 ──the sums──▶ worker 1
 
-Where the state of an optimizer is divided among the workers, the sums stay with the owner. A worker sends the gradients of a
-bucket as soon as the last backward of its stages is over, while other stages still compute. All gradients are sent before any
-are waited for, and the sums that others wait for come first. So no two workers wait for each other.
+Where the state of an optimizer is divided among the workers, the sums stay with the owner. The instructions of a program say
+when a worker does which of this.
 """
 
-from collections.abc import Callable, Sequence, Set
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from pippy.drivers.protocol.gradients import GradientBucket
 from pippy.drivers.protocol.parameters import TensorLocation
-from pippy.drivers.wire.received_values import ValueKey
 from pippy.ir.run.stage_backward import add_gradients
 
 Gradient = torch.Tensor | None
-FIRST_NUMBER = 1 << 24  # of the buckets in the keys of messages; no program has as many values
-FIRST_SHARE = 1 << 25  # of the buckets in the keys of messages with updated parameters: parameter_shares.py
-
-
-class Messages(Protocol):
-    """What carries gradients between workers."""
-
-    def send(self, to: int, key: ValueKey, value: Any) -> None:
-        """Send a value."""
-
-    def receive(self, key: ValueKey, source: int) -> Any:
-        """Wait for a value, and take it."""
+Own = Callable[[Sequence[int]], list[tuple[Gradient, bool]]]
 
 
 class GradientSums:
-    """Adds up on worker ``index``, for all ``buckets``. ``tensor`` gives its parameter at a location.
+    """What worker ``index`` has of all ``buckets``. ``tensor`` gives its parameter at a location.
 
     >>> GradientSums([], index=0, tensor=lambda place: torch.zeros(1)).copies
     set()
@@ -52,101 +38,126 @@ class GradientSums:
             for own in (bucket.parameters for bucket in buckets)
         ]
         self.copies = {id(copy) for own in self.here for local in own for copy in local.values()}
-        self.leaving = {  # for each bucket that another worker owns, the stages here that have its parameters
-            at: {place.call for each in bucket.parameters for worker, place in each.copies if worker == index}
-            for at, bucket in enumerate(self.buckets)
-            if bucket.owner != index and index in bucket.workers
-        }
         self.divided: set[str] = set()  # parameters of optimizers that are divided among their workers
         self.undivided: set[str] = set()  # parameters of others
+
+    def buckets_of(self, name: str) -> list[int]:
+        """The numbers of the buckets of a sum, of those that have to do with this worker."""
+        return [at for at, each in enumerate(self.buckets) if each.sum == name and any(self.here[at])]
 
     def copies_in(self, at: int) -> list[int]:
         """The ids of the copies on this worker of the parameters in a bucket."""
         return [id(copy) for local in self.here[at] for copy in local.values()]
 
-    def send(self, number: int, at: int, gradients: dict[int, Gradient], messages: Messages) -> None:
-        """Send the gradients of a bucket to its owner. They are taken out of ``gradients``."""
-        own = [gradients.pop(copy) for copy in self.copies_in(at)]
-        messages.send(self.buckets[at].owner, _key(number, at, self.index), own)
-
-    def of(
-        self,
-        number: int,
-        gradients: dict[int, Gradient],
-        messages: Messages,
-        private: Set[int] = frozenset(),
-        sent: Set[int] = frozenset(),
-        finish: Callable[[int, Gradient], Gradient] = lambda key, gradient: gradient,
-    ) -> dict[int, Gradient]:
-        """The sum for every copy that is here, by its id, from their gradients, which are taken out of ``gradients``.
-
-        ``number`` is that of the command. Only ``private`` gradients, which nobody else needs, are written into. The buckets
-        with the numbers ``sent`` were sent before. ``finish`` makes what counts of a sum that this worker has added up, for
-        the copy with that id.
-        """
-        held = [(at, *each) for at, each in enumerate(zip(self.buckets, self.here)) if any(each[1])]
-        for at in self.leaving.keys() - sent:  # before the sums come, which take as much memory
-            self.send(number, at, gradients, messages)
-        sums: dict[int, Gradient] = {}
-        for owned in (True, False):  # first the sums that other workers wait for
-            for at, bucket, here in held:
-                if (bucket.owner == self.index) == owned:
-                    if owned:
-                        totals = self._add_up(number, at, gradients, messages, private, finish)
-                    elif self._stays(bucket):
-                        totals = [None] * len(here)
-                    else:
-                        totals = self._received(number, at, messages)
-                    for total, local in zip(totals, here):
-                        first, *others = map(id, local.values())
-                        sums[first] = total
-                        sums |= {other: None if total is None else total.clone() for other in others}
-        return sums
-
-    def _add_up(
-        self,
-        number: int,
-        at: int,
-        gradients: dict[int, Gradient],
-        messages: Messages,
-        private: Set[int],
-        finish: Callable[[int, Gradient], Gradient],
-    ) -> Sequence[Gradient]:
-        bucket = self.buckets[at]
-        others = [worker for worker in bucket.workers if worker != self.index]
-        theirs = {worker: iter(messages.receive(_key(number, at, worker), worker)) for worker in others}
-        totals: list[Gradient] = []
-        for parameter, local in zip(bucket.parameters, self.here[at]):
-            total = _Sum()
-            for copy, (worker, _) in enumerate(parameter.copies):
-                if copy in local:
-                    total.add(gradients.pop(id(local[copy])), private=id(local[copy]) in private)
-                else:
-                    total.add(next(theirs[worker]), private=True)
-            totals.append(finish(id(next(iter(local.values()))), total.taken()))
-        for worker in others if not self._stays(bucket) else ():
-            messages.send(worker, _key(number, at, worker), totals)
-        return totals
-
-    def _received(self, number: int, at: int, messages: Messages) -> Sequence[Gradient]:
-        return messages.receive(_key(number, at, self.index), self.buckets[at].owner)
-
-    def _stays(self, bucket: GradientBucket) -> bool:
-        """Whether only the owner needs the sums."""
-        names = {each.name for each in bucket.parameters}
+    def stays(self, at: int) -> bool:
+        """Whether only the owner needs the sums of a bucket."""
+        names = {each.name for each in self.buckets[at].parameters}
         return names <= self.divided and names.isdisjoint(self.undivided)
 
-    def named(self, value_number: int, worker: int) -> str:
-        """What a message carries, and which worker sends it. The arguments are the last two parts of its key."""
-        updated = value_number >= FIRST_SHARE
-        bucket = self.buckets[value_number - (FIRST_SHARE if updated else FIRST_NUMBER)]
-        first, *others = (parameter.name for parameter in bucket.parameters)
-        what = f"{first!r}{f' and {len(others)} more' * bool(others)}"
+    def named(self, at: int, worker: int) -> str:
+        """What a message with this number carries, and which worker sends it: of a bucket, or behind all of these, of its
+        updated parameters. ``worker`` is the end of its key."""
+        at, updated = at % len(self.buckets), at >= len(self.buckets)
+        bucket = self.buckets[at]
         if updated:
-            return f"{what}, updated, from worker {bucket.owner}"
+            return f"{self.parameters_of(at)}, updated, from worker {bucket.owner}"
         if bucket.owner == self.index:
-            return f"the gradients of {what}, from worker {worker}"
-        return f"the sums of the gradients of {what}, from worker {bucket.owner}"
+            return f"the gradients of {self.parameters_of(at)}, from worker {worker}"
+        return f"the sums of the gradients of {self.parameters_of(at)}, from worker {bucket.owner}"
+
+    def parameters_of(self, at: int) -> str:
+        """The parameters of a bucket, in words."""
+        first, *others = (parameter.name for parameter in self.buckets[at].parameters)
+        return f"{first!r}{f' and {len(others)} more' * bool(others)}"
+
+
+class AddingUp:
+    """The sums of one command: ``totals`` has that of each copy on this worker, by its id.
+
+    ``own`` gives the gradients of some copies, by their ids, each with whether nobody else needs it, so that it may be written
+    into. ``finish`` makes what counts of a sum that this worker has added up, for the copy with that id.
+    """
+
+    def __init__(
+        self,
+        sums: GradientSums,
+        own: Own,
+        finish: Callable[[int, Gradient], Gradient] = lambda key, gradient: gradient,
+    ) -> None:
+        self.sums, self.own, self.finish = sums, own, finish
+        self.totals: dict[int, Gradient] = dict.fromkeys(sums.copies)
+        self.made: dict[int, Sequence[Gradient]] = {}  # the sums of each bucket that is added up here
+        self._begun: dict[int, _Bucket] = {}
+
+    def leaving(self, name: str) -> Iterator[tuple[int, list[Gradient]]]:
+        """This worker's gradients of a sum, which another adds up: each bucket with its number."""
+        for at in self.sums.buckets_of(name):
+            yield at, [gradient for gradient, _ in self.own(self.sums.copies_in(at))]
+
+    def arrived(self, at: int, worker: int, gradients: list[Gradient], whole: bool) -> None:
+        """Take another worker's gradients of a bucket. If this worker's are ``whole``, add up what can be: one bucket at a time
+        takes memory."""
+        bucket = self._bucket(at)
+        bucket.theirs[worker] = gradients
+        if whole:
+            bucket.add_up()
+
+    def add_up(self, name: str) -> None:
+        """Add up what is left of a sum."""
+        for at in self.sums.buckets_of(name):
+            totals = self._bucket(at).add_up(all=True)
+            del self._begun[at]
+            firsts = [id(next(iter(local.values()))) for local in self.sums.here[at]]
+            self.made[at] = [self.finish(first, total.taken()) for first, total in zip(firsts, totals)]
+            self.take(at, self.made[at])
+
+    def leaving_sums(self, name: str) -> Iterator[tuple[int, Sequence[Gradient]]]:
+        """The sums that this worker has made, if others need them: each bucket with its number."""
+        return ((at, self.made[at]) for at in self.awaited(name))
+
+    def awaited(self, name: str) -> list[int]:
+        """The buckets of a sum that others than the owner need."""
+        return [at for at in self.sums.buckets_of(name) if not self.sums.stays(at)]
+
+    def take(self, at: int, totals: Sequence[Gradient]) -> None:
+        """Take the sums of a bucket: each copy has one of its own."""
+        for total, local in zip(totals, self.sums.here[at]):
+            first, *others = map(id, local.values())
+            self.totals[first] = total
+            self.totals |= {other: None if total is None else total.clone() for other in others}
+
+    def _bucket(self, at: int) -> "_Bucket":
+        return self._begun.setdefault(at, _Bucket(self.sums, at, self.own))
+
+
+class _Bucket:
+    """A bucket that is added up: ``theirs`` has the gradients that came, by worker. One that has no backward sends none."""
+
+    def __init__(self, sums: GradientSums, at: int, own: Own) -> None:
+        self.sums, self.at, self.own = sums, at, own
+        self.theirs: dict[int, list[Gradient]] = {}
+        self.totals = [_Sum() for _ in sums.buckets[at].parameters]
+        self.workers = [worker for worker, _ in sums.buckets[at].parameters[0].copies]
+        self.next = 0  # the copy that is to be added
+
+    def add_up(self, all: bool = False) -> "list[_Sum]":
+        """Add the gradients that are here, as far as the order of the copies goes."""
+        while self.next < len(self.workers):
+            worker, before = self.workers[self.next], self.workers[: self.next].count(self.workers[self.next])
+            if worker == self.sums.index:
+                copies = [id(local[self.next]) for local in self.sums.here[self.at]]
+                for total, (gradient, private) in zip(self.totals, self.own(copies)):
+                    total.add(gradient, private)
+                    del gradient
+            elif worker in self.theirs:
+                theirs, each = self.theirs[worker], self.workers.count(worker)
+                for number, total in enumerate(self.totals):
+                    total.add(theirs[number * each + before], private=True)
+                    theirs[number * each + before] = None
+            elif not all:
+                break
+            self.next += 1
+        return self.totals
 
 
 class _Sum:
@@ -174,8 +185,3 @@ class _Sum:
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     kinds = [(type(each), each.layout, each.dtype, each.shape, each.requires_grad) for each in (one, other)]
     return kinds[0] == kinds[1] == (torch.Tensor, torch.strided, one.dtype, one.shape, False)
-
-
-def _key(number: int, at: int, worker: int) -> tuple[int, int, int]:
-    """The key of a message about a bucket: the gradients that a worker sends to its owner, or the sums that it is sent."""
-    return number, FIRST_NUMBER + at, worker

@@ -20,41 +20,26 @@ command, that the step succeeded everywhere. Then they are settled. A gradient i
                                     │                           ▼                   settle
                                     └──────────────────────▶ added up ─▶ pending.sums ─────▶ total, of every copy
 
-The gradients of copies are added up once per update: at the end of a step, or in a command of their own; see
-gradient_sums.py. Those that another worker adds up leave in the step, as soon as the last backward of their stages is over.
+The gradients of copies are added up once per update: by the instructions of a step, or in a command of their own; see
+gradient_sums.py.
 
 The hooks of a parameter are called at the end of a step, with its gradient in this step: with that of all micro-batches, and of
 all copies, which are added up in each step for them. What a hook leaves that is called after the accumulation is then the
 gradient, and that of earlier steps is in it.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
 from pippy.drivers.protocol.hooks import WorkerHooks
-from pippy.drivers.wire.transport import Transport
-from pippy.drivers.worker.gradients.gradient_sums import Gradient, GradientSums, Messages
+from pippy.drivers.worker.gradients.gradient_sums import AddingUp, Gradient, GradientSums
 from pippy.drivers.worker.gradients.parameter_hooks import ParameterHooks
 from pippy.drivers.worker.gradients.unscaling import unscaled
 from pippy.ir.base.sparse_tensors import is_sparse, map_stored, vector_norm
 from pippy.ir.run.stage_backward import add_gradients
-
-
-@dataclass
-class _LeavingEarly:
-    """What has left the worker while a step runs: which stages are through, which buckets are sent, and what was not finite.
-
-    ``number`` is that of the step, and ``scale`` the one of its loss.
-    """
-
-    number: int
-    scale: float | None
-    through: set[str] = field(default_factory=set)
-    sent: set[int] = field(default_factory=set)
-    nonfinite: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -76,15 +61,15 @@ class _Pending:
 class Gradients:
     """The gradients of ``parameters``. ``sums`` adds up those of copies."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor], sums: GradientSums, transport: Transport) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], sums: GradientSums) -> None:
         self.parameters = {id(parameter): parameter for parameter in parameters}
-        self.sums, self.copies, self.transport = sums, sums.copies, transport
+        self.sums, self.copies = sums, sums.copies
         self.total: dict[int, Gradient] = {}
         self.unsummed: dict[int, Gradient] = {}
         self.pending: list[_Pending] = []
         self.wider: dict[int, torch.dtype] = {}  # the dtypes of gradients that an optimizer wants with more bits
         self.adding_up = False  # says what a failure interrupted
-        self.leaving: _LeavingEarly | None = None
+        self.nonfinite: list[int] = []  # what was found in the step that runs now
         self.hooks = ParameterHooks(WorkerHooks(), tensor=lambda place: torch.empty(0))
 
     def zero(self) -> None:
@@ -140,71 +125,52 @@ class Gradients:
                 total = _clamped(total, command.limit)
         return total
 
-    def begin_step(self, number: int, reduce: bool, scale: float | None = None) -> None:
-        """A step begins, which trains. The arguments are those of `end_step`."""
+    def begin_step(self, reduce: bool, scale: float | None = None) -> AddingUp | None:
+        """A step begins, which trains. With ``reduce``, its instructions add up the gradients of copies. They are divided
+        by ``scale``, that of the loss."""
         self.clear_grad()
-        self.leaving = _LeavingEarly(number, scale) if reduce and self.sums.leaving else None
+        self.nonfinite = []
+        if not reduce or not self.copies:
+            return None
+        return AddingUp(self.sums, partial(self._own, scale=scale), partial(self._through_hooks, scale=scale))
 
-    def stage_is_through(self, calls: Iterable[str]) -> None:
-        """The last backward of some stages is over: send what is complete, for others to add up."""
-        leaving = self.leaving
-        if leaving is None:
-            return
-        leaving.through.update(calls)
-        for at, needed in self.sums.leaving.items():
-            if at not in leaving.sent and needed <= leaving.through:
-                copies = self.sums.copies_in(at)
-                own: dict[int, Gradient] = {
-                    key: grad for key in copies if (grad := self.parameters[key].grad) is not None
-                }
-                if leaving.scale is not None and own:
-                    own = self._unscaled(own, leaving.scale, leaving.nonfinite)
-                gradients = {key: self._since_last_sum(key, own) for key in copies}
-                self.sums.send(leaving.number, at, gradients, self.transport)
-                for key in copies:
-                    self.parameters[key].grad = None
-                leaving.sent.add(at)
+    def _own(self, copies: Sequence[int], scale: float | None = None) -> list[tuple[Gradient, bool]]:
+        """The gradients of some copies since they were last added up, and whether they are of this step alone."""
+        own: dict[int, Gradient] = {key: p.grad for key in copies if (p := self.parameters[key]).grad is not None}
+        for key in copies:
+            self.parameters[key].grad = None
+        if scale is not None and own:
+            own = self._unscaled(own, scale)
+        return [(self._since_last_sum(key, own), key in own) for key in copies]
 
-    def end_step(
-        self, number: int, reduce: bool, scale: float | None = None, messages: Messages | None = None
-    ) -> list[int]:
-        """Move the gradients of a step from `.grad` to the pending ones. With ``reduce``, add up those of copies.
+    def end_step(self, number: int, adding: AddingUp | None, scale: float | None = None) -> list[int]:
+        """Move the gradients of a step from `.grad` to the pending ones, and what it has added up.
 
-        With ``scale``, they are divided by that first. ``messages`` takes the place of the transport.
         Returns the ids of parameters whose gradients then are not finite.
         """
         own: dict[int, Gradient] = {key: p.grad for key, p in self.parameters.items() if p.grad is not None}
-        leaving, self.leaving = self.leaving or _LeavingEarly(number, scale), None
-        nonfinite = leaving.nonfinite
         self.clear_grad()
-        finish = partial(self._through_hooks, scale=scale, nonfinite=nonfinite)
-        whole = {key: finish(key, own.pop(key)) for key in self.hooks.all - self.copies if key in own}
+        hooked = self.hooks.all - self.copies
+        whole = {key: self._through_hooks(key, own.pop(key), scale) for key in hooked if key in own}
         if scale is not None:
-            own = self._unscaled(own, scale, nonfinite)
+            own = self._unscaled(own, scale)
         own |= whole
         step = _Pending(number, own, replaced=self.hooks.replacing & whole.keys())
-        if reduce and self.copies:
+        if adding is not None:
             step.own = _without(own, self.copies)  # of the copies, only the sums are needed
-            left = {key for at in leaving.sent for key in self.sums.copies_in(at)}
-            unsummed, new = (
-                {key: self._since_last_sum(key, own) for key in self.copies - left},
-                own.keys() & self.copies,
-            )
-            del own
-            self.adding_up = True  # until the next command, because a failure is explained after this returns
-            step.sums = self.sums.of(number, unsummed, messages or self.transport, new, leaving.sent, finish)
+            step.sums = adding.totals
             step.replaced = step.replaced | (self.hooks.replacing & self.copies)
         self.pending.append(step)
-        return nonfinite
+        return self.nonfinite
 
-    def _unscaled(self, own: Mapping[int, Gradient], scale: float, nonfinite: list[int]) -> dict[int, Gradient]:
+    def _unscaled(self, own: Mapping[int, Gradient], scale: float) -> dict[int, Gradient]:
         """Divide by the scale the gradients of a step of which no hook is to see the sum. Notes those that are not finite."""
         left = {key: gradient for key, gradient in own.items() if key in self.hooks.all}
         found, more = unscaled({key: grad for key, grad in own.items() if grad is not None and key not in left}, scale)
-        nonfinite += more
+        self.nonfinite += more
         return {**found, **left}
 
-    def _through_hooks(self, key: int, gradient: Gradient, scale: float | None, nonfinite: list[int]) -> Gradient:
+    def _through_hooks(self, key: int, gradient: Gradient, scale: float | None) -> Gradient:
         """What the hooks of a parameter make of the whole gradient of a step, divided by the scale after that."""
         if key not in self.hooks.all:
             return gradient
@@ -215,7 +181,7 @@ class Gradients:
         if found is None or scale is None:
             return found
         whole, more = unscaled({key: found}, scale)
-        nonfinite += more
+        self.nonfinite += more
         return whole[key]
 
     def _since_last_sum(self, key: int, own: Mapping[int, Gradient]) -> Gradient:
@@ -225,11 +191,14 @@ class Gradients:
             gradient = None if key in command.sums else add_gradients(gradient, command.own.get(key))
         return add_gradients(gradient, own.get(key))
 
-    def reduce(self, number: int) -> None:
-        """Add up the gradients of copies, in a command of its own."""
-        self.adding_up = True  # as in end_step
-        sums = self.sums.of(number, {key: self.unsummed.get(key) for key in self.copies}, self.transport)
-        self.pending.append(_Pending(number, {}, sums))
+    def begin_reduction(self) -> AddingUp:
+        """Begin to add up the gradients of copies, in a command of its own."""
+        self.adding_up = True  # until the next command, because a failure is explained after this returns
+        return AddingUp(self.sums, self._own)
+
+    def end_reduction(self, number: int, adding: AddingUp) -> None:
+        """Have what was added up in a command."""
+        self.pending.append(_Pending(number, {}, adding.totals))
 
     def scale(self, number: int, factor: float) -> None:
         """Multiply all gradients, once all workers are known to do so."""

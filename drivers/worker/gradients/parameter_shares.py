@@ -14,7 +14,6 @@ import torch
 from pippy.drivers.protocol.gradients import GradientBucket
 from pippy.drivers.protocol.parameters import TensorLocation
 from pippy.drivers.wire.transport import Transport
-from pippy.drivers.worker.gradients.gradient_sums import FIRST_SHARE
 
 
 class ParameterShares:
@@ -41,17 +40,18 @@ class ParameterShares:
         self.copies = {id(copy) for *_, here in self.held for copies in here for copy in copies}
 
     @torch.no_grad()
-    def exchange(self, number: int, transport: Transport) -> None:
-        """Send what this worker has updated, in the command with this number, and take what others have."""
+    def exchange(self, number: int, transport: Transport, first: int) -> None:
+        """Send what this worker has updated, in the command with this number, and take what others have. ``first`` numbers the
+        messages of the first bucket."""
         for at, bucket, here in self.held:
             if bucket.owner == self.index:
                 updated = [copies[0].detach() for copies in here]
                 for worker in bucket.workers:
                     if worker != self.index:
-                        transport.send(worker, (number, FIRST_SHARE + at, worker), updated)
+                        transport.send(worker, (number, first + at, worker), updated)
         for at, bucket, here in self.held:
             if bucket.owner != self.index:
-                received = transport.receive((number, FIRST_SHARE + at, self.index), bucket.owner)
+                received = transport.receive((number, first + at, self.index), bucket.owner)
                 for value, copies in zip(received, here):
                     for copy in copies:
                         copy.copy_(value)

@@ -12,13 +12,12 @@ import torch
 from torch import nn
 
 from pippy.drivers.wire.transport import Transport
-from pippy.drivers.worker.gradients.gradient_sums import FIRST_NUMBER
 from pippy.ir.base.errors import StageError
 from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm, Noted
 from pippy.ir.run.snapshot import snapshot_of_buffers
 
 _FIELDS = [each.name for each in fields(Noted)]
-NOTES = FIRST_NUMBER - 1  # the number of notes in the keys of messages
+NOTES = 1 << 24  # the number of notes in the keys of messages
 
 
 class ReplicaBuffers:

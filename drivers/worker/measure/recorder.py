@@ -20,12 +20,11 @@ from typing import Any
 
 import torch
 
-from pippy.drivers.plan.language.instructions import Compute, Instruction, Receive, Send
+from pippy.drivers.plan.language.instructions import Compute, Instruction, Receive, Send, SendGradients
 from pippy.drivers.protocol.steps import WorkerRecord
 from pippy.drivers.wire.gpu.copies import DeviceCopies
 from pippy.drivers.wire.received_values import ValueKey
 from pippy.drivers.wire.transport import SentCount, Transport
-from pippy.drivers.worker.gradients.gradient_sums import Messages
 from pippy.drivers.worker.measure.live_storages import LiveStorages
 from pippy.ir.base.trees import tensors
 
@@ -45,19 +44,21 @@ class Recorder:
         copies: DeviceCopies | None = None,
     ) -> None:
         self.ranks, self.transport, self.device = ranks, transport, device
-        self.events = None if copies is None else StreamTimes(copies, len(order) + 1)
+        self.events = None if copies is None else StreamTimes(copies, len(order))
         self.ends = array("d", [0.0]) * len(order)
         self.sizes: dict[int, int] = {}
         self.memory = DeviceMemory(device) if device.type == "cuda" else ProcessMemory()
         self.order = order
+        self.tail = {at for at, each in enumerate(order) if each.kind.adds_up and not isinstance(each, SendGradients)}
+        self.adds_up = False
         self.held: HeldMemory | None = None
         self.plain: Sequence[Bound] = ()
         self.code: Sequence[Bound] = ()  # the same, timed
 
-    def begin(self) -> None:
-        """Note that a step begins."""
+    def begin(self, adds_up: bool = False) -> None:
+        """Note that a step begins, which may add up gradients."""
+        self.adds_up = adds_up and bool(self.tail)
         self.began, self.cpu = time.monotonic(), time.thread_time()
-        self.adding: float | None = None
         self.memory.begin()
 
     @contextmanager
@@ -78,27 +79,17 @@ class Recorder:
             return self.code
         return [self._weighed(at, each, *bound) for at, (each, bound) in enumerate(zip(self.order, self.code))]
 
-    def note_adding(self) -> Messages:
-        """Note that the worker begins to add up the gradients of replicated parameters. Returns what is to carry them."""
-        self.adding = time.monotonic()
-        if self.events is not None:
-            self.events.note(len(self.order))
-        if self.held is None:
-            return self.transport
-        self.held.live.looks_at_arguments = True  # gradients come from other workers
-        return _Unseen(self.transport, self.held.live)
-
     def record(self) -> WorkerRecord:
         """What was noted. The step ends now."""
         if self.events is not None:
-            adding = self.events.read(self.ends, self.started, self.adding is not None)
-            self.adding = self.adding and adding
+            self.events.read(self.ends, self.started)
+        before = (end for at, end in enumerate(self.ends) if at not in self.tail)
         return WorkerRecord(
             clock(),
             self.began,
             self.started,
             self.ends[:],
-            self.adding,
+            max(before, default=self.started) if self.adds_up else None,
             time.monotonic(),
             dict(self.sizes),
             self.memory.peak(),
@@ -118,6 +109,13 @@ class Recorder:
         held = self.held
         assert held is not None
 
+        def adding_up(step: Any, *operands: Any) -> None:
+            transport, held.live.looks_at_arguments = step.transport, True  # gradients come from other workers
+            step.transport = _Unseen(transport, held.live)
+            handle(step, *operands)
+            step.transport = transport
+            held.note(at)
+
         def weighed(step: Any, *operands: Any) -> None:
             # what a transport copies is its own
             with nullcontext() if isinstance(instruction, Compute) else held.live.looking_away():
@@ -126,7 +124,7 @@ class Recorder:
                 held.live.add(tensors(step.values[operands[0]]))
             held.note(at)
 
-        return weighed, operands
+        return adding_up if instruction.kind.adds_up else weighed, operands
 
     def _timed(
         self, at: int, instruction: Instruction, handle: Callable[..., None], operands: tuple[Any, ...]
@@ -166,10 +164,6 @@ class StreamTimes:
         self._start.record(self.stream)
         return time.monotonic()
 
-    def note(self, at: int) -> None:
-        """Note the end of what the stream has been given by now."""
-        self._ends[at].record(self.stream)
-
     def noting(self, at: int, handle: Callable[..., None]) -> Callable[..., None]:
         """An instruction that notes its end."""
         end, stream = self._ends[at], self.stream
@@ -180,12 +174,11 @@ class StreamTimes:
 
         return noted
 
-    def read(self, ends: MutableSequence[float], started: float, last: bool) -> float:
-        """Wait for the device, and write the ends, on the clock on which it began. Returns the ``last``, if it was noted."""
+    def read(self, ends: MutableSequence[float], started: float) -> None:
+        """Wait for the device, and write the ends, on the clock on which it began."""
         self.copies.wait()
         for at in range(len(ends)):
             ends[at] = started + self._start.elapsed_time(self._ends[at]) / 1e3
-        return started + self._start.elapsed_time(self._ends[-1]) / 1e3 if last else started
 
 
 class _Unseen:

@@ -1,6 +1,7 @@
 """What is counted before anything runs is what workers hold: live storages in a recorded step, to 5 %."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as users_checkpoint
 
 from pippy import MultiUseParameterConfig, PipelineDriver, pipe_split, pipeline
+from pippy.drivers.plan.language.instructions import ReceiveGradients, SendGradients
 from pippy.drivers.wire.in_process import in_process
 from pippy.drivers.worker.measure.recorder import Recorder
 
@@ -224,14 +226,22 @@ def test_what_autocast_casts_is_counted(threads):
 def test_copies_that_wait_for_their_receiver_are_the_transports():
     """How long they live depends on when the other worker takes them: the gradients of replicated parameters, too."""
     here, _ = in_process(2)
-    recorder = Recorder((), range(2), here, torch.device("cpu"))
-    gradient, other, key = torch.ones(100), torch.ones(100), (0, 0, 0)
+    recorder = Recorder([SendGradients("w", 1), ReceiveGradients("w", 1)], range(2), here, torch.device("cpu"))
+    gradient, other, key, found = torch.ones(100), torch.ones(100), (0, 0, 0), []
+    step = SimpleNamespace(transport=here)
+
+    def take(step):
+        received = step.transport.receive(key, 1)
+        found.append(live.bytes)
+        found.append(received.add_(gradient))
+
     with recorder.counting([gradient]):
-        messages, live = recorder.note_adding(), recorder.held.live
-        messages.send(1, key, gradient)
-        sent = live.bytes
+        live = recorder.held.live
+        (send, _), (receive, _) = recorder.watching(
+            [(lambda step: step.transport.send(1, key, gradient), ()), (take, ())]
+        )
+        send(step)
+        assert live.bytes == 400
         here.deliver(key, other)
-        received = messages.receive(key, 1)
-        assert (sent, live.bytes) == (400, 400)
-        received.add_(gradient)
-        assert live.bytes == 800
+        receive(step)
+        assert (found[0], live.bytes) == (400, 800) and step.transport is here

@@ -13,9 +13,12 @@ from pippy.drivers.plan.language.instructions import (
     Instruction,
     Op,
     Receive,
+    ReceiveGradients,
+    ReceiveSum,
     Reduce,
-    ReduceStage,
     Send,
+    SendGradients,
+    SendSum,
 )
 from pippy.drivers.plan.language.program import Program
 
@@ -35,13 +38,16 @@ class Machine:
         self.program = program
         self.terms: dict[Any, int] = {}
         self.stores: list[dict[Any, int]] = [{} for _ in program.orders]
-        self.channels: dict[tuple[int, int], deque[tuple[Any, int]]] = defaultdict(deque)
+        self.channels: dict[tuple[int, int], deque[tuple[Any, Any]]] = defaultdict(deque)
         self.forwards: dict[tuple[int, int, int], int] = {}
         self.inputs_only: dict[tuple[int, int, int], int] = {}  # forwards that have to be computed again
         self.halves: dict[tuple[int, int, int], int] = {}
         self.outputs: Counter[Any] = Counter()
         self.gradients: Counter[Any] = Counter()
         self.sums: Counter[Any] = Counter()
+        self.arrived: dict[Any, list[Any]] = defaultdict(list)
+        self.totals: dict[Any, list[Any]] = {}
+        self.stages = {each.name: each.stages for each in program.sums}
         self.inputs: dict[Pass, list[str]] = defaultdict(list)
         self.makes: dict[Pass, list[str]] = defaultdict(list)
         self.maker = {edge.value: edge.source for edge in program.flow}
@@ -77,27 +83,41 @@ class Machine:
                     raise Impossible(value)
                 self.channels[worker, to].append(((value, chunk), self.stores[worker][value, chunk]))
             case Receive(value, chunk, source):
-                channel = self.channels[source, worker]
-                if not channel:
-                    raise Blocked(value)
-                key, found = channel.popleft()
-                if key != (value, chunk):
-                    raise Impossible(value)
-                self.stores[worker][key] = found
+                self.stores[worker][value, chunk] = self.pop(source, worker, (value, chunk))
             case Free(value, chunk):
                 if self.stores[worker].pop((value, chunk), None) is None:
                     raise Impossible(value)
-            case Reduce(parameter):
-                copies = {c.stages for c in self.program.replicated if c.parameter == parameter}
-                parts = sorted(
-                    (key, count)
-                    for key, count in self.gradients.items()
-                    if any(key[0] == worker and key[1] in stages for stages in copies)
-                )
-                self.sums[parameter, worker, tuple(parts)] += 1
-            case ReduceStage(stage):
-                own = sorted(item for item in self.gradients.items() if item[0][:2] == (worker, stage))
-                self.sums[stage, worker, tuple(own)] += 1
+            case SendGradients(name, to):
+                self.channels[worker, to].append((("gradients", name), self.own(worker, name)))
+            case ReceiveGradients(name, source):
+                self.arrived[worker, name] += self.pop(source, worker, ("gradients", name))
+            case Reduce(name):
+                self.total(worker, name, sorted(self.own(worker, name) + self.arrived[worker, name]))
+            case SendSum(name, to):
+                if (worker, name) not in self.totals:
+                    raise Impossible(name)
+                self.channels[worker, to].append((("sum", name), self.totals[worker, name]))
+            case ReceiveSum(name, source):
+                self.total(worker, name, self.pop(source, worker, ("sum", name)))
+
+    def pop(self, source: int, worker: int, key: Any) -> Any:
+        """Take what comes next from a worker, which must have this key."""
+        channel = self.channels[source, worker]
+        if not channel:
+            raise Blocked(key)
+        there, found = channel.popleft()
+        if there != key:
+            raise Impossible(key)
+        return found
+
+    def own(self, worker: int, name: str) -> list[Any]:
+        """The gradients of a worker that are a part of a sum."""
+        stages = self.stages.get(name, ())
+        return [item for item in self.gradients.items() if item[0][0] == worker and item[0][1] in stages]
+
+    def total(self, worker: int, name: str, parts: list[Any]) -> None:
+        self.totals[worker, name] = parts
+        self.sums[name, worker, tuple(parts)] += 1
 
     def compute(self, worker: int, op: Op, stage: int, chunk: int) -> None:
         here = (worker, stage, chunk)

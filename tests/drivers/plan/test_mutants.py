@@ -7,7 +7,8 @@ pass are executed on symbols, and must compute what the original computes in no 
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 from pippy.drivers.plan import add_communication, make_schedule, validate
 from pippy.drivers.plan.language.errors import ProgramError
@@ -18,7 +19,6 @@ from pippy.drivers.plan.language.instructions import (
     Op,
     Receive,
     Reduce,
-    ReduceStage,
     Send,
 )
 from pippy.drivers.plan.language.program import Program
@@ -107,11 +107,13 @@ def readdress(rng: random.Random, orders: Orders, program: Program) -> None:
             ]
         case Free() as free:
             changes = [replace(free, value=value), replace(free, microbatch=chunk)]
-        case Reduce():
-            names = [copies.parameter for copies in program.replicated]
-            changes = [Reduce(rng.choice([*names, "unknown"])), ReduceStage(stage)]
-        case ReduceStage():
-            changes = [ReduceStage(stage), Reduce("unknown")]
+        case old:
+            assert old.kind.adds_up
+            names = [each.name for each in program.sums]
+            given: dict[str, Any] = {each.name: getattr(old, each.name) for each in fields(old)}  # type: ignore[arg-type]
+            moved = {**given, **{name: worker for name in given if name != "sum"}}
+            changes = [Reduce(rng.choice(names)), type(old)(**moved)]
+            changes += [type(old)(**{**given, "sum": rng.choice([*names, "unknown"])})]
     order[index] = rng.choice(changes)
 
 

@@ -58,7 +58,7 @@ def test_text_that_is_read_is_the_instructions_own(text):
         ("send x to 1", 7, "expected '.'"),
         ("send x.0 from 1", 9, "expected ' to '"),
         ("receive x.0 from", 12, "expected ' from '"),
-        ("reduce .weight", 8, "expected the qualified name of a parameter"),
+        ("reduce .weight", 8, "expected the name of a sum: of a parameter, or stage 2 part 0"),
     ],
 )
 def test_an_instruction_misspelt(text, column, message):

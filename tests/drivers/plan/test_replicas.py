@@ -6,7 +6,7 @@ import pytest
 
 from pippy.drivers.plan import add_communication, make_schedule, parse_program, render_text, simulate, validate
 from pippy.drivers.plan.language.errors import ArgumentError, ParseError, ProgramError
-from pippy.drivers.plan.language.instructions import Compute, ReduceStage
+from pippy.drivers.plan.language.instructions import Compute, Reduce, SendGradients, SendSum
 from pippy.drivers.plan.orders.registry import REGISTRY
 
 
@@ -38,23 +38,26 @@ def test_the_grid_of_two_replicas():
     ]
 
 
-def test_each_worker_adds_up_a_stage_right_after_its_last_backward():
+def test_gradients_of_a_stage_leave_right_after_its_last_backward():
     lowered = add_communication(make_schedule("interleaved_1f1b", workers=2, chunks=4, stages_per_worker=2, replicas=2))
     for worker, order in enumerate(lowered.orders):
         for stage in lowered.stages_of(worker):
             last = max(at for at, each in enumerate(order) if isinstance(each, Compute) and each.stage == stage)
-            after = order[last + 1 : order.index(ReduceStage(stage)) + 1]
-            assert not any(isinstance(each, Compute) for each in after)
+            twin = (worker + 2) % 4
+            left = order.index(SendGradients(f"stage {stage} part {twin // 2}", twin))
+            assert left > last and not any(isinstance(each, Compute) for each in order[last + 1 : left])
+            own = order.index(Reduce(f"stage {stage} part {worker // 2}"))
+            assert own > left and order[own + 1] == SendSum(f"stage {stage} part {worker // 2}", twin)
     assert "reduce" not in str(add_communication(make_schedule("1f1b", workers=2, chunks=4)))
 
 
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        (lambda order: [each for each in order if not isinstance(each, ReduceStage)], "reduce stage 1 is missing"),
-        (lambda order: [*order, ReduceStage(1)], "reduce stage 1: is reduced twice"),
-        (lambda order: [ReduceStage(1), *order[:-1]], "reduce stage 1: comes before B1.3"),
-        (lambda order: [*order, ReduceStage(0)], "no backward on worker 3 has to do with stage 0"),
+        (lambda order: [each for each in order if not isinstance(each, Reduce)], "reduce stage 1 part 1 is missing"),
+        (lambda order: [*order, Reduce("stage 1 part 1")], "reduce stage 1 part 1: comes twice"),
+        (lambda order: [Reduce("stage 1 part 1"), *order], "reduce stage 1 part 1: comes before receive gradients of"),
+        (lambda order: [*order, Reduce("stage 0 part 1")], "does not belong to the sum of stage 0 part 1 on worker 2"),
         (
             lambda order: [replace(each, microbatch=0) if each in order[1:2] else each for each in order],
             "F1.0: stage 1 is on worker 1 for micro-batch 0",
@@ -69,8 +72,8 @@ def test_what_is_refused(change, fault):
 
 def test_a_stage_is_not_reduced_where_there_is_one_pipeline():
     lowered = add_communication(make_schedule("1f1b", workers=1, chunks=1))
-    with pytest.raises(ProgramError, match="no backward on worker 0 has to do with stage 0"):
-        validate(lowered.with_orders([[*lowered.orders[0], ReduceStage(0)]]))
+    with pytest.raises(ProgramError, match="the program has no sum stage 0 part 0"):
+        validate(lowered.with_orders([[*lowered.orders[0], Reduce("stage 0 part 0")]]))
 
 
 def test_wrong_numbers():

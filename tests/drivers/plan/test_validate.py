@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from pippy.drivers.plan import add_communication, make_schedule, validate
+from pippy.drivers.plan import add_communication, make_schedule, simulate, validate
 from pippy.drivers.plan.language.edges import Replicated
 from pippy.drivers.plan.language.errors import ArgumentError, ProgramError
 from pippy.drivers.plan.language.instructions import Compute, Op
@@ -199,28 +199,74 @@ def test_a_channel_with_few_slots_jams():
 COPIES = (Replicated("emb.weight", (0, 1)),)
 
 
+THERE = "receive gradients of emb.weight from 1, reduce emb.weight, send sum of emb.weight to 1"
+HERE = "send gradients of emb.weight to 0, receive sum of emb.weight from 0"
+
+
 @pytest.mark.parametrize(
     ("orders", "found"),
     [
-        ("F0.0, B0.0, reduce emb.weight | F1.0, B1.0, reduce emb.weight", []),
-        ("F0.0, I0.0, W0.0, reduce emb.weight | F1.0, B1.0, reduce emb.weight", []),
-        ("F0.0, B0.0 | F1.0, B1.0, reduce emb.weight", ["worker 0, at the end: reduce emb.weight is missing"]),
+        (f"F0.0, B0.0, {THERE} | F1.0, B1.0, {HERE}", []),
+        (f"F0.0, I0.0, W0.0, {THERE} | F1.0, B1.0, {HERE}", []),
         (
-            "F0.0, reduce emb.weight, B0.0 | F1.0, B1.0, reduce emb.weight",
+            f"F0.0, B0.0, {THERE} | F1.0, B1.0, receive sum of emb.weight from 0",
+            [
+                "worker 1, at the end: send gradients of emb.weight to 0 is missing",
+                "worker 0, receive gradients of emb.weight from 1: is never sent by worker 1",
+            ],
+        ),
+        (
+            f"F0.0, {THERE}, B0.0 | F1.0, B1.0, {HERE}",
             ["worker 0, reduce emb.weight: comes before B0.0"],
         ),
         (
-            "F0.0, B0.0, reduce emb.weight, reduce emb.weight | F1.0, B1.0, reduce emb.weight",
-            ["worker 0, reduce emb.weight: is reduced twice"],
+            "F0.0, B0.0, reduce emb.weight, receive gradients of emb.weight from 1, send sum of emb.weight to 1 | "
+            f"F1.0, B1.0, {HERE}",
+            ["worker 0, reduce emb.weight: comes before receive gradients of emb.weight from 1"],
         ),
         (
-            "F0.0, B0.0, reduce emb.weight, reduce other | F1.0, B1.0, reduce emb.weight",
-            ["worker 0, reduce other: no backward on worker 0 has to do with other"],
+            f"F0.0, B0.0, {THERE}, reduce emb.weight | F1.0, B1.0, {HERE}",
+            ["worker 0, reduce emb.weight: comes twice"],
+        ),
+        (
+            f"F0.0, B0.0, {THERE}, reduce other | F1.0, B1.0, {HERE}",
+            ["worker 0, reduce other: the program has no sum other"],
+        ),
+        (
+            f"F0.0, B0.0, {THERE} | F1.0, B1.0, {HERE}, reduce emb.weight",
+            ["worker 1, reduce emb.weight: does not belong to the sum of emb.weight on worker 0"],
         ),
     ],
 )
-def test_reductions(orders, found):
+def test_sums_of_gradients(orders, found):
     assert faults(build(orders, (0, 1), edges=(), replicated=COPIES)) == found
+
+
+def test_a_circular_wait_through_a_sum_is_refused():
+    late = "receive sum of emb.weight from 0, send gradients of emb.weight to 0"
+    assert faults(build(f"F0.0, B0.0, {THERE} | F1.0, B1.0, {late}", (0, 1), edges=(), replicated=COPIES)) == [
+        "circular wait:\n"
+        "    worker 0 at receive gradients of emb.weight from 1 waits for worker 1 to do send gradients of emb.weight to 0\n"
+        "    worker 1 at receive sum of emb.weight from 0 waits for worker 0 to do send sum of emb.weight to 1"
+    ]
+
+
+def test_a_circular_wait_of_a_sum_and_an_activation_is_refused():
+    early = "receive gradients of emb.weight from 1, F0.0, send x.0 to 1, B0.0, reduce emb.weight, send sum of emb.weight to 1"
+    orders = f"{early} | receive x.0 from 0, F1.0, B1.0, {HERE}"
+    assert faults(build(orders, (0, 1), edges=edges("x F0 -> F1"), replicated=COPIES)) == [
+        "circular wait:\n"
+        "    worker 0 at receive gradients of emb.weight from 1 waits for worker 1 to do send gradients of emb.weight to 0\n"
+        "    worker 1 at receive x.0 from 0 waits for worker 0 to do send x.0 to 1"
+    ]
+
+
+def test_a_simulation_waits_for_gradients_and_sums():
+    """Worker 0 computes when worker 1 has done all. What it waits for behind its computations is drain."""
+    early = "receive gradients of emb.weight from 1, F0.0, B0.0, reduce emb.weight, send sum of emb.weight to 1"
+    result = simulate(build(f"{early} | F1.0, B1.0, {HERE}", (0, 1), edges=(), replicated=COPIES))
+    assert [(each.start, each.end) for each in result.timeline.spans[0]] == [(3, 4), (4, 6)]
+    assert [(each.fill, each.drain, each.waiting) for each in result.idle_parts] == [(3, 0, {}), (0, 3, {})]
 
 
 def test_all_faults_are_in_one_error():

@@ -1,6 +1,7 @@
 """Sums over copies are the same on all workers, and do not depend on buckets or on who adds up."""
 
 import threading
+from dataclasses import replace
 from functools import reduce
 
 import pytest
@@ -13,7 +14,7 @@ from pippy.drivers.placement.gradient_buckets import gradient_buckets
 from pippy.drivers.protocol.gradients import ReplicatedParameter
 from pippy.drivers.protocol.parameters import TensorLocation
 from pippy.drivers.wire.in_process import in_process
-from pippy.drivers.worker.gradients.gradient_sums import GradientSums
+from pippy.drivers.worker.gradients.gradient_sums import AddingUp, GradientSums
 from pippy.ir.run.stage_backward import add_gradients
 
 
@@ -42,7 +43,7 @@ def test_every_copy_gets_the_sum_in_the_order_of_the_copies(case, seed):
     before = {place: None if each is None else each.clone() for place, each in gradients.items()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buckets_module, "BUCKET_BYTES", most)
-        buckets = gradient_buckets(parameters, bytes_of)
+        buckets = [replace(each, sum=str(at)) for at, each in enumerate(gradient_buckets(parameters, bytes_of))]
     tensors = {place: torch.zeros(1) for place in gradients}
     found = summed(buckets, tensors, gradients)
     for each in parameters:
@@ -64,9 +65,24 @@ def summed(buckets, tensors, gradients):
 
     def work(index):
         places = {id(tensor): place for place, tensor in tensors.items()}
-        own = {key: gradients[places[key]] for key in workers[index].copies}
-        sums = workers[index].of(5, own, transports[index])
-        found.update({places[key]: each for key, each in sums.items()})
+        adding = AddingUp(workers[index], lambda copies: [(gradients[places[key]], False) for key in copies])
+        transport, held = transports[index], [(at, each) for at, each in enumerate(buckets) if index in each.workers]
+        for at, each in held:
+            if each.owner != index:
+                (_, given), *_ = adding.leaving(each.sum)
+                transport.send(each.owner, (5, at, index), given)
+        for at, each in held:
+            others = [worker for worker in each.workers if worker != index]
+            if each.owner == index:
+                for other in reversed(others):
+                    adding.arrived(at, other, transport.receive((5, at, other), other), whole=at % 2 == 0)
+                adding.add_up(each.sum)
+                for other in others:
+                    transport.send(other, (5, at, other), adding.made[at])
+        for at, each in held:
+            if each.owner != index:
+                adding.take(at, transport.receive((5, at, index), each.owner))
+        found.update({places[key]: each for key, each in adding.totals.items()})
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
     for thread in threads:

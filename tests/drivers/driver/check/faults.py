@@ -12,7 +12,7 @@ from pippy.drivers.worker import handlers
 from pippy.drivers.worker.bind import BINDERS
 from pippy.drivers.worker.driver_state import DriverState
 from pippy.drivers.worker.gradients import gradients
-from pippy.drivers.worker.gradients.gradient_sums import GradientSums
+from pippy.drivers.worker.gradients.gradient_sums import AddingUp
 from pippy.drivers.worker.gradients.worker_optimizer import WorkerOptimizer
 from pippy.drivers.worker.stage_call import StageCall
 
@@ -111,10 +111,21 @@ def weight_of_loss_wrong(monkeypatch):
 
 
 def copies_not_added_up(monkeypatch):
-    def own(self, number, unsummed, transport, *rest):
-        return {key: each for key, each in unsummed.items() if each is not None}
+    def only_own(self, at, worker, gradients, whole):
+        arrived(self, at, worker, [None] * len(gradients), whole)
 
-    monkeypatch.setattr(GradientSums, "of", own)
+    def own_again(self, at, totals):
+        take(self, at, totals if at in self.made else left.pop((id(self), at)))
+
+    def leaving(self, name):
+        for at, own in leave(self, name):
+            left[id(self), at] = [None if each is None else each.clone() for each in own]
+            yield at, own
+
+    arrived, take, leave, left = AddingUp.arrived, AddingUp.take, AddingUp.leaving, {}
+    monkeypatch.setattr(AddingUp, "arrived", only_own)
+    monkeypatch.setattr(AddingUp, "take", own_again)
+    monkeypatch.setattr(AddingUp, "leaving", leaving)
 
 
 def value_of_other_microbatch(monkeypatch):

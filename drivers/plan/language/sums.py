@@ -1,0 +1,43 @@
+"""Who does what for a sum of gradients.
+
+    a worker with copies    send gradients ──▶  the owner: receive gradients of each, reduce, send sum to each  ──▶ receive sum
+
+A copy whose stage has no backward has no gradient, and is sent the sum.
+"""
+
+from pippy.drivers.plan.language.edges import Sum
+from pippy.drivers.plan.language.instructions import (
+    Instruction,
+    ReceiveGradients,
+    ReceiveSum,
+    Reduce,
+    SendGradients,
+    SendSum,
+)
+from pippy.drivers.plan.language.program import Program
+
+
+def sum_work(program: Program, each: Sum, worker: int) -> list[Instruction]:
+    """What a worker does for a sum, in order.
+
+    >>> from pippy.drivers.plan import make_schedule
+    >>> program = make_schedule("1f1b", workers=2, chunks=2, replicas=2)
+    >>> [str(instruction) for instruction in sum_work(program, program.sums[0], worker=0)]
+    ['receive gradients of stage 0 part 0 from 2', 'reduce stage 0 part 0', 'send sum of stage 0 part 0 to 2']
+    """
+    holders = program.holders(each)
+    if worker == each.owner:
+        others = [holder for holder in holders if holder != worker]
+        received = [
+            ReceiveGradients(each.name, other) for other in others if stages_with_gradients(program, each, other)
+        ]
+        return [*received, Reduce(each.name), *(SendSum(each.name, other) for other in others)]
+    if worker not in holders:
+        return []
+    given = [SendGradients(each.name, each.owner)] if stages_with_gradients(program, each, worker) else []
+    return [*given, ReceiveSum(each.name, each.owner)]
+
+
+def stages_with_gradients(program: Program, each: Sum, worker: int) -> set[int]:
+    """The stages of a worker whose backwards give gradients that are a part of a sum."""
+    return set(each.stages).intersection(program.stages_of(worker), program.backward)
