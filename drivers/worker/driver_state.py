@@ -164,6 +164,11 @@ class DriverState:
         """What is done now of a call that makes tokens."""
         return None if self.generation is None else self.generation.doing
 
+    @property
+    def first_bucket(self) -> int:
+        """The number of the first bucket, in the keys of what a command of its own adds up."""
+        return 0 if self.sums is None else self.sums.bound.first_bucket
+
     def tensor(self, place: TensorLocation) -> torch.Tensor:
         """The parameter or buffer at a location."""
         return get_tensor(self.modules[place.call], place.name)
@@ -361,7 +366,7 @@ class DriverState:
         if step.optimizer in self.optimizers:  # else no stage on this worker has parameters of it
             self.optimizers[step.optimizer].step(self.gradients, step.groups or ())
         if step.optimizer in self.shares:
-            behind_sums = (self.sums.bound.first_bucket if self.sums else 0) + len(self.buckets)
+            behind_sums = self.first_bucket + len(self.buckets)
             self.shares[step.optimizer].exchange(number, self.transport, behind_sums)
             for number_of, each in self.optimizers.items():
                 each.parameters_changed = each.parameters_changed or number_of != step.optimizer

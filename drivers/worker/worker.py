@@ -122,10 +122,9 @@ class Worker:
             return f"the copy of the state of worker {microbatch}"
         if number == NOTES:
             return f"what the batch norms of worker {microbatch} have noted"
-        adds_up = executor or state.sums
-        if adds_up is not None and number >= adds_up.bound.first_bucket:
-            return state.gradients.sums.named(number - adds_up.bound.first_bucket, microbatch)
-        assert executor is not None
+        first = state.first_bucket if executor is None else executor.bound.first_bucket
+        if executor is None or number >= first:
+            return state.gradients.sums.named(number - first, microbatch)
         instruction = executor.current()
         source = executor.program.ranks[instruction.source] if isinstance(instruction, Receive) else "?"
         names = {number: name for name, number in executor.program.value_numbers.items()}

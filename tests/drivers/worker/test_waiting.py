@@ -24,7 +24,6 @@ from pippy.drivers.worker.worker import Worker
 def test_each_kind_of_message_has_a_name(number, said):
     bucket = GradientBucket(0, (ReplicatedParameter("weight", ((0, "here"), (1, "there"))),))
     sums = GradientSums([bucket], index=0, tensor=lambda place: torch.zeros(1))
-    program = SimpleNamespace(bound=SimpleNamespace(first_bucket=3))
     gradients = SimpleNamespace(sums=sums)
-    state = SimpleNamespace(generation=None, generating=None, gradients=gradients, sums=program)
+    state = SimpleNamespace(generation=None, generating=None, gradients=gradients, first_bucket=3)
     assert Worker._named(None, state, None, (7, number, 1)) == said
