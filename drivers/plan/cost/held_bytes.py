@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
-from pippy.drivers.plan.language.edges import Pass, Sum
+from pippy.drivers.plan.language.edges import GradientSum, Pass
 from pippy.drivers.plan.language.instructions import (
     Compute,
     Instruction,
@@ -427,5 +427,5 @@ class _Walk:
         elif isinstance(instruction, ReceiveSum):
             self.gradients += size * self._copies(each, self.worker)
 
-    def _copies(self, each: Sum, worker: int) -> int:
+    def _copies(self, each: GradientSum, worker: int) -> int:
         return sum(stage in self.program.stages_of(worker) for stage in each.stages)

@@ -61,10 +61,10 @@ class Replicated:
 
 
 @dataclass(frozen=True, slots=True)
-class Sum:
+class GradientSum:
     """Gradients that are added up over the copies of their parameters, on the worker ``owner``; these stages have the copies.
 
-    >>> str(Sum("emb.weight", 0, (0, 3)))
+    >>> str(GradientSum("emb.weight", 0, (0, 3)))
     'emb.weight on worker 0'
     """
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pippy.drivers.plan.language.checkpoints import Checkpoints
 from pippy.drivers.plan.language.drawn import Drawn
-from pippy.drivers.plan.language.edges import Edge, Replicated, Sum, chain
+from pippy.drivers.plan.language.edges import Edge, GradientSum, Replicated, chain
 from pippy.drivers.plan.language.errors import ArgumentError, beginning, require
 from pippy.drivers.plan.language.instructions import Compute, Instruction, Op
 from pippy.drivers.plan.language.placement import Placement, is_count, require_count
@@ -196,21 +196,22 @@ class Program(Drawn):
         return chain(self.stages, set(self.backward)) if self.edges is None else self.edges
 
     @cached_property
-    def sums(self) -> tuple[Sum, ...]:
+    def sums(self) -> tuple[GradientSum, ...]:
         """The sums of gradients: of each replicated parameter, where its first copy is; and in replicas, for each worker with a
         stage, a part of the gradients of that stage."""
         copied = [
-            Sum(each.parameter, self.placement.worker_of[each.stages[0]], each.stages) for each in self.replicated
+            GradientSum(each.parameter, self.placement.worker_of[each.stages[0]], each.stages)
+            for each in self.replicated
         ]
         parts = [
-            Sum(f"stage {stage} part {part}", owner, (stage,))
+            GradientSum(f"stage {stage} part {part}", owner, (stage,))
             for stage in self.backward
             for part, owner in enumerate(self.workers_of(stage))
             if self.replicas > 1
         ]
         return tuple(each for each in (*copied, *parts) if not set(self.backward).isdisjoint(each.stages))
 
-    def holders(self, each: Sum) -> list[int]:
+    def holders(self, each: GradientSum) -> list[int]:
         """The workers that have copies of the parameters of a sum, in the order in which these are added up."""
         by_replica = zip(*(self.workers_of(stage) for stage in each.stages))
         return list(dict.fromkeys(worker for workers in by_replica for worker in workers))

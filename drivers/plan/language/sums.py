@@ -5,7 +5,7 @@
 A copy whose stage has no backward has no gradient, and is sent the sum.
 """
 
-from pippy.drivers.plan.language.edges import Sum
+from pippy.drivers.plan.language.edges import GradientSum
 from pippy.drivers.plan.language.instructions import (
     Instruction,
     ReceiveGradients,
@@ -17,7 +17,7 @@ from pippy.drivers.plan.language.instructions import (
 from pippy.drivers.plan.language.program import Program
 
 
-def sum_work(program: Program, each: Sum, worker: int) -> list[Instruction]:
+def sum_work(program: Program, each: GradientSum, worker: int) -> list[Instruction]:
     """What a worker does for a sum, in order.
 
     >>> from pippy.drivers.plan import make_schedule
@@ -38,6 +38,6 @@ def sum_work(program: Program, each: Sum, worker: int) -> list[Instruction]:
     return [*given, ReceiveSum(each.name, each.owner)]
 
 
-def stages_with_gradients(program: Program, each: Sum, worker: int) -> set[int]:
+def stages_with_gradients(program: Program, each: GradientSum, worker: int) -> set[int]:
     """The stages of a worker whose backwards give gradients that are a part of a sum."""
     return set(each.stages).intersection(program.stages_of(worker), program.backward)
