@@ -44,7 +44,6 @@ SEVERAL_MEANINGS = {
     "Gradients": "the gradients of one worker, and a tuple of tensors that are gradients",
     "Key": "a type variable, a kind of instruction, and twice a value by its name and micro-batch",
     "LIMIT": "the most bytes of a device, and of shared memory, that two workers use",
-    "Messages": "what carries messages to workers, and what carries gradients between them",
     "Number": "a float or a fraction, in two files",
     "Place": "where a tensor is: in a module, on a GPU, in shared memory, among inputs, and in a stage",
     "Recorded": "a graph that was recorded: with the value of each name, and with what forward asked",
