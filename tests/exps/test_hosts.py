@@ -4,7 +4,8 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import pytest
 
@@ -102,14 +103,31 @@ def test_half_made_hosts_are_removed(monkeypatch):
     assert left() == []
 
 
+def sleepers(host):
+    """The processes of a host that sleep: not those that start them, which end at any moment."""
+    return [pid for pid in host.pids() if name_of(pid) == "sleep"]
+
+
+def name_of(pid):
+    with suppress(OSError):  # it has ended
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
 @pytest.mark.parametrize("delay", [0.0, 0.001])
 def test_hosts_end_with_the_process_that_made_them_though_it_was_killed(delay):
     """As where somebody kills the tests."""
-    code = (
-        f"import subprocess, sys, time; from exps.peers.hosts import hosts, ip; block = hosts(2, {delay}); "
-        "here, there = block.__enter__(); subprocess.Popen(there.command('sleep', '600')); "
-        "exec('while not there.pids(): time.sleep(0.01)'); print(*there.pids(), flush=True); time.sleep(600)"
-    )
+    code = f"""
+import subprocess, time
+from exps.peers.hosts import hosts, ip
+from tests.exps.test_hosts import sleepers
+block = hosts(2, {delay})
+here, there = block.__enter__()
+subprocess.Popen(there.command("sleep", "600"))
+while not sleepers(there):
+    time.sleep(0.01)
+print(*sleepers(there), flush=True)
+time.sleep(600)
+"""
     with subprocess.Popen([sys.executable, "-c", code], stdout=-1, text=True) as maker:
         try:
             pids = [*map(int, maker.stdout.readline().split()), *descendants(maker.pid)]
