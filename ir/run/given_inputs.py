@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from pippy.ir.base.errors import SharedParameterError, StageError
@@ -22,7 +23,14 @@ _IN_TORCH = ("torch", "_operator", "operator", "builtins", "math")
 
 def snapshot_of_inputs(inputs: Sequence[Any], seen: NamedInputs) -> Snapshot[tuple[str, int]]:
     """The tensors in these inputs of a stage, before it runs."""
-    return Snapshot({(name, at): tensor for index, name in seen for at, tensor in enumerate(tensors(inputs[index]))})
+    found = {}
+    for index, name in seen:
+        value = inputs[index]
+        if type(value) is torch.Tensor:  # nearly always: it is done for each computation
+            found[name, 0] = value
+        else:
+            found.update({(name, at): tensor for at, tensor in enumerate(tensors(value))})
+    return Snapshot(found)
 
 
 def check_inputs(before: Snapshot[tuple[str, int]], stage: str, module: nn.Module) -> None:

@@ -32,15 +32,17 @@ class Snapshot(Generic[Key]):
         self, tensors: Mapping[Key, torch.Tensor], copied: Collection[Key] = (), compares: bool = False
     ) -> None:
         self.tensors, self.compares = dict(tensors), compares
-        self.versions = {key: _version_of(tensor) for key, tensor in self.tensors.items()}
-        self.copies = dict(zip(copied, copies_of([self.tensors[key] for key in copied])))
+        self.versions = _versions(self.tensors)
+        self.copies = dict(zip(copied, copies_of([self.tensors[key] for key in copied]))) if copied else {}
 
     def changed(self, now: Mapping[Key, torch.Tensor] | None = None) -> list[Key]:
         """The keys of the tensors that were changed since. Those that were replaced are others ``now``."""
+        if now is None and not self.compares and _versions(self.tensors) == self.versions:
+            return []  # soon, as it is asked after each computation
         return [key for key, tensor in (self.tensors if now is None else now).items() if self._is_changed(key, tensor)]
 
     def _is_changed(self, key: Key, tensor: torch.Tensor) -> bool:
-        if tensor is not self.tensors.get(key) or _version_of(tensor) != self.versions[key]:
+        if tensor is not self.tensors.get(key) or _versions({key: tensor})[key] != self.versions[key]:
             return True
         is_compared = self.compares and key in self.copies and tensor.layout is torch.strided
         return is_compared and not torch.equal(tensor, self.copies[key])
@@ -58,9 +60,9 @@ def snapshot_of_buffers(buffers: Mapping[Key, torch.Tensor]) -> Snapshot[Key]:
     return Snapshot(buffers, copied, compares=True)
 
 
-def _version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor has been changed in place."""
-    return 0 if tensor.is_inference() else tensor._version  # torch does not count there
+def _versions(tensors: Mapping[Key, torch.Tensor]) -> dict[Key, int]:
+    """How often each tensor has been changed in place. Torch does not count that of those made in inference mode."""
+    return {key: 0 if tensor.is_inference() else tensor._version for key, tensor in tensors.items()}
 
 
 def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
