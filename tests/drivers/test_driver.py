@@ -46,7 +46,7 @@ def assert_bits(mine, theirs):
         )
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.parametrize(("name", "config"), WAYS)
 def test_the_zoo_trains_as_the_reference_does(cluster, name, config, workers):
     """All drivers, with 1, 3 and 8 micro-batches. Losses are added up, so that micro-batches may have any shapes."""

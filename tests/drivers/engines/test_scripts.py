@@ -131,8 +131,11 @@ torch.testing.assert_close(compiled.run(2, x, t), scaled_loss(net(x), t).detach(
 # How a script is given to Python, its last line, and its exit status. A notebook runs cells in the namespace of a main
 # module that has no file.
 ENDS = {
-    "a file that raises": ("file", f"{TRAINS}\nraise ValueError('on its own')", 1),
-    "a file that leaves a step under way": ("file", "driver.run_async(2, inputs, target)", 0),
+    "a file that raises while a step is under way": (
+        "file",
+        f"{TRAINS}\ndriver.run_async(2, inputs, target)\nraise ValueError('on its own')",
+        1,
+    ),
     "lines that exit": ("command", "sys.exit(3)", 3),
     "a notebook that is gone at once": ("notebook", "import os; os._exit(4)", 4),
     "a stream that compiles": ("stdin", TRAINS + COMPILES, 0),

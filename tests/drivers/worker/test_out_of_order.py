@@ -186,8 +186,10 @@ def test_values_that_come_while_a_worker_looks(threads, monkeypatch, patience):
     driver.close()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "fill_drain", "zb_h1"])
-@pytest.mark.parametrize("how", [FORWARD, BACKWARD, UNSENDABLE, LOSS])
+@pytest.mark.parametrize(
+    ("schedule", "how"),
+    [("1f1b", FORWARD), ("1f1b", UNSENDABLE), ("fill_drain", LOSS), ("zb_h1", BACKWARD), ("zb_h1", UNSENDABLE)],
+)
 def test_a_step_that_fails_is_told_of_and_forgotten(cluster, schedule, how):
     training = Training(cluster, schedule, out_of_order=True)
     training.step()

@@ -38,8 +38,10 @@ def goes_on(run, expected, first, last=STEPS):
             assert torch.equal(value, state[name]), name
 
 
-@pytest.mark.parametrize(("lost", "how"), [([1], signal.SIGKILL), ([0, 2], signal.SIGKILL), ([2], signal.SIGSTOP)])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize(
+    ("schedule", "lost", "how"),
+    [("1f1b", [1], signal.SIGKILL), ("zb_h1", [0, 2], signal.SIGKILL), ("zb_h1", [2], signal.SIGSTOP)],
+)
 def test_a_run_goes_on_from_a_checkpoint_as_if_nothing_had_happened(workers, expected, tmp_path, lost, how, schedule):
     run = Run(workers, schedule=schedule)
     run.steps(0, 2)
