@@ -7,11 +7,10 @@ Method:   two workers, pinned, one intra-op thread each, 1F1B, 8 micro-batches: 
           ``check=False``, in random order. Timed are the first step, and ``--steps`` steps after it. Figures are medians over
           rounds, and in brackets the quarter and three quarters. ``trials`` are the steps of a few rows that the check sends,
           one message to each worker, and one more to drop what was compared.
-Finding:  two cores that other work kept busy (--rounds 3 --steps 6). Perceptron: 3 trials, first step 129 ms (109 to 175)
-          checked and 50 not, a later step 22: the check takes 4 of those. Decoder, tiny: 10 trials, 806 ms (777 to 901), 91
-          and 61: 12 of them; small: 2,474 ms (2,209 to 2,670), 307 and 263: 8. Their loss is a function that calls torch's
-          cross entropy: padding is tried, and the count that torch takes fits. Before that was tried first there were 20
-          trials, which took 27 and 17 later steps; before rounding was measured only where it may matter 28: 52 and 23.
+Finding:  two cores, quiet (--rounds 15 --steps 12). Perceptron: 3 trials, first step 29.2 ms (27.8 to 31.8) checked and 8.1 not, a
+          later step 2.8: the check takes 7.5 of those. Decoder, tiny: 10 trials, 149 ms (147 to 151), 16.7 and 10.3: 12.8 of
+          them; small: 358 ms (351 to 376), 39 and 31: 10.3. Their loss is a function that calls torch's cross entropy:
+          padding is tried, and the count that torch takes fits.
 """
 
 import argparse
