@@ -62,7 +62,10 @@ def snapshot_of_buffers(buffers: Mapping[Key, torch.Tensor]) -> Snapshot[Key]:
 
 def _versions(tensors: Mapping[Key, torch.Tensor]) -> dict[Key, int]:
     """How often each tensor has been changed in place. Torch does not count that of those made in inference mode."""
-    return {key: 0 if tensor.is_inference() else tensor._version for key, tensor in tensors.items()}
+    try:
+        return {key: tensor._version for key, tensor in tensors.items()}
+    except RuntimeError:  # to ask each tensor first takes longer
+        return {key: 0 if tensor.is_inference() else tensor._version for key, tensor in tensors.items()}
 
 
 def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
