@@ -7,10 +7,10 @@ Method:   two workers, pinned, one intra-op thread each, 1F1B, 8 micro-batches: 
           ``check=False``, in random order. Timed are the first step, and ``--steps`` steps after it. Figures are medians over
           rounds, and in brackets the quarter and three quarters. ``trials`` are the steps of a few rows that the check sends,
           one message to each worker, and one more to drop what was compared.
-Finding:  two cores, quiet (--rounds 15 --steps 12). Perceptron: 3 trials, first step 29.2 ms (27.8 to 31.8) checked and 8.1 not, a
-          later step 2.8: the check takes 7.5 of those. Decoder, tiny: 10 trials, 149 ms (147 to 151), 16.7 and 10.3: 12.8 of
-          them; small: 358 ms (351 to 376), 39 and 31: 10.3. Their loss is a function that calls torch's cross entropy:
-          padding is tried, and the count that torch takes fits.
+Finding:  two cores, quiet (--rounds 15 --steps 12). Perceptron: 3 trials, first step 29.2 ms (27.8 to 31.8) checked and 8.1
+          not, a later step 2.8: the check takes 7.5 of those. Decoder, tiny: 10 trials, 149 ms (147 to 151), 16.7 and 10.3:
+          12.8 of them; small: 358 ms (351 to 376), 39 and 31: 10.3. Their loss is a function that calls torch's cross
+          entropy: padding is tried, and the count that torch takes fits.
 """
 
 import argparse
