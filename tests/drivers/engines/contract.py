@@ -79,9 +79,8 @@ def a_worker_is_replaced_or_the_reason_is_given(cluster):
         assert str(refused.value) == engine.fixed
         return
     before = session.workers
-    session.urgent(1, ("exit", 3))
     with within(session.timeout + session.interval + 1), pytest.raises(WorkerLostError) as lost:
-        ask(session, 1, "echo", 1)
+        session.answer(session.urgent(1, ("exit", 3)))
     assert lost.value.index == 1 and str(lost.value).endswith(engine.recovery_advice)
     assert list(engine.deaths(2.0)) == [1]
     session.renew(engine.replace([1]))
