@@ -130,10 +130,10 @@ class DriverCommands:
         """The workers in whose places there are other processes, which hold nothing of the driver."""
         return [worker for worker, start in self._starts_now().items() if self.starts.get(worker) != start]
 
-    def go_back(self, numbers: StepNumbers | None, steps_of_last_update: int) -> None:
-        """The steps since a point do not count."""
-        self.numbers, self.steps_of_last_update = numbers, steps_of_last_update
-        self.steps, self.unapplied = 0, False
+    def begin_update(self) -> None:
+        """The steps since the last update do not count, and their gradients are dropped."""
+        self.steps = 0
+        self.zero_grad()
 
     @contextmanager
     def recovery(self) -> Iterator[None]:

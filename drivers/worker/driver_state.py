@@ -51,7 +51,6 @@ from pippy.drivers.worker.measure.output_probe import OutputProbe
 from pippy.drivers.worker.measure.witness import Witness
 from pippy.drivers.worker.module_hooks import hooks_hold_the_same
 from pippy.drivers.worker.out_of_order import OutOfOrderExecutor
-from pippy.drivers.worker.state.held_state import HeldState
 from pippy.drivers.worker.state.initialization import initialize
 from pippy.drivers.worker.state.kept_states import KeptStates
 from pippy.drivers.worker.state.snapshots import Snapshots
@@ -100,13 +99,13 @@ class DriverState:
         self.running: Executor | None = None
         self.hooks_looked_at = False  # whether hooks of modules are known to change nothing that the script would miss
         self.generation: Generation | None = None
-        self.snapshots = Snapshots(self.modules, self.optimizers, self.tensor, device)
+        self.snapshots = Snapshots(self.modules, self.optimizers, self.gradients, self.tensor, device)
         self.writer, self.reader = StateWriter(self.snapshots, given_up), StateReader(self.snapshots)
         self.datasets = DatasetReader(self.modules, given_up, shares_process)
         self.kept = KeptStates(index, self.snapshots, transport)
         self.step_buffers = StepBuffers(self.modules)
         self.trials = Trials(self.modules, device, self.gradients.clear_grad, self.step_buffers, not shares_process)
-        self.held: HeldState | None = None
+        self.put_back: Callable[[], None] | None = None  # all that is held while something is tried
         self.handlers: Mapping[type, Callable[[Any, int], Any]] = {
             type(None): lambda body, number: None,  # the command only drops gradients, or drivers
             AddProgram: self._add_program,
@@ -372,12 +371,12 @@ class DriverState:
                 each.parameters_changed = each.parameters_changed or number_of != step.optimizer
 
     def _hold_state(self, body: HoldState, number: int) -> None:
-        self.held = HeldState(self.modules, self.gradients, self.optimizers, self.device)
+        self.put_back = self.snapshots.hold()
 
     def _put_back_state(self, body: PutBackState, number: int) -> None:
-        if self.held is not None:
-            self.held.put_back()
-            self.held = None
+        if self.put_back is not None:
+            self.put_back()
+            self.put_back = None
 
     def _add_generation(self, add: AddGeneration, number: int) -> None:
         self.generation = Generation(add, self.index, self.transport, self.device, self.tensor)

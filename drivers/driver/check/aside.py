@@ -2,23 +2,19 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from pippy.drivers.base.interrupts import first_waits
 from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
+from pippy.drivers.model.recovery.points import ControllerState
 from pippy.drivers.protocol.held_states import HoldState, PutBackState
 from pippy.drivers.session.driver_commands import DriverCommands, GradientState
-
-_OF_COMMANDS = ("gradients", "zeroed", "trained", "steps", "steps_of_last_update", "unapplied", "numbers")
 
 
 @contextmanager
 def aside(commands: DriverCommands, optimizers: Sequence[PipelineOptimizer]) -> Iterator[None]:
     """A context for steps and updates. It begins without gradients; at its end the driver is as before."""
     commands.call(dict.fromkeys(commands.workers, HoldState()))
-    held = [(commands, _OF_COMMANDS), (commands.nonfinite, tuple(vars(commands.nonfinite)))]
-    held += [(each, ("_sent", "stepped")) for each in optimizers]
-    before = [(each, {name: _copy(getattr(each, name)) for name in names}) for each, names in held]
+    before = ControllerState.current(commands, optimizers, None)
     commands.gradients = GradientState.REDUCED
     try:
         yield
@@ -31,9 +27,4 @@ def aside(commands: DriverCommands, optimizers: Sequence[PipelineOptimizer]) -> 
                 if not commands.session.broken:  # else `recover` goes back
                     commands.call(dict.fromkeys(commands.workers, PutBackState()))
             finally:
-                for each, values in before:
-                    vars(each).update(values)
-
-
-def _copy(value: Any) -> Any:
-    return value.copy() if isinstance(value, (dict, set)) else value
+                before.put_back()

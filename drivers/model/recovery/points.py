@@ -1,6 +1,6 @@
 """Points of a run from which `driver.recover` can go on, as the controller knows them."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,23 +8,24 @@ from pippy.drivers.model.optimizers.grad_scaler import PipelineGradScaler
 from pippy.drivers.model.optimizers.optimizer import PipelineOptimizer
 from pippy.drivers.protocol.kept_states import TakeKept
 from pippy.drivers.session.driver_commands import DriverCommands
-from pippy.drivers.session.step_numbers import StepNumbers
 from pippy.ir.run.random_state import RandomState
+
+_OF_COMMANDS = ("gradients", "zeroed", "trained", "steps", "steps_of_last_update", "unapplied", "numbers")
+_OF_OPTIMIZER = ("_sent", "stepped")
 
 
 @dataclass(frozen=True)
 class ControllerState:
-    """The controller's part of a point, beside the objects given by name.
+    """What the controller has of a driver, while the workers have their part: it is taken, and put in place.
 
-    ``options`` has the options of each optimizer, by its number; ``stepped`` the numbers of those that had made a step.
+    ``notes`` are what it knows of the workers: the values of attributes, by their objects. ``options`` has the options of each
+    optimizer, by its number.
     """
 
-    numbers: StepNumbers | None
-    random: RandomState
-    steps_of_last_update: int
+    notes: Sequence[tuple[Any, Mapping[str, Any]]]
     options: Mapping[int, list[dict[str, Any]]]
-    stepped: frozenset[int]
     scaler: dict[str, Any] | None
+    random: RandomState
 
     @classmethod
     def current(
@@ -32,28 +33,42 @@ class ControllerState:
     ) -> "ControllerState":
         """The state as it is now. No step may be running."""
         own = list(optimizers)
+        noted = [(commands, _OF_COMMANDS), (commands.nonfinite, tuple(vars(commands.nonfinite)))]
+        noted += [(each, _OF_OPTIMIZER) for each in own]
         return cls(
-            commands.numbers,
-            RandomState.current(),
-            commands.steps_of_last_update,
+            [(each, {name: _copied(getattr(each, name)) for name in names}) for each, names in noted],
             {each.number: each.named_groups() for each in own},
-            frozenset(each.number for each in own if each.stepped),
             None if scaler is None else scaler.state_dict(),
+            RandomState.current(),
         )
+
+    @property
+    def stepped(self) -> frozenset[int]:
+        """The numbers of the optimizers that had made a step."""
+        return frozenset(each.number for each, values in self.notes if values.get("stepped"))
+
+    def put_back(self) -> None:
+        """Have it again when the workers have all again that they had."""
+        for each, values in self.notes:
+            vars(each).update({name: _copied(value) for name, value in values.items()})
+        self.random.restore()
 
     def restore(
         self, commands: DriverCommands, optimizers: Iterable[PipelineOptimizer], scaler: PipelineGradScaler | None
     ) -> None:
-        """Go back to it."""
+        """Go back to it when the workers have the parameters and states that they had. Gradients are dropped."""
+        self.put_back()
+        commands.begin_update()
         for optimizer in optimizers:
             if optimizer.number in self.options:
                 optimizer.take_options(self.options[optimizer.number])
             optimizer.stepped = optimizer.number in self.stepped
         if scaler is not None:
             scaler.begin_again(self.scaler)
-        commands.zero_grad()
-        commands.go_back(self.numbers, self.steps_of_last_update)
-        self.random.restore()
+
+
+def _copied(value: Any) -> Any:
+    return value.copy() if isinstance(value, (dict, set)) else value
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 snapshot ──▶ the files of a checkpoint      state_writer.py, state_reader.py      ──▶ restore
          ──▶ a neighbour                    kept_states.py                        ──▶
          ──▶ the controller                 GiveState and RestoreState            ──▶
+
+hold     ──▶ the worker itself              while something is tried: HoldState   ──▶ put_back
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +16,9 @@ from torch import nn
 from pippy.drivers.files.plain_values import random_state, random_values
 from pippy.drivers.protocol.parameters import TensorLocation
 from pippy.drivers.protocol.states import WorkerState
+from pippy.drivers.worker.gradients.gradients import Gradients
 from pippy.drivers.worker.gradients.worker_optimizer import WorkerOptimizer
+from pippy.drivers.worker.state.forward_state import Before, RandomNumbers
 from pippy.ir.base.trees import map_tensors
 from pippy.ir.run.random_state import RandomState
 
@@ -26,11 +30,12 @@ class Snapshots:
         self,
         modules: Mapping[str, nn.Module],
         optimizers: Mapping[int, WorkerOptimizer],
+        gradients: Gradients,
         tensor: Callable[[TensorLocation], torch.Tensor],
         device: torch.device,
     ) -> None:
-        self.modules, self.optimizers, self.tensor = modules, optimizers, tensor
-        self._gpus = (device,) if device.type == "cuda" else ()
+        self.modules, self.optimizers, self.gradients, self.tensor = modules, optimizers, gradients, tensor
+        self.device, self._gpus = device, (device,) if device.type == "cuda" else ()
 
     def snapshot(
         self,
@@ -54,14 +59,18 @@ class Snapshots:
 
     def whole(self) -> WorkerState:
         """A copy of all."""
-        places = {
-            TensorLocation(call, name): each
+        places = self._places(nn.Module.named_parameters, nn.Module.named_buffers)
+        own = {number: [places[key] for key in each.parameters] for number, each in self.optimizers.items()}
+        return _copied(self.snapshot(places.values(), own))
+
+    def _places(self, *named: Callable[[nn.Module], Iterable[tuple[str, torch.Tensor]]]) -> dict[int, TensorLocation]:
+        """Where each parameter or buffer is, by its id."""
+        return {
+            id(each): TensorLocation(call, name)
             for call, module in self.modules.items()
-            for name, each in (*module.named_parameters(), *module.named_buffers())
+            for listed in named
+            for name, each in listed(module)
         }
-        once = {id(each): place for place, each in places.items()}
-        own = {number: [once[key] for key in each.parameters] for number, each in self.optimizers.items()}
-        return cast(WorkerState, map_tensors(torch.clone, self.snapshot(places, own)))
 
     @torch.no_grad()
     def restore(self, state: WorkerState, is_kept: bool = True) -> None:
@@ -75,3 +84,25 @@ class Snapshots:
                 self.optimizers[number].load_state({id(self.tensor(place)): own for place, own in states.items()})
         if state.random is not None:
             random_state(state.random, self._gpus).restore()
+
+    def hold(self) -> Callable[[], None]:
+        """Go on without gradients. What it returns puts all in place again, to the bit, with attributes and gradients."""
+        modules = list(dict.fromkeys(each for module in self.modules.values() for each in module.modules()))
+        parameters = _copied(self.snapshot(self._places(nn.Module.named_parameters).values(), {}, random=False))
+        states = {number: each.copied_state() for number, each in self.optimizers.items()}
+        random, before = RandomNumbers(modules, self.device).now(), Before(modules, None)
+        gradients = self.gradients.take_out()
+
+        def put_back() -> None:
+            self.restore(parameters)
+            before.put_back()
+            for number, state in states.items():
+                self.optimizers[number].put_back(state)
+            self.gradients.put_back(gradients)
+            random.restore()
+
+        return put_back
+
+
+def _copied(state: WorkerState) -> WorkerState:
+    return cast(WorkerState, map_tensors(torch.clone, state))
