@@ -97,11 +97,6 @@ def walk(
     raise AssertionError("a graph ends in its output")
 
 
-def is_stage_backward(node: fx.Node) -> bool:
-    """Whether a node is a call of `stage_backward`."""
-    return node.op == "call_function" and node.target is stage_backward
-
-
 def seeded(output_grads: Any) -> Any:
     """The argument ``output_grads`` of a backward node, with `SEED` for None: in the graph, None means that the output is
     the loss. (A value that is None when the graph runs means that there is no gradient.)"""
