@@ -25,7 +25,7 @@ from exps.peers import gpt
 from exps.peers.contestant import Contestant
 from exps.peers.on_devices import DeviceTeam, MeetingTeam, PippyRank, PlainRank, TorchRank, TransferRank
 from exps.peers.rounds import check, started, take_turns
-from pippy.ir.show.readable import bytes_text
+from pippy.ir.base.readable import bytes_text
 
 SIZES = {**gpt.SIZES, "large": gpt.Size(layers=16, width=1024, heads=16, length=512, vocabulary=8192)}
 TESTS = ["tests/drivers/test_devices.py", "tests/balance/test_profile.py", "-k", "cuda or gpu", "-q", "-rs"]

@@ -40,6 +40,7 @@ from exps.tried_models.candidate import Candidate, rows_of
 from exps.tried_models.comparison import compare_step, cut, plain_step
 from pippy import Pipe
 from pippy.errors import BalanceError, PippyError
+from pippy.ir.base.readable import first_listed
 
 BEGIN, END = "<!-- what exps/models.py found -->", "<!-- end -->"
 
@@ -216,9 +217,8 @@ _FREE = {"another batch": "yes", "one batch": "not tried", "refused": "refused"}
 
 
 def _row(outcome: Outcome) -> str:
-    kept = f"kept whole: {', '.join(f'`{each}`' for each in outcome.kept_whole[:2])}" if outcome.kept_whole else ""
-    if len(outcome.kept_whole) > 2:
-        kept += f" and {len(outcome.kept_whole) - 2} more"
+    whole = first_listed((f"`{each}`" for each in outcome.kept_whole), most=2)
+    kept = f"kept whole: {whole}" if whole else ""
     remark = outcome.reason.replace("|", "\\|") or kept
     if outcome.reason:
         return f"| {outcome.name} | | | | {', '.join(outcome.works)} {remark} |"

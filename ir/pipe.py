@@ -12,6 +12,7 @@ from pippy.ir.base.compiled_modules import original_of
 from pippy.ir.base.errors import BalanceError, InputError
 from pippy.ir.base.interrupts import heard
 from pippy.ir.base.public_calls import placing_words
+from pippy.ir.base.readable import count_with_noun
 from pippy.ir.base.trees import map_tensors, tensors
 from pippy.ir.call.signature import bind, check_guards
 from pippy.ir.compile import compile_traced
@@ -247,7 +248,7 @@ class Pipe(nn.Module):
         """
         compiled, count = compiled_of(self), sum(each.numel() for each in self.parameters())
         loss = "no loss" if compiled.loss is None else "with its loss and backward"
-        stages = "1 stage" if compiled.num_stages == 1 else f"{compiled.num_stages} stages"
+        stages = count_with_noun(compiled.num_stages, "stage")
         return f"<Pipe: {stages}, {count:,} parameters, {loss}; print it to see its graph>"
 
 

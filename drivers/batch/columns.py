@@ -11,6 +11,7 @@ from typing import Any
 
 from pippy.drivers.base.errors import DriverError, MicrobatchError
 from pippy.drivers.batch.division import DividedValue, Division, divided_leaves
+from pippy.ir.base.readable import count_with_noun
 from pippy.ir.call.guards import Guards
 from pippy.ir.call.kinds import Elsewhere
 
@@ -49,7 +50,7 @@ class Column(Elsewhere):
         return len(self.batch)
 
     def __repr__(self) -> str:
-        return f"Column({self.key!r}, {len(self)} row{'s' * (len(self) != 1)})"
+        return f"Column({self.key!r}, {count_with_noun(len(self), 'row')})"
 
     def __reduce__(self) -> Any:
         raise TypeError(

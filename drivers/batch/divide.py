@@ -23,6 +23,7 @@ from pippy.drivers.batch.specs import (
     unsuitable_spec,
 )
 from pippy.ir.base.brief import brief
+from pippy.ir.base.readable import count_with_noun
 from pippy.ir.base.sparse_tensors import has_rows
 from pippy.ir.base.trees import describe, leaves, map_tensors, tensors, with_children
 
@@ -184,7 +185,7 @@ class Divider:
             where, what, _ = self.rows[0]
             fewer = f"{max(rows, 1)}{' or less' * (rows > 1)}"
             raise MicrobatchError(
-                f"{where} has {rows} row{'s' * (rows != 1)} ({what}), too few for {brief(self.chunks)} micro-batches; "
+                f"{where} has {count_with_noun(rows, 'row')} ({what}), too few for {brief(self.chunks)} micro-batches; "
                 f"use chunks={fewer}, or TensorChunkSpec(dim) if the rows are along another dimension"
             )
         return even_sizes(rows, self.chunks)

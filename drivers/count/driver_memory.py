@@ -6,8 +6,8 @@ from functools import cached_property
 
 from pippy.drivers.plan.cost.held_bytes import Held, HeldBytes, PipeBytes, held_bytes, lowered_program
 from pippy.drivers.plan.language.program import Program
+from pippy.ir.base.readable import bytes_text
 from pippy.ir.show.html_table import html_table
-from pippy.ir.show.readable import bytes_text
 from pippy.ir.show.text_table import text_table
 
 

@@ -63,10 +63,10 @@ from pippy.drivers.session.step_numbers import first_numbers
 from pippy.drivers.worker.compiling import compile_options
 from pippy.ir.base.brief import brief
 from pippy.ir.base.public_calls import placing_words
+from pippy.ir.base.readable import count_with_noun, shortened
 from pippy.ir.pipe import Pipe, compiled_of, example_of, follow_parameters, follow_training_flags, module_hooks_of
 from pippy.ir.show.content import content_of
 from pippy.ir.show.html_table import html_table
-from pippy.ir.show.readable import shortened
 from pippy.ir.show.stages_table import table_cells
 
 
@@ -172,7 +172,7 @@ class PipelineDriverBase(ModelOnWorkers):
     def __repr__(self) -> str:
         schedule = self.schedule if isinstance(self.schedule, str) else repr(self.schedule)
         workers = shortened(", ".join(self.cluster.workers[rank] for rank in self.ranks), 200)
-        stages = "1 stage" if self.compiled.num_stages == 1 else f"{self.compiled.num_stages} stages"
+        stages = count_with_noun(self.compiled.num_stages, "stage")
         stages += f" in {self.replicas} replicas" * (self.replicas > 1)
         idle = ", ".join(each for rank, each in enumerate(self.cluster.workers) if rank not in self.ranks)
         unused = f"; none on {shortened(idle, 200)}" if idle else ""

@@ -14,8 +14,8 @@ from pippy.drivers.engines.engine import Engine
 from pippy.drivers.engines.routes import Routes
 from pippy.drivers.engines.topology import ClusterTopology, DriverPlaces, WorkerPlace
 from pippy.drivers.session.session import Session
+from pippy.ir.base.readable import count_with_noun, shortened
 from pippy.ir.show.html_table import html_table
-from pippy.ir.show.readable import shortened
 
 # The thread and the cluster of each `with` block, the innermost last.
 entered_clusters: list[tuple[threading.Thread, "Cluster"]] = []
@@ -120,7 +120,7 @@ class Cluster:
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "broken" if self.session.broken else "open"
-        workers = "1 worker" if len(self) == 1 else f"{len(self)} workers"
+        workers = count_with_noun(len(self), "worker")
         return f"<Cluster of {workers}, {state}: {shortened(', '.join(self.workers), 200)}>"
 
     def _repr_html_(self) -> str:

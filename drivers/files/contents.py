@@ -23,7 +23,7 @@ from pippy.drivers.files.plain_values import unpacked
 from pippy.drivers.files.run_folder import MANIFEST, checkpoints_in, read_manifest
 from pippy.drivers.files.safetensors_files import StoredTensor, read_header
 from pippy.drivers.files.synced_files import check_hash, read_file
-from pippy.ir.show.readable import shortened
+from pippy.ir.base.readable import shortened
 
 MODEL = "model"
 RANDOM_STATE = "random_state"

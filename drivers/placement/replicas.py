@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from pippy.drivers.base.errors import DriverError
 from pippy.ir.batch_norm.deferred_batch_norm import DeferredBatchNorm
 from pippy.ir.record.compiled import Compiled
+from pippy.ir.show.text_table import aligned_lines
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,7 @@ class Topology:
     def __str__(self) -> str:
         rows = [["stage", *map(str, range(len(self.ranks[0])))]]
         rows += [[f"replica {at}", *(self.names[rank] for rank in own)] for at, own in enumerate(self.ranks)]
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+        return "\n".join(aligned_lines(rows, words=range(len(rows[0])), between="  "))
 
 
 class RunningStatistics:

@@ -8,6 +8,7 @@ from pippy.drivers.report.colours import FILLS, css_class, dark_colours
 from pippy.drivers.report.losses import StepPart, step_parts
 from pippy.drivers.report.step_data import StepData
 from pippy.drivers.report.units import duration, percent
+from pippy.ir.base.readable import count_with_noun
 
 HERE = Path(__file__).parent
 PART_KINDS = {
@@ -57,14 +58,6 @@ def what_ran(step: StepData) -> str:
         count_with_noun(program.chunks, "micro-batch"),
     )
     return escape(" · ".join(filter(None, (f"schedule {program.schedule}", *counts, duration(step.makespan), rates))))
-
-
-def count_with_noun(number: int, what: str) -> str:
-    """
-    >>> count_with_noun(1, "micro-batch"), count_with_noun(4, "micro-batch"), count_with_noun(2, "step")
-    ('1 micro-batch', '4 micro-batches', '2 steps')
-    """
-    return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('ch') else 's'}"
 
 
 def parts_bar(step: StepData, whole: float) -> str:

@@ -7,6 +7,7 @@ from pippy.drivers.report.activity import Cause
 from pippy.drivers.report.losses import FROM_SCHEDULE, StepPart, losses
 from pippy.drivers.report.step_data import StepData
 from pippy.drivers.report.units import duration, percent
+from pippy.ir.base.readable import listed
 
 WORTH_IT = 0.03  # a loss is worth a remedy if it takes this share of the step
 CROWDED = 0.1  # the cores are crowded if workers that have work get no core for this share of the time
@@ -75,7 +76,7 @@ def _fills_better(step: StepData) -> str:
         better.append("a zero-bubble schedule (zb_h1, zb_v)")
     if program.backward and program.stages == program.workers:
         better.append("several stages on each worker (interleaved_1f1b)")
-    return ", ".join(better[:-1]) + " or " * (len(better) > 1) + better[-1]
+    return listed(better, "or")
 
 
 def slowest(step: StepData, uneven: float) -> str:

@@ -20,6 +20,7 @@ from pippy.drivers.report.step_data import StepData
 from pippy.drivers.report.svg import step_svg
 from pippy.drivers.report.trace import perfetto_trace
 from pippy.ir.base.brief import brief
+from pippy.ir.base.readable import count_with_noun
 
 NOTHING_RECORDED = "nothing was recorded; run steps inside `with driver.record() as recording:`, then report or save"
 
@@ -88,7 +89,7 @@ class Recording:
     def __repr__(self) -> str:
         dropped = f", {self.dropped} dropped" if self.dropped else ""
         latest = f", the latest {self.steps[-1]!r}" if self.steps else ""
-        return f"<Recording of {len(self.steps)} step{'s' * (len(self.steps) != 1)}{dropped}{latest}>"
+        return f"<Recording of {count_with_noun(len(self.steps), 'step')}{dropped}{latest}>"
 
     def _repr_html_(self) -> str:
         if not self.steps:

@@ -10,9 +10,9 @@ from gzip import compress
 from html import escape
 from statistics import median
 
-from pippy.drivers.report.document import count_with_noun
 from pippy.drivers.report.step_data import StepData
 from pippy.drivers.report.units import duration
+from pippy.ir.base.readable import count_with_noun
 
 MOST_STEPS = 12
 MOST_INSTRUCTIONS = 10_000  # of all steps together that are packed

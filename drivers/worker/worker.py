@@ -5,7 +5,7 @@ import os
 import traceback
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,16 +20,14 @@ from pippy.drivers.worker.driver_state import DriverState
 from pippy.drivers.worker.executor import Executor
 from pippy.drivers.worker.gradients.replica_buffers import NOTES
 from pippy.drivers.worker.state.kept_states import KEPT_NUMBER
+from pippy.drivers.worker.worker_context import WorkerContext
 from pippy.drivers.worker.worker_surroundings import WorkerSurroundings
-
-if TYPE_CHECKING:
-    from pippy.drivers.worker.worker_context import WorkerContext
 
 
 class Worker:
     """Runs the commands from its queue of messages until the queue ends."""
 
-    def __init__(self, context: "WorkerContext") -> None:
+    def __init__(self, context: WorkerContext) -> None:
         self.context = context
         self.device = torch.device(context.device or "cpu")
         self.drivers: dict[int, DriverState] = {}

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from pippy.ir.base.readable import count_with_noun
 from pippy.ir.base.trees import children, describe, steps
 
 _FREE = object()  # in place of a constant that may be any of its class
@@ -42,7 +43,7 @@ class TensorKind:
 
     def __str__(self) -> str:
         if self.dtype is None:
-            return f"a tensor of {self.dims} dimension{'s' * (self.dims != 1)}"
+            return f"a tensor of {count_with_noun(self.dims, 'dimension')}"
         sizes = ", ".join("any" if size is None else str(size) for size in self.sizes)
         return f"{str(self.dtype).removeprefix('torch.')}[{sizes}]"
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pippy.ir.base.readable import bytes_text, count_text, shortened
 from pippy.ir.base.trees import nbytes
 from pippy.ir.record.compiled import Compiled
 from pippy.ir.show.figures import StageFigures, stage_figures
-from pippy.ir.show.readable import bytes_text, count_text, shortened
 from pippy.ir.show.shapes import Shape, Shapes, propagate
 from pippy.ir.show.structure import Box, DrawnValue, Structure, structure_of
 

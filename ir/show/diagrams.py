@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from pippy.ir.base.readable import shortened
 from pippy.ir.show.content import Content
-from pippy.ir.show.readable import shortened
 from pippy.ir.show.structure import Box, DrawnValue
 
 _LONGEST = 48

@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from itertools import pairwise
 from xml.etree.ElementTree import Element
 
+from pippy.ir.base.readable import shortened
 from pippy.ir.show.columns import columns_by_length
 from pippy.ir.show.content import Content
 from pippy.ir.show.notes import notes
-from pippy.ir.show.readable import shortened
 from pippy.ir.show.structure import DrawnValue, ParameterCopies, Structure
 from pippy.ir.show.svg_elements import LETTER, LINE, RADIUS, Point, arrow, group, line, rectangle, svg_document, words
 

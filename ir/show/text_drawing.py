@@ -1,9 +1,9 @@
 """A Pipe as a drawing in text: boxes and values from top to bottom, and beside them a column for each value."""
 
+from pippy.ir.base.readable import shortened
 from pippy.ir.show.columns import columns_in_order, last_use
 from pippy.ir.show.content import Content
 from pippy.ir.show.notes import notes
-from pippy.ir.show.readable import shortened
 from pippy.ir.show.structure import Box, DrawnValue
 
 _START = {"parameter": "◆", "buffer": "◆"}

@@ -1,6 +1,6 @@
 """Tables in text."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 
 def text_table(
@@ -19,14 +19,16 @@ def text_table(
     both      19
     """
     cells = [head, *rows, *([total] if total else [])]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    lines = [_line(row, widths, words) for row in cells]
+    lines = list(aligned_lines(cells, words))
     rule = "─" * max(map(len, lines))
     return "\n".join([lines[0], rule, *lines[1 : 1 + len(rows)], *([rule, lines[-1]] if total else [])])
 
 
-def _line(row: Sequence[str], widths: Sequence[int], words: Collection[int]) -> str:
-    cells = zip(row, widths)
-    return "   ".join(
-        cell.ljust(width) if column in words else cell.rjust(width) for column, (cell, width) in enumerate(cells)
-    ).rstrip()
+def aligned_lines(rows: Sequence[Sequence[str]], words: Collection[int] = (0,), between: str = "   ") -> Iterator[str]:
+    """The rows of a table, each in a line. The columns of ``words`` are aligned on the left, the others on the right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        cells = enumerate(zip(row, widths))
+        yield between.join(
+            cell.ljust(width) if column in words else cell.rjust(width) for column, (cell, width) in cells
+        ).rstrip()

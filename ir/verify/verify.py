@@ -6,6 +6,7 @@ from functools import partial
 from torch import fx
 
 from pippy.ir.base.errors import VerificationError
+from pippy.ir.base.readable import count_with_noun
 from pippy.ir.record.compiled import Compiled
 from pippy.ir.verify.faults import Fault, Faults, examined
 from pippy.ir.verify.stage_rules import STAGE_RULES
@@ -23,9 +24,9 @@ def check_rules(compiled: Compiled, before_backward: bool = False) -> None:
     ]
     faults = [fault for rule in rules for fault in examined(rule, compiled)]
     if faults:
-        count = "1 rule" if len(faults) == 1 else f"{len(faults)} rules"
         raise VerificationError(
-            f"the Pipe breaks {count}:\n{marked_graph(list(compiled.split_gm.graph.nodes), faults)}",
+            f"the Pipe breaks {count_with_noun(len(faults), 'rule')}:\n"
+            f"{marked_graph(list(compiled.split_gm.graph.nodes), faults)}",
             tuple(f"{fault.node.name}: {fault.message}" if fault.node else fault.message for fault in faults),
         )
 

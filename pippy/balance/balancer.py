@@ -30,6 +30,7 @@ from pippy.drivers.plan.language.errors import ArgumentError
 from pippy.ir.base import source
 from pippy.ir.base.brief import brief
 from pippy.ir.base.errors import BalanceError, InputError
+from pippy.ir.base.readable import count_with_noun
 from pippy.ir.call.signature import bind
 from pippy.ir.cut.constraints import Constraint, constraints
 from pippy.ir.cut.cuts import crossing, mark, marks
@@ -181,7 +182,7 @@ def _check_unmarked(traced: Traced) -> None:
     if found:
         shown = "\n".join(source.excerpt_of(node) for node in found[:5])
         raise BalanceError(
-            f"the model is to be balanced, but has {len(found)} mark{'s' * (len(found) > 1)} that cut it already:\n{shown}\n"
+            f"the model is to be balanced, but has {count_with_noun(len(found), 'mark')} that cut it already:\n{shown}\n"
             "What to do: leave out split and num_stages to cut at the marks; or take the marks away (pipe_split() out of the "
             "code, annotations with clear_split_points(model))"
         )

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 
-from pippy.ir.show.readable import bytes_text, count_text, shortened
+from pippy.ir.base.readable import bytes_text, count_text, shortened
 from pippy.ir.show.text_table import text_table
 
 _LONGEST_NAME = 24

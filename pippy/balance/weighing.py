@@ -13,8 +13,8 @@ from pippy.balance.report import StageBalance
 from pippy.ir.base.brief import brief
 from pippy.ir.base.errors import BalanceError
 from pippy.ir.base.names import stage_name
+from pippy.ir.base.readable import bytes_text
 from pippy.ir.record.traced import Traced
-from pippy.ir.show.readable import bytes_text
 
 _MOST_UNCERTAIN = 0.25  # stages may be so much heavier for a lower price, where times cannot tell
 _NAMES_SHOWN = 40

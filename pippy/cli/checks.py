@@ -15,6 +15,8 @@ from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
 from typing import Literal
 
+from pippy.ir.base.readable import count_with_noun
+
 DISTRIBUTION = "pippy-compiler"
 GIB = 1 << 30
 _FEW_FILES, _FEW_PROCESSES, _SMALL_LOCK = 1024, 512, 64 << 10
@@ -136,7 +138,7 @@ def cores() -> Outcome:
     """How many cores this process may use, and whether there is a quota."""
     count = len(os.sched_getaffinity(0))
     quota = cpu_quota()
-    said = f"{count} core{'s' if count > 1 else ''}"
+    said = count_with_noun(count, "core")
     if quota is not None and quota < count:
         return Outcome(
             f"{said}, and a quota of {quota:g}",

@@ -6,6 +6,7 @@ from dataclasses import asdict
 import click
 
 from pippy.cli.checks import DOCTOR_CHECKS, CheckResult, run_check
+from pippy.ir.base.readable import count_with_noun
 
 _MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "fails": ("FAILS", "red")}
 
@@ -56,7 +57,7 @@ def conclusion(results: list[CheckResult]) -> str:
     """
     failing = [each.name for each in results if each.state == "fails"]
     warned = sum(each.state == "warning" for each in results)
-    also = f"; {warned} warning{'s' if warned > 1 else ''}" if warned else ""
+    also = f"; {count_with_noun(warned, 'warning')}" if warned else ""
     if failing:
         return f"pippy does not work here: {', '.join(failing)}{also}"
     return f"pippy works here{also}"

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pippy.cli.pipe_options import pipe_options
-from pippy.cli.problems import plain_warnings
+from pippy.cli.problems import hint_at, plain_warnings
 from pippy.cli.show import given_pipe, made_inputs, pair, parsed
+from pippy.ir.base.errors import PippyError
 
 if TYPE_CHECKING:
     import torch
@@ -81,8 +82,6 @@ def fit(
 @contextmanager
 def _as_typed() -> Iterator[None]:
     """Inside, errors name the options of the command line in place of arguments in Python, which the user has not given."""
-    from pippy.ir.base.errors import PippyError
-
     try:
         yield
     except PippyError as error:
@@ -119,8 +118,6 @@ def _rows(call: "DividedCall") -> int:
 
 def _counts_that_run(call: "DividedCall", counts: Sequence[int]) -> list[int]:
     """Those of some numbers of micro-batches in which the model can be run; which others were tried is said."""
-    from pippy.ir.base.errors import PippyError
-
     refused: dict[int, PippyError] = {}
     for count in counts:
         try:
@@ -192,8 +189,6 @@ def _plain(pipe: "Pipe", workers: int) -> "Program":
 
 def _optimizer(name: str) -> "type[torch.optim.Optimizer]":
     import torch
-
-    from pippy.cli.problems import hint_at
 
     every = [each for each in vars(torch.optim).values() if inspect.isclass(each)]
     known = {

@@ -8,7 +8,7 @@ import click
 
 from pippy.cli.show import given_pipe, made_inputs, parsed
 from pippy.cli.stages_memory import count_for_call
-from pippy.ir.show.readable import bytes_text
+from pippy.ir.base.readable import bytes_text
 
 if TYPE_CHECKING:
     from pippy.drivers.plan import Program

@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 from pippy.cli.terminals import write_nearest
+from pippy.ir.base.errors import PippyError, PippyWarning
 from pippy.ir.base.near_names import did_you_mean
 
 LIBRARY = Path(__file__).parents[1]
@@ -35,7 +36,6 @@ class CommandGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
         from pippy.drivers.plan.language.errors import ScheduleError
-        from pippy.ir.base.errors import PippyError
 
         try:
             return super().invoke(ctx)
@@ -53,8 +53,6 @@ class CommandGroup(click.Group):
 @contextmanager
 def plain_warnings() -> Iterator[None]:
     """Inside, pippy's warnings are printed without the line of pippy's code that they come from."""
-    from pippy.ir.base.errors import PippyWarning
-
     shown = warnings.showwarning
 
     def say(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from pippy.cli.problems import INTERRUPTED, hint_at, own_trace, put_first_in_path
+from pippy.ir.base.errors import PippyError
 
 _UNDER_TORCHRUN = (
     "this process was started by torchrun (RANK and WORLD_SIZE are set), which starts the workers itself; give torchrun the "
@@ -161,8 +162,6 @@ def show_raised(error: BaseException) -> None:
 
     The message of a pippy error is enough, so its frames in pippy and its cause are not shown.
     """
-    from pippy.ir.base.errors import PippyError
-
     known = isinstance(error, PippyError)
     if known:
         error.__cause__, error.__suppress_context__ = None, True

@@ -7,6 +7,7 @@ import click
 
 from pippy.cli.costs import ScheduleName, costs_of, share, with_costs, with_sizes
 from pippy.cli.problems import check_can_be_written, write
+from pippy.ir.base.readable import count_with_noun
 from pippy.ir.show.text_table import text_table
 
 if TYPE_CHECKING:
@@ -90,10 +91,9 @@ def head(program: "Program") -> str:
     >>> head(make_schedule("zb_v", workers=2, chunks=4))
     'zb_v: 2 workers, 4 stages (placement 0 1 1 0), 4 micro-batches'
     """
-    counts = [(program.workers, "worker"), (program.stages, "stage"), (program.chunks, "micro-batch")]
-    said = [f"{n} {noun}{'' if n == 1 else 'es' if noun.endswith('h') else 's'}" for n, noun in counts]
+    workers, stages = count_with_noun(program.workers, "worker"), count_with_noun(program.stages, "stage")
     placement = f" (placement {program.placement})" if program.stages != program.workers else ""
-    return f"{program.schedule}: {said[0]}, {said[1]}{placement}, {said[2]}"
+    return f"{program.schedule}: {workers}, {stages}{placement}, {count_with_noun(program.chunks, 'micro-batch')}"
 
 
 def grid(timeline: "Timeline", step: float | None = None) -> str:

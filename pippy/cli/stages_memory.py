@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pippy.ir.show.readable import bytes_text
+from pippy.ir.base.readable import bytes_text
 from pippy.ir.show.text_table import text_table
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pippy.drivers.driver.check.differences import COMPARED_KINDS, Difference
 from pippy.drivers.driver.check.origin import Origin
-from pippy.ir.show.readable import shortened
+from pippy.ir.base.readable import count_with_noun, listed, shortened
 from pippy.ir.show.text_table import text_table
 
 _SHOWN = 20
@@ -48,16 +48,15 @@ class CheckReport:
         return "\n".join([self._verdict(), *self._table(), *(f"not compared: {each}" for each in self.left_out)])
 
     def _verdict(self) -> str:
-        parts = [_count(kind, self.compared[kind]) for kind in COMPARED_KINDS if self.compared.get(kind)]
-        listed = ", ".join(parts[:-1]) + " and " * (len(parts) > 1) + parts[-1]
-        chunks = "1 micro-batch" if self.chunks == 1 else f"{self.chunks} micro-batches"
+        parts = listed([_count(kind, self.compared[kind]) for kind in COMPARED_KINDS if self.compared.get(kind)])
+        chunks = count_with_noun(self.chunks, "micro-batch")
         if self.equal:
             return (
-                f"the same as the plain model, with {chunks}: {listed}\n"
+                f"the same as the plain model, with {chunks}: {parts}\n"
                 f"largest difference {_number(self.largest)}; another order of the rows moves {_number(self.rounding)}"
             )
         count = "1 tensor is" if len(self.differences) == 1 else f"{len(self.differences)} tensors are"
-        return f"not the same as the plain model, with {chunks}: {count} off, of {listed}"
+        return f"not the same as the plain model, with {chunks}: {count} off, of {parts}"
 
     def _table(self) -> list[str]:
         if self.equal:

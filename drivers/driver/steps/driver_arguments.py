@@ -12,6 +12,7 @@ from pippy.drivers.plan.passes.recompute import MODES, Checkpoint, modes_of
 from pippy.ir.base.brief import brief
 from pippy.ir.base.placed_words import refuse_words
 from pippy.ir.base.public_calls import takes_any, words_of
+from pippy.ir.base.readable import count_with_noun
 from pippy.ir.base.trees import describe
 
 
@@ -32,7 +33,7 @@ def chosen_workers(
         chosen = chosen[: len(chosen) // replicas * replicas]
     if len(chosen) % replicas or not chosen:
         raise DriverError(
-            f"replicas={brief(replicas)} on {len(chosen) or there} worker{'s' * ((len(chosen) or there) > 1)}: "
+            f"replicas={brief(replicas)} on {count_with_noun(len(chosen) or there, 'worker')}: "
             f"every replica needs the same number of workers; give a multiple of {brief(replicas)} (world_size= or "
             "all_ranks=), or start more workers"
         )

@@ -19,6 +19,7 @@ from pippy.drivers.plan.language.placement import Placement
 from pippy.drivers.plan.orders.registry import REGISTRY
 from pippy.drivers.plan.passes.recompute import Checkpoint
 from pippy.drivers.session.driver_commands import DriverCommands
+from pippy.ir.base.readable import count_with_noun
 from pippy.ir.pipe import Pipe
 
 _FORWARD = "forward only"
@@ -73,7 +74,7 @@ class RequestedSchedule:
             count, remedy = workers, f"cut the model into {2 * workers} stages, for"
         raise DriverError(
             f"schedule={name!r} needs two stages on each worker, and the Pipe has {self.stages} for {workers}; {remedy} "
-            f"{count} worker{'s' * (count > 1)} (world_size={count}, or as many all_ranks=), or take interleaved_1f1b, which "
+            f"{count_with_noun(count, 'worker')} (world_size={count}, or as many all_ranks=), or take interleaved_1f1b, which "
             "works on any"
         )
 

@@ -27,7 +27,7 @@ from pippy.drivers.worker.gradients.worker_optimizer import MASTER
 from pippy.ir.base.brief import brief
 from pippy.ir.base.placed_words import place_words
 from pippy.ir.base.public_calls import check_words, words_of
-from pippy.ir.show.readable import shortened
+from pippy.ir.base.readable import count_with_noun, shortened
 
 _OWN_WORDS = ("param_groups", "master_dtype", "divide_state")
 place_words("driver.instantiate_optimizer(torch.optim.AdamW)", {*_OWN_WORDS, *words_of(torch.optim.AdamW)} - {"params"})
@@ -75,7 +75,7 @@ class PipelineOptimizer(Optimizer):
         self.make_again(placed.workers)
 
     def __repr__(self) -> str:
-        groups = "1 group" if len(self.param_groups) == 1 else f"{len(self.param_groups)} groups"
+        groups = count_with_noun(len(self.param_groups), "group")
         rates = list(dict.fromkeys(str(group["lr"]) for group in self.param_groups if "lr" in group))
         shown = f", lr={shortened(', '.join(rates), 60)}" if rates else ""
         count = sum(len(group["params"]) for group in self.param_groups)

@@ -21,6 +21,7 @@ from pippy.drivers.worker.state.initialization import Function, function_of_hugg
 from pippy.ir.base.brief import brief
 from pippy.ir.base.errors import InitializationError
 from pippy.ir.base.names import named_state
+from pippy.ir.base.readable import first_listed
 from pippy.ir.base.trees import describe
 from pippy.ir.pipe import Pipe, model_of
 from pippy.ir.run.layers import spec_of
@@ -149,6 +150,4 @@ def _takes_nothing(function: Any) -> bool:
 
 
 def _listed(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
-    return ", ".join(map(repr, ordered[:_SHOWN])) + more
+    return first_listed(map(repr, sorted(names)), _SHOWN)

@@ -30,6 +30,7 @@ from pippy.drivers.protocol.checkpoints import ReadState, TakeState
 from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.drivers.session.step_numbers import StepNumbers
 from pippy.drivers.worker.gradients.worker_optimizer import MASTER
+from pippy.ir.base.readable import first_listed
 from pippy.ir.base.trees import describe
 from pippy.ir.pipe import Pipe
 
@@ -271,8 +272,7 @@ def _fitting(
         missing, unknown = [*missing, *sorted(extra - theirs)], [*unknown, *sorted(theirs - extra)]
     for kind, which in (("the checkpoint lacks", missing), ("the model has no", unknown)):
         if which and strict:
-            more = f" and {len(which) - _SHOWN} more" if len(which) > _SHOWN else ""
-            faults.append(f"{kind} {', '.join(which[:_SHOWN])}{more}")
+            faults.append(f"{kind} {first_listed(which, _SHOWN)}")
     for name, stored in found.items():
         mine = names.tensors[name]
         if mine.shape != stored.shape or mine.dtype != stored.dtype:

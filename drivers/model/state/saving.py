@@ -32,10 +32,10 @@ from pippy.drivers.protocol.checkpoints import AskWritten, WriteState, WrittenSt
 from pippy.drivers.protocol.commands import Failure
 from pippy.drivers.session.driver_commands import DriverCommands
 from pippy.ir.base import source
+from pippy.ir.base.readable import shortened
 from pippy.ir.base.trees import describe
 from pippy.ir.pipe import Pipe
 from pippy.ir.run.random_state import RandomState
-from pippy.ir.show.readable import shortened
 
 _LONGEST_PAUSE = 1.0  # seconds between two questions
 

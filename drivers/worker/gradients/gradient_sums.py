@@ -15,6 +15,7 @@ import torch
 
 from pippy.drivers.protocol.gradients import GradientBucket
 from pippy.drivers.protocol.parameters import TensorLocation
+from pippy.ir.base.readable import first_listed
 from pippy.ir.run.stage_backward import add_gradients
 
 Gradient = torch.Tensor | None
@@ -67,8 +68,7 @@ class GradientSums:
 
     def parameters_of(self, at: int) -> str:
         """The parameters of a bucket, in words."""
-        first, *others = (parameter.name for parameter in self.buckets[at].parameters)
-        return f"{first!r}{f' and {len(others)} more' * bool(others)}"
+        return first_listed((repr(parameter.name) for parameter in self.buckets[at].parameters), most=1)
 
 
 class AddingUp:

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from pippy import Pipe, pipeline
+from pippy.ir.base.readable import shortened
 from pippy.ir.show.content import Content, StageFigures, content_of
 from pippy.ir.show.diagrams import dot, mermaid
 from pippy.ir.show.notebook import html
-from pippy.ir.show.readable import shortened
 from pippy.ir.show.structure import Box, DrawnValue, ParameterCopies, Structure, structure_of
 from pippy.ir.show.svg import pipe_svg
 from tests.ir.show.shown import Named, drawn, example
