@@ -19,21 +19,20 @@ import torch
 
 from pippy.drivers.base.errors import PeerLost
 from pippy.drivers.wire.received_values import Interrupted
-from pippy.drivers.worker.halves.split_backward import DeferredGradients
 from pippy.drivers.worker.repeated_forward import cut
 from pippy.drivers.worker.stage_call import StageCall
+from pippy.drivers.worker.stage_runs import AutogradRun
 from pippy.drivers.worker.step_context import Key, StepContext
 from pippy.ir.base.errors import StageError
 from pippy.ir.base.names import LOSS
 from pippy.ir.base.trees import describe, map_tensors
 from pippy.ir.run.keyed_draws import set_draw_key
 from pippy.ir.run.opaque_values import check_opaque_leaves
-from pippy.ir.run.stage_backward import add_gradients, loss_inside, stage_backward, weighted
-from pippy.ir.run.stage_run import StageRun, as_leaf, run_backward
+from pippy.ir.run.stage_backward import add_gradients, loss_inside, weighted
+from pippy.ir.run.stage_run import as_leaf
 
 Handle = Callable[..., None]  # it takes the step, and what the instruction is bound to
 Bound = tuple[Handle, tuple[Any, ...]]
-_PUT_OFF = StageRun((), ())  # the half W has neither inputs nor outputs
 
 
 def computation(
@@ -84,7 +83,6 @@ def forward_to_repeat(
         key = call.name, microbatch
         step.kept[key] = kept
         del step.runs[key]
-        step.deferred.pop(key, None)
         outputs = cut(outputs)
     _put(step, microbatch, gives, outputs)
 
@@ -136,13 +134,12 @@ def _args(step: StepContext, call: StageCall, microbatch: int, inputs: tuple[Any
 
 def _run(step: StepContext, call: StageCall, microbatch: int, inputs: tuple[Any, ...], args: Sequence[Any]) -> Any:
     """Run a stage, and keep the run for its backward."""
-    key = call.name, microbatch
     if call.halves:
-        with call.deferral.recording(inputs) as step.deferred[key]:
+        with call.deferral.recording(inputs) as deferred:
             outputs = call.run(args)
     else:
-        outputs = call.run(args)
-    step.runs[key] = StageRun(outputs, inputs)
+        outputs, deferred = call.run(args), None
+    step.runs[call.name, microbatch] = AutogradRun(call.name, call.module, outputs, inputs, deferred)
     return outputs
 
 
@@ -174,29 +171,23 @@ def backward(
     step: StepContext, call: StageCall, microbatch: int, takes: Sequence[Any], gives: Sequence[Key | None]
 ) -> None:
     """Run the backward of a stage: with the gradients of its weights."""
-    run, deferred = step.runs.pop((call.name, microbatch)), step.deferred.pop((call.name, microbatch), None)
-    function = stage_backward if deferred is None else deferred.backward_input
-    gradients = run_backward(call.name, call.module, run, given_gradients(step, takes, microbatch), function)
-    if deferred is not None:
-        deferred.run()
-    give(step, gives, gradients)
+    run = step.runs.pop((call.name, microbatch))
+    give(step, gives, run.backward(given_gradients(step, takes, microbatch)))
 
 
 def backward_input(
     step: StepContext, call: StageCall, microbatch: int, takes: Sequence[Any], gives: Sequence[Key | None]
 ) -> None:
     """Run the backward of a stage, and put off the gradients of its weights."""
-    run, deferred = step.runs.pop((call.name, microbatch)), step.deferred[call.name, microbatch]
-    function = deferred.backward_input
-    give(step, gives, run_backward(call.name, call.module, run, given_gradients(step, takes, microbatch), function))
+    run = step.runs[call.name, microbatch]
+    give(step, gives, run.backward_input(given_gradients(step, takes, microbatch)))
 
 
 def backward_weight(
     step: StepContext, call: StageCall, microbatch: int, takes: Sequence[Any], gives: Sequence[Key | None]
 ) -> None:
     """Compute the gradients of weights that were put off."""
-    deferred = step.deferred.pop((call.name, microbatch))
-    run_backward(call.name, call.module, _PUT_OFF, None, lambda *_: _weights(deferred))
+    step.runs.pop((call.name, microbatch)).backward_weight()
 
 
 def backward_of_gathered(
@@ -285,8 +276,3 @@ def receive_sum(step: StepContext, name: str, source: int, first: int) -> None:
 
 def nothing(step: StepContext) -> None:
     """Do nothing."""
-
-
-def _weights(deferred: DeferredGradients) -> tuple[Any, ...]:
-    deferred.run()
-    return ()

@@ -11,12 +11,11 @@ from pippy.drivers.wire.gpu.copies import DeviceCopies
 from pippy.drivers.wire.transport import Transport
 from pippy.drivers.worker.gradients.gradient_sums import AddingUp
 from pippy.drivers.worker.gradients.single_loss import SingleLoss
-from pippy.drivers.worker.halves.split_backward import DeferredGradients
 from pippy.drivers.worker.repeated_forward import Kept
+from pippy.drivers.worker.stage_runs import Run
 from pippy.ir.base.trees import map_tensors
 from pippy.ir.batch_norm.step_statistics import StepStatistics
 from pippy.ir.run.keyed_draws import DrawKey, RandomStep
-from pippy.ir.run.stage_run import StageRun
 
 Key = tuple[str, int]  # a value, by its name and micro-batch
 
@@ -76,8 +75,7 @@ class StepContext:
     adding: AddingUp | None = None
 
     values: dict[Key, Any] = field(default_factory=dict)
-    runs: dict[Key, StageRun] = field(default_factory=dict)
-    deferred: dict[Key, DeferredGradients] = field(default_factory=dict)
+    runs: dict[Key, Run] = field(default_factory=dict)
     kept: dict[Key, Kept] = field(default_factory=dict)
     returned: dict[str, dict[int, Any]] = field(default_factory=dict)
     single: SingleLoss | None = None
@@ -88,7 +86,7 @@ class StepContext:
 
     def drop(self) -> None:
         """Drop all values, also where a failure still holds the step."""
-        for each in (self.values, self.runs, self.deferred, self.kept, self.returned):
+        for each in (self.values, self.runs, self.kept, self.returned):
             each.clear()
         self.single = None
 

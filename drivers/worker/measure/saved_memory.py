@@ -57,8 +57,8 @@ class SavedMemory:
             inputs = ByteCounter(self.modules)
             for key, run in step.runs.items():
                 if key not in before:
-                    counter.add([run.inputs, run.outputs])
-                    inputs.add(run.inputs)
+                    counter.add(run.held)
+                    inputs.add(run.held[0])
             self.kept[stage] = counter.bytes, inputs.bytes
 
         return measured, operands
